@@ -1,0 +1,267 @@
+"""The block pool: free list, reference counts, block tables, and the index from content key to block.
+
+The order in which free blocks are handed out again is the one thing real managers disagree about, so it is a small
+object of its own. A block with a content key may be shared; every other block has one owner. Keys of blocks that no
+other request can name (`RequestSpec.block_key` below zero) enter the index only when their owner is requeued: before
+that nobody could find them, and afterwards only the owner can.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from cbsim.policy.request import Request, RequestSpec
+
+
+class FreeList(Protocol):
+    """Which free block goes next."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, count: int) -> list[int]:
+        """Hand out `count` blocks; the caller has checked that there are enough."""
+
+    def give(self, blocks: Sequence[int], hashed: int) -> None:
+        """Take back blocks of one table, in table order; the first `hashed` of them hold reusable content."""
+
+    def pick(self, block: int) -> None:
+        """Take one particular free block out, because its content is wanted."""
+
+    def order(self) -> list[int]:
+        """Every free block, in the order of its list."""
+
+
+class FreeQueue:
+    """vLLM's one queue: handed out from the front; a freed table is walked tail first.
+
+    0.19 appends every block. 0.33 (`unhashed_first`) puts blocks without content to the front and appends the others,
+    which makes the queue a true LRU of cache entries. `pick` marks an entry dead; it is dropped when it surfaces.
+    """
+
+    def __init__(self, blocks: Iterable[int], *, unhashed_first: bool) -> None:
+        self._queue = deque(blocks)
+        self._dead: dict[int, int] = {}
+        self._free = len(self._queue)
+        self._unhashed_first = unhashed_first
+
+    def __len__(self) -> int:
+        return self._free
+
+    def take(self, count: int) -> list[int]:
+        self._free -= count
+        popleft = self._queue.popleft
+        if not self._dead:
+            return [popleft() for _ in range(count)]
+        taken: list[int] = []
+        while len(taken) < count:
+            block = popleft()
+            if not self._bury(block):
+                taken.append(block)
+        return taken
+
+    def _bury(self, block: int) -> bool:
+        """Is this entry dead? The dead entries of a block always lie before its live one."""
+        dead = self._dead.pop(block, 0)
+        if dead > 1:
+            self._dead[block] = dead - 1
+        return dead > 0
+
+    def give(self, blocks: Sequence[int], hashed: int) -> None:
+        self._free += len(blocks)
+        if self._unhashed_first:
+            self._queue.extendleft(blocks[hashed:])
+            blocks = blocks[:hashed]
+        self._queue.extend(reversed(blocks))
+
+    def pick(self, block: int) -> None:
+        self._free -= 1
+        self._dead[block] = self._dead.get(block, 0) + 1
+
+    def order(self) -> list[int]:
+        dead = dict(self._dead)
+        live: list[int] = []
+        for block in self._queue:
+            if dead.get(block, 0):
+                dead[block] -= 1
+            else:
+                live.append(block)
+        return live
+
+
+class CachedLast:
+    """transformers' two lists: blocks without content are a FIFO queue; cached blocks go only when that is short,
+    newest first. A freed table is walked head first."""
+
+    def __init__(self, blocks: Iterable[int]) -> None:
+        self.plain = deque(blocks)
+        self.cached: dict[int, None] = {}
+
+    def __len__(self) -> int:
+        return len(self.plain) + len(self.cached)
+
+    def take(self, count: int) -> list[int]:
+        for _ in range(count - len(self.plain)):
+            self.plain.append(self.cached.popitem()[0])
+        return [self.plain.popleft() for _ in range(count)]
+
+    def give(self, blocks: Sequence[int], hashed: int) -> None:
+        self.cached.update(dict.fromkeys(blocks[:hashed]))
+        self.plain.extend(blocks[hashed:])
+
+    def pick(self, block: int) -> None:
+        del self.cached[block]
+
+    def order(self) -> list[int]:
+        return [*self.plain, *self.cached]
+
+
+class BlockPool:
+    """Owner of every block of the KV cache. Only a scheduler writes it."""
+
+    def __init__(self, block_size: int, num_blocks: int, free: FreeList) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.tables: dict[Request, list[int]] = {}
+        self._free = free
+        self._index: dict[int, int | dict[int, None]] = {}  # key -> block, or the blocks that duplicate it, oldest first
+        self._key_of: dict[int, int] = {}
+        self._refs: dict[int, int] = {}  # of blocks with a key; every other block in use has one owner
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be handed out; cached blocks that nobody uses count as free."""
+        return len(self._free)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def held(self, request: Request) -> int:
+        return len(self.tables.get(request, ()))
+
+    def grow(self, request: Request, count: int) -> list[int]:
+        """Add `count` fresh blocks to a table; what they cached before is forgotten."""
+        blocks = self._free.take(count)
+        if self._key_of:
+            for block in blocks:
+                self._forget(block)
+        self.tables.setdefault(request, []).extend(blocks)
+        return blocks
+
+    def longest_prefix(self, spec: RequestSpec, blocks: int) -> list[int]:
+        """The cached blocks that hold the first tokens of a request, at most `blocks` of them."""
+        found: list[int] = []
+        for i in range(blocks if self._index else 0):
+            entry = self._index.get(spec.block_key(i, self.block_size))
+            if entry is None:
+                break
+            found.append(entry if isinstance(entry, int) else next(iter(entry)))
+        return found
+
+    def idle(self, blocks: Sequence[int]) -> int:
+        """How many of these cached blocks are free at present, and so would leave the free list if adopted."""
+        return sum(not self._refs[block] for block in blocks)
+
+    def adopt(self, request: Request, blocks: Sequence[int]) -> None:
+        """Share cached blocks: they become the head of the request's table."""
+        for block in blocks:
+            self._acquire(block)
+        self.tables[request] = list(blocks)
+        request.hash_to(len(blocks))
+
+    def publish(self, request: Request, blocks: int) -> None:
+        """The first `blocks` blocks of a request are full: give the new ones their keys. Duplicates are kept."""
+        for i in range(request.hashed, self._findable(request, blocks)):
+            self._register(self.tables[request][i], request.spec.block_key(i, self.block_size))
+        request.hash_to(blocks)
+
+    def _findable(self, request: Request, blocks: int) -> int:
+        """How many of the first `blocks` blocks anyone might look up."""
+        return blocks if request.preemptions else min(blocks, request.spec.shared_blocks(self.block_size))
+
+    def merge(self, request: Request, blocks: int) -> None:
+        """As `publish`, but a block whose content is cached already is replaced by that one and freed."""
+        table, size = self.tables[request], self.block_size
+        for i in range(request.hashed, self._findable(request, blocks)):
+            existing = self._index.get(request.spec.block_key(i, size))
+            if existing is None:
+                self._register(table[i], request.spec.block_key(i, size))
+                continue
+            assert isinstance(existing, int) and existing != table[i]
+            self._acquire(existing)
+            self._free.give([table[i]], 0)
+            table[i] = existing
+        request.hash_to(blocks)
+
+    def release(self, request: Request, *, returns: bool = False) -> int:
+        """Free a table; with `returns` the request will come back and may find its own blocks. Returns blocks held."""
+        table = self.tables.pop(request, [])
+        if returns:
+            for i in range(request.spec.shared_blocks(self.block_size), request.hashed):
+                self._register(table[i], request.spec.block_key(i, self.block_size))
+        blocks, hashed = table, request.hashed
+        if self._refs:
+            blocks = []
+            for i, block in enumerate(table):
+                if self._drop(block):
+                    blocks.append(block)
+                elif i < request.hashed:
+                    hashed -= 1
+        self._free.give(blocks, hashed)
+        return len(table)
+
+    def _register(self, block: int, key: int) -> None:
+        if block in self._key_of:  # a private block adopted by its own request after a requeue
+            return
+        self._key_of[block], self._refs[block] = key, 1
+        entry = self._index.setdefault(key, block)
+        if isinstance(entry, dict):
+            entry[block] = None
+        elif entry != block:
+            self._index[key] = {entry: None, block: None}
+
+    def _forget(self, block: int) -> None:
+        key = self._key_of.pop(block, None)
+        if key is None:
+            return
+        del self._refs[block]
+        entry = self._index[key]
+        if isinstance(entry, dict) and len(entry) > 1:
+            del entry[block]
+        else:
+            del self._index[key]
+
+    def _acquire(self, block: int) -> None:
+        if not self._refs[block]:
+            self._free.pick(block)
+        self._refs[block] += 1
+
+    def _drop(self, block: int) -> bool:
+        """Give one reference up; is the block free now?"""
+        refs = self._refs.get(block)
+        if refs is None:
+            return True
+        self._refs[block] = refs - 1
+        return refs == 1
+
+    def free_order(self) -> list[int]:
+        """The free blocks in the order of their list, for checks against a trace."""
+        return self._free.order()
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block is free or owned, exactly, and counts and index agree."""
+        users: dict[int, int] = {}
+        for table in self.tables.values():
+            assert len(set(table)) == len(table), ("a table names a block twice", table)
+            for block in table:
+                users[block] = users.get(block, 0) + 1
+        free = self._free.order()
+        assert len(free) == len(set(free)) == self.free, ("free list", len(free), len(set(free)), self.free)
+        assert not users.keys() & set(free), ("in use and free", users.keys() & set(free))
+        assert len(users) + len(free) == self.num_blocks, ("blocks lost", len(users), len(free), self.num_blocks)
+        for block, count in users.items():
+            assert self._refs.get(block, 1) == count, ("references", block, self._refs.get(block), count)
+        indexed = [b for e in self._index.values() for b in ([e] if isinstance(e, int) else e)]
+        assert sorted(indexed) == sorted(self._key_of) == sorted(self._refs), "index and keys disagree"
+        assert all(users.get(b, 0) == n for b, n in self._refs.items()), "references of cached blocks"

@@ -1,0 +1,136 @@
+"""The requests that decode one token every step, advanced all at once.
+
+A decode step should cost what changed, not what runs. Members share two counters, the number of planned and of updated
+steps, and derive their progress from them. What will change is known ahead: the step at which a member needs a block,
+fills one, or produces its declared last token is kept in calendars by step. A request whose next row is not certain
+(a chunk, a stall, a preemption) is not a member and is planned one by one; joining and leaving are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cbsim.policy.request import Request
+
+Calendar = dict[int, list[tuple[Request, int]]]
+
+
+class Cohort:
+    """Members and their calendars. `planned` and `updated` count steps and are the index of the next one of each."""
+
+    def __init__(self, block_size: int, *, fills: bool) -> None:
+        self.block_size = block_size
+        self.planned = 0
+        self.updated = 0
+        self.max_order = -1  # no member has a larger admission order
+        self.held_blocks = 0  # blocks in the tables of the members
+        self._fills = fills
+        self._members: dict[Request, int] = {}  # -> blocks held
+        self._offset = 0  # sum over members of computed - planned
+        self._grow_at: Calendar = {}
+        self._fill_at: Calendar = {}
+        self._end_at: Calendar = {}
+        self._late: Calendar = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._members)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._members
+
+    @property
+    def context(self) -> int:
+        """KV tokens that the members' next rows read, their own token not counted."""
+        return self._offset + len(self._members) * self.planned
+
+    def join(self, request: Request, blocks: int) -> None:
+        """Admit a request that holds `blocks` blocks; call it between two steps."""
+        request.join(self)
+        self._members[request] = blocks
+        computed, since, size = request.computed, request.since, self.block_size
+        self._offset += computed - self.planned
+        self.held_blocks += blocks
+        self.max_order = max(self.max_order, request.order)
+        self._note(self._grow_at, since + blocks * size - computed, request)
+        if self._fills:
+            self._note(self._fill_at, since + size - 1 - computed % size, request)
+        if request.spec.output_tokens > request.promised:
+            self._note(self._end_at, since + request.spec.output_tokens - request.promised - 1, request)
+
+    def leave(self, request: Request) -> None:
+        """Take a member out. Its rows in flight are delivered one by one (`landing`)."""
+        for step in range(max(self.updated, request.since), self.planned):
+            self.await_row(step, request)
+        self._offset -= request.computed - self.planned
+        self.held_blocks -= self._members.pop(request)
+        request.leave()
+        if not self._members:
+            self.max_order = -1
+
+    def await_row(self, step: int, request: Request) -> None:
+        """A row of `request` in `step` will come back on its own account."""
+        self._late.setdefault(step, []).append((request, request.epoch))
+
+    def growing(self) -> list[Request]:
+        """Members that need one more block in the step being planned, in admission order."""
+        return self._due(self._grow_at)
+
+    def grew(self, request: Request) -> None:
+        """A member got its block and needs the next one `block_size` steps on."""
+        self._members[request] += 1
+        self.held_blocks += 1
+        self._note(self._grow_at, self.planned + self.block_size, request)
+
+    def filling(self) -> list[Request]:
+        """Members whose row in the step being planned fills a block, in admission order."""
+        members = self._due(self._fill_at)
+        for request in members:
+            self._note(self._fill_at, self.planned + self.block_size, request)
+        return members
+
+    def ending(self, step: int) -> list[Request]:
+        """Members whose declared last token is the one sampled in `step`, in admission order."""
+        return self._current(self._end_at.get(step, ()))
+
+    def landing(self, step: int) -> list[tuple[Request, int]]:
+        """(request, its epoch when planned) for the rows of `step` that are not the cohort's any more."""
+        return self._late.pop(step, [])
+
+    def commit(self) -> None:
+        """The step is planned."""
+        self._grow_at.pop(self.planned, None)
+        self._fill_at.pop(self.planned, None)
+        self.planned += 1
+
+    def applied(self) -> None:
+        """The oldest step in flight has come back."""
+        self._end_at.pop(self.updated, None)
+        self.updated += 1
+
+    def _note(self, calendar: Calendar, step: int, request: Request) -> None:
+        calendar.setdefault(step, []).append((request, request.since))
+
+    def _due(self, calendar: Calendar) -> list[Request]:
+        entries = calendar.get(self.planned)
+        return self._current(entries) if entries else []
+
+    def _current(self, entries: list[tuple[Request, int]] | tuple[()]) -> list[Request]:
+        """Entries of members that have not left since they were noted, in admission order."""
+        current = [r for r, since in entries if r.cohort is self and r.since == since]
+        if len(current) > 1:
+            current.sort(key=_order)
+        return current
+
+    def check(self, tables: dict[Request, list[int]]) -> None:
+        """Raise AssertionError unless the running sums equal a recount."""
+        assert self.context == sum(r.computed for r in self), (self.context, [r.computed for r in self])
+        held = {r: len(tables[r]) for r in self}
+        assert held == self._members and self.held_blocks == sum(held.values()), (held, self._members)
+        assert all(r.order <= self.max_order and r.cohort is self for r in self)
+
+
+def _order(request: Request) -> int:
+    return request.order

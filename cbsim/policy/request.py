@@ -1,0 +1,202 @@
+"""What was asked of the server, how far it has got, and every legal move between.
+
+Progress is counts only: no times, tensors or token values. A request that decodes one token a step carries no counter
+of its own; it derives its progress from the pace of its cohort (cohort.py), so a step costs what changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cbsim.policy.cohort import Cohort
+
+
+class Status(Enum):
+    """Where a request stands. FINISHED is final; its reason is in `Request.finish`."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+class Finish(Enum):
+    """Why a request ended. LENGTH was known in advance; STOP is seen only when the token arrives."""
+
+    LENGTH = "length"
+    STOP = "stop"
+    ABORTED = "aborted"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestSpec:
+    """What was asked. Frozen: nothing in a run overwrites it. Compared by identity: one object is one request.
+
+    `output_tokens` is how many tokens the model will produce (declared by the workload), `max_tokens` the limit the
+    scheduler knows; when the first is smaller, the end is a stop token and comes as a surprise. `prefix` holds the ids
+    of chained content hashes, one for every `prefix_block_tokens` tokens, valid for the first `prefix_tokens` tokens:
+    equal id means equal content up to and including that block.
+    """
+
+    index: int
+    id: str
+    arrival_ns: int
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+    priority: int = 0
+    prefix: tuple[int, ...] = ()
+    prefix_block_tokens: int = 1
+    prefix_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1 or not 1 <= self.output_tokens <= self.max_tokens:
+            raise ValueError(
+                f"request {self.id}: needs prompt_tokens >= 1 and 1 <= output_tokens <= max_tokens, got "
+                f"prompt_tokens={self.prompt_tokens}, output_tokens={self.output_tokens}, max_tokens={self.max_tokens}"
+            )
+
+    def shared_blocks(self, block_size: int) -> int:
+        """How many leading blocks have declared content; the blocks after them are this request's own."""
+        return min(self.prefix_tokens, len(self.prefix) * self.prefix_block_tokens) // block_size
+
+    def block_key(self, block: int, block_size: int) -> int:
+        """Content key of a full block: equal keys mean equal content and equal prefix. Private blocks are negative."""
+        last_token = (block + 1) * block_size - 1
+        if block < self.shared_blocks(block_size):
+            return (self.prefix[last_token // self.prefix_block_tokens] << 24) + block
+        return -((self.index << 24) + block + 1)
+
+
+class Request:
+    """Progress of one request. Fields are read by anyone and written by these methods only, called by the scheduler.
+
+    `computed`: tokens whose KV is written or promised by a planned step. `promised`: output tokens that planned steps
+    will have sampled. `seen`: output tokens that came back. So prompt + promised is what is known of the sequence, and
+    promised - seen is what is in flight.
+    """
+
+    __slots__ = (
+        "_computed",
+        "_promised",
+        "_seen",
+        "cached",
+        "cohort",
+        "epoch",
+        "finish",
+        "hashed",
+        "high_water",
+        "limit",
+        "order",
+        "preemptions",
+        "runs",
+        "since",
+        "spec",
+        "status",
+    )
+
+    def __init__(self, spec: RequestSpec, limit: int) -> None:
+        self.spec = spec
+        self.limit = limit  # output tokens after which the end is known in advance
+        self.status = Status.WAITING
+        self.finish: Finish | None = None
+        self.order = -1  # place in the admission order, renewed at every admission
+        self.cohort: Cohort | None = None
+        self.since = 0  # first step whose row comes from the cohort
+        self.epoch = 0  # bumped when rows in flight become worthless
+        self.hashed = 0  # leading blocks whose content key is known
+        self.cached: int | None = None  # prefix-cache hit at the first admission, tokens
+        self.preemptions = 0
+        self.high_water = 0  # most tokens ever computed: what lies below it is recomputed
+        self.runs: list[list[int]] = []  # [first step, steps]: the steps whose tokens were delivered
+        self._computed = self._promised = self._seen = 0
+
+    @property
+    def computed(self) -> int:
+        cohort = self.cohort
+        return self._computed if cohort is None else self._computed + cohort.planned - self.since
+
+    @property
+    def promised(self) -> int:
+        cohort = self.cohort
+        return self._promised if cohort is None else self._promised + cohort.planned - self.since
+
+    @property
+    def seen(self) -> int:
+        cohort = self.cohort
+        return self._seen if cohort is None else self._seen + max(0, cohort.updated - self.since)
+
+    @property
+    def known(self) -> int:
+        """Tokens whose values are in hand: the prompt and the outputs that came back."""
+        return self.spec.prompt_tokens + self.seen
+
+    @property
+    def target(self) -> int:
+        """Tokens that have to be computed before the next output can be sampled."""
+        return self.spec.prompt_tokens + self.promised
+
+    def admit(self, order: int, cached_tokens: int) -> None:
+        """Leave the queue with the first `cached_tokens` tokens already in the cache."""
+        assert self.status is Status.WAITING and self.cohort is None
+        self.status, self.order, self._computed = Status.PREFILL, order, cached_tokens
+        self.high_water = max(self.high_water, cached_tokens)
+        if self.cached is None:
+            self.cached = cached_tokens
+
+    def advance(self, tokens: int, samples: bool) -> None:
+        """A row of `tokens` query tokens was planned; with `samples` it yields an output token."""
+        assert self.cohort is None and tokens > 0 and self._computed + tokens <= self.target
+        self._computed += tokens
+        self.high_water = max(self.high_water, self._computed)
+        self._promised += samples
+        self.status = Status.DECODE if samples else Status.PREFILL
+
+    def join(self, cohort: Cohort) -> None:
+        """From the next step on, decode one token a step at the cohort's pace."""
+        assert self.cohort is None and self.status is Status.DECODE
+        self.cohort, self.since = cohort, cohort.planned
+
+    def leave(self) -> None:
+        """Take the cohort's progress over into own counters. The caller sees to rows still in flight."""
+        assert self.cohort is not None
+        landed = max(0, self.cohort.updated - self.since)
+        self._computed, self._promised, self._seen = self.computed, self.promised, self._seen + landed
+        self.high_water = max(self.high_water, self._computed)
+        self._deliver(self.since, landed)
+        self.cohort = None
+
+    def receive(self, step: int) -> None:
+        """One output token, sampled by `step`, came back."""
+        assert self.cohort is None or step < self.since
+        self._seen += 1
+        self._promised = max(self._promised, self._seen)
+        self._deliver(step, 1)
+
+    def _deliver(self, step: int, count: int) -> None:
+        if not count:
+            return
+        if self.runs and sum(self.runs[-1]) == step:
+            self.runs[-1][1] += count
+        else:
+            self.runs.append([step, count])
+
+    def hash_to(self, blocks: int) -> None:
+        """The first `blocks` blocks have a content key now."""
+        self.hashed = max(self.hashed, blocks)
+
+    def requeue(self, drop_in_flight: bool) -> None:
+        """Give everything computed up and wait again. Rows in flight still deliver unless they are dropped."""
+        assert self.cohort is None and self.status in (Status.PREFILL, Status.DECODE)
+        self.status, self._computed, self.hashed = Status.WAITING, 0, 0
+        self._promised = self._seen
+        self.preemptions += 1
+        self.epoch += drop_in_flight
+
+    def end(self, reason: Finish) -> None:
+        assert self.finish is None and self.cohort is None
+        self.status, self.finish = Status.FINISHED, reason

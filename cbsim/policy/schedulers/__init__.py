@@ -1,0 +1,1 @@
+"""Scheduling policies, one file a family, and the registry that finds them by name."""

@@ -1,0 +1,442 @@
+"""vLLM V1's scheduler: running requests first, then the queue, one token budget; preemption by recompute.
+
+Rules as in vLLM 0.19 and 0.33 (text only, one full-attention group, no speculation, one pipeline stage), restated and
+checked line by line against traces of the real code (`cbsim conformance`). Chunked prefill has no phase of its own:
+a request needs `target - computed` tokens and gets what the budget leaves, in admission order.
+
+Most steps concern nobody in particular: every decoding request gets its token and nothing can be refused. Those
+requests form the cohort. As soon as the budget or the free blocks might not do for all of them, the cohort is
+dissolved for that step and every request is walked in order, so the rules are stated once, in `_run`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from cbsim.policy.blocks import BlockPool, FreeQueue
+from cbsim.policy.cohort import Cohort
+from cbsim.policy.plan import Chunk, Outcome, Preempted, StepPlan, StepResult
+from cbsim.policy.request import Finish, Request, RequestSpec, Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOptions:
+    """vLLM's own names. `num_blocks` includes block 0, the null block, which is never handed out."""
+
+    version: Literal["0.19", "0.33"]
+    policy: Literal["fcfs", "priority"]
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool
+    enable_prefix_caching: bool
+    long_prefill_token_threshold: int  # 0: off
+    adaptive_long_prefill_threshold: bool  # 0.33
+    scheduler_reserve_full_isl: bool
+    watermark: float  # 0.33: share of the blocks kept free when the queue is admitted from
+    prefill_schedule_interval: int  # 0.33: executed steps between prefills, 1 = every step
+
+
+class Queue(Protocol):
+    """Requests that wait for admission."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Request]: ...
+    def push(self, request: Request) -> None: ...
+    def push_front(self, request: Request) -> None: ...
+    def head(self) -> Request: ...
+    def pop(self) -> Request: ...
+    def remove(self, request: Request) -> None: ...
+
+
+class ArrivalQueue(deque[Request]):
+    """First come, first served; a preempted request goes to the front."""
+
+    push = deque[Request].append
+    push_front = deque[Request].appendleft
+    pop = deque[Request].popleft  # type: ignore[assignment]
+
+    def head(self) -> Request:
+        return self[0]
+
+
+class PriorityQueue:
+    """Least (priority, arrival, id) first. It has no front: a preempted request takes its place by the same key."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int, str], int, Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (entry[-1] for entry in sorted(self._heap))
+
+    def push(self, request: Request) -> None:
+        spec = request.spec
+        heapq.heappush(self._heap, ((spec.priority, spec.arrival_ns, spec.id), spec.index, request))
+
+    push_front = push
+
+    def head(self) -> Request:
+        return self._heap[0][-1]
+
+    def pop(self) -> Request:
+        return heapq.heappop(self._heap)[-1]
+
+    def remove(self, request: Request) -> None:
+        self._heap = [entry for entry in self._heap if entry[-1] is not request]
+        heapq.heapify(self._heap)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step while it is being planned."""
+
+    budget: int
+    threshold: int
+    defer_prefill: bool
+    rows: dict[Request, Chunk]
+    grown: list[tuple[RequestSpec, int]]
+    preempted: list[Preempted]
+    prefill: bool = False
+
+
+class VllmScheduler:
+    """vLLM V1 as a policy. Depth 1 is `EngineCore.step`, depth 2 `step_with_batch_queue`."""
+
+    polls_before_update = True
+    awaits_when_idle = True
+
+    def __init__(self, options: VllmOptions) -> None:
+        self.options = o = options
+        self._new = o.version == "0.33"
+        free = FreeQueue(range(1, o.num_blocks), unhashed_first=self._new)
+        self.pool = BlockPool(o.block_size, o.num_blocks - 1, free)
+        self.cohort = Cohort(o.block_size, fills=o.enable_prefix_caching)
+        self.requests: dict[RequestSpec, Request] = {}
+        self.running: dict[Request, None] = {}  # in admission order
+        self.waiting: Queue = PriorityQueue() if o.policy == "priority" else ArrivalQueue()
+        self.finished: list[RequestSpec] = []  # ended since the last plan; vLLM reports them with the next one
+        self._loose: dict[Request, None] = {}  # running and not of the cohort
+        self._late_fills: list[Request] = []  # filled a block whose last token is still in flight
+        self._left: list[RequestSpec] = []  # went out of the cohort since the last plan
+        self._ordinal = 0
+        self._watermark = int(o.watermark * o.num_blocks)
+        self._executed = 0
+        self._last_prefill = -o.prefill_schedule_interval
+        self._capacity_bound = False
+
+    # -- the queue ----------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        return not (self.requests or self.finished)
+
+    def refusal(self, spec: RequestSpec) -> str | None:
+        o = self.options
+        if spec.prompt_tokens >= o.max_model_len:
+            return f"prompt of {spec.prompt_tokens} tokens, max_model_len is {o.max_model_len}"
+        if not o.enable_chunked_prefill and spec.prompt_tokens > o.max_num_batched_tokens:
+            return f"prompt of {spec.prompt_tokens} tokens, max_num_batched_tokens is {o.max_num_batched_tokens}"
+        most = min(spec.prompt_tokens + spec.max_tokens, o.max_model_len)
+        if self.pool.blocks_for(most - 1) > self.pool.num_blocks:
+            return f"{most} tokens need {self.pool.blocks_for(most - 1)} blocks, the cache has {self.pool.num_blocks}"
+        return None
+
+    def add(self, spec: RequestSpec) -> None:
+        limit = min(spec.max_tokens, self.options.max_model_len - spec.prompt_tokens)
+        request = self.requests[spec] = Request(spec, limit)
+        self.waiting.push(request)
+
+    def cancel(self, spec: RequestSpec) -> None:
+        request = self.requests.get(spec)
+        if request is not None:
+            self._finish(request, Finish.ABORTED)
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        step = _Step(self.options.max_num_batched_tokens, self._threshold(), self._defers_prefill(), {}, [], [])
+        if not self._undisturbed(step):
+            self._dissolve()
+        self._go_on(step)
+        self._run(step)
+        if not step.preempted:
+            self._admit(step)
+        return self._commit(step)
+
+    def _threshold(self) -> int:
+        """Most tokens a request may prefill in this step, 0 for no limit."""
+        o = self.options
+        threshold, present = o.long_prefill_token_threshold, len(self.running) + len(self.waiting)
+        if self._new and present <= 1:
+            return 0
+        if self._new and threshold and o.adaptive_long_prefill_threshold:
+            return max(threshold, o.max_num_batched_tokens // present)
+        return threshold
+
+    def _defers_prefill(self) -> bool:
+        interval = self.options.prefill_schedule_interval
+        if interval <= 1 or self._capacity_bound or self._executed + 1 - self._last_prefill >= interval:
+            return False
+        return bool(self.cohort) or any(r.status is Status.DECODE for r in self.running)
+
+    def _undisturbed(self, step: _Step) -> bool:
+        """Can no member of the cohort be refused, stalled or preempted by what runs before or beside it?"""
+        cohort = self.cohort
+        if len(cohort) > step.budget or len(cohort.growing()) > self.pool.free:
+            return False
+        active = [r.order for r in self._loose if self._demand(r, step)]
+        if not active:
+            return True
+        return self.options.policy == "fcfs" and min(active) > cohort.max_order
+
+    def _dissolve(self) -> None:
+        for request in list(self.cohort):
+            self._detach(request)
+            self._loose[request] = None
+
+    def _go_on(self, step: _Step) -> None:
+        """The cohort's rows: a token each, a block where one is due, a key for every block that is full."""
+        step.budget -= len(self.cohort)
+        for request in self.cohort.growing():
+            (block,) = self.pool.grow(request, 1)
+            self.cohort.grew(request)
+            step.grown.append((request.spec, block))
+        filled = [*self._late_fills, *self.cohort.filling()]
+        self._late_fills = []
+        for request in filled:
+            if request.cohort is None:
+                continue
+            size, after = self.pool.block_size, request.computed + 1
+            self.pool.publish(request, min(after, request.known) // size)
+            if request.known // size < after // size:
+                self._late_fills.append(request)
+
+    def _demand(self, request: Request, step: _Step) -> int:
+        """Query tokens that a running request wants, before the budget; 0 to be skipped in this step."""
+        if request.promised >= request.limit:
+            return 0  # its last token is in flight
+        if step.defer_prefill and request.status is Status.PREFILL:
+            return 0
+        wanted = request.target - request.computed
+        return min(wanted, step.threshold) if step.threshold else wanted
+
+    def _run(self, step: _Step) -> None:
+        """Running requests outside the cohort, in admission order; whoever lacks a block takes it from the last."""
+        line = sorted(self._loose, key=_order)
+        i = 0
+        while i < len(line) and step.budget:
+            request = line[i]
+            tokens = min(self._demand(request, step), step.budget)
+            if not tokens:
+                i += 1
+                continue
+            needed = self._blocks_needed(request, tokens)
+            while needed > self.pool.free and request in self._loose:
+                i -= self._preempt_one(line, i, step)
+            if request not in self._loose:
+                if self._new and self.options.policy == "priority":
+                    continue
+                break
+            step.prefill |= request.status is Status.PREFILL
+            self._place(request, request.computed, tokens, needed, step)
+            i += 1
+
+    def _blocks_needed(self, request: Request, tokens: int) -> int:
+        return max(0, self.pool.blocks_for(request.computed + tokens) - self.pool.held(request))
+
+    def _preempt_one(self, line: list[Request], index: int, step: _Step) -> int:
+        """Requeue the victim; returns by how much the walk's index moves back."""
+        victim = line[-1] if self.options.policy == "fcfs" else max(line, key=_urgency)
+        at = line.index(victim)
+        del line[at]
+        taken_back = step.rows.pop(victim, None)
+        if taken_back:
+            step.budget += taken_back.tokens
+        step.preempted.append(Preempted(victim.spec, victim.computed, self.pool.held(victim)))
+        del self.running[victim], self._loose[victim]
+        self.pool.release(victim, returns=True)
+        victim.requeue(drop_in_flight=False)
+        self.waiting.push_front(victim)
+        moved = at < index if self._new else taken_back is not None
+        return int(moved)
+
+    def _admit(self, step: _Step) -> None:
+        """The queue, head first: nobody is passed over, nobody is preempted for it."""
+        o, pool = self.options, self.pool
+        while len(self.waiting) and step.budget and len(self.running) < o.max_num_seqs:
+            request = self.waiting.head()
+            hits: list[int] = []
+            if o.enable_prefix_caching:
+                hits = pool.longest_prefix(request.spec, (request.target - 1) // o.block_size)
+            computed = len(hits) * o.block_size
+            if step.defer_prefill and computed < request.target - 1:
+                break
+            tokens = request.target - computed
+            if step.threshold:
+                tokens = min(tokens, step.threshold)
+            if not o.enable_chunked_prefill and tokens > step.budget:
+                break
+            tokens = min(tokens, step.budget)
+            if not self._has_room(request, computed + tokens, hits):
+                break
+            self._start(request, tokens, hits, step)
+        if not step.defer_prefill:
+            self._capacity_bound = len(self.waiting) > 0
+
+    def _has_room(self, request: Request, tokens: int, hits: list[int]) -> bool:
+        o, pool = self.options, self.pool
+        reach = min(request.target, o.max_model_len) if o.scheduler_reserve_full_isl else tokens
+        needed = max(pool.blocks_for(max(reach, tokens)) - len(hits), 0) + pool.idle(hits)
+        return needed + (self._watermark if self._new and self.running else 0) <= pool.free
+
+    def _start(self, request: Request, tokens: int, hits: list[int], step: _Step) -> None:
+        """Move the head of the queue to running and give it its first row."""
+        self.waiting.pop()
+        resumed, computed = request.preemptions > 0, len(hits) * self.options.block_size
+        request.admit(self._ordinal, computed)
+        self._ordinal += 1
+        self.running[request] = self._loose[request] = None
+        self.pool.adopt(request, hits)
+        step.prefill |= computed < request.target - 1
+        self._place(request, computed, tokens, self._blocks_needed(request, tokens), step)
+        row = step.rows[request]
+        table = tuple(self.pool.tables[request])
+        step.rows[request] = row._replace(admitted=True, resumed=resumed, cached=computed, blocks=table)
+
+    def _place(self, request: Request, start: int, tokens: int, blocks: int, step: _Step) -> None:
+        """Give a request its row. A block that will be full of known tokens can be found from now on."""
+        new = tuple(self.pool.grow(request, blocks)) if blocks else ()
+        if self.options.enable_prefix_caching:
+            self.pool.publish(request, min(start + tokens, request.known) // self.pool.block_size)
+        recomputed = max(0, min(request.high_water, start + tokens) - start)
+        samples = start + tokens == request.target
+        step.rows[request] = Chunk(request.spec, request.order, start, tokens, new, samples, recomputed=recomputed)
+        step.budget -= tokens
+
+    def _commit(self, step: _Step) -> StepPlan:
+        """Promise the rows and hand the plan out."""
+        plan = self._plan(step)
+        cohort = self.cohort
+        ending = cohort.ending(plan.step)
+        cohort.commit()
+        for request, row in step.rows.items():
+            if row.samples:
+                cohort.await_row(plan.step, request)
+        for spec in plan.joined:
+            request = self.requests[spec]
+            del self._loose[request]
+            cohort.join(request, self.pool.held(request))
+        for request in ending:
+            if request.promised == request.limit:
+                self._stand_by(request)
+        return plan
+
+    def _plan(self, step: _Step) -> StepPlan:
+        cohort, pool, chunks = self.cohort, self.pool, tuple(step.rows.values())
+        ends = [r.spec for r in cohort.ending(cohort.planned)]
+        joined = []
+        for request, row in step.rows.items():
+            request.advance(row.tokens, row.samples)
+            if row.samples and request.promised == request.spec.output_tokens:
+                ends.append(request.spec)
+            if row.samples and request.promised < request.limit:
+                joined.append(request.spec)
+        left, self._left = tuple(self._left), []
+        ended, self.finished = tuple(self.finished), []
+        self._executed += bool(chunks or cohort)
+        if step.prefill:
+            self._last_prefill = self._executed
+        return StepPlan(
+            step=cohort.planned,
+            chunks=chunks,
+            lead=0,
+            decodes=len(cohort),
+            decode_context=cohort.context,
+            grown=tuple(step.grown),
+            joined=tuple(joined),
+            left=left,
+            ends=tuple(ends),
+            ended=ended,
+            preempted=tuple(step.preempted),
+            prefill_tokens=sum([row.tokens for row in chunks]),
+            table_blocks=cohort.held_blocks + sum([pool.held(r) for r in step.rows]),
+            new_blocks=len(step.grown) + sum([len(c.blocks) - c.cached // pool.block_size for c in chunks]),
+            running=len(self.running),
+            waiting=len(self.waiting),
+            free_blocks=pool.free,
+        )
+
+    def _stand_by(self, request: Request) -> None:
+        """A member has its last row planned: it keeps seat and blocks until the token is back."""
+        self._detach(request)
+        self._loose[request] = None
+
+    def _detach(self, request: Request) -> None:
+        self.cohort.leave(request)
+        self._left.append(request.spec)
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def runs_ahead(self, plan: StepPlan) -> bool:
+        return plan.rows > 0 or (self._new and not self.idle)
+
+    def update(self, plan: StepPlan, result: StepResult) -> Outcome:
+        cohort = self.cohort
+        assert plan.step == cohort.updated, (plan.step, cohort.updated)
+        stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
+        ending = [r for r in cohort.ending(plan.step) if r.spec not in result.stopped]
+        landed = cohort.landing(plan.step)
+        cohort.applied()
+        received, wasted = [], 0
+        for request, _ in landed:
+            if request.status is Status.FINISHED:
+                wasted += 1
+                continue
+            request.receive(plan.step)
+            self._publish_landed(request)
+            received.append(request.spec)
+            if request.seen == request.spec.output_tokens:
+                ending.append(request)
+        finished = []
+        for request in sorted({*ending, *stopped}, key=_order):
+            reason = Finish.LENGTH if request.seen == request.limit else Finish.STOP
+            self._finish(request, reason)
+            finished.append((request.spec, reason))
+        return Outcome(tuple(received), tuple(finished), wasted)
+
+    def _publish_landed(self, request: Request) -> None:
+        if self.options.enable_prefix_caching and request.status is Status.DECODE:
+            self.pool.publish(request, (request.known - 1) // self.pool.block_size)
+
+    def _finish(self, request: Request, reason: Finish) -> None:
+        """Take a request out, wherever it stands; its blocks are free at once."""
+        if request.cohort is not None:
+            self._detach(request)
+            if reason is not Finish.ABORTED:
+                self._publish_landed(request)
+        if request.status is Status.WAITING:
+            self.waiting.remove(request)
+        else:
+            del self.running[request]
+            self._loose.pop(request, None)
+        self.pool.release(request)
+        request.end(reason)
+        del self.requests[request.spec]
+        self.finished.append(request.spec)
+
+
+def _order(request: Request) -> int:
+    return request.order
+
+
+def _urgency(request: Request) -> tuple[int, int]:
+    return request.spec.priority, request.spec.arrival_ns
