@@ -18,8 +18,11 @@ Calendar = dict[int, list[tuple[Request, int]]]
 class Cohort:
     """Members and their calendars. `planned` and `updated` count steps and are the index of the next one of each."""
 
-    def __init__(self, block_size: int, *, fills: bool) -> None:
+    def __init__(self, block_size: int, *, fills: bool, long_tokens: int = 0) -> None:
+        """With `fills`, block fillings are kept; members that have computed `long_tokens` or more are counted."""
         self.block_size = block_size
+        self.long_tokens = long_tokens
+        self.long = 0
         self.planned = 0
         self.updated = 0
         self.max_order = -1  # no member has a larger admission order
@@ -30,6 +33,7 @@ class Cohort:
         self._grow_at: Calendar = {}
         self._fill_at: Calendar = {}
         self._end_at: Calendar = {}
+        self._long_at: Calendar = {}
         self._late: Calendar = {}
 
     def __len__(self) -> int:
@@ -57,6 +61,10 @@ class Cohort:
         self._note(self._grow_at, since + blocks * size - computed, request)
         if self._fills:
             self._note(self._fill_at, since + size - 1 - computed % size, request)
+        if computed >= self.long_tokens:
+            self.long += 1
+        else:
+            self._note(self._long_at, since + self.long_tokens - computed, request)
         if request.spec.output_tokens > request.promised:
             self._note(self._end_at, since + request.spec.output_tokens - request.promised - 1, request)
 
@@ -65,6 +73,7 @@ class Cohort:
         for step in range(max(self.updated, request.since), self.planned):
             self.await_row(step, request)
         self._offset -= request.computed - self.planned
+        self.long -= request.computed >= self.long_tokens
         self.held_blocks -= self._members.pop(request)
         request.leave()
         if not self._members:
@@ -104,6 +113,8 @@ class Cohort:
         self._grow_at.pop(self.planned, None)
         self._fill_at.pop(self.planned, None)
         self.planned += 1
+        self.long += len(self._due(self._long_at))
+        self._long_at.pop(self.planned, None)
 
     def applied(self) -> None:
         """The oldest step in flight has come back."""
@@ -129,6 +140,7 @@ class Cohort:
         assert self.context == sum(r.computed for r in self), (self.context, [r.computed for r in self])
         held = {r: len(tables[r]) for r in self}
         assert held == self._members and self.held_blocks == sum(held.values()), (held, self._members)
+        assert self.long == sum(r.computed >= self.long_tokens for r in self), self.long
         assert all(r.order <= self.max_order and r.cohort is self for r in self)
 
 

@@ -86,6 +86,7 @@ class Request:
         "_seen",
         "cached",
         "cohort",
+        "entered",
         "epoch",
         "finish",
         "hashed",
@@ -107,6 +108,7 @@ class Request:
         self.order = -1  # place in the admission order, renewed at every admission
         self.cohort: Cohort | None = None
         self.since = 0  # first step whose row comes from the cohort
+        self.entered = 0  # tokens computed when it was last admitted: found in the cache
         self.epoch = 0  # bumped when rows in flight become worthless
         self.hashed = 0  # leading blocks whose content key is known
         self.cached: int | None = None  # prefix-cache hit at the first admission, tokens
@@ -140,10 +142,16 @@ class Request:
         """Tokens that have to be computed before the next output can be sampled."""
         return self.spec.prompt_tokens + self.promised
 
+    @property
+    def fresh(self) -> bool:
+        """No row of it has been planned since it was last admitted."""
+        return self.status is Status.PREFILL and self._computed == self.entered
+
     def admit(self, order: int, cached_tokens: int) -> None:
         """Leave the queue with the first `cached_tokens` tokens already in the cache."""
         assert self.status is Status.WAITING and self.cohort is None
-        self.status, self.order, self._computed = Status.PREFILL, order, cached_tokens
+        self.status, self.order = Status.PREFILL, order
+        self._computed = self.entered = cached_tokens
         self.high_water = max(self.high_water, cached_tokens)
         if self.cached is None:
             self.cached = cached_tokens
