@@ -17,7 +17,10 @@ class ChainedKeys:
         keys: list[int] = []
         parent = -1
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
-            block = tuple(tokens[end - self.block_size : end])
-            parent = self._ids.setdefault((parent, block), len(self._ids))
+            parent = self.after(parent, tokens[end - self.block_size : end])
             keys.append(parent)
         return tuple(keys)
+
+    def after(self, parent: int, tokens: Sequence[int]) -> int:
+        """Id of the block `tokens` behind the block `parent`, -1 for none. The block may be shorter than full."""
+        return self._ids.setdefault((parent, tuple(tokens)), len(self._ids))

@@ -71,33 +71,54 @@ class Tokens:
         return min(eos_after or request["max_new_tokens"], request["max_new_tokens"])
 
 
-def specs(workload: Line, tokens: Tokens, block_size: int) -> dict[int, list[RequestSpec]]:
-    """Requests by the pass in which they arrive."""
-    keys, arriving = ChainedKeys(block_size), dict[int, list[RequestSpec]]()
-    for index, r in enumerate(workload["requests"]):
-        prompt, outputs = r["prompt"], tokens.outputs(r["id"])
-        text = [*prompt, *(tokens.at(r["id"], len(prompt) + i) for i in range(outputs))]
-        step = r.get("arrival_step", 0)
+class Workload:
+    """Requests by the pass in which they arrive, and the content of their blocks."""
+
+    def __init__(self, workload: Line, block_size: int) -> None:
+        self.tokens = Tokens(workload)
+        self.arriving: dict[int, list[RequestSpec]] = {}
+        self._size = block_size
+        self._keys = ChainedKeys(block_size)
+        self._texts: dict[RequestSpec, list[int]] = {}
+        self._misnamed: dict[tuple[Request, int], dict[int, int]] = {}  # (request, admission) -> block -> id
+        for index, request in enumerate(workload["requests"]):
+            self._add(index, request)
+
+    def _add(self, index: int, request: Line) -> None:
+        prompt, outputs = request["prompt"], self.tokens.outputs(request["id"])
+        text = [*prompt, *(self.tokens.at(request["id"], len(prompt) + i) for i in range(outputs))]
         spec = RequestSpec(
             index=index,
-            id=r["id"],
-            arrival_ns=step,
+            id=request["id"],
+            arrival_ns=request.get("arrival_step", 0),
             prompt_tokens=len(prompt),
             output_tokens=outputs,
-            max_tokens=r["max_new_tokens"],
-            prefix=keys.of(text),
-            prefix_block_tokens=block_size,
+            max_tokens=request["max_new_tokens"],
+            prefix=self._keys.of(text),
+            prefix_block_tokens=self._size,
             prefix_tokens=len(text),
         )
-        arriving.setdefault(step, []).append(spec)
-    return arriving
+        self._texts[spec] = text
+        self.arriving.setdefault(spec.arrival_ns, []).append(spec)
+
+    def key(self, request: Request, block: int) -> int:
+        """Content key of a block at the moment the original computes its hash: perhaps before the block is full."""
+        misnamed = self._misnamed.setdefault((request, request.order), {})
+        known, size = request.known, self._size
+        if block - 1 in misnamed or known < (block + 1) * size:
+            parent = misnamed.get(block - 1, request.spec.prefix[block - 1] if block else -1)
+            text = self._texts[request.spec][block * size : min(known, (block + 1) * size)]
+            misnamed[block] = self._keys.after(parent, text)
+            return (misnamed[block] << 24) + block
+        return request.spec.block_key(block, size)
 
 
 class Watched(TransformersScheduler):
     """The scheduler, with the calls that a trace records noted in `events`."""
 
-    def __init__(self, options: TransformersOptions) -> None:
+    def __init__(self, options: TransformersOptions, workload: Workload) -> None:
         super().__init__(options)
+        self.pool.key = workload.key  # type: ignore[method-assign]
         self.events: list[Line] = []
         self.objects: dict[RequestSpec, Request] = {}
         self._grow, self._release = self.pool.grow, self.pool.release
@@ -161,6 +182,14 @@ class Watched(TransformersScheduler):
         line["requeue_order"] = [r.spec.id for r in list(self.waiting)[waited:]]
         return done
 
+    def _haunt(self, landing: _Landing, step: int) -> list[tuple[RequestSpec, Finish]]:
+        finished = super()._haunt(landing, step)
+        for spec, _ in finished:
+            if landing.completes:
+                self.events.append({"op": "complete", "req": spec.id, "n": landing.completes, "hashed": []})
+            self.events.append({"op": "free", "req": spec.id, "blocks": []})
+        return finished
+
     def _complete(self, landing: _Landing, over: bool) -> None:
         request, keys = landing.request, set(self.pool._key_of)
         before = list(self.pool.tables[request])
@@ -178,9 +207,9 @@ class Replay:
 
     def __init__(self, header: Line, workload: Line) -> None:
         self.resolved = resolved = header["resolved"]
-        self.scheduler = Watched(options(resolved))
-        self._tokens = Tokens(workload)
-        self._arriving = specs(workload, self._tokens, resolved["block_size"])
+        ours = Workload(workload, resolved["block_size"])
+        self.scheduler = Watched(options(resolved), ours)
+        self._tokens, self._arriving = ours.tokens, ours.arriving
         by_id = {s.id: s for group in self._arriving.values() for s in group}
         self._cancels: dict[int, list[RequestSpec]] = {}
         for cancel in workload.get("cancels", []):

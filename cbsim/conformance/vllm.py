@@ -15,6 +15,7 @@ from cbsim.policy.request import RequestSpec
 from cbsim.policy.schedulers.vllm import VllmOptions, VllmScheduler
 
 Line = dict[str, Any]
+STOP_TOKEN = 2
 
 
 def options(version: str, config: Line) -> VllmOptions:
@@ -43,15 +44,17 @@ def requests(workload: Line) -> list[tuple[RequestSpec, int | None]]:
     keys = ChainedKeys(size)
     specs = []
     for index, r in enumerate(workload["requests"]):
-        tokens = [*r["prompt_token_ids"], *r["output_token_ids"]]
-        outputs = len(r["output_token_ids"])
+        output = r["output_token_ids"]
+        if r.get("stop") and STOP_TOKEN in output:
+            output = output[: output.index(STOP_TOKEN) + 1]
+        tokens, outputs = [*r["prompt_token_ids"], *output], len(output)
         spec = RequestSpec(
             index=index,
             id=r["id"],
             arrival_ns=r["arrival_us"],
             prompt_tokens=len(r["prompt_token_ids"]),
             output_tokens=outputs,
-            max_tokens=r.get("max_tokens", outputs),
+            max_tokens=r.get("max_tokens", len(r["output_token_ids"])),
             priority=r.get("priority", 0),
             prefix=keys.of(tokens),
             prefix_block_tokens=size,
@@ -61,16 +64,28 @@ def requests(workload: Line) -> list[tuple[RequestSpec, int | None]]:
     return sorted(specs, key=lambda entry: entry[0].arrival_ns)
 
 
+class Watched(VllmScheduler):
+    """The scheduler, with the free blocks noted after each cancellation: planning follows in the same breath."""
+
+    free_after_cancel = 0
+
+    def cancel(self, spec: RequestSpec) -> None:
+        super().cancel(spec)
+        self.free_after_cancel = self.pool.free
+
+
 class Replay:
     """One workload, one version and mode; `lines()` are our trace lines in order, the summary last."""
 
     def __init__(self, header: Line, workload: Line) -> None:
-        self.scheduler = VllmScheduler(options(header["vllm"], header["config"]))
+        self.scheduler = Watched(options(header["vllm"], header["config"]))
         self._depth = 2 if header["mode"] == "async" else 1
         self._timing = header["config"]["timing"]
         self._coming = requests(workload)[::-1]
-        self._aborts: list[tuple[int, RequestSpec]] = []
+        aborts = [(abort, spec) for spec, abort in self._coming if abort is not None]
+        self._aborts = sorted(aborts, key=lambda entry: (entry[0], entry[1].index))
         self._added: list[str] = []
+        self._aborted: list[str] = []
         self._batch = Batch()
         self._rows: dict[int, list[Row]] = {}
         self._alive: dict[RequestSpec, None] = {}
@@ -86,6 +101,10 @@ class Replay:
             except StopIteration:
                 yield {"ev": "summary", "steps": self._steps, "end_us": self._now, "requests": self._stats}
                 return
+            if self._aborted:
+                free, ids = self.scheduler.free_after_cancel, self._aborted
+                self._aborted = []
+                yield {"ev": "abort", "t": self._now, "ids": ids, "free": free}
             line, answer = self._do(effect)
             if line:
                 yield line
@@ -120,19 +139,18 @@ class Replay:
             self._now = max(self._now, self._coming[-1][0].arrival_ns)
         arrivals = []
         while effect.arrivals and self._coming and self._coming[-1][0].arrival_ns <= self._now:
-            spec, abort = self._coming.pop()
+            spec, _ = self._coming.pop()
             arrivals.append(spec)
             self._added.append(spec.id)
             self._alive[spec] = None
             stats = {"arrival": spec.arrival_ns, "preemptions": 0, "n_out": 0, "queued_ts": self._now}
             self._stats[spec.id] = stats
-            if abort is not None:
-                self._aborts.append((abort, spec))
         due = [s for at, s in self._aborts if at <= self._now]
         self._aborts = [(at, s) for at, s in self._aborts if at > self._now]
         due = [s for s in due if s in self._alive]
         for spec in due:
             del self._alive[spec]
+        self._aborted = [s.id for s in due]
         return None, Polled(arrivals, due, closed=not self._coming)
 
     def _schedule(self, plan: StepPlan) -> Line:

@@ -170,23 +170,32 @@ class BlockPool:
         self.tables[request] = list(blocks)
         request.hash_to(len(blocks))
 
+    def key(self, request: Request, block: int) -> int:
+        """Content key under which a block of `request` is registered."""
+        if request.unnamed is not None and block >= request.unnamed:
+            return -(((1 << 40) + request.spec.index << 24) + block)
+        return request.spec.block_key(block, self.block_size)
+
     def publish(self, request: Request, blocks: int) -> None:
         """The first `blocks` blocks of a request are full: give the new ones their keys. Duplicates are kept."""
         for i in range(request.hashed, self._findable(request, blocks)):
-            self._register(self.tables[request][i], request.spec.block_key(i, self.block_size))
+            self._register(self.tables[request][i], self.key(request, i))
         request.hash_to(blocks)
 
     def _findable(self, request: Request, blocks: int) -> int:
         """How many of the first `blocks` blocks anyone might look up."""
-        return blocks if request.preemptions else min(blocks, request.spec.shared_blocks(self.block_size))
+        if request.preemptions or request.unnamed is not None:
+            return blocks
+        return min(blocks, request.spec.shared_blocks(self.block_size))
 
     def merge(self, request: Request, blocks: int) -> None:
         """As `publish`, but a block whose content is cached already is replaced by that one and freed."""
-        table, size = self.tables[request], self.block_size
+        table = self.tables[request]
         for i in range(request.hashed, self._findable(request, blocks)):
-            existing = self._index.get(request.spec.block_key(i, size))
+            key = self.key(request, i)
+            existing = self._index.get(key)
             if existing is None:
-                self._register(table[i], request.spec.block_key(i, size))
+                self._register(table[i], key)
                 continue
             assert isinstance(existing, int) and existing != table[i]
             self._acquire(existing)
@@ -199,7 +208,7 @@ class BlockPool:
         table = self.tables.pop(request, [])
         if returns:
             for i in range(request.spec.shared_blocks(self.block_size), request.hashed):
-                self._register(table[i], request.spec.block_key(i, self.block_size))
+                self._register(table[i], self.key(request, i))
         blocks, hashed = table, request.hashed
         if self._refs:
             blocks = []

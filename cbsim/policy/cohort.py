@@ -65,8 +65,8 @@ class Cohort:
             self.long += 1
         else:
             self._note(self._long_at, since + self.long_tokens - computed, request)
-        if request.spec.output_tokens > request.promised:
-            self._note(self._end_at, since + request.spec.output_tokens - request.promised - 1, request)
+        if request.last > request.promised:
+            self._note(self._end_at, since + request.last - request.promised - 1, request)
 
     def leave(self, request: Request) -> None:
         """Take a member out. Its rows in flight are delivered one by one (`landing`)."""

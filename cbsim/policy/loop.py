@@ -104,7 +104,7 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
         quiet = stalled or (scheduler.idle and not (in_flight and scheduler.awaits_when_idle))
         polled: Polled = yield Poll(wait=quiet)
         yield from _admit(scheduler, polled)
-        if quiet and polled.closed and scheduler.idle:
+        if polled.closed and scheduler.idle and not (in_flight and scheduler.awaits_when_idle):
             break
         plan = None
         if not scheduler.idle:

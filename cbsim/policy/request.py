@@ -91,6 +91,7 @@ class Request:
         "finish",
         "hashed",
         "high_water",
+        "last",
         "limit",
         "order",
         "preemptions",
@@ -98,11 +99,13 @@ class Request:
         "since",
         "spec",
         "status",
+        "unnamed",
     )
 
     def __init__(self, spec: RequestSpec, limit: int) -> None:
         self.spec = spec
         self.limit = limit  # output tokens after which the end is known in advance
+        self.last = min(spec.output_tokens, limit)  # output tokens it will have produced when it ends
         self.status = Status.WAITING
         self.finish: Finish | None = None
         self.order = -1  # place in the admission order, renewed at every admission
@@ -111,6 +114,7 @@ class Request:
         self.entered = 0  # tokens computed when it was last admitted: found in the cache
         self.epoch = 0  # bumped when rows in flight become worthless
         self.hashed = 0  # leading blocks whose content key is known
+        self.unnamed: int | None = None  # first block given a key before it was full, see `misname`
         self.cached: int | None = None  # prefix-cache hit at the first admission, tokens
         self.preemptions = 0
         self.high_water = 0  # most tokens ever computed: what lies below it is recomputed
@@ -197,10 +201,15 @@ class Request:
         """The first `blocks` blocks have a content key now."""
         self.hashed = max(self.hashed, blocks)
 
+    def misname(self, block: int) -> None:
+        """`block` got its key too early: from it on, content keys are ones that no request can ask for."""
+        if self.unnamed is None:
+            self.unnamed = block
+
     def requeue(self, drop_in_flight: bool) -> None:
         """Give everything computed up and wait again. Rows in flight still deliver unless they are dropped."""
         assert self.cohort is None and self.status in (Status.PREFILL, Status.DECODE)
-        self.status, self._computed, self.hashed = Status.WAITING, 0, 0
+        self.status, self._computed, self.hashed, self.unnamed = Status.WAITING, 0, 0, None
         self._promised = self._seen
         self.preemptions += 1
         self.epoch += drop_in_flight

@@ -315,7 +315,7 @@ class TransformersScheduler:
             request.advance(row.tokens, row.samples)
             if row.samples:
                 joined.append(request.spec)
-                if request.promised == request.spec.output_tokens:
+                if request.promised == request.last:
                     ends.append(request.spec)
         left, self._left = tuple(self._left), []
         ended, self._ended = tuple(self._ended), []
@@ -371,7 +371,7 @@ class TransformersScheduler:
             if landing.samples and (request.cohort is None or plan.step < request.since):
                 request.receive(plan.step)
                 received.append(request.spec)
-            over = landing.samples and (request.seen == request.spec.output_tokens or request in stopped)
+            over = landing.samples and (request.seen == request.last or request in stopped)
             self._complete(landing, over)
             if over:
                 reason = Finish.LENGTH if request.seen == request.limit else Finish.STOP
@@ -386,7 +386,7 @@ class TransformersScheduler:
         if not (self.options.original_defects and request.finish is Finish.ABORTED and landing.samples):
             return []
         request.receive(step)
-        if request.seen != request.spec.output_tokens:
+        if request.seen != request.last:
             return []
         self.block_new_requests = False
         return [(request.spec, Finish.LENGTH if request.seen == request.limit else Finish.STOP)]
@@ -399,7 +399,10 @@ class TransformersScheduler:
         if not self.options.original_defects:
             self.pool.merge(request, landing.reach // self.options.block_size)
         elif not over and (landing.samples or request.status is Status.PREFILL):
-            self.pool.merge(request, min(request.hashed + landing.completes, self.pool.held(request)))
+            blocks = min(request.hashed + landing.completes, self.pool.held(request))
+            if blocks * self.options.block_size > request.known:
+                request.misname(blocks - 1)
+            self.pool.merge(request, blocks)
 
     def _finish(self, request: Request, reason: Finish) -> None:
         """Take a request out, wherever it stands; its blocks are free at once."""

@@ -346,7 +346,7 @@ class VllmScheduler:
         joined = []
         for request, row in step.rows.items():
             request.advance(row.tokens, row.samples)
-            if row.samples and request.promised == request.spec.output_tokens:
+            if row.samples and request.promised == request.last:
                 ends.append(request.spec)
             if row.samples and request.promised < request.limit:
                 joined.append(request.spec)
@@ -404,7 +404,7 @@ class VllmScheduler:
             request.receive(plan.step)
             self._publish_landed(request)
             received.append(request.spec)
-            if request.seen == request.spec.output_tokens:
+            if request.seen == request.last:
                 ending.append(request)
         finished = []
         for request in sorted({*ending, *stopped}, key=_order):
