@@ -335,6 +335,8 @@ class VllmScheduler:
             request = self.requests[spec]
             del self._loose[request]
             cohort.join(request, self.pool.held(request))
+            if self.options.enable_prefix_caching and request.hashed < request.computed // self.pool.block_size:
+                self._late_fills.append(request)
         for request in ending:
             if request.promised == request.limit:
                 self._stand_by(request)
