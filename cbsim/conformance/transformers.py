@@ -51,7 +51,7 @@ class Tokens:
     """The fake tokens of a workload, a function of request and position."""
 
     def __init__(self, workload: Line) -> None:
-        self._vocab = workload.get("model", {}).get("vocab_size", 512)
+        self._vocab: int = workload.get("model", {}).get("vocab_size", 512)
         self._eos = workload.get("eos_token_id")
         self._requests = {r["id"]: r for r in workload["requests"]}
 
@@ -68,7 +68,8 @@ class Tokens:
         """How many tokens the request generates."""
         request = self._requests[request_id]
         eos_after = request.get("eos_after") if self._eos is not None else None
-        return min(eos_after or request["max_new_tokens"], request["max_new_tokens"])
+        outputs: int = min(eos_after or request["max_new_tokens"], request["max_new_tokens"])
+        return outputs
 
 
 class Workload:
@@ -123,6 +124,7 @@ class Watched(TransformersScheduler):
         self.objects: dict[RequestSpec, Request] = {}
         self._grow, self._release = self.pool.grow, self.pool.release
         self.pool.grow = self._watched_grow  # type: ignore[method-assign]
+        self.pool.grow_one = lambda request: self._watched_grow(request, 1)[0]  # type: ignore[method-assign]
         self.pool.release = self._watched_release  # type: ignore[method-assign]
 
     def add(self, spec: RequestSpec) -> None:
@@ -313,7 +315,7 @@ class Replay:
             "active": [[r.spec.id, STATUS[r.status]] for r in scheduler.active],
             "waiting": [r.spec.id for r in scheduler.waiting],
             "block_new_requests": scheduler.block_new_requests,
-            "free": len(free),
+            "free": free.free,
             "uninit": len(free.plain),
             "init": len(free.cached),
             "uninit_order": list(free.plain),

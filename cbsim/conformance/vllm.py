@@ -31,7 +31,7 @@ def options(version: str, config: Line) -> VllmOptions:
         enable_chunked_prefill=config["enable_chunked_prefill"],
         enable_prefix_caching=config["enable_prefix_caching"],
         long_prefill_token_threshold=config["long_prefill_token_threshold"],
-        adaptive_long_prefill_threshold=config.get("adaptive_long_prefill_threshold", False),
+        adaptive_long_prefill_threshold=config.get("long_prefill_token_threshold_adaptive", False),
         scheduler_reserve_full_isl=config["scheduler_reserve_full_isl"],
         watermark=config.get("watermark", 0.0),
         prefill_schedule_interval=config.get("prefill_schedule_interval", 1),
@@ -99,7 +99,7 @@ class Replay:
             try:
                 effect = loop.send(answer)
             except StopIteration:
-                yield {"ev": "summary", "steps": self._steps, "end_us": self._now, "requests": self._stats}
+                yield self._summary()
                 return
             if self._aborted:
                 free, ids = self.scheduler.free_after_cancel, self._aborted
@@ -108,6 +108,10 @@ class Replay:
             line, answer = self._do(effect)
             if line:
                 yield line
+
+    def _summary(self) -> Line:
+        line = {"ev": "summary", "steps": self._steps, "end_us": self._now, "requests": self._stats}
+        return line | {"prefix_cache_final_cached_blocks": len(self.scheduler.pool._index)}
 
     def _do(self, effect: Effect) -> tuple[Line | None, Any]:
         if isinstance(effect, Poll):

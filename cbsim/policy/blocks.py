@@ -16,9 +16,9 @@ from cbsim.policy.request import Request, RequestSpec
 
 
 class FreeList(Protocol):
-    """Which free block goes next."""
+    """Which free block goes next. `free` is how many there are."""
 
-    def __len__(self) -> int: ...
+    free: int
 
     def take(self, count: int) -> list[int]:
         """Hand out `count` blocks; the caller has checked that there are enough."""
@@ -43,14 +43,11 @@ class FreeQueue:
     def __init__(self, blocks: Iterable[int], *, unhashed_first: bool) -> None:
         self._queue = deque(blocks)
         self._dead: dict[int, int] = {}
-        self._free = len(self._queue)
+        self.free = len(self._queue)
         self._unhashed_first = unhashed_first
 
-    def __len__(self) -> int:
-        return self._free
-
     def take(self, count: int) -> list[int]:
-        self._free -= count
+        self.free -= count
         popleft = self._queue.popleft
         if not self._dead:
             return [popleft() for _ in range(count)]
@@ -69,14 +66,14 @@ class FreeQueue:
         return dead > 0
 
     def give(self, blocks: Sequence[int], hashed: int) -> None:
-        self._free += len(blocks)
+        self.free += len(blocks)
         if self._unhashed_first:
             self._queue.extendleft(blocks[hashed:])
             blocks = blocks[:hashed]
         self._queue.extend(reversed(blocks))
 
     def pick(self, block: int) -> None:
-        self._free -= 1
+        self.free -= 1
         self._dead[block] = self._dead.get(block, 0) + 1
 
     def order(self) -> list[int]:
@@ -97,20 +94,21 @@ class CachedLast:
     def __init__(self, blocks: Iterable[int]) -> None:
         self.plain = deque(blocks)
         self.cached: dict[int, None] = {}
-
-    def __len__(self) -> int:
-        return len(self.plain) + len(self.cached)
+        self.free = len(self.plain)
 
     def take(self, count: int) -> list[int]:
+        self.free -= count
         for _ in range(count - len(self.plain)):
             self.plain.append(self.cached.popitem()[0])
         return [self.plain.popleft() for _ in range(count)]
 
     def give(self, blocks: Sequence[int], hashed: int) -> None:
+        self.free += len(blocks)
         self.cached.update(dict.fromkeys(blocks[:hashed]))
         self.plain.extend(blocks[hashed:])
 
     def pick(self, block: int) -> None:
+        self.free -= 1
         del self.cached[block]
 
     def order(self) -> list[int]:
@@ -132,7 +130,7 @@ class BlockPool:
     @property
     def free(self) -> int:
         """Blocks that can be handed out; cached blocks that nobody uses count as free."""
-        return len(self._free)
+        return self._free.free
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -148,6 +146,14 @@ class BlockPool:
                 self._forget(block)
         self.tables.setdefault(request, []).extend(blocks)
         return blocks
+
+    def grow_one(self, request: Request) -> int:
+        """`grow` by one block, for a request that has a table."""
+        (block,) = self._free.take(1)
+        if self._key_of:
+            self._forget(block)
+        self.tables[request].append(block)
+        return block
 
     def longest_prefix(self, spec: RequestSpec, blocks: int) -> list[int]:
         """The cached blocks that hold the first tokens of a request, at most `blocks` of them."""
@@ -178,11 +184,11 @@ class BlockPool:
 
     def publish(self, request: Request, blocks: int) -> None:
         """The first `blocks` blocks of a request are full: give the new ones their keys. Duplicates are kept."""
-        for i in range(request.hashed, self._findable(request, blocks)):
+        for i in range(request.hashed, self.findable(request, blocks)):
             self._register(self.tables[request][i], self.key(request, i))
         request.hash_to(blocks)
 
-    def _findable(self, request: Request, blocks: int) -> int:
+    def findable(self, request: Request, blocks: int) -> int:
         """How many of the first `blocks` blocks anyone might look up."""
         if request.preemptions or request.unnamed is not None:
             return blocks
@@ -191,7 +197,7 @@ class BlockPool:
     def merge(self, request: Request, blocks: int) -> None:
         """As `publish`, but a block whose content is cached already is replaced by that one and freed."""
         table = self.tables[request]
-        for i in range(request.hashed, self._findable(request, blocks)):
+        for i in range(request.hashed, self.findable(request, blocks)):
             key = self.key(request, i)
             existing = self._index.get(key)
             if existing is None:

@@ -18,16 +18,16 @@ Calendar = dict[int, list[tuple[Request, int]]]
 class Cohort:
     """Members and their calendars. `planned` and `updated` count steps and are the index of the next one of each."""
 
-    def __init__(self, block_size: int, *, fills: bool, long_tokens: int = 0) -> None:
-        """With `fills`, block fillings are kept; members that have computed `long_tokens` or more are counted."""
+    def __init__(self, block_size: int, *, long_tokens: int = 0) -> None:
+        """Members that have computed `long_tokens` or more are counted in `long`."""
         self.block_size = block_size
         self.long_tokens = long_tokens
         self.long = 0
         self.planned = 0
         self.updated = 0
+        self.updated_at_plan = 0  # `updated` when the newest step was planned
         self.max_order = -1  # no member has a larger admission order
         self.held_blocks = 0  # blocks in the tables of the members
-        self._fills = fills
         self._members: dict[Request, int] = {}  # -> blocks held
         self._offset = 0  # sum over members of computed - planned
         self._grow_at: Calendar = {}
@@ -50,8 +50,8 @@ class Cohort:
         """KV tokens that the members' next rows read, their own token not counted."""
         return self._offset + len(self._members) * self.planned
 
-    def join(self, request: Request, blocks: int) -> None:
-        """Admit a request that holds `blocks` blocks; call it between two steps."""
+    def join(self, request: Request, blocks: int, *, fills: bool) -> None:
+        """Admit a request that holds `blocks` blocks, between two steps; with `fills`, `filling` will name it."""
         request.join(self)
         self._members[request] = blocks
         computed, since, size = request.computed, request.since, self.block_size
@@ -59,21 +59,26 @@ class Cohort:
         self.held_blocks += blocks
         self.max_order = max(self.max_order, request.order)
         self._note(self._grow_at, since + blocks * size - computed, request)
-        if self._fills:
+        if fills:
             self._note(self._fill_at, since + size - 1 - computed % size, request)
-        if computed >= self.long_tokens:
-            self.long += 1
-        else:
-            self._note(self._long_at, since + self.long_tokens - computed, request)
+        if self.long_tokens:
+            self._watch_length(request)
         if request.last > request.promised:
             self._note(self._end_at, since + request.last - request.promised - 1, request)
+
+    def _watch_length(self, request: Request) -> None:
+        if request.computed >= self.long_tokens:
+            self.long += 1
+        else:
+            self._note(self._long_at, request.since + self.long_tokens - request.computed, request)
 
     def leave(self, request: Request) -> None:
         """Take a member out. Its rows in flight are delivered one by one (`landing`)."""
         for step in range(max(self.updated, request.since), self.planned):
             self.await_row(step, request)
         self._offset -= request.computed - self.planned
-        self.long -= request.computed >= self.long_tokens
+        if self.long_tokens:
+            self.long -= request.computed >= self.long_tokens
         self.held_blocks -= self._members.pop(request)
         request.leave()
         if not self._members:
@@ -102,7 +107,15 @@ class Cohort:
 
     def ending(self, step: int) -> list[Request]:
         """Members whose declared last token is the one sampled in `step`, in admission order."""
-        return self._current(self._end_at.get(step, ()))
+        entries = self._end_at.get(step)
+        return self._current(entries) if entries else []
+
+    def known_at_plan(self, request: Request) -> int:
+        """Tokens of a member that were in hand when its newest row was planned: those before the rows in flight then.
+
+        The row that made it a member, in step `since` - 1, is the first that could be in flight.
+        """
+        return request.computed - max(0, self.planned - 1 - max(self.updated_at_plan, request.since - 1))
 
     def landing(self, step: int) -> list[tuple[Request, int]]:
         """(request, its epoch when planned) for the rows of `step` that are not the cohort's any more."""
@@ -113,8 +126,10 @@ class Cohort:
         self._grow_at.pop(self.planned, None)
         self._fill_at.pop(self.planned, None)
         self.planned += 1
-        self.long += len(self._due(self._long_at))
-        self._long_at.pop(self.planned, None)
+        self.updated_at_plan = self.updated
+        if self._long_at:
+            self.long += len(self._due(self._long_at))
+            self._long_at.pop(self.planned, None)
 
     def applied(self) -> None:
         """The oldest step in flight has come back."""
@@ -128,7 +143,7 @@ class Cohort:
         entries = calendar.get(self.planned)
         return self._current(entries) if entries else []
 
-    def _current(self, entries: list[tuple[Request, int]] | tuple[()]) -> list[Request]:
+    def _current(self, entries: list[tuple[Request, int]]) -> list[Request]:
         """Entries of members that have not left since they were noted, in admission order."""
         current = [r for r, since in entries if r.cohort is self and r.since == since]
         if len(current) > 1:
@@ -140,7 +155,7 @@ class Cohort:
         assert self.context == sum(r.computed for r in self), (self.context, [r.computed for r in self])
         held = {r: len(tables[r]) for r in self}
         assert held == self._members and self.held_blocks == sum(held.values()), (held, self._members)
-        assert self.long == sum(r.computed >= self.long_tokens for r in self), self.long
+        assert not self.long_tokens or self.long == sum(r.computed >= self.long_tokens for r in self), self.long
         assert all(r.order <= self.max_order and r.cohort is self for r in self)
 
 

@@ -17,6 +17,7 @@ class Chunk(NamedTuple):
 
     `blocks` are the block ids added to its table, or the whole table when `admitted` (first chunk after the queue).
     With `samples` the row yields an output token. `recomputed` of its tokens had been computed before a preemption.
+    `padding` tokens are computed to its left for nothing but shape.
     """
 
     spec: RequestSpec
@@ -29,6 +30,7 @@ class Chunk(NamedTuple):
     resumed: bool = False
     cached: int = 0
     recomputed: int = 0
+    padding: int = 0
 
 
 class Preempted(NamedTuple):
@@ -46,7 +48,8 @@ class StepPlan(NamedTuple):
     gives those that got a block; `joined` decode without being listed from the next step on; `left` had been
     decoding and are no longer, as of this step. `ends` are the requests whose declared last token this step samples,
     `ended` those that have ended since the plan before: an executor forgets them.
-    `padding_tokens` are computed for nothing but shape. `free_blocks`, `running`, `waiting` hold after planning.
+    Static batches compute for nothing but shape: `padding_rows` decode rows that have ended, and `padding_context` KV
+    tokens beyond the requests' own. `free_blocks`, `running`, `waiting` hold after planning.
     """
 
     step: int
@@ -66,7 +69,8 @@ class StepPlan(NamedTuple):
     running: int
     waiting: int
     free_blocks: int
-    padding_tokens: int = 0
+    padding_rows: int = 0
+    padding_context: int = 0
     fast_decode: bool = False
 
     @property

@@ -197,6 +197,13 @@ class Request:
         else:
             self.runs.append([step, count])
 
+    def delivered(self) -> list[list[int]]:
+        """[first step, steps] of the tokens delivered so far; `runs` lacks those of the current stay in a cohort."""
+        landed = 0 if self.cohort is None else max(0, self.cohort.updated - self.since)
+        if landed and self.runs and sum(self.runs[-1]) == self.since:
+            return [*self.runs[:-1], [self.runs[-1][0], self.runs[-1][1] + landed]]
+        return [*self.runs, [self.since, landed]] if landed else self.runs
+
     def hash_to(self, blocks: int) -> None:
         """The first `blocks` blocks have a content key now."""
         self.hashed = max(self.hashed, blocks)

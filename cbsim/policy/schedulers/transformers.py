@@ -81,7 +81,7 @@ class TransformersScheduler:
         self.free_list = CachedLast(range(o.num_blocks))
         self.pool = BlockPool(o.block_size, o.num_blocks, self.free_list)
         self._fast_tokens = o.max_blocks_per_request * o.block_size
-        self.cohort = Cohort(o.block_size, fills=o.allow_block_sharing, long_tokens=self._fast_tokens)
+        self.cohort = Cohort(o.block_size, long_tokens=self._fast_tokens)
         self.requests: dict[RequestSpec, Request] = {}
         self.active: dict[Request, None] = {}
         self.waiting: dict[Request, None] = {}
@@ -170,9 +170,8 @@ class TransformersScheduler:
         """The cohort's rows. Called only when no budget can refuse one of them."""
         cohort = self.cohort
         for request in cohort.growing():
-            (block,) = self.pool.grow(request, 1)
+            step.grown.append((request.spec, self.pool.grow_one(request)))
             cohort.grew(request)
-            step.grown.append((request.spec, block))
         step.decodes = len(cohort)
         if step.decodes:
             self._charge(step, step.decodes, cohort.context, step.decodes, not cohort.long)
@@ -292,7 +291,7 @@ class TransformersScheduler:
         for spec in plan.joined:
             request = self.requests[spec]
             del self._loose[request]
-            cohort.join(request, self.pool.held(request))
+            cohort.join(request, self.pool.held(request), fills=self.options.allow_block_sharing)
         return plan
 
     def _note_landings(self, plan: StepPlan, step: _Step) -> None:

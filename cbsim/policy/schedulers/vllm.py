@@ -119,7 +119,7 @@ class VllmScheduler:
         self._new = o.version == "0.33"
         free = FreeQueue(range(1, o.num_blocks), unhashed_first=self._new)
         self.pool = BlockPool(o.block_size, o.num_blocks - 1, free)
-        self.cohort = Cohort(o.block_size, fills=o.enable_prefix_caching)
+        self.cohort = Cohort(o.block_size)
         self.requests: dict[RequestSpec, Request] = {}
         self.running: dict[Request, None] = {}  # in admission order
         self.waiting: Queue = PriorityQueue() if o.policy == "priority" else ArrivalQueue()
@@ -164,9 +164,11 @@ class VllmScheduler:
 
     def schedule(self) -> StepPlan:
         step = _Step(self.options.max_num_batched_tokens, self._threshold(), self._defers_prefill(), {}, [], [])
-        if not self._undisturbed(step):
+        growing = self.cohort.growing()
+        if self._undisturbed(step, len(growing)):
+            self._go_on(growing, step)
+        else:
             self._dissolve()
-        self._go_on(step)
         self._run(step)
         if not step.preempted:
             self._admit(step)
@@ -188,10 +190,10 @@ class VllmScheduler:
             return False
         return bool(self.cohort) or any(r.status is Status.DECODE for r in self.running)
 
-    def _undisturbed(self, step: _Step) -> bool:
+    def _undisturbed(self, step: _Step, growing: int) -> bool:
         """Can no member of the cohort be refused, stalled or preempted by what runs before or beside it?"""
         cohort = self.cohort
-        if len(cohort) > step.budget or len(cohort.growing()) > self.pool.free:
+        if len(cohort) > step.budget or growing > self.pool.free:
             return False
         active = [r.order for r in self._loose if self._demand(r, step)]
         if not active:
@@ -203,22 +205,28 @@ class VllmScheduler:
             self._detach(request)
             self._loose[request] = None
 
-    def _go_on(self, step: _Step) -> None:
+    def _go_on(self, growing: list[Request], step: _Step) -> None:
         """The cohort's rows: a token each, a block where one is due, a key for every block that is full."""
-        step.budget -= len(self.cohort)
-        for request in self.cohort.growing():
-            (block,) = self.pool.grow(request, 1)
-            self.cohort.grew(request)
-            step.grown.append((request.spec, block))
-        filled = [*self._late_fills, *self.cohort.filling()]
-        self._late_fills = []
-        for request in filled:
-            if request.cohort is None:
-                continue
-            size, after = self.pool.block_size, request.computed + 1
-            self.pool.publish(request, min(after, request.known) // size)
-            if request.known // size < after // size:
-                self._late_fills.append(request)
+        cohort, pool = self.cohort, self.pool
+        step.budget -= len(cohort)
+        for request in growing:
+            step.grown.append((request.spec, pool.grow_one(request)))
+            cohort.grew(request)
+        filled = cohort.filling()
+        if filled or self._late_fills:
+            filled = [*self._late_fills, *filled]
+            self._late_fills = []
+            for request in filled:
+                self._fill(request)
+
+    def _fill(self, request: Request) -> None:
+        """A member's row fills a block; it gets its key as soon as its last token is known."""
+        if request.cohort is None:
+            return
+        size, after = self.pool.block_size, request.computed + 1
+        self.pool.publish(request, min(after, request.known) // size)
+        if request.known // size < after // size:
+            self._late_fills.append(request)
 
     def _demand(self, request: Request, step: _Step) -> int:
         """Query tokens that a running request wants, before the budget; 0 to be skipped in this step."""
@@ -334,13 +342,19 @@ class VllmScheduler:
         for spec in plan.joined:
             request = self.requests[spec]
             del self._loose[request]
-            cohort.join(request, self.pool.held(request))
-            if self.options.enable_prefix_caching and request.hashed < request.computed // self.pool.block_size:
-                self._late_fills.append(request)
+            self._join(request)
         for request in ending:
             if request.promised == request.limit:
                 self._stand_by(request)
         return plan
+
+    def _join(self, request: Request) -> None:
+        """Into the cohort. Its blocks get their keys as they fill, unless nobody could ever ask for them."""
+        pool, full = self.pool, request.computed // self.pool.block_size
+        named = self.options.enable_prefix_caching and pool.findable(request, full + 1) > request.hashed
+        self.cohort.join(request, pool.held(request), fills=named)
+        if named and request.hashed < full:
+            self._late_fills.append(request)
 
     def _plan(self, step: _Step) -> StepPlan:
         cohort, pool, chunks = self.cohort, self.pool, tuple(step.rows.values())
@@ -383,7 +397,11 @@ class VllmScheduler:
         self._loose[request] = None
 
     def _detach(self, request: Request) -> None:
-        self.cohort.leave(request)
+        """Out of the cohort. Blocks that filled unwatched count as hashed, as if each had been given its key in time."""
+        cohort = self.cohort
+        if self.options.enable_prefix_caching and cohort.planned > request.since:
+            self.pool.publish(request, cohort.known_at_plan(request) // self.pool.block_size)
+        cohort.leave(request)
         self._left.append(request.spec)
 
     # -- results ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Cost models: a plan in, seconds out, and nothing else."""

@@ -1,0 +1,1 @@
+"""The simulated machine: the loop's effects in simulated time."""

@@ -1,0 +1,75 @@
+"""CUDA graphs: a step runs at the size of its bucket, and the first use of a bucket pays for its capture."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+from cbsim.policy.graphs import up_to_multiple, up_to_power
+from cbsim.policy.plan import StepPlan
+
+Bucket = tuple[int, Hashable] | None  # (query tokens computed, key of the graph), None: no graph fits
+
+
+class Shape(NamedTuple):
+    """How a step is run: at how many query tokens, eagerly or not, and the CPU time to capture its graph first."""
+
+    tokens: int
+    eager: bool
+    capture_ns: int
+
+
+class Graphs:
+    """The graphs captured so far, of one machine. `bucket` maps a plan to its graph; None means always eager."""
+
+    def __init__(self, bucket: Callable[[StepPlan], Bucket] | None, capture_ns: int) -> None:
+        self._bucket = bucket
+        self._capture_ns = capture_ns
+        self._captured: set[Hashable] = set()
+
+    def shape(self, plan: StepPlan) -> Shape:
+        exact = computed_tokens(plan)
+        bucket = self._bucket(plan) if self._bucket and exact else None
+        if bucket is None:
+            return Shape(exact, self._bucket is None or exact > 0, 0)
+        tokens, key = bucket
+        if key in self._captured:
+            return Shape(tokens, False, 0)
+        self._captured.add(key)
+        return Shape(tokens, False, self._capture_ns)
+
+
+def computed_tokens(plan: StepPlan) -> int:
+    """Query tokens that the step computes by itself, with the padding of a static batch."""
+    return plan.tokens + plan.padding_rows + sum([c.padding for c in plan.chunks])
+
+
+def unpadded(plan: StepPlan) -> Bucket:
+    """A graph for every size: nothing is padded."""
+    return computed_tokens(plan), computed_tokens(plan)
+
+
+def transformers_buckets(max_requests: int, max_tokens: int, cache_tokens: int) -> Callable[[StepPlan], Bucket]:
+    """transformers 5.17: powers of two on the decode fast path, else queries to 64s and KV reads to 16,384s."""
+
+    def bucket(plan: StepPlan) -> Bucket:
+        if plan.fast_decode:
+            tokens = up_to_power(plan.tokens, max_requests)
+            return tokens, ("decode", tokens)
+        read = plan.decode_context + sum([c.start for c in plan.chunks])
+        tokens = up_to_multiple(plan.tokens, 64, max_tokens)
+        return tokens, (tokens, up_to_multiple(read, 16384, cache_tokens))
+
+    return bucket
+
+
+def vllm_buckets(sizes: Sequence[int]) -> Callable[[StepPlan], Bucket]:
+    """vLLM: the smallest captured size that holds the step's tokens; larger steps run eagerly."""
+    sizes = sorted(sizes)
+
+    def bucket(plan: StepPlan) -> Bucket:
+        at = bisect_left(sizes, plan.tokens)
+        return (sizes[at], sizes[at]) if at < len(sizes) else None
+
+    return bucket

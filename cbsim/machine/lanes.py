@@ -1,0 +1,55 @@
+"""Lanes of the machine: each does one thing at a time, in the order in which it was asked.
+
+A CUDA stream runs its work in order of submission, so the start of a piece of work is known when it is submitted: the
+later of its dependencies and the end of the work before it. `Lane.book` is that sentence; no event is needed for it.
+Times are integer nanoseconds since the start of the run.
+"""
+
+from __future__ import annotations
+
+
+class Stream:
+    """An order of execution. Lanes that share a stream never overlap."""
+
+    def __init__(self) -> None:
+        self.free_ns = 0
+
+
+class Lane:
+    """One engine of the machine: `h2d`, `compute` or `d2h`."""
+
+    def __init__(self, name: str, stream: Stream) -> None:
+        self.name = name
+        self.busy_ns = 0
+        self._stream = stream
+
+    def book(self, ready_ns: int, duration_ns: int) -> tuple[int, int]:
+        """Submit work that may start at `ready_ns`; returns its start and end."""
+        assert duration_ns >= 0, (self.name, duration_ns)
+        start = max(ready_ns, self._stream.free_ns)
+        end = start + duration_ns
+        self._stream.free_ns = end
+        self.busy_ns += duration_ns
+        return start, end
+
+
+class Slots:
+    """The pinned I/O buffers of steps in flight. A slot is written again only after its last step's outputs are read."""
+
+    def __init__(self, count: int) -> None:
+        self._until_ns = [0] * count
+
+    def free_ns(self, step: int) -> int:
+        """When the slot of `step` may be written."""
+        return self._until_ns[step % len(self._until_ns)]
+
+    def hold(self, step: int, until_ns: int) -> None:
+        """The slot of `step` is in use until then."""
+        self._until_ns[step % len(self._until_ns)] = until_ns
+
+
+def lanes(*, overlap: bool) -> tuple[Lane, Lane, Lane]:
+    """(h2d, compute, d2h): three streams, or one in-order stream for all when copies do not `overlap` compute."""
+    shared = Stream()
+    h2d, compute, d2h = (Lane(name, Stream() if overlap else shared) for name in ("h2d", "compute", "d2h"))
+    return h2d, compute, d2h

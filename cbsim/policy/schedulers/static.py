@@ -1,0 +1,195 @@
+"""Static batching: a batch is formed, left-padded to its longest prompt, and kept until its last request has ended.
+
+This is `generate()` on a padded batch, the baseline of every introduction to continuous batching. Nobody is admitted in
+between; the row of a request that has ended is computed on, and every row attends to as many positions as the longest.
+The cache is reserved when the batch is formed: for every row the longest prompt and the largest output limit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from cbsim.policy.blocks import BlockPool, FreeQueue
+from cbsim.policy.cohort import Cohort
+from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
+from cbsim.policy.request import Finish, Request, RequestSpec, Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticOptions:
+    """`batch_size` rows at most, in a cache of `num_blocks` blocks."""
+
+    batch_size: int
+    block_size: int
+    num_blocks: int
+
+
+class StaticScheduler:
+    """Batched generation as a policy."""
+
+    polls_before_update = False
+    awaits_when_idle = True
+
+    def __init__(self, options: StaticOptions) -> None:
+        self.options = o = options
+        self.pool = BlockPool(o.block_size, o.num_blocks, FreeQueue(range(o.num_blocks), unhashed_first=True))
+        self.cohort = Cohort(o.block_size)
+        self.requests: dict[RequestSpec, Request] = {}
+        self.waiting: deque[Request] = deque()
+        self._batch: list[Request] = []
+        self._length = 0  # positions of every row, padding included
+        self._ordinal = 0
+        self._left: list[RequestSpec] = []
+        self._ended: list[RequestSpec] = []
+
+    @property
+    def idle(self) -> bool:
+        return not self.requests
+
+    def refusal(self, spec: RequestSpec) -> str | None:
+        tokens = spec.prompt_tokens + spec.max_tokens
+        needed = self.pool.blocks_for(tokens)
+        if needed > self.pool.num_blocks:
+            return f"{tokens} tokens need {needed} blocks, the cache has {self.pool.num_blocks}"
+        return None
+
+    def add(self, spec: RequestSpec) -> None:
+        request = self.requests[spec] = Request(spec, spec.max_tokens)
+        self.waiting.append(request)
+
+    def cancel(self, spec: RequestSpec) -> None:
+        request = self.requests.get(spec)
+        if request is not None:
+            self._finish(request, Finish.ABORTED)
+            self._disband()
+
+    def schedule(self) -> StepPlan | None:
+        if not self._batch:
+            return self._prefill()
+        return self._decode() if len(self.cohort) else None
+
+    def _prefill(self) -> StepPlan:
+        prompt, blocks = self._form()
+        chunks = []
+        for request in self._batch:
+            table = tuple(self.pool.grow(request, blocks))
+            request.admit(self._ordinal, 0)
+            self._ordinal += 1
+            tokens = request.target
+            request.advance(tokens, samples=True)
+            chunks.append(
+                Chunk(
+                    request.spec, request.order, 0, tokens, table, samples=True, admitted=True, padding=prompt - tokens
+                )
+            )
+        self._length = prompt
+        return self._commit(tuple(chunks), blocks * len(chunks))
+
+    def _form(self) -> tuple[int, int]:
+        """Fill the batch from the queue, in order, as far as seats and cache go: (longest prompt, blocks a row)."""
+        prompt = limit = blocks = 0
+        while self.waiting and len(self._batch) < self.options.batch_size:
+            spec = self.waiting[0].spec
+            longest, largest = max(prompt, spec.prompt_tokens), max(limit, spec.max_tokens)
+            reserve = self.pool.blocks_for(longest + largest)
+            if self._batch and reserve * (len(self._batch) + 1) > self.pool.num_blocks:
+                break
+            prompt, limit, blocks = longest, largest, reserve
+            self._batch.append(self.waiting.popleft())
+        return prompt, blocks
+
+    def _decode(self) -> StepPlan:
+        plan = self._commit((), 0)
+        self._length += 1
+        return plan
+
+    def _commit(self, chunks: tuple[Chunk, ...], new_blocks: int) -> StepPlan:
+        cohort, rows = self.cohort, len(self._batch)
+        ending = cohort.ending(cohort.planned)
+        ends = [*ending, *(r for r in self._batch if chunks and r.promised == r.last)]
+        starting = [r for r in self._batch if chunks and r.promised < r.limit]
+        plan = StepPlan(
+            step=cohort.planned,
+            chunks=chunks,
+            lead=0,
+            decodes=len(cohort),
+            decode_context=cohort.context,
+            grown=(),
+            joined=tuple([r.spec for r in starting]),
+            left=tuple(self._left),
+            ends=tuple([r.spec for r in ends]),
+            ended=tuple(self._ended),
+            preempted=(),
+            prefill_tokens=sum([c.tokens for c in chunks]),
+            table_blocks=self.pool.num_blocks - self.pool.free,
+            new_blocks=new_blocks,
+            running=sum([r.status is not Status.FINISHED for r in self._batch]),
+            waiting=len(self.waiting),
+            free_blocks=self.pool.free,
+            padding_rows=0 if chunks else rows - len(cohort),
+            padding_context=0 if chunks else rows * self._length - cohort.context,
+        )
+        self._left, self._ended = [], []
+        cohort.commit()
+        for chunk in chunks:
+            cohort.await_row(plan.step, self.requests[chunk.spec])
+        for request in starting:
+            cohort.join(request, self.pool.held(request), fills=False)
+        for request in ending:
+            if request.promised == request.limit:
+                self._detach(request)
+        return plan
+
+    def _detach(self, request: Request) -> None:
+        self.cohort.leave(request)
+        self._left.append(request.spec)
+
+    def runs_ahead(self, plan: StepPlan) -> bool:
+        return True
+
+    def update(self, plan: StepPlan, result: StepResult) -> Outcome:
+        cohort = self.cohort
+        assert plan.step == cohort.updated, (plan.step, cohort.updated)
+        over = cohort.ending(plan.step)
+        over += [self.requests[s] for s in result.stopped if s in self.requests and self.requests[s] not in over]
+        landed = cohort.landing(plan.step)
+        cohort.applied()
+        received, wasted = [], 0
+        for request, _ in landed:
+            if request.status is Status.FINISHED:
+                wasted += 1
+                continue
+            request.receive(plan.step)
+            received.append(request.spec)
+            if request.seen == request.last and request not in over:
+                over.append(request)
+        finished = []
+        for request in sorted(over, key=_order):
+            reason = Finish.LENGTH if request.seen == request.limit else Finish.STOP
+            self._finish(request, reason)
+            finished.append((request.spec, reason))
+        self._disband()
+        return Outcome(tuple(received), tuple(finished), wasted)
+
+    def _finish(self, request: Request, reason: Finish) -> None:
+        """End a request; its row and its blocks stay with the batch."""
+        if request.cohort is not None:
+            self._detach(request)
+        if request.status is Status.WAITING:
+            self.waiting.remove(request)
+        request.end(reason)
+        del self.requests[request.spec]
+        self._ended.append(request.spec)
+
+    def _disband(self) -> None:
+        """Free the batch once its last request has ended."""
+        if any(r.status is not Status.FINISHED for r in self._batch):
+            return
+        for request in self._batch:
+            self.pool.release(request)
+        self._batch = []
+
+
+def _order(request: Request) -> int:
+    return request.order

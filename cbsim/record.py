@@ -1,0 +1,183 @@
+"""What happened in a run, as a driver reports it: one row a step, one row a request. Numbers come later (metrics.py).
+
+Both worlds fill the same record, so a simulated and a measured run have the same columns. All times are integer
+nanoseconds since the start of the run. Rows are kept in flat integer arrays, because a run may have a million steps.
+"""
+
+from __future__ import annotations
+
+from array import array
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from cbsim.policy.plan import Outcome, StepPlan
+from cbsim.policy.request import Finish, Request, RequestSpec
+
+PHASES = ("schedule", "prepare", "launch", "await", "update")
+LANES = ("h2d", "compute", "d2h")
+STEP_TIMES = tuple(f"{name}_{edge}_ns" for name in (*PHASES, *LANES) for edge in ("start", "end"))
+STEP_COUNTS = (
+    "step",
+    "rows",  # rows that ran, padding excluded
+    "decode_rows",
+    "prefill_tokens",  # query tokens of rows listed one by one: prompts, chunks, first tokens after a preemption
+    "tokens",  # query tokens, padding excluded
+    "padded_tokens",  # query tokens computed: with padding rows, left padding and CUDA graph padding
+    "context_tokens",  # KV tokens read
+    "sampled_rows",  # rows that yield an output token
+    "new_blocks",
+    "used_blocks",  # after planning
+    "running",
+    "waiting",
+    "preempted",
+    "recomputed_tokens",  # query tokens that had been computed before a preemption
+    "cached_tokens",  # prompt tokens found in the prefix cache by the requests admitted here
+    "finished",
+    "wasted_rows",  # rows whose token was thrown away: the request had ended while they were in flight
+    "plan_hash",  # of everything the plan says, for replay
+)
+STEP_COLUMNS = (*STEP_COUNTS, *STEP_TIMES)
+
+
+class StepTimes:
+    """When a step's phases and lanes started and ended. Filled in by the driver while the step is under way."""
+
+    __slots__ = (*STEP_TIMES, "padded_tokens")
+
+    def __init__(self, now_ns: int) -> None:
+        self.schedule_start_ns = now_ns
+
+
+_TIMES = attrgetter(*STEP_TIMES)
+
+
+class RequestRow(NamedTuple):
+    """A request at the end of the run. `token_runs` is [first step, steps, ...]: the steps whose token it received."""
+
+    index: int
+    id: str
+    arrival_ns: int
+    queued_poll: int
+    queued_ns: int
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+    priority: int
+    first_step: int
+    status: str
+    reason: str
+    preemptions: int
+    cached_tokens: int
+    token_runs: list[int]
+
+
+class Record:
+    """The run so far. `total_blocks` is the size of the KV cache."""
+
+    def __init__(self, total_blocks: int) -> None:
+        self.total_blocks = total_blocks
+        self.steps = array("q")
+        self.refusals: dict[RequestSpec, str] = {}
+        self.polls = 0
+        self._queued: dict[RequestSpec, tuple[int, int]] = {}  # -> (poll, time)
+        self._first_step: dict[RequestSpec, int] = {}
+        self._requests: dict[RequestSpec, Request] = {}
+
+    @property
+    def step_count(self) -> int:
+        return len(self.steps) // len(STEP_COLUMNS)
+
+    @property
+    def finished_count(self) -> int:
+        return sum(r.finish is not None for r in self._requests.values()) + len(self.refusals)
+
+    def queued(self, spec: RequestSpec, now_ns: int) -> None:
+        """The scheduler got a request, in poll number `polls`."""
+        self._queued[spec] = (self.polls, now_ns)
+
+    def refused(self, spec: RequestSpec, reason: str, now_ns: int) -> None:
+        self.refusals[spec] = reason
+
+    def admitted(self, request: Request, step: int) -> None:
+        """First row of a request since it was queued or preempted."""
+        self._first_step.setdefault(request.spec, step)
+        self._requests[request.spec] = request
+
+    def applied(self, plan: StepPlan, outcome: Outcome, times: StepTimes) -> None:
+        """A step is over."""
+        chunks = plan.chunks
+        prefill, sampled, recomputed, cached, context = 0, plan.decodes, 0, 0, plan.decode_context
+        for chunk in chunks:
+            prefill += chunk.tokens
+            sampled += chunk.samples
+            recomputed += chunk.recomputed
+            cached += chunk.cached
+            context += chunk.start
+        self.steps.extend(
+            (
+                plan.step,
+                len(chunks) + plan.decodes,
+                plan.decodes,
+                prefill,
+                prefill + plan.decodes,
+                times.padded_tokens,
+                context + plan.padding_context,
+                sampled,
+                plan.new_blocks,
+                self.total_blocks - plan.free_blocks,
+                plan.running,
+                plan.waiting,
+                len(plan.preempted),
+                recomputed,
+                cached,
+                len(outcome.finished),
+                outcome.wasted_rows,
+                plan_hash(plan),
+            )
+        )
+        self.steps.extend(_TIMES(times))
+
+    def requests(self) -> list[RequestRow]:
+        """A row for every request that was queued or refused, in order of index."""
+        rows = [self._row(spec) for spec in self._queued]
+        return sorted(rows)
+
+    def _row(self, spec: RequestSpec) -> RequestRow:
+        request, (poll, queued_ns) = self._requests.get(spec), self._queued[spec]
+        status, reason = "waiting", self.refusals.get(spec, "")
+        if reason:
+            status = Finish.REFUSED.value
+        elif request is not None:
+            status = request.finish.value if request.finish else "unfinished"
+        runs = [number for run in request.delivered() for number in run] if request else []
+        return RequestRow(
+            spec.index,
+            spec.id,
+            spec.arrival_ns,
+            poll,
+            queued_ns,
+            spec.prompt_tokens,
+            spec.output_tokens,
+            spec.max_tokens,
+            spec.priority,
+            self._first_step.get(spec, -1),
+            status,
+            reason,
+            request.preemptions if request else 0,
+            (request.cached or 0) if request else 0,
+            runs,
+        )
+
+
+def plan_hash(plan: StepPlan) -> int:
+    """64-bit hash of everything a plan says. Python's hash of a tuple of integers is the same in every process."""
+    content: list[Any] = [plan.step, plan.decodes, plan.decode_context, plan.lead, plan.running, plan.waiting]
+    content.append(plan.free_blocks)
+    for c in plan.chunks:
+        content += (c.spec.index, c.start, c.tokens, c.samples, c.cached, hash(c.blocks))
+    content += [(spec.index, block) for spec, block in plan.grown]
+    for group in (plan.joined, plan.left, plan.ends, plan.ended):
+        if group:
+            content.append(tuple([spec.index for spec in group]))
+    content += [(p.spec.index, p.lost_tokens, p.blocks) for p in plan.preempted]
+    return hash(tuple(content))
