@@ -34,7 +34,7 @@ STEP_COUNTS = (
     "cached_tokens",  # prompt tokens found in the prefix cache by the requests admitted here
     "finished",
     "wasted_rows",  # rows whose token was thrown away: the request had ended while they were in flight
-    "plan_hash",  # of everything the plan says, for replay
+    "plan_hash",  # of everything the plan says: a tuple of integers has the same hash in every process
 )
 STEP_COLUMNS = (*STEP_COUNTS, *STEP_TIMES)
 
@@ -42,7 +42,7 @@ STEP_COLUMNS = (*STEP_COUNTS, *STEP_TIMES)
 class StepTimes:
     """When a step's phases and lanes started and ended. Filled in by the driver while the step is under way."""
 
-    __slots__ = (*STEP_TIMES, "padded_tokens")
+    __slots__ = (*STEP_TIMES, "cpu_ns", "padded_tokens")
 
     def __init__(self, now_ns: int) -> None:
         self.schedule_start_ns = now_ns
@@ -106,9 +106,9 @@ class Record:
     def applied(self, plan: StepPlan, outcome: Outcome, times: StepTimes) -> None:
         """A step is over."""
         chunks = plan.chunks
-        prefill, sampled, recomputed, cached, context = 0, plan.decodes, 0, 0, plan.decode_context
+        prefill, context = plan.prefill_tokens, plan.decode_context
+        sampled, recomputed, cached = plan.decodes, 0, 0
         for chunk in chunks:
-            prefill += chunk.tokens
             sampled += chunk.samples
             recomputed += chunk.recomputed
             cached += chunk.cached
@@ -132,10 +132,10 @@ class Record:
                 cached,
                 len(outcome.finished),
                 outcome.wasted_rows,
-                plan_hash(plan),
+                hash(plan),
             )
+            + _TIMES(times)
         )
-        self.steps.extend(_TIMES(times))
 
     def requests(self) -> list[RequestRow]:
         """A row for every request that was queued or refused, in order of index."""
@@ -168,16 +168,3 @@ class Record:
             runs,
         )
 
-
-def plan_hash(plan: StepPlan) -> int:
-    """64-bit hash of everything a plan says. Python's hash of a tuple of integers is the same in every process."""
-    content: list[Any] = [plan.step, plan.decodes, plan.decode_context, plan.lead, plan.running, plan.waiting]
-    content.append(plan.free_blocks)
-    for c in plan.chunks:
-        content += (c.spec.index, c.start, c.tokens, c.samples, c.cached, hash(c.blocks))
-    content += [(spec.index, block) for spec, block in plan.grown]
-    for group in (plan.joined, plan.left, plan.ends, plan.ended):
-        if group:
-            content.append(tuple([spec.index for spec in group]))
-    content += [(p.spec.index, p.lost_tokens, p.blocks) for p in plan.preempted]
-    return hash(tuple(content))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cbsim.cost.base import Phase
 from cbsim.cost.cpu import CpuCost
 from cbsim.policy.plan import StepPlan
 
@@ -19,22 +18,19 @@ class ConstantCost:
     per_prefill_token: float = 0.0
     per_context: float = 0.0
 
-    def cpu_ns(self, phase: Phase, plan: StepPlan | None) -> int:
-        return self.cpu(phase, plan)
+    def cpu_ns(self, plan: StepPlan | None) -> tuple[int, int, int, int]:
+        return self.cpu(plan)
 
-    def compute_ns(self, plan: StepPlan, tokens: int) -> int:
+    def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         if not tokens:
-            return 0
+            return 0, 0, 0
         time = self.step + self.per_token * tokens
         if self.per_prefill_token:
             time += self.per_prefill_token * plan.prefill_tokens
         if self.per_context:
             chunks = sum([c.start + c.tokens for c in plan.chunks])
             time += self.per_context * (plan.decode_context + plan.decodes + plan.padding_context + chunks)
-        return round(time)
-
-    def copies_ns(self, plan: StepPlan) -> tuple[int, int]:
-        return 0, 0
+        return 0, round(time), 0
 
     def eager_launch_ns(self, plan: StepPlan) -> int:
         return 0

@@ -1,7 +1,7 @@
 """CPU cost of a step, by phase: a constant plus terms in requests, tokens and blocks.
 
 Requests are the rows of the step, tokens its query tokens, blocks those in the block tables of its rows, which is what
-preparing a step has to lay out. A phase without a plan costs its constant.
+preparing a step has to lay out. Without a plan a phase costs its constant.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from cbsim.cost.base import Phase
 from cbsim.policy.plan import StepPlan
+
+PHASES = ("schedule", "prepare", "launch", "update")
 
 
 class PhaseCost(NamedTuple):
@@ -26,16 +27,18 @@ class CpuCost:
     """`phases` maps a phase to its coefficients; a phase that is missing costs nothing."""
 
     def __init__(self, phases: Mapping[str, PhaseCost]) -> None:
-        self._constant = {name: round(c.base) for name, c in phases.items() if not any(c[1:])}
-        self._linear = {name: c for name, c in phases.items() if any(c[1:])}
+        self._coefficients = [phases.get(name, PhaseCost()) for name in PHASES]
+        schedule, prepare, launch, update = (round(c.base) for c in self._coefficients)
+        self._base = schedule, prepare, launch, update
+        self._linear = any(any(c[1:]) for c in self._coefficients)
 
-    def __call__(self, phase: Phase, plan: StepPlan | None) -> int:
-        linear = self._linear.get(phase)
-        if linear is None:
-            return self._constant.get(phase, 0)
-        if plan is None:
-            return round(linear.base)
+    def __call__(self, plan: StepPlan | None) -> tuple[int, int, int, int]:
+        if plan is None or not self._linear:
+            return self._base
         rows = plan.decodes + len(plan.chunks)
-        tokens = plan.prefill_tokens + plan.decodes
-        terms = linear.per_request * rows + linear.per_token * tokens + linear.per_block * plan.table_blocks
-        return round(linear.base + terms)
+        tokens, blocks = plan.prefill_tokens + plan.decodes, plan.table_blocks
+        schedule, prepare, launch, update = (
+            round(c.base + c.per_request * rows + c.per_token * tokens + c.per_block * blocks)
+            for c in self._coefficients
+        )
+        return schedule, prepare, launch, update

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cbsim.cost.base import Phase
 from cbsim.cost.cpu import CpuCost
 from cbsim.policy.plan import StepPlan
 
@@ -23,12 +22,12 @@ class FittedCost:
     h2d: float
     d2h: float
 
-    def cpu_ns(self, phase: Phase, plan: StepPlan | None) -> int:
-        return self.cpu(phase, plan)
+    def cpu_ns(self, plan: StepPlan | None) -> tuple[int, int, int, int]:
+        return self.cpu(plan)
 
-    def compute_ns(self, plan: StepPlan, tokens: int) -> int:
-        if not tokens:
-            return 0
+    def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
+        if not plan.rows:
+            return 0, 0, 0
         prefill = pairs = 0.0
         for c in plan.chunks:
             width = c.tokens + c.padding
@@ -37,10 +36,7 @@ class FittedCost:
         rows = plan.decodes + plan.padding_rows
         context = plan.decode_context + plan.decodes + plan.padding_context
         linear = self.per_prefill_token * prefill + self.per_decode_row * rows + self.per_context_token * context
-        return round(self.base + linear + self.per_prefill_pair * pairs)
-
-    def copies_ns(self, plan: StepPlan) -> tuple[int, int]:
-        return (round(self.h2d), round(self.d2h)) if plan.rows else (0, 0)
+        return round(self.h2d), round(self.base + linear + self.per_prefill_pair * pairs), round(self.d2h)
 
     def eager_launch_ns(self, plan: StepPlan) -> int:
         return round(self.launch) if plan.rows else 0

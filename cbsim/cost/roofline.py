@@ -3,14 +3,14 @@
 Every part of a step takes the longer of its arithmetic and its memory traffic: the linear layers (weights read once a
 step, 2 FLOP a weight and query token), attention of the chunks, attention of the decoding rows (their KV read once),
 and the output head for the rows that sample. Parts run one after the other. An efficiency a regime says which share of
-the data sheet is reached; they are the model's only free constants.
+the data sheet is reached; they are the model's only free constants. Copies: three 4-byte inputs a query token and one a
+block of the tables to the device, one 4-byte token a row back.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cbsim.cost.base import Phase
 from cbsim.cost.cpu import CpuCost
 from cbsim.policy.plan import StepPlan
 
@@ -34,22 +34,32 @@ class RooflineCost:
     overhead_s: float
     launch_s: float  # CPU time to launch the kernels of a step one by one
 
-    def cpu_ns(self, phase: Phase, plan: StepPlan | None) -> int:
-        return self.cpu(phase, plan)
+    def cpu_ns(self, plan: StepPlan | None) -> tuple[int, int, int, int]:
+        return self.cpu(plan)
 
-    def compute_ns(self, plan: StepPlan, tokens: int) -> int:
-        if not tokens:
-            return 0
-        flops = self.flops_prefill if plan.chunks else self.flops_decode
-        embedding = tokens * self.hidden * self.weight_bytes / self.bytes_s_weights
-        linear = self._part(2 * tokens * self.linear_weights, flops, self.linear_weights)
-        sampled = plan.decodes + plan.padding_rows + sum([c.samples for c in plan.chunks])
-        head = self._part(2 * sampled * self.head_weights, flops, self.head_weights) if sampled else 0.0
-        time = embedding + linear + head + self._decode_attention(plan) + self._prefill_attention(plan)
-        return round((time + self.overhead_s) * 1e9)
+    def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
+        rows = plan.decodes + len(plan.chunks)
+        if not rows:
+            return 0, 0, 0
+        sampled = plan.decodes + plan.padding_rows
+        time, flops = self.overhead_s, self.flops_decode
+        if plan.chunks:
+            flops = self.flops_prefill
+            sampled += sum([c.samples for c in plan.chunks])
+            time += self._prefill_attention(plan)
+        time += tokens * self.hidden * self.weight_bytes / self.bytes_s_weights  # embeddings
+        time += self._dense(tokens, self.linear_weights, flops)
+        time += self._dense(sampled, self.head_weights, flops)
+        time += self._decode_attention(plan)
+        per_byte = 1e9 / self.bytes_s_pcie
+        h2d_bytes = 4 * (3 * (plan.prefill_tokens + plan.decodes) + plan.table_blocks)
+        return round(h2d_bytes * per_byte), round(time * 1e9), round(4 * rows * per_byte)
 
-    def _part(self, flop: float, flops: float, weights: int) -> float:
-        return max(flop / flops, weights * self.weight_bytes / self.bytes_s_weights)
+    def _dense(self, rows: int, weights: int, flops: float) -> float:
+        """A matrix product of `rows` activations with `weights` weights: its arithmetic or its traffic."""
+        if not rows:
+            return 0.0
+        return max(2 * rows * weights / flops, weights * self.weight_bytes / self.bytes_s_weights)
 
     def _decode_attention(self, plan: StepPlan) -> float:
         context = plan.decode_context + plan.decodes + plan.padding_context
@@ -64,11 +74,6 @@ class RooflineCost:
             moved = (c.start + tokens) * self.kv_bytes / self.bytes_s_kv
             time += max(pairs * self.attention_flops / self.flops_prefill, moved)
         return time
-
-    def copies_ns(self, plan: StepPlan) -> tuple[int, int]:
-        """Three 4-byte inputs a query token and one a block of the tables; one 4-byte token a row back."""
-        h2d = 4 * (3 * plan.tokens + plan.table_blocks) / self.bytes_s_pcie
-        return round(h2d * 1e9), round(4 * plan.rows / self.bytes_s_pcie * 1e9)
 
     def eager_launch_ns(self, plan: StepPlan) -> int:
         return round(self.launch_s * 1e9) if plan.rows else 0

@@ -23,7 +23,8 @@ from cbsim.policy.request import RequestSpec
 from cbsim.record import Record, StepTimes
 
 
-NOTHING = Polled()
+NOTHING = OPEN = Polled()
+CLOSED = Polled(closed=True)
 
 
 class Client(Protocol):
@@ -75,8 +76,11 @@ class Machine:
                 return
             kind = type(effect)
             if kind is Poll:
-                yield from self._meet(env, effect)
-                answer = self._poll(effect)
+                if effect.wait and self._inbox:
+                    self._cpu_ns = max(self._cpu_ns, self._inbox[0][0])
+                if self._cpu_ns > env.now:
+                    yield env.timeout(self._cpu_ns - env.now)
+                answer = self._poll() if effect.arrivals else self._nothing()
             elif kind is Scheduled:
                 answer = self._scheduled(effect.plan)
             elif kind is Launch:
@@ -88,63 +92,62 @@ class Machine:
                 if on_step and not effect.plan.step % 256:
                     on_step(self._cpu_ns)
             else:
-                assert isinstance(effect, Refused), effect
-                self.record.refused(effect.spec, effect.reason, self._cpu_ns)
-                answer = None
+                assert kind is Refused, effect
+                answer = self.record.refused(effect.spec, effect.reason, self._cpu_ns)
 
-    def _meet(self, env: simpy.Environment, effect: Poll) -> Generator[Any, Any, None]:
-        """Let simulated time catch up with the CPU; if it waits, up to the next arrival."""
-        if effect.wait and self._inbox:
-            self._cpu_ns = max(self._cpu_ns, self._inbox[0][0])
-        if self._cpu_ns > env.now:
-            yield env.timeout(self._cpu_ns - env.now)
-
-    def _poll(self, effect: Poll) -> Polled:
+    def _nothing(self) -> Polled:
         self.record.polls += 1
-        if not effect.arrivals:
-            return NOTHING
-        now, inbox, arrivals = self._cpu_ns, self._inbox, []
+        return NOTHING
+
+    def _poll(self) -> Polled:
+        self.record.polls += 1
+        now, inbox = self._cpu_ns, self._inbox
+        self._times = StepTimes(now)
+        if not inbox or inbox[0][0] > now:
+            return OPEN if inbox else CLOSED
+        arrivals = []
         while inbox and inbox[0][0] <= now:
             spec = heappop(inbox)[2]
             self.record.queued(spec, now)
             arrivals.append(spec)
-        self._times = StepTimes(now)
         return Polled(arrivals, (), closed=not inbox)
 
     def _scheduled(self, plan: StepPlan | None) -> None:
+        times = self._times
+        times.cpu_ns = self._cost.cpu_ns(plan)
+        self._cpu_ns += times.cpu_ns[0]
         if plan is None:
-            self._cpu_ns += self._cost.cpu_ns("schedule", None)
             return
+        times.schedule_end_ns = self._cpu_ns
         for chunk in plan.chunks:
             if chunk.admitted:
                 self.record.admitted(self.scheduler.requests[chunk.spec], plan.step)
-        self._cpu_ns += self._cost.cpu_ns("schedule", plan)
-        self._times.schedule_end_ns = self._cpu_ns
 
     def _launch(self, plan: StepPlan) -> StepTimes:
         """CPU phases `prepare` and `launch`, then the copies and kernels on their lanes."""
         times, cost = self._times, self._cost
+        _, prepare_ns, launch_ns, _ = times.cpu_ns
         shape = self._graphs.shape(plan)
         times.padded_tokens = shape.tokens
         times.prepare_start_ns = self._cpu_ns
-        times.prepare_end_ns = times.launch_start_ns = self._cpu_ns + cost.cpu_ns("prepare", plan)
-        kernels_ns = cost.eager_launch_ns(plan) if shape.eager else 0
-        launch_ns = cost.cpu_ns("launch", plan) + kernels_ns + shape.capture_ns
-        times.launch_end_ns = self._cpu_ns = times.launch_start_ns + launch_ns
-        queued = times.launch_start_ns if shape.eager else times.launch_end_ns
-        h2d_ns, d2h_ns = cost.copies_ns(plan)
-        h2d = self._h2d.book(max(queued, self._slots.free_ns(plan.step)), h2d_ns)
-        compute = self._compute.book(h2d[1], max(cost.compute_ns(plan, shape.tokens), kernels_ns))
-        d2h = self._d2h.book(compute[1], d2h_ns)
-        times.h2d_start_ns, times.h2d_end_ns = h2d
-        times.compute_start_ns, times.compute_end_ns = compute
-        times.d2h_start_ns, times.d2h_end_ns = d2h
-        self._slots.hold(plan.step, d2h[1])
+        queued = times.prepare_end_ns = times.launch_start_ns = self._cpu_ns + prepare_ns
+        h2d_ns, compute_ns, d2h_ns = cost.gpu_ns(plan, shape.tokens)
+        if shape.eager:  # kernels run while the CPU launches them one by one
+            kernels_ns = cost.eager_launch_ns(plan)
+            launch_ns += kernels_ns
+            compute_ns = max(compute_ns, kernels_ns)
+        self._cpu_ns = times.launch_end_ns = queued + launch_ns + shape.capture_ns
+        ready = max(queued if shape.eager else self._cpu_ns, self._slots.free_ns(plan.step))
+        times.h2d_start_ns, times.h2d_end_ns = self._h2d.book(ready, h2d_ns)
+        times.compute_start_ns, times.compute_end_ns = self._compute.book(times.h2d_end_ns, compute_ns)
+        times.d2h_start_ns, times.d2h_end_ns = self._d2h.book(times.compute_end_ns, d2h_ns)
+        self._slots.hold(plan.step, times.d2h_end_ns)
         return times
 
     def _await(self, effect: Await) -> StepResult:
         """The CPU blocks until the step's outputs are on the host. Declared ends short of the limit are stop tokens."""
-        times = self._landing = effect.ticket
+        times: StepTimes = effect.ticket
+        self._landing = times
         times.await_start_ns = self._cpu_ns
         times.await_end_ns = self._cpu_ns = max(self._cpu_ns, times.d2h_end_ns)
         return StepResult(tuple([s for s in effect.plan.ends if s.output_tokens < s.max_tokens]))
@@ -153,7 +156,7 @@ class Machine:
         plan, outcome = effect.plan, effect.outcome
         times = self._landing
         times.update_start_ns = self._cpu_ns
-        times.update_end_ns = self._cpu_ns = self._cpu_ns + self._cost.cpu_ns("update", plan)
+        times.update_end_ns = self._cpu_ns = self._cpu_ns + times.cpu_ns[3]
         self.record.applied(plan, outcome, times)
         for spec, _ in outcome.finished:
             for follower in self._client.on_finish(spec, self._cpu_ns):

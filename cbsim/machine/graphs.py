@@ -29,10 +29,9 @@ class Graphs:
         self._captured: set[Hashable] = set()
 
     def shape(self, plan: StepPlan) -> Shape:
-        exact = computed_tokens(plan)
-        bucket = self._bucket(plan) if self._bucket and exact else None
+        bucket = self._bucket(plan) if self._bucket and plan.rows else None
         if bucket is None:
-            return Shape(exact, self._bucket is None or exact > 0, 0)
+            return Shape(computed_tokens(plan), plan.rows > 0, 0)
         tokens, key = bucket
         if key in self._captured:
             return Shape(tokens, False, 0)

@@ -23,6 +23,9 @@ class FreeList(Protocol):
     def take(self, count: int) -> list[int]:
         """Hand out `count` blocks; the caller has checked that there are enough."""
 
+    def take_one(self) -> int:
+        """Hand out a block; the caller has checked that there is one."""
+
     def give(self, blocks: Sequence[int], hashed: int) -> None:
         """Take back blocks of one table, in table order; the first `hashed` of them hold reusable content."""
 
@@ -57,6 +60,13 @@ class FreeQueue:
             if not self._bury(block):
                 taken.append(block)
         return taken
+
+    def take_one(self) -> int:
+        self.free -= 1
+        block = self._queue.popleft()
+        while self._dead and self._bury(block):
+            block = self._queue.popleft()
+        return block
 
     def _bury(self, block: int) -> bool:
         """Is this entry dead? The dead entries of a block always lie before its live one."""
@@ -101,6 +111,10 @@ class CachedLast:
         for _ in range(count - len(self.plain)):
             self.plain.append(self.cached.popitem()[0])
         return [self.plain.popleft() for _ in range(count)]
+
+    def take_one(self) -> int:
+        (block,) = self.take(1)
+        return block
 
     def give(self, blocks: Sequence[int], hashed: int) -> None:
         self.free += len(blocks)
@@ -149,7 +163,7 @@ class BlockPool:
 
     def grow_one(self, request: Request) -> int:
         """`grow` by one block, for a request that has a table."""
-        (block,) = self._free.take(1)
+        block = self._free.take_one()
         if self._key_of:
             self._forget(block)
         self.tables[request].append(block)

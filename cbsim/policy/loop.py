@@ -38,6 +38,9 @@ class Poll(NamedTuple):
     arrivals: bool = True
 
 
+POLL, WAIT, POLL_CANCELS = Poll(), Poll(wait=True), Poll(arrivals=False)
+
+
 class Scheduled(NamedTuple):
     plan: StepPlan | None
 
@@ -102,22 +105,24 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
     stalled = False
     while True:
         quiet = stalled or (scheduler.idle and not (in_flight and scheduler.awaits_when_idle))
-        polled: Polled = yield Poll(wait=quiet)
-        yield from _admit(scheduler, polled)
-        if polled.closed and scheduler.idle and not (in_flight and scheduler.awaits_when_idle):
+        polled: Polled = yield WAIT if quiet else POLL
+        if polled.arrivals or polled.cancels:
+            yield from _admit(scheduler, polled)
+        idle = scheduler.idle
+        if idle and polled.closed and not (in_flight and scheduler.awaits_when_idle):
             break
         plan = None
-        if not scheduler.idle:
+        if not idle:
             plan = scheduler.schedule()
             yield Scheduled(plan)
         if plan:
             in_flight.append((plan, (yield Launch(plan))))
             if len(in_flight) < depth and scheduler.runs_ahead(plan):
                 continue
-        stalled = not in_flight and not scheduler.idle
+        stalled = not in_flight and not idle
         if stalled and polled.closed:
             raise Stuck("no step can be planned for the requests that are left")
-        if in_flight and (plan or scheduler.awaits_when_idle or not scheduler.idle):
+        if in_flight and (plan or scheduler.awaits_when_idle or not idle):
             yield from _land(scheduler, *in_flight.popleft())
     while in_flight:
         yield from _land(scheduler, *in_flight.popleft())
@@ -137,7 +142,7 @@ def _admit(scheduler: Scheduler, polled: Polled) -> Generator[Effect, Any, None]
 def _land(scheduler: Scheduler, plan: StepPlan, ticket: Any) -> Generator[Effect, Any, None]:
     result: StepResult = yield Await(plan, ticket)
     if scheduler.polls_before_update:
-        polled: Polled = yield Poll(arrivals=False)
+        polled: Polled = yield POLL_CANCELS
         for spec in polled.cancels:
             scheduler.cancel(spec)
     yield Applied(plan, scheduler.update(plan, result))

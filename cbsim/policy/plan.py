@@ -96,6 +96,9 @@ class Outcome(NamedTuple):
     wasted_rows: int
 
 
+UNCHANGED = Outcome((), (), 0)
+
+
 class Row(NamedTuple):
     """A row of a step, whoever listed it."""
 

@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 
 from cbsim.policy.blocks import BlockPool, FreeQueue
 from cbsim.policy.cohort import Cohort
-from cbsim.policy.plan import Chunk, Outcome, Preempted, StepPlan, StepResult
+from cbsim.policy.plan import UNCHANGED, Chunk, Outcome, Preempted, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 
 
@@ -169,20 +169,26 @@ class VllmScheduler:
             self._go_on(growing, step)
         else:
             self._dissolve()
-        self._run(step)
-        if not step.preempted:
+        if self._loose:
+            self._run(step)
+        if step.preempted:
+            return self._commit(step)
+        if self.waiting:
             self._admit(step)
+        if not step.defer_prefill:
+            self._capacity_bound = bool(self.waiting)
         return self._commit(step)
 
     def _threshold(self) -> int:
         """Most tokens a request may prefill in this step, 0 for no limit."""
         o = self.options
-        threshold, present = o.long_prefill_token_threshold, len(self.running) + len(self.waiting)
-        if self._new and present <= 1:
+        threshold = o.long_prefill_token_threshold
+        if not threshold or not self._new:
+            return threshold
+        present = len(self.running) + len(self.waiting)
+        if present <= 1:
             return 0
-        if self._new and threshold and o.adaptive_long_prefill_threshold:
-            return max(threshold, o.max_num_batched_tokens // present)
-        return threshold
+        return max(threshold, o.max_num_batched_tokens // present) if o.adaptive_long_prefill_threshold else threshold
 
     def _defers_prefill(self) -> bool:
         interval = self.options.prefill_schedule_interval
@@ -195,6 +201,8 @@ class VllmScheduler:
         cohort = self.cohort
         if len(cohort) > step.budget or growing > self.pool.free:
             return False
+        if not self._loose:
+            return True
         active = [r.order for r in self._loose if self._demand(r, step)]
         if not active:
             return True
@@ -280,7 +288,7 @@ class VllmScheduler:
     def _admit(self, step: _Step) -> None:
         """The queue, head first: nobody is passed over, nobody is preempted for it."""
         o, pool = self.options, self.pool
-        while len(self.waiting) and step.budget and len(self.running) < o.max_num_seqs:
+        while self.waiting and step.budget and len(self.running) < o.max_num_seqs:
             request = self.waiting.head()
             hits: list[int] = []
             if o.enable_prefix_caching:
@@ -297,8 +305,6 @@ class VllmScheduler:
             if not self._has_room(request, computed + tokens, hits):
                 break
             self._start(request, tokens, hits, step)
-        if not step.defer_prefill:
-            self._capacity_bound = len(self.waiting) > 0
 
     def _has_room(self, request: Request, tokens: int, hits: list[int]) -> bool:
         o, pool = self.options, self.pool
@@ -336,6 +342,8 @@ class VllmScheduler:
         cohort = self.cohort
         ending = cohort.ending(plan.step)
         cohort.commit()
+        if not step.rows and not ending:
+            return plan
         for request, row in step.rows.items():
             if row.samples:
                 cohort.await_row(plan.step, request)
@@ -359,8 +367,12 @@ class VllmScheduler:
     def _plan(self, step: _Step) -> StepPlan:
         cohort, pool, chunks = self.cohort, self.pool, tuple(step.rows.values())
         ends = [r.spec for r in cohort.ending(cohort.planned)]
-        joined = []
+        joined: list[RequestSpec] = []
+        prefill_tokens, table_blocks, new_blocks = 0, cohort.held_blocks, len(step.grown)
         for request, row in step.rows.items():
+            prefill_tokens += row.tokens
+            table_blocks += pool.held(request)
+            new_blocks += len(row.blocks) - row.cached // pool.block_size
             request.advance(row.tokens, row.samples)
             if row.samples and request.promised == request.last:
                 ends.append(request.spec)
@@ -383,9 +395,9 @@ class VllmScheduler:
             ends=tuple(ends),
             ended=ended,
             preempted=tuple(step.preempted),
-            prefill_tokens=sum([row.tokens for row in chunks]),
-            table_blocks=cohort.held_blocks + sum([pool.held(r) for r in step.rows]),
-            new_blocks=len(step.grown) + sum([len(c.blocks) - c.cached // pool.block_size for c in chunks]),
+            prefill_tokens=prefill_tokens,
+            table_blocks=table_blocks,
+            new_blocks=new_blocks,
             running=len(self.running),
             waiting=len(self.waiting),
             free_blocks=pool.free,
@@ -412,10 +424,15 @@ class VllmScheduler:
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
         cohort = self.cohort
         assert plan.step == cohort.updated, (plan.step, cohort.updated)
-        stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
-        ending = [r for r in cohort.ending(plan.step) if r.spec not in result.stopped]
+        over = cohort.ending(plan.step)
+        for spec in result.stopped:
+            request = self.requests.get(spec)
+            if request is not None and request not in over:
+                over.append(request)
         landed = cohort.landing(plan.step)
         cohort.applied()
+        if not landed and not over:
+            return UNCHANGED
         received, wasted = [], 0
         for request, _ in landed:
             if request.status is Status.FINISHED:
@@ -424,10 +441,10 @@ class VllmScheduler:
             request.receive(plan.step)
             self._publish_landed(request)
             received.append(request.spec)
-            if request.seen == request.last:
-                ending.append(request)
+            if request.seen == request.last and request not in over:
+                over.append(request)
         finished = []
-        for request in sorted({*ending, *stopped}, key=_order):
+        for request in sorted(over, key=_order):
             reason = Finish.LENGTH if request.seen == request.limit else Finish.STOP
             self._finish(request, reason)
             finished.append((request.spec, reason))
