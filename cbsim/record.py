@@ -1,13 +1,13 @@
 """What happened in a run, as a driver reports it: one row a step, one row a request. Numbers come later (metrics.py).
 
 Both worlds fill the same record, so a simulated and a measured run have the same columns. All times are integer
-nanoseconds since the start of the run. Rows are kept in flat integer arrays, because a run may have a million steps.
+nanoseconds since the start of the run. Step rows are kept packed, because a run may have a million of them.
 """
 
 from __future__ import annotations
 
-from array import array
 from operator import attrgetter
+from struct import Struct
 from typing import Any, NamedTuple
 
 from cbsim.policy.plan import Outcome, StepPlan
@@ -49,6 +49,7 @@ class StepTimes:
 
 
 _TIMES = attrgetter(*STEP_TIMES)
+_PACK = Struct(f"={len(STEP_COLUMNS)}q").pack
 
 
 class RequestRow(NamedTuple):
@@ -66,6 +67,7 @@ class RequestRow(NamedTuple):
     first_step: int
     status: str
     reason: str
+    cancelled_poll: int
     preemptions: int
     cached_tokens: int
     token_runs: list[int]
@@ -76,8 +78,9 @@ class Record:
 
     def __init__(self, total_blocks: int) -> None:
         self.total_blocks = total_blocks
-        self.steps = array("q")
+        self.steps = bytearray()  # rows of STEP_COLUMNS, each a native 64-bit integer
         self.refusals: dict[RequestSpec, str] = {}
+        self.cancels: dict[RequestSpec, int] = {}
         self.polls = 0
         self._queued: dict[RequestSpec, tuple[int, int]] = {}  # -> (poll, time)
         self._first_step: dict[RequestSpec, int] = {}
@@ -85,7 +88,7 @@ class Record:
 
     @property
     def step_count(self) -> int:
-        return len(self.steps) // len(STEP_COLUMNS)
+        return len(self.steps) // (8 * len(STEP_COLUMNS))
 
     @property
     def finished_count(self) -> int:
@@ -95,7 +98,15 @@ class Record:
         """The scheduler got a request, in poll number `polls`."""
         self._queued[spec] = (self.polls, now_ns)
 
-    def refused(self, spec: RequestSpec, reason: str, now_ns: int) -> None:
+    def cancelled(self, spec: RequestSpec) -> bool:
+        """A client gave a request up, in poll number `polls`. False if it is over already, or has not come yet."""
+        request = self._requests.get(spec)
+        if spec not in self._queued or spec in self.cancels or (request is not None and request.finish is not None):
+            return False
+        self.cancels[spec] = self.polls
+        return True
+
+    def refused(self, spec: RequestSpec, reason: str) -> None:
         self.refusals[spec] = reason
 
     def admitted(self, request: Request, step: int) -> None:
@@ -113,29 +124,27 @@ class Record:
             recomputed += chunk.recomputed
             cached += chunk.cached
             context += chunk.start
-        self.steps.extend(
-            (
-                plan.step,
-                len(chunks) + plan.decodes,
-                plan.decodes,
-                prefill,
-                prefill + plan.decodes,
-                times.padded_tokens,
-                context + plan.padding_context,
-                sampled,
-                plan.new_blocks,
-                self.total_blocks - plan.free_blocks,
-                plan.running,
-                plan.waiting,
-                len(plan.preempted),
-                recomputed,
-                cached,
-                len(outcome.finished),
-                outcome.wasted_rows,
-                hash(plan),
-            )
-            + _TIMES(times)
+        counts = (
+            plan.step,
+            len(chunks) + plan.decodes,
+            plan.decodes,
+            prefill,
+            prefill + plan.decodes,
+            times.padded_tokens,
+            context + plan.padding_context,
+            sampled,
+            plan.new_blocks,
+            self.total_blocks - plan.free_blocks,
+            plan.running,
+            plan.waiting,
+            len(plan.preempted),
+            recomputed,
+            cached,
+            len(outcome.finished),
+            outcome.wasted_rows,
+            hash(plan),
         )
+        self.steps += _PACK(*counts, *_TIMES(times))
 
     def requests(self) -> list[RequestRow]:
         """A row for every request that was queued or refused, in order of index."""
@@ -147,6 +156,8 @@ class Record:
         status, reason = "waiting", self.refusals.get(spec, "")
         if reason:
             status = Finish.REFUSED.value
+        elif spec in self.cancels:
+            status = Finish.ABORTED.value
         elif request is not None:
             status = request.finish.value if request.finish else "unfinished"
         runs = [number for run in request.delivered() for number in run] if request else []
@@ -163,8 +174,8 @@ class Record:
             self._first_step.get(spec, -1),
             status,
             reason,
+            self.cancels.get(spec, -1),
             request.preemptions if request else 0,
             (request.cached or 0) if request else 0,
             runs,
         )
-

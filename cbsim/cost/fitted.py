@@ -10,7 +10,10 @@ from cbsim.policy.plan import StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedCost:
-    """Coefficients in nanoseconds. `per_prefill_pair` is a query token of a chunk times a KV token it attends to."""
+    """Coefficients in nanoseconds. `per_prefill_pair` is a query token of a chunk times a KV token it attends to.
+
+    Copies are part of the step time that an engine measures, and cost nothing on their own.
+    """
 
     cpu: CpuCost
     base: float
@@ -18,9 +21,7 @@ class FittedCost:
     per_prefill_pair: float
     per_decode_row: float
     per_context_token: float
-    launch: float
-    h2d: float
-    d2h: float
+    launch: float  # CPU time to launch the kernels of a step one by one
 
     def cpu_ns(self, plan: StepPlan | None) -> tuple[int, int, int, int]:
         return self.cpu(plan)
@@ -36,7 +37,7 @@ class FittedCost:
         rows = plan.decodes + plan.padding_rows
         context = plan.decode_context + plan.decodes + plan.padding_context
         linear = self.per_prefill_token * prefill + self.per_decode_row * rows + self.per_context_token * context
-        return round(self.h2d), round(self.base + linear + self.per_prefill_pair * pairs), round(self.d2h)
+        return 0, round(self.base + linear + self.per_prefill_pair * pairs), 0
 
     def eager_launch_ns(self, plan: StepPlan) -> int:
         return round(self.launch) if plan.rows else 0

@@ -23,7 +23,6 @@ from cbsim.policy.request import RequestSpec
 from cbsim.record import Record, StepTimes
 
 
-NOTHING = OPEN = Polled()
 CLOSED = Polled(closed=True)
 
 
@@ -34,8 +33,12 @@ class Client(Protocol):
     def open(self) -> list[RequestSpec]:
         """Requests whose arrival does not depend on the server."""
 
+    @property
+    def cancels(self) -> list[tuple[int, RequestSpec]]:
+        """(time, request) of clients that give up, in order of time."""
+
     def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
-        """Requests that follow the end of `spec`, with arrivals at or after `now_ns`."""
+        """Requests that follow the end of `spec`, with arrivals at or after `now_ns`. Called once for each end."""
 
 
 class Machine:
@@ -59,11 +62,17 @@ class Machine:
         self._client = client
         self._depth = depth
         self._inbox = [(s.arrival_ns, s.index, s) for s in client.open]
+        self._cancels = client.cancels[::-1]
         self._h2d, self._compute, self._d2h = lanes(overlap=overlap)
         self._slots = Slots(depth)
         self._cpu_ns = 0
         self._times = StepTimes(0)  # of the step being planned
         self._landing = self._times  # of the step whose result is being applied
+
+    @property
+    def now_ns(self) -> int:
+        """How far the CPU has come."""
+        return self._cpu_ns
 
     def run(self, env: simpy.Environment, on_step: Callable[[int], None] | None = None) -> Generator[Any, Any, None]:
         """The SimPy process. `on_step` is told the simulated time now and then."""
@@ -80,7 +89,7 @@ class Machine:
                     self._cpu_ns = max(self._cpu_ns, self._inbox[0][0])
                 if self._cpu_ns > env.now:
                     yield env.timeout(self._cpu_ns - env.now)
-                answer = self._poll() if effect.arrivals else self._nothing()
+                answer = self._poll(effect.arrivals)
             elif kind is Scheduled:
                 answer = self._scheduled(effect.plan)
             elif kind is Launch:
@@ -93,24 +102,39 @@ class Machine:
                     on_step(self._cpu_ns)
             else:
                 assert kind is Refused, effect
-                answer = self.record.refused(effect.spec, effect.reason, self._cpu_ns)
+                self.record.refused(effect.spec, effect.reason)
+                answer = self._followed(effect.spec)
 
-    def _nothing(self) -> Polled:
-        self.record.polls += 1
-        return NOTHING
-
-    def _poll(self) -> Polled:
+    def _poll(self, arrivals: bool) -> Polled:
+        """What has come in until now. With `arrivals` a step may be planned next: its times start here."""
         self.record.polls += 1
         now, inbox = self._cpu_ns, self._inbox
-        self._times = StepTimes(now)
-        if not inbox or inbox[0][0] > now:
-            return OPEN if inbox else CLOSED
-        arrivals = []
+        if arrivals:
+            self._times = StepTimes(now)
+        cancels = self._given_up() if self._cancels else ()
+        if not arrivals or not inbox or inbox[0][0] > now:
+            return Polled((), cancels, closed=False) if inbox or cancels else CLOSED
+        arrived = []
         while inbox and inbox[0][0] <= now:
             spec = heappop(inbox)[2]
             self.record.queued(spec, now)
-            arrivals.append(spec)
-        return Polled(arrivals, (), closed=not inbox)
+            arrived.append(spec)
+        return Polled(arrived, cancels, closed=not inbox)
+
+    def _given_up(self) -> list[RequestSpec]:
+        """Requests cancelled until now, those that have not even arrived excepted."""
+        due = []
+        while self._cancels and self._cancels[-1][0] <= self._cpu_ns:
+            spec = self._cancels.pop()[1]
+            if self.record.cancelled(spec):
+                due.append(spec)
+                self._followed(spec)
+        return due
+
+    def _followed(self, spec: RequestSpec) -> None:
+        """A request has ended, for whatever reason: queue those that its client sends next."""
+        for follower in self._client.on_finish(spec, self._cpu_ns):
+            heappush(self._inbox, (follower.arrival_ns, follower.index, follower))
 
     def _scheduled(self, plan: StepPlan | None) -> None:
         times = self._times
@@ -159,5 +183,4 @@ class Machine:
         times.update_end_ns = self._cpu_ns = self._cpu_ns + times.cpu_ns[3]
         self.record.applied(plan, outcome, times)
         for spec, _ in outcome.finished:
-            for follower in self._client.on_finish(spec, self._cpu_ns):
-                heappush(self._inbox, (follower.arrival_ns, follower.index, follower))
+            self._followed(spec)

@@ -89,7 +89,7 @@ class TransformersScheduler:
         most = min(o.max_requests_per_batch, o.max_batch_tokens)
         self._max_requests = most if o.allow_block_sharing else min(most, o.num_blocks)
         self._loose: dict[Request, None] = {}  # active and not of the cohort
-        self._landings: dict[int, list[_Landing]] = {}
+        self._landings: dict[int, tuple[list[_Landing], list[_Landing], list[_Landing]]] = {}  # as a plan's rows
         self._ended: list[RequestSpec] = []
         self._left: list[RequestSpec] = []
         self._preempted: list[Preempted] = []
@@ -304,7 +304,7 @@ class TransformersScheduler:
         filling, ending = self.cohort.filling(), self.cohort.ending(plan.step)
         members = sorted({*filling, *ending}, key=_order)
         middle = [_Landing(r, r.epoch, True, r.computed + 1, r in filling) for r in members]
-        self._landings[plan.step] = [*listed[: step.lead], *middle, *listed[step.lead :]]
+        self._landings[plan.step] = listed[: step.lead], middle, listed[step.lead :]
 
     def _plan(self, step: _Step) -> StepPlan:
         cohort, pool, chunks = self.cohort, self.pool, tuple(step.rows.values())
@@ -352,11 +352,8 @@ class TransformersScheduler:
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
         cohort = self.cohort
         assert plan.step == cohort.updated, (plan.step, cohort.updated)
-        landings = self._landings.pop(plan.step)
-        noted = {landing.request for landing in landings}
-        landings += [_Landing(r, epoch, True) for r, epoch in cohort.landing(plan.step) if r not in noted]
-        stopped = {self.requests[spec] for spec in result.stopped if spec in self.requests}
-        landings += [_Landing(r, r.epoch, True) for r in stopped if r not in noted]
+        stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
+        landings = self._landed(plan.step, stopped)
         cohort.applied()
         received: list[RequestSpec] = []
         finished: list[tuple[RequestSpec, Finish]] = []
@@ -378,6 +375,16 @@ class TransformersScheduler:
                 self.block_new_requests = False
                 finished.append((request.spec, reason))
         return Outcome(tuple(received), tuple(finished), wasted)
+
+    def _landed(self, step: int, stopped: list[Request]) -> list[_Landing]:
+        """The rows of a step that do more than count, in the order of the rows: the order in which blocks come free."""
+        head, middle, tail = self._landings.pop(step)
+        noted = {landing.request for landing in [*head, *middle, *tail]}
+        middle += [_Landing(r, epoch, True) for r, epoch in self.cohort.landing(step) if r not in noted]
+        noted.update(landing.request for landing in middle)
+        middle += [_Landing(r, r.epoch, True) for r in stopped if r not in noted]
+        middle.sort(key=lambda landing: landing.request.order)
+        return [*head, *middle, *tail]
 
     def _haunt(self, landing: _Landing, step: int) -> list[tuple[RequestSpec, Finish]]:
         """The original goes on sampling for a request that was cancelled in flight, and may even finish it."""

@@ -1,0 +1,7 @@
+"""`python -m cbsim`."""
+
+import sys
+
+from cbsim.cli import main
+
+sys.exit(main())

@@ -1,0 +1,55 @@
+"""Where a run was made: enough to make it again, or to see why it came out otherwise."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("simpy", "pydantic", "ruamel.yaml", "numpy", "pyarrow", "matplotlib")
+
+
+def environment(command: str, workload_hash: str, seed: int) -> dict[str, Any]:
+    """The contents of env.json."""
+    return {
+        "command": command,
+        "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git": git_state(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "device": "simulated",
+        "driver": None,
+        "workload_hash": workload_hash,
+        "seed": seed,
+        "argv0": Path(sys.argv[0]).name,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def git_state() -> dict[str, Any]:
+    """Commit of the source tree and whether it has uncommitted changes; nulls outside a checkout."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return {"commit": None, "dirty": None}
+    commit = _git(root, "rev-parse", "HEAD")
+    status = _git(root, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if status is None else bool(status)}
+
+
+def _git(root: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,126 @@
+"""What every part of a scenario is made of: frozen values, whole numbers, unions found by a name, errors of a user."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
+
+
+class ScenarioError(ValueError):
+    """Something a user wrote cannot be used. Its text says where it is, what it is, and what would be allowed."""
+
+
+def near(word: object, known: Iterable[str]) -> str:
+    """`; did you mean a or b?` for the nearest of the known words and one about as near, or nothing."""
+    scores = {name: difflib.SequenceMatcher(None, str(word).lower(), name.lower()).ratio() for name in known}
+    best = max(scores.values(), default=0.0)
+    close = [name for name in sorted(scores, key=lambda name: -scores[name]) if scores[name] >= max(0.6, best - 0.1)]
+    return f"; did you mean {' or '.join(close[:2])}?" if close else ""
+
+
+def shown(value: object) -> str:
+    """A value as a user would recognise it, in at most 60 characters."""
+    text = str(value).lower() if isinstance(value, bool) else "nothing" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def complaint(text: str, field: str = "") -> PydanticCustomError:
+    """An error at `field` of the value being validated, or at the value itself, in our own words."""
+    return PydanticCustomError("complaint", "{text}", {"text": text, "field": field})
+
+
+class Frozen(BaseModel):
+    """A part of a scenario: no unknown fields, no silent conversions, nothing changes once it is made.
+
+    `later` holds fields that are known but not built yet; they are refused by name.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+    later: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields_only(cls, data: Any) -> Any:
+        for key in data if isinstance(data, dict) else ():
+            if key in cls.later:
+                raise complaint(f"{cls.later[key]} comes later; leave this field out", str(key))
+            if key not in cls.model_fields:
+                raise complaint(f"unknown field{_hint(key, list(cls.model_fields))}", str(key))
+        return data
+
+
+def _hint(key: object, fields: list[str]) -> str:
+    return near(key, fields) or f"; allowed: {', '.join(fields)}"
+
+
+def _integral(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _decimal(value: Any) -> Any:
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _anchored(path: str, info: ValidationInfo) -> str:
+    base = (info.context or {}).get("base")
+    if base is not None and not Path(path).is_absolute() and (Path(base) / path).is_file():
+        return str((Path(base) / path).resolve())
+    return path
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Whole = Annotated[int, BeforeValidator(_integral)]
+"""A whole number; 1e6 counts as one."""
+
+Real = Annotated[float, BeforeValidator(_decimal)]
+"""A finite number."""
+
+Wholes = Annotated[tuple[Whole, ...], BeforeValidator(_as_tuple)]
+
+DataPath = Annotated[str, AfterValidator(_anchored)]
+"""A file of data. If it lies beside the scenario file the value is its absolute path, else it stays as written."""
+
+
+class By:
+    """Finds the member of a union by the value of one field. Tags look like <this>: error paths leave them out."""
+
+    def __init__(self, field: str, *members: type[Frozen]) -> None:
+        self.field, self.__name__ = field, f"by_{field}"  # pydantic names a discriminator by its function
+        self.members = {name: member for member in members for name in _names(member, field)}
+
+    def __call__(self, value: Any) -> str:
+        name = value.get(self.field) if isinstance(value, dict) else getattr(value, self.field, None)
+        return self.tag(self.members[name]) if name in self.members else "<?>"
+
+    @staticmethod
+    def tag(member: type[Frozen]) -> str:
+        return f"<{member.__name__}>"
+
+    def check(self, value: Any) -> Any:
+        """`value`, if it says which member it is."""
+        if isinstance(value, tuple(set(self.members.values()))):
+            return value
+        allowed = ", ".join(self.members)
+        if not isinstance(value, dict):
+            raise complaint(f"got {shown(value)}, expected fields, of which `{self.field}` is one of {allowed}")
+        name = value.get(self.field)
+        if name is None:
+            raise complaint(f"is required: one of {allowed}", self.field)
+        if not isinstance(name, str) or name not in self.members:
+            raise complaint(f"got {shown(name)}, expected one of {allowed}{near(name, self.members)}", self.field)
+        return value
+
+
+def _names(member: type[Frozen], field: str) -> tuple[str, ...]:
+    names: tuple[str, ...] = member.model_fields[field].annotation.__args__  # type: ignore[union-attr]
+    return names

@@ -1,0 +1,166 @@
+"""The cost part of a scenario: which model turns a step into seconds, and with which coefficients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, ValidationInfo, model_validator
+
+from cbsim import documents
+from cbsim.fields import By, Frozen, Real, ScenarioError
+
+Seconds = Annotated[Real, Field(ge=0)]
+Efficiency = Annotated[Real, Field(gt=0, le=1)]
+
+
+class PhaseCost(Frozen):
+    """CPU seconds of one phase of a step, linear in what the step holds."""
+
+    base_s: Seconds = 0.0
+    """Seconds a step."""
+    per_request_s: Seconds = 0.0
+    """Seconds a row (request) of the step."""
+    per_token_s: Seconds = 0.0
+    """Seconds a query token."""
+    per_block_s: Seconds = 0.0
+    """Seconds a cache block in the tables of the step."""
+
+
+class Cpu(Frozen):
+    """CPU time of the loop's phases; nothing by default."""
+
+    schedule: PhaseCost = PhaseCost()
+    """Planning a step."""
+    prepare: PhaseCost = PhaseCost()
+    """Building its input tensors."""
+    launch: PhaseCost = PhaseCost()
+    """Queueing its copies and its graph or kernels."""
+    update: PhaseCost = PhaseCost()
+    """Applying its result."""
+
+
+class MeasuredCpu(Cpu):
+    """CPU time of the loop's phases. schedule and update: vLLM 0.33 measured on a shared 2-core Xeon (an upper guess);
+    prepare and launch: assumptions, to be replaced by a calibration."""
+
+    schedule: PhaseCost = PhaseCost(base_s=20e-6, per_request_s=6.8e-6)
+    """Planning a step."""
+    prepare: PhaseCost = PhaseCost(base_s=300e-6, per_request_s=5e-6)
+    """Building its input tensors."""
+    launch: PhaseCost = PhaseCost(base_s=200e-6)
+    """Queueing its copies and its graph or kernels."""
+    update: PhaseCost = PhaseCost(base_s=10e-6, per_request_s=3.3e-6)
+    """Applying its result."""
+
+
+class ConstantCost(Frozen):
+    """A fixed time a step, and so much more for each thing in it: the textbook's model."""
+
+    kind: Literal["constant"]
+    """constant"""
+    step_s: Seconds
+    """Seconds a step."""
+    per_token_s: Seconds = 0.0
+    """Seconds a query token."""
+    per_prefill_token_s: Seconds = 0.0
+    """Seconds a query token of a prefill, on top."""
+    per_context_token_s: Seconds = 0.0
+    """Seconds a cached token read."""
+    cpu: Cpu = Cpu()
+    """CPU time of the loop."""
+
+
+class ComputeEfficiency(Frozen):
+    """Share of the peak FLOP/s that is reached."""
+
+    prefill: Efficiency = 0.6
+    """By the matrix products and attention of prefills."""
+    decode: Efficiency = 0.5
+    """By those of decodes."""
+
+
+class MemoryEfficiency(Frozen):
+    """Share of the peak bandwidth that is reached."""
+
+    weights: Efficiency = 0.85
+    """Reading weights and activations."""
+    kv: Efficiency = 0.7
+    """Reading the KV cache."""
+
+
+class RooflineCost(Frozen):
+    """Bytes and operations of the model's shape, over the data sheet's rates. Efficiencies are assumptions."""
+
+    kind: Literal["roofline"]
+    """roofline"""
+    compute_efficiency: ComputeEfficiency = ComputeEfficiency()
+    """Share of the peak FLOP/s."""
+    memory_efficiency: MemoryEfficiency = MemoryEfficiency()
+    """Share of the peak bandwidth."""
+    step_overhead_s: Seconds = 0.0
+    """Seconds on the device that every step costs, whatever it holds."""
+    launch_s_per_layer: Seconds = 50e-6
+    """CPU seconds to launch one layer's kernels, when no graph is used: about ten kernels of 5 us."""
+    cpu: MeasuredCpu = MeasuredCpu()
+    """CPU time of the loop."""
+
+
+class Coefficients(Frozen):
+    """Seconds on the device that a step costs, linear in what it holds; from a calibration."""
+
+    base_s: Seconds = 0.0
+    """Seconds a step."""
+    per_prefill_token_s: Seconds = 0.0
+    """Seconds a query token of a prefill."""
+    per_prefill_attention_s: Seconds = 0.0
+    """Seconds a pair of a prefill's query token and a token of its context."""
+    per_decode_row_s: Seconds = 0.0
+    """Seconds a decoding request."""
+    per_context_token_s: Seconds = 0.0
+    """Seconds a cached token read by a decoding request."""
+    launch_s_per_layer: Seconds = 50e-6
+    """CPU seconds to launch one layer's kernels, when no graph is used."""
+    cpu: MeasuredCpu = MeasuredCpu()
+    """CPU time of the loop."""
+
+
+class FittedCost(Coefficients):
+    """Coefficients calibrated from a run: given here, or read from the file at `path` and overridden here."""
+
+    kind: Literal["fitted"]
+    """fitted"""
+    path: str | None = None
+    """YAML file of coefficients, from the scenario's folder. Once read, they stand here and this is null."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_file(cls, data: Any, info: ValidationInfo) -> Any:
+        path = data.get("path") if isinstance(data, dict) else None
+        if not isinstance(path, str):
+            return data
+        base: Path = (info.context or {}).get("base") or Path()
+        return coefficients(base / path) | {key: value for key, value in data.items() if key != "path"}
+
+
+def coefficients(path: Path) -> dict[str, Any]:
+    """The coefficients in a file, checked. Raises ScenarioError."""
+    try:
+        document = documents.read(path)
+    except ScenarioError as error:
+        raise ValueError(str(error)) from None
+    try:
+        return Coefficients.model_validate(document.data).model_dump()
+    except ValidationError as error:
+        raise document.explain(error) from None
+
+
+cost_by = By("kind", ConstantCost, RooflineCost, FittedCost)
+
+Cost = Annotated[
+    Annotated[ConstantCost, Tag("<ConstantCost>")]
+    | Annotated[RooflineCost, Tag("<RooflineCost>")]
+    | Annotated[FittedCost, Tag("<FittedCost>")],
+    Discriminator(cost_by),
+    BeforeValidator(cost_by.check),
+]
