@@ -10,7 +10,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from cbsim.commands import RunOptions
 
 ERROR, USAGE = 1, 2
 
@@ -66,7 +69,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     return bench.bench(arguments.cases, as_json=arguments.json)
 
 
-def _run_options(arguments: argparse.Namespace) -> object:
+def _run_options(arguments: argparse.Namespace) -> RunOptions:
     from cbsim import checks, commands
 
     overrides = list(arguments.set)
@@ -114,7 +117,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run_arguments(run: argparse.ArgumentParser) -> None:
     run.add_argument("scenario", help="a scenario file, or the name of one that comes with the project")
-    run.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field (repeatable)")
+    run.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field (repeatable)"
+    )
     run.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where run directories go (runs)")
     run.add_argument("--seed", type=int, help="root of all random numbers")
     run.add_argument("--loop", choices=("sync", "async", "both"), help="serving loop; both writes two directories")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from cbsim.metrics import Steps
 from cbsim.record import LANES, PHASES
@@ -18,7 +19,7 @@ from cbsim.record import LANES, PHASES
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-STEPS_SHOWN = 8
+STEPS_SHOWN = 7
 COLOURS = {  # Okabe and Ito
     "schedule": "#0072B2",
     "prepare": "#56B4E9",
@@ -32,10 +33,11 @@ COLOURS = {  # Okabe and Ito
 IDLE = "#FBE3D6"
 
 
-def window(steps: Steps, shown: int = STEPS_SHOWN) -> tuple[int, int]:
-    """Steps in the middle of the run, where neither start-up nor tail shows."""
-    middle = max(0, len(steps) // 2 - shown // 2)
-    return middle, min(len(steps), middle + shown)
+def window(steps: Steps) -> tuple[int, int]:
+    """(start, end) in ns of a few steps in the middle of the run, where neither start-up nor tail shows."""
+    first = max(0, len(steps) // 2 - STEPS_SHOWN // 2)
+    last = min(len(steps), first + STEPS_SHOWN) - 1
+    return int(steps["compute_start_ns"][first]), int(steps["compute_end_ns"][last])
 
 
 def lanes_png(runs: Sequence[tuple[str, Steps, float]]) -> bytes:
@@ -47,11 +49,12 @@ def lanes_png(runs: Sequence[tuple[str, Steps, float]]) -> bytes:
     from matplotlib.patches import Patch
 
     figure, axes = plt.subplots(len(runs), 1, figsize=(11, 0.9 + 2.1 * len(runs)), sharex=True, squeeze=False)
-    reach = max(_span_ms(steps) for _, steps, _ in runs)
+    start_ns, end_ns = window(runs[0][1])
+    span_ns = max(end_ns - start_ns, 1)
     for axis, (title, steps, active) in zip(axes[:, 0], runs, strict=True):
-        _panel(axis, steps)
-        axis.set_title(f"{title}: GPU active {active:.1%} of the run", loc="left", fontsize=10)
-        axis.set_xlim(0, reach)
+        _panel(axis, steps, window(steps)[0], span_ns)
+        axis.set_title(f"{title}: GPU active {active:.2%} of the run", loc="left", fontsize=10)
+        axis.set_xlim(0, span_ns / 1e6)
     axes[-1, 0].set_xlabel("ms")
     handles = [Patch(facecolor=colour, edgecolor="#444444", label=name) for name, colour in COLOURS.items()]
     handles.append(Patch(facecolor=IDLE, hatch="////", edgecolor="#D55E00", label="GPU idle"))
@@ -63,46 +66,40 @@ def lanes_png(runs: Sequence[tuple[str, Steps, float]]) -> bytes:
     return buffer.getvalue()
 
 
-def _span_ms(steps: Steps) -> float:
-    low, high = window(steps)
-    if low == high:
-        return 1.0
-    return float(steps["update_end_ns"][high - 1] - steps["schedule_start_ns"][low]) / 1e6
-
-
-def _panel(axis: Axes, steps: Steps) -> None:
-    low, high = window(steps)
+def _panel(axis: Axes, steps: Steps, origin_ns: int, span_ns: int) -> None:
+    """The lanes of one run from `origin_ns` on."""
     names = ("CPU", "H2D", "compute", "D2H")
     axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
+    axis.set_ylim(len(names) - 0.5, -0.5)
     axis.spines[["top", "right"]].set_visible(False)
-    if low == high:
-        return
-    origin = int(steps["schedule_start_ns"][low])
+    shown = Steps(steps.table[_overlaps(steps, "schedule_start_ns", "update_end_ns", origin_ns, span_ns)])
     for name in (*PHASES, *LANES):
         row = 0 if name in PHASES else 1 + LANES.index(name)
-        starts = (steps[f"{name}_start_ns"][low:high] - origin) / 1e6
-        widths = steps.lane(name)[low:high] / 1e6
+        starts = (shown[f"{name}_start_ns"] - origin_ns) / 1e6
+        widths = shown.lane(name) / 1e6
         bars = [(start, width) for start, width in zip(starts, widths, strict=True) if width > 0]
-        axis.broken_barh(bars, (row - 0.4, 0.8), facecolor=COLOURS[name], edgecolor="#444444", linewidth=0.4)
-    _shade_idle(axis, steps, low, high, origin)
-    _number(axis, steps, low, high, origin)
+        edge = COLOURS[name] if name in ("h2d", "d2h") else "#444444"  # copies are thinner than a line is wide
+        axis.broken_barh(bars, (row - 0.4, 0.8), facecolor=COLOURS[name], edgecolor=edge, linewidth=0.4)
+    _shade_idle(axis, shown, origin_ns)
+    _number(axis, shown, origin_ns, span_ns)
 
 
-def _shade_idle(axis: Axes, steps: Steps, low: int, high: int, origin: int) -> None:
+def _overlaps(steps: Steps, start: str, end: str, origin_ns: int, span_ns: int) -> npt.NDArray[np.bool_]:
+    inside: npt.NDArray[np.bool_] = (steps[end] >= origin_ns) & (steps[start] <= origin_ns + span_ns)
+    return inside
+
+
+def _shade_idle(axis: Axes, steps: Steps, origin_ns: int) -> None:
     """Hatch the compute lane where nothing runs between two steps."""
-    ends = (steps["compute_end_ns"][low : high - 1] - origin) / 1e6
-    starts = (steps["compute_start_ns"][low + 1 : high] - origin) / 1e6
+    ends = (steps["compute_end_ns"][:-1] - origin_ns) / 1e6
+    starts = (steps["compute_start_ns"][1:] - origin_ns) / 1e6
     gaps = [(end, start - end) for end, start in zip(ends, starts, strict=True) if start > end]
     axis.broken_barh(gaps, (1.6, 0.8), facecolor=IDLE, edgecolor="#D55E00", hatch="////", linewidth=0)
 
 
-def _number(axis: Axes, steps: Steps, low: int, high: int, origin: int) -> None:
-    """Write the step number into each compute bar that is wide enough."""
-    middles = (steps["compute_start_ns"][low:high] + steps["compute_end_ns"][low:high]) / 2 - origin
-    for step, middle, width in zip(
-        steps["step"][low:high], middles / 1e6, steps.lane("compute")[low:high] / 1e6, strict=True
-    ):
-        if width > _span_ms(steps) / 40:
-            axis.text(float(middle), 2, str(int(step)), ha="center", va="center", fontsize=7, color="white")
-    assert np.all(steps.lane("compute")[low:high] >= 0)
+def _number(axis: Axes, steps: Steps, origin_ns: int, span_ns: int) -> None:
+    """Write the step number into each compute bar that is wide enough and in view."""
+    middles = (steps["compute_start_ns"] + steps["compute_end_ns"]) / 2 - origin_ns
+    for step, middle, width in zip(steps["step"], middles, steps.lane("compute"), strict=True):
+        if width > span_ns / 40 and 0 < middle < span_ns:
+            axis.text(float(middle) / 1e6, 2, str(int(step)), ha="center", va="center", fontsize=7, color="white")

@@ -106,7 +106,13 @@ def distribution(values: Floats, counts: Ints | None = None) -> dict[str, Any]:
     values, upto = values[order], np.cumsum(counts[order])
     mean = float(np.average(values, weights=counts[order]))
     spread = float(np.sqrt(np.average((values - mean) ** 2, weights=counts[order])))
-    result: dict[str, Any] = {"n": total, "mean": mean, "std": spread, "min": float(values[0]), "max": float(values[-1])}
+    result: dict[str, Any] = {
+        "n": total,
+        "mean": mean,
+        "std": spread,
+        "min": float(values[0]),
+        "max": float(values[-1]),
+    }
     for q in QUANTILES:
         rank = q / 100 * (total - 1)
         low, high = values[np.searchsorted(upto, [int(rank), min(int(rank) + 1, total - 1)], side="right")]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cbsim.policy.plan import Outcome, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec
@@ -43,6 +43,24 @@ class StepTimes:
     """When a step's phases and lanes started and ended. Filled in by the driver while the step is under way."""
 
     __slots__ = (*STEP_TIMES, "cpu_ns", "padded_tokens")
+    schedule_start_ns: int
+    schedule_end_ns: int
+    prepare_start_ns: int
+    prepare_end_ns: int
+    launch_start_ns: int
+    launch_end_ns: int
+    await_start_ns: int
+    await_end_ns: int
+    update_start_ns: int
+    update_end_ns: int
+    h2d_start_ns: int
+    h2d_end_ns: int
+    compute_start_ns: int
+    compute_end_ns: int
+    d2h_start_ns: int
+    d2h_end_ns: int
+    padded_tokens: int
+    cpu_ns: tuple[int, int, int, int]  # of the phases schedule, prepare, launch, update
 
     def __init__(self, now_ns: int) -> None:
         self.schedule_start_ns = now_ns

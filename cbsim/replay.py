@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-
 from cbsim import simulate, trace, workload
 from cbsim.policy.loop import Applied, Await, Launch, Poll, Polled, Scheduled, serve
 from cbsim.policy.plan import StepPlan, StepResult
@@ -125,5 +124,3 @@ def _difference(plan: StepPlan, total_blocks: int, recorded: dict[str, int]) -> 
             detail = "" if name != "plan_hash" else " (the counts agree, the rows or blocks do not)"
             return f"{name} is {value}, recorded {recorded[name]}{detail}"
     return None
-
-

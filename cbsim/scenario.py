@@ -145,7 +145,8 @@ def _defaults(data: dict[str, Any], base: Path) -> dict[str, Any]:
 
 def scheduler_options(scenario: Scenario, depth: int) -> VllmOptions | TransformersOptions | StaticOptions:
     """All options of the scheduler resolved, sizes solved from memory where they are not given; `depth` steps in
-    flight. Raises ScenarioError if the model does not fit or sizes contradict each other."""
+    flight. Raises ScenarioError if the model does not fit or sizes contradict each other.
+    """
     scheduler = scenario.scheduler
     if isinstance(scheduler, VllmScheduler):
         return _vllm(scenario, scheduler)

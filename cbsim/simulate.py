@@ -16,7 +16,7 @@ from cbsim.cost.base import Cost
 from cbsim.cost.constant import ConstantCost
 from cbsim.cost.cpu import CpuCost, PhaseCost
 from cbsim.cost.fitted import FittedCost
-from cbsim.cost.roofline import RooflineCost
+from cbsim.cost.roofline import Rates, RooflineCost, Weights
 from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, transformers_buckets, unpadded, vllm_buckets
 from cbsim.policy.schedulers.registry import SCHEDULERS
@@ -100,7 +100,7 @@ def cost_model(scenario: Scenario) -> Cost:
     if isinstance(settings, RooflineSettings):
         return _roofline(scenario, settings, cpu)
     return FittedCost(
-        cpu=cpu,
+        cpu_ns=cpu,
         base=settings.base_s * NS,
         per_prefill_token=settings.per_prefill_token_s * NS,
         per_prefill_pair=settings.per_prefill_attention_s * NS,
@@ -123,19 +123,20 @@ def cpu_cost(settings: Cpu) -> CpuCost:
 def _roofline(scenario: Scenario, settings: RooflineSettings, cpu: CpuCost) -> RooflineCost:
     model, gpu = scenario.model, scenario.hardware
     flops = getattr(gpu.flops, model.dtype)
-    return RooflineCost(
-        cpu=cpu,
-        linear_weights=model.layers * model.layer_parameters,
-        head_weights=model.vocab * model.hidden,
-        hidden=model.hidden,
-        attention_flops=4 * model.layers * model.heads * model.head_dim,
-        weight_bytes=model.dtype_bytes,
-        kv_bytes=model.kv_bytes_per_token,
-        flops_prefill=flops * settings.compute_efficiency.prefill,
-        flops_decode=flops * settings.compute_efficiency.decode,
-        bytes_s_weights=gpu.memory_bandwidth_bytes_s * settings.memory_efficiency.weights,
-        bytes_s_kv=gpu.memory_bandwidth_bytes_s * settings.memory_efficiency.kv,
-        bytes_s_pcie=gpu.pcie_bytes_s,
-        overhead_s=settings.step_overhead_s,
-        launch_s=settings.launch_s_per_layer * model.layers,
+    compute, memory, bandwidth = settings.compute_efficiency, settings.memory_efficiency, gpu.memory_bandwidth_bytes_s
+    rates = Rates(
+        flops_prefill=flops * compute.prefill,
+        flops_decode=flops * compute.decode,
+        bytes_weights=bandwidth * memory.weights,
+        bytes_kv=bandwidth * memory.kv,
+        bytes_pcie=gpu.pcie_bytes_s,
     )
+    weights = Weights(
+        linear=model.layers * model.layer_parameters,
+        head=model.vocab * model.hidden,
+        hidden=model.hidden,
+        attention_flop=4 * model.layers * model.heads * model.head_dim,
+        bytes=model.dtype_bytes,
+        kv_bytes=model.kv_bytes_per_token,
+    )
+    return RooflineCost(cpu, rates, weights, settings.step_overhead_s, settings.launch_s_per_layer * model.layers)

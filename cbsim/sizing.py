@@ -51,7 +51,7 @@ def transformers_peaks(model: ModelShape, depth: int, max_blocks_per_request: in
 def transformers_size(
     available_bytes: int, block_size: int, peaks: tuple[Peak, ...], max_batch_tokens: int | None, num_blocks: int | None
 ) -> Size:
-    """transformers' solution: one number is found from the other, or both if neither is given."""
+    """Transformers' solution: one number is found from the other, or both if neither is given."""
     if max_batch_tokens is None and num_blocks is None:
         tenth = min(int(int(available_bytes / (p.per_cache_token + 0.1 * p.per_batch_token)) * 0.1) for p in peaks)
         max_batch_tokens = max(min(MOST_BATCH_TOKENS, tenth), LEAST_BATCH_TOKENS)
@@ -95,7 +95,8 @@ def fit_transformers(
 
 def activation_bytes(model: ModelShape, tokens: int, requests: int) -> int:
     """Estimated peak of a step of `tokens` query tokens and `requests` samples: hidden states, queries, keys and
-    values, the feed-forward's two inputs and its product; then the sampler's copies of the logits."""
+    values, the feed-forward's two inputs and its product; then the sampler's copies of the logits.
+    """
     states = 2 * model.hidden + (model.heads + 2 * model.kv_heads) * model.head_dim + 3 * model.intermediate
     return tokens * states * model.dtype_bytes + LOGIT_COPIES * requests * model.vocab * 4
 

@@ -42,7 +42,8 @@ class Cpu(Frozen):
 
 class MeasuredCpu(Cpu):
     """CPU time of the loop's phases. schedule and update: vLLM 0.33 measured on a shared 2-core Xeon (an upper guess);
-    prepare and launch: assumptions, to be replaced by a calibration."""
+    prepare and launch: assumptions, to be replaced by a calibration.
+    """
 
     schedule: PhaseCost = PhaseCost(base_s=20e-6, per_request_s=6.8e-6)
     """Planning a step."""

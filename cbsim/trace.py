@@ -194,5 +194,3 @@ def _read_requests(path: Path) -> list[RequestRow]:
     table = _read_table(path, RequestRow._fields)
     columns = [table[name].to_pylist() for name in RequestRow._fields]
     return [RequestRow(*values) for values in zip(*columns, strict=True)]
-
-

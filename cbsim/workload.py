@@ -59,7 +59,8 @@ class Workload:
 
     def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
         """Requests that follow `spec`, which ended at `now_ns`. To be called once for every request that ends, for
-        whatever reason: one that is refused is followed too."""
+        whatever reason: one that is refused is followed too.
+        """
         return self.follow.after(spec, now_ns) if self.follow else []
 
     def specs(self) -> list[RequestSpec]:
@@ -237,7 +238,8 @@ def _mooncake(wanted: demand.Mooncake, streams: Streams) -> Workload:
 
 def spread(rows: list[traces.Arrival], rng: np.random.Generator) -> list[traces.Arrival]:
     """Requests stamped with a multiple of 3 s, moved to random moments of the 3 s that follow, order kept. A trace
-    with a timestamp off the grid has real times and is left as it is."""
+    with a timestamp off the grid has real times and is left as it is.
+    """
     off = [(row.arrival_ns + GRID_SLACK_NS) % GRID_NS for row in rows]
     if max(off) > 2 * GRID_SLACK_NS:
         return rows
@@ -282,7 +284,8 @@ def _agentic(wanted: demand.Agentic, streams: Streams) -> Workload:
 
 def _turns(session: traces.Session, index: int, own: int, scale: float) -> list[RequestSpec]:
     """Requests of one session. Its text only grows, so a block of 512 tokens has the same id in all turns: the
-    trace's where the first turn fills the block, else one of the session's own, counted from `own`."""
+    trace's where the first turn fills the block, else one of the session's own, counted from `own`.
+    """
     given = session.turns[0].hash_ids[: session.turns[0].new_tokens // traces.BLOCK_TOKENS]
     text = sum(turn.new_tokens + turn.output_tokens for turn in session.turns)
     ids = (*given, *range(own + len(given), own + -(-text // traces.BLOCK_TOKENS)))

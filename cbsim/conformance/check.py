@@ -25,19 +25,41 @@ TRACES, WORKLOADS = (".jsonl", ".jsonl.gz"), (".json", ".json.gz")
 VLLM_VERSIONS = ("0.19", "0.33")
 TRANSFORMERS_VERSIONS = ("5.17",)
 VLLM_CONFIG = frozenset(
-    "block_size num_blocks max_model_len max_num_seqs max_num_batched_tokens enable_chunked_prefill policy timing "
-    "long_prefill_token_threshold long_prefill_token_threshold_adaptive enable_prefix_caching watermark "
-    "prefill_schedule_interval scheduler_reserve_full_isl".split()
+    [
+        "block_size",
+        "num_blocks",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enable_chunked_prefill",
+        "policy",
+        "timing",
+        "long_prefill_token_threshold",
+        "long_prefill_token_threshold_adaptive",
+        "enable_prefix_caching",
+        "watermark",
+        "prefill_schedule_interval",
+        "scheduler_reserve_full_isl",
+    ]
 )
 TRANSFORMERS_CB = frozenset(
-    "block_size num_blocks max_batch_tokens scheduler_type allow_block_sharing max_blocks_per_request safety_margin "
-    "max_requests_per_batch cpu_offload_space".split()
+    [
+        "block_size",
+        "num_blocks",
+        "max_batch_tokens",
+        "scheduler_type",
+        "allow_block_sharing",
+        "max_blocks_per_request",
+        "safety_margin",
+        "max_requests_per_batch",
+        "cpu_offload_space",
+    ]
 )
 ABSENT = "(absent)"
 WINDOW = 48  # characters shown on each side of the first difference
 
 
-class Unreadable(ValueError):
+class UnreadableError(ValueError):
     """A file that should be a trace or a workload and is not; the message says where and what was expected."""
 
 
@@ -95,7 +117,7 @@ def run(paths: Sequence[Path], out: Callable[[str], None], *, invariants: bool =
     for path in paths:
         try:
             found = traces(path)
-        except Unreadable as error:
+        except UnreadableError as error:
             unreadable += 1
             out(f"{error}")
             continue
@@ -103,7 +125,7 @@ def run(paths: Sequence[Path], out: Callable[[str], None], *, invariants: bool =
             try:
                 results.append(compare(trace, invariants=invariants))
                 out(f"{results[-1]}")
-            except Unreadable as error:
+            except UnreadableError as error:
                 unreadable += 1
                 out(f"{error}")
     compared = [r for r in results if r.skipped is None]
@@ -125,9 +147,9 @@ def traces(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(p for p in path.rglob("*") if p.name.endswith(TRACES) and p.is_file())
     if not path.is_file():
-        raise Unreadable(f"{path}: no such file or directory")
+        raise UnreadableError(f"{path}: no such file or directory")
     if not path.name.endswith(TRACES):
-        raise Unreadable(f"{path}: expected a trace, named .jsonl or .jsonl.gz")
+        raise UnreadableError(f"{path}: expected a trace, named .jsonl or .jsonl.gz")
     return [path]
 
 
@@ -140,7 +162,9 @@ def compare(trace: Path, *, invariants: bool = False) -> Result:
     elif header.get("header") is True:
         case = _transformers(trace, header)
     else:
-        raise Unreadable(f'{trace}, line 1: expected a trace header, an object with "ev": "header" or "header": true')
+        raise UnreadableError(
+            f'{trace}, line 1: expected a trace header, an object with "ev": "header" or "header": true'
+        )
     total = len(recorded) - 1
     if case.replay is None:
         return Result(case.name, case.version, case.mode, total, skipped=case.skipped)
@@ -199,7 +223,7 @@ def _guarded(trace: Path, build: Callable[[], T]) -> T:
         return build()
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         problem = f"no field {error}" if isinstance(error, KeyError) else str(error)
-        raise Unreadable(f"{trace}: expected header and workload to describe a run: {problem}") from error
+        raise UnreadableError(f"{trace}: expected header and workload to describe a run: {problem}") from error
 
 
 def _first_difference(
@@ -300,7 +324,7 @@ def _workload(trace: Path, name: str) -> Line:
             workload = _parsed(place, None, _text(place))
             _fields(place, workload, requests=list)
             return workload
-    raise Unreadable(f"{trace}: its workload is missing, expected {places[0]} (or .gz, or beside the trace)")
+    raise UnreadableError(f"{trace}: its workload is missing, expected {places[0]} (or .gz, or beside the trace)")
 
 
 def _text(path: Path) -> str:
@@ -308,7 +332,9 @@ def _text(path: Path) -> str:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.name.endswith(".gz") else data).decode()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise Unreadable(f"{path}: expected JSON text{', gzipped' * path.name.endswith('.gz')}: {error}") from error
+        raise UnreadableError(
+            f"{path}: expected JSON text{', gzipped' * path.name.endswith('.gz')}: {error}"
+        ) from error
 
 
 def _parsed(path: Path, number: int | None, text: str) -> Line:
@@ -317,9 +343,9 @@ def _parsed(path: Path, number: int | None, text: str) -> Line:
     try:
         line = json.loads(text)
     except ValueError as error:
-        raise Unreadable(f"{at}: expected a JSON object: {error}") from error
+        raise UnreadableError(f"{at}: expected a JSON object: {error}") from error
     if not isinstance(line, dict):
-        raise Unreadable(f"{at}: expected a JSON object, got {_short(text)}")
+        raise UnreadableError(f"{at}: expected a JSON object, got {_short(text)}")
     return line
 
 
@@ -328,5 +354,5 @@ def _fields(path: Path, line: Line, **kinds: type) -> list[Any]:
     for name, kind in kinds.items():
         value = line.get(name)
         if not isinstance(value, kind):
-            raise Unreadable(f"{path}: expected field {name} to be a {kind.__name__}, got {_short(repr(value))}")
+            raise UnreadableError(f"{path}: expected field {name} to be a {kind.__name__}, got {_short(repr(value))}")
     return [line[name] for name in kinds]

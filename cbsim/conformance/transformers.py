@@ -124,7 +124,9 @@ class Watched(TransformersScheduler):
         self.objects: dict[RequestSpec, Request] = {}
         self._grow, self._release = self.pool.grow, self.pool.release
         self.pool.grow = self._watched_grow  # type: ignore[method-assign]
-        self.pool.grow_one = lambda request: self._watched_grow(request, 1)[0]  # type: ignore[method-assign]
+        self.pool.grow_each = lambda requests: [  # type: ignore[method-assign]
+            self._watched_grow(request, 1)[0] for request in requests
+        ]
         self.pool.release = self._watched_release  # type: ignore[method-assign]
 
     def add(self, spec: RequestSpec) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from cbsim.cost.cpu import CpuCost
 from cbsim.policy.plan import StepPlan
 
 
 class Cost(Protocol):
     """A plan in, integer nanoseconds out, and nothing else: no state, no clock."""
 
-    def cpu_ns(self, plan: StepPlan | None) -> tuple[int, int, int, int]:
-        """CPU time of the phases (schedule, prepare, launch, update). No plan: the scheduler found nothing to run."""
+    @property
+    def cpu_ns(self) -> CpuCost:
+        """CPU time of the phases of a plan."""
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         """(H2D copy, kernels, D2H copy) when `tokens` query tokens are computed, padding included."""

@@ -12,14 +12,11 @@ from cbsim.policy.plan import StepPlan
 class ConstantCost:
     """All coefficients in nanoseconds. `per_context` counts KV tokens after the step; an empty step takes no time."""
 
-    cpu: CpuCost
+    cpu_ns: CpuCost
     step: float
     per_token: float = 0.0
     per_prefill_token: float = 0.0
     per_context: float = 0.0
-
-    def cpu_ns(self, plan: StepPlan | None) -> tuple[int, int, int, int]:
-        return self.cpu(plan)
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         if not tokens:

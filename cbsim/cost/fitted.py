@@ -15,16 +15,13 @@ class FittedCost:
     Copies are part of the step time that an engine measures, and cost nothing on their own.
     """
 
-    cpu: CpuCost
+    cpu_ns: CpuCost
     base: float
     per_prefill_token: float
     per_prefill_pair: float
     per_decode_row: float
     per_context_token: float
     launch: float  # CPU time to launch the kernels of a step one by one
-
-    def cpu_ns(self, plan: StepPlan | None) -> tuple[int, int, int, int]:
-        return self.cpu(plan)
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         if not plan.rows:

@@ -9,71 +9,75 @@ block of the tables to the device, one 4-byte token a row back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from cbsim.cost.cpu import CpuCost
+from typing import NamedTuple
+
 from cbsim.policy.plan import StepPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RooflineCost:
-    """Seconds and bytes. `flops_*` and `bytes_s_*` are data-sheet rates times the efficiency of their regime."""
+class Rates(NamedTuple):
+    """The data sheet's rates times the efficiency of their regime: FLOP/s and bytes/s."""
 
-    cpu: CpuCost
-    linear_weights: int  # weights that every query token passes through, embedding and head not counted
-    head_weights: int
-    hidden: int
-    attention_flops: int  # FLOP a query token and KV token: 4 x layers x heads x head_dim
-    weight_bytes: int  # bytes a weight and an activation
-    kv_bytes: int  # bytes of KV a token
     flops_prefill: float
     flops_decode: float
-    bytes_s_weights: float
-    bytes_s_kv: float
-    bytes_s_pcie: float
-    overhead_s: float
-    launch_s: float  # CPU time to launch the kernels of a step one by one
+    bytes_weights: float
+    bytes_kv: float
+    bytes_pcie: float
 
-    def cpu_ns(self, plan: StepPlan | None) -> tuple[int, int, int, int]:
-        return self.cpu(plan)
+
+class Weights(NamedTuple):
+    """What the model's shape comes to."""
+
+    linear: int  # weights that every query token passes through, embedding and head not counted
+    head: int
+    hidden: int
+    attention_flop: int  # a query token and KV token: 4 x layers x heads x head_dim
+    bytes: int  # a weight or an activation
+    kv_bytes: int  # of a token in all layers
+
+
+class RooflineCost:
+    """`overhead_s` is added to every step; `launch_s` is the CPU time to launch a step's kernels one by one."""
+
+    def __init__(self, cpu: CpuCost, rates: Rates, weights: Weights, overhead_s: float, launch_s: float) -> None:
+        self.cpu_ns = cpu
+        self._rates, self._weights = rates, weights
+        self._overhead_s = overhead_s
+        self._launch_ns = round(launch_s * 1e9)
+        self._linear_s = weights.linear * weights.bytes / rates.bytes_weights  # to read them once
+        self._head_s = weights.head * weights.bytes / rates.bytes_weights
+        self._embedding_s = weights.hidden * weights.bytes / rates.bytes_weights  # of a token
+        self._context_s = max(weights.kv_bytes / rates.bytes_kv, weights.attention_flop / rates.flops_decode)
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         rows = plan.decodes + len(plan.chunks)
         if not rows:
             return 0, 0, 0
+        weights, flops = self._weights, self._rates.flops_decode
         sampled = plan.decodes + plan.padding_rows
-        time, flops = self.overhead_s, self.flops_decode
+        time = self._overhead_s + tokens * self._embedding_s
+        time += (plan.decode_context + plan.decodes + plan.padding_context) * self._context_s
         if plan.chunks:
-            flops = self.flops_prefill
+            flops = self._rates.flops_prefill
             sampled += sum([c.samples for c in plan.chunks])
             time += self._prefill_attention(plan)
-        time += tokens * self.hidden * self.weight_bytes / self.bytes_s_weights  # embeddings
-        time += self._dense(tokens, self.linear_weights, flops)
-        time += self._dense(sampled, self.head_weights, flops)
-        time += self._decode_attention(plan)
-        per_byte = 1e9 / self.bytes_s_pcie
+        time += max(2 * tokens * weights.linear / flops, self._linear_s)
+        if sampled:
+            time += max(2 * sampled * weights.head / flops, self._head_s)
+        per_byte = 1e9 / self._rates.bytes_pcie
         h2d_bytes = 4 * (3 * (plan.prefill_tokens + plan.decodes) + plan.table_blocks)
         return round(h2d_bytes * per_byte), round(time * 1e9), round(4 * rows * per_byte)
 
-    def _dense(self, rows: int, weights: int, flops: float) -> float:
-        """A matrix product of `rows` activations with `weights` weights: its arithmetic or its traffic."""
-        if not rows:
-            return 0.0
-        return max(2 * rows * weights / flops, weights * self.weight_bytes / self.bytes_s_weights)
-
-    def _decode_attention(self, plan: StepPlan) -> float:
-        context = plan.decode_context + plan.decodes + plan.padding_context
-        return max(context * self.kv_bytes / self.bytes_s_kv, context * self.attention_flops / self.flops_decode)
-
     def _prefill_attention(self, plan: StepPlan) -> float:
         """Causal: query token i of a chunk attends to the `start` tokens before it and to i + 1 of its own."""
+        per_pair = self._weights.attention_flop / self._rates.flops_prefill
+        per_token = self._weights.kv_bytes / self._rates.bytes_kv
         time = 0.0
         for c in plan.chunks:
             tokens = c.tokens + c.padding
             pairs = tokens * c.start + tokens * (tokens + 1) / 2
-            moved = (c.start + tokens) * self.kv_bytes / self.bytes_s_kv
-            time += max(pairs * self.attention_flops / self.flops_prefill, moved)
+            time += max(pairs * per_pair, (c.start + tokens) * per_token)
         return time
 
     def eager_launch_ns(self, plan: StepPlan) -> int:
-        return round(self.launch_s * 1e9) if plan.rows else 0
+        return self._launch_ns if plan.rows else 0

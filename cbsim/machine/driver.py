@@ -22,7 +22,6 @@ from cbsim.policy.plan import StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
 from cbsim.record import Record, StepTimes
 
-
 CLOSED = Polled(closed=True)
 
 

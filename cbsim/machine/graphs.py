@@ -50,7 +50,7 @@ def unpadded(plan: StepPlan) -> Bucket:
 
 
 def transformers_buckets(max_requests: int, max_tokens: int, cache_tokens: int) -> Callable[[StepPlan], Bucket]:
-    """transformers 5.17: powers of two on the decode fast path, else queries to 64s and KV reads to 16,384s."""
+    """Transformers 5.17: powers of two on the decode fast path, else queries to 64s and KV reads to 16,384s."""
 
     def bucket(plan: StepPlan) -> Bucket:
         if plan.fast_decode:

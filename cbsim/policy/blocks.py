@@ -23,9 +23,6 @@ class FreeList(Protocol):
     def take(self, count: int) -> list[int]:
         """Hand out `count` blocks; the caller has checked that there are enough."""
 
-    def take_one(self) -> int:
-        """Hand out a block; the caller has checked that there is one."""
-
     def give(self, blocks: Sequence[int], hashed: int) -> None:
         """Take back blocks of one table, in table order; the first `hashed` of them hold reusable content."""
 
@@ -61,13 +58,6 @@ class FreeQueue:
                 taken.append(block)
         return taken
 
-    def take_one(self) -> int:
-        self.free -= 1
-        block = self._queue.popleft()
-        while self._dead and self._bury(block):
-            block = self._queue.popleft()
-        return block
-
     def _bury(self, block: int) -> bool:
         """Is this entry dead? The dead entries of a block always lie before its live one."""
         dead = self._dead.pop(block, 0)
@@ -99,7 +89,8 @@ class FreeQueue:
 
 class CachedLast:
     """transformers' two lists: blocks without content are a FIFO queue; cached blocks go only when that is short,
-    newest first. A freed table is walked head first."""
+    newest first. A freed table is walked head first.
+    """
 
     def __init__(self, blocks: Iterable[int]) -> None:
         self.plain = deque(blocks)
@@ -111,10 +102,6 @@ class CachedLast:
         for _ in range(count - len(self.plain)):
             self.plain.append(self.cached.popitem()[0])
         return [self.plain.popleft() for _ in range(count)]
-
-    def take_one(self) -> int:
-        (block,) = self.take(1)
-        return block
 
     def give(self, blocks: Sequence[int], hashed: int) -> None:
         self.free += len(blocks)
@@ -137,7 +124,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.tables: dict[Request, list[int]] = {}
         self._free = free
-        self._index: dict[int, int | dict[int, None]] = {}  # key -> block, or the blocks that duplicate it, oldest first
+        self._index: dict[
+            int, int | dict[int, None]
+        ] = {}  # key -> block, or the blocks that duplicate it, oldest first
         self._key_of: dict[int, int] = {}
         self._refs: dict[int, int] = {}  # of blocks with a key; every other block in use has one owner
 
@@ -161,13 +150,16 @@ class BlockPool:
         self.tables.setdefault(request, []).extend(blocks)
         return blocks
 
-    def grow_one(self, request: Request) -> int:
-        """`grow` by one block, for a request that has a table."""
-        block = self._free.take_one()
+    def grow_each(self, requests: Sequence[Request]) -> list[int]:
+        """Add a fresh block to the table of each of `requests`, in order; each has a table."""
+        blocks = self._free.take(len(requests))
+        tables = self.tables
+        for request, block in zip(requests, blocks, strict=True):
+            tables[request].append(block)
         if self._key_of:
-            self._forget(block)
-        self.tables[request].append(block)
-        return block
+            for block in blocks:
+                self._forget(block)
+        return blocks
 
     def longest_prefix(self, spec: RequestSpec, blocks: int) -> list[int]:
         """The cached blocks that hold the first tokens of a request, at most `blocks` of them."""
@@ -198,26 +190,21 @@ class BlockPool:
 
     def publish(self, request: Request, blocks: int) -> None:
         """The first `blocks` blocks of a request are full: give the new ones their keys. Duplicates are kept."""
-        for i in range(request.hashed, self.findable(request, blocks)):
+        for i in range(request.hashed, min(blocks, request.named)):
             self._register(self.tables[request][i], self.key(request, i))
         request.hash_to(blocks)
-
-    def findable(self, request: Request, blocks: int) -> int:
-        """How many of the first `blocks` blocks anyone might look up."""
-        if request.preemptions or request.unnamed is not None:
-            return blocks
-        return min(blocks, request.spec.shared_blocks(self.block_size))
 
     def merge(self, request: Request, blocks: int) -> None:
         """As `publish`, but a block whose content is cached already is replaced by that one and freed."""
         table = self.tables[request]
-        for i in range(request.hashed, self.findable(request, blocks)):
+        for i in range(request.hashed, min(blocks, request.named)):
             key = self.key(request, i)
             existing = self._index.get(key)
             if existing is None:
                 self._register(table[i], key)
                 continue
-            assert isinstance(existing, int) and existing != table[i]
+            assert isinstance(existing, int)
+            assert existing != table[i]
             self._acquire(existing)
             self._free.give([table[i]], 0)
             table[i] = existing

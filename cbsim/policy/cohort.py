@@ -9,10 +9,12 @@ fills one, or produces its declared last token is kept in calendars by step. A r
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from cbsim.policy.request import Request
 
 Calendar = dict[int, list[tuple[Request, int]]]
+by_order = attrgetter("order")
 
 
 class Cohort:
@@ -28,7 +30,7 @@ class Cohort:
         self.updated_at_plan = 0  # `updated` when the newest step was planned
         self.max_order = -1  # no member has a larger admission order
         self.held_blocks = 0  # blocks in the tables of the members
-        self._members: dict[Request, int] = {}  # -> blocks held
+        self._members: dict[Request, None] = {}
         self._offset = 0  # sum over members of computed - planned
         self._grow_at: Calendar = {}
         self._fill_at: Calendar = {}
@@ -53,7 +55,7 @@ class Cohort:
     def join(self, request: Request, blocks: int, *, fills: bool) -> None:
         """Admit a request that holds `blocks` blocks, between two steps; with `fills`, `filling` will name it."""
         request.join(self)
-        self._members[request] = blocks
+        self._members[request] = None
         computed, since, size = request.computed, request.since, self.block_size
         self._offset += computed - self.planned
         self.held_blocks += blocks
@@ -72,14 +74,15 @@ class Cohort:
         else:
             self._note(self._long_at, request.since + self.long_tokens - request.computed, request)
 
-    def leave(self, request: Request) -> None:
-        """Take a member out. Its rows in flight are delivered one by one (`landing`)."""
+    def leave(self, request: Request, blocks: int) -> None:
+        """Take a member out that holds `blocks` blocks. Its rows in flight are delivered one by one (`landing`)."""
         for step in range(max(self.updated, request.since), self.planned):
             self.await_row(step, request)
         self._offset -= request.computed - self.planned
         if self.long_tokens:
             self.long -= request.computed >= self.long_tokens
-        self.held_blocks -= self._members.pop(request)
+        self.held_blocks -= blocks
+        del self._members[request]
         request.leave()
         if not self._members:
             self.max_order = -1
@@ -92,11 +95,11 @@ class Cohort:
         """Members that need one more block in the step being planned, in admission order."""
         return self._due(self._grow_at)
 
-    def grew(self, request: Request) -> None:
-        """A member got its block and needs the next one `block_size` steps on."""
-        self._members[request] += 1
-        self.held_blocks += 1
-        self._note(self._grow_at, self.planned + self.block_size, request)
+    def grew(self, requests: list[Request]) -> None:
+        """These members got a block each and need the next one `block_size` steps on."""
+        self.held_blocks += len(requests)
+        later = self._grow_at.setdefault(self.planned + self.block_size, [])
+        later += [(request, request.since) for request in requests]
 
     def filling(self) -> list[Request]:
         """Members whose row in the step being planned fills a block, in admission order."""
@@ -147,17 +150,14 @@ class Cohort:
         """Entries of members that have not left since they were noted, in admission order."""
         current = [r for r, since in entries if r.cohort is self and r.since == since]
         if len(current) > 1:
-            current.sort(key=_order)
+            current.sort(key=by_order)
         return current
 
     def check(self, tables: dict[Request, list[int]]) -> None:
         """Raise AssertionError unless the running sums equal a recount."""
         assert self.context == sum(r.computed for r in self), (self.context, [r.computed for r in self])
-        held = {r: len(tables[r]) for r in self}
-        assert held == self._members and self.held_blocks == sum(held.values()), (held, self._members)
+        held = sum(len(tables[r]) for r in self)
+        assert self.held_blocks == held, (self.held_blocks, held)
         assert not self.long_tokens or self.long == sum(r.computed >= self.long_tokens for r in self), self.long
         assert all(r.order <= self.max_order and r.cohort is self for r in self)
 
-
-def _order(request: Request) -> int:
-    return request.order

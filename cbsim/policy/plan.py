@@ -122,7 +122,8 @@ class Batch:
             del self._decoding[spec]
         grown = {spec: (block,) for spec, block in plan.grown}
         decoding = sorted(self._decoding.items(), key=lambda item: item[1][0])
-        assert len(decoding) == plan.decodes and sum(at for _, (_, at) in decoding) == plan.decode_context
+        assert len(decoding) == plan.decodes
+        assert sum(at for _, (_, at) in decoding) == plan.decode_context
         rows = [Row(spec, at, 1, grown.get(spec, ()), None) for spec, (_, at) in decoding]
         for _, state in decoding:
             state[1] += 1

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from cbsim.policy.cohort import Cohort
 
 
+EVERY_BLOCK = 1 << 60
+
+
 class Status(Enum):
     """Where a request stands. FINISHED is final; its reason is in `Request.finish`."""
 
@@ -97,6 +100,7 @@ class Request:
         "high_water",
         "last",
         "limit",
+        "named",
         "order",
         "preemptions",
         "runs",
@@ -106,8 +110,9 @@ class Request:
         "unnamed",
     )
 
-    def __init__(self, spec: RequestSpec, limit: int) -> None:
+    def __init__(self, spec: RequestSpec, limit: int, block_size: int) -> None:
         self.spec = spec
+        self.named = spec.shared_blocks(block_size)  # leading blocks whose content somebody might look up
         self.limit = limit  # output tokens after which the end is known in advance
         self.last = min(spec.output_tokens, limit)  # output tokens it will have produced when it ends
         self.status = Status.WAITING
@@ -157,7 +162,8 @@ class Request:
 
     def admit(self, order: int, cached_tokens: int) -> None:
         """Leave the queue with the first `cached_tokens` tokens already in the cache."""
-        assert self.status is Status.WAITING and self.cohort is None
+        assert self.status is Status.WAITING
+        assert self.cohort is None
         self.status, self.order = Status.PREFILL, order
         self._computed = self.entered = cached_tokens
         self.high_water = max(self.high_water, cached_tokens)
@@ -166,7 +172,9 @@ class Request:
 
     def advance(self, tokens: int, samples: bool) -> None:
         """A row of `tokens` query tokens was planned; with `samples` it yields an output token."""
-        assert self.cohort is None and tokens > 0 and self._computed + tokens <= self.target
+        assert self.cohort is None
+        assert tokens > 0
+        assert self._computed + tokens <= self.target
         self._computed += tokens
         self.high_water = max(self.high_water, self._computed)
         self._promised += samples
@@ -174,7 +182,8 @@ class Request:
 
     def join(self, cohort: Cohort) -> None:
         """From the next step on, decode one token a step at the cohort's pace."""
-        assert self.cohort is None and self.status is Status.DECODE
+        assert self.cohort is None
+        assert self.status is Status.DECODE
         self.cohort, self.since = cohort, cohort.planned
 
     def leave(self) -> None:
@@ -216,15 +225,19 @@ class Request:
         """`block` got its key too early: from it on, content keys are ones that no request can ask for."""
         if self.unnamed is None:
             self.unnamed = block
+        self.named = EVERY_BLOCK
 
     def requeue(self, drop_in_flight: bool) -> None:
         """Give everything computed up and wait again. Rows in flight still deliver unless they are dropped."""
-        assert self.cohort is None and self.status in (Status.PREFILL, Status.DECODE)
+        assert self.cohort is None
+        assert self.status in (Status.PREFILL, Status.DECODE)
         self.status, self._computed, self.hashed, self.unnamed = Status.WAITING, 0, 0, None
         self._promised = self._seen
+        self.named = EVERY_BLOCK  # its own, which only it can ask for, included
         self.preemptions += 1
         self.epoch += drop_in_flight
 
     def end(self, reason: Finish) -> None:
-        assert self.finish is None and self.cohort is None
+        assert self.finish is None
+        assert self.cohort is None
         self.status, self.finish = Status.FINISHED, reason

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from cbsim.policy.blocks import BlockPool, FreeQueue
-from cbsim.policy.cohort import Cohort
+from cbsim.policy.cohort import Cohort, by_order
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 
@@ -55,7 +55,7 @@ class StaticScheduler:
         return None
 
     def add(self, spec: RequestSpec) -> None:
-        request = self.requests[spec] = Request(spec, spec.max_tokens)
+        request = self.requests[spec] = Request(spec, spec.max_tokens, self.pool.block_size)
         self.waiting.append(request)
 
     def cancel(self, spec: RequestSpec) -> None:
@@ -142,7 +142,7 @@ class StaticScheduler:
         return plan
 
     def _detach(self, request: Request) -> None:
-        self.cohort.leave(request)
+        self.cohort.leave(request, self.pool.held(request))
         self._left.append(request.spec)
 
     def runs_ahead(self, plan: StepPlan) -> bool:
@@ -165,7 +165,7 @@ class StaticScheduler:
             if request.seen == request.last and request not in over:
                 over.append(request)
         finished = []
-        for request in sorted(over, key=_order):
+        for request in sorted(over, key=by_order):
             reason = Finish.LENGTH if request.seen == request.limit else Finish.STOP
             self._finish(request, reason)
             finished.append((request.spec, reason))
@@ -190,6 +190,3 @@ class StaticScheduler:
             self.pool.release(request)
         self._batch = []
 
-
-def _order(request: Request) -> int:
-    return request.order

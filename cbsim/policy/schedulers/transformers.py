@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cbsim.policy.blocks import BlockPool, CachedLast
-from cbsim.policy.cohort import Cohort
+from cbsim.policy.cohort import Cohort, by_order
 from cbsim.policy.plan import Chunk, Outcome, Preempted, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 
@@ -109,7 +109,7 @@ class TransformersScheduler:
         return None
 
     def add(self, spec: RequestSpec) -> None:
-        request = self.requests[spec] = Request(spec, spec.max_tokens)
+        request = self.requests[spec] = Request(spec, spec.max_tokens, self.pool.block_size)
         self.waiting[request] = None
 
     def cancel(self, spec: RequestSpec) -> None:
@@ -145,7 +145,7 @@ class TransformersScheduler:
         return step
 
     def _in_order(self, status: Status) -> Iterator[Request]:
-        return iter(sorted((r for r in self._loose if r.status is status), key=_order))
+        return iter(sorted((r for r in self._loose if r.status is status), key=by_order))
 
     def _decode(self, step: _Step) -> None:
         """The decoding requests: all at once if none can be refused, else one by one."""
@@ -168,10 +168,11 @@ class TransformersScheduler:
 
     def _go_on(self, step: _Step) -> None:
         """The cohort's rows. Called only when no budget can refuse one of them."""
-        cohort = self.cohort
-        for request in cohort.growing():
-            step.grown.append((request.spec, self.pool.grow_one(request)))
-            cohort.grew(request)
+        cohort, growing = self.cohort, self.cohort.growing()
+        if growing:
+            blocks = self.pool.grow_each(growing)
+            step.grown = [(request.spec, block) for request, block in zip(growing, blocks, strict=True)]
+            cohort.grew(growing)
         step.decodes = len(cohort)
         if step.decodes:
             self._charge(step, step.decodes, cohort.context, step.decodes, not cohort.long)
@@ -230,7 +231,8 @@ class TransformersScheduler:
 
     def _table_size(self, tokens: int) -> int:
         """Blocks the original holds for `tokens` tokens once it has had to ask: one more than the ceiling when
-        `tokens` is a multiple of the block size or one less."""
+        `tokens` is a multiple of the block size or one less.
+        """
         return (tokens + 1) // self.options.block_size + 1
 
     def _allocate(self, request: Request, step: _Step) -> list[int] | None:
@@ -302,7 +304,7 @@ class TransformersScheduler:
             completes = reach // size - row.start // size if self.options.allow_block_sharing else 0
             listed.append(_Landing(request, request.epoch, row.samples, reach, completes))
         filling, ending = self.cohort.filling(), self.cohort.ending(plan.step)
-        members = sorted({*filling, *ending}, key=_order)
+        members = sorted({*filling, *ending}, key=by_order)
         middle = [_Landing(r, r.epoch, True, r.computed + 1, r in filling) for r in members]
         self._landings[plan.step] = listed[: step.lead], middle, listed[step.lead :]
 
@@ -341,7 +343,7 @@ class TransformersScheduler:
         )
 
     def _detach(self, request: Request) -> None:
-        self.cohort.leave(request)
+        self.cohort.leave(request, self.pool.held(request))
         self._left.append(request.spec)
 
     # -- results ------------------------------------------------------------------------------------------------------
@@ -426,6 +428,3 @@ class TransformersScheduler:
         del self.requests[request.spec]
         self._ended.append(request.spec)
 
-
-def _order(request: Request) -> int:
-    return request.order

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from cbsim.policy.blocks import BlockPool, FreeQueue
-from cbsim.policy.cohort import Cohort
+from cbsim.policy.cohort import Cohort, by_order
 from cbsim.policy.plan import UNCHANGED, Chunk, Outcome, Preempted, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 
@@ -152,7 +152,7 @@ class VllmScheduler:
 
     def add(self, spec: RequestSpec) -> None:
         limit = min(spec.max_tokens, self.options.max_model_len - spec.prompt_tokens)
-        request = self.requests[spec] = Request(spec, limit)
+        request = self.requests[spec] = Request(spec, limit, self.pool.block_size)
         self.waiting.push(request)
 
     def cancel(self, spec: RequestSpec) -> None:
@@ -217,9 +217,10 @@ class VllmScheduler:
         """The cohort's rows: a token each, a block where one is due, a key for every block that is full."""
         cohort, pool = self.cohort, self.pool
         step.budget -= len(cohort)
-        for request in growing:
-            step.grown.append((request.spec, pool.grow_one(request)))
-            cohort.grew(request)
+        if growing:
+            blocks = pool.grow_each(growing)
+            step.grown = [(request.spec, block) for request, block in zip(growing, blocks, strict=True)]
+            cohort.grew(growing)
         filled = cohort.filling()
         if filled or self._late_fills:
             filled = [*self._late_fills, *filled]
@@ -247,7 +248,7 @@ class VllmScheduler:
 
     def _run(self, step: _Step) -> None:
         """Running requests outside the cohort, in admission order; whoever lacks a block takes it from the last."""
-        line = sorted(self._loose, key=_order)
+        line = sorted(self._loose, key=by_order)
         i = 0
         while i < len(line) and step.budget:
             request = line[i]
@@ -315,32 +316,41 @@ class VllmScheduler:
     def _start(self, request: Request, tokens: int, hits: list[int], step: _Step) -> None:
         """Move the head of the queue to running and give it its first row."""
         self.waiting.pop()
-        resumed, computed = request.preemptions > 0, len(hits) * self.options.block_size
+        computed = len(hits) * self.options.block_size
         request.admit(self._ordinal, computed)
         self._ordinal += 1
         self.running[request] = self._loose[request] = None
         self.pool.adopt(request, hits)
         step.prefill |= computed < request.target - 1
-        self._place(request, computed, tokens, self._blocks_needed(request, tokens), step)
-        row = step.rows[request]
-        table = tuple(self.pool.tables[request])
-        step.rows[request] = row._replace(admitted=True, resumed=resumed, cached=computed, blocks=table)
+        self._place(request, computed, tokens, self._blocks_needed(request, tokens), step, admitted=True)
 
-    def _place(self, request: Request, start: int, tokens: int, blocks: int, step: _Step) -> None:
+    def _place(
+        self, request: Request, start: int, tokens: int, blocks: int, step: _Step, *, admitted: bool = False
+    ) -> None:
         """Give a request its row. A block that will be full of known tokens can be found from now on."""
-        new = tuple(self.pool.grow(request, blocks)) if blocks else ()
+        pool, end = self.pool, start + tokens
+        new = pool.grow(request, blocks) if blocks else ()
         if self.options.enable_prefix_caching:
-            self.pool.publish(request, min(start + tokens, request.known) // self.pool.block_size)
-        recomputed = max(0, min(request.high_water, start + tokens) - start)
-        samples = start + tokens == request.target
-        step.rows[request] = Chunk(request.spec, request.order, start, tokens, new, samples, recomputed=recomputed)
+            pool.publish(request, min(end, request.known) // pool.block_size)
+        step.rows[request] = Chunk(
+            request.spec,
+            request.order,
+            start,
+            tokens,
+            tuple(pool.tables[request] if admitted else new),
+            end == request.target,
+            admitted,
+            admitted and request.preemptions > 0,
+            start if admitted else 0,
+            max(0, min(request.high_water, end) - start),
+        )
         step.budget -= tokens
 
     def _commit(self, step: _Step) -> StepPlan:
         """Promise the rows and hand the plan out."""
-        plan = self._plan(step)
         cohort = self.cohort
-        ending = cohort.ending(plan.step)
+        ending = cohort.ending(cohort.planned)
+        plan = self._plan(step, ending)
         cohort.commit()
         if not step.rows and not ending:
             return plan
@@ -358,15 +368,15 @@ class VllmScheduler:
 
     def _join(self, request: Request) -> None:
         """Into the cohort. Its blocks get their keys as they fill, unless nobody could ever ask for them."""
-        pool, full = self.pool, request.computed // self.pool.block_size
-        named = self.options.enable_prefix_caching and pool.findable(request, full + 1) > request.hashed
-        self.cohort.join(request, pool.held(request), fills=named)
+        full = request.computed // self.pool.block_size
+        named = self.options.enable_prefix_caching and min(full + 1, request.named) > request.hashed
+        self.cohort.join(request, self.pool.held(request), fills=named)
         if named and request.hashed < full:
             self._late_fills.append(request)
 
-    def _plan(self, step: _Step) -> StepPlan:
+    def _plan(self, step: _Step, ending: list[Request]) -> StepPlan:
         cohort, pool, chunks = self.cohort, self.pool, tuple(step.rows.values())
-        ends = [r.spec for r in cohort.ending(cohort.planned)]
+        ends = [r.spec for r in ending]
         joined: list[RequestSpec] = []
         prefill_tokens, table_blocks, new_blocks = 0, cohort.held_blocks, len(step.grown)
         for request, row in step.rows.items():
@@ -413,7 +423,7 @@ class VllmScheduler:
         cohort = self.cohort
         if self.options.enable_prefix_caching and cohort.planned > request.since:
             self.pool.publish(request, cohort.known_at_plan(request) // self.pool.block_size)
-        cohort.leave(request)
+        cohort.leave(request, self.pool.held(request))
         self._left.append(request.spec)
 
     # -- results ------------------------------------------------------------------------------------------------------
@@ -444,7 +454,7 @@ class VllmScheduler:
             if request.seen == request.last and request not in over:
                 over.append(request)
         finished = []
-        for request in sorted(over, key=_order):
+        for request in sorted(over, key=by_order):
             reason = Finish.LENGTH if request.seen == request.limit else Finish.STOP
             self._finish(request, reason)
             finished.append((request.spec, reason))
@@ -469,10 +479,6 @@ class VllmScheduler:
         request.end(reason)
         del self.requests[request.spec]
         self.finished.append(request.spec)
-
-
-def _order(request: Request) -> int:
-    return request.order
 
 
 def _urgency(request: Request) -> tuple[int, int]:
