@@ -42,7 +42,7 @@ STEP_COLUMNS = (*STEP_COUNTS, *STEP_TIMES)
 class StepTimes:
     """When a step's phases and lanes started and ended. Filled in by the driver while the step is under way."""
 
-    __slots__ = (*STEP_TIMES, "cpu_ns", "padded_tokens")
+    __slots__ = (*STEP_TIMES, "padded_tokens", "update_ns")
     schedule_start_ns: int
     schedule_end_ns: int
     prepare_start_ns: int
@@ -60,7 +60,7 @@ class StepTimes:
     d2h_start_ns: int
     d2h_end_ns: int
     padded_tokens: int
-    cpu_ns: tuple[int, int, int, int]  # of the phases schedule, prepare, launch, update
+    update_ns: int  # CPU time that applying the result will take
 
     def __init__(self, now_ns: int) -> None:
         self.schedule_start_ns = now_ns
@@ -110,16 +110,22 @@ class Record:
 
     @property
     def finished_count(self) -> int:
-        return sum(r.finish is not None for r in self._requests.values()) + len(self.refusals)
+        never_admitted = sum(spec not in self._requests for spec in {**self.refusals, **self.cancels})
+        return sum(r.finish is not None for r in self._requests.values()) + never_admitted
 
     def queued(self, spec: RequestSpec, now_ns: int) -> None:
         """The scheduler got a request, in poll number `polls`."""
         self._queued[spec] = (self.polls, now_ns)
 
+    def knows(self, spec: RequestSpec) -> bool:
+        """Has the scheduler got this request?"""
+        return spec in self._queued
+
     def cancelled(self, spec: RequestSpec) -> bool:
         """A client gave a request up, in poll number `polls`. False if it is over already, or has not come yet."""
         request = self._requests.get(spec)
-        if spec not in self._queued or spec in self.cancels or (request is not None and request.finish is not None):
+        over = spec in self.refusals or spec in self.cancels or (request is not None and request.finish is not None)
+        if over or spec not in self._queued:
             return False
         self.cancels[spec] = self.polls
         return True
@@ -170,15 +176,17 @@ class Record:
         return sorted(rows)
 
     def _row(self, spec: RequestSpec) -> RequestRow:
+        """Of steps that were cut short nothing shows: the tables of an interrupted run agree."""
         request, (poll, queued_ns) = self._requests.get(spec), self._queued[spec]
+        runs, first_step = self._delivered(request), self._first_step.get(spec, -1)
         status, reason = "waiting", self.refusals.get(spec, "")
         if reason:
             status = Finish.REFUSED.value
         elif spec in self.cancels:
             status = Finish.ABORTED.value
         elif request is not None:
-            status = request.finish.value if request.finish else "unfinished"
-        runs = [number for run in request.delivered() for number in run] if request else []
+            whole = sum(runs[1::2]) == request.seen
+            status = request.finish.value if request.finish and whole else "unfinished"
         return RequestRow(
             spec.index,
             spec.id,
@@ -189,7 +197,7 @@ class Record:
             spec.output_tokens,
             spec.max_tokens,
             spec.priority,
-            self._first_step.get(spec, -1),
+            first_step if first_step < self.step_count else -1,
             status,
             reason,
             self.cancels.get(spec, -1),
@@ -197,3 +205,8 @@ class Record:
             (request.cached or 0) if request else 0,
             runs,
         )
+
+    def _delivered(self, request: Request | None) -> list[int]:
+        delivered = request.delivered() if request else []
+        within = ((first, min(count, self.step_count - first)) for first, count in delivered)
+        return [number for first, count in within if count > 0 for number in (first, count)]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cbsim import simulate, trace, workload
-from cbsim.policy.loop import Applied, Await, Launch, Poll, Polled, Scheduled, serve
+from cbsim.policy.loop import Await, Landed, Launch, Poll, Polled, serve
 from cbsim.policy.plan import StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
 from cbsim.record import RequestRow
@@ -71,17 +71,16 @@ def _compare(run: Run, policy: Any, steps_in_flight: int, specs: dict[int, Reque
         answer = None
         if isinstance(effect, Poll):
             answer = polls.answer()
-        elif isinstance(effect, Scheduled) and effect.plan is not None:
+        elif isinstance(effect, Launch):
             if step == len(run.steps):
                 return Verdict(step, step, None if run.incomplete else f"step {step} is planned, but was not recorded")
             difference = _difference(effect.plan, total, {name: int(column[step]) for name, column in recorded.items()})
             if difference:
                 return Verdict(step, len(run.steps), f"step {step}: {difference}")
             step += 1
-        elif isinstance(effect, Launch | Applied):
-            pass
         elif isinstance(effect, Await):
-            answer = StepResult(tuple(s for s in effect.plan.ends if s.output_tokens < s.max_tokens))
+            stops = tuple(s for s in effect.plan.ends if s.output_tokens < s.max_tokens)
+            answer = Landed(StepResult(stops), polls.answer().cancels if effect.cancels else ())
 
 
 class _Polls:

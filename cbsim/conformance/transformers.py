@@ -12,7 +12,7 @@ from typing import Any
 
 from cbsim.conformance.content import ChainedKeys
 from cbsim.policy.graphs import up_to_multiple, up_to_power
-from cbsim.policy.loop import Applied, Await, Effect, Launch, Poll, Polled, Scheduled, serve
+from cbsim.policy.loop import Applied, Await, Effect, Idle, Landed, Launch, Poll, Polled, serve
 from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.schedulers.transformers import TransformersOptions, TransformersScheduler, _Landing, _Step
@@ -224,7 +224,7 @@ class Replay:
         self._landing: list[tuple[str, RequestSpec, int]] = []  # (fate, request, position) of the sampling rows
         self._line: Line = {}
         self._pass = -1
-        self._launched = self._updated = 0
+        self._updated = 0
         self._generated: dict[str, list[int]] = {s.id: [] for s in by_id.values()}
         self._outputs: dict[str, Line] = {}
 
@@ -262,13 +262,11 @@ class Replay:
         self._line = {}
 
     def _do(self, effect: Effect) -> Any:
-        if isinstance(effect, Scheduled):
-            if effect.plan:
+        if isinstance(effect, Launch | Idle):
+            if isinstance(effect, Launch):
                 self._line |= self._planned(effect.plan)
+                self._line["batch_no"] = effect.plan.step
             self._line |= {"schedule_events": self._take_events(), "after_schedule": self._state()}
-        elif isinstance(effect, Launch):
-            self._line["batch_no"] = self._launched
-            self._launched += 1
         elif isinstance(effect, Await):
             return self._await(effect.plan)
         else:
@@ -325,7 +323,7 @@ class Replay:
             "block_tables": {r.spec.id: list(table) for r, table in scheduler.pool.tables.items()},
         }
 
-    def _await(self, plan: StepPlan) -> StepResult:
+    def _await(self, plan: StepPlan) -> Landed:
         """Note what each sampling row is worth just before its result is applied."""
         rows, epochs = self._in_flight.pop(0)
         self._landing = []
@@ -336,7 +334,7 @@ class Replay:
             dead = request.finish is not None and request.finish is not Finish.ABORTED
             fate = "discarded" if dead or request.epoch != epochs[row.spec] else "new"
             self._landing.append((fate, row.spec, row.start + row.tokens))
-        return StepResult(tuple(s for s in plan.ends if s.output_tokens < s.max_tokens))
+        return Landed(StepResult(tuple(s for s in plan.ends if s.output_tokens < s.max_tokens)))
 
     def _applied(self, effect: Applied) -> Line:
         new = {}

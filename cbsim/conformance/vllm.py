@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cbsim.conformance.content import ChainedKeys
-from cbsim.policy.loop import Applied, Await, Effect, Launch, Poll, Polled, Scheduled, serve
+from cbsim.policy.loop import Applied, Await, Effect, Landed, Launch, Poll, Polled, serve
 from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
 from cbsim.policy.schedulers.vllm import VllmOptions, VllmScheduler
@@ -116,17 +116,15 @@ class Replay:
     def _do(self, effect: Effect) -> tuple[Line | None, Any]:
         if isinstance(effect, Poll):
             return self._poll(effect)
-        if isinstance(effect, Scheduled):
-            assert effect.plan is not None
-            return self._schedule(effect.plan), None
         if isinstance(effect, Launch):
+            line = self._schedule(effect.plan)
             end = max(self._now, self._gpu_free) + self._step_us(effect.plan)
             self._gpu_free = end
-            return None, end
+            return line, end
         if isinstance(effect, Await):
             self._now = max(self._now, effect.ticket)
             stops = tuple(s for s in effect.plan.ends if s.output_tokens < s.max_tokens)
-            return None, StepResult(stops)
+            return None, Landed(StepResult(stops), self._due_aborts())
         assert isinstance(effect, Applied), effect
         return self._update(effect), None
 
@@ -142,20 +140,24 @@ class Replay:
         if effect.wait and self._coming:
             self._now = max(self._now, self._coming[-1][0].arrival_ns)
         arrivals = []
-        while effect.arrivals and self._coming and self._coming[-1][0].arrival_ns <= self._now:
+        while self._coming and self._coming[-1][0].arrival_ns <= self._now:
             spec, _ = self._coming.pop()
             arrivals.append(spec)
             self._added.append(spec.id)
             self._alive[spec] = None
             stats = {"arrival": spec.arrival_ns, "preemptions": 0, "n_out": 0, "queued_ts": self._now}
             self._stats[spec.id] = stats
+        return None, Polled(arrivals, self._due_aborts(), closed=not self._coming)
+
+    def _due_aborts(self) -> list[RequestSpec]:
+        """Requests that are to be aborted by now and are alive; an abort that comes too early is lost."""
         due = [s for at, s in self._aborts if at <= self._now]
         self._aborts = [(at, s) for at, s in self._aborts if at > self._now]
         due = [s for s in due if s in self._alive]
         for spec in due:
             del self._alive[spec]
         self._aborted = [s.id for s in due]
-        return None, Polled(arrivals, due, closed=not self._coming)
+        return due
 
     def _schedule(self, plan: StepPlan) -> Line:
         self._steps += 1

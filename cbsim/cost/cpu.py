@@ -37,8 +37,8 @@ class CpuCost:
             return self._base
         rows = plan.decodes + len(plan.chunks)
         tokens, blocks = plan.prefill_tokens + plan.decodes, plan.table_blocks
-        schedule, prepare, launch, update = (
-            round(c.base + c.per_request * rows + c.per_token * tokens + c.per_block * blocks)
-            for c in self._coefficients
-        )
+        schedule, prepare, launch, update = [
+            round(base + request * rows + token * tokens + block * blocks)
+            for base, request, token, block in self._coefficients
+        ]
         return schedule, prepare, launch, update

@@ -8,7 +8,7 @@ step before, the D2H copy for compute; awaiting blocks the CPU until that copy h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
@@ -17,12 +17,13 @@ import simpy
 from cbsim.cost.base import Cost
 from cbsim.machine.graphs import Graphs
 from cbsim.machine.lanes import Slots, lanes
-from cbsim.policy.loop import Applied, Await, Launch, Poll, Polled, Refused, Scheduled, Scheduler, serve
-from cbsim.policy.plan import StepPlan, StepResult
+from cbsim.policy.loop import Applied, Await, Idle, Landed, Launch, Poll, Polled, Refused, Scheduler, serve
+from cbsim.policy.plan import NOTHING_STOPPED, StepResult
 from cbsim.policy.request import RequestSpec
 from cbsim.record import Record, StepTimes
 
-CLOSED = Polled(closed=True)
+OPEN, CLOSED = Polled(), Polled(closed=True)
+UNEVENTFUL = Landed(NOTHING_STOPPED)
 
 
 class Client(Protocol):
@@ -74,8 +75,15 @@ class Machine:
         return self._cpu_ns
 
     def run(self, env: simpy.Environment, on_step: Callable[[int], None] | None = None) -> Generator[Any, Any, None]:
-        """The SimPy process. `on_step` is told the simulated time now and then."""
+        """The SimPy process. `on_step` is told the simulated time after every step."""
         loop = serve(self.scheduler, self._depth)
+        handlers: dict[type, Callable[[Any], Any]] = {
+            Launch: self._launch,
+            Idle: self._idle,
+            Await: self._await,
+            Applied: self._applied,
+            Refused: self._refused,
+        }
         answer: Any = None
         while True:
             try:
@@ -83,36 +91,25 @@ class Machine:
             except StopIteration:
                 return
             kind = type(effect)
-            if kind is Poll:
-                if effect.wait and self._inbox:
-                    self._cpu_ns = max(self._cpu_ns, self._inbox[0][0])
-                if self._cpu_ns > env.now:
-                    yield env.timeout(self._cpu_ns - env.now)
-                answer = self._poll(effect.arrivals)
-            elif kind is Scheduled:
-                answer = self._scheduled(effect.plan)
-            elif kind is Launch:
-                answer = self._launch(effect.plan)
-            elif kind is Await:
-                answer = self._await(effect)
-            elif kind is Applied:
-                answer = self._applied(effect)
-                if on_step and not effect.plan.step % 256:
+            if kind is not Poll:
+                answer = handlers[kind](effect)
+                if kind is Applied and on_step:
                     on_step(self._cpu_ns)
-            else:
-                assert kind is Refused, effect
-                self.record.refused(effect.spec, effect.reason)
-                answer = self._followed(effect.spec)
+                continue
+            if effect.wait and self._inbox:
+                self._cpu_ns = max(self._cpu_ns, self._inbox[0][0])
+            if self._cpu_ns > env.now:
+                yield env.timeout(self._cpu_ns - env.now)
+            answer = self._poll()
 
-    def _poll(self, arrivals: bool) -> Polled:
-        """What has come in until now. With `arrivals` a step may be planned next: its times start here."""
+    def _poll(self) -> Polled:
+        """What has come in until now. A step may be planned next: its times start here."""
         self.record.polls += 1
         now, inbox = self._cpu_ns, self._inbox
-        if arrivals:
-            self._times = StepTimes(now)
+        self._times = StepTimes(now)
         cancels = self._given_up() if self._cancels else ()
-        if not arrivals or not inbox or inbox[0][0] > now:
-            return Polled((), cancels, closed=False) if inbox or cancels else CLOSED
+        if not cancels and (not inbox or inbox[0][0] > now):
+            return OPEN if inbox else CLOSED
         arrived = []
         while inbox and inbox[0][0] <= now:
             spec = heappop(inbox)[2]
@@ -120,40 +117,20 @@ class Machine:
             arrived.append(spec)
         return Polled(arrived, cancels, closed=not inbox)
 
-    def _given_up(self) -> list[RequestSpec]:
-        """Requests cancelled until now, those that have not even arrived excepted."""
-        due = []
-        while self._cancels and self._cancels[-1][0] <= self._cpu_ns:
-            spec = self._cancels.pop()[1]
-            if self.record.cancelled(spec):
-                due.append(spec)
-                self._followed(spec)
-        return due
+    def _idle(self, _: Idle) -> None:
+        self._cpu_ns += self._cost.cpu_ns(None)[0]
 
-    def _followed(self, spec: RequestSpec) -> None:
-        """A request has ended, for whatever reason: queue those that its client sends next."""
-        for follower in self._client.on_finish(spec, self._cpu_ns):
-            heappush(self._inbox, (follower.arrival_ns, follower.index, follower))
-
-    def _scheduled(self, plan: StepPlan | None) -> None:
-        times = self._times
-        times.cpu_ns = self._cost.cpu_ns(plan)
-        self._cpu_ns += times.cpu_ns[0]
-        if plan is None:
-            return
-        times.schedule_end_ns = self._cpu_ns
+    def _launch(self, effect: Launch) -> StepTimes:
+        """CPU phases `schedule`, `prepare` and `launch`, then the copies and kernels on their lanes."""
+        plan, times, cost = effect.plan, self._times, self._cost
         for chunk in plan.chunks:
             if chunk.admitted:
                 self.record.admitted(self.scheduler.requests[chunk.spec], plan.step)
-
-    def _launch(self, plan: StepPlan) -> StepTimes:
-        """CPU phases `prepare` and `launch`, then the copies and kernels on their lanes."""
-        times, cost = self._times, self._cost
-        _, prepare_ns, launch_ns, _ = times.cpu_ns
+        schedule_ns, prepare_ns, launch_ns, times.update_ns = cost.cpu_ns(plan)
         shape = self._graphs.shape(plan)
         times.padded_tokens = shape.tokens
-        times.prepare_start_ns = self._cpu_ns
-        queued = times.prepare_end_ns = times.launch_start_ns = self._cpu_ns + prepare_ns
+        times.schedule_end_ns = times.prepare_start_ns = self._cpu_ns + schedule_ns
+        queued = times.prepare_end_ns = times.launch_start_ns = times.schedule_end_ns + prepare_ns
         h2d_ns, compute_ns, d2h_ns = cost.gpu_ns(plan, shape.tokens)
         if shape.eager:  # kernels run while the CPU launches them one by one
             kernels_ns = cost.eager_launch_ns(plan)
@@ -167,19 +144,44 @@ class Machine:
         self._slots.hold(plan.step, times.d2h_end_ns)
         return times
 
-    def _await(self, effect: Await) -> StepResult:
+    def _await(self, effect: Await) -> Landed:
         """The CPU blocks until the step's outputs are on the host. Declared ends short of the limit are stop tokens."""
         times: StepTimes = effect.ticket
-        self._landing = times
         times.await_start_ns = self._cpu_ns
         times.await_end_ns = self._cpu_ns = max(self._cpu_ns, times.d2h_end_ns)
-        return StepResult(tuple([s for s in effect.plan.ends if s.output_tokens < s.max_tokens]))
+        self._landing = times
+        cancels: Sequence[RequestSpec] = ()
+        if effect.cancels:
+            self.record.polls += 1
+            cancels = self._given_up() if self._cancels else ()
+        ends = effect.plan.ends
+        if not ends and not cancels:
+            return UNEVENTFUL
+        return Landed(StepResult(tuple([s for s in ends if s.output_tokens < s.max_tokens])), cancels)
 
     def _applied(self, effect: Applied) -> None:
-        plan, outcome = effect.plan, effect.outcome
         times = self._landing
         times.update_start_ns = self._cpu_ns
-        times.update_end_ns = self._cpu_ns = self._cpu_ns + times.cpu_ns[3]
-        self.record.applied(plan, outcome, times)
-        for spec, _ in outcome.finished:
+        times.update_end_ns = self._cpu_ns = self._cpu_ns + times.update_ns
+        self.record.applied(effect.plan, effect.outcome, times)
+        for spec, _ in effect.outcome.finished:
             self._followed(spec)
+
+    def _refused(self, effect: Refused) -> None:
+        self.record.refused(effect.spec, effect.reason)
+        self._followed(effect.spec)
+
+    def _given_up(self) -> list[RequestSpec]:
+        """Requests cancelled until now. One that has not come yet is not: its client has nothing to give up."""
+        due = []
+        while self._cancels and self._cancels[-1][0] <= self._cpu_ns:
+            spec = self._cancels.pop()[1]
+            if self.record.cancelled(spec):
+                due.append(spec)
+                self._followed(spec)
+        return due
+
+    def _followed(self, spec: RequestSpec) -> None:
+        """A request has ended, for whatever reason: queue those that its client sends next."""
+        for follower in self._client.on_finish(spec, self._cpu_ns):
+            heappush(self._inbox, (follower.arrival_ns, follower.index, follower))

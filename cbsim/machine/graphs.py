@@ -26,17 +26,19 @@ class Graphs:
     def __init__(self, bucket: Callable[[StepPlan], Bucket] | None, capture_ns: int) -> None:
         self._bucket = bucket
         self._capture_ns = capture_ns
-        self._captured: set[Hashable] = set()
+        self._captured: dict[Hashable, Shape] = {}
 
     def shape(self, plan: StepPlan) -> Shape:
-        bucket = self._bucket(plan) if self._bucket and plan.rows else None
+        rows = plan.decodes + len(plan.chunks)
+        bucket = self._bucket(plan) if self._bucket and rows else None
         if bucket is None:
-            return Shape(computed_tokens(plan), plan.rows > 0, 0)
+            return Shape(computed_tokens(plan), eager=rows > 0, capture_ns=0)
         tokens, key = bucket
-        if key in self._captured:
-            return Shape(tokens, False, 0)
-        self._captured.add(key)
-        return Shape(tokens, False, self._capture_ns)
+        shape = self._captured.get(key)
+        if shape is None:
+            self._captured[key] = Shape(tokens, eager=False, capture_ns=0)
+            return Shape(tokens, eager=False, capture_ns=self._capture_ns)
+        return shape
 
 
 def computed_tokens(plan: StepPlan) -> int:
@@ -68,7 +70,7 @@ def vllm_buckets(sizes: Sequence[int]) -> Callable[[StepPlan], Bucket]:
     sizes = sorted(sizes)
 
     def bucket(plan: StepPlan) -> Bucket:
-        at = bisect_left(sizes, plan.tokens)
+        at = bisect_left(sizes, plan.prefill_tokens + plan.decodes)
         return (sizes[at], sizes[at]) if at < len(sizes) else None
 
     return bucket

@@ -3,12 +3,12 @@
 It decides in plain code and asks for effects by yielding them; a driver supplies the answers, in simulated time, on a
 device, or from a recording. The effects are also the span names of a trace.
 
-    Poll      -> Polled        arrivals and cancellations until now
-    Scheduled -> None          the work of planning a step has been done: account for its CPU time
-    Launch    -> ticket        prepare the step and queue its copies and kernels; does not wait for them
-    Await     -> StepResult    block until that step's outputs are on the host
-    Applied   -> None          the result has been applied: account for its CPU time, tokens are visible from then on
-    Refused   -> None          a request that can never be served, with the reason
+    Poll      -> Polled      arrivals and cancellations until now
+    Launch    -> ticket      a step has been planned: account for that, prepare it, queue its copies and kernels
+    Idle      -> None        planning found nothing to run: account for that
+    Await     -> Landed      block until that step's outputs are on the host
+    Applied   -> None        the result has been applied: account for that; its tokens are visible from then on
+    Refused   -> None        a request that can never be served, with the reason
 
 With depth 2, step N+1 is planned and launched before step N is awaited, so a plan knows the results up to N-1 only.
 """
@@ -16,11 +16,11 @@ With depth 2, step N+1 is planned and launched before step N is awaited, so a pl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
-from cbsim.policy.request import RequestSpec
+from cbsim.policy.request import Request, RequestSpec
 
 
 class Polled(NamedTuple):
@@ -32,26 +32,32 @@ class Polled(NamedTuple):
 
 
 class Poll(NamedTuple):
-    """`wait`: there is nothing else to do, so block until something arrives. `arrivals` False: cancellations only."""
+    """`wait`: there is nothing else to do, so block until something arrives."""
 
     wait: bool = False
-    arrivals: bool = True
-
-
-POLL, WAIT, POLL_CANCELS = Poll(), Poll(wait=True), Poll(arrivals=False)
-
-
-class Scheduled(NamedTuple):
-    plan: StepPlan | None
 
 
 class Launch(NamedTuple):
     plan: StepPlan
 
 
+class Idle(NamedTuple):
+    pass
+
+
 class Await(NamedTuple):
+    """`cancels`: cancellations that have come in by the time the result is there are wanted with it."""
+
     plan: StepPlan
     ticket: Any
+    cancels: bool
+
+
+class Landed(NamedTuple):
+    """Answer to `Await`."""
+
+    result: StepResult
+    cancels: Sequence[RequestSpec] = ()
 
 
 class Applied(NamedTuple):
@@ -64,10 +70,11 @@ class Refused(NamedTuple):
     reason: str
 
 
-Effect = Poll | Scheduled | Launch | Await | Applied | Refused
+Effect = Poll | Launch | Idle | Await | Applied | Refused
+POLL, WAIT, IDLE = Poll(), Poll(wait=True), Idle()
 
 
-class Stuck(RuntimeError):
+class StuckError(RuntimeError):
     """The scheduler holds requests, can plan nothing, and nothing is in flight that could change that."""
 
 
@@ -76,6 +83,10 @@ class Scheduler(Protocol):
 
     polls_before_update: bool  # are cancellations taken between a result's arrival and its application?
     awaits_when_idle: bool  # is a step in flight awaited when no request is left?
+
+    @property
+    def requests(self) -> Mapping[RequestSpec, Request]:
+        """Requests that have not ended."""
 
     @property
     def idle(self) -> bool:
@@ -100,7 +111,7 @@ class Scheduler(Protocol):
 
 
 def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
-    """Run `scheduler` until its arrivals are closed and everything has ended. Raises Stuck."""
+    """Run `scheduler` until its arrivals are closed and everything has ended. Raises StuckError."""
     in_flight: deque[tuple[StepPlan, Any]] = deque()
     stalled = False
     while True:
@@ -114,14 +125,15 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
         plan = None
         if not idle:
             plan = scheduler.schedule()
-            yield Scheduled(plan)
+            if plan is None:
+                yield IDLE
         if plan:
             in_flight.append((plan, (yield Launch(plan))))
             if len(in_flight) < depth and scheduler.runs_ahead(plan):
                 continue
         stalled = not in_flight and not idle
         if stalled and polled.closed:
-            raise Stuck("no step can be planned for the requests that are left")
+            raise StuckError("no step can be planned for the requests that are left")
         if in_flight and (plan or scheduler.awaits_when_idle or not idle):
             yield from _land(scheduler, *in_flight.popleft())
     while in_flight:
@@ -140,9 +152,7 @@ def _admit(scheduler: Scheduler, polled: Polled) -> Generator[Effect, Any, None]
 
 
 def _land(scheduler: Scheduler, plan: StepPlan, ticket: Any) -> Generator[Effect, Any, None]:
-    result: StepResult = yield Await(plan, ticket)
-    if scheduler.polls_before_update:
-        polled: Polled = yield POLL_CANCELS
-        for spec in polled.cancels:
-            scheduler.cancel(spec)
-    yield Applied(plan, scheduler.update(plan, result))
+    landed: Landed = yield Await(plan, ticket, scheduler.polls_before_update)
+    for spec in landed.cancels:
+        scheduler.cancel(spec)
+    yield Applied(plan, scheduler.update(plan, landed.result))

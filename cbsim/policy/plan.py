@@ -88,6 +88,9 @@ class StepResult(NamedTuple):
     stopped: tuple[RequestSpec, ...] = ()
 
 
+NOTHING_STOPPED = StepResult()
+
+
 class Outcome(NamedTuple):
     """What a result changed: requests that got a token one by one or ended, rows computed for nothing."""
 

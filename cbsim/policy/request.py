@@ -156,6 +156,11 @@ class Request:
         return self.spec.prompt_tokens + self.promised
 
     @property
+    def wanted(self) -> int:
+        """Query tokens between what is computed and the next output; for a request outside any cohort."""
+        return self.spec.prompt_tokens + self._promised - self._computed
+
+    @property
     def fresh(self) -> bool:
         """No row of it has been planned since it was last admitted."""
         return self.status is Status.PREFILL and self._computed == self.entered

@@ -243,8 +243,7 @@ class VllmScheduler:
             return 0  # its last token is in flight
         if step.defer_prefill and request.status is Status.PREFILL:
             return 0
-        wanted = request.target - request.computed
-        return min(wanted, step.threshold) if step.threshold else wanted
+        return min(request.wanted, step.threshold) if step.threshold else request.wanted
 
     def _run(self, step: _Step) -> None:
         """Running requests outside the cohort, in admission order; whoever lacks a block takes it from the last."""

@@ -1,0 +1,118 @@
+"""The cohort against counting: what it derives and foresees must be what one increment a step would give."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cbsim.policy.cohort import Cohort
+from cbsim.policy.request import Request, RequestSpec
+
+SIZE = 4
+
+
+class Member:
+    """A request in the cohort beside the same request counted by hand."""
+
+    def __init__(self, index: int, prompt: int, outputs: int) -> None:
+        self.spec = RequestSpec(index, f"r{index}", 0, prompt, outputs, outputs)
+        self.request = Request(self.spec, outputs, SIZE)
+        self.request.admit(index, 0)
+        self.request.advance(prompt, samples=True)
+        self.computed, self.promised, self.seen, self.steps = prompt, 1, 0, [0]
+        self.blocks = -(-prompt // SIZE)
+
+    def agrees(self) -> bool:
+        request = self.request
+        return (request.computed, request.promised, request.seen) == (self.computed, self.promised, self.seen)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(2, 9), st.integers(0, 6), st.integers(0, 12)), max_size=6),
+    st.integers(1, 2),
+    st.integers(0, 12),
+)
+def test_progress_and_calendars(drawn: list[tuple[int, int, int, int]], depth: int, long_tokens: int) -> None:
+    """Members of any length, joining and leaving at any step, with one or two steps in flight: counters, block
+    growth, fillings, ends and running sums equal those counted one by one."""
+    cohort = Cohort(SIZE, long_tokens=long_tokens)
+    members = {i: Member(i, prompt, outputs) for i, (prompt, outputs, _, _) in enumerate(drawn)}
+    inside: dict[int, Member] = {}
+    for step in range(25):
+        for i, (_, _, joins, stays) in enumerate(drawn):
+            if i in inside and step == joins + stays:
+                cohort.leave(members[i].request, inside.pop(i).blocks)
+            if step == joins and stays and members[i].promised < members[i].spec.output_tokens:
+                inside[i] = members[i]
+                cohort.join(members[i].request, members[i].blocks, fills=True)
+        over = [i for i, m in inside.items() if m.promised == m.spec.output_tokens]
+        for i in over:
+            cohort.leave(members[i].request, inside.pop(i).blocks)
+        plan(cohort, inside)
+        if step >= depth - 1:
+            land(cohort, members, cohort.updated)
+        cohort.check({m.request: [0] * m.blocks for m in inside.values()})
+        assert all(m.agrees() for m in members.values()), step
+
+
+def plan(cohort: Cohort, inside: dict[int, Member]) -> None:
+    """One step: what the cohort foresees for it is what the counters say."""
+    now = [inside[i] for i in sorted(inside)]
+    assert cohort.context == sum(m.computed for m in now)
+    assert len(cohort) == len(now)
+    growing = [m for m in now if m.computed == m.blocks * SIZE]
+    assert cohort.growing() == [m.request for m in growing]
+    cohort.grew([member.request for member in growing])
+    for member in growing:
+        member.blocks += 1
+    assert cohort.filling() == [m.request for m in now if (m.computed + 1) % SIZE == 0]
+    ending = [m.request for m in now if m.promised + 1 == m.spec.output_tokens]
+    assert cohort.ending(cohort.planned) == ending
+    for member in now:
+        member.computed += 1
+        member.promised += 1
+        member.steps.append(cohort.planned)
+    cohort.commit()
+
+
+def land(cohort: Cohort, members: dict[int, Member], step: int) -> None:
+    """The oldest step comes back: members advance together, those who left since are delivered one by one."""
+    landing = cohort.landing(step)
+    cohort.applied()
+    for request, epoch in landing:
+        assert request.cohort is None
+        assert epoch == request.epoch
+        request.receive(step)
+    for member in members.values():
+        member.seen += step in member.steps[1:]
+
+
+def test_a_row_of_a_former_member_is_delivered_on_its_own() -> None:
+    """With two steps in flight a request leaves: its two tokens come back one by one, step by step."""
+    cohort, member = Cohort(SIZE), Member(0, 3, 9)
+    cohort.join(member.request, 1, fills=True)
+    cohort.commit()
+    cohort.commit()
+    cohort.leave(member.request, 1)
+    assert (member.request.computed, member.request.promised, member.request.seen) == (5, 3, 0)
+    for step in range(2):
+        (landing,) = cohort.landing(step)
+        cohort.applied()
+        landing[0].receive(step)
+    assert member.request.runs == [[0, 2]]
+    assert member.request.seen == 2
+
+
+def test_a_stale_calendar_entry_is_ignored() -> None:
+    """Who has left and joined again is due by the new stay only."""
+    cohort, member = Cohort(SIZE), Member(0, 4, 9)
+    cohort.join(member.request, 2, fills=True)
+    cohort.commit()
+    cohort.leave(member.request, 2)
+    cohort.join(member.request, 3, fills=True)
+    due = []
+    for step in range(1, 9):
+        if cohort.growing():
+            due.append(step)
+        cohort.commit()
+    assert due == [8]
