@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def decode(running: int) -> dict[str, Any]:
     return {**about, **SERVER, "kv_cache": cache, "workload": asked, "scheduler": settings}
 
 
-CASES = {
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "splitwise_conv": chat,
     f"decode_{SMALL}": lambda: decode(SMALL),
     f"decode_{LARGE}": lambda: decode(LARGE),

@@ -130,24 +130,27 @@ def summarise(
     price_usd_hour: float | None = None,
     window_s: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
-    """All metrics of a run. `slo` maps ttft_s, tpot_s, e2e_s to bounds; `window_s` keeps requests arriving inside it."""
-    requests = token_times(rows, steps)
+    """All metrics of a run. `slo` maps ttft_s, tpot_s, e2e_s to bounds; latencies and SLOs are
+    those of requests arriving in `window_s`; everything else is the whole run's.
+    """
+    requests = counted = token_times(rows, steps)
+    start = int(requests.arrival_ns.min()) if len(requests.rows) else 0
+    end = max(int(steps["update_end_ns"].max()), start) if len(steps) else start
+    span_ns, counted_ns = end - start, float(end - start)
     if window_s is not None:
         low, high = (edge * NS for edge in window_s)
-        kept = [row for row in rows if low <= row.arrival_ns < high]
-        requests = token_times(kept, steps)
-    start = int(requests.arrival_ns.min()) if len(requests.rows) else 0
-    span_ns = max(int(steps["update_end_ns"].max()) - start, 0) if len(steps) else 0
-    latency = latencies(requests)
+        counted = token_times([row for row in rows if low <= row.arrival_ns < high], steps)
+        counted_ns = max(min(high, end) - max(low, start), 0.0)
+    latency = latencies(counted)
     summary: dict[str, Any] = {"percentile_method": PERCENTILE_METHOD, "makespan_s": span_ns / NS, "steps": len(steps)}
     summary |= _counts(requests)
     summary |= _throughput(requests, steps, span_ns / NS)
     summary |= {name: distribution(values) for name, values in latency.items()}
-    summary["itl_s"] = distribution(requests.gaps_ns / NS, requests.gap_counts)
+    summary["itl_s"] = distribution(counted.gaps_ns / NS, counted.gap_counts)
     summary |= _machine(steps, span_ns, total_blocks)
     summary |= _waste(requests, steps)
     if slo:
-        summary["slo"] = attainment(requests, slo, span_ns / NS)
+        summary["slo"] = attainment(counted, slo, counted_ns / NS)
     if price_usd_hour is not None:
         summary["cost"] = _price(summary, price_usd_hour)
     return summary
@@ -207,16 +210,16 @@ def _throughput(requests: Requests, steps: Steps, span_s: float) -> dict[str, An
 
 
 def _machine(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
-    """Shares of the span; KV use is weighted by how long it lasted, from one plan to the next."""
+    """Shares of the span. KV use lasts from one plan to the next, or to the end of the step if nothing follows it."""
     if not len(steps) or not span_ns:
         return {"gpu_active": 0.0, "cpu_busy": 0.0, "bubble_s": 0.0}
     compute = steps.lane("compute")
     phases = {name: int(steps.lane(name).sum()) / span_ns for name in PHASES}
-    reach = int(steps["compute_end_ns"].max() - steps["compute_start_ns"].min())
     ran = steps["rows"] > 0
+    reach = int(np.ptp(np.append(steps["compute_end_ns"][ran], steps["compute_start_ns"][ran]))) if ran.any() else 0
     used = steps["used_blocks"] / max(total_blocks, 1)
-    until = np.append(steps["schedule_start_ns"][1:], steps["update_end_ns"][-1])
-    lasted = np.maximum(until - steps["schedule_start_ns"], 0)
+    starts, ends = steps["schedule_start_ns"], steps["update_end_ns"]
+    lasted = np.minimum(np.append(starts[1:], ends[-1]), ends) - starts
     return {
         "gpu_active": int(compute.sum()) / span_ns,
         "bubble_s": (reach - int(compute.sum())) / NS,
@@ -225,8 +228,8 @@ def _machine(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
         "step_time_s": distribution(compute[ran] / NS),
         "rows_per_step": float(steps["rows"].mean()),
         "tokens_per_step": float(steps["tokens"].mean()),
-        "kv_utilisation": {"mean": float(np.average(used, weights=np.maximum(lasted, 1))), "max": float(used.max())},
-        "waiting": {"mean": float(np.average(steps["waiting"], weights=np.maximum(lasted, 1)))},
+        "kv_utilisation": {"mean": float(used @ lasted) / span_ns, "max": float(used.max())},
+        "waiting": {"mean": int(steps["waiting"] @ lasted) / span_ns},
     }
 
 

@@ -73,7 +73,7 @@ _PACK = Struct(f"={len(STEP_COLUMNS)}q").pack
 class RequestRow(NamedTuple):
     """A request at the end of the run. `token_runs` is [first step, steps, ...]: the steps whose token it received."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # a column's name; tuple.index is not called
     id: str
     arrival_ns: int
     queued_poll: int

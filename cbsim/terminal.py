@@ -12,8 +12,8 @@ from cbsim.machine.driver import Machine
 QUANTITIES: tuple[tuple[str, str, str], ...] = (  # label, metric, unit
     ("makespan", "makespan_s", "s"),
     ("steps", "steps", "count"),
-    ("GPU active", "gpu_active", "share"),
-    ("CPU busy", "cpu_busy", "share"),
+    ("GPU active", "gpu_active", "fine share"),
+    ("CPU busy", "cpu_busy", "fine share"),
     ("output tokens/s", "output_tokens_per_s", "number"),
     ("requests/s", "requests_per_s", "number"),
     ("TTFT p50", "ttft_s.p50", "s"),
@@ -46,8 +46,8 @@ def shown(value: Any, unit: str) -> str:
     """A number in the form its unit wants."""
     if value is None:
         return "-"
-    if unit == "share":
-        return f"{value:.1%}"
+    if unit.endswith("share"):
+        return f"{value:.2%}" if unit == "fine share" else f"{value:.1%}"
     if unit == "count":
         return f"{value:,}"
     if unit == "number":
@@ -75,7 +75,7 @@ def change(values: Sequence[Any], unit: str) -> str:
     before, after = values
     if before is None or after is None:
         return ""
-    if unit == "share":
+    if unit.endswith("share"):
         return f"{(after - before) * 100:+.1f} pt" if before != after else "="
     if before == after:
         return "="

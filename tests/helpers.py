@@ -41,6 +41,8 @@ class Executor:
 
     def rows(self, plan: StepPlan) -> list[Row]:
         """The rows of a plan: no request twice, each where its last row ended, sums as the plan says."""
+        for spec, index, block in plan.replaced:
+            self.tables[spec][index] = block
         rows = self.batch.rows(plan)
         assert len({row.spec for row in rows}) == len(rows) == plan.rows
         assert sum(row.tokens for row in rows) == plan.tokens

@@ -277,7 +277,7 @@ def violated(steps: Steps, *, depth: int = 2, overlap: bool = True) -> str:
         ("schedule_start_ns", 3, -1, "one thing at a time"),
         ("compute_end_ns", 3, 41, "compute: one thing at a time"),
         ("h2d_start_ns", 1, -8, "H2D copy waits for what it copies"),
-        ("h2d_end_ns", 2, 39, "compute waits for its inputs"),
+        ("compute_start_ns", 0, -3, "compute waits for its inputs"),
         ("d2h_start_ns", 2, -1, "D2H copy waits for compute"),
         ("d2h_end_ns", 2, 1, "CPU waits for the outputs"),
         ("rows", 2, -3, "decoding rows are rows"),
@@ -563,11 +563,15 @@ def check_partial(machine: Machine, depth: int) -> None:
 def test_an_interrupted_run_leaves_tables_that_agree(name: str, depth: int) -> None:
     """Interrupted while the n-th step is planned or launched, for every n, with one or two steps in flight."""
     asked = [spec(i, 3 + i, 4 + i % 3, at=20 * i) for i in range(5)]
-    for at in range(24):
+    for at in range(200):
         machine = server(load(*asked), Interrupted(at), name=name, depth=depth)
-        with pytest.raises(KeyboardInterrupt):
+        try:
             run(machine)
-        check_partial(machine, depth)
+        except KeyboardInterrupt:
+            check_partial(machine, depth)
+        else:
+            break
+    assert 10 < at < 199
 
 
 @NAMES

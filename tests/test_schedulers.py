@@ -117,11 +117,6 @@ def table_of(scheduler: AnyScheduler, spec: RequestSpec) -> list[int]:
     return scheduler.pool.tables[scheduler.requests[spec]]
 
 
-def merges(scheduler: AnyScheduler) -> bool:
-    """Does it replace a block whose content turns out to be cached already?"""
-    return isinstance(scheduler, TransformersScheduler) and scheduler.options.allow_block_sharing
-
-
 class Watch:
     """Checks each plan against the scheduler's own view of its requests."""
 
@@ -145,8 +140,7 @@ class Watch:
             assert request.computed == was + (row.tokens if row else 0), (request.spec, row)
             assert scheduler.pool.held(request) * scheduler.pool.block_size >= request.computed
         assert ran.keys() <= {r.spec for r in active(scheduler)}
-        if not merges(scheduler):
-            assert all(self.drive.executor.tables[spec] == table_of(scheduler, spec) for spec in ran)
+        assert all(self.drive.executor.tables[spec] == table_of(scheduler, spec) for spec in ran)
         assert plan.table_blocks == sum(scheduler.pool.held(scheduler.requests[spec]) for spec in ran)
         self.before = {r.spec: r.computed for r in active(scheduler)}
 
@@ -199,7 +193,6 @@ def test_every_request_ends_once_and_nothing_is_left(cases: st.SearchStrategy[Ca
     check()
 
 
-@pytest.mark.xfail(strict=True, reason="no plan says that a merged block was replaced in a table")
 @DEPTHS
 def test_an_executor_learns_of_replaced_blocks(depth: int) -> None:
     """Two equal prompts read in the same step: one of the two first blocks is freed, so nobody may read it any more."""

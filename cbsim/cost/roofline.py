@@ -9,9 +9,9 @@ block of the tables to the device, one 4-byte token a row back.
 
 from __future__ import annotations
 
-from cbsim.cost.cpu import CpuCost
 from typing import NamedTuple
 
+from cbsim.cost.cpu import CpuCost
 from cbsim.policy.plan import StepPlan
 
 

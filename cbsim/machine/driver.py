@@ -90,10 +90,9 @@ class Machine:
                 effect = loop.send(answer)
             except StopIteration:
                 return
-            kind = type(effect)
-            if kind is not Poll:
-                answer = handlers[kind](effect)
-                if kind is Applied and on_step:
+            if not isinstance(effect, Poll):
+                answer = handlers[type(effect)](effect)
+                if on_step and type(effect) is Applied:
                     on_step(self._cpu_ns)
                 continue
             if effect.wait and self._inbox:
@@ -107,15 +106,15 @@ class Machine:
         self.record.polls += 1
         now, inbox = self._cpu_ns, self._inbox
         self._times = StepTimes(now)
-        cancels = self._given_up() if self._cancels else ()
-        if not cancels and (not inbox or inbox[0][0] > now):
-            return OPEN if inbox else CLOSED
         arrived = []
         while inbox and inbox[0][0] <= now:
             spec = heappop(inbox)[2]
             self.record.queued(spec, now)
             arrived.append(spec)
-        return Polled(arrived, cancels, closed=not inbox)
+        cancels = self._given_up() if self._cancels else ()
+        if arrived or cancels:
+            return Polled(arrived, cancels)  # not closed yet: one that is refused may be followed by others
+        return OPEN if inbox else CLOSED
 
     def _idle(self, _: Idle) -> None:
         self._cpu_ns += self._cost.cpu_ns(None)[0]
@@ -169,16 +168,23 @@ class Machine:
 
     def _refused(self, effect: Refused) -> None:
         self.record.refused(effect.spec, effect.reason)
-        self._followed(effect.spec)
+        if effect.spec not in self.record.cancels:
+            self._followed(effect.spec)
 
     def _given_up(self) -> list[RequestSpec]:
-        """Requests cancelled until now. One that has not come yet is not: its client has nothing to give up."""
-        due = []
+        """Requests cancelled until now. One that waits to be taken in is given up by the poll that does; one that was
+        cancelled before it arrived is not: its client had nothing to give up.
+        """
+        due: list[RequestSpec] = []
+        early: list[tuple[int, RequestSpec]] = []
         while self._cancels and self._cancels[-1][0] <= self._cpu_ns:
-            spec = self._cancels.pop()[1]
+            at_ns, spec = self._cancels.pop()
             if self.record.cancelled(spec):
                 due.append(spec)
                 self._followed(spec)
+            elif at_ns >= spec.arrival_ns and not self.record.knows(spec):
+                early.append((at_ns, spec))
+        self._cancels += reversed(early)
         return due
 
     def _followed(self, spec: RequestSpec) -> None:

@@ -34,7 +34,7 @@ class Lane:
 
 
 class Slots:
-    """The pinned I/O buffers of steps in flight. A slot is written again only after its last step's outputs are read."""
+    """The pinned I/O buffers of steps in flight. A slot is written again only after its last step's outputs are out."""
 
     def __init__(self, count: int) -> None:
         self._until_ns = [0] * count

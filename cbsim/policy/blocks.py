@@ -194,9 +194,12 @@ class BlockPool:
             self._register(self.tables[request][i], self.key(request, i))
         request.hash_to(blocks)
 
-    def merge(self, request: Request, blocks: int) -> None:
-        """As `publish`, but a block whose content is cached already is replaced by that one and freed."""
-        table = self.tables[request]
+    def merge(self, request: Request, blocks: int) -> list[tuple[int, int]]:
+        """As `publish`, but a block whose content is cached already is replaced by that one and freed.
+
+        Returns (index in the table, block) of those that came in.
+        """
+        table, replaced = self.tables[request], []
         for i in range(request.hashed, min(blocks, request.named)):
             key = self.key(request, i)
             existing = self._index.get(key)
@@ -208,7 +211,9 @@ class BlockPool:
             self._acquire(existing)
             self._free.give([table[i]], 0)
             table[i] = existing
+            replaced.append((i, existing))
         request.hash_to(blocks)
+        return replaced
 
     def release(self, request: Request, *, returns: bool = False) -> int:
         """Free a table; with `returns` the request will come back and may find its own blocks. Returns blocks held."""

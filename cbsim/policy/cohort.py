@@ -160,4 +160,3 @@ class Cohort:
         assert self.held_blocks == held, (self.held_blocks, held)
         assert not self.long_tokens or self.long == sum(r.computed >= self.long_tokens for r in self), self.long
         assert all(r.order <= self.max_order and r.cohort is self for r in self)
-

@@ -48,6 +48,9 @@ class StepPlan(NamedTuple):
     gives those that got a block; `joined` decode without being listed from the next step on; `left` had been
     decoding and are no longer, as of this step. `ends` are the requests whose declared last token this step samples,
     `ended` those that have ended since the plan before: an executor forgets them.
+    `replaced` gives (request, index in its table, block): since the plan before, that entry became another block of
+    equal content, and the old one is free.
+
     Static batches compute for nothing but shape: `padding_rows` decode rows that have ended, and `padding_context` KV
     tokens beyond the requests' own. `free_blocks`, `running`, `waiting` hold after planning.
     """
@@ -72,6 +75,7 @@ class StepPlan(NamedTuple):
     padding_rows: int = 0
     padding_context: int = 0
     fast_decode: bool = False
+    replaced: tuple[tuple[RequestSpec, int, int], ...] = ()
 
     @property
     def rows(self) -> int:

@@ -189,4 +189,3 @@ class StaticScheduler:
         for request in self._batch:
             self.pool.release(request)
         self._batch = []
-

@@ -93,6 +93,7 @@ class TransformersScheduler:
         self._ended: list[RequestSpec] = []
         self._left: list[RequestSpec] = []
         self._preempted: list[Preempted] = []
+        self._replaced: list[tuple[RequestSpec, int, int]] = []
         self._ordinal = 0
 
     # -- the queue ----------------------------------------------------------------------------------------------------
@@ -321,6 +322,7 @@ class TransformersScheduler:
         left, self._left = tuple(self._left), []
         ended, self._ended = tuple(self._ended), []
         preempted, self._preempted = tuple(self._preempted), []
+        replaced, self._replaced = tuple(self._replaced), []
         return StepPlan(
             step=cohort.planned,
             chunks=chunks,
@@ -340,6 +342,7 @@ class TransformersScheduler:
             waiting=len(self.waiting),
             free_blocks=pool.free,
             fast_decode=step.fast,
+            replaced=replaced,
         )
 
     def _detach(self, request: Request) -> None:
@@ -405,12 +408,16 @@ class TransformersScheduler:
         if not landing.completes:
             return
         if not self.options.original_defects:
-            self.pool.merge(request, landing.reach // self.options.block_size)
+            self._merge(request, landing.reach // self.options.block_size)
         elif not over and (landing.samples or request.status is Status.PREFILL):
             blocks = min(request.hashed + landing.completes, self.pool.held(request))
             if blocks * self.options.block_size > request.known:
                 request.misname(blocks - 1)
-            self.pool.merge(request, blocks)
+            self._merge(request, blocks)
+
+    def _merge(self, request: Request, blocks: int) -> None:
+        replaced = self.pool.merge(request, blocks)
+        self._replaced += [(request.spec, index, block) for index, block in replaced]
 
     def _finish(self, request: Request, reason: Finish) -> None:
         """Take a request out, wherever it stands; its blocks are free at once."""
@@ -427,4 +434,3 @@ class TransformersScheduler:
         request.end(reason)
         del self.requests[request.spec]
         self._ended.append(request.spec)
-

@@ -60,7 +60,7 @@ class ArrivalQueue(deque[Request]):
 
     push = deque[Request].append
     push_front = deque[Request].appendleft
-    pop = deque[Request].popleft  # type: ignore[assignment]
+    pop = deque[Request].popleft
 
     def head(self) -> Request:
         return self[0]
@@ -418,7 +418,7 @@ class VllmScheduler:
         self._loose[request] = None
 
     def _detach(self, request: Request) -> None:
-        """Out of the cohort. Blocks that filled unwatched count as hashed, as if each had been given its key in time."""
+        """Out of the cohort. Blocks that filled unwatched count as hashed, as if each had got its key in time."""
         cohort = self.cohort
         if self.options.enable_prefix_caching and cohort.planned > request.since:
             self.pool.publish(request, cohort.known_at_plan(request) // self.pool.block_size)
