@@ -130,8 +130,8 @@ def summarise(
     price_usd_hour: float | None = None,
     window_s: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
-    """All metrics of a run. `slo` maps ttft_s, tpot_s, e2e_s to bounds; latencies and SLOs are
-    those of requests arriving in `window_s`; everything else is the whole run's.
+    """All metrics of a run. `slo` maps ttft_s, tpot_s, e2e_s to bounds; latencies and SLOs are those of requests arriving
+    in `window_s`, everything else is the whole run's.
     """
     requests = counted = token_times(rows, steps)
     start = int(requests.arrival_ns.min()) if len(requests.rows) else 0

@@ -30,15 +30,23 @@ class CpuCost:
         self._coefficients = [phases.get(name, PhaseCost()) for name in PHASES]
         schedule, prepare, launch, update = (round(c.base) for c in self._coefficients)
         self._base = schedule, prepare, launch, update
-        self._linear = any(any(c[1:]) for c in self._coefficients)
+        self._by_rows = not any(c.per_token or c.per_block for c in self._coefficients)
+        self._known: dict[int, tuple[int, int, int, int]] = {}  # by rows, if nothing else matters
 
     def __call__(self, plan: StepPlan | None) -> tuple[int, int, int, int]:
-        if plan is None or not self._linear:
+        if plan is None:
             return self._base
         rows = plan.decodes + len(plan.chunks)
-        tokens, blocks = plan.prefill_tokens + plan.decodes, plan.table_blocks
+        if not self._by_rows:
+            return self._evaluate(rows, plan.prefill_tokens + plan.decodes, plan.table_blocks)
+        known = self._known.get(rows)
+        if known is None:
+            known = self._known[rows] = self._evaluate(rows, 0, 0)
+        return known
+
+    def _evaluate(self, rows: int, tokens: int, blocks: int) -> tuple[int, int, int, int]:
         schedule, prepare, launch, update = [
-            round(base + request * rows + token * tokens + block * blocks)
-            for base, request, token, block in self._coefficients
+            round(c.base + c.per_request * rows + c.per_token * tokens + c.per_block * blocks)
+            for c in self._coefficients
         ]
         return schedule, prepare, launch, update

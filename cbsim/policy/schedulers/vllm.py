@@ -392,24 +392,24 @@ class VllmScheduler:
         self._executed += bool(chunks or cohort)
         if step.prefill:
             self._last_prefill = self._executed
-        return StepPlan(
-            step=cohort.planned,
-            chunks=chunks,
-            lead=0,
-            decodes=len(cohort),
-            decode_context=cohort.context,
-            grown=tuple(step.grown),
-            joined=tuple(joined),
-            left=left,
-            ends=tuple(ends),
-            ended=ended,
-            preempted=tuple(step.preempted),
-            prefill_tokens=prefill_tokens,
-            table_blocks=table_blocks,
-            new_blocks=new_blocks,
-            running=len(self.running),
-            waiting=len(self.waiting),
-            free_blocks=pool.free,
+        return StepPlan(  # by position: this is built for every step
+            cohort.planned,
+            chunks,
+            0,
+            len(cohort),
+            cohort.context,
+            tuple(step.grown),
+            tuple(joined),
+            left,
+            tuple(ends),
+            ended,
+            tuple(step.preempted),
+            prefill_tokens,
+            table_blocks,
+            new_blocks,
+            len(self.running),
+            len(self.waiting),
+            pool.free,
         )
 
     def _stand_by(self, request: Request) -> None:
