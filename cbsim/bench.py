@@ -28,7 +28,7 @@ SERVER: dict[str, Any] = {
     "hardware": "a100-80gb",
     "kv_cache": {"block_size": 16, "num_blocks": 29697},  # 29,696 and vLLM's null block
     "loop": {"mode": "sync"},
-    "cost": {"kind": "roofline", "compute_efficiency": {"prefill": 0.55}},
+    "cost": {"kind": "roofline", "compute_efficiency": {"prefill": 0.565}},
 }
 
 

@@ -59,7 +59,7 @@ def transformers_buckets(max_requests: int, max_tokens: int, cache_tokens: int) 
             tokens = up_to_power(plan.tokens, max_requests)
             return tokens, ("decode", tokens)
         read = plan.decode_context + sum([c.start for c in plan.chunks])
-        tokens = up_to_multiple(plan.tokens, 64, max_tokens)
+        tokens = up_to_multiple(computed_tokens(plan), 64, max_tokens)
         return tokens, (tokens, up_to_multiple(read, 16384, cache_tokens))
 
     return bucket
@@ -70,7 +70,7 @@ def vllm_buckets(sizes: Sequence[int]) -> Callable[[StepPlan], Bucket]:
     sizes = sorted(sizes)
 
     def bucket(plan: StepPlan) -> Bucket:
-        at = bisect_left(sizes, plan.prefill_tokens + plan.decodes)
+        at = bisect_left(sizes, computed_tokens(plan))
         return (sizes[at], sizes[at]) if at < len(sizes) else None
 
     return bucket

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-from cbsim.policy.request import Request
+from cbsim.policy.request import Request, Status
 
 Calendar = dict[int, list[tuple[Request, int]]]
 by_order = attrgetter("order")
@@ -123,6 +123,29 @@ class Cohort:
     def landing(self, step: int) -> list[tuple[Request, int]]:
         """(request, its epoch when planned) for the rows of `step` that are not the cohort's any more."""
         return self._late.pop(step, [])
+
+    def land(self, step: int, stopped: list[Request]) -> tuple[list[Request], list[Request], int]:
+        """The oldest step in flight has come back: hand out its tokens.
+
+        Returns (requests that got their token on their own account, requests that are over in admission order, rows
+        computed for nothing). `stopped` sampled a stop token.
+        """
+        assert step == self.updated, (step, self.updated)
+        over = self.ending(step)
+        over += [r for r in stopped if r not in over]
+        landed = self.landing(step)
+        self.applied()
+        received, wasted = [], 0
+        for request, _ in landed:
+            if request.status is Status.FINISHED:
+                wasted += 1
+                continue
+            request.receive(step)
+            received.append(request)
+            if request.seen == request.last and request not in over:
+                over.append(request)
+        over.sort(key=by_order)
+        return received, over, wasted
 
     def commit(self) -> None:
         """The step is planned."""

@@ -242,6 +242,11 @@ class Request:
         self.preemptions += 1
         self.epoch += drop_in_flight
 
+    @property
+    def natural_end(self) -> Finish:
+        """Why it ends if it ends with the token seen last."""
+        return Finish.LENGTH if self.seen == self.limit else Finish.STOP
+
     def end(self, reason: Finish) -> None:
         assert self.finish is None
         assert self.cohort is None

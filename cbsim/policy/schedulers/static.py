@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from cbsim.policy.blocks import BlockPool, FreeQueue
-from cbsim.policy.cohort import Cohort, by_order
+from cbsim.policy.cohort import Cohort
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 
@@ -149,28 +149,13 @@ class StaticScheduler:
         return True
 
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
-        cohort = self.cohort
-        assert plan.step == cohort.updated, (plan.step, cohort.updated)
-        over = cohort.ending(plan.step)
-        over += [self.requests[s] for s in result.stopped if s in self.requests and self.requests[s] not in over]
-        landed = cohort.landing(plan.step)
-        cohort.applied()
-        received, wasted = [], 0
-        for request, _ in landed:
-            if request.status is Status.FINISHED:
-                wasted += 1
-                continue
-            request.receive(plan.step)
-            received.append(request.spec)
-            if request.seen == request.last and request not in over:
-                over.append(request)
-        finished = []
-        for request in sorted(over, key=by_order):
-            reason = Finish.LENGTH if request.seen == request.limit else Finish.STOP
-            self._finish(request, reason)
-            finished.append((request.spec, reason))
+        stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
+        received, over, wasted = self.cohort.land(plan.step, stopped)
+        finished = [(request.spec, request.natural_end) for request in over]
+        for request in over:
+            self._finish(request, request.natural_end)
         self._disband()
-        return Outcome(tuple(received), tuple(finished), wasted)
+        return Outcome(tuple([r.spec for r in received]), tuple(finished), wasted)
 
     def _finish(self, request: Request, reason: Finish) -> None:
         """End a request; its row and its blocks stay with the batch."""

@@ -19,6 +19,7 @@ from typing import Literal
 
 from cbsim.policy.blocks import BlockPool, CachedLast
 from cbsim.policy.cohort import Cohort, by_order
+from cbsim.policy.news import News
 from cbsim.policy.plan import Chunk, Outcome, Preempted, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 
@@ -90,13 +91,8 @@ class TransformersScheduler:
         self._max_requests = most if o.allow_block_sharing else min(most, o.num_blocks)
         self._loose: dict[Request, None] = {}  # active and not of the cohort
         self._landings: dict[int, tuple[list[_Landing], list[_Landing], list[_Landing]]] = {}  # as a plan's rows
-        self._ended: list[RequestSpec] = []
-        self._left: list[RequestSpec] = []
-        self._preempted: list[Preempted] = []
-        self._replaced: list[tuple[RequestSpec, int, int]] = []
+        self._news = News()
         self._ordinal = 0
-
-    # -- the queue ----------------------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
@@ -117,8 +113,6 @@ class TransformersScheduler:
         request = self.requests.get(spec)
         if request is not None:
             self._finish(request, Finish.ABORTED)
-
-    # -- one step -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
         step = self._attempt()
@@ -278,7 +272,7 @@ class TransformersScheduler:
             demand -= needed
             free += self.pool.held(request)
         for request in reversed(victims):
-            self._preempted.append(Preempted(request.spec, request.computed, self.pool.held(request)))
+            self._news.preempted.append(Preempted(request.spec, request.computed, self.pool.held(request)))
             self.pool.release(request, returns=True)
             del self.active[request], self._loose[request]
             request.requeue(drop_in_flight=True)
@@ -288,8 +282,22 @@ class TransformersScheduler:
 
     def _commit(self, step: _Step) -> StepPlan:
         """Promise the rows and hand the plan out."""
-        plan, cohort = self._plan(step), self.cohort
-        self._note_landings(plan, step)
+        cohort = self.cohort
+        ending = cohort.ending(cohort.planned)
+        plan = self._news.plan(
+            cohort,
+            self.pool,
+            step.rows,
+            grown=step.grown,
+            ending=ending,
+            foresees=False,
+            decodes=step.decodes,
+            running=len(self.active),
+            waiting=len(self.waiting),
+            lead=step.lead,
+            fast_decode=step.fast,
+        )
+        self._note_landings(plan.step, ending, step)
         cohort.commit()
         for spec in plan.joined:
             request = self.requests[spec]
@@ -297,59 +305,21 @@ class TransformersScheduler:
             cohort.join(request, self.pool.held(request), fills=self.options.allow_block_sharing)
         return plan
 
-    def _note_landings(self, plan: StepPlan, step: _Step) -> None:
+    def _note_landings(self, number: int, ending: list[Request], step: _Step) -> None:
         """Remember, in row order, which rows will do more than deliver a token."""
         size, listed = self.options.block_size, []
         for request, row in step.rows.items():
             reach = row.start + row.tokens
             completes = reach // size - row.start // size if self.options.allow_block_sharing else 0
             listed.append(_Landing(request, request.epoch, row.samples, reach, completes))
-        filling, ending = self.cohort.filling(), self.cohort.ending(plan.step)
+        filling = self.cohort.filling()
         members = sorted({*filling, *ending}, key=by_order)
         middle = [_Landing(r, r.epoch, True, r.computed + 1, r in filling) for r in members]
-        self._landings[plan.step] = listed[: step.lead], middle, listed[step.lead :]
-
-    def _plan(self, step: _Step) -> StepPlan:
-        cohort, pool, chunks = self.cohort, self.pool, tuple(step.rows.values())
-        ends = [r.spec for r in cohort.ending(cohort.planned)]
-        joined = []
-        for request, row in step.rows.items():
-            request.advance(row.tokens, row.samples)
-            if row.samples:
-                joined.append(request.spec)
-                if request.promised == request.last:
-                    ends.append(request.spec)
-        left, self._left = tuple(self._left), []
-        ended, self._ended = tuple(self._ended), []
-        preempted, self._preempted = tuple(self._preempted), []
-        replaced, self._replaced = tuple(self._replaced), []
-        return StepPlan(
-            step=cohort.planned,
-            chunks=chunks,
-            lead=step.lead,
-            decodes=step.decodes,
-            decode_context=cohort.context if step.decodes else 0,
-            grown=tuple(step.grown),
-            joined=tuple(joined),
-            left=left,
-            ends=tuple(ends),
-            ended=ended,
-            preempted=preempted,
-            prefill_tokens=sum([row.tokens for row in chunks]),
-            table_blocks=cohort.held_blocks + sum([pool.held(r) for r in step.rows]),
-            new_blocks=len(step.grown) + sum([len(c.blocks) - pool.blocks_for(c.cached) for c in chunks]),
-            running=len(self.active),
-            waiting=len(self.waiting),
-            free_blocks=pool.free,
-            fast_decode=step.fast,
-            replaced=replaced,
-        )
+        self._landings[number] = listed[: step.lead], middle, listed[step.lead :]
 
     def _detach(self, request: Request) -> None:
         self.cohort.leave(request, self.pool.held(request))
-        self._left.append(request.spec)
-
-    # -- results ------------------------------------------------------------------------------------------------------
+        self._news.left.append(request.spec)
 
     def runs_ahead(self, plan: StepPlan) -> bool:
         return True
@@ -375,10 +345,9 @@ class TransformersScheduler:
             over = landing.samples and (request.seen == request.last or request in stopped)
             self._complete(landing, over)
             if over:
-                reason = Finish.LENGTH if request.seen == request.limit else Finish.STOP
-                self._finish(request, reason)
+                finished.append((request.spec, request.natural_end))
+                self._finish(request, request.natural_end)
                 self.block_new_requests = False
-                finished.append((request.spec, reason))
         return Outcome(tuple(received), tuple(finished), wasted)
 
     def _landed(self, step: int, stopped: list[Request]) -> list[_Landing]:
@@ -400,7 +369,7 @@ class TransformersScheduler:
         if request.seen != request.last:
             return []
         self.block_new_requests = False
-        return [(request.spec, Finish.LENGTH if request.seen == request.limit else Finish.STOP)]
+        return [(request.spec, request.natural_end)]
 
     def _complete(self, landing: _Landing, over: bool) -> None:
         """Give content keys to the blocks that the row has filled."""
@@ -417,7 +386,7 @@ class TransformersScheduler:
 
     def _merge(self, request: Request, blocks: int) -> None:
         replaced = self.pool.merge(request, blocks)
-        self._replaced += [(request.spec, index, block) for index, block in replaced]
+        self._news.replaced += [(request.spec, index, block) for index, block in replaced]
 
     def _finish(self, request: Request, reason: Finish) -> None:
         """Take a request out, wherever it stands; its blocks are free at once."""
@@ -433,4 +402,4 @@ class TransformersScheduler:
             self.block_new_requests = False  # nobody is left whose end could lift it
         request.end(reason)
         del self.requests[request.spec]
-        self._ended.append(request.spec)
+        self._news.ended.append(request.spec)

@@ -11,15 +11,14 @@ dissolved for that step and every request is walked in order, so the rules are s
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from cbsim.policy.blocks import BlockPool, FreeQueue
 from cbsim.policy.cohort import Cohort, by_order
+from cbsim.policy.news import News
 from cbsim.policy.plan import UNCHANGED, Chunk, Outcome, Preempted, StepPlan, StepResult
+from cbsim.policy.queues import ArrivalQueue, PriorityQueue, Queue
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 
 
@@ -43,58 +42,6 @@ class VllmOptions:
     prefill_schedule_interval: int  # 0.33: executed steps between prefills, 1 = every step
 
 
-class Queue(Protocol):
-    """Requests that wait for admission."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Request]: ...
-    def push(self, request: Request) -> None: ...
-    def push_front(self, request: Request) -> None: ...
-    def head(self) -> Request: ...
-    def pop(self) -> Request: ...
-    def remove(self, request: Request) -> None: ...
-
-
-class ArrivalQueue(deque[Request]):
-    """First come, first served; a preempted request goes to the front."""
-
-    push = deque[Request].append
-    push_front = deque[Request].appendleft
-    pop = deque[Request].popleft
-
-    def head(self) -> Request:
-        return self[0]
-
-
-class PriorityQueue:
-    """Least (priority, arrival, id) first. It has no front: a preempted request takes its place by the same key."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int, str], int, Request]] = []
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def __iter__(self) -> Iterator[Request]:
-        return (entry[-1] for entry in sorted(self._heap))
-
-    def push(self, request: Request) -> None:
-        spec = request.spec
-        heapq.heappush(self._heap, ((spec.priority, spec.arrival_ns, spec.id), spec.index, request))
-
-    push_front = push
-
-    def head(self) -> Request:
-        return self._heap[0][-1]
-
-    def pop(self) -> Request:
-        return heapq.heappop(self._heap)[-1]
-
-    def remove(self, request: Request) -> None:
-        self._heap = [entry for entry in self._heap if entry[-1] is not request]
-        heapq.heapify(self._heap)
-
-
 @dataclass(slots=True)
 class _Step:
     """A step while it is being planned."""
@@ -104,7 +51,6 @@ class _Step:
     defer_prefill: bool
     rows: dict[Request, Chunk]
     grown: list[tuple[RequestSpec, int]]
-    preempted: list[Preempted]
     prefill: bool = False
 
 
@@ -123,10 +69,9 @@ class VllmScheduler:
         self.requests: dict[RequestSpec, Request] = {}
         self.running: dict[Request, None] = {}  # in admission order
         self.waiting: Queue = PriorityQueue() if o.policy == "priority" else ArrivalQueue()
-        self.finished: list[RequestSpec] = []  # ended since the last plan; vLLM reports them with the next one
         self._loose: dict[Request, None] = {}  # running and not of the cohort
         self._late_fills: list[Request] = []  # filled a block whose last token is still in flight
-        self._left: list[RequestSpec] = []  # went out of the cohort since the last plan
+        self._news = News()
         self._ordinal = 0
         self._watermark = int(o.watermark * o.num_blocks)
         self._executed = 0
@@ -137,7 +82,7 @@ class VllmScheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self.requests or self.finished)
+        return not (self.requests or self._news.ended)  # vLLM runs a step to report who has ended
 
     def refusal(self, spec: RequestSpec) -> str | None:
         o = self.options
@@ -163,7 +108,7 @@ class VllmScheduler:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        step = _Step(self.options.max_num_batched_tokens, self._threshold(), self._defers_prefill(), {}, [], [])
+        step = _Step(self.options.max_num_batched_tokens, self._threshold(), self._defers_prefill(), {}, [])
         growing = self.cohort.growing()
         if self._undisturbed(step, len(growing)):
             self._go_on(growing, step)
@@ -171,7 +116,7 @@ class VllmScheduler:
             self._dissolve()
         if self._loose:
             self._run(step)
-        if step.preempted:
+        if self._news.preempted:
             return self._commit(step)
         if self.waiting:
             self._admit(step)
@@ -277,7 +222,7 @@ class VllmScheduler:
         taken_back = step.rows.pop(victim, None)
         if taken_back:
             step.budget += taken_back.tokens
-        step.preempted.append(Preempted(victim.spec, victim.computed, self.pool.held(victim)))
+        self._news.preempted.append(Preempted(victim.spec, victim.computed, self.pool.held(victim)))
         del self.running[victim], self._loose[victim]
         self.pool.release(victim, returns=True)
         victim.requeue(drop_in_flight=False)
@@ -349,7 +294,20 @@ class VllmScheduler:
         """Promise the rows and hand the plan out."""
         cohort = self.cohort
         ending = cohort.ending(cohort.planned)
-        plan = self._plan(step, ending)
+        self._executed += bool(step.rows or cohort)
+        if step.prefill:
+            self._last_prefill = self._executed
+        plan = self._news.plan(
+            cohort,
+            self.pool,
+            step.rows,
+            grown=step.grown,
+            ending=ending,
+            foresees=True,
+            decodes=len(cohort),
+            running=len(self.running),
+            waiting=len(self.waiting),
+        )
         cohort.commit()
         if not step.rows and not ending:
             return plan
@@ -373,45 +331,6 @@ class VllmScheduler:
         if named and request.hashed < full:
             self._late_fills.append(request)
 
-    def _plan(self, step: _Step, ending: list[Request]) -> StepPlan:
-        cohort, pool, chunks = self.cohort, self.pool, tuple(step.rows.values())
-        ends = [r.spec for r in ending]
-        joined: list[RequestSpec] = []
-        prefill_tokens, table_blocks, new_blocks = 0, cohort.held_blocks, len(step.grown)
-        for request, row in step.rows.items():
-            prefill_tokens += row.tokens
-            table_blocks += pool.held(request)
-            new_blocks += len(row.blocks) - row.cached // pool.block_size
-            request.advance(row.tokens, row.samples)
-            if row.samples and request.promised == request.last:
-                ends.append(request.spec)
-            if row.samples and request.promised < request.limit:
-                joined.append(request.spec)
-        left, self._left = tuple(self._left), []
-        ended, self.finished = tuple(self.finished), []
-        self._executed += bool(chunks or cohort)
-        if step.prefill:
-            self._last_prefill = self._executed
-        return StepPlan(  # by position: this is built for every step
-            cohort.planned,
-            chunks,
-            0,
-            len(cohort),
-            cohort.context,
-            tuple(step.grown),
-            tuple(joined),
-            left,
-            tuple(ends),
-            ended,
-            tuple(step.preempted),
-            prefill_tokens,
-            table_blocks,
-            new_blocks,
-            len(self.running),
-            len(self.waiting),
-            pool.free,
-        )
-
     def _stand_by(self, request: Request) -> None:
         """A member has its last row planned: it keeps seat and blocks until the token is back."""
         self._detach(request)
@@ -423,7 +342,7 @@ class VllmScheduler:
         if self.options.enable_prefix_caching and cohort.planned > request.since:
             self.pool.publish(request, cohort.known_at_plan(request) // self.pool.block_size)
         cohort.leave(request, self.pool.held(request))
-        self._left.append(request.spec)
+        self._news.left.append(request.spec)
 
     # -- results ------------------------------------------------------------------------------------------------------
 
@@ -431,33 +350,16 @@ class VllmScheduler:
         return plan.rows > 0 or (self._new and not self.idle)
 
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
-        cohort = self.cohort
-        assert plan.step == cohort.updated, (plan.step, cohort.updated)
-        over = cohort.ending(plan.step)
-        for spec in result.stopped:
-            request = self.requests.get(spec)
-            if request is not None and request not in over:
-                over.append(request)
-        landed = cohort.landing(plan.step)
-        cohort.applied()
-        if not landed and not over:
+        stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
+        received, over, wasted = self.cohort.land(plan.step, stopped)
+        if not (received or over or wasted):
             return UNCHANGED
-        received, wasted = [], 0
-        for request, _ in landed:
-            if request.status is Status.FINISHED:
-                wasted += 1
-                continue
-            request.receive(plan.step)
+        for request in received:
             self._publish_landed(request)
-            received.append(request.spec)
-            if request.seen == request.last and request not in over:
-                over.append(request)
-        finished = []
-        for request in sorted(over, key=by_order):
-            reason = Finish.LENGTH if request.seen == request.limit else Finish.STOP
-            self._finish(request, reason)
-            finished.append((request.spec, reason))
-        return Outcome(tuple(received), tuple(finished), wasted)
+        finished = [(request.spec, request.natural_end) for request in over]
+        for request in over:
+            self._finish(request, request.natural_end)
+        return Outcome(tuple([r.spec for r in received]), tuple(finished), wasted)
 
     def _publish_landed(self, request: Request) -> None:
         if self.options.enable_prefix_caching and request.status is Status.DECODE:
@@ -477,7 +379,7 @@ class VllmScheduler:
         self.pool.release(request)
         request.end(reason)
         del self.requests[request.spec]
-        self.finished.append(request.spec)
+        self._news.ended.append(request.spec)
 
 
 def _urgency(request: Request) -> tuple[int, int]:
