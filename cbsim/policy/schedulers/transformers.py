@@ -3,12 +3,12 @@
 Rules as in the real scheduler (one full-attention layer group, no forks, no CPU offload), restated and checked line by
 line against its traces. Two budgets bound a step: query tokens, and KV tokens read. A request that finds no block
 starves; when nothing can run, or after a step in which some starved, starved requests give up their blocks (soft
-reset: generated tokens become prompt) until the others fit, and no new request is admitted until one has finished.
+reset: generated tokens become prompt) until the others fit, and nobody new is admitted until a request has finished.
 
-Defects of the original are not shared unless `original_defects` asks for them: it never gives a content key to the
-blocks that a finishing step completes; in async mode it forgets those of all but the last chunk of a prompt; it goes
-on sampling for a request cancelled in flight; one request too large for the cache fails all; and after a soft reset
-nobody is admitted again if all active requests are cancelled.
+Defects of the original, shared only with `original_defects`: blocks that a finishing step completes get no content key;
+keys are counted out from the first block that has none, so async mode loses those of a chunk before the last, and after
+a whole-prompt hit names a block that is not full; sampling goes on for a request cancelled in flight; one request too
+large for the cache fails all; admission stays closed if all active requests are cancelled after a soft reset.
 """
 
 from __future__ import annotations
@@ -110,19 +110,16 @@ class TransformersScheduler:
         self.waiting[request] = None
 
     def cancel(self, spec: RequestSpec) -> None:
-        request = self.requests.get(spec)
-        if request is not None:
+        if request := self.requests.get(spec):
             self._finish(request, Finish.ABORTED)
 
     def schedule(self) -> StepPlan | None:
         step = self._attempt()
         while step.empty and step.failed and self._offload(step):
             step = self._attempt()
-        if step.empty:
-            return None
-        if step.starved:
+        if step.starved and not step.empty:
             self._offload(step)
-        return self._commit(step)
+        return None if step.empty else self._commit(step)
 
     def _attempt(self) -> _Step:
         o = self.options
@@ -325,11 +322,10 @@ class TransformersScheduler:
         return True
 
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
-        cohort = self.cohort
-        assert plan.step == cohort.updated, (plan.step, cohort.updated)
+        assert plan.step == self.cohort.updated, (plan.step, self.cohort.updated)
         stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
         landings = self._landed(plan.step, stopped)
-        cohort.applied()
+        self.cohort.applied()
         received: list[RequestSpec] = []
         finished: list[tuple[RequestSpec, Finish]] = []
         wasted = 0
@@ -385,8 +381,7 @@ class TransformersScheduler:
             self._merge(request, blocks)
 
     def _merge(self, request: Request, blocks: int) -> None:
-        replaced = self.pool.merge(request, blocks)
-        self._news.replaced += [(request.spec, index, block) for index, block in replaced]
+        self._news.replaced += [(request.spec, *entry) for entry in self.pool.merge(request, blocks)]
 
     def _finish(self, request: Request, reason: Finish) -> None:
         """Take a request out, wherever it stands; its blocks are free at once."""
