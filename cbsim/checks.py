@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cbsim.fields import near
+from cbsim.record import STATUSES
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
@@ -30,6 +31,7 @@ SINGLE = (
     *("requests_per_s", "steps_per_s", "computed_tokens", "padding_tokens", "padding_share", "recomputed_tokens"),
     *("wasted_rows", "preemptions", "prefix_hit_tokens", "prefix_hit_rate", "kv_utilisation.mean"),
     *("kv_utilisation.max", "waiting.mean", "slo.met", "slo.attainment", "slo.goodput_requests_per_s"),
+    *(f"requests_by_status.{status}" for status in STATUSES),
     *("cost.usd_per_million_output_tokens", "cost.usd_per_million_tokens", "cost.idle_usd_hour"),
 )
 NAMES = (*SINGLE, *(f"{d}.{s}" for d in DISTRIBUTIONS for s in STATISTICS))

@@ -13,6 +13,7 @@ from typing import Any
 
 from cbsim import checks, environment, figures, metrics, scenario, simulate, terminal, timeline, trace, workload
 from cbsim.metrics import Steps
+from cbsim.policy.loop import StuckError
 from cbsim.scenario import Scenario
 
 OK, ERROR, USAGE, CHECK_FAILED = 0, 1, 2, 3
@@ -69,10 +70,11 @@ def _one_loop(asked: Scenario, loop: str, options: RunOptions) -> Finished:
     progress = terminal.Progress(loop, server, load.total, quiet=options.quiet or options.as_json)
     try:
         simulate.run(server, progress)
-    except KeyboardInterrupt:
-        writer.note(f"interrupted after {server.record.step_count} steps")
+    except (KeyboardInterrupt, StuckError) as stop:
+        reason = "interrupted" if isinstance(stop, KeyboardInterrupt) else f"stuck: {stop}"
+        writer.note(f"{reason}, after {server.record.step_count} steps")
         _write_results(writer, resolved, loop, server, options, complete=False)
-        raise trace.RunError(f"interrupted: what was simulated until then is in {writer.path}") from None
+        raise trace.RunError(f"{reason}: what was simulated until then is in {writer.path}") from None
     progress.done(server.now_ns)
     done = _write_results(writer, resolved, loop, server, options, complete=True)
     writer.complete()
@@ -117,7 +119,7 @@ def _say_where(finished: Sequence[Finished], options: RunOptions) -> None:
     for one in finished:
         print(f"{one.loop:<6} {one.path}")
         for status, count in one.summary["requests_by_status"].items():
-            if status not in ("length", "stop"):
+            if count and status not in ("length", "stop"):
                 print(f"       {count} of {one.summary['requests']} requests {status}; see requests.parquet")
     figure = "sync_above_async.png" if len(finished) == 2 else "timeline.png"
     print(f"\npicture   {finished[-1].path / 'figures' / figure}")
@@ -142,6 +144,8 @@ def command_line(options: RunOptions) -> str:
         words += ["--set", override]
     for condition in options.conditions:
         words += ["--check", condition.text]
+    if options.span_s is not None:
+        words += ["--window", "{:g}:{:g}".format(*options.span_s)]
     return shlex.join(words)
 
 

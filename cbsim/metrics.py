@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cbsim.record import PHASES, STEP_COLUMNS, RequestRow
+from cbsim.record import PHASES, STATUSES, STEP_COLUMNS, RequestRow
 
 PERCENTILE_METHOD = "linear"
 QUANTILES = (50, 90, 95, 99)
@@ -130,8 +130,9 @@ def summarise(
     price_usd_hour: float | None = None,
     window_s: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
-    """All metrics of a run. `slo` maps ttft_s, tpot_s, e2e_s to bounds; latencies and SLOs are those of requests arriving
-    in `window_s`, everything else is the whole run's.
+    """All metrics of a run. `slo` maps ttft_s, tpot_s, e2e_s to bounds.
+
+    Latencies and SLOs are those of requests arriving in `window_s`, everything else is the whole run's.
     """
     requests = counted = token_times(rows, steps)
     start = int(requests.arrival_ns.min()) if len(requests.rows) else 0
@@ -187,11 +188,11 @@ def attainment(requests: Requests, slo: Mapping[str, float], span_s: float) -> d
 
 
 def _counts(requests: Requests) -> dict[str, Any]:
-    """Requests by how they ended; nothing that was sent is missing."""
-    by_status: dict[str, int] = {}
+    """Requests that the server has got, by how they ended."""
+    by_status = dict.fromkeys(STATUSES, 0)
     for row in requests.rows:
-        by_status[row.status] = by_status.get(row.status, 0) + 1
-    return {"requests": len(requests.rows), "requests_by_status": dict(sorted(by_status.items()))}
+        by_status[row.status] += 1
+    return {"requests": len(requests.rows), "requests_by_status": by_status}
 
 
 def _throughput(requests: Requests, steps: Steps, span_s: float) -> dict[str, Any]:

@@ -31,12 +31,13 @@ STEP_COUNTS = (
     "waiting",
     "preempted",
     "recomputed_tokens",  # query tokens that had been computed before a preemption
-    "cached_tokens",  # prompt tokens found in the prefix cache by the requests admitted here
+    "cached_tokens",  # tokens found in the prefix cache by the requests admitted here, also after a preemption
     "finished",
     "wasted_rows",  # rows whose token was thrown away: the request had ended while they were in flight
     "plan_hash",  # of everything the plan says: a tuple of integers has the same hash in every process
 )
 STEP_COLUMNS = (*STEP_COUNTS, *STEP_TIMES)
+STATUSES = (*(finish.value for finish in Finish), "unfinished", "waiting")
 
 
 class StepTimes:

@@ -220,7 +220,22 @@ def json_schema() -> dict[str, Any]:
 
 
 def _schema(part: type[Frozen]) -> dict[str, Any]:
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **part.model_json_schema()}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_standard(part.model_json_schema())}
+
+
+KEYWORDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+
+
+def _standard(node: Any) -> Any:
+    """A schema with bounds under JSON Schema's own keywords: pydantic leaves its own where a validator comes first."""
+    if isinstance(node, list):
+        return [_standard(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    known = {KEYWORDS.get(key, key): _standard(value) for key, value in node.items()}
+    if known.get("type") == "array" and "minLength" in known:
+        known["minItems"] = known.pop("minLength")
+    return known
 
 
 def write_schemas(folder: Path) -> list[Path]:

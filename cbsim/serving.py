@@ -37,7 +37,7 @@ class TransformersScheduler(Frozen):
     name: Literal["transformers_fifo", "transformers_prefill_first"]
     """transformers_fifo or transformers_prefill_first"""
     max_batch_tokens: Count | None = None
-    """Query tokens in a step; null: solved from memory, 256 to 8192."""
+    """Query tokens in a step; null: solved from memory, between 256 and 8192 if num_blocks is solved too."""
     max_requests_per_batch: Count = 1024
     """Requests in a step."""
     max_blocks_per_request: Annotated[Whole, Field(ge=0)] = 32

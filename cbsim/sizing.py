@@ -113,7 +113,7 @@ def fit_vllm(
     return blocks
 
 
-def _misfit(  # noqa: PLR0917
+def _misfit(
     model: ModelShape, hardware: Hardware, fraction: float, left_bytes: int, blocks: int | None = None, needed: int = 0
 ) -> ScenarioError:
     memory, weights, left = (_gb(size) for size in (hardware.memory_bytes, model.weight_bytes, left_bytes))

@@ -67,7 +67,7 @@ class ConstantCost(Frozen):
     per_prefill_token_s: Seconds = 0.0
     """Seconds a query token of a prefill, on top."""
     per_context_token_s: Seconds = 0.0
-    """Seconds a cached token read."""
+    """Seconds a token of context after the step: those in the cache and the row's own."""
     cpu: Cpu = Cpu()
     """CPU time of the loop."""
 

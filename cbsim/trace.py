@@ -153,7 +153,7 @@ def load(path: Path) -> Run:
         summary,
         _read_steps(path / "steps.parquet"),
         _read_requests(path / "requests.parquet"),
-        marker.read_text().strip() if marker.exists() else None,
+        marker.read_text().strip() or "no reason was written" if marker.exists() else None,
     )
 
 

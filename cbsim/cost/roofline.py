@@ -46,6 +46,7 @@ class RooflineCost:
         self._launch_ns = round(launch_s * 1e9)
         self._linear_s = weights.linear * weights.bytes / rates.bytes_weights  # to read them once
         self._head_s = weights.head * weights.bytes / rates.bytes_weights
+        self._pcie_ns = 1e9 / rates.bytes_pcie  # of a byte
         self._embedding_s = weights.hidden * weights.bytes / rates.bytes_weights  # of a token
         self._context_s = max(weights.kv_bytes / rates.bytes_kv, weights.attention_flop / rates.flops_decode)
 
@@ -64,7 +65,7 @@ class RooflineCost:
         time += max(2 * tokens * weights.linear / flops, self._linear_s)
         if sampled:
             time += max(2 * sampled * weights.head / flops, self._head_s)
-        per_byte = 1e9 / self._rates.bytes_pcie
+        per_byte = self._pcie_ns
         h2d_bytes = 4 * (3 * (plan.prefill_tokens + plan.decodes) + plan.table_blocks)
         return round(h2d_bytes * per_byte), round(time * 1e9), round(4 * rows * per_byte)
 

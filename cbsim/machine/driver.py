@@ -1,9 +1,10 @@
 """The simulated machine as a driver of the serving loop: a SimPy process that answers its effects in simulated time.
 
-The CPU is the process itself: it does one thing at a time. It keeps its own clock and meets the environment's only
-where it can be observed, when it polls and when it blocks, so phases in between cost no event. Launching books the
-step's copies and kernels on their lanes: the H2D copy waits for its lane and slot, compute for the copy and for the
-step before, the D2H copy for compute; awaiting blocks the CPU until that copy has ended.
+The CPU is the process itself: it does one thing at a time. It keeps its own clock, and lets the environment's catch up
+when it polls, if anything else is due by then: only another process could tell the difference, so phases and steps in
+between cost no event. Launching books the step's copies and kernels on their lanes: the H2D copy waits for its lane and
+slot, compute for the copy and for the step before, the D2H copy for compute; awaiting blocks the CPU until that copy
+has ended.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Client(Protocol):
 
 
 class Machine:
-    """One server with one GPU. `depth` steps may be in flight; `slots` I/O buffers, `overlap` of copies and compute."""
+    """One server with one GPU, `depth` steps in flight, each with an I/O buffer; with `overlap`, copies overlap compute."""
 
     def __init__(
         self,
@@ -89,6 +90,7 @@ class Machine:
             try:
                 effect = loop.send(answer)
             except StopIteration:
+                yield env.timeout(self._cpu_ns - env.now)
                 return
             if not isinstance(effect, Poll):
                 answer = handlers[type(effect)](effect)
@@ -97,7 +99,7 @@ class Machine:
                 continue
             if effect.wait and self._inbox:
                 self._cpu_ns = max(self._cpu_ns, self._inbox[0][0])
-            if self._cpu_ns > env.now:
+            if env.peek() <= self._cpu_ns:
                 yield env.timeout(self._cpu_ns - env.now)
             answer = self._poll()
 

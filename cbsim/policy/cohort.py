@@ -93,7 +93,8 @@ class Cohort:
 
     def growing(self) -> list[Request]:
         """Members that need one more block in the step being planned, in admission order."""
-        return self._due(self._grow_at)
+        entries = self._grow_at.get(self.planned)
+        return self._current(entries) if entries else []
 
     def grew(self, requests: list[Request]) -> None:
         """These members got a block each and need the next one `block_size` steps on."""
@@ -103,7 +104,8 @@ class Cohort:
 
     def filling(self) -> list[Request]:
         """Members whose row in the step being planned fills a block, in admission order."""
-        members = self._due(self._fill_at)
+        entries = self._fill_at.get(self.planned)
+        members = self._current(entries) if entries else []
         for request in members:
             self._note(self._fill_at, self.planned + self.block_size, request)
         return members
@@ -154,7 +156,7 @@ class Cohort:
         self.planned += 1
         self.updated_at_plan = self.updated
         if self._long_at:
-            self.long += len(self._due(self._long_at))
+            self.long += len(self._current(self._long_at.get(self.planned, [])))
             self._long_at.pop(self.planned, None)
 
     def applied(self) -> None:
@@ -164,10 +166,6 @@ class Cohort:
 
     def _note(self, calendar: Calendar, step: int, request: Request) -> None:
         calendar.setdefault(step, []).append((request, request.since))
-
-    def _due(self, calendar: Calendar) -> list[Request]:
-        entries = calendar.get(self.planned)
-        return self._current(entries) if entries else []
 
     def _current(self, entries: list[tuple[Request, int]]) -> list[Request]:
         """Entries of members that have not left since they were noted, in admission order."""

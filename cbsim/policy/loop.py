@@ -1,7 +1,7 @@
 """The serving loop, written once: synchronous at depth 1, asynchronous at depth 2.
 
 It decides in plain code and asks for effects by yielding them; a driver supplies the answers, in simulated time, on a
-device, or from a recording. The effects are also the span names of a trace.
+device, or from a recording; and times what it does for each, under the same phase names in every world.
 
     Poll      -> Polled      arrivals and cancellations until now
     Launch    -> ticket      a step has been planned: account for that, prepare it, queue its copies and kernels

@@ -13,7 +13,9 @@ from cbsim.policy.request import Request, RequestSpec
 class News:
     """What the next plan has to tell besides its rows. A scheduler adds to the lists; `plan` empties them."""
 
-    def __init__(self) -> None:
+    def __init__(self, cohort: Cohort, pool: BlockPool, *, foresees: bool) -> None:
+        """A scheduler that `foresees` ends known in advance lets no request go on whose last token is planned."""
+        self._cohort, self._pool, self._foresees = cohort, pool, foresees
         self.left: list[RequestSpec] = []  # went out of the cohort
         self.ended: list[RequestSpec] = []
         self.preempted: list[Preempted] = []
@@ -21,24 +23,18 @@ class News:
 
     def plan(
         self,
-        cohort: Cohort,
-        pool: BlockPool,
         rows: Mapping[Request, Chunk],
-        *,
         grown: Sequence[tuple[RequestSpec, int]],
         ending: Sequence[Request],
-        foresees: bool,
         decodes: int,
         running: int,
         waiting: int,
+        *,
         lead: int = 0,
         fast_decode: bool = False,
     ) -> StepPlan:
-        """Promise the listed rows and write the plan.
-
-        `ending` are the members whose declared last token this step samples. A scheduler that `foresees` ends known
-        in advance lets no request whose last token is planned go on decoding.
-        """
+        """Promise the listed rows and write the plan; `ending` members sample their declared last token in it."""
+        cohort, pool = self._cohort, self._pool
         ends = [r.spec for r in ending]
         joined: list[RequestSpec] = []
         prefill_tokens, table_blocks, new_blocks = 0, cohort.held_blocks, len(grown)
@@ -50,7 +46,7 @@ class News:
             if row.samples:
                 if request.promised == request.last:
                     ends.append(request.spec)
-                if not foresees or request.promised < request.limit:
+                if not self._foresees or request.promised < request.limit:
                     joined.append(request.spec)
         plan = StepPlan(  # by position: this is built for every step
             cohort.planned,

@@ -91,7 +91,7 @@ class TransformersScheduler:
         self._max_requests = most if o.allow_block_sharing else min(most, o.num_blocks)
         self._loose: dict[Request, None] = {}  # active and not of the cohort
         self._landings: dict[int, tuple[list[_Landing], list[_Landing], list[_Landing]]] = {}  # as a plan's rows
-        self._news = News()
+        self._news = News(self.cohort, self.pool, foresees=False)
         self._ordinal = 0
 
     @property
@@ -282,15 +282,12 @@ class TransformersScheduler:
         cohort = self.cohort
         ending = cohort.ending(cohort.planned)
         plan = self._news.plan(
-            cohort,
-            self.pool,
             step.rows,
-            grown=step.grown,
-            ending=ending,
-            foresees=False,
-            decodes=step.decodes,
-            running=len(self.active),
-            waiting=len(self.waiting),
+            step.grown,
+            ending,
+            step.decodes,
+            len(self.active),
+            len(self.waiting),
             lead=step.lead,
             fast_decode=step.fast,
         )

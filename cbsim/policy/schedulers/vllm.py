@@ -71,7 +71,7 @@ class VllmScheduler:
         self.waiting: Queue = PriorityQueue() if o.policy == "priority" else ArrivalQueue()
         self._loose: dict[Request, None] = {}  # running and not of the cohort
         self._late_fills: list[Request] = []  # filled a block whose last token is still in flight
-        self._news = News()
+        self._news = News(self.cohort, self.pool, foresees=True)
         self._ordinal = 0
         self._watermark = int(o.watermark * o.num_blocks)
         self._executed = 0
@@ -297,17 +297,8 @@ class VllmScheduler:
         self._executed += bool(step.rows or cohort)
         if step.prefill:
             self._last_prefill = self._executed
-        plan = self._news.plan(
-            cohort,
-            self.pool,
-            step.rows,
-            grown=step.grown,
-            ending=ending,
-            foresees=True,
-            decodes=len(cohort),
-            running=len(self.running),
-            waiting=len(self.waiting),
-        )
+        running, waiting = len(self.running), len(self.waiting)
+        plan = self._news.plan(step.rows, step.grown, ending, len(cohort), running, waiting)
         cohort.commit()
         if not step.rows and not ending:
             return plan

@@ -1,0 +1,260 @@
+"""What is written down is true: commands parse, paths exist, all fields, metrics and columns are documented, no others.
+
+Tables of docs/scenarios.md are the schema's; when a field has changed, `python tests/test_docs.py` writes them again.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from cbsim import catalog, checks, cli, scenario
+from cbsim.conformance.check import traces
+from cbsim.metrics import SAMPLES_NEEDED
+from cbsim.policy.schedulers.registry import SCHEDULERS
+from cbsim.policy.schedulers.static import StaticOptions
+from cbsim.policy.schedulers.transformers import TransformersOptions
+from cbsim.policy.schedulers.vllm import VllmOptions
+from cbsim.serving import PRESETS
+
+ROOT = catalog.ROOT
+PAGES = sorted(page for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")) if page.is_file())
+SCENARIOS, METRICS, POLICIES = (ROOT / "docs" / f"{name}.md" for name in ("scenarios", "metrics", "policies"))
+Table = dict[str, Any]
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def blocks(page: Path) -> Iterator[str]:
+    """Shell commands of a page, continuation lines joined."""
+    for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        yield from block.replace("\\\n", " ").splitlines()
+
+
+def commands(line: str) -> Iterator[list[str]]:
+    """The words behind each `python -m cbsim` of a line; variables set for it, pipes and comments are left out."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in [*lexer, ";"]:
+        if not re.fullmatch(r"[();<>|&]+", word):
+            words.append(word)
+            continue
+        while words and re.fullmatch(r"\w+=.*", words[0]):
+            del words[0]
+        if words[:3] == ["python", "-m", "cbsim"]:
+            yield words[3:]
+        words = []
+
+
+SHOWN = [(page.name, words) for page in PAGES for line in blocks(page) for words in commands(line)]
+
+
+def test_commands_are_found() -> None:
+    """The search sees what it should: several commands a line, settings before one, comments and quotes."""
+    line = "A=1 python -m cbsim list && python -m cbsim run x --check 'a<1' | tail -1  # python -m cbsim bench"
+    assert list(commands(line)) == [["list"], ["run", "x", "--check", "a<1"]]
+    assert len(SHOWN) > 20
+
+
+@pytest.mark.parametrize(("page", "words"), SHOWN, ids=lambda part: part if isinstance(part, str) else " ".join(part))
+def test_every_command_shown_is_a_command(page: str, words: list[str]) -> None:
+    """The real parser takes it; a scenario that it names exists and takes the overrides; its conditions are conditions.
+
+    A scenario file outside scenarios/ is the reader's own.
+    """
+    arguments = cli._parser().parse_args(words)
+    for condition in getattr(arguments, "check", ()):
+        checks.parse(condition)
+    if arguments.command == "run" and (not arguments.scenario.endswith(".yaml") or "scenarios/" in arguments.scenario):
+        own = ROOT / arguments.scenario
+        scenario.load(own if own.is_file() else arguments.scenario, arguments.set)
+    if arguments.command == "conformance":
+        assert all((ROOT / path).exists() for path in arguments.paths)
+
+
+# -- paths ------------------------------------------------------------------------------------------------------------
+
+
+def mentioned(page: Path) -> set[str]:
+    """Paths of the repository named in backticks or linked to."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    quoted = re.findall(r"`([\w.@-]+(?:/[\w.@*-]*)*)`", text)
+    top = {entry.name for entry in ROOT.iterdir() if entry.is_dir()}
+    paths = {name for name in quoted if "/" in name and name.split("/")[0] in top}
+    paths |= {name for name in quoted if "/" not in name and re.fullmatch(r"[A-Za-z]+\.(md|toml)", name)}
+    links = {link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link}
+    return paths | {str((page.parent / link).resolve().relative_to(ROOT)) for link in links}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_mentioned_exists(page: Path) -> None:
+    """A star stands for anything, but for something."""
+    missing = [path for path in sorted(mentioned(page)) if not any(ROOT.glob(path.rstrip("/")))]
+    assert not missing
+
+
+# -- scenario fields --------------------------------------------------------------------------------------------------
+
+MARK = re.compile(r"^<!-- fields: (\w+) -->\n(?:\|.*\n)*", re.MULTILINE)
+
+
+def parts() -> dict[str, Table]:
+    """JSON schema of every part of a scenario, by class name, and `Scenario` itself."""
+    schema = scenario.json_schema()
+    return {"Scenario": schema, **schema["$defs"]}
+
+
+def field_table(name: str) -> str:
+    """A part's fields as a Markdown table."""
+    part = parts()[name]
+    required = part.get("required", ())
+    rows = ["| field | value | default | meaning |", "|---|---|---|---|"]
+    tags_first = sorted(part["properties"].items(), key=lambda item: item[0] not in ("kind", "name"))
+    for field, about in tags_first:
+        default = "required" if field in required else _default(about.get("default"))
+        meaning = "" if "const" in about else about["description"]
+        rows.append(f"| `{field}` | {_value(about)} | {default} | {meaning} |".replace("|  |", "| |"))
+    return "\n".join(rows) + "\n"
+
+
+def _value(about: Table) -> str:
+    options = about.get("anyOf") or about.get("oneOf")
+    if options:
+        return " or ".join(dict.fromkeys(_value(option) for option in options))
+    if "const" in about or "enum" in about:
+        return ", ".join(f"`{name}`" for name in about.get("enum", [about.get("const")]))
+    if "$ref" in about:
+        return "fields"
+    kinds = {"integer": "whole number", "number": "number", "boolean": "true, false", "string": "text", "null": "null"}
+    text = f"list of: {_value(about['items'])}" if about["type"] == "array" else kinds[about["type"]]
+    signs = {">=": ("ge", "minimum"), ">": ("gt", "exclusiveMinimum")}
+    signs |= {"<=": ("le", "maximum"), "<": ("lt", "exclusiveMaximum")}
+    for sign, keys in signs.items():
+        text += "".join(f", {sign} {about[key]:g}" for key in keys if key in about)
+    return text.replace(",", "", 1)
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, dict):
+        kind = value.get("name") or value.get("kind")
+        if kind:
+            return f"`{kind}`"
+        flat = all(not isinstance(v, dict | list | str) for v in value.values())
+        given = {k: v for k, v in value.items() if v is not None and v != 0.0} if flat else {}
+        return f"`{{{', '.join(f'{k}: {v:g}' for k, v in sorted(given.items()))}}}`" if given else "its defaults"
+    if isinstance(value, list) and len(value) > 6:
+        return f"`{', '.join(map(str, value[:4]))} ... {value[-1]}` ({len(value)} of them)"
+    return "empty" if value in ("", []) else f"`{json.dumps(value)}`".replace('"', "")
+
+
+def rewritten(text: str) -> str:
+    """docs/scenarios.md with every table as the schema has it."""
+    return MARK.sub(lambda match: f"<!-- fields: {match[1]} -->\n{field_table(match[1])}", text)
+
+
+def test_the_scenario_fields_are_the_schema_s() -> None:
+    """Every part has its table, once, and each table says what the schema says: fields, bounds, defaults, meaning."""
+    text = SCENARIOS.read_text()
+    assert sorted(MARK.findall(text)) == sorted(parts())
+    assert text == rewritten(text), "run `python tests/test_docs.py`"
+
+
+def test_names_that_a_scenario_can_use_are_documented() -> None:
+    text = SCENARIOS.read_text()
+    names = [*PRESETS, *catalog.names("models"), *catalog.names("hardware"), *catalog.names(), *SCHEDULERS]
+    assert not [name for name in names if f"`{name}`" not in text]
+
+
+def test_policy_options_are_documented() -> None:
+    """Every option of every scheduler is named in docs/policies.md."""
+    text = POLICIES.read_text()
+    for options in (VllmOptions, TransformersOptions, StaticOptions):
+        assert not [name for name in options.__dataclass_fields__ if f"`{name}`" not in text]
+
+
+def recorded(family: str) -> tuple[int, int]:
+    """Golden traces and their lines, headers not counted."""
+    found = traces(ROOT / "tests" / "golden" / family)
+    return len(found), sum(len(gzip.decompress(trace.read_bytes()).splitlines()) - 1 for trace in found)
+
+
+@pytest.mark.parametrize("family", ["vllm", "transformers"])
+def test_counts_of_golden_traces(family: str) -> None:
+    count, lines = recorded(family)
+    assert f"{count} traces of the real" in POLICIES.read_text()
+    assert f", {lines:,} lines" in POLICIES.read_text()
+    assert f"{count} of {family.replace('vllm', 'vLLM')}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+# -- metrics and columns ----------------------------------------------------------------------------------------------
+
+
+def listed(heading: str) -> list[str]:
+    """What the first column of the tables under a heading of docs/metrics.md names."""
+    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", METRICS.read_text(), re.MULTILINE | re.DOTALL)
+    assert section, heading
+    cells = re.findall(r"^\| (`[^|]*`) \|", section[1], re.MULTILINE)
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Run directories of a small scenario that has everything a summary can have."""
+    out = tmp_path_factory.mktemp("runs")
+    small = ["workload.requests=2", "workload.output_tokens=3", "slo={preset: llama3.1-8b-server, e2e_s: 9}"]
+    sets = [word for override in small for word in ("--set", override)]
+    assert cli.main(["run", "worked_example", *sets, "--out", str(out), "--quiet"]) == 0
+    return sorted(out.iterdir())
+
+
+def leaves(summary: Table, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of a summary; distributions, and mappings with free keys, are values."""
+    for key, value in summary.items():
+        if isinstance(value, dict) and "n" not in value and key not in ("requests_by_status", "bounds"):
+            yield from leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def test_the_summary_keys_are_documented(runs: list[Path]) -> None:
+    """What is documented is in a summary and the other way round, and `--check` knows what is said to be checked."""
+    given = dict(leaves(json.loads((runs[0] / "summary.json").read_text())))
+    distributions = {key for key, value in given.items() if isinstance(value, dict) and "n" in value}
+    assert sorted(listed("Distributions")) == sorted(distributions)
+    assert sorted([*listed("Numbers"), *listed("Other keys")]) == sorted(given.keys() - distributions)
+    statistics = listed("Statistics of a distribution")
+    assert sorted(statistics) == sorted(given["ttft_s"])
+    checked = {f"{d}.{s}" for d in distributions for s in statistics if s != "too_few_for"}
+    statuses = {f"requests_by_status.{status}" for status in given["requests_by_status"]}
+    assert {*listed("Numbers"), *checked, *statuses} == set(checks.NAMES)
+
+
+def test_the_columns_are_documented(runs: list[Path]) -> None:
+    for name in ("steps.parquet", "requests.parquet"):
+        assert listed(name) == pq.read_schema(runs[0] / name).names
+
+
+def test_the_files_of_a_run_are_documented(runs: list[Path]) -> None:
+    """Of both runs together: the picture of both loops lies in the second directory."""
+    given = {str(file.relative_to(run)) for run in runs for file in run.rglob("*") if file.is_file()}
+    assert sorted(listed("The run directory")) == sorted({*given, "INCOMPLETE"})
+    facts = json.loads((runs[0] / "env.json").read_text())
+    assert listed("env.json") == list(facts)
+
+
+def test_the_sizes_of_a_sufficient_sample_are_documented() -> None:
+    assert all(f"{needed} values for {name}" in METRICS.read_text() for name, needed in SAMPLES_NEEDED.items())
+
+
+if __name__ == "__main__":
+    SCENARIOS.write_text(rewritten(SCENARIOS.read_text()))
