@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +71,8 @@ def _one_loop(asked: Scenario, loop: str, options: RunOptions) -> Finished:
     writer.environment(environment.environment(command_line(options), load.fingerprint(), asked.seed))
     progress = terminal.Progress(loop, server, load.total, quiet=options.quiet or options.as_json)
     try:
-        simulate.run(server, progress)
+        with _interrupted_between_steps(progress):
+            simulate.run(server, progress)
     except (KeyboardInterrupt, StuckError) as stop:
         reason = "interrupted" if isinstance(stop, KeyboardInterrupt) else f"stuck: {stop}"
         writer.note(f"{reason}, after {server.record.step_count} steps")
@@ -79,6 +82,16 @@ def _one_loop(asked: Scenario, loop: str, options: RunOptions) -> Finished:
     done = _write_results(writer, resolved, loop, server, options, complete=True)
     writer.complete()
     return done
+
+
+@contextmanager
+def _interrupted_between_steps(progress: terminal.Progress) -> Iterator[None]:
+    """Ctrl-C ends a run where its state is whole: after a step."""
+    before = signal.signal(signal.SIGINT, progress.interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _write_results(

@@ -100,8 +100,16 @@ class Progress:
         self._live = sys.stderr.isatty()
         self._every_s = 0.1 if self._live else 2.0
         self._start = self._last = time.monotonic()
+        self._interrupted = False
+
+    def interrupt(self, *_: object) -> None:
+        """Stop the run at the end of the step under way: a signal handler."""
+        self._interrupted = True
 
     def __call__(self, now_ns: int) -> None:
+        """To be called after every step. Raises KeyboardInterrupt if the run is to stop."""
+        if self._interrupted:
+            raise KeyboardInterrupt
         if self._quiet or time.monotonic() - self._last < self._every_s:
             return
         self._last = time.monotonic()

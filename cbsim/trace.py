@@ -40,7 +40,7 @@ class RunError(ValueError):
 
 
 class RunWriter:
-    """Writes one run directory. Use as a context manager: leaving it by an exception keeps the marker."""
+    """Writes one run directory. It is marked as incomplete from its first moment until `complete` is called."""
 
     def __init__(self, out: Path, name: str, digest: str, clock: datetime | None = None) -> None:
         """Creates `out`/<UTC>-<name>-<hash8>. Raises RunError if that cannot be done."""

@@ -65,9 +65,9 @@ def test_constant_by_hand() -> None:
 
 
 def test_constant_charges_the_context_of_rows_that_have_ended() -> None:
-    """A static batch reads `padding_context` tokens more than the requests' own."""
+    """A static batch reads `padding_context` tokens more than the requests' own; a row that has ended adds its own."""
     cost = ConstantCost(FREE, 0, per_context=1)
-    assert cost.gpu_ns(plan(2, 300, padding_context=100, padding_rows=1), 3) == (0, 402, 0)
+    assert cost.gpu_ns(plan(2, 300, padding_context=100, padding_rows=1), 3) == (0, 403, 0)
 
 
 # -- fitted -----------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def test_fitted_pays_for_the_padding_of_a_static_batch() -> None:
     """A prompt of 20 padded to 24: 24 x 10 + 300 x 0.5. A row that has ended is a row, its context context."""
     assert FITTED.gpu_ns(padded(plan(chunks=((0, 20),)), 4), 24) == (0, 1000 + 240 + 150, 0)
     step = plan(2, 300, padding_rows=3, padding_context=450)
-    assert FITTED.gpu_ns(step, 5) == (0, 1000 + 500 + 752, 0)
+    assert FITTED.gpu_ns(step, 5) == (0, 1000 + 500 + 755, 0)
 
 
 # -- roofline ---------------------------------------------------------------------------------------------------------

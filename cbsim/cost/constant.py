@@ -25,8 +25,9 @@ class ConstantCost:
         if self.per_prefill_token:
             time += self.per_prefill_token * plan.prefill_tokens
         if self.per_context:
-            chunks = sum([c.start + c.tokens for c in plan.chunks])
-            time += self.per_context * (plan.decode_context + plan.decodes + plan.padding_context + chunks)
+            rows = plan.decodes + plan.padding_rows
+            chunks = sum([c.start + c.tokens + c.padding for c in plan.chunks])
+            time += self.per_context * (plan.decode_context + rows + plan.padding_context + chunks)
         return 0, round(time), 0
 
     def eager_launch_ns(self, plan: StepPlan) -> int:

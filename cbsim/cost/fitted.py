@@ -32,7 +32,7 @@ class FittedCost:
             prefill += width
             pairs += width * c.start + width * (width + 1) / 2
         rows = plan.decodes + plan.padding_rows
-        context = plan.decode_context + plan.decodes + plan.padding_context
+        context = plan.decode_context + rows + plan.padding_context
         linear = self.per_prefill_token * prefill + self.per_decode_row * rows + self.per_context_token * context
         return 0, round(self.base + linear + self.per_prefill_pair * pairs), 0
 

@@ -57,7 +57,7 @@ class RooflineCost:
         weights, flops = self._weights, self._rates.flops_decode
         sampled = plan.decodes + plan.padding_rows
         time = self._overhead_s + tokens * self._embedding_s
-        time += (plan.decode_context + plan.decodes + plan.padding_context) * self._context_s
+        time += (plan.decode_context + plan.decodes + plan.padding_context + plan.padding_rows) * self._context_s
         if plan.chunks:
             flops = self._rates.flops_prefill
             sampled += sum([c.samples for c in plan.chunks])

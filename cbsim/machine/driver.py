@@ -43,7 +43,7 @@ class Client(Protocol):
 
 
 class Machine:
-    """One server with one GPU, `depth` steps in flight, each with an I/O buffer; with `overlap`, copies overlap compute."""
+    """One server with one GPU; `depth` steps in flight, each with an I/O buffer; does `overlap` let copies overlap?"""
 
     def __init__(
         self,
@@ -133,13 +133,13 @@ class Machine:
         times.schedule_end_ns = times.prepare_start_ns = self._cpu_ns + schedule_ns
         queued = times.prepare_end_ns = times.launch_start_ns = times.schedule_end_ns + prepare_ns
         h2d_ns, compute_ns, d2h_ns = cost.gpu_ns(plan, shape.tokens)
-        if shape.eager:  # kernels run while the CPU launches them one by one
-            kernels_ns = cost.eager_launch_ns(plan)
-            launch_ns += kernels_ns
-            compute_ns = max(compute_ns, kernels_ns)
+        if shape.eager:
+            launch_ns += cost.eager_launch_ns(plan)
         self._cpu_ns = times.launch_end_ns = queued + launch_ns + shape.capture_ns
         ready = max(queued if shape.eager else self._cpu_ns, self._slots.free_ns(plan.step))
         times.h2d_start_ns, times.h2d_end_ns = self._h2d.book(ready, h2d_ns)
+        if shape.eager:  # kernels run while the CPU launches them one by one, the last not before it is launched
+            compute_ns = max(compute_ns, self._cpu_ns - self._compute.start_ns(times.h2d_end_ns))
         times.compute_start_ns, times.compute_end_ns = self._compute.book(times.h2d_end_ns, compute_ns)
         times.d2h_start_ns, times.d2h_end_ns = self._d2h.book(times.compute_end_ns, d2h_ns)
         self._slots.hold(plan.step, times.d2h_end_ns)

@@ -23,6 +23,10 @@ class Lane:
         self.busy_ns = 0
         self._stream = stream
 
+    def start_ns(self, ready_ns: int) -> int:
+        """When work submitted now, that may start at `ready_ns`, would start."""
+        return max(ready_ns, self._stream.free_ns)
+
     def book(self, ready_ns: int, duration_ns: int) -> tuple[int, int]:
         """Submit work that may start at `ready_ns`; returns its start and end."""
         assert duration_ns >= 0, (self.name, duration_ns)
