@@ -421,7 +421,6 @@ def test_lanes_run_in_order_of_submission() -> None:
     assert first.book(5, 10) == (5, 15)
     assert second.book(7, 10) == (15, 25)
     assert first.book(40, 0) == (40, 40)
-    assert (first.busy_ns, second.busy_ns) == (10, 10)
     with pytest.raises(AssertionError):
         first.book(0, -1)
 

@@ -43,7 +43,10 @@ class Graphs:
 
 def computed_tokens(plan: StepPlan) -> int:
     """Query tokens that the step computes by itself, with the padding of a static batch."""
-    return plan.tokens + plan.padding_rows + sum([c.padding for c in plan.chunks])
+    tokens = plan.prefill_tokens + plan.decodes + plan.padding_rows
+    for chunk in plan.chunks:
+        tokens += chunk.padding
+    return tokens
 
 
 def unpadded(plan: StepPlan) -> Bucket:

@@ -20,7 +20,6 @@ class Lane:
 
     def __init__(self, name: str, stream: Stream) -> None:
         self.name = name
-        self.busy_ns = 0
         self._stream = stream
 
     def start_ns(self, ready_ns: int) -> int:
@@ -30,10 +29,9 @@ class Lane:
     def book(self, ready_ns: int, duration_ns: int) -> tuple[int, int]:
         """Submit work that may start at `ready_ns`; returns its start and end."""
         assert duration_ns >= 0, (self.name, duration_ns)
-        start = max(ready_ns, self._stream.free_ns)
-        end = start + duration_ns
-        self._stream.free_ns = end
-        self.busy_ns += duration_ns
+        stream = self._stream
+        start = ready_ns if ready_ns > stream.free_ns else stream.free_ns
+        stream.free_ns = end = start + duration_ns
         return start, end
 
 

@@ -190,8 +190,9 @@ class BlockPool:
 
     def publish(self, request: Request, blocks: int) -> None:
         """The first `blocks` blocks of a request are full: give the new ones their keys. Duplicates are kept."""
-        for i in range(request.hashed, min(blocks, request.named)):
-            self._register(self.tables[request][i], self.key(request, i))
+        if request.hashed < request.named:
+            for i in range(request.hashed, min(blocks, request.named)):
+                self._register(self.tables[request][i], self.key(request, i))
         request.hash_to(blocks)
 
     def merge(self, request: Request, blocks: int) -> list[tuple[int, int]]:

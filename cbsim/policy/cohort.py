@@ -124,7 +124,7 @@ class Cohort:
 
     def landing(self, step: int) -> list[tuple[Request, int]]:
         """(request, its epoch when planned) for the rows of `step` that are not the cohort's any more."""
-        return self._late.pop(step, [])
+        return self._late.pop(step, None) or []
 
     def land(self, step: int, stopped: list[Request]) -> tuple[list[Request], list[Request], int]:
         """The oldest step in flight has come back: hand out its tokens.
@@ -134,9 +134,12 @@ class Cohort:
         """
         assert step == self.updated, (step, self.updated)
         over = self.ending(step)
-        over += [r for r in stopped if r not in over]
+        if stopped:
+            over += [r for r in stopped if r not in over]
         landed = self.landing(step)
         self.applied()
+        if not (landed or over):
+            return [], [], 0
         received, wasted = [], 0
         for request, _ in landed:
             if request.status is Status.FINISHED:

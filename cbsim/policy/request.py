@@ -143,7 +143,9 @@ class Request:
     @property
     def seen(self) -> int:
         cohort = self.cohort
-        return self._seen if cohort is None else self._seen + max(0, cohort.updated - self.since)
+        if cohort is None or cohort.updated <= self.since:
+            return self._seen
+        return self._seen + cohort.updated - self.since
 
     @property
     def known(self) -> int:
@@ -178,10 +180,10 @@ class Request:
     def advance(self, tokens: int, samples: bool) -> None:
         """A row of `tokens` query tokens was planned; with `samples` it yields an output token."""
         assert self.cohort is None
-        assert tokens > 0
-        assert self._computed + tokens <= self.target
+        assert 0 < tokens <= self.wanted, (self.spec.id, tokens, self.wanted)
         self._computed += tokens
-        self.high_water = max(self.high_water, self._computed)
+        if self._computed > self.high_water:
+            self.high_water = self._computed
         self._promised += samples
         self.status = Status.DECODE if samples else Status.PREFILL
 
@@ -224,7 +226,8 @@ class Request:
 
     def hash_to(self, blocks: int) -> None:
         """The first `blocks` blocks have a content key now."""
-        self.hashed = max(self.hashed, blocks)
+        if blocks > self.hashed:
+            self.hashed = blocks
 
     def misname(self, block: int) -> None:
         """`block` got its key too early: from it on, content keys are ones that no request can ask for."""

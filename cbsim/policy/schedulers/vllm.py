@@ -341,7 +341,7 @@ class VllmScheduler:
         return plan.rows > 0 or (self._new and not self.idle)
 
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
-        stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
+        stopped = [self.requests[s] for s in result.stopped if s in self.requests] if result.stopped else []
         received, over, wasted = self.cohort.land(plan.step, stopped)
         if not (received or over or wasted):
             return UNCHANGED
