@@ -195,13 +195,16 @@ def test_env_json_says_where_a_run_comes_from(both: Both) -> None:
 
 
 def test_git_state_is_that_of_the_sources(both: Both) -> None:
-    """env.json names the commit that `git rev-parse HEAD` names; nulls outside a checkout."""
+    """env.json names a commit of this repository, and whether it was altered; nulls outside a checkout, or where git
+    refuses, as in a checkout of another user.
+    """
     state = read(runs(both.out)[0] / "env.json")["git"]
-    if not (ROOT / ".git").exists() or not shutil.which("git"):
-        assert state == {"commit": None, "dirty": None}
+    words = ["git", "cat-file", "-t", str(state["commit"])]
+    if state["commit"] is None:
+        assert state["dirty"] is None
         return
-    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert state["commit"] in (asked.stdout.strip(), None)  # null where git refuses, as in a checkout of another user
+    assert subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout == "commit\n"
+    assert isinstance(state["dirty"], bool)
 
 
 def test_the_resolved_scenario_is_the_run(both: Both) -> None:
@@ -441,7 +444,7 @@ def test_a_bad_override_is_named(small: Path, out: Path, override: str, words: t
 def test_fields_that_do_not_go_together_are_both_named(
     small: Path, out: Path, override: str, words: tuple[str, ...]
 ) -> None:
-    """An override that contradicts another field, given or default, is exit 2; 70 B parameters of 2 bytes are 141 GB."""
+    """An override that contradicts another field, given or default, is exit 2; 70.6 B weights of 2 bytes: 141 GB."""
     refused(call("run", small, "--set", override, "--out", out), 2, *words)
     assert not out.exists()
 
