@@ -21,6 +21,8 @@ def scenario(name_or_path: str | Path) -> Path:
     path = Path(name_or_path)
     if path.is_file():
         return path
+    if path.is_dir() and (path.suffix or len(path.parts) > 1):
+        raise ScenarioError(f"{path}: is a folder, expected a scenario file")
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         raise ScenarioError(f"{path}: no such file{near(path.stem, names())}")
     return _named("", str(name_or_path), "scenario")

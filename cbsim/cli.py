@@ -6,6 +6,7 @@ Exit codes: 0 ok, 1 error, 2 bad scenario or arguments, 3 a check failed.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -21,18 +22,27 @@ ERROR, USAGE = 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. A user's own mistake is one message on stderr, never a traceback."""
     arguments = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a name that the terminal cannot show is no reason to fail
     try:
-        return _dispatch(arguments)
+        status = _dispatch(arguments)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return _fail("interrupted", ERROR)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _fail(f"output cannot be written: {error.strerror or error}", ERROR)
+    except (OverflowError, MemoryError) as error:
+        return _fail(f"{arguments.command}: a number is too large for a run: {error}", USAGE)
     except Exception as error:
-        status = _status(error)
-        if status is None:
+        known = _status(error)
+        if known is None:
             raise
-        return _fail(str(error), status)
+        return _fail(str(error), known)
 
 
 def _status(error: Exception) -> int | None:

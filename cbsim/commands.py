@@ -79,7 +79,11 @@ def _one_loop(asked: Scenario, loop: str, options: RunOptions) -> Finished:
         _write_results(writer, resolved, loop, server, options, complete=False)
         raise trace.RunError(f"{reason}: what was simulated until then is in {writer.path}") from None
     progress.done(server.now_ns)
-    done = _write_results(writer, resolved, loop, server, options, complete=True)
+    try:
+        done = _write_results(writer, resolved, loop, server, options, complete=True)
+    except trace.RunError as error:
+        writer.note(str(error))
+        raise
     writer.complete()
     return done
 
@@ -134,8 +138,8 @@ def _say_where(finished: Sequence[Finished], options: RunOptions) -> None:
         for status, count in one.summary["requests_by_status"].items():
             if count and status not in ("length", "stop"):
                 print(f"       {count} of {one.summary['requests']} requests {status}; see requests.parquet")
-    figure = "sync_above_async.png" if len(finished) == 2 else "timeline.png"
-    print(f"\npicture   {finished[-1].path / 'figures' / figure}")
+    figure = finished[-1].path / "figures" / ("sync_above_async.png" if len(finished) == 2 else "timeline.png")
+    print(f"\npicture   {figure}" if figure.exists() else "\nnothing ran: no picture")
     print(f"timeline  {finished[-1].path / 'timeline.json.gz'} (open it in ui.perfetto.dev)")
     print(f"again     {command_line(options)}")
 
@@ -158,7 +162,7 @@ def command_line(options: RunOptions) -> str:
     for condition in options.conditions:
         words += ["--check", condition.text]
     if options.span_s is not None:
-        words += ["--window", "{:g}:{:g}".format(*options.span_s)]
+        words += ["--window", ":".join(str(edge) for edge in options.span_s)]
     return shlex.join(words)
 
 

@@ -121,6 +121,8 @@ def parse(text: str, source: str, *, lines: bool = True) -> Any:
         ) from None
     except (YAMLError, ValueError) as error:
         raise ScenarioError(f"{source}: not valid YAML: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise ScenarioError(f"{source}: not valid YAML: nested too deeply") from None
 
 
 def write(values: dict[str, Any]) -> str:

@@ -60,11 +60,19 @@ def _hint(key: object, fields: list[str]) -> str:
     return near(key, fields) or f"; allowed: {', '.join(fields)}"
 
 
+LARGEST_WHOLE, LARGEST_REAL = 10**15, 1e30
+"""Beyond these no quantity of a run can lie; arithmetic on what is allowed does not overflow."""
+
+
 def _integral(value: Any) -> Any:
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > LARGEST_WHOLE:
+        raise complaint(f"got {shown(value)}, must be <= {LARGEST_WHOLE:,}")
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _decimal(value: Any) -> Any:
+    if isinstance(value, int | float) and not isinstance(value, bool) and LARGEST_REAL < abs(value) < float("inf"):
+        raise complaint(f"got {shown(value)}, must be <= {LARGEST_REAL:g}")
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 

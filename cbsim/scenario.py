@@ -6,6 +6,7 @@ Nothing else in the project has defaults of its own or checks what a user wrote.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 from cbsim import catalog, documents, sizing
 from cbsim.demand import Demand
 from cbsim.documents import Document
-from cbsim.fields import Frozen, ScenarioError, Whole, complaint
+from cbsim.fields import Frozen, ScenarioError, complaint
 from cbsim.overrides import apply
 from cbsim.serving import KvCache, Loop, Scheduler, Slo, StaticScheduler, TransformersScheduler, VllmScheduler
 from cbsim.shapes import Hardware, ModelShape, NamedHardware, NamedModel
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Scenario", "ScenarioError", "dump", "json_schema", "load", "loops", "scheduler_options", "write_schemas"]
 
+MOST_BLOCKS = 10_000_000
+"""Blocks that are kept track of one by one; more would only cost memory."""
 STATIC_PROFILE_TOKENS = 8192
 """Query tokens of the step that sizes a static batch's memory."""
 
@@ -39,7 +42,7 @@ class Scenario(Frozen):
     """Names the run; the file's name by default."""
     question: Annotated[str, Field(pattern=r"^[^\n]*\S[^\n]*$")]
     """What the scenario is meant to answer, in one line."""
-    seed: Annotated[Whole, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     """Root of all random numbers."""
     model: NamedModel
     """A model's shape: a name in scenarios/models, a path, or the fields themselves."""
@@ -102,7 +105,7 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Scenario:
     """
     path = catalog.scenario(path_or_name)
     document = documents.read(path)
-    document.data.setdefault("name", path.stem)
+    document.data.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "scenario")
     if overrides:
         document = apply(document, overrides, _defaults(document.data, path.parent), path.parent)
     scenario = _validated(document, path.parent)
@@ -148,11 +151,17 @@ def scheduler_options(scenario: Scenario, depth: int) -> VllmOptions | Transform
     flight. Raises ScenarioError if the model does not fit or sizes contradict each other.
     """
     scheduler = scenario.scheduler
+    options: VllmOptions | TransformersOptions | StaticOptions
     if isinstance(scheduler, VllmScheduler):
-        return _vllm(scenario, scheduler)
-    if isinstance(scheduler, TransformersScheduler):
-        return _transformers(scenario, scheduler, depth)
-    return _static(scenario, scheduler)
+        options = _vllm(scenario, scheduler)
+    elif isinstance(scheduler, TransformersScheduler):
+        options = _transformers(scenario, scheduler, depth)
+    else:
+        options = _static(scenario, scheduler)
+    if options.num_blocks > MOST_BLOCKS:
+        text = f"got {options.num_blocks:,}, must be <= {MOST_BLOCKS:,}; fewer blocks or a larger block_size would do"
+        raise ScenarioError(f"kv_cache.num_blocks: {text}")
+    return options
 
 
 def _fitting_blocks(scenario: Scenario, tokens: int, requests: int) -> int:

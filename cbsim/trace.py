@@ -87,6 +87,8 @@ class RunWriter:
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
         except OSError as error:
+            if name != MARKER:
+                path.unlink(missing_ok=True)  # no half-written file passes for a whole one
             raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
         return path
 
@@ -150,7 +152,7 @@ def load(path: Path) -> Run:
     marker = path / MARKER
     return Run(
         path,
-        _read(path / "scenario.resolved.yaml").decode(),
+        _read_text(path / "scenario.resolved.yaml"),
         _read_json(path / "env.json"),
         summary,
         _read_steps(path / "steps.parquet"),
@@ -166,9 +168,17 @@ def _read(path: Path) -> bytes:
         raise RunError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_text(path: Path) -> str:
     try:
-        value = json.loads(_read(path))
+        return _read(path).decode()
+    except UnicodeDecodeError:
+        raise RunError(f"{path}: not UTF-8 text") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    text = _read_text(path)
+    try:
+        value = json.loads(text)
     except ValueError as error:
         raise RunError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -177,19 +187,30 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_table(path: Path, columns: tuple[str, ...]) -> pa.Table:
+    content = _read(path)
     try:
-        table = pq.read_table(pa.BufferReader(_read(path)))
-    except pa.ArrowException as error:
+        table = pq.read_table(pa.BufferReader(content))
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise RunError(f"{path}: not a parquet table: {error}") from error
     missing = [name for name in columns if name not in table.column_names]
     if missing:
         raise RunError(f"{path}: column {missing[0]} is missing")
+    for name in columns:
+        if (
+            len(table)
+            and name != "token_runs"
+            and (table[name].null_count or str(table[name].type) not in ("int64", "string"))
+        ):
+            raise RunError(f"{path}: column {name} is not what it should be")
     return table
 
 
 def _read_steps(path: Path) -> Steps:
     table = _read_table(path, STEP_COLUMNS)
-    return Steps(np.stack([table[name].to_numpy() for name in STEP_COLUMNS], axis=1).astype(np.int64))
+    try:
+        return Steps(np.stack([table[name].to_numpy() for name in STEP_COLUMNS], axis=1).astype(np.int64))
+    except (TypeError, ValueError) as error:
+        raise RunError(f"{path}: not a step table: {error}") from None
 
 
 def _read_requests(path: Path) -> list[RequestRow]:

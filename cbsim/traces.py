@@ -8,6 +8,7 @@ traces that we know have none.
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -69,10 +70,16 @@ def _bad(path: Path, line: int, field: str, value: object, expected: str) -> Sce
 @contextmanager
 def _text(path: Path) -> Iterator[IO[str]]:
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            yield file
+        if path.suffix == ".gz":
+            with gzip.open(path, "rt", encoding="utf-8-sig", newline="") as file:
+                yield file
+        else:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                yield file
     except UnicodeDecodeError:
         raise ScenarioError(f"{path}: is not UTF-8 text") from None
+    except (csv.Error, RecursionError, EOFError) as error:
+        raise ScenarioError(f"{path}: cannot be read: {error}") from None
     except OSError as error:
         raise ScenarioError(f"{path}: cannot be read: {error.strerror}") from None
 
@@ -107,7 +114,8 @@ class _Table:
 
     def count(self, column: int, cell: str) -> int:
         """A whole number >= 1."""
-        if not (cell.isascii() and cell.isdecimal()) or (value := int(cell)) < 1:
+        cell = cell.strip()
+        if not (cell.isascii() and cell.isdecimal()) or len(cell) > 12 or (value := int(cell)) < 1:
             raise self.bad(column, cell, POSITIVE)
         return value
 
@@ -163,8 +171,8 @@ def plain(path: Path, limit: int | None = None) -> list[Arrival]:
             now = _seconds(table, arrival)
             if now < last:
                 raise table.bad(1, arrival, f"seconds not before those of the row above ({last})")
-            if name in ids:
-                raise table.bad(0, name, "an id that no row above has")
+            if not name or name in ids:
+                raise table.bad(0, name, "an id that no row above has" if name else "an id")
             ids.add(name)
             last = now
             rows.append(Arrival(round(now * 1e9), table.count(2, prompt), table.count(3, output), id=name))
@@ -177,8 +185,8 @@ def _seconds(table: _Table, cell: str) -> float:
         value = float(cell)
     except ValueError:
         value = float("nan")
-    if not isfinite(value) or value < 0:
-        raise table.bad(1, cell, "seconds >= 0")
+    if not isfinite(value) or not 0 <= value < 1e9:
+        raise table.bad(1, cell, "seconds >= 0, less than 30 years")
     return value
 
 
@@ -217,15 +225,15 @@ class _Line(NamedTuple):
 
     def count(self, field: str) -> int:
         value = self.values.get(field)
-        if type(value) is not int or value < 1:
+        if type(value) is not int or not 1 <= value < 10**12:
             raise self.bad(field, POSITIVE)
         return value
 
     def milliseconds(self, field: str) -> int:
         """The field's milliseconds as nanoseconds."""
         value = self.values.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise self.bad(field, "milliseconds >= 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
+            raise self.bad(field, "milliseconds >= 0, less than 30 years")
         return round(value * 1_000_000)
 
     def hash_ids(self, tokens: int) -> tuple[int, ...]:

@@ -320,7 +320,7 @@ def test_an_interrupted_run_is_compared_as_far_as_it_goes(run: Path, capsys: pyt
         ("summary.json", b"{}", "schema_version None"),
         ("summary.json", b'{"schema_version": 99}', "schema_version 99"),
         ("env.json", None, "cannot be read"),
-        ("env.json", b"\xff\xfe", "not JSON"),
+        ("env.json", b"\xff\xfe", "not UTF-8"),
         ("scenario.resolved.yaml", None, "cannot be read"),
         ("scenario.resolved.yaml", b"hello", "expected fields"),
         ("steps.parquet", None, "cannot be read"),

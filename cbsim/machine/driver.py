@@ -24,6 +24,7 @@ from cbsim.policy.request import RequestSpec
 from cbsim.record import Record, StepTimes
 
 OPEN, CLOSED = Polled(), Polled(closed=True)
+LONGEST_NS = 1 << 61  # 73 years: beyond, times would not fit their columns
 UNEVENTFUL = Landed(NOTHING_STOPPED)
 
 
@@ -164,6 +165,8 @@ class Machine:
         times = self._landing
         times.update_start_ns = self._cpu_ns
         times.update_end_ns = self._cpu_ns = self._cpu_ns + times.update_ns
+        if self._cpu_ns > LONGEST_NS:
+            raise OverflowError(f"the run has come to {self._cpu_ns / 1e9:.3g} s of simulated time")
         self.record.applied(effect.plan, effect.outcome, times)
         for spec, _ in effect.outcome.finished:
             self._followed(spec)
@@ -187,7 +190,7 @@ class Machine:
             elif at_ns >= spec.arrival_ns and not self.record.knows(spec):
                 early.append((at_ns, spec))
         self._cancels += reversed(early)
-        return due
+        return sorted(due, key=lambda spec: (spec.arrival_ns, spec.index))  # as a replay can tell them
 
     def _followed(self, spec: RequestSpec) -> None:
         """A request has ended, for whatever reason: queue those that its client sends next."""
