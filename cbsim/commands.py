@@ -155,7 +155,7 @@ def _judge(conditions: Sequence[checks.Check], summaries: Mapping[str, Mapping[s
 
 
 def command_line(options: RunOptions) -> str:
-    """The command that makes this run again."""
+    """The command that computes this run again; where it is written and what its timeline shows is left out."""
     words = ["python", "-m", "cbsim", "run", options.scenario]
     for override in options.overrides:
         words += ["--set", override]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import subprocess
-import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,7 +25,6 @@ def environment(command: str, workload_hash: str, seed: int) -> dict[str, Any]:
         "driver": None,
         "workload_hash": workload_hash,
         "seed": seed,
-        "argv0": Path(sys.argv[0]).name,
     }
 
 

@@ -44,7 +44,7 @@ class Client(Protocol):
 
 
 class Machine:
-    """One server with one GPU; `depth` steps in flight, each with an I/O buffer; does `overlap` let copies overlap?"""
+    """One server with one GPU: `depth` steps in flight, an I/O buffer each; `overlap` runs copies beside kernels."""
 
     def __init__(
         self,

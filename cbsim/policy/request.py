@@ -27,7 +27,7 @@ class Status(Enum):
 
 
 class Finish(Enum):
-    """Why a request ended. LENGTH was known in advance; STOP is seen only when the token arrives."""
+    """Why a request ended. LENGTH: its limit, which a scheduler can foresee; STOP: seen only when the token arrives."""
 
     LENGTH = "length"
     STOP = "stop"

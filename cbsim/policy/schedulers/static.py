@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from cbsim.policy.blocks import BlockPool, FreeQueue
 from cbsim.policy.cohort import Cohort
+from cbsim.policy.news import News
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 
@@ -40,8 +41,7 @@ class StaticScheduler:
         self._batch: list[Request] = []
         self._length = 0  # positions of every row, padding included
         self._ordinal = 0
-        self._left: list[RequestSpec] = []
-        self._ended: list[RequestSpec] = []
+        self._news = News(self.cohort, self.pool, foresees=True)
 
     @property
     def idle(self) -> bool:
@@ -71,20 +71,15 @@ class StaticScheduler:
 
     def _prefill(self) -> StepPlan:
         prompt, blocks = self._form()
-        chunks = []
+        rows = {}
         for request in self._batch:
             table = tuple(self.pool.grow(request, blocks))
             request.admit(self._ordinal, 0)
             self._ordinal += 1
-            tokens = request.target
-            request.advance(tokens, samples=True)
-            chunks.append(
-                Chunk(
-                    request.spec, request.order, 0, tokens, table, samples=True, admitted=True, padding=prompt - tokens
-                )
-            )
+            tokens, left = request.target, prompt - request.target
+            rows[request] = Chunk(request.spec, request.order, 0, tokens, table, True, admitted=True, padding=left)
         self._length = prompt
-        return self._commit(tuple(chunks), blocks * len(chunks))
+        return self._commit(rows)
 
     def _form(self) -> tuple[int, int]:
         """Fill the batch from the queue, in order, as far as seats and cache go: (longest prompt, blocks a row)."""
@@ -100,50 +95,32 @@ class StaticScheduler:
         return prompt, blocks
 
     def _decode(self) -> StepPlan:
-        plan = self._commit((), 0)
+        """A row for every member of the batch, those that have ended included, over the positions of the longest."""
+        rows, context = len(self._batch), len(self._batch) * self._length
         self._length += 1
-        return plan
+        plan = self._commit({})
+        return plan._replace(padding_rows=rows - plan.decodes, padding_context=context - plan.decode_context)
 
-    def _commit(self, chunks: tuple[Chunk, ...], new_blocks: int) -> StepPlan:
-        cohort, rows = self.cohort, len(self._batch)
+    def _commit(self, rows: dict[Request, Chunk]) -> StepPlan:
+        """Promise the rows and hand the plan out."""
+        cohort = self.cohort
         ending = cohort.ending(cohort.planned)
-        ends = [*ending, *(r for r in self._batch if chunks and r.promised == r.last)]
-        starting = [r for r in self._batch if chunks and r.promised < r.limit]
-        plan = StepPlan(
-            step=cohort.planned,
-            chunks=chunks,
-            lead=0,
-            decodes=len(cohort),
-            decode_context=cohort.context,
-            grown=(),
-            joined=tuple([r.spec for r in starting]),
-            left=tuple(self._left),
-            ends=tuple([r.spec for r in ends]),
-            ended=tuple(self._ended),
-            preempted=(),
-            prefill_tokens=sum([c.tokens for c in chunks]),
-            table_blocks=self.pool.num_blocks - self.pool.free,
-            new_blocks=new_blocks,
-            running=sum([r.status is not Status.FINISHED for r in self._batch]),
-            waiting=len(self.waiting),
-            free_blocks=self.pool.free,
-            padding_rows=0 if chunks else rows - len(cohort),
-            padding_context=0 if chunks else rows * self._length - cohort.context,
-        )
-        self._left, self._ended = [], []
+        running = sum([r.status is not Status.FINISHED for r in self._batch])
+        plan = self._news.plan(rows, (), ending, len(cohort), running, len(self.waiting))
         cohort.commit()
-        for chunk in chunks:
-            cohort.await_row(plan.step, self.requests[chunk.spec])
-        for request in starting:
+        for request in rows:
+            cohort.await_row(plan.step, request)
+        for spec in plan.joined:
+            request = self.requests[spec]
             cohort.join(request, self.pool.held(request), fills=False)
         for request in ending:
             if request.promised == request.limit:
                 self._detach(request)
-        return plan
+        return plan._replace(table_blocks=self.pool.num_blocks - self.pool.free)
 
     def _detach(self, request: Request) -> None:
         self.cohort.leave(request, self.pool.held(request))
-        self._left.append(request.spec)
+        self._news.left.append(request.spec)
 
     def runs_ahead(self, plan: StepPlan) -> bool:
         return True
@@ -165,7 +142,7 @@ class StaticScheduler:
             self.waiting.remove(request)
         request.end(reason)
         del self.requests[request.spec]
-        self._ended.append(request.spec)
+        self._news.ended.append(request.spec)
 
     def _disband(self) -> None:
         """Free the batch once its last request has ended."""
