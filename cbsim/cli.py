@@ -9,12 +9,12 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from cbsim.commands import RunOptions
+    from cbsim.runs import RunOptions
 
 ERROR, USAGE = 1, 2
 
@@ -22,27 +22,39 @@ ERROR, USAGE = 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. A user's own mistake is one message on stderr, never a traceback."""
     arguments = _parser().parse_args(argv)
+    return guarded("cbsim", arguments.command, lambda: _dispatch(arguments), _status)
+
+
+def guarded(
+    program: str, command: str, act: Callable[[], int], status: Callable[[Exception], int | None]
+) -> int:
+    """The exit status of `act`. What `status` knows as a user's mistake, and what the system refuses, is one message."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a name that the terminal cannot show is no reason to fail
+
+    def fail(message: str, code: int) -> int:
+        print(f"{program}: {message}", file=sys.stderr)
+        return code
+
     try:
-        status = _dispatch(arguments)
+        code = act()
         sys.stdout.flush()
-        return status
+        return code
     except KeyboardInterrupt:
-        return _fail("interrupted", ERROR)
+        return fail("interrupted", ERROR)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _fail(f"output cannot be written: {error.strerror or error}", ERROR)
+        return fail(f"output cannot be written: {error.strerror or error}", ERROR)
     except (OverflowError, MemoryError) as error:
-        return _fail(f"{arguments.command}: a number is too large for a run: {error}", USAGE)
+        return fail(f"{command}: a number is too large for a run: {error}", USAGE)
     except Exception as error:
-        known = _status(error)
+        known = status(error)
         if known is None:
             raise
-        return _fail(str(error), known)
+        return fail(str(error), known)
 
 
 def _status(error: Exception) -> int | None:
@@ -56,16 +68,11 @@ def _status(error: Exception) -> int | None:
     return ERROR if isinstance(error, RunError) else None
 
 
-def _fail(message: str, status: int) -> int:
-    print(f"cbsim: {message}", file=sys.stderr)
-    return status
-
-
 def _dispatch(arguments: argparse.Namespace) -> int:
     from cbsim import commands
 
     if arguments.command == "run":
-        return commands.run(_run_options(arguments))
+        return commands.run(run_options(arguments))
     if arguments.command == "conformance":
         return commands.conformance(arguments.paths)
     if arguments.command == "replay":
@@ -79,15 +86,16 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     return bench.bench(arguments.cases, as_json=arguments.json)
 
 
-def _run_options(arguments: argparse.Namespace) -> RunOptions:
-    from cbsim import checks, commands
+def run_options(arguments: argparse.Namespace) -> RunOptions:
+    """What such arguments mean."""
+    from cbsim import checks, runs
 
     overrides = list(arguments.set)
     if arguments.seed is not None:
         overrides.append(f"seed={arguments.seed}")
     if arguments.loop is not None:
         overrides.append(f"loop.mode={arguments.loop}")
-    return commands.RunOptions(
+    return runs.RunOptions(
         scenario=arguments.scenario,
         overrides=overrides,
         out=arguments.out,
@@ -99,19 +107,21 @@ def _run_options(arguments: argparse.Namespace) -> RunOptions:
     )
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong and how the command is used; exits 2."""
+
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message}\n{self.format_usage()}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m cbsim",
         description="Simulate continuous batching of LLM requests: scheduling, KV blocks, CPU and GPU in overlap.",
         epilog="Exit status: 0 ok, 1 error, 2 bad scenario or arguments, 3 a check failed.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _run_arguments(commands.add_parser("run", help="simulate a scenario and write a run directory a loop"))
+    run_arguments(commands.add_parser("run", help="simulate a scenario and write a run directory a loop"))
     conformance = commands.add_parser("conformance", help="compare the policies with traces of the real schedulers")
     conformance.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a trace, or a folder of traces")
     replay = commands.add_parser("replay", help="derive the plans of recorded runs again: identical, or the difference")
@@ -125,7 +135,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run_arguments(run: argparse.ArgumentParser) -> None:
+def run_arguments(run: argparse.ArgumentParser) -> None:
+    """The arguments of a command that runs a scenario."""
     run.add_argument("scenario", help="a scenario file, or the name of one that comes with the project")
     run.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field (repeatable)"

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("simpy", "pydantic", "ruamel.yaml", "numpy", "pyarrow", "matplotlib")
+PACKAGES = ("simpy", "pydantic", "ruamel.yaml", "numpy", "pyarrow", "matplotlib", "torch", "triton", "transformers")
 
 
 def environment(command: str, workload_hash: str, seed: int) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def environment(command: str, workload_hash: str, seed: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "device": "simulated",
+        "device": None,
         "driver": None,
         "workload_hash": workload_hash,
         "seed": seed,

@@ -37,7 +37,8 @@ STEP_COUNTS = (
     "plan_hash",  # of everything the plan says: a tuple of integers has the same hash in every process
 )
 STEP_COLUMNS = (*STEP_COUNTS, *STEP_TIMES)
-STATUSES = (*(finish.value for finish in Finish), "unfinished", "waiting")
+FAILED = "failed"
+STATUSES = (*(finish.value for finish in Finish), FAILED, "unfinished", "waiting")
 
 
 class StepTimes:
@@ -99,8 +100,10 @@ class Record:
         self.total_blocks = total_blocks
         self.steps = bytearray()  # rows of STEP_COLUMNS, each a native 64-bit integer
         self.refusals: dict[RequestSpec, str] = {}
+        self.failures: dict[RequestSpec, str] = {}
         self.cancels: dict[RequestSpec, int] = {}
         self.polls = 0
+        self.sampled_tokens = 0  # output tokens that steps have delivered
         self._queued: dict[RequestSpec, tuple[int, int]] = {}  # -> (poll, time)
         self._first_step: dict[RequestSpec, int] = {}
         self._requests: dict[RequestSpec, Request] = {}
@@ -131,6 +134,11 @@ class Record:
         self.cancels[spec] = self.polls
         return True
 
+    def failed(self, spec: RequestSpec, reason: str) -> bool:
+        """The engine could not go on with a request. If it is not over, it is cancelled in poll number `polls`."""
+        self.failures[spec] = reason
+        return self.cancelled(spec)
+
     def refused(self, spec: RequestSpec, reason: str) -> None:
         self.refusals[spec] = reason
 
@@ -149,6 +157,7 @@ class Record:
             recomputed += chunk.recomputed
             cached += chunk.cached
             context += chunk.start
+        self.sampled_tokens += sampled - outcome.wasted_rows
         counts = (
             plan.step,
             len(chunks) + plan.decodes,
@@ -180,9 +189,11 @@ class Record:
         """Of steps that were cut short nothing shows: the tables of an interrupted run agree."""
         request, (poll, queued_ns) = self._requests.get(spec), self._queued[spec]
         runs, first_step = self._delivered(request), self._first_step.get(spec, -1)
-        status, reason = "waiting", self.refusals.get(spec, "")
-        if reason:
+        status, reason = "waiting", self.refusals.get(spec) or self.failures.get(spec, "")
+        if spec in self.refusals:
             status = Finish.REFUSED.value
+        elif spec in self.failures:
+            status = FAILED
         elif spec in self.cancels:
             status = Finish.ABORTED.value
         elif request is not None:

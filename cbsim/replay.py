@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cbsim import simulate, trace, workload
+from cbsim import assemble, trace, workload
 from cbsim.policy.loop import Await, Landed, Launch, Poll, Polled, serve
 from cbsim.policy.plan import StepPlan, StepResult
-from cbsim.policy.request import RequestSpec
+from cbsim.policy.request import Finish, RequestSpec
 from cbsim.record import RequestRow
 from cbsim.scenario import depth, load
 from cbsim.trace import Run, RunError
@@ -38,7 +38,7 @@ def rederive(path: Path, say: Callable[[str], None] | None = None) -> Verdict:
     """Derive the plans of the run in `path` again. Raises RunError or ScenarioError if it cannot be read."""
     run = trace.load(path)
     scenario = load(path / "scenario.resolved.yaml")
-    policy = simulate.scheduler(scenario, scenario.loop.mode)
+    policy = assemble.scheduler(scenario, scenario.loop.mode)
     specs = _specs(run, workload.build(scenario))
     if say:
         say(f"{path}: {len(run.steps)} steps, {len(specs)} requests, {scenario.scheduler.name}, {scenario.loop.mode}")
@@ -58,7 +58,7 @@ def _specs(run: Run, asked: workload.Workload) -> dict[int, RequestSpec]:
 
 
 def _compare(run: Run, policy: Any, steps_in_flight: int, specs: dict[int, RequestSpec]) -> Verdict:
-    polls = _Polls(run.requests, specs)
+    polls, stops = _Polls(run.requests, specs), _stops(run.requests, specs)
     total, step = policy.pool.num_blocks, 0
     recorded = {name: run.steps[name] for name in COMPARED}
     loop = serve(policy, steps_in_flight)
@@ -79,8 +79,17 @@ def _compare(run: Run, policy: Any, steps_in_flight: int, specs: dict[int, Reque
                 return Verdict(step, len(run.steps), f"step {step}: {difference}")
             step += 1
         elif isinstance(effect, Await):
-            stops = tuple(s for s in effect.plan.ends if s.output_tokens < s.max_tokens)
-            answer = Landed(StepResult(stops), polls.answer().cancels if effect.cancels else ())
+            stopped = StepResult(tuple(stops.get(effect.plan.step, ())))
+            answer = Landed(stopped, polls.answer().cancels if effect.cancels else ())
+
+
+def _stops(rows: list[RequestRow], specs: dict[int, RequestSpec]) -> dict[int, list[RequestSpec]]:
+    """The requests that sampled a stop token, by the step that did: declared by the workload or found in the text."""
+    stops: dict[int, list[RequestSpec]] = {}
+    for row in rows:
+        if row.status == Finish.STOP.value:
+            stops.setdefault(sum(row.token_runs[-2:]) - 1, []).append(specs[row.index])
+    return stops
 
 
 class _Polls:

@@ -35,6 +35,8 @@ class ModelShape(Frozen):
     """Rows of the embedding."""
     tied_embeddings: bool = False
     """Does the output layer share the embedding's weights?"""
+    qk_norm: bool = False
+    """Are the queries and keys of every head RMS-normed (Qwen3)?"""
     dtype: Dtype = "bfloat16"
     """Type of weights, activations and KV cache."""
     max_position: Annotated[Whole, Field(ge=1)]
@@ -52,9 +54,9 @@ class ModelShape(Frozen):
 
     @property
     def parameters(self) -> int:
-        """All weights. Norms of the queries and keys (Qwen3: 2 * head_dim a layer) are left out."""
+        """All weights."""
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
-        norms = (2 * self.layers + 1) * self.hidden
+        norms = (2 * self.layers + 1) * self.hidden + 2 * self.layers * self.head_dim * self.qk_norm
         return self.layers * self.layer_parameters + embeddings + norms
 
     @property

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbsim import shapes, simulate
+from cbsim import assemble, shapes
 from cbsim.cost.base import Cost
 from cbsim.cost.constant import ConstantCost
 from cbsim.cost.cpu import CpuCost, PhaseCost
@@ -152,7 +152,7 @@ def test_roofline_of_a_scenario_has_the_data_sheets_numbers() -> None:
         },
         context={"base": Path()},
     )
-    cost, model = simulate.cost_model(asked), shapes.model("llama-3.1-8b")
+    cost, model = assemble.cost_model(asked), shapes.model("llama-3.1-8b")
     weights = model.parameters - model.vocab * model.hidden - (2 * model.layers + 1) * model.hidden
     short, long = (cost.gpu_ns(plan(1, context), 1)[1] for context in (1, 1001))
     assert short == pytest.approx(2 * weights / 3.35e12 * 1e9, rel=1e-3)

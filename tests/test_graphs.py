@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbsim.machine.graphs import Graphs, Shape, computed_tokens, transformers_buckets, unpadded, vllm_buckets
+from cbsim.machine.graphs import Graphs, Shape, transformers_buckets, unpadded, vllm_buckets
 from cbsim.policy.graphs import up_to_multiple, up_to_power
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.policy.request import RequestSpec
@@ -48,7 +48,7 @@ def test_up_to_a_power_of_two(value: int) -> None:
 
 def test_computed_tokens_count_all_padding() -> None:
     """Three decoding rows, two rows that have ended, a prompt of 5 padded by 4 and one of 9: 3 + 2 + 9 + 9."""
-    assert computed_tokens(plan(3, ((0, 5, 4), (0, 9, 0)), padding_rows=2)) == 23
+    assert plan(3, ((0, 5, 4), (0, 9, 0)), padding_rows=2).computed_tokens == 23
 
 
 @pytest.mark.parametrize(
@@ -119,4 +119,4 @@ def test_no_graph_is_smaller_than_its_step(decodes: int, pad: int, ended: int, r
     """Padding only adds: a static batch under any rule computes at least its own rectangle."""
     step = plan(decodes, ((0, 6, pad),), padding_rows=ended)
     buckets = (unpadded, vllm_buckets([1, 8, 16, 32, 64, 128]), transformers_buckets(64, 256, 4096))[rule]
-    assert Graphs(buckets, 0).shape(step).tokens >= computed_tokens(step) >= step.tokens
+    assert Graphs(buckets, 0).shape(step).tokens >= step.computed_tokens >= step.tokens

@@ -472,3 +472,17 @@ def test_the_example_s_numbers_are_in_its_file() -> None:
     cost = scenario.load("worked_example").cost
     assert isinstance(cost, ConstantCost)
     assert (cost.step_s, cost.cpu.schedule.base_s) == (0.032, 0.010)
+
+
+# -- tiny_cpu ---------------------------------------------------------------------------------------------------------
+
+
+def test_tiny_cpu_simulates_what_the_engine_replays() -> None:
+    """The engine's first scenario is one of the simulator's, too: every request ends, prefixes are shared, and both
+    loops serve the same tokens.
+    """
+    summaries = [ran("tiny_cpu", loop).summary for loop in ("sync", "async")]
+    for summary in summaries:
+        assert summary["requests_by_status"]["length"] == summary["requests"] == 48
+        assert summary["prefix_hit_tokens"] > 0
+    assert summaries[0]["output_tokens"] == summaries[1]["output_tokens"]

@@ -10,12 +10,12 @@ has ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from heapq import heappop, heappush
-from typing import Any, Protocol
+from typing import Any
 
 import simpy
 
 from cbsim.cost.base import Cost
+from cbsim.inbox import Client, Inbox
 from cbsim.machine.graphs import Graphs
 from cbsim.machine.lanes import Slots, lanes
 from cbsim.policy.loop import Applied, Await, Idle, Landed, Launch, Poll, Polled, Refused, Scheduler, serve
@@ -26,21 +26,6 @@ from cbsim.record import Record, StepTimes
 OPEN, CLOSED = Polled(), Polled(closed=True)
 LONGEST_NS = 1 << 61  # 73 years: beyond, times would not fit their columns
 UNEVENTFUL = Landed(NOTHING_STOPPED)
-
-
-class Client(Protocol):
-    """Where requests come from. The workload of a scenario is one."""
-
-    @property
-    def open(self) -> list[RequestSpec]:
-        """Requests whose arrival does not depend on the server."""
-
-    @property
-    def cancels(self) -> list[tuple[int, RequestSpec]]:
-        """(time, request) of clients that give up, in order of time."""
-
-    def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
-        """Requests that follow the end of `spec`, with arrivals at or after `now_ns`. Called once for each end."""
 
 
 class Machine:
@@ -61,10 +46,8 @@ class Machine:
         self.record = record
         self._cost = cost
         self._graphs = graphs
-        self._client = client
         self._depth = depth
-        self._inbox = [(s.arrival_ns, s.index, s) for s in client.open]
-        self._cancels = client.cancels[::-1]
+        self._inbox = Inbox(client, record)
         self._h2d, self._compute, self._d2h = lanes(overlap=overlap)
         self._slots = Slots(depth)
         self._cpu_ns = 0
@@ -99,7 +82,7 @@ class Machine:
                     on_step(self._cpu_ns)
                 continue
             if effect.wait and self._inbox:
-                self._cpu_ns = max(self._cpu_ns, self._inbox[0][0])
+                self._cpu_ns = max(self._cpu_ns, self._inbox.due_ns)
             if env.peek() <= self._cpu_ns:
                 yield env.timeout(self._cpu_ns - env.now)
             answer = self._poll()
@@ -109,12 +92,8 @@ class Machine:
         self.record.polls += 1
         now, inbox = self._cpu_ns, self._inbox
         self._times = StepTimes(now)
-        arrived = []
-        while inbox and inbox[0][0] <= now:
-            spec = heappop(inbox)[2]
-            self.record.queued(spec, now)
-            arrived.append(spec)
-        cancels = self._given_up() if self._cancels else ()
+        arrived = inbox.arrived(now) if inbox.due_ns <= now else ()
+        cancels = inbox.given_up(now) if inbox.quits else ()
         if arrived or cancels:
             return Polled(arrived, cancels)  # not closed yet: one that is refused may be followed by others
         return OPEN if inbox else CLOSED
@@ -155,7 +134,7 @@ class Machine:
         cancels: Sequence[RequestSpec] = ()
         if effect.cancels:
             self.record.polls += 1
-            cancels = self._given_up() if self._cancels else ()
+            cancels = self._inbox.given_up(self._cpu_ns) if self._inbox.quits else ()
         ends = effect.plan.ends
         if not ends and not cancels:
             return UNEVENTFUL
@@ -169,30 +148,9 @@ class Machine:
             raise OverflowError(f"the run has come to {self._cpu_ns / 1e9:.3g} s of simulated time")
         self.record.applied(effect.plan, effect.outcome, times)
         for spec, _ in effect.outcome.finished:
-            self._followed(spec)
+            self._inbox.ended(spec, self._cpu_ns)
 
     def _refused(self, effect: Refused) -> None:
         self.record.refused(effect.spec, effect.reason)
         if effect.spec not in self.record.cancels:
-            self._followed(effect.spec)
-
-    def _given_up(self) -> list[RequestSpec]:
-        """Requests cancelled until now. One that waits to be taken in is given up by the poll that does; one that was
-        cancelled before it arrived is not: its client had nothing to give up.
-        """
-        due: list[RequestSpec] = []
-        early: list[tuple[int, RequestSpec]] = []
-        while self._cancels and self._cancels[-1][0] <= self._cpu_ns:
-            at_ns, spec = self._cancels.pop()
-            if self.record.cancelled(spec):
-                due.append(spec)
-                self._followed(spec)
-            elif at_ns >= spec.arrival_ns and not self.record.knows(spec):
-                early.append((at_ns, spec))
-        self._cancels += reversed(early)
-        return sorted(due, key=lambda spec: (spec.arrival_ns, spec.index))  # as a replay can tell them
-
-    def _followed(self, spec: RequestSpec) -> None:
-        """A request has ended, for whatever reason: queue those that its client sends next."""
-        for follower in self._client.on_finish(spec, self._cpu_ns):
-            heappush(self._inbox, (follower.arrival_ns, follower.index, follower))
+            self._inbox.ended(effect.spec, self._cpu_ns)

@@ -32,7 +32,7 @@ class Graphs:
         rows = plan.decodes + len(plan.chunks)
         bucket = self._bucket(plan) if self._bucket and rows else None
         if bucket is None:
-            return Shape(computed_tokens(plan), eager=rows > 0, capture_ns=0)
+            return Shape(plan.computed_tokens, eager=rows > 0, capture_ns=0)
         tokens, key = bucket
         shape = self._captured.get(key)
         if shape is None:
@@ -41,17 +41,9 @@ class Graphs:
         return shape
 
 
-def computed_tokens(plan: StepPlan) -> int:
-    """Query tokens that the step computes by itself, with the padding of a static batch."""
-    tokens = plan.prefill_tokens + plan.decodes + plan.padding_rows
-    for chunk in plan.chunks:
-        tokens += chunk.padding
-    return tokens
-
-
 def unpadded(plan: StepPlan) -> Bucket:
     """A graph for every size: nothing is padded."""
-    return computed_tokens(plan), computed_tokens(plan)
+    return plan.computed_tokens, plan.computed_tokens
 
 
 def transformers_buckets(max_requests: int, max_tokens: int, cache_tokens: int) -> Callable[[StepPlan], Bucket]:
@@ -62,7 +54,7 @@ def transformers_buckets(max_requests: int, max_tokens: int, cache_tokens: int) 
             tokens = up_to_power(plan.tokens, max_requests)
             return tokens, ("decode", tokens)
         read = plan.decode_context + sum([c.start for c in plan.chunks])
-        tokens = up_to_multiple(computed_tokens(plan), 64, max_tokens)
+        tokens = up_to_multiple(plan.computed_tokens, 64, max_tokens)
         return tokens, (tokens, up_to_multiple(read, 16384, cache_tokens))
 
     return bucket
@@ -73,7 +65,7 @@ def vllm_buckets(sizes: Sequence[int]) -> Callable[[StepPlan], Bucket]:
     sizes = sorted(sizes)
 
     def bucket(plan: StepPlan) -> Bucket:
-        at = bisect_left(sizes, computed_tokens(plan))
+        at = bisect_left(sizes, plan.computed_tokens)
         return (sizes[at], sizes[at]) if at < len(sizes) else None
 
     return bucket

@@ -85,6 +85,14 @@ class StepPlan(NamedTuple):
     def tokens(self) -> int:
         return self.prefill_tokens + self.decodes
 
+    @property
+    def computed_tokens(self) -> int:
+        """Query tokens that the step computes by itself, with the padding of a static batch."""
+        tokens = self.prefill_tokens + self.decodes + self.padding_rows
+        for chunk in self.chunks:
+            tokens += chunk.padding
+        return tokens
+
 
 class StepResult(NamedTuple):
     """What came back: the requests that sampled a stop token. Every sampling row delivered one token."""
