@@ -44,10 +44,13 @@ def cost_model(scenario: Scenario) -> Cost:
     return FittedCost(
         cpu_ns=cpu,
         base=settings.base_s * NS,
+        per_chunk=settings.per_chunk_s * NS,
         per_prefill_token=settings.per_prefill_token_s * NS,
         per_prefill_pair=settings.per_prefill_attention_s * NS,
         per_decode_row=settings.per_decode_row_s * NS,
         per_context_token=settings.per_context_token_s * NS,
+        h2d=settings.h2d_s * NS,
+        d2h=settings.d2h_s * NS,
         launch=settings.launch_s_per_layer * layers * NS,
     )
 

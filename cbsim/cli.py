@@ -25,10 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded("cbsim", arguments.command, lambda: _dispatch(arguments), _status)
 
 
-def guarded(
-    program: str, command: str, act: Callable[[], int], status: Callable[[Exception], int | None]
-) -> int:
-    """The exit status of `act`. What `status` knows as a user's mistake, and what the system refuses, is one message."""
+def guarded(program: str, command: str, act: Callable[[], int], status: Callable[[Exception], int | None]) -> int:
+    """The exit status of `act`. What `status` knows to be a user's mistake or the system refuses is one message."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a name that the terminal cannot show is no reason to fail
 

@@ -112,6 +112,8 @@ class Coefficients(Frozen):
 
     base_s: Seconds = 0.0
     """Seconds a step."""
+    per_chunk_s: Seconds = 0.0
+    """Seconds a request that is being prefilled, whatever the size of its chunk."""
     per_prefill_token_s: Seconds = 0.0
     """Seconds a query token of a prefill."""
     per_prefill_attention_s: Seconds = 0.0
@@ -120,6 +122,10 @@ class Coefficients(Frozen):
     """Seconds a decoding request."""
     per_context_token_s: Seconds = 0.0
     """Seconds a cached token read by a decoding request."""
+    h2d_s: Seconds = 0.0
+    """Seconds from the launch of a step to the start of its kernels on an idle device."""
+    d2h_s: Seconds = 0.0
+    """Seconds from the end of its kernels until the CPU has the result."""
     launch_s_per_layer: Seconds = 50e-6
     """CPU seconds to launch one layer's kernels, when no graph is used."""
     cpu: MeasuredCpu = MeasuredCpu()

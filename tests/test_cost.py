@@ -75,26 +75,29 @@ def test_constant_charges_the_context_of_rows_that_have_ended() -> None:
 FITTED = FittedCost(
     cpu_ns=FREE,
     base=1000,
+    per_chunk=30,
     per_prefill_token=10,
     per_prefill_pair=0.5,
     per_decode_row=100,
     per_context_token=1,
+    h2d=2,
+    d2h=3,
     launch=77.4,
 )
 
 
 def test_fitted_by_hand() -> None:
     """A chunk of 20 tokens behind 40: its tokens attend to 20 x 40 + 1 + 2 + ... + 20 = 1010 KV tokens, half a ns each.
-    1000 + 20 x 10 + 505 + 2 rows x 100 + 302 KV tokens = 2207. Copies are part of it."""
-    assert FITTED.gpu_ns(plan(2, 300, ((40, 20),)), 22) == (0, 2207, 0)
+    1000 + 30 + 20 x 10 + 505 + 2 rows x 100 + 302 KV tokens = 2237."""
+    assert FITTED.gpu_ns(plan(2, 300, ((40, 20),)), 22) == (2, 2237, 3)
     assert FITTED.eager_launch_ns(plan(1)) == 77
 
 
 def test_fitted_pays_for_the_padding_of_a_static_batch() -> None:
     """A prompt of 20 padded to 24: 24 x 10 + 300 x 0.5. A row that has ended is a row, its context context."""
-    assert FITTED.gpu_ns(padded(plan(chunks=((0, 20),)), 4), 24) == (0, 1000 + 240 + 150, 0)
+    assert FITTED.gpu_ns(padded(plan(chunks=((0, 20),)), 4), 24) == (2, 1000 + 30 + 240 + 150, 3)
     step = plan(2, 300, padding_rows=3, padding_context=450)
-    assert FITTED.gpu_ns(step, 5) == (0, 1000 + 500 + 755, 0)
+    assert FITTED.gpu_ns(step, 5) == (2, 1000 + 500 + 755, 3)
 
 
 # -- roofline ---------------------------------------------------------------------------------------------------------

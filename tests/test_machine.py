@@ -148,7 +148,8 @@ def costs(draw: st.DrawFn) -> Cost:
     if kind == "constant":
         return ConstantCost(cpu, term(), term(), term(), term())
     if kind == "fitted":
-        names = ("base", "per_prefill_token", "per_prefill_pair", "per_decode_row", "per_context_token", "launch")
+        terms = ("chunk", "prefill_token", "prefill_pair", "decode_row", "context_token")
+        names = ("base", *(f"per_{name}" for name in terms), "h2d", "d2h", "launch")
         return FittedCost(cpu_ns=cpu, **{name: term() for name in names})
     if kind == "fixed":
         ns = st.integers(0, 40)

@@ -1,0 +1,8 @@
+"""`python -m cbengine`."""
+
+import sys
+
+from cbengine.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""From plans to what a device is sent: a few int32 arrays a step, built from what changed.
+
+Requests that decode stay in two persistent arrays, so that an undisturbed decode step costs a handful of numpy calls
+whatever its size. Everything else follows on the device from these arrays: positions, places in the cache, and the
+input tokens that the host has not seen yet.
+
+Layout of a step, all int32, one after the other (lengths in `Header`):
+
+    slots [rows]  kv_tokens [rows]  starts [rows + 1]  uniforms [sampling rows] (float32 bits, if random)
+    first [rows] (if padded)  sampled [further sampling rows]  tokens [tokens]  places [updates]  blocks [updates]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cbengine.sampling import uniforms
+from cbengine.sequence import CARRIED, Sequence
+from cbsim.policy.plan import Chunk, StepPlan
+from cbsim.policy.request import RequestSpec
+
+Ints = npt.NDArray[np.int32]
+
+
+class Header(NamedTuple):
+    """The lengths of a step's arrays. The first `decodes` rows have one query token each and all sample; `further` of
+    the other rows sample. `live` of the decodes are real, the rest pads the step to a captured size.
+    """
+
+    rows: int
+    decodes: int
+    live: int
+    tokens: int
+    longest: int
+    further: int
+    updates: int
+    random: bool
+    padded: bool
+
+    @property
+    def sampling(self) -> int:
+        return self.decodes + self.further
+
+    def offsets(self) -> tuple[int, ...]:
+        """Where each array begins, in the order of the layout, and where the last one ends."""
+        lengths = (
+            *(self.rows, self.rows, self.rows + 1, self.sampling if self.random else 0),
+            *(self.rows if self.padded else 0, self.further, self.tokens, self.updates, self.updates),
+        )
+        ends = [0]
+        for length in lengths:
+            ends.append(ends[-1] + length)
+        return tuple(ends)
+
+
+class Sent(NamedTuple):
+    """A step that a device is working on: whose tokens its results are, in the order of the rows that sample."""
+
+    header: Header
+    readers: list[Sequence]
+
+
+class Capacity(NamedTuple):
+    """The largest step and the most requests that a device must be ready for."""
+
+    slots: int
+    width: int  # entries of a block table
+    rows: int
+    tokens: int
+
+    @property
+    def staging(self) -> int:
+        """int32 values of the largest step: every array at its longest, every table rewritten."""
+        return 6 * self.sampling + 1 + 2 * (self.slots * self.width + self.rows) + self.tokens
+
+    @property
+    def sampling(self) -> int:
+        """Rows of the largest step, padding to a captured size included."""
+        return self.rows + 64
+
+
+class Decoding:
+    """The rows that go on decoding, in no particular order: one line of two arrays each."""
+
+    def __init__(self, capacity: int) -> None:
+        self.slots = np.zeros(capacity, dtype=np.int32)
+        self.kv_tokens = np.zeros(capacity, dtype=np.int32)
+        self.first = np.zeros(capacity, dtype=np.int32)
+        self.seeds = np.zeros(capacity, dtype=np.uint64)
+        self.sequences: list[Sequence] = []
+        self._at: dict[RequestSpec, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def join(self, sequence: Sequence, kv_tokens: int, first: int = 0) -> None:
+        """`kv_tokens` are cached before its next row."""
+        at = self._at[sequence.spec] = len(self.sequences)
+        self.sequences = [*self.sequences, sequence]  # a new list: steps in flight hold the old one
+        self.slots[at], self.kv_tokens[at], self.first[at] = sequence.slot, kv_tokens, first
+        self.seeds[at] = sequence.seed
+
+    def leave(self, spec: RequestSpec) -> None:
+        """The last row takes its place."""
+        at, last = self._at.pop(spec), len(self.sequences) - 1
+        sequences = self.sequences[:last]
+        if at < last:
+            moved = sequences[at] = self.sequences[last]
+            self._at[moved.spec] = at
+            for array in (self.slots, self.kv_tokens, self.first, self.seeds):
+                array[at] = array[last]
+        self.sequences = sequences
+
+    def clear(self) -> None:
+        self.sequences, self._at = [], {}
+
+
+class Batcher:
+    """Keeps what plans leave unsaid, and turns each into the arrays of a step. Call `build` once for every plan, in
+    order. With `padded` batches are static: left-padded to the longest prompt, and computed on to the batch's end.
+    """
+
+    def __init__(
+        self, capacity: Capacity, sequences: dict[RequestSpec, Sequence], *, padded: bool, random: bool
+    ) -> None:
+        self._width = capacity.width
+        self._scratch_slot = capacity.slots
+        self._free = list(range(capacity.slots))[::-1]
+        self._sequences = sequences
+        self._decoding = Decoding(capacity.rows)
+        self._padded, self._random = padded, random
+        self._places: list[int] = []
+        self._blocks: list[int] = []
+
+    @property
+    def slots_in_use(self) -> int:
+        return self._scratch_slot - len(self._free)
+
+    def build(self, plan: StepPlan, into: Ints, bucket: Callable[[int], int]) -> Sent:
+        """Write a step. `bucket` gives the size to which a step of decoding rows alone is padded."""
+        self._forget(plan)
+        singles, chunks = self._listed(plan)
+        live = len(self._decoding) + len(singles)
+        decodes = bucket(live) if live and not chunks else live
+        widths = [chunk.tokens + chunk.padding for chunk in chunks]
+        further = [decodes + i for i, chunk in enumerate(chunks) if chunk.samples]
+        header = Header(
+            rows=decodes + len(chunks),
+            decodes=decodes,
+            live=live,
+            tokens=decodes + sum(widths),
+            longest=max(widths, default=1),
+            further=len(further),
+            updates=len(self._places),
+            random=self._random,
+            padded=self._padded,
+        )
+        self._write(header, into, singles, chunks, widths, further)
+        listed = [self._sequences[c.spec] for c in (*singles, *(c for c in chunks if c.samples))]
+        sent = Sent(header, [*self._decoding.sequences, *listed] if listed else self._decoding.sequences)
+        self._go_on(plan)
+        return sent
+
+    def _forget(self, plan: StepPlan) -> None:
+        """Drop the rows and slots that are no longer used, then bring the tables up to this step."""
+        if self._padded:
+            if plan.chunks:
+                for sequence in self._decoding.sequences:
+                    self._give_back(sequence)
+                self._decoding.clear()
+        else:
+            for spec in plan.left:
+                self._decoding.leave(spec)
+            for spec in plan.ended:
+                self._give_back(self._sequences[spec])
+        for preempted in plan.preempted:
+            self._give_back(self._sequences[preempted.spec])
+        for spec in plan.ended:
+            self._sequences[spec].over = True
+        self._places, self._blocks = [], []
+        self._update_tables(plan)
+
+    def _update_tables(self, plan: StepPlan) -> None:
+        for spec, index, block in plan.replaced:
+            if (slot := self._sequences[spec].slot) >= 0:
+                self._places.append(slot * self._width + index)
+                self._blocks.append(block)
+        for spec, block in plan.grown:
+            self._extend(self._sequences[spec], (block,))
+        for chunk in plan.chunks:
+            sequence = self._sequences[chunk.spec]
+            if chunk.admitted:
+                assert sequence.slot < 0
+                sequence.slot, sequence.blocks = self._free.pop(), 0
+            self._extend(sequence, chunk.blocks)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        if sequence.slot >= 0:
+            self._free.append(sequence.slot)
+            sequence.slot = -1
+
+    def _extend(self, sequence: Sequence, blocks: tuple[int, ...]) -> None:
+        at = sequence.slot * self._width + sequence.blocks
+        sequence.blocks += len(blocks)
+        assert sequence.blocks <= self._width, (sequence.spec.id, sequence.blocks, self._width)
+        self._places.extend(range(at, at + len(blocks)))
+        self._blocks.extend(blocks)
+
+    def _listed(self, plan: StepPlan) -> tuple[list[Chunk], list[Chunk]]:
+        """Chunks that are decode rows to a device, and the others."""
+        if self._padded or not plan.chunks:
+            return [], list(plan.chunks)
+        singles = [chunk for chunk in plan.chunks if chunk.tokens == 1 and chunk.samples]
+        return singles, [chunk for chunk in plan.chunks if chunk.tokens > 1 or not chunk.samples]
+
+    def _write(
+        self,
+        header: Header,
+        into: Ints,
+        singles: list[Chunk],
+        chunks: list[Chunk],
+        widths: list[int],
+        further: list[int],
+    ) -> None:
+        at = header.offsets()
+        slots, kv_tokens, starts, drawn, first, sampled, tokens, places, blocks = (
+            into[low:high] for low, high in pairwise(at)
+        )
+        going, live, decodes = len(self._decoding), header.live, header.decodes
+        decoding = self._decoding
+        decoding.kv_tokens[:going] += 1
+        slots[:going], kv_tokens[:going] = decoding.slots[:going], decoding.kv_tokens[:going]
+        slots[live:decodes], kv_tokens[live:decodes] = self._scratch_slot, 1
+        starts[: decodes + 1] = np.arange(decodes + 1)
+        starts[decodes + 1 :] = decodes + np.cumsum(widths)
+        tokens[:going], tokens[live:decodes] = CARRIED, 0
+        sampled[:], places[:], blocks[:] = further, self._places, self._blocks
+        if self._padded:
+            first[:going], first[decodes:] = decoding.first[:going], [chunk.padding for chunk in chunks]
+        rows = zip((*range(going, live), *range(decodes, header.rows)), (*singles, *chunks), strict=True)
+        for row, chunk in rows:
+            self._write_chunk(chunk, row, slots, kv_tokens, tokens[starts[row] : starts[row + 1]])
+        if self._random and header.sampling:
+            drawn[:] = self._uniforms(header, kv_tokens, [*singles, *(c for c in chunks if c.samples)]).view(np.int32)
+
+    def _write_chunk(self, chunk: Chunk, row: int, slots: Ints, kv_tokens: Ints, tokens: Ints) -> None:
+        sequence = self._sequences[chunk.spec]
+        end = chunk.start + chunk.tokens
+        slots[row], kv_tokens[row] = sequence.slot, end + chunk.padding
+        tokens[: chunk.padding] = 0
+        sequence.write(chunk.start, tokens[chunk.padding :])
+        if chunk.samples:
+            sequence.expect(end)
+
+    def _uniforms(self, header: Header, kv_tokens: Ints, listed: list[Chunk]) -> npt.NDArray[np.float32]:
+        """A random number for every sampling row: from the request's seed and the position of the token it samples."""
+        going, live, decodes = len(self._decoding), header.live, header.decodes
+        seeds, positions = np.zeros(header.sampling, dtype=np.uint64), np.zeros(header.sampling, dtype=np.int64)
+        seeds[:going] = self._decoding.seeds[:going]
+        positions[:going] = kv_tokens[:going] - self._decoding.first[:going]
+        rows = [*range(going, live), *range(decodes, header.sampling)]
+        for row, chunk in zip(rows, listed, strict=True):
+            seeds[row] = self._sequences[chunk.spec].seed
+            positions[row] = chunk.start + chunk.tokens
+        return uniforms(seeds, positions)
+
+    def _go_on(self, plan: StepPlan) -> None:
+        """Who decodes unlisted from the next step on."""
+        if self._padded:
+            for chunk in plan.chunks:
+                self._decoding.join(self._sequences[chunk.spec], chunk.tokens + chunk.padding, chunk.padding)
+        elif plan.joined:
+            ends = {chunk.spec: chunk.start + chunk.tokens for chunk in plan.chunks}
+            for spec in plan.joined:
+                self._decoding.join(self._sequences[spec], ends[spec])

@@ -1,0 +1,259 @@
+"""From a scenario to an engine: sizes, weights, cache and device, put together for one run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cbengine import weights
+from cbengine.architecture import Architecture, from_shape
+from cbengine.batch import Batcher, Capacity
+from cbengine.content import Prompts
+from cbengine.cuda import Cuda
+from cbengine.device import Device, DeviceError, Inline, Modelled
+from cbengine.driver import Clock, Engine
+from cbengine.executor import Executor
+from cbengine.kvcache import DeviceMemoryError, KvCache
+from cbengine.model import Model
+from cbengine.ops import Ops, TorchOps
+from cbengine.process import Process
+from cbengine.sampling import Sampling
+from cbsim import assemble
+from cbsim.fields import ScenarioError
+from cbsim.policy.plan import StepPlan
+from cbsim.policy.request import RequestSpec
+from cbsim.record import Record
+from cbsim.scenario import Scenario, depth, loops, scheduler_options
+from cbsim.shapes import ModelShape
+from cbsim.workload import Workload
+
+DeviceName = Literal["inline", "process", "modelled", "cuda"]
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ACTIVATION_SHARE = 0.1  # of a GPU's memory, left free of weights and cache for a step's own tensors and the graphs
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What `replay` is told besides the scenario. `injected`: nanoseconds of extra CPU work a step, by phase."""
+
+    device: DeviceName
+    weights: Path | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    cuda_graphs: bool = True
+    end_tokens: bool = False  # stop at the model's end tokens, too
+    injected: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def torch_device(self) -> str:
+        return "cuda" if self.device == "cuda" else "cpu"
+
+
+def default_device() -> DeviceName:
+    """A GPU if torch finds one, else a worker process."""
+    return "cuda" if torch.cuda.is_available() else "process"
+
+
+def adapted(asked: Scenario, setup: Setup) -> Scenario:
+    """The scenario as this device can run it, so that what is recorded is what ran: the shape of the weights, float32
+    on a CPU, and on a GPU a cache that fits its memory. Raises ScenarioError, WeightsError, DeviceError.
+    """
+    shape = asked.model
+    if setup.weights is not None:
+        shape = shape_of(weights.architecture(setup.weights), shape)
+    if setup.device in ("inline", "process"):
+        shape = shape.model_copy(update={"dtype": "float32"})
+    ready = asked.model_copy(update={"model": shape})
+    return _fitted(ready) if setup.device == "cuda" else ready
+
+
+def shape_of(architecture: Architecture, asked: ModelShape) -> ModelShape:
+    """The shape of given weights, as a scenario says it."""
+    names = ("name", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "tied_embeddings")
+    facts = {name: getattr(architecture, name) for name in (*names, "max_position", "qk_norm")}
+    return asked.model_copy(update=facts)
+
+
+def _fitted(asked: Scenario) -> Scenario:
+    """Fewer blocks than the data sheet promises, if this GPU has less memory. Given sizes are left as they are."""
+    if not torch.cuda.is_available():
+        raise DeviceError("--device cuda: torch finds no CUDA device here")
+    if asked.kv_cache.num_blocks is not None:
+        return asked
+    options = scheduler_options(asked, max(depth(loop) for loop in loops(asked)))
+    free, total = torch.cuda.mem_get_info()
+    room = int(free - ACTIVATION_SHARE * total) - asked.model.weight_bytes
+    fitting = room // (options.block_size * asked.model.kv_bytes_per_token)
+    if fitting >= options.num_blocks:
+        return asked
+    if fitting < 2:
+        text = f"{asked.model.weight_bytes / 1e9:.1f} GB of weights leave no room for a cache in {free / 1e9:.1f} GB"
+        raise DeviceError(f"--device cuda: {text}")
+    update: dict[str, Any] = {"kv_cache": asked.kv_cache.model_copy(update={"num_blocks": fitting})}
+    if hasattr(options, "max_batch_tokens"):
+        tokens = {"max_batch_tokens": options.max_batch_tokens}
+        update["scheduler"] = asked.scheduler.model_copy(update=tokens)
+    return asked.model_copy(update=update)
+
+
+def capacity(scenario: Scenario, loop: str, specs: list[RequestSpec]) -> Capacity:
+    """The largest step and table that this workload can lead to."""
+    options: Any = scheduler_options(scenario, depth(loop))
+    longest = max((spec.prompt_tokens + spec.max_tokens for spec in specs), default=1)
+    prompt = max((spec.prompt_tokens for spec in specs), default=1)
+    seats = getattr(options, "max_num_seqs", None) or getattr(options, "batch_size", None) or options.num_blocks
+    slots = max(1, min(len(specs), seats))
+    rows = min(slots, getattr(options, "max_requests_per_batch", slots))
+    budget = getattr(options, "max_num_batched_tokens", None) or getattr(options, "max_batch_tokens", None)
+    if budget is None:  # static: a prompt as long as the longest for every row, and as many outputs
+        budget, longest = slots * prompt, prompt + max((spec.max_tokens for spec in specs), default=1)
+    width = min(-(-longest // options.block_size) + 2, options.num_blocks)
+    sizes = Capacity(slots=slots, width=width, rows=rows, tokens=budget)
+    return sizes._replace(tokens=max(budget, sizes.sampling))
+
+
+def architecture_of(scenario: Scenario, setup: Setup) -> Architecture:
+    return weights.architecture(setup.weights) if setup.weights else from_shape(scenario.model)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorPlan:
+    """Everything that an executor is made from: small, so that it can be sent to a worker process."""
+
+    architecture: Architecture
+    weights: Path | None
+    seed: int
+    dtype: str
+    device: str
+    positions: int
+    num_blocks: int
+    block_size: int
+    capacity: Capacity
+    sampling: Sampling
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights under their Hugging Face names. Raises WeightsError."""
+        dtype = DTYPES[self.dtype]
+        if self.weights is not None:
+            return weights.load(self.weights, dtype, torch.device(self.device))[1]
+        return weights.random(self.architecture, self.seed, dtype, torch.device(self.device))
+
+    def __call__(self) -> Executor:
+        """Load or draw the weights, allocate the cache. Raises WeightsError, DeviceMemoryError."""
+        _check_memory(self)
+        dtype, device = DTYPES[self.dtype], torch.device(self.device)
+        try:
+            model = Model(self.architecture, self.tensors(), ops(self.device), positions=self.positions)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(f"model: the weights do not fit the GPU's memory: {error}") from None
+        cache = KvCache(self.architecture, self.num_blocks, self.block_size, dtype, device)
+        return Executor(model, cache, self.capacity, self.sampling)
+
+
+def ops(device: str) -> Ops:
+    """Kernels on a GPU, plain torch elsewhere."""
+    if device == "cpu":
+        return TorchOps()
+    from cbengine.kernels.ops import TritonOps
+
+    return TritonOps()
+
+
+def _check_memory(plan: ExecutorPlan) -> None:
+    """A CPU promises more memory than it has and then kills the process: look before asking."""
+    if plan.device != "cpu" or not hasattr(os, "sysconf"):
+        return
+    width = DTYPES[plan.dtype].itemsize
+    counts = (torch.Size(shape).numel() for shape in weights.expected(plan.architecture).values())
+    model = 2 * width * sum(counts)  # while its parts are put together, once more
+    cache = KvCache.bytes_for(plan.architecture, plan.num_blocks, plan.block_size, DTYPES[plan.dtype])
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if model + cache > free:
+        text = f"{plan.num_blocks} blocks need {cache / 1e9:.2f} GB and the weights of {plan.architecture.name} up to"
+        text = f"{text} {model / 1e9:.2f} GB, the host has {free / 1e9:.2f} GB free"
+        raise DeviceMemoryError(f"kv_cache.num_blocks: {text}")
+
+
+def executor_plan(scenario: Scenario, loop: str, specs: list[RequestSpec], setup: Setup) -> ExecutorPlan:
+    options = scheduler_options(scenario, depth(loop))
+    sizes = capacity(scenario, loop, specs)
+    return ExecutorPlan(
+        architecture=architecture_of(scenario, setup),
+        weights=setup.weights,
+        seed=scenario.seed,
+        dtype=scenario.model.dtype,
+        device=setup.torch_device,
+        positions=sizes.width * options.block_size,
+        num_blocks=options.num_blocks,
+        block_size=options.block_size,
+        capacity=sizes,
+        sampling=setup.sampling,
+    )
+
+
+def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup) -> Device:
+    """The device of one run. Raises DeviceError, DeviceMemoryError, WeightsError."""
+    steps, random = depth(loop), not setup.sampling.greedy
+    if setup.device == "modelled":
+        return Modelled(costs(scenario), plan.capacity, steps)
+    if setup.device == "process":
+        return Process(plan, plan.capacity, steps)
+    if setup.device == "inline":
+        return Inline(plan(), plan.capacity, steps)
+    graphs = setup.cuda_graphs and scenario.loop.cuda_graphs.enabled and scenario.scheduler.name != "static"
+    return Cuda(plan(), plan.capacity, steps, graphs=graphs, overlap=scenario.loop.streams, random=random)
+
+
+def costs(scenario: Scenario) -> Callable[[StepPlan], tuple[int, int, int]]:
+    """The scenario's cost model as a device's: no padding to graphs, nothing launched one by one."""
+    model = assemble.cost_model(scenario)
+    return lambda plan: model.gpu_ns(plan, plan.computed_tokens)
+
+
+def engine(
+    scenario: Scenario,
+    loop: str,
+    workload: Workload,
+    setup: Setup,
+    *,
+    clock: Clock | None = None,
+    prompts: Prompts | None = None,
+    on_plan: Callable[[StepPlan], None] | None = None,
+    on_token: Callable[[RequestSpec, int], None] | None = None,
+) -> tuple[Engine, Device]:
+    """An engine for one run, and its device. Raises what `device` does, and ScenarioError."""
+    specs = workload.specs()
+    policy = assemble.scheduler(scenario, loop)
+    plan = executor_plan(scenario, loop, specs, setup)
+    if plan.architecture.max_position < max((s.prompt_tokens + 1 for s in specs), default=0):
+        longest = max(s.prompt_tokens for s in specs)
+        text = f"prompts of up to {longest} tokens, the model is made for {plan.architecture.max_position}"
+        raise ScenarioError(f"model.max_position: {text}")
+    padded, random = scenario.scheduler.name == "static", not setup.sampling.greedy
+    made = device(scenario, loop, plan, setup)
+    served = Engine(
+        policy,
+        made,
+        partial(_batcher, plan.capacity, padded, random),
+        prompts or Prompts(scenario.seed, plan.architecture.vocab),
+        workload,
+        Record(policy.pool.num_blocks),
+        depth=depth(loop),
+        seed=setup.sampling.seed,
+        stops=frozenset(plan.architecture.end_tokens if setup.end_tokens else ()),
+        injected=dict(setup.injected),
+        clock=clock,
+        on_plan=on_plan,
+        on_token=on_token,
+    )
+    return served, made
+
+
+def _batcher(sizes: Capacity, padded: bool, random: bool, sequences: dict[RequestSpec, Any]) -> Batcher:
+    return Batcher(sizes, sequences, padded=padded, random=random)

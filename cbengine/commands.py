@@ -1,0 +1,145 @@
+"""What the commands do. Arguments come in parsed; a number goes out, the exit status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cbengine import build, calibrate, validate, weights
+from cbengine.build import Setup
+from cbengine.content import Prompts
+from cbengine.errors import UsageError
+from cbengine.profile import Profile
+from cbsim import runs, scenario
+from cbsim.runs import Maker, RunOptions
+from cbsim.scenario import Scenario
+from cbsim.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrateOptions:
+    """`calibrate`, parsed: what to probe with, how far, and where the coefficients go."""
+
+    scenario: str
+    overrides: Sequence[str]
+    out: Path
+    rows: int
+    longest: int
+    quick: bool
+
+
+class Measured:
+    """The engine, as `runs` wants a server."""
+
+    measured = True
+
+    def __init__(self, setup: Setup, profiled: int, asked: Scenario, loop: str, workload: Workload) -> None:
+        self._engine, device = build.engine(asked, loop, workload, setup)
+        self._profile = Profile(self._engine.record, profiled) if profiled else None
+        self.record = self._engine.record
+        self.facts: Mapping[str, Any] = {
+            **device.facts,
+            "engine": "cbengine",
+            "weights": str(setup.weights) if setup.weights else "random",
+            "dtype": asked.model.dtype,
+            "injected_ms": {phase: extra / 1e6 for phase, extra in setup.injected},
+        }
+
+    @property
+    def now_ns(self) -> int:
+        return self._engine.now_ns
+
+    def run(self, on_step: Callable[[int], None]) -> None:
+        def tell(now_ns: int) -> None:
+            on_step(now_ns)
+            if self._profile:
+                self._profile()
+
+        try:
+            self._engine.run(tell)
+            self._engine.check_returned()
+        finally:
+            if self._profile:
+                self._profile.stop()
+            self._engine.close()
+        if self._profile:
+            print(self._profile.verdict(), file=sys.stderr)
+
+
+def replay(options: RunOptions, setup: Setup, *, peer: bool, profiled: int) -> int:
+    """Run a scenario on a device under each of its loops, write the run directories, say what came out."""
+    if profiled and setup.device != "cuda":
+        raise UsageError(f"--profile: needs --device cuda, not {setup.device}")
+    serve = partial(_peer, setup) if peer else partial(Measured, setup, profiled)
+    return runs.run(options, serve, lambda asked: build.adapted(asked, setup))
+
+
+def calibration(options: CalibrateOptions, setup: Setup) -> int:
+    """Measure the coefficients of a model on a device and write them where the simulator can read them."""
+    asked = build.adapted(scenario.load(options.scenario, options.overrides), setup)
+    found = calibrate.calibrate(asked, setup, _say, rows=options.rows, longest=options.longest, quick=options.quick)
+    calibrate.write(options.out, found, asked, setup.device)
+    print(options.out.read_text(encoding="utf-8"))
+    base = f"python -m cbsim run {options.scenario} --set 'cost={{kind: fitted, path: {options.out.resolve()}}}'"
+    print(f"use it    {base}")
+    return runs.OK
+
+
+def validation(device: str, out: Path) -> int:
+    """Simulated against measured on a device that is always there; 3 if they are too far apart."""
+    lines = validate.validate(device, out, maker, _say)
+    text = validate.table(lines)
+    print(text)
+    (out / f"{device}.md").write_text(text + "\n", encoding="utf-8")
+    failed = validate.failures(device, lines)
+    for line in failed:
+        print(f"too far apart: {line.case}, {line.loop}, {line.metric}: {line.error:+.1%}", file=sys.stderr)
+    return runs.CHECK_FAILED if failed else runs.OK
+
+
+def benchmark(device: str | None, out: Path, *, quick: bool, as_json: bool) -> int:
+    """Print how fast the engine is."""
+    from cbengine import bench
+
+    where = device or ("cuda" if build.default_device() == "cuda" else "modelled")
+    return bench.bench(where, out, maker, quick=quick, as_json=as_json)
+
+
+def maker(setup: Setup, peer: bool = False) -> Maker:
+    """What makes servers of a setup: ours, or the peer's."""
+    return partial(_peer, setup) if peer else partial(Measured, setup, 0)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _peer(setup: Setup, asked: Scenario, loop: str, workload: Workload) -> Any:
+    """Hugging Face's own continuous batching on the same scenario and weights."""
+    from cbengine.peer import TransformersServer
+    from cbsim.record import Record
+    from cbsim.scenario import depth, scheduler_options
+
+    if setup.device == "modelled" or not setup.sampling.greedy or setup.injected:
+        raise UsageError("--engine transformers: runs greedily on a CPU or a GPU, without --inject")
+    plan = build.executor_plan(asked, loop, workload.specs(), setup)
+    model = weights.to_transformers(plan.architecture, plan.tensors())
+    prompts = Prompts(asked.seed, plan.architecture.vocab)
+    record = Record(scheduler_options(asked, depth(loop)).num_blocks)
+    return TransformersServer(
+        asked, loop, workload, model, lambda s: prompts.of(s).tolist(), record, cuda_graphs=setup.cuda_graphs
+    )
+
+
+def generate(prompt: str, tokens: int, setup: Setup) -> int:
+    """Print what the model in a folder says after `prompt`, as it comes."""
+    from cbengine import text
+
+    if setup.weights is None:
+        raise UsageError("generate: needs --weights DIR, a local Hugging Face folder with a tokenizer")
+    text.generate(prompt, tokens, setup, sys.stdout)
+    return runs.OK

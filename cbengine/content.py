@@ -1,0 +1,50 @@
+"""The text of a workload's requests: token ids such that equal declared content is equal tokens, and nothing else is.
+
+A workload says how long prompts are and which blocks of them are shared, not what they say. Here a shared block's
+tokens follow from its id and the seed, a private prompt's from the request's index. A trace may declare the content of
+outputs, too (a conversation's next turn repeats them): what a request really said then stands for what was declared.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from cbsim.policy.request import RequestSpec
+
+Ids = npt.NDArray[np.int32]
+SHARED, PRIVATE = 1, 2  # streams of random numbers that never meet
+
+
+class Prompts:
+    """Token ids in 0 .. vocab - 1 for the requests of one run."""
+
+    def __init__(self, seed: int, vocab: int) -> None:
+        self._seed, self._vocab = seed, vocab
+        self._said: dict[int, Ids] = {}  # id of a declared block -> its tokens, where an output has filled part of it
+
+    def of(self, spec: RequestSpec) -> Ids:
+        """The prompt of a request: int32 [prompt_tokens]."""
+        width, shared = spec.prefix_block_tokens, min(spec.prefix_tokens, spec.prompt_tokens)
+        blocks = -(-shared // width)
+        parts = [self._block(key, width) for key in spec.prefix[:blocks]]
+        head = np.concatenate(parts)[:shared] if parts else np.empty(0, dtype=np.int32)
+        return np.concatenate((head, self._draw(PRIVATE, spec.index, spec.prompt_tokens - len(head))))
+
+    def said(self, spec: RequestSpec, outputs: list[int]) -> None:
+        """A request has ended: where its workload declared what it would say, this is what it said."""
+        width, low = spec.prefix_block_tokens, spec.prompt_tokens
+        high = min(low + len(outputs), spec.prefix_tokens, len(spec.prefix) * width)
+        for start in [low, *range((low // width + 1) * width, high, width)] if low < high else ():
+            stop = min((start // width + 1) * width, high)
+            key = spec.prefix[start // width]
+            block = self._said.setdefault(key, self._block(key, width))
+            block[start % width : start % width + stop - start] = outputs[start - low : stop - low]
+
+    def _block(self, key: int, width: int) -> Ids:
+        known = self._said.get(key)
+        return self._draw(SHARED, key, width) if known is None else known
+
+    def _draw(self, stream: int, key: int, count: int) -> Ids:
+        rng = np.random.default_rng((self._seed, stream, key & (1 << 64) - 1))
+        return rng.integers(0, self._vocab, count, dtype=np.int32)

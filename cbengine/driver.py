@@ -1,0 +1,259 @@
+"""The engine as a driver of the serving loop: its effects on a real clock, timed as they happen.
+
+CPU phases follow each other without a gap: whatever is done between two of them, recording included, is in the later
+one. Only waiting for arrivals is in none.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from cbengine.batch import Batcher, Sent
+from cbengine.content import Prompts
+from cbengine.device import Device
+from cbengine.sampling import request_seed
+from cbengine.sequence import Sequence
+from cbsim.inbox import Client, Inbox
+from cbsim.policy.loop import Applied, Await, Effect, Idle, Landed, Launch, Poll, Polled, Refused, serve
+from cbsim.policy.plan import NOTHING_STOPPED, StepPlan, StepResult
+from cbsim.policy.request import RequestSpec
+from cbsim.record import Record, StepTimes
+
+OnStep = Callable[[int], None]
+OPEN, CLOSED = Polled(), Polled(closed=True)
+NAP_NS = 20_000_000  # waiting for arrivals is cut into naps, so that an interrupt is heard
+INJECTED = ("schedule", "prepare", "launch", "update")
+
+
+class Clock(Protocol):
+    """Nanoseconds since some moment."""
+
+    def now_ns(self) -> int: ...
+
+    def wait_until(self, at_ns: int) -> None:
+        """Return at `at_ns` or before."""
+
+
+class WallClock:
+    """The real one."""
+
+    now_ns = staticmethod(time.perf_counter_ns)
+
+    def wait_until(self, at_ns: int) -> None:
+        left = min(at_ns - time.perf_counter_ns(), NAP_NS)
+        if left > 0:
+            time.sleep(left / 1e9)
+
+
+class Ticket(NamedTuple):
+    """A step in flight."""
+
+    slot: int
+    sent: Sent
+    times: StepTimes
+
+
+class Engine:
+    """One server with one device. `tokens` of every request stay readable after the run, in `sequences`.
+
+    `stops` are token ids that end a request; `injected` gives nanoseconds of extra CPU work a step by phase.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,  # a Scheduler with a BlockPool
+        device: Device,
+        batcher: Callable[[dict[RequestSpec, Sequence]], Batcher],
+        prompts: Prompts,
+        client: Client,
+        record: Record,
+        *,
+        depth: int,
+        seed: int = 0,
+        stops: frozenset[int] = frozenset(),
+        injected: Mapping[str, int] | None = None,
+        clock: Clock | None = None,
+        on_plan: Callable[[StepPlan], None] | None = None,
+        on_token: Callable[[RequestSpec, int], None] | None = None,
+    ) -> None:
+        self.record = record
+        self.scheduler = scheduler
+        self.sequences: dict[RequestSpec, Sequence] = {}
+        self._device, self._prompts, self._depth, self._seed = device, prompts, depth, seed
+        self._batcher = batcher(self.sequences)
+        self._inbox = Inbox(client, record)
+        self._stops, self._injected, self._clock = stops, dict(injected or {}), clock or WallClock()
+        self._on_plan, self._on_token = on_plan, on_token
+        self._failed: list[RequestSpec] = []
+        self._start_ns = self._cpu_ns = 0
+        self._times = self._landing = StepTimes(0)
+        for spec in client.open:  # prompts are at hand when their requests arrive
+            self._known(spec)
+
+    @property
+    def now_ns(self) -> int:
+        """How far the run has come."""
+        return self._cpu_ns
+
+    def run(self, on_step: OnStep | None = None) -> None:
+        """Serve to the end of the workload. Interrupted, the record holds what happened until then. Raises StuckError,
+        DeviceError, and what `on_step` raises, which is called after every step and while waiting.
+        """
+        tell: OnStep = on_step or (lambda _: None)
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            self._run(tell)
+        finally:
+            if collects:
+                gc.enable()
+
+    def close(self) -> None:
+        """Give back the device's memory."""
+        self._device.close()
+
+    def check_returned(self) -> None:
+        """After a run to its end: raise AssertionError unless every cache block is free again."""
+        pool = self.scheduler.pool
+        pool.check()
+        assert pool.free == pool.num_blocks, (pool.free, pool.num_blocks)
+
+    def _run(self, tell: OnStep) -> None:
+        loop = serve(self.scheduler, self._depth)
+        handlers: dict[type, Callable[[Any], Any]] = {
+            Poll: lambda effect: self._poll(effect, tell),
+            Launch: self._launch,
+            Idle: lambda _: self._elapsed(),
+            Await: self._await,
+            Applied: self._applied,
+            Refused: self._refused,
+        }
+        self._start_ns = self._clock.now_ns()
+        answer: Any = None
+        while True:
+            try:
+                effect: Effect = loop.send(answer)
+            except StopIteration:
+                return
+            answer = handlers[type(effect)](effect)
+            if type(effect) is Applied:
+                tell(self._cpu_ns)
+
+    def _elapsed(self) -> int:
+        self._cpu_ns = self._clock.now_ns() - self._start_ns
+        return self._cpu_ns
+
+    def _inject(self, phase: str) -> None:
+        """Extra work: the CPU is kept busy, as work would."""
+        if extra := self._injected.get(phase):
+            end = time.perf_counter_ns() + extra
+            while time.perf_counter_ns() < end:
+                pass
+
+    def _poll(self, effect: Poll, tell: OnStep) -> Polled:
+        """What has come in until now. A step may be planned next: its times start here."""
+        inbox = self._inbox
+        self._times = StepTimes(self._cpu_ns)
+        if effect.wait and inbox and not self._failed:
+            while self._elapsed() < inbox.due_ns:
+                self._clock.wait_until(inbox.due_ns + self._start_ns)
+                tell(self._cpu_ns)
+            self._times.schedule_start_ns = self._cpu_ns
+        now = self._elapsed()
+        self.record.polls += 1
+        arrived = inbox.arrived(now) if inbox.due_ns <= now else ()
+        for spec in arrived:
+            self._known(spec)
+        cancels = self._given_up(now) if inbox.quits or self._failed else ()
+        if arrived or cancels:
+            return Polled(arrived, cancels)
+        return OPEN if inbox else CLOSED
+
+    def _known(self, spec: RequestSpec) -> None:
+        if spec not in self.sequences:
+            seed = request_seed(self._seed, spec.index)
+            self.sequences[spec] = Sequence(spec, self._prompts.of(spec), seed)
+
+    def _given_up(self, now_ns: int) -> list[RequestSpec]:
+        """Clients that gave up, and requests that failed on the device."""
+        cancels = self._inbox.given_up(now_ns)
+        for spec in self._failed:
+            if self.record.failed(spec, "the logits of a token were not numbers"):
+                cancels.append(spec)
+                self._inbox.ended(spec, now_ns)
+        self._failed = []
+        return sorted(cancels, key=lambda spec: (spec.arrival_ns, spec.index))
+
+    def _launch(self, effect: Launch) -> Ticket:
+        """Phases `schedule` (which ends here), `prepare` and `launch`."""
+        plan, times, slot = effect.plan, self._times, effect.plan.step % self._depth
+        for chunk in plan.chunks:
+            if chunk.admitted:
+                self.record.admitted(self.scheduler.requests[chunk.spec], plan.step)
+        self._inject("schedule")
+        times.schedule_end_ns = times.prepare_start_ns = self._elapsed()
+        if self._on_plan:
+            self._on_plan(plan)
+        sent = self._batcher.build(plan, self._device.staging[slot], self._device.bucket)
+        times.padded_tokens = sent.header.tokens
+        self._inject("prepare")
+        times.prepare_end_ns = times.launch_start_ns = self._elapsed()
+        self._inject("launch")
+        self._device.launch(slot, sent.header, plan)
+        times.launch_end_ns = self._elapsed()
+        return Ticket(slot, sent, times)
+
+    def _await(self, effect: Await) -> Landed:
+        """Block until the step's tokens are there and hand them to their requests."""
+        ticket: Ticket = effect.ticket
+        times = self._landing = ticket.times
+        times.await_start_ns = self._cpu_ns
+        tokens, lanes = self._device.wait(ticket.slot)
+        times.await_end_ns = times.update_start_ns = self._elapsed()
+        start = self._start_ns
+        times.h2d_start_ns, times.h2d_end_ns = lanes.h2d_start_ns - start, lanes.h2d_end_ns - start
+        times.compute_start_ns, times.compute_end_ns = lanes.compute_start_ns - start, lanes.compute_end_ns - start
+        times.d2h_start_ns, times.d2h_end_ns = lanes.d2h_start_ns - start, lanes.d2h_end_ns - start
+        stopped = self._deliver(ticket.sent, tokens.tolist())
+        stopped += [s for s in effect.plan.ends if s.output_tokens < s.max_tokens and s not in stopped]
+        cancels: list[RequestSpec] = []
+        if effect.cancels:
+            self.record.polls += 1
+            cancels = self._given_up(self._cpu_ns) if self._inbox.quits or self._failed else []
+        return Landed(StepResult(tuple(stopped)) if stopped else NOTHING_STOPPED, cancels)
+
+    def _deliver(self, sent: Sent, tokens: list[int]) -> list[RequestSpec]:
+        """Tokens to their sequences; returns the requests that sampled a stop token."""
+        header = sent.header
+        del tokens[header.live : header.decodes]
+        stopped = []
+        for sequence, token in zip(sent.readers, tokens, strict=True):
+            if sequence.over:
+                continue
+            sequence.outputs.append(token)
+            if token in self._stops:
+                stopped.append(sequence.spec)
+            if token < 0:
+                self._failed.append(sequence.spec)
+            if self._on_token:
+                self._on_token(sequence.spec, token)
+        return stopped
+
+    def _applied(self, effect: Applied) -> None:
+        times = self._landing
+        for spec, _ in effect.outcome.finished:
+            sequence = self.sequences[spec]
+            sequence.over = True
+            self._prompts.said(spec, sequence.outputs)
+            self._inbox.ended(spec, self._cpu_ns)
+        self._inject("update")
+        times.update_end_ns = self._elapsed()
+        self.record.applied(effect.plan, effect.outcome, times)
+
+    def _refused(self, effect: Refused) -> None:
+        self.record.refused(effect.spec, effect.reason)
+        if effect.spec not in self.record.cancels:
+            self._inbox.ended(effect.spec, self._elapsed())

@@ -1,0 +1,123 @@
+"""What the model asks of a device: norms, rotation with the cache write, paged attention, the gate; and what a step's
+rows look like to it. `TorchOps` is the plain reference, right everywhere; kernels for GPUs answer the same protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The ragged batch of one step. Query tokens of all rows lie one after the other, T in all, R rows.
+
+    The first `decodes` rows have one query token each; the others have `longest` at most. Integer tensors are int32 on
+    the device unless noted. A row's query tokens are the last ones of its `kv_tokens` cached tokens, their own keys
+    and values included, so its query token i sees the cache up to position kv_tokens - queries + i.
+    """
+
+    tables: Tensor  # [slots, width]: block table of every slot
+    slots: Tensor  # [R]: each row's line of `tables`
+    kv_tokens: Tensor  # [R]
+    starts: Tensor  # [R + 1]: first query token of each row; the last entry is T
+    positions: Tensor  # [T] int64: rotary position of every query token
+    kv_places: Tensor  # [T] int64: block * block_size + offset where its key and value go
+    decodes: int
+    longest: int
+    first: Tensor | None = (
+        None  # [R]: cached tokens before it are padding, seen by themselves only
+    )
+
+
+class Ops(Protocol):
+    """Everything but matrix products. T query tokens, Hq query heads, Hk key-value heads, D width of a head."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMS norm over the last dimension, computed in float32."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual). `residual` may be overwritten."""
+
+    def rotate_and_cache(
+        self,
+        qkv: Tensor,  # [T, (Hq + 2 Hk) * D]
+        rotation: Tensor,  # [positions, 2, D / 2] float32: cosines, sines
+        norms: tuple[Tensor, Tensor] | None,  # weights [D] of the queries' and keys' norms
+        eps: float,
+        keys: Tensor,  # [blocks, block_size, Hk, D]: one layer's cache, written in place
+        values: Tensor,
+        rows: Rows,
+    ) -> Tensor:
+        """Norm and rotate queries and keys (halves rotated, as transformers does), put keys and values into the cache.
+        Returns the queries [T, Hq, D].
+        """
+
+    def attention(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
+        """Causal attention over the paged cache, scaled by D^-0.5: [T, Hq, D]."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 I] -> [T, I]: silu of the first half times the second."""
+
+
+class TorchOps:
+    """Plain torch on any device. Attention gathers each row's pages: right, and slow on a GPU."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return weight * wide.to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rotate_and_cache(
+        self,
+        qkv: Tensor,
+        rotation: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        keys: Tensor,
+        values: Tensor,
+        rows: Rows,
+    ) -> Tensor:
+        kv_heads, width = keys.shape[2], keys.shape[3]
+        heads = qkv.shape[1] // width - 2 * kv_heads
+        q, k, v = qkv.view(len(qkv), -1, width).split((heads, kv_heads, kv_heads), dim=1)
+        if norms is not None:
+            q, k = self.rms_norm(q, norms[0], eps), self.rms_norm(k, norms[1], eps)
+        cos, sin = rotation[rows.positions].to(qkv.dtype).unsqueeze(2).unbind(1)
+        keys.view(-1, kv_heads, width)[rows.kv_places] = _rotated(k, cos, sin)
+        values.view(-1, kv_heads, width)[rows.kv_places] = v
+        return _rotated(q, cos, sin)
+
+    def attention(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
+        block_size, group = keys.shape[1], queries.shape[1] // keys.shape[2]
+        out = torch.empty_like(queries)
+        firsts = [0] * len(rows.slots) if rows.first is None else rows.first.tolist()
+        starts = rows.starts.tolist()
+        described = zip(rows.slots.tolist(), rows.kv_tokens.tolist(), starts[:-1], starts[1:], firsts, strict=True)
+        for slot, reach, low, high, first in described:
+            table = rows.tables[slot, : -(-reach // block_size)].long()
+            k = keys[table].flatten(0, 1)[:reach].repeat_interleave(group, dim=1).transpose(0, 1)
+            v = values[table].flatten(0, 1)[:reach].repeat_interleave(group, dim=1).transpose(0, 1)
+            at = torch.arange(reach - (high - low), reach, device=queries.device)
+            seen = torch.arange(reach, device=queries.device)
+            mask = (seen <= at[:, None]) & ((seen >= first) | (seen == at[:, None]))  # padding sees itself: finite
+            q = queries[low:high].transpose(0, 1)
+            out[low:high] = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(0, 1)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The halves of each head rotated against each other: x [T, heads, D], cos and sin [T, 1, D / 2]."""
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

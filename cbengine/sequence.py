@@ -1,0 +1,41 @@
+"""A request as the engine knows it: the values of its tokens, and where its state lies on the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from cbsim.policy.request import RequestSpec
+
+CARRIED = -1
+"""Stands for a token that the device has sampled and the host has not seen yet."""
+
+
+class Sequence:
+    """Prompt and outputs of one request. Outputs are those whose step has landed; later ones may be in flight."""
+
+    __slots__ = ("blocks", "outputs", "over", "prompt", "seed", "slot", "spec")
+
+    def __init__(self, spec: RequestSpec, prompt: npt.NDArray[np.int32], seed: int) -> None:
+        assert len(prompt) == spec.prompt_tokens
+        self.spec, self.prompt, self.seed = spec, prompt, seed
+        self.outputs: list[int] = []
+        self.slot = -1  # line of the device's tables, while it has blocks
+        self.blocks = 0  # entries of its block table
+        self.over = False
+
+    def write(self, start: int, into: npt.NDArray[np.int32]) -> None:
+        """Token values from position `start` on; the one that is still in flight is CARRIED."""
+        head = self.prompt[start : start + len(into)]
+        into[: len(head)] = head
+        if len(head) < len(into):
+            low = max(start - len(self.prompt), 0)
+            said = self.outputs[low : low + len(into) - len(head)]
+            into[len(head) : len(head) + len(said)] = said
+            missing = len(into) - len(head) - len(said)
+            assert missing <= 1, (self.spec.id, start, len(into), len(self.outputs))
+            into[len(into) - missing :] = CARRIED
+
+    def expect(self, position: int) -> None:
+        """A row will sample the token at `position`: what landed for it or after it before was dropped."""
+        del self.outputs[position - len(self.prompt) :]
