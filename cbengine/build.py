@@ -17,8 +17,9 @@ from cbengine.architecture import Architecture, from_shape
 from cbengine.batch import Batcher, Capacity
 from cbengine.content import Prompts
 from cbengine.cuda import Cuda
-from cbengine.device import Device, DeviceError, Inline, Modelled
+from cbengine.device import Device, Inline, Modelled
 from cbengine.driver import Clock, Engine
+from cbengine.errors import MissingError
 from cbengine.executor import Executor
 from cbengine.kvcache import DeviceMemoryError, KvCache
 from cbengine.model import Model
@@ -62,7 +63,7 @@ def default_device() -> DeviceName:
 
 def adapted(asked: Scenario, setup: Setup) -> Scenario:
     """The scenario as this device can run it, so that what is recorded is what ran: the shape of the weights, float32
-    on a CPU, and on a GPU a cache that fits its memory. Raises ScenarioError, WeightsError, DeviceError.
+    on a CPU, and on a GPU a cache that fits its memory. Raises ScenarioError, UsageError.
     """
     shape = asked.model
     if setup.weights is not None:
@@ -83,7 +84,7 @@ def shape_of(architecture: Architecture, asked: ModelShape) -> ModelShape:
 def _fitted(asked: Scenario) -> Scenario:
     """Fewer blocks than the data sheet promises, if this GPU has less memory. Given sizes are left as they are."""
     if not torch.cuda.is_available():
-        raise DeviceError("--device cuda: torch finds no CUDA device here")
+        raise MissingError("--device cuda: torch finds no CUDA device here")
     if asked.kv_cache.num_blocks is not None:
         return asked
     options = scheduler_options(asked, max(depth(loop) for loop in loops(asked)))
@@ -94,7 +95,7 @@ def _fitted(asked: Scenario) -> Scenario:
         return asked
     if fitting < 2:
         text = f"{asked.model.weight_bytes / 1e9:.1f} GB of weights leave no room for a cache in {free / 1e9:.1f} GB"
-        raise DeviceError(f"--device cuda: {text}")
+        raise DeviceMemoryError(f"--device cuda: {text}")
     update: dict[str, Any] = {"kv_cache": asked.kv_cache.model_copy(update={"num_blocks": fitting})}
     if hasattr(options, "max_batch_tokens"):
         tokens = {"max_batch_tokens": options.max_batch_tokens}

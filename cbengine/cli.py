@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbsim.cli import ERROR, USAGE, Parser, guarded, run_arguments, run_options
+from cbsim.arguments import ERROR, USAGE, Parser, guarded, run_arguments, run_options
 
 if TYPE_CHECKING:
     from cbengine.build import Setup
@@ -28,13 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _status(error: Exception) -> int | None:
     """Exit status of an error that a user can cause; None for one that only we can."""
-    from cbengine.errors import USAGE_ERRORS
+    from cbengine.errors import UsageError
     from cbsim.checks import CheckError
     from cbsim.fields import ScenarioError
     from cbsim.runs import ServerError
     from cbsim.trace import RunError
 
-    if isinstance(error, (ScenarioError, CheckError, *USAGE_ERRORS)):
+    if isinstance(error, ScenarioError | CheckError | UsageError):
         return USAGE
     return ERROR if isinstance(error, RunError | ServerError) else None
 
@@ -53,15 +53,17 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         setup = _setup(arguments)
         return commands.replay(options, setup, peer=arguments.engine == "transformers", profiled=arguments.profile)
     if arguments.command == "calibrate":
+        setup = _setup(arguments)
+        name, rows, longest = ("8k_b32", 64, 8192) if setup.device == "cuda" else ("tiny_cpu", 16, 160)
         wanted = commands.CalibrateOptions(
-            scenario=arguments.scenario,
+            scenario=arguments.scenario or name,
             overrides=arguments.set,
             out=arguments.out,
-            rows=arguments.rows,
-            longest=arguments.longest,
+            rows=arguments.rows or rows,
+            longest=arguments.longest or longest,
             quick=arguments.quick,
         )
-        return commands.calibration(wanted, _setup(arguments))
+        return commands.calibration(wanted, setup)
     if arguments.command == "bench":
         return commands.benchmark(arguments.device, arguments.out, quick=arguments.quick, as_json=arguments.json)
     if arguments.command == "validate":
@@ -143,11 +145,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _calibrate_arguments(calibrate: argparse.ArgumentParser) -> None:
-    calibrate.add_argument("scenario", nargs="?", default="tiny_cpu", help="whose model and scheduler (tiny_cpu)")
+    calibrate.add_argument("scenario", nargs="?", help="whose model and scheduler (8k_b32 on a GPU, else tiny_cpu)")
     calibrate.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field")
     calibrate.add_argument("--out", type=Path, required=True, metavar="FILE", help="the coefficient file to write")
-    calibrate.add_argument("--rows", type=_count, default=16, metavar="N", help="most requests in a step (16)")
-    calibrate.add_argument("--longest", type=_count, default=160, metavar="N", help="longest sequence, tokens (160)")
+    calibrate.add_argument("--rows", type=_count, metavar="N", help="most requests in a step (64 on a GPU, else 16)")
+    calibrate.add_argument(
+        "--longest", type=_count, metavar="N", help="longest sequence, tokens (8192 on a GPU, else 160)"
+    )
     calibrate.add_argument("--quick", action="store_true", help="shorter outputs, less precise")
     _device_arguments(calibrate)
 

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cbengine import build, calibrate, validate, weights
 from cbengine.build import Setup
 from cbengine.content import Prompts
@@ -126,12 +128,20 @@ def _peer(setup: Setup, asked: Scenario, loop: str, workload: Workload) -> Any:
 
     if setup.device == "modelled" or not setup.sampling.greedy or setup.injected:
         raise UsageError("--engine transformers: runs greedily on a CPU or a GPU, without --inject")
+    torch.set_num_threads(1)  # on a CPU, as our own devices
     plan = build.executor_plan(asked, loop, workload.specs(), setup)
     model = weights.to_transformers(plan.architecture, plan.tensors())
     prompts = Prompts(asked.seed, plan.architecture.vocab)
     record = Record(scheduler_options(asked, depth(loop)).num_blocks)
     return TransformersServer(
-        asked, loop, workload, model, lambda s: prompts.of(s).tolist(), record, cuda_graphs=setup.cuda_graphs
+        asked,
+        loop,
+        workload,
+        model,
+        lambda spec: prompts.of(spec).tolist(),
+        record,
+        cuda_graphs=setup.cuda_graphs,
+        said=prompts.said,
     )
 
 

@@ -9,6 +9,3 @@ class UsageError(ValueError):
 
 class MissingError(UsageError):
     """A package or a device that is not here."""
-
-
-USAGE_ERRORS = (UsageError,)

@@ -28,9 +28,7 @@ class Rows:
     kv_places: Tensor  # [T] int64: block * block_size + offset where its key and value go
     decodes: int
     longest: int
-    first: Tensor | None = (
-        None  # [R]: cached tokens before it are padding, seen by themselves only
-    )
+    first: Tensor | None = None  # [R]: cached tokens before it are padding, seen by themselves only
 
 
 class Ops(Protocol):

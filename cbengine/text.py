@@ -54,7 +54,6 @@ def generate(prompt: str, tokens: int, setup: Setup, out: TextIO) -> list[int]:
     spec = RequestSpec(index=0, id="0", arrival_ns=0, prompt_tokens=len(ids), output_tokens=tokens, max_tokens=tokens)
     said: list[int] = []
     shown = reader.decode(ids, skip_special_tokens=True)
-    out.write(shown)
 
     def on_token(_: RequestSpec, token: int) -> None:
         nonlocal shown
@@ -71,6 +70,7 @@ def generate(prompt: str, tokens: int, setup: Setup, out: TextIO) -> list[int]:
         scenario, "async", workload, setup, prompts=Given(ids, architecture.vocab), on_token=on_token
     )
     try:
+        out.write(shown)
         engine.run()
     finally:
         engine.close()

@@ -12,8 +12,8 @@ SCENARIOS = ROOT / "scenarios"
 
 
 def names(folder: str = "") -> list[str]:
-    """Names that `scenario` or `shape` finds, in order."""
-    return sorted(path.stem for path in (SCENARIOS / folder).glob("*.yaml"))
+    """Names that `scenario` or `shape` finds, in order. Calibrations (`*.fitted.yaml`) are named by their path."""
+    return sorted(path.stem for path in (SCENARIOS / folder).glob("*.yaml") if not path.stem.endswith(".fitted"))
 
 
 def scenario(name_or_path: str | Path) -> Path:
