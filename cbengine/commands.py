@@ -82,6 +82,8 @@ def replay(options: RunOptions, setup: Setup, *, peer: bool, profiled: int) -> i
 
 def calibration(options: CalibrateOptions, setup: Setup) -> int:
     """Measure the coefficients of a model on a device and write them where the simulator can read them."""
+    if setup.device not in ("process", "cuda"):
+        raise UsageError(f"calibrate: --device {setup.device} does not run beside the CPU; process and cuda do")
     asked = build.adapted(scenario.load(options.scenario, options.overrides), setup)
     found = calibrate.calibrate(asked, setup, _say, rows=options.rows, longest=options.longest, quick=options.quick)
     calibrate.write(options.out, found, asked, setup.device)

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from cbengine import cli as engine
 from cbsim import catalog, checks, cli, scenario
 from cbsim.conformance.check import traces
 from cbsim.metrics import SAMPLES_NEEDED
@@ -41,7 +42,9 @@ def blocks(page: Path) -> Iterator[str]:
 
 
 def commands(line: str) -> Iterator[list[str]]:
-    """The words behind each `python -m cbsim` of a line; variables set for it, pipes and comments are left out."""
+    """The words behind each `python -m cbsim` of a line, and behind `python -m` where `cbengine` follows; variables set
+    for it, pipes and comments are left out.
+    """
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     words: list[str] = []
@@ -51,8 +54,8 @@ def commands(line: str) -> Iterator[list[str]]:
             continue
         while words and re.fullmatch(r"\w+=.*", words[0]):
             del words[0]
-        if words[:3] == ["python", "-m", "cbsim"]:
-            yield words[3:]
+        if words[:2] == ["python", "-m"] and words[2] in ("cbsim", "cbengine"):
+            yield words[3:] if words[2] == "cbsim" else words[2:]
         words = []
 
 
@@ -72,6 +75,9 @@ def test_every_command_shown_is_a_command(page: str, words: list[str]) -> None:
 
     A scenario file outside scenarios/ is the reader's own.
     """
+    if words[0] == "cbengine":
+        engine._parser().parse_args(words[1:])
+        return
     arguments = cli._parser().parse_args(words)
     for condition in getattr(arguments, "check", ()):
         checks.parse(condition)
