@@ -50,6 +50,7 @@ class Setup:
     cuda_graphs: bool = True
     end_tokens: bool = False  # stop at the model's end tokens, too
     injected: tuple[tuple[str, int], ...] = ()
+    saves_tokens: bool = False
 
     @property
     def torch_device(self) -> str:

@@ -82,6 +82,7 @@ def _setup(arguments: argparse.Namespace) -> Setup:
         cuda_graphs=not getattr(arguments, "no_cuda_graphs", False),
         end_tokens=getattr(arguments, "stop_at_end_tokens", True),
         injected=tuple(getattr(arguments, "inject", ())),
+        saves_tokens=getattr(arguments, "save_tokens", False),
     )
 
 
@@ -103,6 +104,7 @@ def _own_words(arguments: argparse.Namespace) -> list[str]:
     for phase, extra_ns in arguments.inject:
         words += ["--inject", f"{phase}={extra_ns / 1e6:g}"]
     words += ["--no-cuda-graphs"] * arguments.no_cuda_graphs
+    words += ["--save-tokens"] * arguments.save_tokens
     words += ["--stop-at-end-tokens"] * arguments.stop_at_end_tokens
     return words
 
@@ -123,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument(
         "--inject", action="append", default=[], type=_phase, metavar="PHASE=MS", help="extra CPU work a step"
     )
+    replay.add_argument("--save-tokens", action="store_true", help="write prompts and outputs to tokens.parquet, too")
     replay.add_argument("--no-cuda-graphs", action="store_true", help="launch every step kernel by kernel")
     replay.add_argument("--stop-at-end-tokens", action="store_true", help="let the model end a request early, too")
     replay.add_argument(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cbengine import build, calibrate, validate, weights
+from cbengine import build, calibrate, tokens, validate, weights
 from cbengine.build import Setup
 from cbengine.content import Prompts
 from cbengine.errors import UsageError
@@ -41,6 +41,7 @@ class Measured:
 
     def __init__(self, setup: Setup, profiled: int, asked: Scenario, loop: str, workload: Workload) -> None:
         self._engine, device = build.engine(asked, loop, workload, setup)
+        self._saves = setup.saves_tokens
         self._profile = Profile(self._engine.record, profiled) if profiled else None
         self.record = self._engine.record
         self.facts: Mapping[str, Any] = {
@@ -70,6 +71,13 @@ class Measured:
             self._engine.close()
         if self._profile:
             print(self._profile.verdict(), file=sys.stderr)
+
+    def files(self) -> Mapping[str, bytes]:
+        if not self._saves:
+            return {}
+        return {
+            tokens.FILE: tokens.table((s.spec, s.prompt.tolist(), s.outputs) for s in self._engine.sequences.values())
+        }
 
 
 def replay(options: RunOptions, setup: Setup, *, peer: bool, profiled: int) -> int:
@@ -144,6 +152,7 @@ def _peer(setup: Setup, asked: Scenario, loop: str, workload: Workload) -> Any:
         record,
         cuda_graphs=setup.cuda_graphs,
         said=prompts.said,
+        saves_tokens=setup.saves_tokens,
     )
 
 

@@ -185,6 +185,8 @@ class Engine:
                 cancels.append(spec)
                 self._inbox.ended(spec, now_ns)
         self._failed = []
+        for spec in cancels:  # the cache may hold what it has said: a next turn has to repeat that
+            self._prompts.said(spec, self.sequences[spec].outputs)
         return sorted(cancels, key=lambda spec: (spec.arrival_ns, spec.index))
 
     def _launch(self, effect: Launch) -> Ticket:
@@ -233,11 +235,13 @@ class Engine:
         for sequence, token in zip(sent.readers, tokens, strict=True):
             if sequence.over:
                 continue
+            if token < 0:  # what comes after it is no text either
+                sequence.over = True
+                self._failed.append(sequence.spec)
+                continue
             sequence.outputs.append(token)
             if token in self._stops:
                 stopped.append(sequence.spec)
-            if token < 0:
-                self._failed.append(sequence.spec)
             if self._on_token:
                 self._on_token(sequence.spec, token)
         return stopped
@@ -247,8 +251,9 @@ class Engine:
         for spec, _ in effect.outcome.finished:
             sequence = self.sequences[spec]
             sequence.over = True
-            self._prompts.said(spec, sequence.outputs)
-            self._inbox.ended(spec, self._cpu_ns)
+            if spec not in self.record.cancels:  # transformers' defects may finish what was given up: once is enough
+                self._prompts.said(spec, sequence.outputs)
+                self._inbox.ended(spec, self._cpu_ns)
         self._inject("update")
         times.update_end_ns = self._elapsed()
         self.record.applied(effect.plan, effect.outcome, times)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ import transformers
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import logger as library_log
 
-from cbengine import peer_device
+from cbengine import peer_device, tokens
 from cbengine.peer_device import PeerError
 from cbengine.peer_steps import Served, Watch
 from cbsim.conformance.check import TRANSFORMERS_VERSIONS
@@ -63,6 +63,7 @@ class TransformersServer:
         *,
         cuda_graphs: bool,
         said: Callable[[RequestSpec, list[int]], None] | None = None,
+        saves_tokens: bool = False,
     ) -> None:
         """Allocates a cache of `record.total_blocks` blocks and warms up. `said` is told what a request generated when
         it ends. Raises PeerError.
@@ -73,6 +74,7 @@ class TransformersServer:
         self.record = record
         self.outputs: dict[RequestSpec, list[int]] = {}
         self._depth, self._model, self._prompts, self._said = depth(loop), model, prompts, said
+        self._saves = saves_tokens
         self._inbox = Inbox(workload, record)
         self._ready = {spec: prompts(spec) for spec in workload.open}  # at hand when their requests arrive
         self._served: dict[str, Served] = {}
@@ -90,6 +92,13 @@ class TransformersServer:
                 raise
             hint = "; a smaller scheduler.max_batch_tokens may do" if "emory" in str(error) else ""
             raise PeerError(f"transformers cannot serve this scenario: {error}{hint}") from error
+
+    def files(self) -> Mapping[str, bytes]:
+        """Further files of the run directory."""
+        if not self._saves:
+            return {}
+        said = ((spec, self._prompts(spec), outputs) for spec, outputs in self.outputs.items())
+        return {tokens.FILE: tokens.table(said)}
 
     @property
     def now_ns(self) -> int:

@@ -28,6 +28,9 @@ class Simulation:
     def run(self, on_step: Callable[[int], None]) -> None:
         simulate.run(self._machine, on_step)
 
+    def files(self) -> Mapping[str, bytes]:
+        return {}
+
 
 def run(options: RunOptions) -> int:
     """Simulate a scenario under each of its loops, write the run directories, say what came out."""

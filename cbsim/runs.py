@@ -38,6 +38,9 @@ class Server(terminal.Server, Protocol):
     def facts(self) -> Mapping[str, Any]:
         """What env.json says of the device, and of anything that the scenario does not say."""
 
+    def files(self) -> Mapping[str, bytes]:
+        """Further files of the run directory, by name. Asked for when the run has ended or was cut short."""
+
 
 Maker = Callable[[Scenario, str, Workload], Server]
 
@@ -145,6 +148,8 @@ def _write_results(
     about = {"name": resolved.name, "question": resolved.question, "loop": loop, "seed": resolved.seed}
     summary = {"schema_version": trace.SCHEMA_VERSION, "complete": complete, **about, **numbers}
     writer.summary(summary)
+    for name, content in server.files().items():
+        writer.file(name, content)
     writer.file("timeline.json.gz", timeline.chrome_trace(steps, options.window, f"{resolved.name} {loop}"))
     if complete and len(steps):
         writer.file("figures/timeline.png", figures.lanes_png([(loop, steps, numbers["gpu_active"])]))
