@@ -1,0 +1,92 @@
+"""The operations of `cbengine.ops.Ops` as Triton kernels, for CUDA devices (and for Triton's interpreter, slowly)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from cbengine.errors import UsageError
+from cbengine.kernels import attention, fused
+from cbengine.ops import Rows
+
+PARTS_PER_MULTIPROCESSOR = 6  # decode programs wanted: two waves at head_dim 128, of which three fit at a time
+MOST_SPLITS = 64  # the reduction holds that many partial answers of a head in registers
+WIDTHS = (16, 32, 64, 128)
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class UnsupportedShapeError(UsageError):
+    """A head width or a type that the kernels were not written for; `TorchOps` takes them all."""
+
+
+class TritonOps:
+    """Triton's answer to the protocol `Ops`, for one stream: its scratch memory is shared by all calls.
+
+    A row of few heads is split over its cached tokens until the `multiprocessors` (None: the current CUDA device's) are
+    busy. Kernels compile, and scratch is allocated, on the first call of a shape: call once before capturing a graph.
+    """
+
+    def __init__(self, multiprocessors: int | None = None) -> None:
+        if multiprocessors is None:
+            multiprocessors = (
+                torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
+            )
+        self._parts = PARTS_PER_MULTIPROCESSOR * multiprocessors
+        self._scratch: dict[tuple[torch.device, int, int], tuple[Tensor, Tensor]] = {}
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return fused.rms_norm(x, None, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return fused.rms_norm(x, residual, weight, eps), residual
+
+    def rotate_and_cache(
+        self,
+        qkv: Tensor,
+        rotation: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        keys: Tensor,
+        values: Tensor,
+        rows: Rows,
+    ) -> Tensor:
+        _check(keys)
+        return fused.rotate_and_cache(qkv, rotation, norms, eps, keys, values, rows)
+
+    def attention(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
+        _check(keys)
+        assert all(t.is_contiguous() for t in (queries, keys, values))
+        out = torch.empty_like(queries)
+        if rows.decodes > 0:
+            splits = self._splits(rows.decodes * keys.shape[2])
+            attention.decode(queries, keys, values, rows, out, splits, self._scratch_for(queries, keys.shape[2]))
+        if rows.decodes < len(rows.slots):
+            attention.prefill(queries, keys, values, rows, out)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return fused.silu_mul(gate_up)
+
+    def _splits(self, programs: int) -> int:
+        """The least power of two that makes `programs` at least as many as wanted, hence under twice as many."""
+        return min(triton.next_power_of_2(triton.cdiv(self._parts, programs)), MOST_SPLITS)
+
+    def _scratch_for(self, queries: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+        """Partial answers and log-sums of any split batch of this group and head width; kept for good, since captured
+        graphs go on writing there.
+        """
+        _, heads, width = queries.shape
+        key = (queries.device, heads // kv_heads, width)
+        if key not in self._scratch:
+            vectors = 2 * self._parts * (heads // kv_heads)
+            parts = torch.empty((vectors, width), dtype=torch.float32, device=queries.device)
+            self._scratch[key] = parts, torch.empty(vectors, dtype=torch.float32, device=queries.device)
+        return self._scratch[key]
+
+
+def _check(keys: Tensor) -> None:
+    if keys.shape[3] not in WIDTHS:
+        raise UnsupportedShapeError(f"head_dim: {keys.shape[3]}, where the kernels take {WIDTHS}; TorchOps takes any")
+    if keys.dtype not in TYPES:
+        raise UnsupportedShapeError(f"keys: of {keys.dtype}, where the kernels take {TYPES}; TorchOps takes any")
