@@ -15,10 +15,11 @@ from torch import Tensor
 from cbengine import weights
 from cbengine.architecture import Architecture, from_shape
 from cbengine.batch import Batcher, Capacity
+from cbengine.clock import Clock, CpuClock, WallClock
 from cbengine.content import Prompts
 from cbengine.cuda import Cuda
 from cbengine.device import Device, Inline, Modelled
-from cbengine.driver import Clock, Engine
+from cbengine.driver import Engine
 from cbengine.errors import MissingError
 from cbengine.executor import Executor
 from cbengine.kvcache import DeviceMemoryError, KvCache
@@ -199,11 +200,11 @@ def executor_plan(scenario: Scenario, loop: str, specs: list[RequestSpec], setup
     )
 
 
-def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup) -> Device:
+def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, clock: Clock) -> Device:
     """The device of one run. Raises DeviceError, DeviceMemoryError, WeightsError."""
     steps, random = depth(loop), not setup.sampling.greedy
     if setup.device == "modelled":
-        return Modelled(costs(scenario), plan.capacity, steps)
+        return Modelled(costs(scenario), plan.capacity, steps, clock)
     if setup.device == "process":
         return Process(plan, plan.capacity, steps)
     if setup.device == "inline":
@@ -238,7 +239,8 @@ def engine(
         text = f"prompts of up to {longest} tokens, the model is made for {plan.architecture.max_position}"
         raise ScenarioError(f"model.max_position: {text}")
     padded, random = scenario.scheduler.name == "static", not setup.sampling.greedy
-    made = device(scenario, loop, plan, setup)
+    clock = clock or (CpuClock() if setup.device == "modelled" else WallClock())
+    made = device(scenario, loop, plan, setup, clock)
     served = Engine(
         policy,
         made,

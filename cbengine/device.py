@@ -1,7 +1,7 @@
 """Where steps are computed: what the driver asks of a device, and the two that need no hardware.
 
 A device has a staging buffer for each step in flight. The driver writes a step into it, launches it, and later waits
-for its tokens, in order. Times are absolute `perf_counter_ns`.
+for its tokens, in order. Times are those of the engine's clock: `perf_counter_ns` where a device is real.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from cbengine.batch import Capacity, Header
+from cbengine.clock import Clock
 from cbengine.executor import Executor, arrays
 from cbsim.policy.plan import StepPlan
 from cbsim.runs import ServerError
@@ -97,15 +98,14 @@ class Inline:
 class Modelled:
     """Computes nothing: a step takes the seconds of a cost model, on lanes as a GPU's. Every token is 0.
 
-    For the timing of the loop and the CPU's work without hardware; what the loop does is real.
+    For the timing of the loop and the CPU's work without hardware: what the loop does is real, and on a `CpuClock` the
+    time it takes is the CPU's own.
     """
 
-    SPIN_NS = 200_000  # a sleeping process wakes up late: the last stretch is spent looking at the clock
-
-    def __init__(self, costs: Costs, capacity: Capacity, depth: int) -> None:
+    def __init__(self, costs: Costs, capacity: Capacity, depth: int, clock: Clock) -> None:
         self.staging = staging(capacity, depth)
-        self.facts: dict[str, Any] = {"device": "modelled"}
-        self._costs = costs
+        self.facts: dict[str, Any] = {"device": "modelled", "clock": "CPU time of the loop, waiting skipped"}
+        self._costs, self._clock = costs, clock
         self._free = [0, 0, 0]  # when each lane has done what it was given
         self._done: dict[int, tuple[Ints, Lanes]] = {}
 
@@ -113,7 +113,7 @@ class Modelled:
         return rows
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
-        at, edges = time.perf_counter_ns(), []
+        at, edges = self._clock.now_ns(), []
         for lane, duration in enumerate(self._costs(plan)):
             start = max(at, self._free[lane])
             at = self._free[lane] = start + duration
@@ -122,11 +122,8 @@ class Modelled:
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         tokens, lanes = self._done.pop(slot)
-        left = lanes.d2h_end_ns - time.perf_counter_ns() - self.SPIN_NS
-        if left > 0:
-            time.sleep(left / 1e9)
-        while time.perf_counter_ns() < lanes.d2h_end_ns:
-            pass
+        while self._clock.now_ns() < lanes.d2h_end_ns:
+            self._clock.wait_until(lanes.d2h_end_ns)
         return tokens, lanes
 
     def close(self) -> None:

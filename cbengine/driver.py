@@ -7,11 +7,11 @@ one. Only waiting for arrivals is in none.
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from cbengine.batch import Batcher, Sent
+from cbengine.clock import Clock, WallClock
 from cbengine.content import Prompts
 from cbengine.device import Device
 from cbengine.sampling import request_seed
@@ -24,28 +24,7 @@ from cbsim.record import Record, StepTimes
 
 OnStep = Callable[[int], None]
 OPEN, CLOSED = Polled(), Polled(closed=True)
-NAP_NS = 20_000_000  # waiting for arrivals is cut into naps, so that an interrupt is heard
 INJECTED = ("schedule", "prepare", "launch", "update")
-
-
-class Clock(Protocol):
-    """Nanoseconds since some moment."""
-
-    def now_ns(self) -> int: ...
-
-    def wait_until(self, at_ns: int) -> None:
-        """Return at `at_ns` or before."""
-
-
-class WallClock:
-    """The real one."""
-
-    now_ns = staticmethod(time.perf_counter_ns)
-
-    def wait_until(self, at_ns: int) -> None:
-        left = min(at_ns - time.perf_counter_ns(), NAP_NS)
-        if left > 0:
-            time.sleep(left / 1e9)
 
 
 class Ticket(NamedTuple):
@@ -149,8 +128,8 @@ class Engine:
     def _inject(self, phase: str) -> None:
         """Extra work: the CPU is kept busy, as work would."""
         if extra := self._injected.get(phase):
-            end = time.perf_counter_ns() + extra
-            while time.perf_counter_ns() < end:
+            end = self._clock.now_ns() + extra
+            while self._clock.now_ns() < end:
                 pass
 
     def _poll(self, effect: Poll, tell: OnStep) -> Polled:

@@ -1,0 +1,41 @@
+"""What time it is for an engine: the wall's, or that of a machine which does nothing else."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+NAP_NS = 20_000_000  # waiting is cut into naps, so that an interrupt is heard
+
+
+class Clock(Protocol):
+    """Nanoseconds since some moment."""
+
+    def now_ns(self) -> int: ...
+
+    def wait_until(self, at_ns: int) -> None:
+        """Return at `at_ns` or before."""
+
+
+class WallClock:
+    """The real one."""
+
+    now_ns = staticmethod(time.perf_counter_ns)
+
+    def wait_until(self, at_ns: int) -> None:
+        left = min(at_ns - time.perf_counter_ns(), NAP_NS)
+        if left > 0:
+            time.sleep(left / 1e9)
+
+
+class CpuClock:
+    """Goes on only while this thread computes, and jumps when it waits: other processes on the machine do not show."""
+
+    def __init__(self) -> None:
+        self._skipped_ns = 0
+
+    def now_ns(self) -> int:
+        return time.thread_time_ns() + self._skipped_ns
+
+    def wait_until(self, at_ns: int) -> None:
+        self._skipped_ns += max(0, at_ns - self.now_ns())
