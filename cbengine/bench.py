@@ -1,17 +1,19 @@
 """How fast the engine is, against what the device could do, measured in the same call.
 
-On a GPU: copy bandwidth and matrix rate first; decode attention against the bandwidth; then 8k_b32 on both loops, its
-floor (every step reads the weights and the cache once) and Hugging Face's own batching on the same device. Without one:
-the CPU's work a step, on a device that only takes time.
+On a GPU: copy bandwidth and matrix rate first; decode attention against the bandwidth; then 8k_b32, its floor (every
+step reads the weights and the cache once) and Hugging Face's own batching on the same device. Without one: the CPU's
+work a step, on a device that only takes time. Every figure is printed as soon as it is known.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +23,25 @@ from torch import Tensor
 from cbengine import build
 from cbengine.architecture import from_shape
 from cbengine.build import Setup
+from cbengine.cuda import captured, streams
 from cbengine.ops import Ops, Rows
 from cbsim import runs, scenario
 from cbsim.metrics import Steps
 from cbsim.record import PHASES
 from cbsim.runs import Maker, RunOptions
 from cbsim.scenario import Scenario
+from cbsim.shapes import ModelShape
 
 CONTEXTS = (1024, 2048, 4096, 8192)
 BATCH = 32
+BLOCK_TOKENS = 16
+LENGTH = 8192
 BAR_DECODE_SHARE = 0.85
 BAR_CPU_S = {32: 0.5e-3, 256: 1.5e-3}
+BAR_RUN_S = {"H100": 110.0, "H200": 82.0}
+BAR_ACTIVE = 99.4
 WORK = tuple(phase for phase in PHASES if phase != "await")
+Serve = Callable[[Setup, bool], Maker]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,34 +54,34 @@ class Figure:
     bar: str = ""
     holds: bool | None = None
 
+    def __str__(self) -> str:
+        verdict = {None: "", True: "  ok", False: "  MISSED"}[self.holds]
+        bar = f"  bar {self.bar}" if self.bar else ""
+        return f"{self.name:<58} {self.value:>10,.4g} {self.unit:<8}{bar}{verdict}".rstrip()
 
-def bench(device: str, out: Path, serve: Callable[[Setup, bool], Maker], *, quick: bool, as_json: bool) -> int:
+
+def bench(device: str, out: Path, serve: Serve, *, quick: bool, as_json: bool) -> int:
     """Measure, print. `serve` makes servers of a setup: ours, or the peer's."""
-    figures = on_cpu(out, serve, quick) if device != "cuda" else on_gpu(out, serve, quick)
+    found = []
+    for figure in (on_gpu if device == "cuda" else on_cpu)(out, serve, quick):
+        found.append(figure)
+        print(figure, file=sys.stderr if as_json else sys.stdout, flush=True)
     if as_json:
-        print(json.dumps([{"name": f.name, "value": f.value, "unit": f.unit, "bar": f.bar} for f in figures], indent=2))
-        return runs.OK
-    width = max(len(figure.name) for figure in figures)
-    for figure in figures:
-        verdict = {None: "", True: "  ok", False: "  MISSED"}[figure.holds]
-        bar = f"  bar {figure.bar}" if figure.bar else ""
-        print(f"{figure.name:<{width}}  {figure.value:>12,.4g} {figure.unit:<10}{bar}{verdict}")
+        print(json.dumps([asdict(figure) for figure in found], indent=2))
     return runs.OK
 
 
 # -- without a GPU ----------------------------------------------------------------------------------------------------
 
 
-def on_cpu(out: Path, serve: Callable[[Setup, bool], Maker], quick: bool) -> list[Figure]:
+def on_cpu(out: Path, serve: Serve, quick: bool) -> Iterator[Figure]:
     """The CPU's work a step by batch size, policy and loop; medians, since other processes only ever add time."""
-    figures = []
     for rows in BAR_CPU_S:
         for policy in ("vllm", "transformers_fifo"):
             asked = _steady(rows, policy, 200 if quick else 1000)
             for loop in scenario.loops(asked):
                 steps = runs.one_loop(asked, loop, _options(asked, out), serve(Setup(device="modelled"), False)).steps
-                figures.append(_cpu_work(f"CPU a step, {rows} requests, {policy}, {loop}", steps, rows))
-    return figures
+                yield cpu_work(f"CPU a step, {rows} requests, {policy}, {loop}", steps, rows)
 
 
 def _steady(rows: int, policy: str, steps: int) -> Scenario:
@@ -88,7 +97,8 @@ def _steady(rows: int, policy: str, steps: int) -> Scenario:
     )
 
 
-def _cpu_work(name: str, steps: Steps, rows: int) -> Figure:
+def cpu_work(name: str, steps: Steps, rows: int) -> Figure:
+    """The median step of `rows` requests that decode together."""
     full = steps["decode_rows"] == rows
     work = sum(steps.lane(phase)[full] for phase in WORK)
     value = statistics.median(work.tolist()) / 1e9
@@ -99,131 +109,166 @@ def _cpu_work(name: str, steps: Steps, rows: int) -> Figure:
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
-def on_gpu(out: Path, serve: Callable[[Setup, bool], Maker], quick: bool) -> list[Figure]:
-    """Device, kernel, engine, peer."""
-    bandwidth, rate = copy_bandwidth(), matrix_rate()
-    figures = [
-        Figure("device copy, read and write", bandwidth / 1e12, "TB/s"),
-        Figure("matrix product, bf16, 8192^3", rate / 1e12, "TFLOP/s"),
-        Figure("launch to result of an empty kernel", launch_latency() * 1e6, "us"),
-    ]
-    model = scenario.load("8k_b32").model
+def on_gpu(out: Path, serve: Serve, quick: bool) -> Iterator[Figure]:
+    """Device, kernel, engine, peer; what takes longest comes last."""
+    setup, bandwidth = Setup(device="cuda"), copy_bandwidth()
+    yield Figure("device copy, read and write", bandwidth / 1e12, "TB/s")
+    yield Figure("matrix product, bf16, 8192^3", matrix_rate() / 1e12, "TFLOP/s")
+    yield Figure("launch to result of an empty kernel", launch_latency() * 1e6, "us")
     for context in CONTEXTS:
-        read, seconds = decode_attention(build.ops("cuda"), model, BATCH, context)
-        share = read / seconds / bandwidth
-        held = share >= BAR_DECODE_SHARE if context >= 4096 else None
-        name = f"decode attention, {BATCH} requests, {context:,} tokens, of the copy"
-        bar = f">= {BAR_DECODE_SHARE:.0%}" if held is not None else ""
-        figures.append(Figure(name, share * 100, "%", bar, held))
-    length = 512 if quick else 8192
-    for loop in ("async",) if quick else ("async", "sync"):
-        figures += _engine(out, serve, loop, length, bandwidth)
-    figures += _against_peer(out, serve, 128 if quick else 512)
-    return figures
+        read, seconds = decode_attention(build.ops("cuda"), scenario.load("8k_b32").model, BATCH, context)
+        yield attention_share(context, read / seconds / bandwidth)
+    length = 512 if quick else LENGTH
+    yield from engine(out, serve, setup, "async", length, bandwidth)
+    yield from against_peer(out, serve, setup, 128 if quick else 512)
+    if not quick:
+        yield from engine(out, serve, setup, "sync", length, bandwidth)
 
 
-def _engine(out: Path, serve: Callable[[Setup, bool], Maker], loop: str, length: int, bandwidth: float) -> list[Figure]:
-    setup = Setup(device="cuda")
+def attention_share(context: int, share: float) -> Figure:
+    """Decode attention's bandwidth; short contexts are too little work for a bar."""
+    name = f"decode attention, {BATCH} requests, {context:,} tokens, of the copy"
+    if context < 4096:
+        return Figure(name, share * 100, "%")
+    return Figure(name, share * 100, "%", f">= {BAR_DECODE_SHARE:.0%}", share >= BAR_DECODE_SHARE)
+
+
+def engine(out: Path, serve: Serve, setup: Setup, loop: str, length: int, bandwidth: float) -> Iterator[Figure]:
+    """8k_b32 with outputs of `length` tokens, and what the device's `bandwidth` in bytes/s would allow."""
+    give_back()
+    name = f"8k_b32, {length:,} tokens, {loop}"
+    _say(f"{name} ...")
     asked = build.adapted(scenario.load("8k_b32", [f"workload.output_tokens={length}"]), setup)
     done = runs.one_loop(asked, loop, _options(asked, out), serve(setup, False))
     seconds, active = done.summary["makespan_s"], done.summary["gpu_active"] * 100
-    steps, name = done.steps, f"8k_b32, {length:,} tokens, {loop}"
-    weights = len(steps) * asked.model.weight_bytes
-    cache = int(steps["context_tokens"].sum()) * asked.model.kv_bytes_per_token
-    bars = loop == "async" and length == 8192
-    return [
-        Figure(f"{name}: seconds", seconds, "s", "<= 110 (H100), 82 (H200)" if bars else ""),
-        Figure(f"{name}: floor at the copy's bandwidth", (weights + cache) / bandwidth, "s"),
-        Figure(f"{name}: GPU active", active, "%", ">= 99.4" if bars else "", active >= 99.4 if bars else None),
-        _cpu_work(f"{name}: CPU a step", steps, BATCH),
-    ]
+    bar_s = bar_seconds() if loop == "async" and length == LENGTH else None
+    held = None if bar_s is None else seconds <= bar_s
+    yield Figure(f"{name}: seconds", seconds, "s", "" if bar_s is None else f"<= {bar_s:g}", held)
+    yield Figure(f"{name}: floor at the copy's bandwidth", least_bytes(asked.model, done.steps) / bandwidth, "s")
+    held = None if bar_s is None else active >= BAR_ACTIVE
+    yield Figure(f"{name}: GPU active", active, "%", "" if bar_s is None else f">= {BAR_ACTIVE}", held)
+    yield cpu_work(f"{name}: CPU a step", done.steps, BATCH)
 
 
-def _against_peer(out: Path, serve: Callable[[Setup, bool], Maker], length: int) -> list[Figure]:
-    """Both engines at the same length, which is shorter, since the peer is slower."""
-    setup = Setup(device="cuda")
-    asked = build.adapted(scenario.load("8k_b32", [f"workload.output_tokens={length}"]), setup)
-    figures, rates = [], {}
-    for peer in (False, True):
-        for loop in ("sync", "async"):
-            name = f"{'transformers' if peer else 'cbengine'}, {length} tokens, {loop}: tokens/s"
+def least_bytes(model: ModelShape, steps: Steps) -> int:
+    """What steps have to read: each every weight, but for an embedding that is no output layer, and what is cached."""
+    table = 0 if model.tied_embeddings else model.vocab * model.hidden * model.dtype_bytes
+    return len(steps) * (model.weight_bytes - table) + int(steps["context_tokens"].sum()) * model.kv_bytes_per_token
+
+
+def bar_seconds() -> float | None:
+    """The bar of this GPU, if it has one."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((seconds for part, seconds in BAR_RUN_S.items() if part in name), None)
+
+
+def against_peer(out: Path, serve: Serve, setup: Setup, length: int) -> Iterator[Figure]:
+    """Both engines at the same length, which is shorter, since the peer is slower. The peer needs more than every
+    machine has: what it cannot do is said, and the rest goes on.
+    """
+    for loop in ("async", "sync"):
+        rates = []
+        for peer in (False, True):
+            give_back()
+            name = f"{'transformers' if peer else 'cbengine'}, {length} tokens, {loop}"
+            _say(f"{name} ...")
+            asked = build.adapted(scenario.load("8k_b32", [f"workload.output_tokens={length}"]), setup)
             try:
                 done = runs.one_loop(asked, loop, _options(asked, out), serve(setup, peer))
-            except ValueError as error:  # the peer needs more than every machine has
-                print(f"{name}: {error}")
+            except (ValueError, RuntimeError, ImportError) as error:
+                if not peer:
+                    raise
+                _say(f"{name}: {error}")
                 continue
-            rates[peer, loop] = done.summary["output_tokens_per_s"]
-            figures.append(Figure(name, rates[peer, loop], ""))
-            torch.cuda.empty_cache()
-    if (True, "async") in rates:
-        ratio = rates[False, "async"] / rates[True, "async"]
-        figures.append(Figure("cbengine over transformers, async", ratio, "x", ">= 2", ratio >= 2))
-    return figures
+            rates.append(done.summary["output_tokens_per_s"])
+            yield Figure(f"{name}: tokens/s", rates[-1], "")
+        if len(rates) == 2:
+            ratio, name = rates[0] / rates[1], f"cbengine over transformers, {loop}"
+            yield Figure(name, ratio, "x", ">= 2", ratio >= 2) if loop == "async" else Figure(name, ratio, "x")
 
 
-def timed(act: Callable[[], Any], repeats: int = 20) -> float:
-    """Median seconds of `act` on the GPU, by events, after a warm-up."""
-    for _ in range(3):
+def give_back() -> None:
+    """The memory of a run before, also where a failure's traceback held it in a circle."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# -- device and kernel ------------------------------------------------------------------------------------------------
+
+
+def timed(act: Callable[[], Any], device: str = "cuda", repeats: int = 20) -> float:
+    """Median seconds of `act`, warm. On a GPU between events round a replayed graph: launching costs nothing."""
+    if device == "cpu":
         act()
+        return statistics.median(_clocked(act) for _ in range(repeats))
+    stream = streams()[0]
+    graph, _ = captured(act, stream)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     samples = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        act()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) / 1e3)
-    return float(statistics.median(samples))
+    with torch.cuda.stream(stream):
+        for _ in range(3 + repeats):
+            start.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            samples.append(start.elapsed_time(end) / 1e3)
+    return float(statistics.median(samples[3:]))
 
 
-def copy_bandwidth() -> float:
+def _clocked(act: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
+def copy_bandwidth(size: int = 1 << 31, device: str = "cuda") -> float:
     """Bytes read and written a second by a copy on the device, far larger than its cache."""
-    size = 1 << 31
-    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * size / timed(lambda: target.copy_(source))
+    return 2 * size / timed(lambda: target.copy_(source), device)
 
 
-def matrix_rate(n: int = 8192) -> float:
+def matrix_rate(n: int = 8192, device: str = "cuda") -> float:
     """FLOP/s of a bf16 matrix product of random numbers."""
-    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    return 2 * n**3 / timed(lambda: a @ b)
+    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return 2 * n**3 / timed(lambda: a @ b, device)
 
 
-def launch_latency() -> float:
+def launch_latency(repeats: int = 200) -> float:
     """Seconds from a launch until the host knows that it is over."""
     x = torch.zeros(1, device="cuda")
-    samples = []
-    for _ in range(200):
-        start = time.perf_counter()
+
+    def there_and_back() -> None:
         x.add_(1)
         torch.cuda.synchronize()
-        samples.append(time.perf_counter() - start)
-    return statistics.median(samples)
+
+    there_and_back()
+    return statistics.median(_clocked(there_and_back) for _ in range(repeats))
 
 
-def decode_attention(ops: Ops, model: Any, rows: int, context: int, device: str = "cuda") -> tuple[int, float]:
-    """(bytes of cache that must be read, seconds) of one layer's decode attention over scattered blocks of 16. Several
-    layers' caches take turns, so that none is found in the GPU's cache.
+def decode_attention(
+    ops: Ops, model: ModelShape, rows: int, context: int, device: str = "cuda", span: int = 1 << 28
+) -> tuple[int, float]:
+    """(bytes of cache that must be read, seconds) of one layer's decode attention over scattered blocks. The caches of
+    two layers or more, at least `span` bytes, take turns, so that none is found in the GPU's cache.
     """
-    shape, size = from_shape(model), 16
-    blocks = rows * context // size
-    layers = max(2, (1 << 28) // (2 * blocks * size * shape.kv_heads * shape.head_dim * 2))
-    cached = (layers, 2, blocks, size, shape.kv_heads, shape.head_dim)
-    cache = torch.randn(cached, device=device).to(torch.bfloat16)
-    queries = torch.randn(rows, shape.heads, shape.head_dim, device=device).to(torch.bfloat16)
-    batch = _decoding(torch.randperm(blocks, device=device).view(rows, -1), context)
+    shape, blocks = from_shape(model), rows * context // BLOCK_TOKENS
+    read = 2 * blocks * BLOCK_TOKENS * shape.kv_heads * shape.head_dim * 2
+    cached = (max(2, -(-span // read)), 2, blocks, BLOCK_TOKENS, shape.kv_heads, shape.head_dim)
+    cache = torch.randn(cached, dtype=torch.bfloat16, device=device)
+    queries = torch.randn(rows, shape.heads, shape.head_dim, dtype=torch.bfloat16, device=device)
+    batch = decoding(torch.randperm(blocks, device=device).view(rows, -1), context)
 
     def layer_after_layer() -> Tensor:
         for keys, values in cache:
             out = ops.attention(queries, keys, values, batch)
         return out
 
-    seconds = timed(layer_after_layer) / layers
-    return 2 * blocks * size * shape.kv_heads * shape.head_dim * 2, seconds
+    return read, timed(layer_after_layer, device) / len(cache)
 
 
-def _decoding(tables: Tensor, context: int) -> Rows:
+def decoding(tables: Tensor, context: int) -> Rows:
     """Rows that have `context` tokens each, their own included."""
     count, device = len(tables), tables.device
     every = torch.arange(count + 1, dtype=torch.int32, device=device)
@@ -234,7 +279,7 @@ def _decoding(tables: Tensor, context: int) -> Rows:
         kv_tokens=torch.full((count,), context, dtype=torch.int32, device=device),
         starts=every,
         positions=at,
-        kv_places=tables[:, -1].long() * 16 + 15,
+        kv_places=tables[:, -1].long() * BLOCK_TOKENS + (context - 1) % BLOCK_TOKENS,
         decodes=count,
         longest=1,
     )
@@ -253,3 +298,7 @@ def _options(asked: Scenario, out: Path) -> RunOptions:
         quiet=True,
         command=("cbengine", "replay"),
     )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -110,7 +110,7 @@ def capacity(scenario: Scenario, loop: str, specs: list[RequestSpec]) -> Capacit
     options: Any = scheduler_options(scenario, depth(loop))
     longest = max((spec.prompt_tokens + spec.max_tokens for spec in specs), default=1)
     prompt = max((spec.prompt_tokens for spec in specs), default=1)
-    seats = getattr(options, "max_num_seqs", None) or getattr(options, "batch_size", None) or options.num_blocks
+    seats = getattr(options, "max_num_seqs", None) or getattr(options, "batch_size", None) or len(specs)
     slots = max(1, min(len(specs), seats))
     rows = min(slots, getattr(options, "max_requests_per_batch", slots))
     budget = getattr(options, "max_num_batched_tokens", None) or getattr(options, "max_batch_tokens", None)

@@ -5,33 +5,38 @@
               the tokens -> outbound[slot]
     d2h       waits for that; outbound[slot] -> pinned; the CPU blocks on the end of this copy
 
-A slot's buffers are written again only after its step was awaited. The last sampled token of every request stays on
-the device, so a step never waits for the host to know what it computes on.
+A slot's buffers are written again only after its step was awaited, and are given back only when everything has ended.
+All other memory is taken and used on the compute stream alone. The last sampled token of every request stays on the
+device, so a step never waits for the host to know what it computes on.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 import sys
 import threading
 import time
-from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from cbengine.batch import Capacity, Header
 from cbengine.device import DeviceError, Ints, Lanes
-from cbengine.executor import Executor, arrays
+from cbengine.executor import Arrays, Executor, arrays
+from cbengine.timeline import Timeline
+from cbengine.warmup import bucket, captured_sizes, scratch_step, warm_ups
 from cbsim.policy.plan import StepPlan
 
-CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 1025, 32))
-"""Decode batches with a graph; others are padded up to the next. Padding is nearly free: a matrix product over 128 rows
-takes as long as over one."""
-WARM_UPS = 2
+WARM_UPS = 2  # runs before a capture
 STUCK_S = 300.0  # a step that takes longer than this has hung
+T = TypeVar("T")
 
 
 class Marks(NamedTuple):
@@ -63,134 +68,141 @@ class Cuda:
     def __init__(
         self, executor: Executor, capacity: Capacity, depth: int, *, graphs: bool, overlap: bool, random: bool
     ) -> None:
-        """Captures every graph that the run may need. Raises DeviceError."""
-        self._executor, self._scratch_slot, self._random = executor, capacity.slots, random
-        self._sizes = [size for size in CAPTURED if size <= _above(capacity.rows)] if graphs else []
-        size, device = capacity.staging, torch.device("cuda")
-        self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(depth)]
-        self._received = [torch.zeros(capacity.sampling, dtype=torch.int32, pin_memory=True) for _ in range(depth)]
-        self._inbound = [torch.zeros(size, dtype=torch.int32, device=device) for _ in range(depth)]
-        self._outbound = [torch.zeros(capacity.sampling, dtype=torch.int32, device=device) for _ in range(depth)]
-        self.staging: list[Ints] = [buffer.numpy() for buffer in self._pinned]
-        self._compute = torch.cuda.Stream()
-        self._h2d, self._d2h = (torch.cuda.Stream() if overlap else self._compute for _ in range(2))
+        """Captures every graph that the run may need, and runs every kind of step once. Raises DeviceError."""
+        self._executor, self._capacity, self._random, self._overlap = executor, capacity, random, overlap
+        self._compute, self._h2d, self._d2h = streams() if overlap else (streams()[0],) * 3
+        self._sizes = captured_sizes(capacity.rows) if graphs else []
+        self._graphs: dict[int, Graph] = {}
+        self.staging: list[Ints] = []
+        self._pinned: list[Tensor] = []
+        self._received: list[Tensor] = []
+        self._inbound: list[Tensor] = []
+        self._outbound: list[Tensor] = []
         self._marks = [Marks.new() for _ in range(depth + 1)]  # one more: the next step is timed from the last one's
         self._launched = 0
         self._in_flight: dict[int, tuple[Marks, int, int]] = {}  # slot -> events, sampling rows, time of launch
-        self._graphs: dict[int, Graph] = {}
+        self._anchor: torch.cuda.Event  # a step's edges are measured from here
+        self._timeline: Timeline
         self._watchdog = Watchdog(STUCK_S)
-        self._origin: tuple[torch.cuda.Event, int]  # an event and the host time at which it happened
-        torch.cuda.synchronize()
-        self._capture_all()
-        self._origin = self._synchronised()
+        try:
+            guarded(lambda: "a step's inputs and outputs", partial(self._allocate, depth))
+            self._warm_up()
+        except BaseException:
+            self.close()
+            raise
         self.facts = self._describe()
 
     def bucket(self, rows: int) -> int:
-        at = bisect_left(self._sizes, rows)
-        return self._sizes[at] if at < len(self._sizes) else rows
+        return bucket(self._sizes, rows)
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
         del plan
-        at = time.perf_counter_ns()
-        marks = self._marks[self._launched % len(self._marks)]
-        self._launched += 1
-        used = header.offsets()[-1]
-        inbound, outbound = self._inbound[slot], self._outbound[slot][: header.sampling]
-        try:
-            with torch.cuda.stream(self._h2d):
-                marks.h2d_start.record()
-                inbound[:used].copy_(self._pinned[slot][:used], non_blocking=True)
-                marks.h2d_end.record()
-            self._compute.wait_event(marks.h2d_end)
-            with torch.cuda.stream(self._compute):
-                marks.start.record()
-                self._run(inbound, header, outbound)
-                marks.end.record()
-            self._d2h.wait_event(marks.end)
-            with torch.cuda.stream(self._d2h):
-                self._received[slot][: header.sampling].copy_(outbound, non_blocking=True)
-                marks.done.record()
-        except torch.OutOfMemoryError as error:
-            raise DeviceError(_out_of_memory(header, error)) from None
-        except RuntimeError as error:
-            raise DeviceError(f"the GPU failed: {_first_line(error)}") from None
-        self._in_flight[slot] = marks, header.sampling, at
-
-    def _run(self, inbound: Tensor, header: Header, outbound: Tensor) -> None:
-        step = arrays(inbound, header)
-        self._executor.update_tables(step)
-        graph = self._graphs.get(header.rows) if header.decodes == header.rows and not header.padded else None
-        if graph is None:
-            outbound.copy_(self._executor.run(step, header))
-            return
-        graph.inputs.copy_(inbound[: len(graph.inputs)])
-        graph.graph.replay()
-        outbound.copy_(graph.tokens)
+        self._launch(slot, header)
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         marks, sampling, launched = self._in_flight.pop(slot)
-        try:
-            with self._watchdog:
-                marks.done.synchronize()
-        except RuntimeError as error:
-            raise DeviceError(f"the GPU failed: {_first_line(error)}") from None
+        with self._watchdog:
+            guarded(lambda: "a step that had been launched", marks.done.synchronize)
+        awaited = time.perf_counter_ns()
+        edges = [round(self._anchor.elapsed_time(mark) * 1e6) for mark in marks]
+        self._anchor = marks.h2d_start
         tokens: Ints = self._received[slot][:sampling].numpy().copy()
-        return tokens, self._timed(marks, launched, time.perf_counter_ns())
+        return tokens, self._timeline.place(edges, launched, awaited)
 
-    def _timed(self, marks: Marks, launched_ns: int, now_ns: int) -> Lanes:
-        """The step's times on the host's clock: distances from the end of the step before, which keeps them precise.
-        The two clocks drift apart slowly, so the mapping is moved whenever a step would have run before its launch
-        or ended after it was awaited.
-        """
-        event, at_ns = self._origin
-        offsets = [at_ns + round(event.elapsed_time(mark) * 1e6) for mark in marks]
-        shift = max(launched_ns - offsets[0], 0) + min(now_ns - offsets[-1], 0)
-        h2d_start, h2d_end, start, end, done = (offset + shift for offset in offsets)
-        self._origin = marks.end, end
-        return Lanes(h2d_start, h2d_end, start, end, end, max(done, end))
+    def close(self) -> None:
+        if self._watchdog.closed:
+            return
+        self._watchdog.close()
+        with suppress(RuntimeError):  # a GPU that has failed for good has nothing to give back
+            torch.cuda.synchronize()
+        self._graphs.clear()
+        self._in_flight.clear()
+        self.staging, self._pinned, self._received, self._inbound, self._outbound = [], [], [], [], []
+        del self._executor
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
 
-    def _synchronised(self) -> tuple[torch.cuda.Event, int]:
-        event = torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def _launch(self, slot: int, header: Header) -> None:
+        at = time.perf_counter_ns()
+        marks = self._marks[self._launched % len(self._marks)]
+        self._launched += 1
+        guarded(
+            lambda: f"a step of {header.tokens} query tokens in {header.rows} rows",
+            lambda: self._enqueue(slot, header, marks),
+        )
+        self._in_flight[slot] = marks, header.sampling, at
+
+    def _enqueue(self, slot: int, header: Header, marks: Marks) -> None:
+        inbound, used, outbound = self._inbound[slot], header.offsets()[-1], self._outbound[slot][: header.sampling]
+        graph = self._graphs.get(header.rows) if header.decodes == header.rows and not header.padded else None
+        step = arrays(inbound, header) if graph is None or header.updates else None
+        with torch.cuda.stream(self._h2d):
+            marks.h2d_start.record(self._h2d)
+            inbound[:used].copy_(self._pinned[slot][:used], non_blocking=True)
+            marks.h2d_end.record(self._h2d)
         with torch.cuda.stream(self._compute):
-            event.record()
-        event.synchronize()
-        return event, time.perf_counter_ns()
+            self._compute.wait_event(marks.h2d_end)
+            marks.start.record(self._compute)
+            self._run(graph, inbound, step, header, outbound)
+            marks.end.record(self._compute)
+        with torch.cuda.stream(self._d2h):
+            self._d2h.wait_event(marks.end)
+            self._received[slot][: header.sampling].copy_(outbound, non_blocking=True)
+            marks.done.record(self._d2h)
 
-    def _capture_all(self) -> None:
-        """The largest graph first: the smaller ones find room in its memory."""
-        pool = torch.cuda.graph_pool_handle() if self._sizes else None
-        for rows in reversed(self._sizes):
-            try:
-                self._graphs[rows] = self._capture(rows, pool)
-            except torch.OutOfMemoryError as error:
-                raise DeviceError(
-                    f"no memory to capture a decode step of {rows} requests: {_first_line(error)}"
-                ) from None
+    def _run(self, graph: Graph | None, inbound: Tensor, step: Arrays | None, header: Header, outbound: Tensor) -> None:
+        """`step` may be left out of a graph's that changes no table."""
+        if step is not None:
+            self._executor.update_tables(step)
+        if graph is not None:
+            graph.inputs.copy_(inbound[: len(graph.inputs)])
+            graph.graph.replay()
+            outbound.copy_(graph.tokens)
+        else:
+            assert step is not None
+            outbound.copy_(self._executor.run(step, header))
+
+    # -- before the first one -----------------------------------------------------------------------------------------
+
+    def _allocate(self, depth: int) -> None:
+        torch.cuda.empty_cache()  # what is left of putting weights together
+        size, sampling, device = self._capacity.staging, self._capacity.sampling, torch.device("cuda")
+        self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(depth)]
+        self._received = [torch.zeros(sampling, dtype=torch.int32, pin_memory=True) for _ in range(depth)]
+        self._inbound = [torch.zeros(size, dtype=torch.int32, device=device) for _ in range(depth)]
+        self._outbound = [torch.zeros(sampling, dtype=torch.int32, device=device) for _ in range(depth)]
+        self.staging = [buffer.numpy() for buffer in self._pinned]
+        self._anchor = torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()  # weights, cache and buffers were written on another stream
+        self._timeline = Timeline(time.perf_counter_ns(), overlap=self._overlap)
+        self._anchor.record(self._h2d)
+
+    def _warm_up(self) -> None:
+        """No kernel is compiled and no memory asked for the first time in a run."""
+        if self._sizes:
+            gc.collect()  # graphs of runs before must not be destroyed while another one is captured
+            pool = torch.cuda.graph_pool_handle()
+            for rows in reversed(self._sizes):  # the smaller ones find room in the largest one's memory
+                capture = partial(self._capture, rows, pool)
+                self._graphs[rows] = guarded(partial("capturing a decode step of {} requests".format, rows), capture)
+        reach, graphs = self._executor.reach, bool(self._sizes)
+        for header, values in warm_ups(self._capacity, reach, graphs=graphs, random=self._random):
+            self.staging[0][: len(values)] = values
+            self._launch(0, header)
+            self.wait(0)
 
     def _capture(self, rows: int, pool: Any) -> Graph:
-        header = Header(
-            *(rows, rows, rows, rows),
-            *(1, 0, 0),
-            random=self._random,
-            padded=False,
-        )
-        inputs = torch.zeros(header.offsets()[-1], dtype=torch.int32, device="cuda")
-        step = arrays(inputs, header)
-        step.slots.fill_(self._scratch_slot)
-        step.kv_tokens.fill_(1)
-        step.starts.copy_(torch.arange(rows + 1))
+        header, values = scratch_step([1] * rows, self._capacity.slots, random=self._random, padded=False)
         with torch.cuda.stream(self._compute):
-            for _ in range(WARM_UPS):
-                self._executor.run(step, header)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=self._compute):
-            tokens = self._executor.run(step, header)
+            inputs = torch.from_numpy(values).cuda()
+        step = arrays(inputs, header)
+        graph, tokens = captured(lambda: self._executor.run(step, header), self._compute, pool)
         return Graph(graph, inputs, tokens)
 
     def _describe(self) -> dict[str, Any]:
-        properties = torch.cuda.get_device_properties(0)
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return {
             "device": properties.name,
             "driver": _driver(),
@@ -200,14 +212,27 @@ class Cuda:
             "allocated_bytes": torch.cuda.memory_allocated(),
         }
 
-    def close(self) -> None:
-        if self._watchdog.closed:
-            return
-        self._watchdog.close()
-        torch.cuda.synchronize()
-        self._graphs.clear()
-        self.staging, self._pinned, self._received, self._inbound, self._outbound = [], [], [], [], []
-        del self._executor
+
+@cache
+def streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
+    """For kernels, copies in, copies out: the same in every run of a process, because cuBLAS keeps a workspace for each
+    stream that it has ever computed on.
+    """
+    return torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
+
+
+def captured(act: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
+    """`act` as a graph, and what it returned: tensors that every replay writes again. It is run before, on the same
+    stream, so that what happens only once (compiling, loading, workspaces) is not captured.
+    """
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            act()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        result = act()
+    return graph, result
 
 
 class Watchdog:
@@ -232,18 +257,43 @@ class Watchdog:
     def close(self) -> None:
         self._closed.set()
 
+    def overdue(self, now: float) -> bool:
+        since = self._since  # read once: the other thread may end its wait at any moment
+        return since is not None and now - since > self._limit_s
+
     def _watch(self) -> None:
         while not self._closed.wait(1.0):
-            since = self._since
-            if since is not None and time.monotonic() - since > self._limit_s:
+            if self.overdue(time.monotonic()):
                 print(f"cbengine: a step has not ended after {self._limit_s:.0f} s: the GPU hangs", file=sys.stderr)
                 sys.stderr.flush()
                 os._exit(1)
 
 
-def _above(rows: int) -> int:
-    """The captured size that holds `rows`."""
-    return int(CAPTURED[min(bisect_left(CAPTURED, rows), len(CAPTURED) - 1)])
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def guarded(doing: Callable[[], str], act: Callable[[], T]) -> T:
+    """What `act` returns. Errors of the GPU's become a DeviceError that says what was being done; others are ours."""
+    try:
+        return act()
+    except torch.OutOfMemoryError as error:
+        failure = DeviceError(out_of_memory(doing(), str(error), *torch.cuda.mem_get_info()))
+    except RuntimeError as error:
+        if isinstance(error, DeviceError) or "CUDA" not in str(error):
+            raise
+        failure = DeviceError(f"the GPU failed in {doing()}: {_first_line(error)}")
+    raise failure  # out here nothing holds what had been allocated until then
+
+
+def out_of_memory(doing: str, complaint: str, free: int, total: int) -> str:
+    """What was asked for, in torch's words, and what is there."""
+    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", complaint)
+    wanted, there = asked[1] if asked else "more", f"{free / 2**30:.2f} of the GPU's {total / 2**30:.2f} GiB are free"
+    return f"no memory for {doing}: {wanted} asked for, {there}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _driver() -> str | None:
@@ -253,13 +303,3 @@ def _driver() -> str | None:
     except (OSError, UnicodeDecodeError):
         return None
     return next((word for word in words if word[0].isdigit() and "." in word), None)
-
-
-def _out_of_memory(header: Header, error: Exception) -> str:
-    free, total = torch.cuda.mem_get_info()
-    what = f"a step of {header.tokens} query tokens in {header.rows} rows does not fit the GPU's memory"
-    return f"{what} ({free / 1e9:.2f} of {total / 1e9:.2f} GB free): {_first_line(error)}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -164,8 +164,10 @@ class Engine:
                 cancels.append(spec)
                 self._inbox.ended(spec, now_ns)
         self._failed = []
-        for spec in cancels:  # the cache may hold what it has said: a next turn has to repeat that
-            self._prompts.said(spec, self.sequences[spec].outputs)
+        for spec in cancels:
+            sequence = self.sequences[spec]
+            sequence.over = True
+            self._prompts.said(spec, sequence.outputs)  # the cache may hold that: a next turn has to repeat it
         return sorted(cancels, key=lambda spec: (spec.arrival_ns, spec.index))
 
     def _launch(self, effect: Launch) -> Ticket:

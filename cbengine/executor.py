@@ -50,6 +50,11 @@ class Executor:
         self._tables = torch.full((capacity.slots + 1, capacity.width), cache.scratch, dtype=torch.int32, device=device)
         self._last = torch.zeros(capacity.slots + 1, dtype=torch.int64, device=device)
 
+    @property
+    def reach(self) -> int:
+        """Tokens that the longest block table can hold."""
+        return self._tables.shape[1] * self._cache.keys.shape[2]
+
     @torch.inference_mode()
     def update_tables(self, step: Arrays) -> None:
         """Write what has changed in the block tables; comes before `run`."""

@@ -1,0 +1,255 @@
+"""What a step's arrays must say, from plans alone, and a model of a few lines of numpy that computes what they do say.
+
+`Checked` compares every array with the plan that it was built from, row by row. `Toy` knows no plan: it has a cache of
+token ids, block tables and the last token of every slot, and its next token is a hash of the tokens that a row sees.
+So one wrong entry anywhere changes a text, which can be compared exactly.
+"""
+
+from __future__ import annotations
+
+import zlib
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from helpers import Executor as PlanExecutor
+from served import VOCAB, Case, Run
+
+from cbengine import build
+from cbengine.batch import Capacity, Header, Ints
+from cbengine.device import Device, Lanes, staging
+from cbengine.driver import Engine
+from cbengine.sampling import uniforms
+from cbengine.sequence import CARRIED
+from cbengine.sequence import Sequence as Text
+from cbsim.policy.plan import Row, StepPlan
+from cbsim.policy.request import RequestSpec
+
+NAMES = ("slots", "kv_tokens", "starts", "uniforms", "first", "sampled", "tokens", "places", "blocks")
+
+
+def views(buffer: Ints, header: Header) -> dict[str, Ints]:
+    """The arrays of a step by name."""
+    return {name: buffer[low:high] for name, (low, high) in zip(NAMES, pairwise(header.offsets()), strict=True)}
+
+
+class Tables:
+    """Block tables of every slot, as a device keeps them."""
+
+    def __init__(self, capacity: Capacity, unused: int) -> None:
+        self.entries = np.full((capacity.slots + 1, capacity.width), unused, dtype=np.int32)
+
+    def update(self, step: dict[str, Ints]) -> None:
+        places = step["places"]
+        assert len(np.unique(places)) == len(places), "an entry is written twice: a GPU may write them in any order"
+        self.entries.reshape(-1)[places] = step["blocks"]
+
+
+class Toy:
+    """A device whose model is a hash. Rows with token `broken` in sight have no next token."""
+
+    def __init__(self, capacity: Capacity, depth: int, num_blocks: int, block_size: int, broken: int = -1) -> None:
+        self.staging = staging(capacity, depth)
+        self.facts: dict[str, Any] = {"device": "toy"}
+        self._tables, self._size, self._broken = Tables(capacity, num_blocks), block_size, broken
+        self._cache = np.full((num_blocks + 1) * block_size, -7, dtype=np.int32)
+        self._last = np.full(capacity.slots + 1, -9, dtype=np.int32)
+        self._done: dict[int, Ints] = {}
+
+    def bucket(self, rows: int) -> int:
+        """Rounded up to a multiple of 4, as a device with captured graphs might."""
+        return -(-rows // 4) * 4
+
+    def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
+        del plan
+        step = views(self.staging[slot], header)
+        self._tables.update(step)
+        starts, rows = step["starts"], range(header.rows)
+        ids = step["tokens"].copy()
+        for row in rows:  # all rows write before any reads
+            mine = slice(starts[row], starts[row + 1])
+            ids[mine] = np.where(ids[mine] == CARRIED, self._last[step["slots"][row]], ids[mine])
+            cached = np.arange(step["kv_tokens"][row] - len(ids[mine]), step["kv_tokens"][row])
+            self._cache[self._places(step["slots"][row], cached)] = ids[mine]
+        sampling = [*range(header.decodes), *step["sampled"]]
+        told = np.array([self._next(step, header, row) for row in sampling], dtype=np.int32)
+        self._last[step["slots"][sampling]] = np.maximum(told, 0)
+        self._done[slot] = told
+
+    def _places(self, slot: int, cached: Ints) -> Ints:
+        return self._tables.entries[slot, cached // self._size] * self._size + cached % self._size
+
+    def _next(self, step: dict[str, Ints], header: Header, row: int) -> int:
+        first = step["first"][row] if header.padded else 0
+        seen = self._cache[self._places(step["slots"][row], np.arange(first, step["kv_tokens"][row]))]
+        return -1 if self._broken in seen else following(seen)
+
+    def wait(self, slot: int) -> tuple[Ints, Lanes]:
+        return self._done.pop(slot), Lanes(0, 0, 0, 0, 0, 0)
+
+    def close(self) -> None:
+        self._done.clear()
+
+
+def following(seen: Ints) -> int:
+    """The token after these."""
+    return zlib.crc32(np.ascontiguousarray(seen, dtype=np.int32).tobytes()) % VOCAB
+
+
+def toy_text(prompt: Ints, count: int) -> list[int]:
+    """What the hash says after a prompt, alone."""
+    text = prompt.tolist()
+    for _ in range(count):
+        text.append(following(np.array(text)))
+    return text[len(prompt) :]
+
+
+class Checked:
+    """A device around another: every step is checked against its plan before it is computed.
+
+    It keeps, from plans alone, each request's table and progress; by slot the token that was sampled last; and what
+    every launched row sampled, once that has come back.
+    """
+
+    def __init__(self, device: Device, capacity: Capacity) -> None:
+        self.texts: dict[RequestSpec, Text] = {}  # the engine's
+        self._device, self._capacity = device, capacity
+        self.staging, self.facts = device.staging, device.facts
+        self.bucket, self.close = device.bucket, device.close
+        self.steps = self.padded_rows = 0
+        self._plans = PlanExecutor([])
+        self._tables = Tables(capacity, -1)
+        self._last: dict[int, tuple[RequestSpec, int]] = {}  # slot -> whose token at which position
+        self._padding: dict[RequestSpec, int] = {}
+        self.said: dict[tuple[RequestSpec, int], int] = {}  # (request, position) -> token that came back
+        self._in_flight: dict[int, tuple[Header, list[tuple[RequestSpec, int] | None]]] = {}
+
+    def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
+        buffer, sizes = self.staging[slot], self._capacity
+        assert header.offsets()[-1] <= len(buffer) == sizes.staging
+        assert header.rows <= sizes.sampling
+        assert header.tokens <= sizes.tokens
+        assert header.live + header.rows - header.decodes <= sizes.rows
+        step = views(buffer, header)
+        self._tables.update(step)
+        held = [text.slot for text in self.texts.values() if text.slot >= 0]
+        assert len(set(held)) == len(held), "two requests share a slot"
+        assert all(one < sizes.slots for one in held)
+        rows = {self.texts[row.spec].slot: row for row in self._plans.rows(plan)}
+        assert len(rows) == plan.rows
+        sampling = self._check_rows(step, header, plan, rows)
+        self._check_padding(step, header)
+        self._in_flight[slot] = header, sampling
+        self.steps += 1
+        self._device.launch(slot, header, plan)
+
+    def _check_rows(
+        self, step: dict[str, Ints], header: Header, plan: StepPlan, rows: dict[int, Row]
+    ) -> list[tuple[RequestSpec, int] | None]:
+        """Every row of the plan is there once, and what it says is right. Returns what each sampling row samples."""
+        starts, idle, sampling, further = step["starts"].tolist(), 0, [], []
+        assert starts[0] == 0
+        assert starts[-1] == header.tokens
+        assert header.longest >= max((b - a for a, b in pairwise(starts[header.decodes :])), default=1)
+        for at in [*range(header.live), *range(header.decodes, header.rows)]:
+            row = rows.pop(int(step["slots"][at]), None)
+            if row is None:  # of a static batch, a row that has ended
+                idle += 1
+                assert header.padded
+                assert at < header.decodes
+                sampling.append(None)
+                continue
+            samples = row.chunk is None or row.chunk.samples
+            assert (at < header.decodes) == (samples and row.tokens == 1 and not (header.padded and row.chunk))
+            self._check_row(step, header, row, at)
+            if samples:
+                sampling.append((row.spec, row.start + row.tokens))
+                further += [at] * (at >= header.decodes)
+        assert not rows, "rows of the plan are missing"
+        assert idle == plan.padding_rows
+        assert step["sampled"].tolist() == further
+        self._check_uniforms(step, header, sampling)
+        for slot_of, sampled in ((self.texts[s[0]].slot, s) for s in sampling if s):
+            self._last[slot_of] = sampled
+        return sampling
+
+    def _check_row(self, step: dict[str, Ints], header: Header, row: Row, at: int) -> None:
+        spec, end = row.spec, row.start + row.tokens
+        if row.chunk is not None:
+            self._padding[spec] = row.chunk.padding
+        left = self._padding[spec]
+        assert step["kv_tokens"][at] == left + end, (spec.id, step["kv_tokens"][at], left, end)
+        ids = step["tokens"][step["starts"][at] : step["starts"][at + 1]].tolist()
+        if row.chunk is not None:
+            assert ids[:left] == [0] * left
+            ids = ids[left:]
+        assert len(ids) == row.tokens
+        if header.padded:
+            assert step["first"][at] == left
+        for position, token in enumerate(ids, row.start):
+            self._check_token(spec, position, token)
+        table = self._plans.tables[spec]
+        slot = self.texts[spec].slot
+        assert self._tables.entries[slot, : len(table)].tolist() == table
+
+    def _check_token(self, spec: RequestSpec, position: int, token: int) -> None:
+        """A prompt's token is itself, an output's what came back, or left to the slot that sampled it."""
+        if position < spec.prompt_tokens:
+            assert token == self.texts[spec].prompt[position]
+        elif token == CARRIED:
+            assert self._last[self.texts[spec].slot] == (spec, position), (spec.id, position)
+        else:
+            assert token == self.said[spec, position], (spec.id, position)
+
+    def _check_uniforms(
+        self, step: dict[str, Ints], header: Header, sampling: list[tuple[RequestSpec, int] | None]
+    ) -> None:
+        """Each sampling row has the number of its request and position, whatever is beside it."""
+        if not header.random:
+            assert not len(step["uniforms"])
+            return
+        drawn = step["uniforms"].view(np.float32)
+        real = np.delete(drawn, np.s_[header.live : header.decodes])
+        for number, sampled in zip(real, sampling, strict=True):
+            if sampled:
+                seed, position = self.texts[sampled[0]].seed, sampled[1]
+                assert number == uniforms(np.array([seed], dtype=np.uint64), np.array([position]))[0]
+
+    def _check_padding(self, step: dict[str, Ints], header: Header) -> None:
+        """Rows that only fill a step up write to the scratch slot, and read it."""
+        filling = slice(header.live, header.decodes)
+        assert (step["slots"][filling] == self._capacity.slots).all()
+        assert (step["kv_tokens"][filling] == 1).all()
+        assert (step["tokens"][filling] == 0).all()
+        assert np.array_equal(step["starts"][: header.decodes + 1], np.arange(header.decodes + 1))
+        self.padded_rows += header.decodes - header.live
+
+    def wait(self, slot: int) -> tuple[Ints, Lanes]:
+        tokens, lanes = self._device.wait(slot)
+        header, sampling = self._in_flight.pop(slot)
+        real = np.delete(tokens, np.s_[header.live : header.decodes]).tolist()
+        self.said.update({key: token for key, token in zip(sampling, real, strict=True) if key})
+        return tokens, lanes
+
+    def check_delivered(self) -> None:
+        """Every token went to the request whose row sampled it, at its position."""
+        for spec, text in self.texts.items():
+            for position, token in enumerate(text.outputs, spec.prompt_tokens):
+                assert self.said[spec, position] == token, (spec.id, position)
+
+
+def toy_run(case: Case, loop: str, *, broken: int = -1, **options: Any) -> tuple[Run, Checked]:
+    """Serve a case with the toy, every step checked."""
+    made: list[Checked] = []
+
+    def device(_: Any, loop: str, plan: Any, *more: Any) -> Device:
+        toy = Toy(plan.capacity, build.depth(loop), plan.num_blocks, plan.block_size, broken)
+        made.append(Checked(toy, plan.capacity))
+        return made[0]
+
+    def met(engine: Engine) -> None:
+        made[0].texts = engine.sequences
+
+    run = case.run(loop, device=device, met=met, **options)
+    made[0].check_delivered()
+    return run, made[0]

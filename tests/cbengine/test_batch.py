@@ -1,0 +1,135 @@
+"""From plans to arrays: what a device is sent says what the plans say, in every row, slot, table entry and token.
+
+The engine, its scheduler and its batches are real; the device is `oracle.Toy`, whose text is a hash of what each row
+sees, behind `oracle.Checked`, which knows the rows from plans alone (`cbsim.policy.plan.Batch`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("torch", reason="the engine needs torch")
+
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from oracle import toy_run, toy_text
+from served import INLINE, LOOPS, MS, SCHEDULERS, VOCAB, Case, cases, check_derived, check_texts, server, shared, spec
+
+from cbengine import build
+from cbengine.sampling import Sampling
+from cbengine.sequence import Sequence
+from cbsim.policy.loop import StuckError
+from cbsim.workload import Workload
+
+DEFECTS = "original_defects"
+
+
+def check_toy_text(text: Sequence) -> None:
+    assert text.outputs == toy_text(text.prompt, len(text.outputs)), text.spec
+
+
+VLLM = {
+    "policy": ("fcfs", "fcfs", "priority"),
+    "long_prefill_token_threshold": (0, 0, 3),
+    "scheduler_reserve_full_isl": ("true", "false"),
+    "adaptive_long_prefill_threshold": ("false", "true"),
+    "watermark": (0, 0, 0.2),
+    "prefill_schedule_interval": (1, 1, 3),
+}
+TRANSFORMERS = {
+    "max_blocks_per_request": (32, 0, 2),
+    "safety_margin": (0, 0.2),
+    DEFECTS: ("false", "false", "true"),
+}
+
+
+@st.composite
+def odd_cases(draw: st.DrawFn, scheduler: str) -> Case:
+    """A load on a server with any of its scheduler's options."""
+    options: dict[str, tuple[object, ...]] = {}
+    if scheduler.startswith("vllm"):
+        options = dict(list(VLLM.items())[: 3 if "0.19" in scheduler else None])
+    elif scheduler.startswith("transformers"):
+        options = TRANSFORMERS
+    chosen = [f"scheduler.{name}={draw(st.sampled_from(values))}" for name, values in options.items()]
+    return draw(cases(scheduler, *chosen))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@given(data=st.data())
+@settings(max_examples=60)
+def test_arrays_say_what_plans_say(scheduler: str, loop: str, data: st.DataObject) -> None:
+    """Random loads, caches, options, greedy or sampled: row by row; and every text is that of its request alone."""
+    sampling = data.draw(st.sampled_from((Sampling(), Sampling(temperature=1.0))))
+    case = data.draw(odd_cases(scheduler))
+    try:
+        run, checked = toy_run(case, loop, setup=replace(INLINE, sampling=sampling))
+    except StuckError:  # one of the original's defects: everybody who ran was given up, admission stays closed
+        assert getattr(case.scenario.scheduler, DEFECTS, False)
+        assert case.load.cancels
+        return
+    check_texts(run, check_toy_text)
+    check_derived(run, loop)
+    for column in ("preempted", "cached_tokens", "wasted_rows"):
+        event(f"{column}: {run.total(column) > 0}")
+    event(f"blocks replaced: {run.replaced > 0}")
+    event(f"padded to a captured size: {checked.padded_rows > 0}")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@given(data=st.data(), every=st.sampled_from((4, 10, 30)))
+@settings(max_examples=20)
+def test_ends_that_only_the_text_knows(scheduler: str, loop: str, every: int, data: st.DataObject) -> None:
+    """A text ends with its first end token, wherever the request stands when that comes back: also when it has lost
+    its blocks meanwhile, or has given its client's patience up. What was still in flight is nobody's.
+    """
+    ends, made = tuple(range(0, VOCAB, every)), build.architecture_of
+    case = data.draw(odd_cases(scheduler).filter(lambda case: not getattr(case.scenario.scheduler, DEFECTS, False)))
+    with mock.patch.object(build, "architecture_of", lambda *of: replace(made(*of), end_tokens=ends)):
+        run, _ = toy_run(case, loop, setup=replace(INLINE, end_tokens=True))
+    for one, text in run.engine.sequences.items():
+        check_toy_text(text)
+        assert all(token not in ends for token in text.outputs[:-1])
+        row = run.rows[one.index]
+        if row.status == "stop" and len(text.outputs) < one.output_tokens:
+            assert text.outputs[-1] in ends
+        assert row.status == "aborted" or len(text.outputs) == sum(row.token_runs[1::2]) > 0
+    check_derived(run, loop)
+    event(f"stops: {run.statuses['stop'] > 0}")
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5])
+def test_a_decode_step_is_padded_to_a_captured_size(rows: int) -> None:
+    """Rows that only fill it up belong to the scratch slot and deliver nothing; steps with chunks are not padded."""
+    sizes = server("vllm", 4, 100, 64, 8, sharing=False)
+    run, checked = toy_run(Case(sizes, Workload([spec(i, 5, 6) for i in range(rows)], rows)), "sync")
+    check_texts(run, check_toy_text)
+    decodes = run.steps["decode_rows"] > 0
+    assert set(run.steps["padded_tokens"][decodes].tolist()) == {-(-rows // 4) * 4}
+    assert set(run.steps["padded_tokens"][~decodes].tolist()) <= {5 * rows, 0}
+    assert checked.padded_rows == (-rows % 4) * int(decodes.sum())
+
+
+CROWD = [spec(i, 8, 2, arrival_ns=(100 * MS if i else 0), **shared(0, 8)) for i in range(20)]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS[2:4])
+def test_more_requests_than_blocks(scheduler: str, loop: str) -> None:
+    """A request whose whole prompt is cached runs without a block of its own: transformers may have more requests
+    under way than the cache has blocks, and each needs a slot.
+    """
+    run, _ = toy_run(Case(server(scheduler, 4, 6, 64, 1024, sharing=True), Workload(list(CROWD), 20)), loop)
+    check_texts(run, check_toy_text)
+    assert int(run.steps["rows"].max()) > 6
+
+
+def test_a_workload_nobody_sends() -> None:
+    """No request: no step, and sizes that a device can allocate."""
+    run, _ = toy_run(Case(server("vllm", 4, 6, 64, 4, sharing=True), Workload([], 0)), "async")
+    assert len(run.steps) == 0

@@ -1,0 +1,352 @@
+"""The engine's driver and devices: what fails alone ends alone, a run that is cut short stays readable, times are those
+of what happened, and nobody waits for a worker that is gone.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the engine needs torch")
+pytest.importorskip("transformers", reason="the text is compared with transformers'")
+
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from oracle import toy_run, toy_text
+from served import (
+    INLINE,
+    LOOPS,
+    MS,
+    SCHEDULERS,
+    VOCAB,
+    Case,
+    Run,
+    Ticks,
+    asked,
+    cases,
+    check_derived,
+    check_left_behind,
+    check_text,
+    check_texts,
+    closed,
+    generated,
+    server,
+    shared,
+    spec,
+    steps,
+)
+
+from cbengine import build, weights
+from cbengine.batch import Header
+from cbengine.build import Setup
+from cbengine.commands import Measured
+from cbengine.content import Prompts
+from cbengine.device import DeviceError
+from cbengine.process import Process
+from cbsim import figures, replay, runs, trace
+from cbsim.machine import invariants
+from cbsim.policy.request import RequestSpec
+from cbsim.record import PHASES
+from cbsim.runs import RunOptions
+from cbsim.scenario import Scenario, depth
+from cbsim.workload import Workload
+
+WHY = "the logits of a token were not numbers"
+PROCESS, MODELLED = Setup(device="process"), Setup(device="modelled")
+
+
+def some(count: int = 6) -> list[RequestSpec]:
+    """Requests that begin alike, apart by a few steps."""
+    return [spec(i, 13, 6 + i, arrival_ns=5 * MS * i, **shared(0, 4)) for i in range(count)]
+
+
+# -- logits that are no numbers ---------------------------------------------------------------------------------------
+
+ILL = 3  # the request whose prompt holds the token with the broken embedding
+
+
+def unused_token() -> int:
+    """One that is in no prompt of `some()`, and that nobody says."""
+    texts = [Prompts(0, VOCAB).of(one).tolist() for one in some()]
+    return min(set(range(VOCAB)).difference(*texts, *(generated(tuple(text)) for text in texts)))
+
+
+class OneIll(Prompts):
+    """Prompts as they would be, but for one request that holds a certain token."""
+
+    token = -1
+
+    def of(self, one: RequestSpec) -> Any:
+        prompt = super().of(one)
+        if one.index == ILL:
+            prompt[10] = self.token
+        return prompt
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_request_without_logits_ends_alone(scheduler: str, loop: str) -> None:
+    """A token whose embedding is no number makes its request's logits no numbers. That request fails, with the reason,
+    and gives its blocks back; the others' texts are what they would have been.
+    """
+    prompts, draw = OneIll(0, VOCAB), weights.random
+    prompts.token = unused_token()
+
+    def broken(*of: Any) -> dict[str, torch.Tensor]:
+        tensors = draw(*of)
+        tensors["model.embed_tokens.weight"][prompts.token] = torch.nan
+        return tensors
+
+    sizes = server(scheduler, 4, 60, 16, 4, sharing=True)
+    with mock.patch.object(weights, "random", broken):
+        engine, _ = build.engine(sizes, loop, Workload(some(), 6), INLINE, clock=Ticks(), prompts=prompts)
+    engine.run()
+    check_left_behind(engine)
+    for text, row in zip(engine.sequences.values(), engine.record.requests(), strict=True):
+        assert text.spec.index == row.index
+        if row.index == ILL:
+            assert (row.status, row.reason, text.outputs) == ("failed", WHY, [])
+        else:
+            assert (row.status, len(text.outputs)) == ("length", row.output_tokens)
+            check_text(text)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@given(data=st.data(), broken=st.integers(0, VOCAB - 1))
+@settings(max_examples=20)
+def test_whoever_meets_a_broken_token_fails(scheduler: str, loop: str, broken: int, data: st.DataObject) -> None:
+    """... in its prompt or in what it says, at any time and in any state; and only they. The plans follow from the
+    record all the same.
+    """
+    run, _ = toy_run(data.draw(cases(scheduler)), loop, broken=broken)
+    for one, text in run.engine.sequences.items():
+        wanted = toy_text(text.prompt, one.output_tokens)
+        full = [*text.prompt.tolist(), *wanted]
+        end = full.index(broken) + 1 if broken in full else len(full)
+        length = min(max(end - one.prompt_tokens, 0), one.output_tokens)
+        status = run.rows[one.index].status
+        if status == "failed":
+            assert broken in full[: one.prompt_tokens + length]
+            assert length < one.output_tokens
+            assert run.rows[one.index].reason == WHY
+            assert len(text.outputs) <= length
+        elif status != "aborted":
+            assert length == one.output_tokens == len(text.outputs)
+        assert text.outputs == wanted[: len(text.outputs)]
+        event(status)
+    check_derived(run, loop)
+
+
+# -- refusals, waiting, hooks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_refused_request_is_told_why(scheduler: str, loop: str) -> None:
+    """Two that can never fit are refused, with the reason; their clients go on, and the others are served."""
+    specs = [spec(0, 13, 4), spec(1, 400, 4), spec(2, 300, 8), spec(3, 8, 5), spec(4, 13, 6)]
+    run = Case(server(scheduler, 4, 20, 64, 4, sharing=True), closed(specs, 2)).run(loop)
+    assert run.statuses == {"refused": 2, "length": 3}
+    for index, row in run.rows.items():
+        if row.status == "refused":
+            assert index in (1, 2)
+            assert f"{(0, 400, 300)[index]} tokens" in row.reason or "the cache has 20" in row.reason
+            assert run.texts[index] == []
+    for one, text in run.engine.sequences.items():
+        assert len(text.outputs) == (0 if one.index in (1, 2) else one.output_tokens)
+        check_text(text)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_nobody_is_served_before_it_arrives(scheduler: str) -> None:
+    """With nothing to do the engine waits for the next arrival, and no longer."""
+    specs = [spec(i, 8, 3, arrival_ns=i * 1000 * MS) for i in range(4)]
+    run = Case(server(scheduler, 4, 60, 64, 4, sharing=True), Workload(specs, 4)).run("async")
+    check_texts(run)
+    for row in run.rows.values():
+        assert 0 <= row.queued_ns - row.arrival_ns < 10 * MS
+        assert run.steps["schedule_start_ns"][row.first_step] >= row.arrival_ns
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_token_is_told_once_and_in_order(loop: str) -> None:
+    """... as its step lands; the text is whole when the request ends."""
+    told: dict[int, list[int]] = {}
+    hook: Callable[[RequestSpec, int], None] = lambda one, token: told.setdefault(one.index, []).append(token)  # noqa: E731
+    sizes = server("vllm", 4, 10, 64, 6, sharing=False)
+    engine, _ = build.engine(sizes, loop, Workload(some(), 6), INLINE, clock=Ticks(), on_token=hook)
+    engine.run()
+    assert int(steps(engine)["preempted"].sum()) > 0
+    assert told == {one.index: text.outputs for one, text in engine.sequences.items()}
+
+
+# -- runs that are cut short ------------------------------------------------------------------------------------------
+
+
+class Stopped:
+    """A server whose user presses Ctrl-C, or whose worker dies, in the middle of step `at`."""
+
+    measured = True
+
+    def __init__(self, at: int, stop: Callable[[Any, Any], None], setup: Setup, *of: Any) -> None:
+        self._server = Measured(setup, 0, *of)
+        self._at, self._stop = at, stop
+        self.record, self.facts = self._server.record, self._server.facts
+
+    @property
+    def now_ns(self) -> int:
+        return self._server.now_ns
+
+    def run(self, progress: Any) -> None:
+        def tell(now_ns: int) -> None:
+            if self.record.step_count == self._at:
+                self._stop(self._server, progress)
+            progress(now_ns)
+
+        self._server.run(tell)
+
+    def files(self) -> Any:
+        return self._server.files()
+
+
+def interrupt(_: Any, progress: Any) -> None:
+    progress.interrupt()
+
+
+def kill(measured: Any, _: Any) -> None:
+    os.kill(measured._engine._device._worker.pid, signal.SIGKILL)
+
+
+def cut_short(folder: Path, given: Scenario, loop: str, setup: Setup, stop: Callable[[Any, Any], None]) -> str:
+    """Run until step 5, or so; returns what is said of it."""
+    options = RunOptions("tiny", (), folder, (0, 100), None, (), as_json=False, quiet=True)
+    with mock.patch.object(figures, "lanes_png", return_value=b""), pytest.raises(trace.RunError) as error:
+        runs.one_loop(given, loop, options, partial(Stopped, 5, stop, setup))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_an_interrupted_run_is_readable(scheduler: str, loop: str, tmp_path: Path) -> None:
+    """Ctrl-C ends a run after a step. What was recorded is marked as incomplete, and replays to the same plans."""
+    said = cut_short(tmp_path, asked(scheduler, "workload.requests=8"), loop, INLINE, interrupt)
+    (path,) = tmp_path.iterdir()
+    assert said == f"interrupted: what was measured until then is in {path}"
+    run = trace.load(path)
+    assert run.incomplete == "interrupted, after 5 steps"
+    assert not run.summary["complete"]
+    assert replay.rederive(path) == (5, 5, None)
+    assert len(run.requests) == 8
+    assert gc.isenabled()
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
+
+
+def check_times(run: Run, loop: str) -> None:
+    total = run.engine.scheduler.pool.num_blocks
+    invariants.check(run.steps, depth=depth(loop), overlap=True, total_blocks=total)
+
+
+@pytest.mark.parametrize("setup", [INLINE, MODELLED], ids=["inline", "modelled"])
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_times_are_those_of_a_machine(scheduler: str, loop: str, setup: Setup) -> None:
+    """Phases follow each other, lanes do one thing at a time, nothing is read before it is there."""
+    specs = [spec(i, 13, 6 + i, arrival_ns=MS * i, max_tokens=9 + i, **shared(0, 12)) for i in range(6)]
+    run = Case(server(scheduler, 4, 24, 16, 4, sharing=True), Workload(specs, 6)).run(loop, setup, tick_ns=0)
+    check_times(run, loop)
+    assert run.statuses == {"stop": 6}
+    if setup is INLINE:
+        check_texts(run)
+        assert (run.steps["compute_end_ns"] <= run.steps["launch_end_ns"]).all()  # computed while launched
+
+
+@pytest.mark.parametrize("phase", ["schedule", "prepare", "launch", "update"])
+def test_extra_work_shows_where_it_was_done(phase: str) -> None:
+    """Every step's phase is longer by it, on a clock that counts only what it is asked; the others are as before."""
+
+    def spent(injected: tuple[tuple[str, int], ...]) -> dict[str, Any]:
+        case = Case(server("vllm", 4, 60, 64, 4, sharing=True), Workload([spec(0, 13, 8)], 1))
+        table = case.run("async", Setup(device="inline", injected=injected)).steps
+        return {name: table[f"{name}_end_ns"] - table[f"{name}_start_ns"] for name in PHASES}
+
+    before, after = spent(()), spent(((phase, 50 * MS),))
+    for name in PHASES:
+        more = after[name] - before[name]
+        assert (more >= 50 * MS).all() if name == phase else (more == 0).all(), (name, more)
+
+
+# -- a worker process -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def worked() -> Run:
+    """A run of a worker process on the real clock."""
+    sizes = server("transformers_fifo", 4, 16, 16, 4, sharing=True)
+    return Case(sizes, Workload(some(), 6)).run("async", PROCESS, tick_ns=0)
+
+
+def test_a_worker_process_computes_the_same(worked: Run) -> None:
+    """The text of a worker is that of `generate`. It can be closed once more."""
+    check_texts(worked)
+    worked.device.close()
+
+
+def test_a_workers_times_are_those_of_a_machine(worked: Run) -> None:
+    """... beside this one: its lanes start no step before the last one is through."""
+    check_times(worked, "async")
+
+
+def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
+    """... at once, saying which signal it was; what was measured until then is kept."""
+    said = cut_short(tmp_path, asked("vllm", "workload.requests=8"), "async", PROCESS, kill)
+    assert said.startswith("the worker process was killed by signal 9: what was measured until then is in ")
+    (path,) = tmp_path.iterdir()
+    run = trace.load(path)
+    assert "killed by signal 9" in str(run.incomplete)
+    assert replay.rederive(path) == (len(run.steps), len(run.steps), None)
+
+
+def executor_plan() -> build.ExecutorPlan:
+    return build.executor_plan(asked("vllm"), "sync", some(), PROCESS)
+
+
+def test_a_worker_that_cannot_start_says_why() -> None:
+    with pytest.raises(DeviceError, match="^the worker process ended with exit code 3$"):
+        Process(partial(os._exit, 3), executor_plan().capacity, 1)
+
+
+def test_a_worker_that_fails_in_a_step_says_why() -> None:
+    """A block table entry far outside of the tables: torch's own words come through. After that there is no worker; the
+    device can be closed, and closed again.
+    """
+    plan = executor_plan()
+    device = Process(plan, plan.capacity, 1)
+    header = Header(0, 0, 0, 0, 1, 0, updates=1, random=False, padded=False)
+    device.staging[0][: header.offsets()[-1]] = np.array([0, 1 << 30, 0])
+    device.launch(0, header, None)  # type: ignore[arg-type]  # a worker sees no plan
+    with pytest.raises(DeviceError, match="the worker process failed: IndexError: index 1073741824 is out of bounds"):
+        device.wait(0)
+    with pytest.raises(DeviceError, match="^the worker process ended with exit code 0$"):
+        device._receive(None)
+    device.close()
+    device.close()
+
+
+@pytest.mark.parametrize("setup", [INLINE, MODELLED], ids=["inline", "modelled"])
+def test_devices_close_twice(setup: Setup) -> None:
+    _, device = build.engine(asked("vllm"), "async", Workload(some(), 6), setup)
+    device.close()
+    device.close()

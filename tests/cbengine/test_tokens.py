@@ -1,0 +1,348 @@
+"""Continuous batching changes when a token is computed, never which: every request's text is what it would be alone.
+
+Greedy text is compared with transformers' own `generate`, token by token; see `served.check_text` for what happens at
+a near tie. Sampled text is compared with that of a server with one seat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the engine needs torch")
+pytest.importorskip("transformers", reason="the text is compared with transformers'")
+
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from served import (
+    CHUNKS,
+    INLINE,
+    LOOPS,
+    MS,
+    PROMPTS,
+    SCHEDULERS,
+    Case,
+    Run,
+    asked,
+    cases,
+    check_text,
+    check_texts,
+    generated,
+    least_blocks,
+    server,
+    shared,
+    spec,
+    transformers_model,
+    with_load,
+)
+
+from cbengine import build
+from cbengine.build import Setup
+from cbengine.sampling import Sampling
+from cbsim import replay, scenario, workload
+from cbsim.policy.request import RequestSpec
+from cbsim.scenario import Scenario
+from cbsim.workload import Workload
+
+Specs = list[RequestSpec]
+SAMPLED = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=3)
+
+
+def note(run: Run) -> None:
+    """What a random run has shown, for `--hypothesis-show-statistics`."""
+    for column in ("preempted", "cached_tokens", "wasted_rows"):
+        if run.total(column):
+            event(column)
+    if run.replaced:
+        event("blocks replaced")
+    for status in run.statuses:
+        event(status)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@given(data=st.data())
+@settings(max_examples=30)
+def test_every_text_is_that_of_generate(scheduler: str, loop: str, data: st.DataObject) -> None:
+    """Whatever the load, the cache and the budgets: batching, chunks, shared and merged blocks, preemption, soft
+    resets, rows computed for nothing, requests given up and steps in flight leave no trace in anyone's text.
+    """
+    run = data.draw(cases(scheduler)).run(loop)
+    check_texts(run)
+    note(run)
+
+
+# -- what must have happened ------------------------------------------------------------------------------------------
+
+
+def alike(count: int, prompt: int, outputs: int, *, apart_ns: int = 0, common: int = 0, most: int = 0) -> Specs:
+    """Requests of one kind, apart in time, with `common` first tokens and perhaps a limit beyond their end."""
+    prefix = shared(0, common) if common else {}
+    most = most or outputs
+    return [spec(i, prompt, outputs, arrival_ns=i * apart_ns, max_tokens=most, **prefix) for i in range(count)]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS[:4])
+def test_preempted_requests(scheduler: str, loop: str) -> None:
+    """A cache for two of six: vLLM preempts, transformers resets softly, both compute tokens again."""
+    specs = alike(6, 13, 20)
+    run = Case(server(scheduler, 4, 20, 64, 6, sharing=False), Workload(specs, 6)).run(loop)
+    check_texts(run)
+    assert run.total("preempted") > 0
+    assert run.total("recomputed_tokens") > 0
+    if (scheduler, loop) == ("transformers_prefill_first", "async"):
+        assert run.total("wasted_rows") > 0  # a soft reset drops the token in flight, and the engine drops it too
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS[:4])
+def test_prefix_hits(scheduler: str, loop: str) -> None:
+    """The first of six fills blocks, the others find them; a hit may reach to the last token of a prompt."""
+    first, *others = alike(6, 13, 6, common=12)
+    later = [replace(one, arrival_ns=200 * MS + i * MS) for i, one in enumerate(others)]
+    whole = spec(6, 12, 5, arrival_ns=250 * MS, **shared(0, 12))
+    run = Case(server(scheduler, 4, 40, 64, 6, sharing=True), Workload([first, *later, whole], 7)).run(loop)
+    check_texts(run)
+    assert run.total("cached_tokens") >= 5 * 12 + 8
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS[2:4])
+def test_merged_blocks(scheduler: str, loop: str) -> None:
+    """Requests that compute equal blocks side by side end up with one copy: entries of their tables are replaced."""
+    run = Case(server(scheduler, 4, 60, 4096, 6, sharing=True), Workload(alike(4, 13, 8, common=12), 4)).run(loop)
+    check_texts(run)
+    assert run.replaced >= 3 * 3
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_stop_tokens_seen_one_step_late(scheduler: str) -> None:
+    """With two steps in flight a row runs on after an end that nobody could foresee; its token reaches nobody."""
+    specs = alike(4, 8, 5, most=11)
+    run = Case(server(scheduler, 4, 60, 64, 4, sharing=True), Workload(specs, 4)).run("async")
+    check_texts(run)
+    assert run.statuses == {"stop": 4}
+    assert run.total("wasted_rows") == 4
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_requests_given_up_in_flight(scheduler: str) -> None:
+    """Clients give up while a row of theirs runs. The others, and who gets blocks and slots next, notice nothing."""
+    specs = alike(6, 8, 20, apart_ns=7 * MS)
+    cancels = [(60 * MS, specs[1]), (90 * MS, specs[0])]
+    run = Case(server(scheduler, 4, 200, 64, 3, sharing=True), Workload(specs, 6, cancels)).run("async")
+    check_texts(run)
+    assert run.statuses == {"aborted": 2, "length": 4}
+    foreseen = 4 if scheduler.startswith("transformers") else 0  # it plans a row too many for everybody who ends
+    assert run.total("wasted_rows") > foreseen
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_chunked_prompts(scheduler: str) -> None:
+    """A prompt of 30 tokens goes through a budget of 7 in pieces, beside requests that decode."""
+    run = Case(server(scheduler, 5, 200, 7, 4, sharing=False), Workload(alike(4, 30, 12), 4)).run("async")
+    check_texts(run)
+    assert int(run.steps["tokens"].max()) <= 7 or scheduler == "static"
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_sessions(scheduler: str, loop: str, tmp_path: Path) -> None:
+    """A turn's prompt repeats what was said before. Its text follows from that, found in the cache or not."""
+    given = sessions(tmp_path, scheduler)
+    run = Case(given, workload.build(given)).run(loop)
+    check_texts(run)
+    first, second = (run.engine.sequences[s] for s in run.engine.sequences if s.id in ("a/0", "a/1"))
+    assert second.prompt[: 520 + 20].tolist() == [*first.prompt.tolist(), *first.outputs]
+    if scheduler != "static":
+        assert run.total("cached_tokens") > 512
+
+
+def sessions(folder: Path, scheduler: str) -> Scenario:
+    """Two conversations: texts of 520 and 100 tokens that grow by 20 outputs and some more."""
+    file = folder / "sessions.jsonl"
+    file.write_text(
+        '{"session_id": "a", "timestamp": 0, "input_length": 520, "output_length": 20, "hash_ids": [0, 1]}\n'
+        '{"session_id": "b", "timestamp": 1, "input_length": 100, "output_length": 20, "hash_ids": [2]}\n'
+        '{"session_id": "a", "delay": 5, "input_length": 9, "output_length": 9, "hash_ids": [3]}\n'
+        '{"session_id": "b", "delay": 2, "input_length": 1, "output_length": 20, "hash_ids": [4]}\n'
+        '{"session_id": "b", "delay": 2, "input_length": 5, "output_length": 2, "hash_ids": [5]}\n'
+    )
+    sizes = server(scheduler, 8, 300, 600, 4, sharing=True)
+    return with_load(sizes, kind="agentic", path=str(file))
+
+
+# -- the plans of these runs ------------------------------------------------------------------------------------------
+
+POISSON = (
+    "workload.requests=14",
+    "workload.prompt_tokens={uniform: {low: 3, high: 30}}",
+    "workload.output_tokens={uniform: {low: 1, high: 20}}",
+    "workload.shared_prefix_tokens=9",
+    "workload.stop_early=true",
+    "workload.arrivals={kind: poisson, rate_per_s: 60}",
+)
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def check_replayed(run: Run, folder: Path) -> None:
+    """The same polls lead to the same plans, without a device or a clock."""
+    count = len(run.steps)
+    assert replay.rederive(run.written(folder)) == (count, count, None)
+    assert count > 15
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_plans_follow_from_the_record(scheduler: str, loop: str, tmp_path: Path) -> None:
+    """A run on a device is replayed as a simulated one is, here with unforeseen ends in a cache that is too small."""
+    file = tmp_path / "asked.yaml"
+    file.write_text(scenario.dump(server(scheduler, 4, 16, 24, 5, sharing=True)))
+    given = scenario.load(file, POISSON)
+    run = Case(given, workload.build(given)).run(loop)
+    check_texts(run)
+    assert run.statuses["stop"] > 5
+    assert run.total("preempted") > 0 or scheduler == "static"
+    check_replayed(run, tmp_path)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_plans_with_cancellations_follow_from_the_record(scheduler: str, loop: str, tmp_path: Path) -> None:
+    """More than 10 of 29 clients give up, in every state that a request can be in. (What is said is of no interest
+    here: prompts of the recorded test repeat outputs that this model would not have chosen.)
+    """
+    sizes = server(scheduler, 4, 18, 16, 5, sharing=True)
+    given = with_load(sizes, kind="golden", path=str(GOLDEN / "vllm" / "workloads" / "p013.json.gz"))
+    run = Case(given, workload.build(given)).run(loop, tick_ns=100_000)
+    assert run.statuses["aborted"] > 10
+    assert run.total("wasted_rows") > 0 or loop == "sync"
+    check_replayed(run, tmp_path)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_end_tokens(scheduler: str, loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that the model's config declares as an end is the last one of its request, and the plans that follow are
+    found in the record.
+    """
+    given = asked(scheduler, "kv_cache={block_size: 4, num_blocks: 60}", *POISSON, "workload.stop_early=false")
+    ends = tuple(range(0, 199, 8))
+    made = build.architecture_of
+    monkeypatch.setattr(build, "architecture_of", lambda *of: replace(made(*of), end_tokens=ends))
+    run = Case(given, workload.build(given)).run(loop, Setup(device="inline", end_tokens=True))
+    for one, text in run.engine.sequences.items():
+        check_text(text)
+        wanted = generated(tuple(text.prompt.tolist()))[: one.output_tokens]
+        length = next((i for i, token in enumerate(wanted, 1) if token in ends), one.output_tokens)
+        assert len(text.outputs) == length
+        assert run.rows[one.index].status == ("stop" if length < one.output_tokens else "length")
+    assert run.statuses["stop"] > 5
+    check_replayed(run, tmp_path)
+
+
+# -- sampled ----------------------------------------------------------------------------------------------------------
+
+CONVERSED = [
+    spec(i, PROMPTS[i % 5], 4 + 3 * i, arrival_ns=9 * MS * i, **(shared(i % 2, 4) if i % 5 > 1 else {}))
+    for i in range(6)
+]
+
+
+def alone() -> dict[int, list[int]]:
+    """What each of CONVERSED says in a server with one seat and no cache to share."""
+    one_seat = server("vllm 0.33", 16, 200, 4096, 1, sharing=False)
+    load = Workload(list(CONVERSED), len(CONVERSED))
+    return Case(one_seat, load).run("sync", replace(INLINE, sampling=SAMPLED)).texts
+
+
+@pytest.fixture(scope="module")
+def said_alone() -> dict[int, list[int]]:
+    return alone()
+
+
+@given(
+    scheduler=st.sampled_from(SCHEDULERS),
+    loop=st.sampled_from(LOOPS),
+    block_size=st.integers(4, 16),
+    extra=st.sampled_from((0, 1, 8, 200)),
+    budget=st.sampled_from(CHUNKS),
+    seats=st.integers(1, 6),
+    sharing=st.booleans(),
+)
+@settings(max_examples=30)
+def test_sampled_text_does_not_depend_on_the_server(
+    scheduler: str,
+    loop: str,
+    block_size: int,
+    extra: int,
+    budget: int,
+    seats: int,
+    sharing: bool,
+    said_alone: dict[int, list[int]],
+) -> None:
+    """Random numbers belong to a request and a position: the scheduler, the batch, chunks and preemption change none.
+    Requests with equal prompts differ all the same.
+    """
+    blocks = least_blocks(scheduler, block_size, CONVERSED) + extra
+    sizes = server(scheduler, block_size, blocks, budget, seats, sharing=sharing)
+    run = Case(sizes, Workload(list(CONVERSED), len(CONVERSED))).run(loop, replace(INLINE, sampling=SAMPLED))
+    assert run.texts == said_alone
+
+
+def test_sampled_text_depends_on_the_seed(said_alone: dict[int, list[int]]) -> None:
+    """Equal seeds, equal text; another seed, other text; and it is not the greedy one."""
+    assert alone() == said_alone
+    sizes = server("vllm", 16, 200, 4096, 6, sharing=True)
+    other = replace(INLINE, sampling=replace(SAMPLED, seed=4))
+    for setup in (other, INLINE):
+        texts = Case(sizes, Workload(list(CONVERSED), len(CONVERSED))).run("sync", setup).texts
+        assert all(texts[i] != said_alone[i] for i in range(1, 6))
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CUDA = Setup(device="cuda")
+
+
+def mixed(scheduler: str, dtype: str) -> Case:
+    """Shared prefixes, chunks, unforeseen ends and a cache that is too small, in one load."""
+    specs = [spec(i, PROMPTS[i % 5], 20 - i, max_tokens=20, **(shared(i % 2, 4) if i % 5 else {})) for i in range(12)]
+    sizes = server(scheduler, 16, 14, 24, 6, sharing=True)
+    model = sizes.model.model_copy(update={"dtype": dtype})
+    return Case(sizes.model_copy(update={"model": model}), Workload(specs, 12))
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_text_on_a_gpu(scheduler: str, loop: str, graphs: bool) -> None:
+    """In float32 a GPU says what `generate` says on a CPU: kernels, streams and graphs change nothing."""
+    run = mixed(scheduler, "float32").run(loop, replace(CUDA, cuda_graphs=graphs), tick_ns=0)
+    check_texts(run)
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_text_on_a_gpu_in_bfloat16(scheduler: str, loop: str) -> None:
+    """In bfloat16 every token is one that float32 finds nearly the likeliest after the same text: its logit is below
+    the largest by at most 3e-2 of the largest magnitude. (Texts themselves drift apart after the first near tie.)
+    """
+    run = mixed(scheduler, "bfloat16").run(loop, CUDA, tick_ns=0)
+    model = transformers_model(torch.bfloat16)
+    for text in run.engine.sequences.values():
+        ids = torch.tensor([[*text.prompt.tolist(), *text.outputs]])
+        with torch.inference_mode():
+            logits = model(ids).logits[0, len(text.prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(text.outputs)[:, None]).squeeze(1)
+        assert float(((logits.amax(1) - chosen) / logits.abs().amax(1)).max()) < 3e-2
+        assert len(text.outputs) == text.spec.output_tokens
