@@ -24,6 +24,7 @@ from cbengine import build
 from cbengine.architecture import from_shape
 from cbengine.build import Setup
 from cbengine.cuda import captured, streams
+from cbengine.errors import MissingError
 from cbengine.ops import Ops, Rows
 from cbsim import runs, scenario
 from cbsim.metrics import Steps
@@ -61,7 +62,9 @@ class Figure:
 
 
 def bench(device: str, out: Path, serve: Serve, *, quick: bool, as_json: bool) -> int:
-    """Measure, print. `serve` makes servers of a setup: ours, or the peer's."""
+    """Measure, print. `serve` makes servers of a setup: ours, or the peer's. Raises MissingError."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise MissingError("--device cuda: torch finds no CUDA device here")
     found = []
     for figure in (on_gpu if device == "cuda" else on_cpu)(out, serve, quick):
         found.append(figure)

@@ -38,7 +38,7 @@ class Process:
         views = [np.frombuffer(memory, dtype=np.int32) for memory in shared]
         self.staging, self._results = views[0::2], views[1::2]
         self._sampling: dict[int, tuple[int, int]] = {}  # staging buffer -> (sampling rows, when it was sent)
-        self._idle_ns = 0  # since when the worker has had nothing to do, as far as is known
+        self._idle_ns = self._arrived_ns = 0  # end of the last step known of, and when its result came
         self._pipe, theirs = spawning.Pipe()
         self._worker: SpawnProcess = spawning.Process(target=_work, args=(build, shared, theirs), daemon=True)
         self._worker.start()
@@ -63,7 +63,9 @@ class Process:
         done, start, end = self._receive(None)
         assert done == slot, (done, slot)
         arrived = time.perf_counter_ns() if asked < end else end  # a result that lay waiting took no time to come
-        lanes = Lanes(max(sent, self._idle_ns), start, start, end, end, arrived)
+        d2h_start = max(end, self._arrived_ns)
+        self._arrived_ns = max(arrived, d2h_start)
+        lanes = Lanes(max(sent, self._idle_ns), start, start, end, d2h_start, self._arrived_ns)
         self._idle_ns = end
         return self._results[slot][:sampling].copy(), lanes
 

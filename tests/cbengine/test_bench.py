@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from served import SHAPE  # noqa: E402
 from cbengine import bench, build, commands, profile  # noqa: E402
 from cbengine.bench import Figure  # noqa: E402
 from cbengine.build import Setup  # noqa: E402
-from cbengine.errors import UsageError  # noqa: E402
+from cbengine.errors import MissingError, UsageError  # noqa: E402
 from cbengine.ops import TorchOps  # noqa: E402
 from cbengine.profile import SKIPPED, Profile, kernels, said, union  # noqa: E402
 from cbsim import scenario  # noqa: E402
@@ -51,6 +50,13 @@ def test_a_figure_says_whether_its_bar_holds() -> None:
     assert str(Figure("a", 3, "s", "<= 2 (H100)")).endswith("bar <= 2 (H100)")
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU, for those who only ask whether there is one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("gpu")
 def test_every_figure_is_printed_before_the_next_is_measured(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -68,6 +74,7 @@ def test_every_figure_is_printed_before_the_next_is_measured(
     assert capfd.readouterr().out.split()[0] == "second"
 
 
+@pytest.mark.usefixtures("gpu")
 def test_json_is_one_list_on_stdout_and_the_lines_are_on_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -77,6 +84,12 @@ def test_json_is_one_list_on_stdout_and_the_lines_are_on_stderr(
     out, err = capsys.readouterr()
     assert json.loads(out)[1] == {"name": "second", "value": 2.0, "unit": "x", "bar": ">= 2", "holds": True}
     assert [line.split()[0] for line in err.splitlines()] == ["first", "second"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs to find no CUDA device")
+def test_a_gpu_that_is_not_there_is_missed(tmp_path: Path) -> None:
+    with pytest.raises(MissingError, match="--device cuda: torch finds no CUDA device here"):
+        bench.bench("cuda", tmp_path, commands.maker, quick=True, as_json=False)
 
 
 def test_cpu_work_is_the_median_of_full_steps_without_waiting() -> None:
@@ -325,4 +338,3 @@ def test_device_figures_on_a_gpu() -> None:
     assert 0 < read / seconds < 2 * bandwidth
     bench.give_back()
     assert bench.bar_seconds() in (None, *bench.BAR_RUN_S.values())
-    assert sys.stdout

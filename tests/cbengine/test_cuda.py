@@ -5,6 +5,7 @@ same when padded, and never asks the device for a value. The rest is marked `gpu
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -333,36 +334,37 @@ def recorded(flights: list[Flight], found: list[Lanes]) -> Steps:
 
 
 @given(
-    steps=st.lists(durations, min_size=1, max_size=40),
+    steps=st.lists(durations, min_size=12, max_size=30),
     depth=st.sampled_from((1, 2)),
     overlap=st.booleans(),
-    drift=st.floats(-2e-4, 2e-4),
+    drift=st.sampled_from((0.0, 5e-5, -2e-3, 2e-3)),
     quantum=st.sampled_from((1, 32, 500, 1000)),
 )
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_times_of_a_gpu_whose_clock_drifts(
     steps: list[Durations], depth: int, overlap: bool, drift: float, quantum: int
 ) -> None:
-    """Whatever the clocks do, the step table obeys every rule of a machine's; no time is further from the truth than
-    what lies between a launch and its first copy, or a last copy and the host's knowing of it; and the GPU's busy time
-    is right but for the drift.
+    """Whatever the clocks do, the step table obeys every rule of a machine's. No time is further from the truth than
+    what lay between a launch and its first copy and between a last copy and the host's knowing of it, in this step or
+    any before, but for the drift since. The GPU's busy time is right likewise.
     """
     flights = played(steps, depth, overlap)
     found = measured(flights, overlap, 1 + drift, quantum)
     invariants.check(recorded(flights, found), depth=depth, overlap=overlap, total_blocks=0)
 
-    true = [flight.lanes for flight in flights]
-    slack = [f.awaited - f.launched - (f.lanes.d2h_end_ns - f.lanes.h2d_start_ns) for f in flights]
-    spans = [
-        f.awaited - before for f, before in zip(flights, [0, *(f.lanes.h2d_start_ns for f in flights)], strict=False)
-    ]
-    worst = max(slack) + 2 * abs(drift) * max(spans) + 3 * quantum + 2e-7 * max(spans) + 10
-    for mine, right in zip(found, true, strict=True):
-        assert max(abs(a - b) for a, b in zip(mine, right, strict=True)) <= worst
+    begun, known, most = 0, [math.inf], 0
+    for flight, mine in zip(flights, found, strict=True):
+        true, span = flight.lanes, flight.awaited - begun
+        begun, slack = true.h2d_start_ns, flight.awaited - flight.launched - (true.d2h_end_ns - true.h2d_start_ns)
+        noise = 2 * abs(drift) * span + 3 * quantum + 2e-7 * span + 10
+        known.append(min(known[-1], slack) + noise)
+        most = max(most, slack)
+        bound = max(known[-1], known[-2] + noise) if len(known) > 2 else known[-1]
+        assert max(abs(a - b) for a, b in zip(mine, true, strict=True)) <= bound
     busy = sum(lanes.compute_end_ns - lanes.compute_start_ns for lanes in found)
-    truly = sum(lanes.compute_end_ns - lanes.compute_start_ns for lanes in true)
-    total = flights[-1].awaited
-    assert abs(busy - truly) <= worst + 3 * abs(drift) * total + len(steps) * (3 * quantum + 2e-7 * max(spans) + 2)
+    truly = sum(flight.lanes.compute_end_ns - flight.lanes.compute_start_ns for flight in flights)
+    noise = (3 * abs(drift) + 2e-7) * flights[-1].awaited + len(steps) * (2 * quantum + 2)
+    assert abs(busy - truly) <= most + noise
 
 
 @given(
