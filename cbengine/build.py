@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import math
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from cbengine import weights
@@ -20,7 +23,7 @@ from cbengine.content import Prompts
 from cbengine.cuda import Cuda
 from cbengine.device import Device, Inline, Modelled
 from cbengine.driver import Engine
-from cbengine.errors import MissingError
+from cbengine.errors import MissingError, UsageError
 from cbengine.executor import Executor
 from cbengine.kvcache import DeviceMemoryError, KvCache
 from cbengine.model import Model
@@ -69,18 +72,39 @@ def adapted(asked: Scenario, setup: Setup) -> Scenario:
     """
     shape = asked.model
     if setup.weights is not None:
-        shape = shape_of(weights.architecture(setup.weights), shape)
+        shape = shape_of(setup.weights, shape.dtype)
     if setup.device in ("inline", "process"):
         shape = shape.model_copy(update={"dtype": "float32"})
+    if setup.device != "modelled":
+        _check_heads(shape)
     ready = asked.model_copy(update={"model": shape})
     return _fitted(ready) if setup.device == "cuda" else ready
 
 
-def shape_of(architecture: Architecture, asked: ModelShape) -> ModelShape:
-    """The shape of given weights, as a scenario says it."""
-    names = ("name", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "tied_embeddings")
-    facts = {name: getattr(architecture, name) for name in (*names, "max_position", "qk_norm")}
-    return asked.model_copy(update=facts)
+def shape_of(folder: Path, dtype: str = "bfloat16") -> ModelShape:
+    """The shape of the weights in a folder, as a scenario says it. Raises WeightsError; UsageError for numbers that no
+    scenario takes.
+    """
+    given = weights.architecture(folder)
+    facts = {name: getattr(given, name) for name in ModelShape.model_fields if name != "dtype"}
+    try:
+        return ModelShape.model_validate({**facts, "dtype": dtype})
+    except ValidationError as error:
+        raise UsageError(f"{folder / 'config.json'}: as model.{first_complaint(error)}") from None
+
+
+def first_complaint(error: ValidationError) -> str:
+    """The first of pydantic's complaints: field and text."""
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+
+
+def _check_heads(shape: ModelShape) -> None:
+    """What a simulated model need not care about."""
+    if shape.heads % shape.kv_heads:
+        raise ScenarioError(f"model.kv_heads: got {shape.kv_heads}, must divide model.heads ({shape.heads})")
+    if shape.head_dim % 2:
+        raise ScenarioError(f"model.head_dim: got {shape.head_dim}, must be even: rotation pairs the values of a head")
 
 
 def _fitted(asked: Scenario) -> Scenario:
@@ -116,6 +140,7 @@ def capacity(scenario: Scenario, loop: str, specs: list[RequestSpec]) -> Capacit
     budget = getattr(options, "max_num_batched_tokens", None) or getattr(options, "max_batch_tokens", None)
     if budget is None:  # static: a prompt as long as the longest for every row, and as many outputs
         budget, longest = slots * prompt, prompt + max((spec.max_tokens for spec in specs), default=1)
+    budget = min(budget, rows * longest)  # a row has no more to compute than its sequence
     width = min(-(-longest // options.block_size) + 2, options.num_blocks)
     sizes = Capacity(slots=slots, width=width, rows=rows, tokens=budget)
     return sizes._replace(tokens=max(budget, sizes.sampling))
@@ -147,6 +172,12 @@ class ExecutorPlan:
             return weights.load(self.weights, dtype, torch.device(self.device))[1]
         return weights.random(self.architecture, self.seed, dtype, torch.device(self.device))
 
+    def check(self) -> None:
+        """Raise what making the executor would for a user's mistake, before any memory is taken."""
+        _check_memory(self)
+        if self.weights is not None:
+            weights.load(self.weights, DTYPES[self.dtype], torch.device("meta"))
+
     def __call__(self) -> Executor:
         """Load or draw the weights, allocate the cache. Raises WeightsError, DeviceMemoryError."""
         _check_memory(self)
@@ -170,24 +201,49 @@ def ops(device: str) -> Ops:
 
 def _check_memory(plan: ExecutorPlan) -> None:
     """A CPU promises more memory than it has and then kills the process: look before asking."""
-    if plan.device != "cpu" or not hasattr(os, "sysconf"):
+    free = host_memory()
+    if plan.device != "cpu" or free is None:
         return
-    width = DTYPES[plan.dtype].itemsize
-    counts = (torch.Size(shape).numel() for shape in weights.expected(plan.architecture).values())
-    model = 2 * width * sum(counts)  # while its parts are put together, once more
-    cache = KvCache.bytes_for(plan.architecture, plan.num_blocks, plan.block_size, DTYPES[plan.dtype])
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if model + cache > free:
-        text = f"{plan.num_blocks} blocks need {cache / 1e9:.2f} GB and the weights of {plan.architecture.name} up to"
-        text = f"{text} {model / 1e9:.2f} GB, the host has {free / 1e9:.2f} GB free"
-        raise DeviceMemoryError(f"kv_cache.num_blocks: {text}")
+    dtype, sizes = DTYPES[plan.dtype], plan.capacity
+    needed = {
+        "model": 2 * dtype.itemsize * _weights_of(plan.architecture),  # while its parts are put together, once more
+        "kv_cache.num_blocks": KvCache.bytes_for(plan.architecture, plan.num_blocks, plan.block_size, dtype),
+        "workload": 4 * (sizes.slots * sizes.width + 2 * sizes.staging),
+    }
+    if sum(needed.values()) > free:
+        model, cache, tables = (f"{size / 1e9:,.2f} GB" for size in needed.values())
+        text = f"the weights of {plan.architecture.name} take up to {model}, {plan.num_blocks:,} blocks {cache} and"
+        text = f"{text} tables and steps of {sizes.slots:,} requests {tables}, the host has {free / 1e9:,.2f} GB free"
+        raise DeviceMemoryError(f"{max(needed, key=needed.__getitem__)}: {text}")
+
+
+def _weights_of(architecture: Architecture) -> int:
+    """How many weights a model has; its layers are all alike, and there may be absurdly many."""
+    one, two = (
+        sum(map(math.prod, weights.expected(replace(architecture, layers=layers)).values())) for layers in (1, 2)
+    )
+    return one + (architecture.layers - 1) * (two - one)
+
+
+def host_memory() -> int | None:
+    """Bytes that this machine could give out without swapping; None where nobody says."""
+    with suppress(OSError):
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        return int(found[1]) * 1024 if found else None
+    return None
 
 
 def executor_plan(scenario: Scenario, loop: str, specs: list[RequestSpec], setup: Setup) -> ExecutorPlan:
+    """What to make for these requests. Raises ScenarioError if the model is not made for so long prompts."""
     options = scheduler_options(scenario, depth(loop))
     sizes = capacity(scenario, loop, specs)
+    architecture, longest = architecture_of(scenario, setup), max((s.prompt_tokens for s in specs), default=0)
+    if longest >= architecture.max_position:
+        raise ScenarioError(
+            f"model.max_position: got {architecture.max_position}, must be > {longest}, the longest prompt's tokens"
+        )
     return ExecutorPlan(
-        architecture=architecture_of(scenario, setup),
+        architecture=architecture,
         weights=setup.weights,
         seed=scenario.seed,
         dtype=scenario.model.dtype,
@@ -206,6 +262,7 @@ def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, cloc
     if setup.device == "modelled":
         return Modelled(costs(scenario), plan.capacity, steps, clock)
     if setup.device == "process":
+        plan.check()  # here, because what a worker dies of is not known for a user's mistake
         return Process(plan, plan.capacity, steps)
     if setup.device == "inline":
         return Inline(plan(), plan.capacity, steps)
@@ -227,17 +284,16 @@ def engine(
     *,
     clock: Clock | None = None,
     prompts: Prompts | None = None,
+    stops: frozenset[int] = frozenset(),
     on_plan: Callable[[StepPlan], None] | None = None,
     on_token: Callable[[RequestSpec, int], None] | None = None,
 ) -> tuple[Engine, Device]:
-    """An engine for one run, and its device. Raises what `device` does, and ScenarioError."""
+    """An engine for one run, and its device. `stops` end a request beside what `setup` says. Raises what `device`
+    does, and ScenarioError.
+    """
     specs = workload.specs()
     policy = assemble.scheduler(scenario, loop)
     plan = executor_plan(scenario, loop, specs, setup)
-    if plan.architecture.max_position < max((s.prompt_tokens + 1 for s in specs), default=0):
-        longest = max(s.prompt_tokens for s in specs)
-        text = f"prompts of up to {longest} tokens, the model is made for {plan.architecture.max_position}"
-        raise ScenarioError(f"model.max_position: {text}")
     padded, random = scenario.scheduler.name == "static", not setup.sampling.greedy
     clock = clock or (CpuClock() if setup.device == "modelled" else WallClock())
     made = device(scenario, loop, plan, setup, clock)
@@ -250,7 +306,7 @@ def engine(
         Record(policy.pool.num_blocks),
         depth=depth(loop),
         seed=setup.sampling.seed,
-        stops=frozenset(plan.architecture.end_tokens if setup.end_tokens else ()),
+        stops=stops.union(plan.architecture.end_tokens if setup.end_tokens else ()),
         injected=dict(setup.injected),
         clock=clock,
         on_plan=on_plan,

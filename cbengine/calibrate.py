@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ValidationError
 
 from cbengine import build
 from cbengine.build import Setup
@@ -105,7 +106,9 @@ def measure(base: Scenario, setup: Setup, runs: Sequence[Probe], say: Callable[[
 
 
 def _scenario(base: Scenario, probe: Probe) -> Scenario:
-    """The probe on the model, the device and the kind of scheduler of `base`, with a cache that always suffices."""
+    """The probe on the model, the device and the kind of scheduler of `base`, with a cache that always suffices. Raises
+    UsageError for a probe beyond what a scenario may be.
+    """
     size = base.block_size
     blocks = probe.seats * (-(-(probe.prompt + probe.output) // size) + 2) + 2
     tokens = {"vllm": "max_num_batched_tokens", "static": None}.get(base.scheduler.name, "max_batch_tokens")
@@ -114,7 +117,7 @@ def _scenario(base: Scenario, probe: Probe) -> Scenario:
     if tokens:
         changes[tokens] = max(probe.chunk, probe.seats)
     if base.scheduler.name == "vllm":
-        changes |= {"max_model_len": None, "enable_prefix_caching": False}
+        changes |= {"max_model_len": None, "enable_prefix_caching": False, "enable_chunked_prefill": True}
     data = base.model_dump(mode="json")
     data["scheduler"] |= changes
     data["kv_cache"] |= {"num_blocks": blocks, "block_size": size}
@@ -124,13 +127,17 @@ def _scenario(base: Scenario, probe: Probe) -> Scenario:
         "prompt_tokens": {"uniform": {"low": max(1, probe.prompt // 8), "high": probe.prompt}},
         "output_tokens": {"uniform": {"low": max(1, probe.output // 8), "high": probe.output}},
     }
-    return Scenario.model_validate(data)
+    try:
+        return Scenario.model_validate(data)
+    except ValidationError as error:
+        raise UsageError(f"calibrate: --rows or --longest is too large: {build.first_complaint(error)}") from None
 
 
 def calibration(table: Table) -> Calibration:
     """Fit everything. Raises UsageError if the probes were too short for it."""
     if len(table.work) < 4 * len(GPU_TERMS):
-        raise UsageError(f"calibrate: {len(table.work)} steps are too few to fit {len(GPU_TERMS)} terms")
+        text = f"{len(table.work)} steps are too few to fit {len(GPU_TERMS)} terms, {4 * len(GPU_TERMS)} would do"
+        raise UsageError(f"calibrate: {text}: give a larger --rows or --longest")
     steps = table.steps
     ones = np.ones((len(table.work), 1))
     kernels = fit(np.hstack((ones, np.array(table.work, dtype=float))), steps.lane("compute").astype(float))
@@ -163,14 +170,31 @@ def write(path: Path, found: Calibration, base: Scenario, device: str) -> None:
     ]
     text = "".join(f"# {line}\n" for line in lines) + documents.write(found.coefficients)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
+        raise _unwritable(path, error) from None
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder of a file that is to be written when all is measured. Raises UsageError if it could not be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        path.open("ab").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"{path}: cannot be written: {error.strerror or error}")
 
 
 def calibrate(
     base: Scenario, setup: Setup, say: Callable[[str], None], *, rows: int, longest: int, quick: bool
 ) -> Calibration:
-    """Probe and fit: up to `rows` requests at a time, sequences of up to `longest` tokens."""
+    """Probe and fit: up to `rows` requests at a time, sequences of up to `longest` tokens. Raises UsageError."""
+    if longest > base.model.max_position:
+        raise UsageError(f"--longest: got {longest}, must be <= {base.model.max_position}, model.max_position")
     return calibration(measure(base, setup, probes(rows, longest, quick=quick), say))

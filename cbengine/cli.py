@@ -16,8 +16,15 @@ from cbsim.arguments import ERROR, USAGE, Parser, guarded, run_arguments, run_op
 if TYPE_CHECKING:
     from cbengine.build import Setup
 
-DEVICES = ("inline", "process", "modelled", "cuda")
+DEVICES = {
+    "inline": "a step is computed while it is launched",
+    "process": "a worker process computes",
+    "modelled": "nothing is computed, a step takes the scenario's cost model",
+    "cuda": "a GPU",
+}
 PHASES = ("schedule", "prepare", "launch", "update")
+PACKAGES = ("torch", "transformers", "safetensors", "triton")
+SAMPLING = {"temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p", "seed": "--sampling-seed"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,16 +48,22 @@ def _status(error: Exception) -> int | None:
 
 def _dispatch(arguments: argparse.Namespace) -> int:
     try:
-        import torch  # noqa: F401
-    except ImportError:
+        return _act(arguments)
+    except ModuleNotFoundError as error:
         from cbengine.errors import MissingError
 
-        raise MissingError("torch is not installed: pip install -e '.[engine]'") from None
+        if error.name not in PACKAGES:
+            raise
+        raise MissingError(f"{error.name} is not installed: pip install -e '.[engine]'") from None
+
+
+def _act(arguments: argparse.Namespace) -> int:
     from cbengine import commands
 
     if arguments.command == "replay":
-        options = replace(run_options(arguments), command=("cbengine", "replay"), extra=_own_words(arguments))
         setup = _setup(arguments)
+        own = _own_words(arguments, setup)
+        options = replace(run_options(arguments), command=("cbengine", "replay"), extra=own)
         return commands.replay(options, setup, peer=arguments.engine == "transformers", profiled=arguments.profile)
     if arguments.command == "calibrate":
         setup = _setup(arguments)
@@ -73,25 +86,31 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 
 def _setup(arguments: argparse.Namespace) -> Setup:
     from cbengine.build import Setup, default_device
+    from cbengine.errors import UsageError
     from cbengine.sampling import Sampling
 
+    try:
+        sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.sampling_seed)
+    except UsageError as error:
+        field, _, text = str(error).removeprefix("sampling.").partition(":")
+        raise UsageError(f"{SAMPLING[field]}:{text}") from None
     return Setup(
         device=arguments.device or default_device(),
         weights=arguments.weights,
-        sampling=Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.sampling_seed),
+        sampling=sampling,
         cuda_graphs=not getattr(arguments, "no_cuda_graphs", False),
-        end_tokens=getattr(arguments, "stop_at_end_tokens", True),
+        end_tokens=getattr(arguments, "stop_at_end_tokens", arguments.command == "generate"),
         injected=tuple(getattr(arguments, "inject", ())),
         saves_tokens=getattr(arguments, "save_tokens", False),
     )
 
 
-def _own_words(arguments: argparse.Namespace) -> list[str]:
-    """The options that `cbsim run` does not have, as they were given."""
+def _own_words(arguments: argparse.Namespace, setup: Setup) -> list[str]:
+    """The options that `cbsim run` does not have: as they were given, and the device, which depends on the machine."""
     words: list[str] = []
     named: dict[str, Any] = {
         "--engine": None if arguments.engine == "cbengine" else arguments.engine,
-        "--device": arguments.device,
+        "--device": setup.device,
         "--weights": arguments.weights,
         "--temperature": arguments.temperature or None,
         "--top-k": arguments.top_k or None,
@@ -102,7 +121,7 @@ def _own_words(arguments: argparse.Namespace) -> list[str]:
     for option, value in named.items():
         words += [] if value is None else [option, str(value)]
     for phase, extra_ns in arguments.inject:
-        words += ["--inject", f"{phase}={extra_ns / 1e6:g}"]
+        words += ["--inject", f"{phase}={extra_ns / 1e6:.15g}"]
     words += ["--no-cuda-graphs"] * arguments.no_cuda_graphs
     words += ["--save-tokens"] * arguments.save_tokens
     words += ["--stop-at-end-tokens"] * arguments.stop_at_end_tokens
@@ -116,55 +135,102 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 ok, 1 error, 2 bad scenario, weights or arguments, 3 a check failed.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    replay = commands.add_parser("replay", help="run a scenario on a device and write a run directory a loop")
-    run_arguments(replay)
-    _device_arguments(replay)
-    replay.add_argument(
-        "--engine", choices=("cbengine", "transformers"), default="cbengine", help="ours, or transformers' own batching"
+
+    def command(name: str, text: str) -> Parser:
+        return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+
+    _replay_arguments(command("replay", "serve a scenario on a device and write a run directory for each loop"))
+    _calibrate_arguments(command("calibrate", "measure the coefficients of the simulator's fitted cost model"))
+    _generate_arguments(command("generate", "print how the model in a local Hugging Face folder continues a text"))
+    validate = command("validate", "compare simulated with measured runs of the scenario tiny_cpu, on a CPU")
+    validate.add_argument(
+        "--device",
+        choices=("process", "modelled"),
+        default="process",
+        help="process (default): real kernels, a makespan off by 25%% fails; modelled: kernels take exactly the cost "
+        "model, anything off by 3%% fails",
     )
-    replay.add_argument(
-        "--inject", action="append", default=[], type=_phase, metavar="PHASE=MS", help="extra CPU work a step"
+    validate.add_argument(
+        "--out", type=Path, default=Path("runs/validate"), metavar="DIR", help="where all files go (runs/validate)"
     )
-    replay.add_argument("--save-tokens", action="store_true", help="write prompts and outputs to tokens.parquet, too")
-    replay.add_argument("--no-cuda-graphs", action="store_true", help="launch every step kernel by kernel")
-    replay.add_argument("--stop-at-end-tokens", action="store_true", help="let the model end a request early, too")
-    replay.add_argument(
-        "--profile", type=_count, default=0, metavar="N", help="check GPU-active of N steps with torch.profiler"
+    bench = command("bench", "print how fast the engine is, against what the device could do and transformers")
+    bench.add_argument(
+        "--device",
+        choices=("modelled", "cuda"),
+        help="cuda: the GPU; modelled: only the CPU's work a step (default: cuda if there is one, else modelled)",
     )
-    _calibrate_arguments(commands.add_parser("calibrate", help="measure the coefficients that the simulator needs"))
-    validate = commands.add_parser("validate", help="simulated against measured, on a CPU")
-    validate.add_argument("--device", choices=("process", "modelled"), default="process", help="see replay (process)")
-    validate.add_argument("--out", type=Path, default=Path("runs/validate"), metavar="DIR", help="where runs go")
-    bench = commands.add_parser("bench", help="speed against what the device could do, and against transformers")
-    bench.add_argument("--device", choices=("modelled", "cuda"), help="cuda if there is one, or the CPU's work alone")
     bench.add_argument("--quick", action="store_true", help="a minute instead of ten")
     bench.add_argument("--json", action="store_true", help="print a list of figures")
     bench.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="where runs go (runs/bench)")
-    generate = commands.add_parser("generate", help="print what a model says, from a local Hugging Face folder")
-    generate.add_argument("--prompt", required=True, help="the text to go on from")
-    generate.add_argument("--tokens", type=_count, default=64, metavar="N", help="most tokens to generate (64)")
-    _device_arguments(generate)
     return parser
+
+
+def _replay_arguments(replay: argparse.ArgumentParser) -> None:
+    run_arguments(replay)
+    _device_arguments(replay, *DEVICES)
+    replay.add_argument(
+        "--engine",
+        choices=("cbengine", "transformers"),
+        default="cbengine",
+        help="who serves: cbengine (default), or Hugging Face's own continuous batching with the same weights",
+    )
+    replay.add_argument(
+        "--inject",
+        action="append",
+        default=[],
+        type=_phase,
+        metavar="PHASE=MS",
+        help=f"milliseconds of extra CPU work in every step's {', '.join(PHASES[:-1])} or {PHASES[-1]} (repeatable)",
+    )
+    replay.add_argument("--save-tokens", action="store_true", help="write prompts and outputs to tokens.parquet, too")
+    replay.add_argument("--no-cuda-graphs", action="store_true", help="GPU only: launch every step kernel by kernel")
+    replay.add_argument(
+        "--stop-at-end-tokens", action="store_true", help="let the end tokens of --weights end a request early"
+    )
+    replay.add_argument(
+        "--profile",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="GPU only: profile N steps with torch and print their GPU-active beside ours",
+    )
 
 
 def _calibrate_arguments(calibrate: argparse.ArgumentParser) -> None:
     calibrate.add_argument("scenario", nargs="?", help="whose model and scheduler (8k_b32 on a GPU, else tiny_cpu)")
-    calibrate.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field")
+    calibrate.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field (repeatable)"
+    )
     calibrate.add_argument("--out", type=Path, required=True, metavar="FILE", help="the coefficient file to write")
     calibrate.add_argument("--rows", type=_count, metavar="N", help="most requests in a step (64 on a GPU, else 16)")
     calibrate.add_argument(
         "--longest", type=_count, metavar="N", help="longest sequence, tokens (8192 on a GPU, else 160)"
     )
     calibrate.add_argument("--quick", action="store_true", help="shorter outputs, less precise")
-    _device_arguments(calibrate)
+    _device_arguments(calibrate, "process", "cuda")
 
 
-def _device_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=DEVICES, help="where steps are computed (cuda if there is one, or process)")
-    parser.add_argument("--weights", type=Path, metavar="DIR", help="a local Hugging Face folder; default: random")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) takes the likeliest token")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest; 0: all")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest of mass P")
+def _generate_arguments(generate: argparse.ArgumentParser) -> None:
+    generate.add_argument("--prompt", required=True, help="the text to go on from; --prompt=TEXT if it begins with -")
+    generate.add_argument("--tokens", type=_count, default=64, metavar="N", help="most tokens to generate (64)")
+    _device_arguments(generate, "inline", "process", "cuda", weights_needed=True)
+
+
+def _device_arguments(parser: argparse.ArgumentParser, *devices: str, weights_needed: bool = False) -> None:
+    told = "; ".join(f"{name}: {DEVICES[name]}" for name in devices)
+    parser.add_argument("--device", choices=devices, help=f"{told} (default: cuda if there is one, else process)")
+    kind = "a local Hugging Face folder of Llama 3 or Qwen3: config.json and safetensors"
+    more = ", and a tokenizer" if weights_needed else " (default: random weights of the scenario's shape)"
+    parser.add_argument("--weights", type=Path, required=weights_needed, metavar="DIR", help=kind + more)
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 (default): the likeliest token; else sampled"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest; 0 (default): all"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest of mass P; 1 (default): all"
+    )
     parser.add_argument("--sampling-seed", type=int, default=0, metavar="SEED", help="seed of the sampling (0)")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ import torch
 from cbengine import build, calibrate, tokens, validate, weights
 from cbengine.build import Setup
 from cbengine.content import Prompts
-from cbengine.errors import UsageError
+from cbengine.errors import MissingError, UsageError
 from cbengine.profile import Profile
 from cbsim import runs, scenario
 from cbsim.runs import Maker, RunOptions
@@ -82,22 +84,22 @@ class Measured:
 
 def replay(options: RunOptions, setup: Setup, *, peer: bool, profiled: int) -> int:
     """Run a scenario on a device under each of its loops, write the run directories, say what came out."""
-    if profiled and setup.device != "cuda":
-        raise UsageError(f"--profile: needs --device cuda, not {setup.device}")
+    if profiled and (peer or setup.device != "cuda"):
+        raise UsageError("--profile: needs --device cuda and our own engine")
     serve = partial(_peer, setup) if peer else partial(Measured, setup, profiled)
     return runs.run(options, serve, lambda asked: build.adapted(asked, setup))
 
 
 def calibration(options: CalibrateOptions, setup: Setup) -> int:
     """Measure the coefficients of a model on a device and write them where the simulator can read them."""
-    if setup.device not in ("process", "cuda"):
-        raise UsageError(f"calibrate: --device {setup.device} does not run beside the CPU; process and cuda do")
     asked = build.adapted(scenario.load(options.scenario, options.overrides), setup)
+    calibrate.check_writable(options.out)
     found = calibrate.calibrate(asked, setup, _say, rows=options.rows, longest=options.longest, quick=options.quick)
     calibrate.write(options.out, found, asked, setup.device)
     print(options.out.read_text(encoding="utf-8"))
-    base = f"python -m cbsim run {options.scenario} --set 'cost={{kind: fitted, path: {options.out.resolve()}}}'"
-    print(f"use it    {base}")
+    cost = f"cost={{kind: fitted, path: {json.dumps(str(options.out.resolve()), ensure_ascii=False)}}}"
+    words = [word for override in (*options.overrides, cost) for word in ("--set", override)]
+    print(f"use it    {shlex.join(['python', '-m', 'cbsim', 'run', options.scenario, *words])}")
     return runs.OK
 
 
@@ -118,6 +120,8 @@ def benchmark(device: str | None, out: Path, *, quick: bool, as_json: bool) -> i
     from cbengine import bench
 
     where = device or ("cuda" if build.default_device() == "cuda" else "modelled")
+    if where == "cuda" and not torch.cuda.is_available():
+        raise MissingError("--device cuda: torch finds no CUDA device here")
     return bench.bench(where, out, maker, quick=quick, as_json=as_json)
 
 
@@ -131,15 +135,17 @@ def _say(line: str) -> None:
 
 
 def _peer(setup: Setup, asked: Scenario, loop: str, workload: Workload) -> Any:
-    """Hugging Face's own continuous batching on the same scenario and weights."""
+    """Hugging Face's own continuous batching on the same scenario and weights. Raises UsageError for what it cannot do
+    as asked.
+    """
     from cbengine.peer import TransformersServer
     from cbsim.record import Record
     from cbsim.scenario import depth, scheduler_options
 
-    if setup.device == "modelled" or not setup.sampling.greedy or setup.injected:
-        raise UsageError("--engine transformers: runs greedily on a CPU or a GPU, without --inject")
+    _check_peer(setup, asked)
     torch.set_num_threads(1)  # on a CPU, as our own devices
     plan = build.executor_plan(asked, loop, workload.specs(), setup)
+    plan.check()
     model = weights.to_transformers(plan.architecture, plan.tensors())
     prompts = Prompts(asked.seed, plan.architecture.vocab)
     record = Record(scheduler_options(asked, depth(loop)).num_blocks)
@@ -156,11 +162,25 @@ def _peer(setup: Setup, asked: Scenario, loop: str, workload: Workload) -> Any:
     )
 
 
+def _check_peer(setup: Setup, asked: Scenario) -> None:
+    ours_alone = {
+        "--device modelled": setup.device == "modelled",
+        "--temperature": not setup.sampling.greedy,
+        "--inject": any(extra for _, extra in setup.injected),
+        "--stop-at-end-tokens": setup.end_tokens,
+    }
+    if any(ours_alone.values()):
+        given = ", ".join(option for option, asked_for in ours_alone.items() if asked_for)
+        raise UsageError(f"--engine transformers: takes no {given}: it computes greedily, as long as it is asked to")
+    heads, hidden = asked.model.heads, asked.model.hidden
+    if hidden % heads and not asked.model.qk_norm:
+        text = f"model.hidden: got {hidden}, must be a multiple of model.heads ({heads})"
+        raise UsageError(f"--engine transformers: {text} for its Llama")
+
+
 def generate(prompt: str, tokens: int, setup: Setup) -> int:
     """Print what the model in a folder says after `prompt`, as it comes."""
     from cbengine import text
 
-    if setup.weights is None:
-        raise UsageError("generate: needs --weights DIR, a local Hugging Face folder with a tokenizer")
     text.generate(prompt, tokens, setup, sys.stdout)
     return runs.OK

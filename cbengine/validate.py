@@ -84,6 +84,7 @@ def validate(device: str, out: Path, maker: Callable[[Setup], Maker], say: Calla
     setup = Setup(device="modelled" if device == "modelled" else "process")
     fixed = ("cost={kind: constant, step_s: 0.01}",) if device == "modelled" else ()
     base = build.adapted(scenario.load(BASE, fixed), setup)
+    calibrate.check_writable(out / f"{device}.fitted.yaml")
     found = calibrate.calibrate(base, setup, say, rows=ROWS, longest=LONGEST, quick=True)
     calibrate.write(out / f"{device}.fitted.yaml", found, base, device)
     lines: list[Line] = []

@@ -324,7 +324,7 @@ def executor_plan() -> build.ExecutorPlan:
 
 
 def test_a_worker_that_cannot_start_says_why() -> None:
-    with pytest.raises(DeviceError, match="^the worker process ended with exit code 3$"):
+    with pytest.raises(DeviceError, match=r"^the worker process ended with exit code 3$"):
         Process(partial(os._exit, 3), executor_plan().capacity, 1)
 
 
@@ -337,9 +337,9 @@ def test_a_worker_that_fails_in_a_step_says_why() -> None:
     header = Header(0, 0, 0, 0, 1, 0, updates=1, random=False, padded=False)
     device.staging[0][: header.offsets()[-1]] = np.array([0, 1 << 30, 0])
     device.launch(0, header, None)  # type: ignore[arg-type]  # a worker sees no plan
-    with pytest.raises(DeviceError, match="the worker process failed: IndexError: index 1073741824 is out of bounds"):
+    with pytest.raises(DeviceError, match=r"the worker process failed: IndexError: index 1073741824 is out of bounds"):
         device.wait(0)
-    with pytest.raises(DeviceError, match="^the worker process ended with exit code 0$"):
+    with pytest.raises(DeviceError, match=r"^the worker process ended with exit code 0$"):
         device._receive(None)
     device.close()
     device.close()
