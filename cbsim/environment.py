@@ -20,7 +20,7 @@ def environment(command: str, workload_hash: str, seed: int) -> dict[str, Any]:
         "git": git_state(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
         "device": None,
         "driver": None,
         "workload_hash": workload_hash,
