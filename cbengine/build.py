@@ -133,6 +133,7 @@ def capacity(scenario: Scenario, loop: str, specs: list[RequestSpec]) -> Capacit
     """The largest step and table that this workload can lead to."""
     options: Any = scheduler_options(scenario, depth(loop))
     longest = max((spec.prompt_tokens + spec.max_tokens for spec in specs), default=1)
+    longest = min(longest, getattr(options, "max_model_len", longest))  # vLLM refuses or ends what is longer
     prompt = max((spec.prompt_tokens for spec in specs), default=1)
     seats = getattr(options, "max_num_seqs", None) or getattr(options, "batch_size", None) or len(specs)
     slots = max(1, min(len(specs), seats))
@@ -235,9 +236,10 @@ def host_memory() -> int | None:
 
 def executor_plan(scenario: Scenario, loop: str, specs: list[RequestSpec], setup: Setup) -> ExecutorPlan:
     """What to make for these requests. Raises ScenarioError if the model is not made for so long prompts."""
-    options = scheduler_options(scenario, depth(loop))
-    sizes = capacity(scenario, loop, specs)
-    architecture, longest = architecture_of(scenario, setup), max((s.prompt_tokens for s in specs), default=0)
+    options: Any = scheduler_options(scenario, depth(loop))
+    sizes, architecture = capacity(scenario, loop, specs), architecture_of(scenario, setup)
+    prompts = [spec.prompt_tokens for spec in specs]
+    longest = max((tokens for tokens in prompts if tokens < getattr(options, "max_model_len", math.inf)), default=0)
     if longest >= architecture.max_position:
         raise ScenarioError(
             f"model.max_position: got {architecture.max_position}, must be > {longest}, the longest prompt's tokens"

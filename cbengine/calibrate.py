@@ -26,7 +26,7 @@ from cbsim.cost.fitted import Work, work
 from cbsim.metrics import Steps
 from cbsim.policy.plan import StepPlan
 from cbsim.record import STEP_COLUMNS
-from cbsim.scenario import Scenario
+from cbsim.scenario import Scenario, ScenarioError, depth, scheduler_options
 
 GPU_TERMS = (
     *("base_s", "per_chunk_s", "per_prefill_token_s", "per_prefill_attention_s"),
@@ -34,6 +34,7 @@ GPU_TERMS = (
 )
 CPU_TERMS = ("base_s", "per_request_s", "per_token_s", "per_block_s")
 WARM_UP = 3  # first steps of a probe, which find caches cold
+SHORTEST = 8  # tokens of the longest sequence, at least
 
 
 class Probe(NamedTuple):
@@ -77,13 +78,14 @@ class Calibration:
 
 def probes(rows: int, longest: int, *, quick: bool) -> list[Probe]:
     """Up to `rows` requests at a time, sequences of up to `longest` tokens: what the calibration then covers."""
-    output = max(4, min(longest // 2, 48 if quick else 256))
-    prompt = max(4, longest - output)
-    few = max(2, rows // 4)
+    longest = max(longest, SHORTEST)
+    output = min(longest // 2, 48 if quick else 256)
+    prompt, few = longest - output, max(2, rows // 4)
+    short = max(4, prompt // 4)
     return [
         Probe(rows, rows, prompt, output, max(prompt, rows)),  # whole prompts, then a batch that shrinks
         Probe(rows, rows, prompt, output, max(prompt // 4, 2 * rows)),  # chunks beside decodes
-        Probe(2 * few, few, max(4, prompt // 4), 2 * output, max(prompt // 4, few)),  # small batches, short contexts
+        Probe(2 * few, few, short, min(2 * output, longest - short), max(short, few)),  # small batches, short contexts
         Probe(3, 1, prompt, output, max(prompt // 3, 8)),  # one request alone
     ]
 
@@ -128,9 +130,12 @@ def _scenario(base: Scenario, probe: Probe) -> Scenario:
         "output_tokens": {"uniform": {"low": max(1, probe.output // 8), "high": probe.output}},
     }
     try:
-        return Scenario.model_validate(data)
-    except ValidationError as error:
-        raise UsageError(f"calibrate: --rows or --longest is too large: {build.first_complaint(error)}") from None
+        ready = Scenario.model_validate(data)
+        scheduler_options(ready, depth("sync"))
+    except (ScenarioError, ValidationError) as error:
+        reason = build.first_complaint(error) if isinstance(error, ValidationError) else error
+        raise UsageError(f"calibrate: --rows or --longest is too large: {reason}") from None
+    return ready
 
 
 def calibration(table: Table) -> Calibration:

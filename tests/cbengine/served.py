@@ -37,6 +37,7 @@ SHAPE = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "
 PROMPTS, SHARED = (13, 1, 12, 8, 30), (12, 8, 4, 0)  # few lengths, so that references are computed once
 CHUNKS = (7, 64, 4096)  # budgets: pieces of a prompt, some prompts, everything
 MOST_OUTPUTS = 24  # of any request here: references are this long
+MOST_STEPS = 10_000
 NEAR = 1e-4  # two logits closer than this share of the larger may change places with the order of a sum
 ties: list[tuple[int, ...]] = []
 """Prompts whose text differed from the reference at a near tie."""
@@ -85,6 +86,7 @@ class Run:
         self.rows: dict[int, RequestRow] = {row.index: row for row in self.engine.record.requests()}
 
     def _plan(self, plan: StepPlan) -> None:
+        assert plan.step < MOST_STEPS, "the run does not end"
         self.replaced += len(plan.replaced)
 
     @property
@@ -146,19 +148,26 @@ def asked(scheduler: str, *overrides: str) -> Scenario:
     return scenario.load("tiny_cpu", [f"scheduler.name={name}", *versions, *shape, *overrides])
 
 
+@cache
+def _plain(scheduler: str) -> Scenario:
+    return asked(scheduler)
+
+
 def server(
-    scheduler: str, block_size: int, num_blocks: int, budget: int, seats: int, *more: str, sharing: bool
+    scheduler: str, block_size: int, num_blocks: int, budget: int, seats: int, *, sharing: bool, **more: Any
 ) -> Scenario:
-    """The same limits under each scheduler's own names. Static batches know seats only."""
-    limits: dict[str, object] = {"batch_size": seats}
+    """The same limits under each scheduler's own names; `more` are options of the scheduler. Static batches know seats
+    only.
+    """
+    limits: dict[str, Any] = {"batch_size": seats}
     if scheduler.startswith("vllm"):
-        limits = {"max_num_seqs": seats, "max_num_batched_tokens": max(budget, seats)}
-        limits["enable_prefix_caching"] = str(sharing).lower()
+        limits = {"max_num_seqs": seats, "max_num_batched_tokens": max(budget, seats), "enable_prefix_caching": sharing}
     elif scheduler.startswith("transformers"):
-        limits = {"max_requests_per_batch": seats, "max_batch_tokens": budget}
-        limits["allow_block_sharing"] = str(sharing).lower()
-    fields = [f"scheduler.{name}={value}" for name, value in limits.items()]
-    return asked(scheduler, f"kv_cache={{block_size: {block_size}, num_blocks: {num_blocks}}}", *fields, *more)
+        limits = {"max_requests_per_batch": seats, "max_batch_tokens": budget, "allow_block_sharing": sharing}
+    plain = _plain(scheduler)
+    rules = type(plain.scheduler).model_validate(plain.scheduler.model_dump() | limits | more)
+    cache = plain.kv_cache.model_copy(update={"block_size": block_size, "num_blocks": num_blocks})
+    return plain.model_copy(update={"scheduler": rules, "kv_cache": cache})
 
 
 def with_load(sizes: Scenario, **load: Any) -> Scenario:
@@ -210,22 +219,23 @@ def requests(draw: st.DrawFn) -> list[RequestSpec]:
         alike = min(draw(st.sampled_from(SHARED)), prompt)
         fields = shared(draw(st.sampled_from((0, 0, 1))), alike) if alike else {}
         most, priority = outputs + draw(st.sampled_from((0, 0, 1, 4))), draw(st.integers(0, 2))
-        arrival = draw(st.sampled_from((0, 0, 0, 8, 25, 60))) * MS
+        arrival = draw(st.sampled_from((0, 0, 0, 8, 25, 60))) * MS + index  # no two are as old: see `odd_cases`
         specs.append(spec(index, prompt, outputs, max_tokens=most, arrival_ns=arrival, priority=priority, **fields))
     return specs
 
 
 @st.composite
-def cases(draw: st.DrawFn, scheduler: str, *more: str) -> Case:
+def cases(draw: st.DrawFn, scheduler: str, **more: Any) -> Case:
     """Caches are mostly too small for all requests at once. Some clients give up; some send one after the other."""
     specs = draw(requests())
     block_size = draw(st.integers(4 if scheduler.startswith("transformers") else 1, 16))
     least = least_blocks(scheduler, block_size, specs)
     blocks = least + draw(st.sampled_from((0, 1, 3, least, 20 * least)))
     budget, seats, sharing = draw(st.sampled_from(CHUNKS)), draw(st.integers(1, 7)), draw(st.sampled_from((1, 1, 0)))
-    sizes = server(scheduler, block_size, blocks, budget, seats, *more, sharing=bool(sharing))
+    sizes = server(scheduler, block_size, blocks, budget, seats, sharing=bool(sharing), **more)
     if draw(st.sampled_from((False, False, True))):
-        return Case(sizes, closed([replace(one, arrival_ns=0) for one in specs], draw(st.integers(1, 4)), 3 * MS))
+        at_once = [replace(one, arrival_ns=one.index) for one in specs]
+        return Case(sizes, closed(at_once, draw(st.integers(1, 4)), 3 * MS))
     gone = draw(st.lists(st.sampled_from(specs), unique=True, min_size=1, max_size=2))
     cancels = [(one.arrival_ns + draw(st.integers(0, 80)) * MS, one) for one in gone]
     return Case(sizes, Workload(specs, len(specs), sorted(cancels, key=lambda cancel: (cancel[0], cancel[1].index))))

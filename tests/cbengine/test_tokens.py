@@ -65,7 +65,7 @@ def note(run: Run) -> None:
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @given(data=st.data())
-@settings(max_examples=30)
+@settings(max_examples=24)
 def test_every_text_is_that_of_generate(scheduler: str, loop: str, data: st.DataObject) -> None:
     """Whatever the load, the cache and the budgets: batching, chunks, shared and merged blocks, preemption, soft
     resets, rows computed for nothing, requests given up and steps in flight leave no trace in anyone's text.
@@ -274,7 +274,7 @@ def said_alone() -> dict[int, list[int]]:
     seats=st.integers(1, 6),
     sharing=st.booleans(),
 )
-@settings(max_examples=30)
+@settings(max_examples=24)
 def test_sampled_text_does_not_depend_on_the_server(
     scheduler: str,
     loop: str,
