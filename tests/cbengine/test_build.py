@@ -1,0 +1,344 @@
+"""From a scenario to an engine: what is recorded can be loaded again, sizes suffice for every plan, and what cannot be
+is refused before any memory is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torch", reason="the engine needs torch")
+
+import torch
+from served import INLINE, LOOPS, SCHEDULERS, SHAPE, Case, asked, cases, spec
+
+from cbengine import build, weights
+from cbengine.batch import Capacity, Header, Ints
+from cbengine.build import Setup
+from cbengine.device import Lanes, staging
+from cbengine.errors import MissingError, UsageError
+from cbengine.kvcache import DeviceMemoryError
+from cbengine.sampling import Sampling
+from cbengine.warmup import bucket, captured_sizes
+from cbsim import scenario
+from cbsim.fields import ScenarioError
+from cbsim.policy.plan import StepPlan
+from cbsim.scenario import Scenario
+from cbsim.workload import Workload
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+}
+GB = 10**9
+
+
+def folder(path: Path, **changes: object) -> Path:
+    """A folder with a config.json and no weights."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(CONFIG | changes))
+    return path
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+class Bounds:
+    """A device that computes nothing and holds every step against what was made ready for it. Batches are padded as for
+    CUDA graphs.
+    """
+
+    def __init__(self, sizes: Capacity, depth: int) -> None:
+        self.staging, self._sizes = staging(sizes, depth), sizes
+        self.facts: dict[str, Any] = {}
+        self._done: dict[int, Ints] = {}
+
+    def bucket(self, rows: int) -> int:
+        return bucket(captured_sizes(self._sizes.rows), rows)
+
+    def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
+        sizes, padding = self._sizes, header.decodes - header.live
+        assert header.offsets()[-1] <= sizes.staging == len(self.staging[slot])
+        assert header.rows - padding <= sizes.rows
+        assert header.sampling <= sizes.sampling
+        assert header.tokens - padding <= sizes.tokens
+        assert header.tokens <= sizes.tokens or not padding
+        values = self.staging[slot]
+        at = header.offsets()
+        assert (values[at[0] : at[1]] <= sizes.slots).all()
+        assert (values[at[7] : at[8]] < sizes.slots * sizes.width).all()
+        self._done[slot] = values[: header.sampling] * 0
+
+    def wait(self, slot: int) -> tuple[Ints, Lanes]:
+        return self._done.pop(slot), Lanes(0, 0, 0, 0, 0, 0)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_no_plan_is_larger_than_the_capacity(scheduler: str, loop: str) -> None:
+    """Whatever is shared, preempted, given up or computed again: buffers, tables and slots suffice, whether tokens are
+    sampled or not.
+    """
+
+    @settings(max_examples=25)
+    @given(cases(scheduler), st.booleans())
+    def check(case: Case, random: bool) -> None:
+        def made(_: Scenario, loop: str, plan: build.ExecutorPlan, *__: object) -> Bounds:
+            return Bounds(plan.capacity, scenario.depth(loop))
+
+        setup = replace(INLINE, sampling=Sampling(temperature=float(random)))
+        run = case.run(loop, setup, device=made)
+        assert max(run.steps["rows"], default=0) <= run.device._sizes.rows
+
+    check()
+
+
+def test_room_is_made_for_what_there_is() -> None:
+    """A budget of a million tokens or a thousand seats costs nothing where a few requests come."""
+    specs = [spec(0, 10, 5), spec(1, 20, 5)]
+    huge = asked("vllm", "scheduler.max_num_batched_tokens=1e6", "scheduler.max_num_seqs=1000")
+    sizes = build.capacity(huge, "sync", specs)
+    assert (sizes.slots, sizes.rows) == (2, 2)
+    assert sizes.tokens == max(2 * 25, sizes.sampling)
+    lonely = build.capacity(asked("static", "scheduler.batch_size=64"), "sync", specs)
+    assert (lonely.slots, lonely.rows, lonely.tokens) == (2, 2, max(2 * 20, lonely.sampling))
+
+
+# -- what is recorded -------------------------------------------------------------------------------------------------
+
+NAMES = st.sampled_from(
+    ["tiny", "1e5", "null", "true", "- a", "a: b", "{x}", "'", '"', "é😀", "#", "x" * 200, " y ", "~"]
+)
+
+
+BASES = {one: asked(one, "model.dtype=bfloat16") for one in SCHEDULERS}
+
+
+@settings(max_examples=25)
+@given(
+    name=NAMES,
+    scheduler=st.sampled_from(SCHEDULERS),
+    device=st.sampled_from(["inline", "process", "modelled"]),
+    changes=st.fixed_dictionaries(
+        {},
+        optional={
+            "num_hidden_layers": st.integers(1, 100),
+            "head_dim": st.sampled_from([2, 64, 128]),
+            "num_key_value_heads": st.sampled_from([1, 2, 4]),
+            "tie_word_embeddings": st.booleans(),
+            "model_type": st.sampled_from(["llama", "qwen3"]),
+            "vocab_size": st.integers(1, 200_000),
+        },
+    ),
+)
+def test_what_is_recorded_loads_again(
+    tmp_path_factory: pytest.TempPathFactory, name: str, scheduler: str, device: Any, changes: dict[str, object]
+) -> None:
+    """The adapted scenario survives being written out, adapting it again changes nothing, and it has the shape of the
+    weights: the engine that it leads to has the very architecture of the folder.
+    """
+    path = folder(tmp_path_factory.getbasetemp() / "names" / name, **changes)
+    setup = Setup(device=device, weights=path)
+    ready = build.adapted(BASES[scheduler], setup)
+    file = path / "dumped.yaml"
+    file.write_text(scenario.dump(ready), encoding="utf-8")
+    assert scenario.load(file) == ready == build.adapted(ready, setup)
+    described = weights.architecture(path)
+    for field, value in ready.model.model_dump(exclude={"dtype"}).items():
+        assert getattr(described, field) == value, field
+    assert ready.model.name == path.name
+    assert ready.model.dtype == ("bfloat16" if device == "modelled" else "float32")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [("hidden_size", 10**30, "as model.hidden: got 1"), ("max_position_embeddings", 10**16, "as model.max_position: ")],
+)
+def test_numbers_that_no_scenario_takes(tmp_path: Path, field: str, value: int, words: str) -> None:
+    path = folder(tmp_path, **{field: value, "head_dim": 16})
+    with pytest.raises(UsageError) as error:
+        build.adapted(asked("vllm"), Setup(device="inline", weights=path))
+    assert str(error.value).startswith(f"{path / 'config.json'}: {words}")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.kv_heads=3", "model.kv_heads: got 3, must divide model.heads (4)"),
+        ("model.head_dim=7", "model.head_dim: got 7, must be even"),
+    ],
+)
+def test_shapes_that_only_a_simulation_can_have(override: str, words: str) -> None:
+    """The simulator, and a device that computes nothing, take any."""
+    odd = asked("vllm", override)
+    with pytest.raises(ScenarioError) as error:
+        build.adapted(odd, INLINE)
+    assert str(error.value).startswith(words)
+    assert build.adapted(odd, Setup(device="modelled")) == odd
+
+
+def test_prompts_longer_than_the_model(tmp_path: Path) -> None:
+    """vLLM refuses them one by one, as it does simulated. Others know no such limit, so the run is refused."""
+    short = "model.max_position=20"
+    load = Workload([spec(0, 30, 4), spec(1, 19, 4)], 2)
+    served, _ = build.engine(asked("vllm", short), "sync", load, INLINE)
+    served.run()
+    served.close()
+    assert [row.status for row in served.record.requests()] == ["refused", "length"]
+    assert [len(one.outputs) for one in served.sequences.values()] == [0, 1]  # the second one fills its 20 positions
+    for scheduler in ("transformers_fifo", "static", "vllm"):
+        more = ("scheduler.max_model_len=40",) if scheduler == "vllm" else ()
+        with pytest.raises(ScenarioError, match=r"^model.max_position: got 20, must be > 30, the longest prompt's"):
+            build.engine(asked(scheduler, short, *more), "sync", load, INLINE)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def plan(*overrides: str, setup: Setup = INLINE, requests: int = 2) -> build.ExecutorPlan:
+    specs = [spec(index, 10, 5) for index in range(requests)]
+    return build.executor_plan(build.adapted(asked("vllm", *overrides), setup), "async", specs, setup)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "requests", "field"),
+    [
+        (("kv_cache.num_blocks=1e6",), 2, "kv_cache.num_blocks: "),
+        (("model.layers=1e9", "kv_cache.num_blocks=2"), 2, "model: "),
+        (("model.vocab=1e15",), 2, "model: "),
+        (("scheduler.max_num_seqs=1e5", "scheduler.max_num_batched_tokens=1e7"), 100_000, "workload: "),
+    ],
+)
+def test_a_host_without_memory_says_what_is_too_large(
+    monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], requests: int, field: str
+) -> None:
+    """... before anything is allocated, and however absurd the number: a host would promise it all and then kill the
+    process.
+    """
+    monkeypatch.setattr(build, "host_memory", lambda: 5_000_000)
+    wanted = plan(*overrides, requests=requests)
+    for attempt in (wanted.check, wanted):
+        with pytest.raises(DeviceMemoryError) as error:
+            attempt()
+        assert str(error.value).startswith(field)
+        assert str(error.value).endswith("the host has 0.01 GB free")
+
+
+def test_what_fits_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for is what is needed: with as much memory the run is, with less it is not."""
+    wanted = plan()
+    size = build.KvCache.bytes_for(wanted.architecture, wanted.num_blocks, wanted.block_size, torch.float32)
+    size += 8 * sum(tensor.numel() for tensor in wanted.tensors().values())
+    size += 4 * (wanted.capacity.slots * wanted.capacity.width + 2 * wanted.capacity.staging)
+    monkeypatch.setattr(build, "host_memory", lambda: size)
+    wanted()
+    monkeypatch.setattr(build, "host_memory", lambda: size - 1)
+    with pytest.raises(DeviceMemoryError):
+        wanted()
+    monkeypatch.setattr(build, "host_memory", lambda: None)  # a system that does not say
+    wanted()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/meminfo"), reason="this system does not say how much memory is free")  # noqa: PTH110
+def test_the_host_says_how_much_is_free() -> None:
+    free = build.host_memory()
+    assert free is not None
+    assert 1e7 < free <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_worker_is_not_started_for_a_users_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Broken weights and too large caches are found in this process, where they are usage errors."""
+    monkeypatch.setattr(build, "Process", mock.Mock(side_effect=AssertionError("a worker was started")))
+    process, load = Setup(device="process"), Workload([spec(0, 10, 5)], 1)
+    path = folder(tmp_path / "weights")
+    given_weights = replace(process, weights=path)
+    with pytest.raises(weights.WeightsError, match="holds neither"):
+        build.engine(build.adapted(asked("vllm"), given_weights), "sync", load, given_weights)
+    monkeypatch.setattr(build, "host_memory", lambda: 0)
+    with pytest.raises(DeviceMemoryError):
+        build.engine(asked("vllm"), "sync", load, process)
+
+
+# -- a GPU's memory ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """A GPU with 80 GB, of which 70 are free, as far as sizes are concerned."""
+    memory = mock.Mock(return_value=(70 * GB, 80 * GB))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    return memory
+
+
+LARGE = Setup(device="cuda")
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_the_cache_fits_the_gpu_there_is(gpu: mock.Mock, scheduler: str) -> None:
+    """The blocks that fit beside the weights, a tenth of all memory left free; what else a scheduler makes of its
+    memory stays as the data sheet has it. What results loads again, and stays as it is.
+    """
+    name, _, version = scheduler.partition(" ")
+    versions = [f"scheduler.version='{version}'"] if version else []
+    base = scenario.load("8k_b32", [f"scheduler.name={name}", *versions, "hardware=h200-sxm"])
+    before = scenario.scheduler_options(base, 2)
+    ready = build.adapted(base, LARGE)
+    after = scenario.scheduler_options(ready, 2)
+    block = before.block_size * base.model.kv_bytes_per_token
+    assert after.num_blocks == (62 * GB - base.model.weight_bytes) // block < before.num_blocks
+    assert replace(after, num_blocks=before.num_blocks, **_limits(before)) == before
+    assert Scenario.model_validate(ready.model_dump(mode="json")) == ready == build.adapted(ready, LARGE)
+    gpu.return_value = (300 * GB, 300 * GB)
+    assert build.adapted(base, LARGE) == base
+
+
+def _limits(options: Any) -> dict[str, int]:
+    """vLLM's longest sequence follows from the cache."""
+    return {"max_model_len": options.max_model_len} if hasattr(options, "max_model_len") else {}
+
+
+def test_given_blocks_are_given(gpu: mock.Mock) -> None:
+    """Somebody who says how many wants that many, or an error later on."""
+    base = scenario.load("8k_b32", ["kv_cache.num_blocks=1000"])
+    assert build.adapted(base, LARGE) == base
+    assert not gpu.called
+
+
+def test_weights_without_room_for_a_cache(gpu: mock.Mock) -> None:
+    gpu.return_value = (20 * GB, 80 * GB)
+    with pytest.raises(DeviceMemoryError, match=r"16\.1 GB of weights leave no room for a cache in 20\.0 GB"):
+        build.adapted(scenario.load("8k_b32"), LARGE)
+
+
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MissingError, match="--device cuda: torch finds no CUDA device here"):
+        build.adapted(scenario.load("8k_b32"), LARGE)
+    assert build.default_device() == "process"
+
+
+def test_the_random_model_is_the_scenarios() -> None:
+    """Without weights the architecture is the scenario's shape, drawn from the scenario's seed."""
+    one, other = plan("seed=1"), plan("seed=2")
+    assert {field: getattr(one.architecture, field) for field in SHAPE} == SHAPE
+    first, second, again = (it.tensors() for it in (one, other, plan("seed=1")))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], second["lm_head.weight"])
