@@ -180,8 +180,6 @@ class Batcher:
                 self._give_back(self._sequences[spec])
         for preempted in plan.preempted:
             self._give_back(self._sequences[preempted.spec])
-        for spec in plan.ended:
-            self._sequences[spec].over = True
         self._places, self._blocks = [], []
         self._update_tables(plan)
 
@@ -241,7 +239,8 @@ class Batcher:
         tokens[:going], tokens[live:decodes] = CARRIED, 0
         sampled[:], places[:], blocks[:] = further, self._places, self._blocks
         if self._padded:
-            first[:going], first[decodes:] = decoding.first[:going], [chunk.padding for chunk in chunks]
+            first[:going], first[live:decodes] = decoding.first[:going], 0
+            first[decodes:] = [chunk.padding for chunk in chunks]
         rows = zip((*range(going, live), *range(decodes, header.rows)), (*singles, *chunks), strict=True)
         for row, chunk in rows:
             self._write_chunk(chunk, row, slots, kv_tokens, tokens[starts[row] : starts[row + 1]])

@@ -46,7 +46,7 @@ class Tables:
 
 
 class Toy:
-    """A device whose model is a hash. Rows with token `broken` in sight have no next token."""
+    """A device whose model is a hash. After token `broken` comes none: its row has no logits, later ones have again."""
 
     def __init__(self, capacity: Capacity, depth: int, num_blocks: int, block_size: int, broken: int = -1) -> None:
         self.staging = staging(capacity, depth)
@@ -82,7 +82,7 @@ class Toy:
     def _next(self, step: dict[str, Ints], header: Header, row: int) -> int:
         first = step["first"][row] if header.padded else 0
         seen = self._cache[self._places(step["slots"][row], np.arange(first, step["kv_tokens"][row]))]
-        return -1 if self._broken in seen else following(seen)
+        return -1 if seen[-1] == self._broken else following(seen)
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         return self._done.pop(slot), Lanes(0, 0, 0, 0, 0, 0)
@@ -221,6 +221,7 @@ class Checked:
         assert (step["slots"][filling] == self._capacity.slots).all()
         assert (step["kv_tokens"][filling] == 1).all()
         assert (step["tokens"][filling] == 0).all()
+        assert not header.padded or (step["first"][filling] == 0).all()
         assert np.array_equal(step["starts"][: header.decodes + 1], np.arange(header.decodes + 1))
         self.padded_rows += header.decodes - header.live
 

@@ -291,6 +291,7 @@ def check_texts(run: Run, check: Callable[[Text], None] = check_text) -> None:
     """Who was not cancelled or refused has all its tokens, and everybody's are right."""
     longest = getattr(run.engine.scheduler.options, "max_model_len", 1 << 30)
     gone = {one.index for _, one in run.load.cancels}
+    assert len(run.rows) == run.load.total
     for one, text in run.engine.sequences.items():
         row = run.rows[one.index]
         delivered = sum(row.token_runs[1::2])

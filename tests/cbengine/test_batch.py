@@ -19,6 +19,7 @@ from oracle import toy_run, toy_text
 from served import INLINE, LOOPS, MS, SCHEDULERS, VOCAB, Case, cases, check_derived, check_texts, server, shared, spec
 
 from cbengine import build
+from cbengine.batch import Capacity, Header
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
 from cbsim.policy.loop import StuckError
@@ -133,6 +134,14 @@ def test_more_requests_than_blocks(scheduler: str, loop: str) -> None:
     run, _ = toy_run(Case(server(scheduler, 4, 6, 64, 1024, sharing=True), Workload(list(CROWD), 20)), loop)
     check_texts(run, check_toy_text)
     assert int(run.steps["rows"].max()) > 6
+
+
+def test_the_largest_step_fits_its_buffer() -> None:
+    """A buffer holds every array of a step at its longest, and not a number more."""
+    sizes = Capacity(slots=7, width=11, rows=5, tokens=100)
+    rows, updates = sizes.sampling, sizes.slots * sizes.width + sizes.rows
+    header = Header(rows, 0, 0, sizes.tokens, 100, further=rows, updates=updates, random=True, padded=True)
+    assert header.offsets()[-1] == sizes.staging
 
 
 def test_a_workload_nobody_sends() -> None:
