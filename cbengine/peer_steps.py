@@ -316,6 +316,7 @@ class Watch:
             running=len(p.scheduler.active_requests),
             waiting=len(p.scheduler.waiting_requests),
             free_blocks=p.cache.get_num_free_blocks(),
+            cached_blocks=len(p.cache._block_manager._init_block_ids),
             fast_decode=self._fast,
         )
         self._steps += 1

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from cbsim import tables
+from cbsim.columns import Column
 from cbsim.policy.request import RequestSpec
 
 FILE = "tokens.parquet"
+COLUMNS = (
+    Column("index", "id", "number in the workload"),
+    Column("id", "text", "name in the workload", "string"),
+    Column("prompt", "id", "token ids of its prompt", "list<int32>"),
+    Column("output", "id", "token ids that it was told", "list<int32>"),
+)
 
 
 def table(said: Iterable[tuple[RequestSpec, Sequence[int], Sequence[int]]]) -> bytes:
-    """(request, prompt, output) -> a parquet table with columns index, id, prompt and output, in order of index."""
+    """(request, prompt, output) -> a parquet table of COLUMNS, in order of index."""
     rows = sorted(said, key=lambda one: one[0].index)
-    ids = pa.list_(pa.int32())
-    columns = {
-        "index": pa.array([spec.index for spec, _, _ in rows], pa.int64()),
-        "id": pa.array([spec.id for spec, _, _ in rows], pa.string()),
-        "prompt": pa.array([list(prompt) for _, prompt, _ in rows], ids),
-        "output": pa.array([list(output) for _, _, output in rows], ids),
-    }
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns), sink, compression="zstd")
-    content: bytes = sink.getvalue().to_pybytes()
-    return content
+    return tables.encoded(
+        COLUMNS,
+        {
+            "index": [spec.index for spec, _, _ in rows],
+            "id": [spec.id for spec, _, _ in rows],
+            "prompt": [list(prompt) for _, prompt, _ in rows],
+            "output": [list(output) for _, _, output in rows],
+        },
+    )

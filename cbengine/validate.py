@@ -9,6 +9,7 @@ makespan fails.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,11 @@ class Case:
     overrides: tuple[str, ...] = ()
     injected_ms: float = 0.0
 
+    @property
+    def slug(self) -> str:
+        """Its folder: lower case, words joined by hyphens."""
+        return "-".join(re.findall(r"[a-z0-9]+", self.name.lower()))
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -80,7 +86,10 @@ CASES: dict[str, tuple[Case, ...]] = {
 
 
 def validate(device: str, out: Path, maker: Callable[[Setup], Maker], say: Callable[[str], None]) -> list[Line]:
-    """Calibrate, simulate and run every case of `device`. Run directories of both kinds are left in `out`."""
+    """Calibrate, simulate and run every case of `device`.
+
+    Run directories are left in `out`/CASE/simulated and `out`/CASE/measured.
+    """
     setup = Setup(device="modelled" if device == "modelled" else "process")
     fixed = ("cost={kind: constant, step_s: 0.01}",) if device == "modelled" else ()
     base = build.adapted(scenario.load(BASE, fixed), setup)
@@ -92,10 +101,13 @@ def validate(device: str, out: Path, maker: Callable[[Setup], Maker], say: Calla
         asked = build.adapted(scenario.load(BASE, case.overrides), setup)
         say(f"{case.name}: measuring")
         injected = replace(setup, injected=(("prepare", round(case.injected_ms * 1e6)),))
-        options = _options(case, device, out)
+        place = out / case.slug
+        options = _options(case, device, place / "measured")
         measured = {one: runs.one_loop(asked, one, options, maker(injected)).summary for one in scenario.loops(asked)}
         say(f"{case.name}: simulating")
-        lines += compared(case.name, simulated(predictable(asked, found, case.injected_ms), out), measured)
+        lines += compared(
+            case.name, simulated(predictable(asked, found, case.injected_ms), place / "simulated"), measured
+        )
     return lines
 
 

@@ -132,7 +132,8 @@ def summarise(
 ) -> dict[str, Any]:
     """All metrics of a run. `slo` maps ttft_s, tpot_s, e2e_s to bounds.
 
-    Latencies and SLOs are those of requests arriving in `window_s`, everything else is the whole run's.
+    Latencies and SLOs are those of requests arriving in `window_s`, everything else is the whole run's. The summary
+    names the window, null for an open end.
     """
     requests = counted = token_times(rows, steps)
     start = int(requests.arrival_ns.min()) if len(requests.rows) else 0
@@ -143,7 +144,9 @@ def summarise(
         counted = token_times([row for row in rows if low <= row.arrival_ns < high], steps)
         counted_ns = max(min(high, end) - max(low, start), 0.0)
     latency = latencies(counted)
-    summary: dict[str, Any] = {"percentile_method": PERCENTILE_METHOD, "makespan_s": span_ns / NS, "steps": len(steps)}
+    summary: dict[str, Any] = {"percentile_method": PERCENTILE_METHOD, "total_blocks": total_blocks}
+    summary |= {"window_s": window_s and [edge if np.isfinite(edge) else None for edge in window_s]}
+    summary |= {"makespan_s": span_ns / NS, "steps": len(steps)}
     summary |= _counts(requests)
     summary |= _throughput(requests, steps, span_ns / NS)
     summary |= {name: distribution(values) for name, values in latency.items()}
@@ -168,7 +171,7 @@ def latencies(requests: Requests) -> dict[str, Floats]:
         "tpot_s": ((last - first)[several] / (tokens[several] - 1)) / NS,
         "e2e_s": (last - arrival) / NS,
         "normalized_latency_s": (last - arrival) / np.maximum(tokens, 1) / NS,
-        "queue_s": (scheduled - queued) / NS,
+        "queue_s": np.maximum(scheduled - queued, 0) / NS,
         "prefill_s": (first - scheduled) / NS,
         "decode_s": (last - first) / NS,
     }

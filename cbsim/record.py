@@ -1,7 +1,8 @@
 """What happened in a run, as a driver reports it: one row a step, one row a request. Numbers come later (metrics.py).
 
-Both worlds fill the same record, so a simulated and a measured run have the same columns. All times are integer
-nanoseconds since the start of the run. Step rows are kept packed, because a run may have a million of them.
+Both worlds fill the same record, so a simulated and a measured run have the same columns; columns.py says what each
+holds. All times are integer nanoseconds since the start of the run. Step rows are kept packed, because a run may have a
+million of them.
 """
 
 from __future__ import annotations
@@ -10,33 +11,14 @@ from operator import attrgetter
 from struct import Struct
 from typing import NamedTuple
 
+from cbsim import columns
 from cbsim.policy.plan import Outcome, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec
 
-PHASES = ("schedule", "prepare", "launch", "await", "update")
-LANES = ("h2d", "compute", "d2h")
-STEP_TIMES = tuple(f"{name}_{edge}_ns" for name in (*PHASES, *LANES) for edge in ("start", "end"))
-STEP_COUNTS = (
-    "step",
-    "rows",  # rows that ran, padding excluded
-    "decode_rows",
-    "prefill_tokens",  # query tokens of rows listed one by one: prompts, chunks, first tokens after a preemption
-    "tokens",  # query tokens, padding excluded
-    "padded_tokens",  # query tokens computed: with padding rows, left padding and CUDA graph padding
-    "context_tokens",  # KV tokens read
-    "sampled_rows",  # rows that yield an output token
-    "new_blocks",
-    "used_blocks",  # after planning
-    "running",
-    "waiting",
-    "preempted",
-    "recomputed_tokens",  # query tokens that had been computed before a preemption
-    "cached_tokens",  # tokens found in the prefix cache by the requests admitted here, also after a preemption
-    "finished",
-    "wasted_rows",  # rows whose token was thrown away: the request had ended while they were in flight
-    "plan_hash",  # of everything the plan says: a tuple of integers has the same hash in every process
-)
-STEP_COLUMNS = (*STEP_COUNTS, *STEP_TIMES)
+PHASES, LANES = columns.PHASES, columns.LANES
+STEP_COLUMNS = tuple(column.name for column in columns.STEPS)
+STEP_TIMES = tuple(column.name for column in columns.STEPS if column.unit == "ns")
+STEP_COUNTS = tuple(name for name in STEP_COLUMNS if name not in STEP_TIMES)
 FAILED = "failed"
 STATUSES = (*(finish.value for finish in Finish), FAILED, "unfinished", "waiting")
 
@@ -169,6 +151,7 @@ class Record:
             sampled,
             plan.new_blocks,
             self.total_blocks - plan.free_blocks,
+            plan.cached_blocks,
             plan.running,
             plan.waiting,
             len(plan.preempted),

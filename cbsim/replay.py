@@ -22,7 +22,7 @@ from cbsim.trace import Run, RunError
 
 COMPARED = (
     *("rows", "decode_rows", "prefill_tokens", "tokens", "new_blocks", "used_blocks"),
-    *("running", "waiting", "preempted", "plan_hash"),
+    *("cached_blocks", "running", "waiting", "preempted", "plan_hash"),
 )
 
 
@@ -122,6 +122,7 @@ def _difference(plan: StepPlan, total_blocks: int, recorded: dict[str, int]) -> 
         "tokens": plan.tokens,
         "new_blocks": plan.new_blocks,
         "used_blocks": total_blocks - plan.free_blocks,
+        "cached_blocks": plan.cached_blocks,
         "running": plan.running,
         "waiting": plan.waiting,
         "preempted": len(plan.preempted),

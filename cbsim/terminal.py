@@ -68,7 +68,7 @@ def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
         if any(value is not None for value in values):
             cells = [shown(value, unit) for value in values]
             rows.append([label, *cells, *([change(values, unit)] if len(loops) == 2 else [])])
-    return _aligned([header, *rows])
+    return aligned([header, *rows])
 
 
 def change(values: Sequence[Any], unit: str) -> str:
@@ -83,7 +83,8 @@ def change(values: Sequence[Any], unit: str) -> str:
     return f"{after / before - 1:+.1%}" if before else ""
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text in columns, the first row over a rule, the first column to the left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:

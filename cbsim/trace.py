@@ -1,9 +1,9 @@
-"""The run directory: the schema of its files, the writer and the reader. Analysis reads nothing else.
+"""The run directory: its writer and its reader. Analysis reads nothing else. docs/run_directory.md has the schema.
 
     scenario.resolved.yaml   every field written out
     env.json                 command, git commit and dirty flag, package versions, device, workload hash
-    steps.parquet            one row a step, columns of record.STEP_COLUMNS
-    requests.parquet         one row a request
+    steps.parquet            one row a step, columns.STEPS
+    requests.parquet         one row a request, columns.REQUESTS
     summary.json             the metrics, with schema_version, percentile method and n
     timeline.json.gz         Chrome trace of a window of steps, one lane a tid
     figures/                 drawings
@@ -17,22 +17,24 @@ byte-identical.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from cbsim import columns, tables
+from cbsim.columns import Column
 from cbsim.metrics import Requests, Steps, token_times
-from cbsim.record import STEP_COLUMNS, Record, RequestRow
+from cbsim.record import STATUSES, STEP_COLUMNS, Record, RequestRow
+from cbsim.tables import Ints, Table, TableError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = tables.SCHEMA_VERSION
 MARKER = "INCOMPLETE"
-LISTED = pa.list_(pa.int64())
+T = TypeVar("T")
 
 
 class RunError(ValueError):
@@ -63,9 +65,9 @@ class RunWriter:
         steps = Steps(np.frombuffer(record.steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
         rows = record.requests()
         counters = {"use_dictionary": False, "column_encoding": "DELTA_BINARY_PACKED"}  # most columns count upwards
-        table = pa.table({name: pa.array(steps[name]) for name in STEP_COLUMNS})
-        self._parquet("steps.parquet", table, **counters)
-        self._parquet("requests.parquet", request_table(token_times(rows, steps)))
+        values = {name: steps[name] for name in STEP_COLUMNS}
+        self._write("steps.parquet", tables.encoded(columns.STEPS, values, **counters))
+        self._write("requests.parquet", tables.encoded(columns.REQUESTS, request_columns(token_times(rows, steps))))
         return rows, steps
 
     def summary(self, metrics: Mapping[str, Any]) -> None:
@@ -92,11 +94,6 @@ class RunWriter:
             raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
         return path
 
-    def _parquet(self, name: str, table: pa.Table, **options: Any) -> None:
-        sink = pa.BufferOutputStream()
-        pq.write_table(table, sink, compression="zstd", **options)
-        self._write(name, sink.getvalue().to_pybytes())
-
 
 def _fresh(path: Path) -> Path:
     """Make a directory that did not exist: `path`, or `path`-2, -3 and so on."""
@@ -114,18 +111,13 @@ def _fresh(path: Path) -> Path:
     raise RunError(f"{path}: too many runs of that name")
 
 
-def request_table(requests: Requests) -> pa.Table:
-    """The request table; times that never happened are null."""
-    rows = requests.rows
-    columns: dict[str, Any] = {
-        name: [getattr(row, name) for row in rows] for name in RequestRow._fields if name != "token_runs"
-    }
+def request_columns(requests: Requests) -> dict[str, Any]:
+    """The request table's values by column; times that never happened are null."""
+    values: dict[str, Any] = {name: [getattr(row, name) for row in requests.rows] for name in RequestRow._fields}
     for name in ("scheduled_ns", "first_token_ns", "last_token_ns"):
-        values = getattr(requests, name)
-        columns[name] = pa.array(values, mask=values < 0)
-    columns["generated_tokens"] = requests.generated
-    columns["token_runs"] = pa.array([row.token_runs for row in rows], type=LISTED)
-    return pa.table(columns)
+        times = getattr(requests, name)
+        values[name] = pa.array(times, mask=times < 0)
+    return values | {"generated_tokens": requests.generated}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +134,7 @@ class Run:
 
 
 def load(path: Path) -> Run:
-    """Read a run directory. Raises RunError naming the file that is missing or broken."""
+    """Read a run directory. Raises RunError naming the file that is missing or broken, and what is wrong with it."""
     if not path.is_dir():
         raise RunError(f"{path}: no such run directory")
     summary = _read_json(path / "summary.json")
@@ -150,27 +142,27 @@ def load(path: Path) -> Run:
     if version != SCHEMA_VERSION:
         raise RunError(f"{path / 'summary.json'}: schema_version {version!r}, this version reads {SCHEMA_VERSION}")
     marker = path / MARKER
+    steps = _read_table(path / "steps.parquet", columns.STEPS, _steps)
     return Run(
         path,
         _read_text(path / "scenario.resolved.yaml"),
         _read_json(path / "env.json"),
         summary,
-        _read_steps(path / "steps.parquet"),
-        _read_requests(path / "requests.parquet"),
+        steps,
+        _read_table(path / "requests.parquet", columns.REQUESTS, lambda table: _requests(table, len(steps))),
         marker.read_text().strip() or "no reason was written" if marker.exists() else None,
     )
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise RunError(f"{path}: cannot be read: {error.strerror or error}") from error
+def _unreadable(path: Path, error: OSError) -> RunError:
+    return RunError(f"{path}: cannot be read: {error.strerror or error}")
 
 
 def _read_text(path: Path) -> str:
     try:
-        return _read(path).decode()
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise _unreadable(path, error) from error
     except UnicodeDecodeError:
         raise RunError(f"{path}: not UTF-8 text") from None
 
@@ -186,34 +178,53 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_table(path: Path, columns: tuple[str, ...]) -> pa.Table:
-    content = _read(path)
+def _read_table(path: Path, declared: Sequence[Column], make: Callable[[Table], T]) -> T:
+    """What `make` makes of a table."""
     try:
-        table = pq.read_table(pa.BufferReader(content))
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise RunError(f"{path}: not a parquet table: {error}") from error
-    missing = [name for name in columns if name not in table.column_names]
-    if missing:
-        raise RunError(f"{path}: column {missing[0]} is missing")
-    for name in columns:
-        if (
-            len(table)
-            and name != "token_runs"
-            and (table[name].null_count or str(table[name].type) not in ("int64", "string"))
-        ):
-            raise RunError(f"{path}: column {name} is not what it should be")
-    return table
+        with path.open("rb") as file:
+            return make(Table(file, declared))
+    except TableError as error:
+        raise RunError(f"{path}: {error}") from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
-def _read_steps(path: Path) -> Steps:
-    table = _read_table(path, STEP_COLUMNS)
-    try:
-        return Steps(np.stack([table[name].to_numpy() for name in STEP_COLUMNS], axis=1).astype(np.int64))
-    except (TypeError, ValueError) as error:
-        raise RunError(f"{path}: not a step table: {error}") from None
+def _steps(table: Table) -> Steps:
+    """Column by column into one array, so that a long run is in memory once."""
+    values = np.empty((len(table["step"]), len(STEP_COLUMNS)), dtype=np.int64, order="F")
+    for i, name in enumerate(STEP_COLUMNS):
+        values[:, i] = table[name].to_numpy()
+    return Steps(values)
 
 
-def _read_requests(path: Path) -> list[RequestRow]:
-    table = _read_table(path, RequestRow._fields)
-    columns = [table[name].to_pylist() for name in RequestRow._fields]
-    return [RequestRow(*values) for values in zip(*columns, strict=True)]
+def _requests(table: Table, steps: int) -> list[RequestRow]:
+    """Rows that agree with a step table of so many steps."""
+    values = {name: table[name].to_numpy().tolist() for name in RequestRow._fields if name != "token_runs"}
+    names = values["id"]
+    for name, first, status in zip(names, values["first_step"], values["status"], strict=True):
+        if not -1 <= first < steps:
+            raise TableError(f"first_step of request {name} is {first}, expected -1 to {steps - 1}")
+        if status not in STATUSES:
+            raise TableError(f"status of request {name} is {status!r}, expected one of {', '.join(STATUSES)}")
+    lengths, flat = table.lists("token_runs")
+    _check_runs(names, lengths, flat, steps)
+    ends = np.cumsum(lengths)
+    values["token_runs"] = [flat[end - n : end].tolist() for end, n in zip(ends, lengths, strict=True)]
+    return [RequestRow(*row) for row in zip(*(values[name] for name in RequestRow._fields), strict=True)]
+
+
+def _check_runs(names: list[str], lengths: Ints, flat: Ints, steps: int) -> None:
+    """Token runs are pairs of a first step and a count, at least 1, one behind the other, inside the step table."""
+    odd = np.flatnonzero(lengths % 2)
+    if len(odd):
+        raise TableError(f"token_runs of request {names[odd[0]]} has {lengths[odd[0]]} numbers, expected pairs")
+    first, count, owner = flat[::2], flat[1::2], np.repeat(np.arange(len(names)), lengths // 2)
+    same, least = owner[1:] == owner[:-1], np.zeros_like(first)
+    least[1:][same] = (first + count)[:-1][same]
+    wrong = np.flatnonzero((count < 1) | (first < least) | (count > steps - first))
+    if len(wrong):
+        at = wrong[0]
+        raise TableError(
+            f"token_runs of request {names[owner[at]]} has {count[at]} steps from step {first[at]} on, "
+            f"expected 1 or more between {least[at]} and {steps - 1}"
+        )

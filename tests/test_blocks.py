@@ -157,6 +157,7 @@ class Pools(RuleBasedStateMachine):
         assert self.pool.tables == {r: t for r, t in self.tables.items() if r in self.pool.tables}
         assert all(self.pool.held(r) == len(t) for r, t in self.tables.items())
         assert self.pool.free == len(self.naive.order())
+        assert self.pool.cached == sum(block in self.content for block in self.naive.order())
 
 
 TestPools = Pools.TestCase
@@ -187,4 +188,24 @@ def test_check_notices_a_lost_block() -> None:
     pool.grow(request, 2)
     pool.tables[request].pop()
     with pytest.raises(AssertionError, match="blocks lost"):
+        pool.check()
+
+
+def test_check_notices_a_wrong_count_of_cached_blocks() -> None:
+    """Shared content that nobody uses at present counts, content in use or handed out again does not."""
+    pool = BlockPool(SIZE, 3, FreeQueue(range(3), unhashed_first=True))
+    first, second = Request(_spec(0, (7, 8)), 1, SIZE), Request(_spec(1, (7, 9)), 1, SIZE)
+    first.admit(0, 0)
+    pool.grow(first, 2)
+    pool.publish(first, 2)
+    assert pool.cached == 0
+    pool.release(first)
+    assert pool.cached == 2
+    pool.adopt(second, pool.longest_prefix(second.spec, 2))
+    assert pool.cached == 1
+    pool.grow(second, 2)
+    assert pool.cached == 0
+    pool.check()
+    pool.cached = 1
+    with pytest.raises(AssertionError, match="cached blocks"):
         pool.check()

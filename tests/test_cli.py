@@ -324,7 +324,10 @@ def test_window_counts_the_requests_that_arrive_inside(small: Path, out: Path) -
     """--window 1:3 with a request every second counts those of seconds 1 and 2; the tables keep all five."""
     words = ("--set", "workload.arrivals={kind: constant, rate_per_s: 1}", "--set", "workload.requests=5")
     said = call("run", small, *words, "--window", "1:3", "--out", out, "--json")
-    assert json.loads(said.out)["sync"]["ttft_s"]["n"] == 2
+    summary = json.loads(said.out)["sync"]
+    assert summary["ttft_s"]["n"] == 2
+    assert summary["window_s"] == [1.0, 3.0]
+    assert "--window 1.0:3.0" in read(runs(out)[0] / "env.json")["command"]
     assert pq.read_table(runs(out)[0] / "requests.parquet").num_rows == 5
 
 

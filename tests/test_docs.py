@@ -1,6 +1,7 @@
 """What is written down is true: commands parse, paths exist, all fields, metrics and columns are documented, no others.
 
-Tables of docs/scenarios.md are the schema's; when a field has changed, `python tests/test_docs.py` writes them again.
+Tables of docs/scenarios.md are the schema's, those of columns in docs/run_directory.md the declaration's; when a field
+or a column has changed, `python tests/test_docs.py` writes them again.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ import gzip
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
+from analysis import cli as analysis
 from cbengine import cli as engine
-from cbsim import catalog, checks, cli, scenario
+from cbengine import tokens
+from cbsim import catalog, checks, cli, columns, scenario, tables
+from cbsim.columns import Column
 from cbsim.conformance.check import traces
 from cbsim.metrics import SAMPLES_NEEDED
 from cbsim.policy.schedulers.registry import SCHEDULERS
@@ -28,7 +32,9 @@ from cbsim.serving import PRESETS
 
 ROOT = catalog.ROOT
 PAGES = sorted(page for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")) if page.is_file())
-SCENARIOS, METRICS, POLICIES = (ROOT / "docs" / f"{name}.md" for name in ("scenarios", "metrics", "policies"))
+SCENARIOS, METRICS, POLICIES, DIRECTORY = (
+    ROOT / "docs" / f"{name}.md" for name in ("scenarios", "metrics", "policies", "run_directory")
+)
 Table = dict[str, Any]
 
 
@@ -42,8 +48,8 @@ def blocks(page: Path) -> Iterator[str]:
 
 
 def commands(line: str) -> Iterator[list[str]]:
-    """The words behind each `python -m cbsim` of a line, and behind `python -m` where `cbengine` follows; variables set
-    for it, pipes and comments are left out.
+    """The words behind each `python -m cbsim` of a line, and behind `python -m` where `cbengine` or `analysis` follows;
+    variables set for it, pipes and comments are left out.
     """
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
@@ -54,7 +60,7 @@ def commands(line: str) -> Iterator[list[str]]:
             continue
         while words and re.fullmatch(r"\w+=.*", words[0]):
             del words[0]
-        if words[:2] == ["python", "-m"] and words[2] in ("cbsim", "cbengine"):
+        if words[:2] == ["python", "-m"] and words[2] in ("cbsim", "cbengine", "analysis"):
             yield words[3:] if words[2] == "cbsim" else words[2:]
         words = []
 
@@ -69,14 +75,17 @@ def test_commands_are_found() -> None:
     assert len(SHOWN) > 20
 
 
+OTHERS = {"cbengine": engine, "analysis": analysis}
+
+
 @pytest.mark.parametrize(("page", "words"), SHOWN, ids=lambda part: part if isinstance(part, str) else " ".join(part))
 def test_every_command_shown_is_a_command(page: str, words: list[str]) -> None:
     """The real parser takes it; a scenario that it names exists and takes the overrides; its conditions are conditions.
 
     A scenario file outside scenarios/ is the reader's own.
     """
-    if words[0] == "cbengine":
-        engine._parser().parse_args(words[1:])
+    if words[0] in OTHERS:
+        OTHERS[words[0]]._parser().parse_args(words[1:])
         return
     arguments = cli._parser().parse_args(words)
     for condition in getattr(arguments, "check", ()):
@@ -205,12 +214,17 @@ def test_counts_of_golden_traces(family: str) -> None:
 # -- metrics and columns ----------------------------------------------------------------------------------------------
 
 
-def listed(heading: str) -> list[str]:
-    """What the first column of the tables under a heading of docs/metrics.md names."""
-    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", METRICS.read_text(), re.MULTILINE | re.DOTALL)
+def table_rows(heading: str, page: Path) -> list[list[str]]:
+    """The cells of the tables under a heading of a page, their headers left out."""
+    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
     assert section, heading
-    cells = re.findall(r"^\| (`[^|]*`) \|", section[1], re.MULTILINE)
-    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    rows = re.findall(r"^\| (`.*) \|$", section[1], re.MULTILINE)
+    return [re.split(r" \| ", row) for row in rows]
+
+
+def listed(heading: str, page: Path = METRICS) -> list[str]:
+    """What the first column of the tables under a heading names."""
+    return [name for cells in table_rows(heading, page) for name in re.findall(r"`([^`]+)`", cells[0])]
 
 
 @pytest.fixture(scope="module")
@@ -245,17 +259,92 @@ def test_the_summary_keys_are_documented(runs: list[Path]) -> None:
     assert {*listed("Numbers"), *checked, *statuses} == set(checks.NAMES)
 
 
-def test_the_columns_are_documented(runs: list[Path]) -> None:
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run on the engine, without a GPU, that keeps its tokens."""
+    pytest.importorskip("torch")
+    out = tmp_path_factory.mktemp("measured")
+    sets = ["--set", "workload.requests=2", "--set", "workload.output_tokens=3", "--loop", "sync"]
+    words = ["replay", "tiny_cpu", "--device", "modelled", *sets, "--save-tokens", "--out", str(out), "--quiet"]
+    assert engine.main(words) == 0
+    (path,) = out.iterdir()
+    return path
+
+
+DECLARED = {"steps.parquet": columns.STEPS, "requests.parquet": columns.REQUESTS, tokens.FILE: tokens.COLUMNS}
+COLUMN_MARK = re.compile(r"^<!-- columns: (\S+) -->\n(?:\|.*\n)*", re.MULTILINE)
+
+
+def column_table(declared: Sequence[Column]) -> str:
+    """Declared columns as a Markdown table."""
+    rows = ["| column | type | unit | definition |", "|---|---|---|---|"]
+    for column in declared:
+        kind = f"{column.type} or null" if column.nullable else column.type
+        rows.append(f"| `{column.name}` | {kind} | {column.unit} | {column.definition} |")
+    return "\n".join(rows) + "\n"
+
+
+def redeclared(text: str) -> str:
+    """docs/run_directory.md with every table of columns as it is declared."""
+    return COLUMN_MARK.sub(lambda m: f"<!-- columns: {m[1]} -->\n{column_table(DECLARED[m[1]])}", text)
+
+
+def test_the_column_tables_are_the_declaration_s() -> None:
+    text = DIRECTORY.read_text()
+    assert COLUMN_MARK.findall(text) == list(DECLARED)
+    assert text == redeclared(text), "run `python tests/test_docs.py`"
+
+
+def in_file(path: Path) -> list[list[str]]:
+    """Name, type, unit and definition of every column, from the file alone."""
+    found = pq.read_schema(path)
+    assert found.metadata[b"schema_version"] == str(tables.SCHEMA_VERSION).encode()
+    cells = []
+    for field in found:
+        kind = str(field.type).replace("element: ", "").replace("item: ", "")
+        about = {key.decode(): value.decode() for key, value in field.metadata.items()}
+        kind = f"{kind} or null" if field.nullable else kind
+        cells.append([f"`{field.name}`", kind, about["unit"], about["definition"]])
+    return cells
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_file_s_own_columns_are_the_page_s(name: str, request: pytest.FixtureRequest) -> None:
+    """Who has the file needs no page: name, type, unit and definition of each column are in it, in the page's order.
+    The page is compared with the declaration above, so all three agree."""
+    made = request.getfixturevalue("measured" if name == tokens.FILE else "runs")
+    run = made if isinstance(made, Path) else made[0]
+    assert in_file(run / name) == table_rows(name, DIRECTORY)
+
+
+def test_measured_tables_have_the_same_columns(runs: list[Path], measured: Path) -> None:
     for name in ("steps.parquet", "requests.parquet"):
-        assert listed(name) == pq.read_schema(runs[0] / name).names
+        assert in_file(measured / name) == in_file(runs[0] / name)
 
 
-def test_the_files_of_a_run_are_documented(runs: list[Path]) -> None:
+def test_units_are_those_that_the_page_explains() -> None:
+    """A column in ns says so in its name; every unit is one of a closed list."""
+    for declared in DECLARED.values():
+        for column in declared:
+            assert column.unit in ("ns", "tokens", "blocks", "rows", "requests", "count", "id", "text")
+            assert (column.unit == "ns") == column.name.endswith("_ns")
+            assert (column.unit == "text") == (column.type == "string")
+
+
+def test_the_files_of_a_run_are_documented(runs: list[Path], measured: Path) -> None:
     """Of both runs together: the picture of both loops lies in the second directory."""
-    given = {str(file.relative_to(run)) for run in runs for file in run.rglob("*") if file.is_file()}
-    assert sorted(listed("The run directory")) == sorted({*given, "INCOMPLETE"})
-    facts = json.loads((runs[0] / "env.json").read_text())
-    assert listed("env.json") == list(facts)
+    given = {str(file.relative_to(run)) for run in [*runs, measured] for file in run.rglob("*") if file.is_file()}
+    assert sorted(listed("Files", DIRECTORY)) == sorted({*given, "INCOMPLETE"})
+
+
+def test_the_facts_of_a_run_are_documented(runs: list[Path], measured: Path) -> None:
+    """env.json of a simulated run, and what the engine adds to it. That of other devices is compared where they run."""
+    common = list(json.loads((runs[0] / "env.json").read_text()))
+    assert listed("env.json", DIRECTORY) == common
+    rows = table_rows("env.json of a measured run", DIRECTORY)
+    ours = [key.strip("`") for key, where, *_ in rows if {*where.split(", ")} & {"all", "engine", "modelled"}]
+    found = json.loads((measured / "env.json").read_text())
+    assert sorted(found) == sorted([*common, *ours])
 
 
 def test_the_sizes_of_a_sufficient_sample_are_documented() -> None:
@@ -264,3 +353,4 @@ def test_the_sizes_of_a_sufficient_sample_are_documented() -> None:
 
 if __name__ == "__main__":
     SCENARIOS.write_text(rewritten(SCENARIOS.read_text()))
+    DIRECTORY.write_text(redeclared(DIRECTORY.read_text()))

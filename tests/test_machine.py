@@ -293,7 +293,9 @@ def violated(steps: Steps, *, depth: int = 2, overlap: bool = True) -> str:
         ("finished", 0, 3, "only sampling ends a request"),
         ("wasted_rows", 0, 3, "only rows are wasted"),
         ("recomputed_tokens", 4, 1, "only listed tokens are recomputed"),
-        ("used_blocks", 4, 30, "blocks in use exist"),
+        ("used_blocks", 4, 30, "blocks in use and cached blocks exist"),
+        ("cached_blocks", 4, 16, "blocks in use and cached blocks exist"),
+        ("cached_blocks", 4, -1, "cached blocks are not negative"),
         ("new_blocks", 0, 30, "new blocks are in use"),
     ],
 )

@@ -249,6 +249,16 @@ def test_waste_by_hand() -> None:
     assert {name: summary[name] for name in expected} == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("window", "written"),
+    [(None, None), ((1.0, 3.5), [1.0, 3.5]), ((2.0, float("inf")), [2.0, None]), ((-float("inf"), 9.0), [None, 9.0])],
+)
+def test_the_summary_says_what_it_is_of(window: tuple[float, float] | None, written: list[float | None] | None) -> None:
+    """How many blocks there were and which requests count, in JSON: an open end is null."""
+    summary = summary_of([request(0, [0, 1])], TEN, window_s=window)
+    assert (summary["total_blocks"], summary["window_s"]) == (10, written)
+
+
 # -- distributions ----------------------------------------------------------------------------------------------------
 
 
@@ -306,7 +316,7 @@ def test_an_open_window_is_the_whole_run() -> None:
     """From 0 to infinity nothing is left out; a window that nobody arrives in has no samples, and says so."""
     rows = [request(0, [0, 4]), request(1, [5, 2], at=40)]
     everything = summary_of(rows, TEN, window_s=(0.0, float("inf")), slo={"ttft_s": 0.015})
-    assert everything == summary_of(rows, TEN, slo={"ttft_s": 0.015})
+    assert everything == summary_of(rows, TEN, slo={"ttft_s": 0.015}) | {"window_s": [0.0, None]}
     nobody = summary_of(rows, TEN, window_s=(0.050, 0.060), slo={"ttft_s": 1.0})
     assert nobody["ttft_s"] == {"n": 0}
     assert (nobody["slo"]["attainment"], nobody["slo"]["goodput_requests_per_s"]) == (0.0, 0.0)
@@ -327,7 +337,7 @@ def test_a_run_that_served_nobody(rows: list[RequestRow]) -> None:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 UNCHECKED = {  # what a user put in, and shares whose sum can be checked
-    *("cost.price_usd_hour", "slo.bounds.ttft_s", "slo.bounds.tpot_s", "slo.bounds.e2e_s"),
+    *("total_blocks", "cost.price_usd_hour", "slo.bounds.ttft_s", "slo.bounds.tpot_s", "slo.bounds.e2e_s"),
     *(f"cpu_shares.{phase}" for phase in ("schedule", "prepare", "launch", "await", "update")),
 }
 

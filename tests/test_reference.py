@@ -454,6 +454,27 @@ def test_landscape_lengths_are_mixed() -> None:
         assert np.std(drawn) / np.mean(drawn) > 0.5
 
 
+# -- rates ------------------------------------------------------------------------------------------------------------
+
+
+def test_rates_below_and_above_capacity() -> None:
+    """Below capacity requests end as fast as they arrive and hardly wait; above it the server's own speed shows, which
+    is higher for the asynchronous loop, and the wait grows with the requests that have come.
+    """
+    low = ran("rates", "sync", "workload.arrivals.rate_per_s=8", "workload.requests=300")
+    arrived_s = low.rows[-1].arrival_ns / 1e9
+    assert low.summary["makespan_s"] < arrived_s * 1.1
+    assert low.summary["waiting"]["mean"] < 0.01
+    high = [
+        ran("rates", loop, "workload.arrivals.rate_per_s=64", "workload.requests=300") for loop in ("sync", "async")
+    ]
+    speeds = [one.summary["requests_per_s"] for one in high]
+    assert speeds[0] < speeds[1] < 64 * 0.9
+    for one in high:
+        wait = one.summary["queue_s"]
+        assert wait["p90"] > wait["p50"] > low.summary["queue_s"]["p99"] + 0.01
+
+
 # -- what all of them promise -----------------------------------------------------------------------------------------
 
 

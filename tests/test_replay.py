@@ -302,10 +302,22 @@ def test_an_altered_scenario(
 # -- what is no run ---------------------------------------------------------------------------------------------------
 
 
+def cut_short(run: Path, steps: int) -> None:
+    """Leave as many steps in both tables, as a run does that was interrupted then."""
+    table = pq.read_table(run / "steps.parquet")
+    pq.write_table(table.slice(0, steps), run / "steps.parquet")
+    table = pq.read_table(run / "requests.parquet")
+    rows = table.to_pylist()
+    for row in rows:
+        pairs = zip(row["token_runs"][::2], row["token_runs"][1::2], strict=True)
+        row["token_runs"] = [n for first, count in pairs if first < steps for n in (first, min(count, steps - first))]
+        row["first_step"] = row["first_step"] if row["first_step"] < steps else -1
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), run / "requests.parquet")
+
+
 def test_an_interrupted_run_is_compared_as_far_as_it_goes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A directory marked as incomplete has fewer steps than the policy would plan: no difference."""
-    table = pq.read_table(run / "steps.parquet")
-    pq.write_table(table.slice(0, 20), run / "steps.parquet")
+    cut_short(run, 20)
     (run / trace.MARKER).write_text("interrupted after 20 steps\n")
     status, out, err = replayed(run, capsys)
     assert (status, out, err) == (0, f"{run}: 20 of 20 plans identical\n", "")

@@ -107,7 +107,8 @@ def _rows(steps: Steps) -> None:
 
 
 def _blocks(steps: Steps, total: int) -> None:
-    used, new = steps["used_blocks"], steps["new_blocks"]
+    used, new, cached = steps["used_blocks"], steps["new_blocks"], steps["cached_blocks"]
     _at_most("blocks in use are not negative", np.zeros_like(used), used)
-    _at_most("blocks in use exist", used, total)
+    _at_most("cached blocks are not negative", np.zeros_like(used), cached)
+    _at_most("blocks in use and cached blocks exist", used + cached, total)
     _at_most("new blocks are in use", new, used)

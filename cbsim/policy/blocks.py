@@ -122,6 +122,7 @@ class BlockPool:
     def __init__(self, block_size: int, num_blocks: int, free: FreeList) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.cached = 0  # free blocks with a key: their content is found until they are handed out again
         self.tables: dict[Request, list[int]] = {}
         self._free = free
         self._index: dict[
@@ -247,7 +248,7 @@ class BlockPool:
         key = self._key_of.pop(block, None)
         if key is None:
             return
-        del self._refs[block]
+        self.cached -= not self._refs.pop(block)
         entry = self._index[key]
         if isinstance(entry, dict) and len(entry) > 1:
             del entry[block]
@@ -257,6 +258,7 @@ class BlockPool:
     def _acquire(self, block: int) -> None:
         if not self._refs[block]:
             self._free.pick(block)
+            self.cached -= 1
         self._refs[block] += 1
 
     def _drop(self, block: int) -> bool:
@@ -265,6 +267,7 @@ class BlockPool:
         if refs is None:
             return True
         self._refs[block] = refs - 1
+        self.cached += refs == 1
         return refs == 1
 
     def free_order(self) -> list[int]:
@@ -287,3 +290,5 @@ class BlockPool:
         indexed = [b for e in self._index.values() for b in ([e] if isinstance(e, int) else e)]
         assert sorted(indexed) == sorted(self._key_of) == sorted(self._refs), "index and keys disagree"
         assert all(users.get(b, 0) == n for b, n in self._refs.items()), "references of cached blocks"
+        idle = sum(not n for n in self._refs.values())
+        assert self.cached == idle, ("cached blocks", self.cached, idle)

@@ -70,6 +70,7 @@ class News:
             0,
             fast_decode,
             tuple(self.replaced),
+            pool.cached,
         )
         self.left, self.ended, self.preempted, self.replaced = [], [], [], []
         return plan

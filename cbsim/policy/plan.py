@@ -52,7 +52,8 @@ class StepPlan(NamedTuple):
     equal content, and the old one is free.
 
     Static batches compute for nothing but shape: `padding_rows` decode rows that have ended, and `padding_context` KV
-    tokens beyond the requests' own. `free_blocks`, `running`, `waiting` hold after planning.
+    tokens beyond the requests' own. `free_blocks`, `running`, `waiting` hold after planning, and `cached_blocks`, the
+    number of free blocks with content that has a key in the prefix cache.
     """
 
     step: int
@@ -76,6 +77,7 @@ class StepPlan(NamedTuple):
     padding_context: int = 0
     fast_decode: bool = False
     replaced: tuple[tuple[RequestSpec, int, int], ...] = ()
+    cached_blocks: int = 0
 
     @property
     def rows(self) -> int:

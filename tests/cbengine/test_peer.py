@@ -23,7 +23,7 @@ from cbengine import peer_device  # noqa: E402
 from cbengine.errors import UsageError  # noqa: E402
 from cbengine.peer import PeerError, TransformersServer  # noqa: E402
 from cbengine.peer_device import CudaClock  # noqa: E402
-from cbsim import runs, simulate, workload  # noqa: E402
+from cbsim import catalog, runs, simulate, workload  # noqa: E402
 from cbsim.machine.invariants import check  # noqa: E402
 from cbsim.metrics import Steps, token_times  # noqa: E402
 from cbsim.policy.request import RequestSpec  # noqa: E402
@@ -34,7 +34,7 @@ from cbsim.workload import Workload  # noqa: E402
 
 LOOPS = ("sync", "async")
 VOCAB = 128
-COUNTED = [name for name in STEP_COUNTS if name not in ("plan_hash", "padded_tokens")]
+COUNTED = [name for name in STEP_COUNTS if name not in ("plan_hash", "padded_tokens", "cached_blocks")]
 
 
 @pytest.fixture(autouse=True)
@@ -183,6 +183,7 @@ def test_the_library_plans_what_the_simulator_says(
     assert measured == [row._replace(queued_ns=0, queued_poll=0) for row in machine.record.requests()]
     assert (steps["preempted"].sum() > 0) == (case == "tight")
     assert steps["cached_tokens"].sum() > 0 or case != "shared"
+    assert (steps["cached_blocks"] >= planned["cached_blocks"]).all(), "the library's count has blocks nobody asks for"
     for spec, tokens in one.outputs.items():
         assert tokens == alone(spec), "a request that lost its blocks says the same in the end"
 
@@ -194,6 +195,8 @@ def test_a_run_directory_like_any_other(loop: str, tmp_path: Path) -> None:
     done = runs.one_loop(scenario(), loop, options, server)
     facts = json.loads((done.path / "env.json").read_text())
     assert facts["engine"] == f"transformers {transformers.__version__}"
+    page = (catalog.ROOT / "docs" / "run_directory.md").read_text()
+    assert not [key for key in facts if f"`{key}`" not in page]
     assert facts["attention"] == "paged|sdpa"
     assert facts["continuous_batching"]["max_batch_tokens"] == 48
     assert facts["continuous_batching"]["use_async_batching"] == (loop == "async")

@@ -182,7 +182,7 @@ def test_a_case_from_measuring_to_the_lines(tmp_path: Path, monkeypatch: pytest.
         assert line.simulated == terminal.lookup(summary(0.1), metric)
     assert simulated[0].cost.model_dump()["cpu"]["prepare"]["base_s"] == pytest.approx(2.1e-3)
     assert documents.read(tmp_path / "modelled.fitted.yaml").data == FOUND.coefficients
-    measured = [path for path in tmp_path.iterdir() if path.is_dir()]
+    measured = list((tmp_path / "small" / "measured").iterdir())
     assert len(measured) == 2
     for path in measured:
         assert '"prepare": 2.0' in (path / "env.json").read_text()
