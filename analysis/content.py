@@ -1,0 +1,64 @@
+"""What a report says, in plain values: made once, written as Markdown and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from analysis.chart import Chart
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A number of a run that a reader looks at first. `metric` is its dotted key in summary.json, `value` is shown."""
+
+    metric: str
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Caveat:
+    """A reason not to trust a number. `kind` is a short stable name, `run` the label of the run or "" for all."""
+
+    kind: str
+    run: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text under a header; all columns but the first are numbers, right-aligned. `says` stands above it."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    says: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A run that the report was made of: everything needed to make it again."""
+
+    label: str
+    folder: str
+    kind: str  # simulated or measured, and on what
+    tiles: Sequence[Tile]
+    scenario: str  # the resolved scenario, YAML
+    environment: str  # env.json
+    command: str  # makes the run again
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything in the order in which it is read: tiles of each source, caveats, findings, tables, charts, sources."""
+
+    title: str
+    question: str
+    sources: Sequence[Source]
+    caveats: Sequence[Caveat]
+    findings: Sequence[str]
+    tables: Sequence[Table]
+    charts: Sequence[Chart]
+    command: str  # makes the report again

@@ -1,0 +1,126 @@
+"""What the figures share: columns as numbers, units that are read easily, how long a step's numbers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from analysis.chart import Area, Floats, Line, Mark, Style
+from analysis.thin import Binned, binned, filled
+from cbsim.metrics import Steps
+
+Frames = Mapping[str, pd.DataFrame]
+NS = 1e9
+TIMES = ["schedule_start_ns", "update_end_ns", "compute_start_ns", "compute_end_ns"]
+NEEDED = ["running", "waiting", "finished", "prefill_tokens", "padded_tokens", "context_tokens", *TIMES]
+DECADES = 100.0  # what spans more is drawn on a log axis
+
+
+class Unit(NamedTuple):
+    """A unit of time and its length in seconds."""
+
+    name: str
+    seconds: float
+
+
+UNITS = ((0.001, Unit("µs", 1e-6)), (1.0, Unit("ms", 1e-3)), (600.0, Unit("s", 1.0)), (10_800.0, Unit("min", 60.0)))
+
+
+def unit(longest_s: float) -> Unit:
+    """The unit in which times up to `longest_s` seconds are read easily."""
+    return next((unit for below, unit in UNITS if longest_s < below), Unit("h", 3600.0))
+
+
+def column(frame: Any, name: str) -> Floats:
+    """A column as floats."""
+    values: Floats = np.asarray(frame[name], dtype=np.float64)
+    return values
+
+
+def seconds(frame: Any, name: str) -> Floats:
+    """A column of nanoseconds, in seconds."""
+    return column(frame, name) / NS
+
+
+def longest(frames: Frames, name: str = "update_end_ns") -> float:
+    """The greatest time of a column in all frames, in seconds; 0 if there is none."""
+    return max((int(frame[name].max()) / NS for frame in frames.values() if len(frame)), default=0.0)
+
+
+def spread(values: Iterable[Floats]) -> bool:
+    """Do all these values, together, need a log axis?"""
+    kept = [part for part in values if len(part)]
+    low, high = min((part.min() for part in kept), default=0.0), max((part.max() for part in kept), default=0.0)
+    return bool(low > 0 and high / low > DECADES)
+
+
+def pipelined(steps: pd.DataFrame | Steps) -> bool:
+    """Was ever a step planned before the one before it had been applied? So an async loop does, and a sync one not."""
+    starts, ends = column(steps, "schedule_start_ns"), column(steps, "update_end_ns")
+    return bool((starts[1:] < ends[:-1]).any())
+
+
+def ran(steps: pd.DataFrame) -> pd.DataFrame:
+    """The steps with rows: the table itself if that is all of them, else the columns that figures of them need."""
+    some = steps["rows"].to_numpy() > 0
+    return steps if some.all() else steps[NEEDED][some]
+
+
+def held(steps: pd.DataFrame) -> tuple[Floats, Floats]:
+    """From when to when (s) a step's numbers hold: to the next one's planning, or its own end if nothing follows it.
+
+    As in `cbsim.metrics`, but that a sync loop which has requests left is not idle between two steps.
+    """
+    start, end = seconds(steps, "schedule_start_ns"), seconds(steps, "update_end_ns")
+    following = np.append(start[1:], end[-1:])
+    left = column(steps, "running") + column(steps, "waiting") > column(steps, "finished")
+    alone = start >= np.append(start[:1], end[:-1])
+    return start, np.where(left & alone, following, np.minimum(following, end))
+
+
+def bubbles(steps: pd.DataFrame) -> Floats:
+    """Seconds that the compute lane idles before each step, less the time in which there was nothing to do."""
+    begin, planned = seconds(steps, "compute_start_ns"), seconds(steps, "schedule_start_ns")
+    before = np.append(planned[:1], seconds(steps, "compute_end_ns")[:-1])
+    nothing = planned - np.append(planned[:1], held(steps)[1][:-1])
+    idle: Floats = np.maximum(begin - before - np.maximum(nothing, 0.0), 0.0)
+    return idle
+
+
+def over_time(start: Floats, end: Floats, values: Iterable[Floats], time: Unit) -> list[Binned]:
+    """Each of the values, which hold from `start` to `end` (s), over time in a unit, ready to be drawn."""
+    parts = [binned(*filled(start, end, y)) for y in values]
+    return [part._replace(x=part.x / time.seconds) for part in parts]
+
+
+def band(name: str, drawn: Binned, style: Style, *, shade: bool = True) -> list[Mark]:
+    """The mean as a line and, if it was thinned, the range behind it."""
+    line = Line(name, drawn.x, drawn.mean, style, step=True)
+    if drawn.exact or not shade:
+        return [line]
+    return [Area(f"{name}: range", drawn.x, drawn.low, drawn.high, style, step=True), line]
+
+
+def stack(parts: Sequence[tuple[str, Binned, Style]]) -> list[Mark]:
+    """Means upon each other; all parts have the same x."""
+    marks: list[Mark] = []
+    low = np.zeros(len(parts[0][1].x))
+    for name, drawn, style in parts:
+        marks.append(Area(name, drawn.x, low, low + drawn.mean, style, step=True))
+        low = low + drawn.mean
+    return marks
+
+
+def thinned(drawn: Iterable[Binned], shaded: str = "the range is shaded") -> str:
+    """A sentence on what was left out, for a caption; "" if nothing was."""
+    bins = [len(one.x) - 1 for one in drawn if not one.exact]
+    return f" Thinned for drawing to means over time of {bins[0]} bins; {shaded}." if bins else ""
+
+
+def without(frames: Frames, what: str = "step") -> str:
+    """A sentence naming the runs whose frame is empty, for a caption; "" if there are none."""
+    names = [label for label, frame in frames.items() if not len(frame)]
+    return f" No {what} in {', '.join(names)}." if names else ""

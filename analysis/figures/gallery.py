@@ -1,0 +1,45 @@
+"""Every figure of runs, in the order in which practitioners look at them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from analysis.chart import Chart
+from analysis.figures import activity, cost, lanes, latency, memory, queues, requests, steps
+from analysis.load import Run
+from cbsim.metrics import Requests, token_times
+
+
+def latencies(runs: Sequence[Run]) -> Chart:
+    """Distributions of the requests that count: those of each run's window."""
+    times = {run.label: run.times if _all(run) else _counted(run) for run in runs}
+    return latency.latency({run.label: run.counted for run in runs}, times, {run.label: run.measured for run in runs})
+
+
+def _all(run: Run) -> bool:
+    return run.summary.get("window_s") is None
+
+
+def _counted(run: Run) -> Requests:
+    low, high = run.window_ns
+    return token_times([row for row in run.times.rows if low <= row.arrival_ns < high], run.table)
+
+
+def details(runs: Sequence[Run]) -> list[Chart]:
+    """What happened step by step and request by request, of runs few enough to be seen side by side."""
+    frames = {run.label: run.steps for run in runs}
+    summaries = {run.label: run.summary for run in runs}
+    charts = [
+        latencies(runs),
+        lanes.lanes(frames),
+        activity.gpu_active(frames),
+        steps.tokens(frames, {run.label: steps.budget(run.scenario) for run in runs}),
+        queues.queues(frames),
+        memory.blocks(frames, {run.label: run.summary.get("total_blocks") for run in runs}),
+        queues.preemptions(frames),
+        requests.timeline({run.label: run.requests for run in runs}),
+        steps.step_time(frames),
+    ]
+    if len(runs) > 2:
+        charts.insert(0, cost.pareto({run.label: {run.label: run.summary} for run in runs}))
+    return [*charts, cost.cost(summaries)] if any("cost" in one for one in summaries.values()) else charts

@@ -1,0 +1,120 @@
+"""What the CPU and the GPU do over a few steps: phases, copies, kernels, idle time; sync above async."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from analysis.chart import BLACK, LANE_STYLES, Chart, Floats, Mark, Panel, Points, Spans, Style
+from analysis.figures.axis import NS, Frames, Unit, pipelined, unit, without
+from cbsim.record import LANES, PHASES
+from cbsim.terminal import shown
+
+STEPS_SHOWN = 7
+ROWS = ("CPU", "H2D", "compute", "D2H")
+COMPUTE = ROWS.index("compute")
+
+
+class View(NamedTuple):
+    """What of a run is shown: `length_ns` from `origin_ns` on."""
+
+    origin_ns: int
+    length_ns: int
+    unit: Unit
+
+    def x(self, times_ns: Floats) -> Floats:
+        """Times on the axis, those outside moved to its ends."""
+        inside = np.clip(times_ns - self.origin_ns, 0, self.length_ns)
+        moved: Floats = inside / NS / self.unit.seconds
+        return moved
+
+
+def lanes(steps: Frames, window: tuple[int, int] | None = None) -> Chart:
+    """One panel a run; all show as long a time as the first, each from the same step of its own: the `window` (first
+    step, number of steps), or steps in the middle of the run, where neither start-up nor tail shows.
+    """
+    runs = dict(sorted(steps.items(), key=lambda item: pipelined(item[1])))
+    windows = {label: _window(frame, window) for label, frame in runs.items()}
+    length = next((end - start for start, end in filter(None, windows.values())), 0)
+    scale = unit(length / NS)
+    panels = []
+    for label, frame in runs.items():
+        where = windows[label]
+        view = View(where[0] if where else 0, length, scale)
+        marks, active = _marks(frame, view) if where else ([], 0.0)
+        title = f"{label}: GPU active {active:.1%} of what is shown" if where else f"{label}: no such step"
+        whole = (0.0, length / NS / scale.seconds) if length else None
+        panels.append(Panel(marks, scale.name, title=title, rows=ROWS, x_range=whole))
+    says = f"CPU phases, copies and kernels of {_which(window)}, on one time axis; numbers are steps."
+    says += " Hatched: the GPU computes nothing between two steps. Markers: a copy is done." + without(steps)
+    return Chart("lanes", "CPU and GPU side by side", says, panels, share_x=True)
+
+
+def _which(window: tuple[int, int] | None) -> str:
+    if window is None:
+        return "a few steps in the middle of each run"
+    return f"step {window[0]}" if window[1] == 1 else f"the steps from {window[0]} to {window[0] + window[1] - 1}"
+
+
+def _window(steps: pd.DataFrame, window: tuple[int, int] | None) -> tuple[int, int] | None:
+    """(start, end) in ns of the compute lane in these steps; at the ends of the run also of what the CPU does there."""
+    first, count = window or (max(0, len(steps) // 2 - STEPS_SHOWN // 2), STEPS_SHOWN)
+    last = min(len(steps), first + count) - 1
+    if last < first:
+        return None
+    opening = "compute_start_ns" if first else "schedule_start_ns"
+    closing = "compute_end_ns" if last < len(steps) - 1 else "update_end_ns"
+    start, end = int(steps[opening].iloc[first]), int(steps[closing].iloc[last])
+    if end <= start:  # nothing was computed
+        start, end = int(steps["schedule_start_ns"].iloc[first]), int(steps["update_end_ns"].iloc[last])
+    return start, max(end, start + 1)
+
+
+def _marks(steps: pd.DataFrame, view: View) -> tuple[list[Mark], float]:
+    """The bars of one run, and for what share of the view the compute lane is busy."""
+    low = int(steps["update_end_ns"].searchsorted(view.origin_ns))
+    high = int(steps["schedule_start_ns"].searchsorted(view.origin_ns + view.length_ns, side="right"))
+    near = steps.iloc[max(low - 1, 0) : high + 1]  # with a neighbour, for the idle time between
+    marks: list[Mark] = [_bars(near, name, view) for name in (*PHASES, *LANES)]
+    busy = marks[len(PHASES) + LANES.index("compute")]
+    assert isinstance(busy, Spans)
+    marks.insert(0, _idle(near, view))
+    marks += [_done(near, name, view) for name in ("h2d", "d2h")]
+    return marks, float((busy.end - busy.start).sum() / (view.length_ns / NS / view.unit.seconds))
+
+
+def _bars(steps: pd.DataFrame, name: str, view: View) -> Spans:
+    row = 0 if name in PHASES else 1 + LANES.index(name)
+    start, end = view.x(steps[f"{name}_start_ns"].to_numpy()), view.x(steps[f"{name}_end_ns"].to_numpy())
+    seen = end > start
+    columns = (steps[c].to_numpy()[seen] for c in ("step", f"{name}_start_ns", f"{name}_end_ns", "rows", "tokens"))
+    texts = [
+        f"step {step}, {name}: {shown((end_ns - start_ns) / NS, 's')}; {rows:,} rows, {tokens:,} tokens"
+        for step, start_ns, end_ns, rows, tokens in zip(*columns, strict=True)
+    ]
+    labels = [str(step) for step in steps["step"][seen]] if name == "compute" else ()
+    return Spans(
+        name, np.full(int(seen.sum()), row), start[seen], end[seen], LANE_STYLES[name], texts=texts, labels=labels
+    )
+
+
+def _idle(steps: pd.DataFrame, view: View) -> Spans:
+    """Where nothing runs on the compute lane between two steps."""
+    from_ns, to_ns = steps["compute_end_ns"].to_numpy()[:-1], steps["compute_start_ns"].to_numpy()[1:]
+    start, end = view.x(from_ns), view.x(to_ns)
+    seen = end > start
+    texts = [f"GPU idle: {shown(float(length) / NS, 's')}" for length in (to_ns - from_ns)[seen]]
+    rows = np.full(int(seen.sum()), COMPUTE)
+    return Spans("GPU idle", rows, start[seen], end[seen], LANE_STYLES["idle"], hatched=True, texts=texts)
+
+
+def _done(steps: pd.DataFrame, name: str, view: View) -> Points:
+    """When copies were done: the events by which one lane waits for another. A copy may be too short to be seen."""
+    start, end = steps[f"{name}_start_ns"].to_numpy(), steps[f"{name}_end_ns"].to_numpy()
+    seen = (end > start) & (end >= view.origin_ns) & (end <= view.origin_ns + view.length_ns)
+    texts = [f"step {step}: {name} done" for step in steps["step"][seen]]
+    style = Style(BLACK, marker="triangle" if name == "h2d" else "diamond")
+    rows = np.full(int(seen.sum()), 1.0 + LANES.index(name))
+    return Points(f"{name} done", view.x(end[seen]), rows, style, texts=texts)

@@ -1,0 +1,78 @@
+"""Latencies of all runs as cumulative distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from analysis.chart import Chart, Floats, Line, Mark, Panel, Points, Style, series
+from analysis.figures.axis import NS, Frames, Unit, column, spread, unit
+from analysis.thin import Ints, cdf
+from cbsim import metrics
+from cbsim.terminal import shown
+
+QUANTITIES = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("itl_s", "ITL"), ("e2e_s", "E2E"))
+MARKED = (50, 95, 99)
+MOST_POINTS = 1000
+
+
+class Sample(NamedTuple):
+    """Values in seconds, each occurring `counts` times (None: once)."""
+
+    values: Floats
+    counts: Ints | None = None
+
+
+def latency(requests: Frames, times: Mapping[str, metrics.Requests], measured: Mapping[str, bool]) -> Chart:
+    """TTFT, TPOT, ITL and E2E as exact distribution functions, all runs overlaid. Percentiles are marked unless the
+    sample is too small to quote them. If there are measured and simulated runs, the simulated ones are dashed.
+    """
+    mixed = len({measured[label] for label in requests}) > 1
+    panels: list[Panel] = []
+    counts: dict[str, int] = {}
+    cut = False
+    for key, name in QUANTITIES:
+        samples = {label: _sample(frame, times[label], key) for label, frame in requests.items()}
+        samples = {label: sample for label, sample in samples.items() if len(sample.values)}
+        scale = unit(max((float(sample.values.max()) for sample in samples.values()), default=0.0))
+        marks: list[Mark] = []
+        for index, label in enumerate(requests):
+            if label in samples:
+                style = _style(index, measured[label]) if mixed else series(index)
+                marks += _curve(label, name, samples[label], scale, style)
+                cut |= len(samples[label].values) > MOST_POINTS
+        counts |= {label: len(samples[label].values) for label in samples if key == "e2e_s"}
+        log = spread(sample.values for sample in samples.values())
+        panels.append(Panel(marks, scale.name, "share", title=name, x_log=log, y_range=(0.0, 1.03)))
+    said = "; ".join(f"{label} {counts.get(label, 0):,}" for label in requests)
+    says = f"Share of values up to x. ITL: every gap between two tokens; the others: requests that are done ({said})."
+    says += " Marks: p50, p95, p99 of all values, where there are enough."
+    says += " Solid: measured; dashed: simulated." if mixed else ""
+    says += f" Thinned for drawing to {MOST_POINTS:,} points, each of them exact." if cut else ""
+    return Chart("latency", "Latency distributions", says, panels, columns=2)
+
+
+def _style(index: int, is_measured: bool) -> Style:
+    return series(index)._replace(dash="solid" if is_measured else "dashed")
+
+
+def _sample(requests: Any, times: metrics.Requests, key: str) -> Sample:
+    if key == "itl_s":
+        some = times.gap_counts > 0
+        return Sample(times.gaps_ns[some] / NS, times.gap_counts[some])
+    values = column(requests, key)
+    return Sample(values[np.isfinite(values)])
+
+
+def _curve(label: str, name: str, sample: Sample, scale: Unit, style: Style) -> list[Mark]:
+    """The distribution function, from 0 at the least value, and its percentiles."""
+    x, share = cdf(*sample, most=MOST_POINTS)
+    x, share = np.append(x[:1], x), np.append(0.0, share)
+    found = metrics.distribution(*sample)
+    quoted = [q for q in MARKED if f"p{q}" not in found["too_few_for"]]
+    at = np.array([found[f"p{q}"] for q in quoted]) / scale.seconds
+    texts = [f"{label}: {name} p{q} {shown(found[f'p{q}'], 's')} of {found['n']:,}" for q in quoted]
+    points = Points(label, at, np.array(quoted) / 100, style, texts=texts)
+    return [Line(label, x / scale.seconds, share, style, step=True), points]

@@ -1,0 +1,72 @@
+"""A report as Markdown: complete on its own, with its figures as files beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from analysis.chart import Chart
+from analysis.content import Report, Source, Table
+
+
+def text(report: Report) -> str:
+    """report.md. Figures are expected as figures/KEY.png."""
+    return "\n".join(_lines(report)) + "\n"
+
+
+def _lines(report: Report) -> Iterator[str]:
+    yield f"# {report.title}"
+    yield ""
+    if report.question:
+        yield from (report.question, "")
+    yield from table(_tiles(report.sources))
+    yield "## When not to trust this"
+    yield ""
+    yield from (f"- {f'**{one.run}**: ' if one.run else ''}{one.text}" for one in report.caveats)
+    yield from ([] if report.caveats else ["No caveat found."])
+    yield ""
+    if report.findings:
+        yield from ("## Findings", "", *(f"- {finding}" for finding in report.findings), "")
+    for one in report.tables:
+        yield from (f"## {one.title}", "", *table(one))
+    yield from ("## Figures", "")
+    for chart in report.charts:
+        yield from figure(chart)
+    yield from ("## How this was made", "", "```sh", report.command, "```", "")
+    for source in report.sources:
+        yield from _source(source)
+
+
+def _tiles(sources: Sequence[Source]) -> Table:
+    """Tiles of all runs side by side, a metric a row."""
+    labels = {tile.metric: tile.label for source in sources for tile in source.tiles}
+    rows = []
+    for metric, label in labels.items():
+        cells = []
+        for source in sources:
+            tile = next((tile for tile in source.tiles if tile.metric == metric), None)
+            cells.append("-" if tile is None else f"{tile.value} ({tile.note})" if tile.note else tile.value)
+        rows.append((label, *cells))
+    return Table("", ("", *(source.label for source in sources)), rows)
+
+
+def table(content: Table) -> list[str]:
+    """A Markdown table: the first column left, the others right."""
+    lines = [content.says, ""] if content.says else []
+    lines.append(_row(content.header))
+    lines.append("|---" + "|---:" * (len(content.header) - 1) + "|")
+    return [*lines, *(_row(row) for row in content.rows), ""]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def figure(chart: Chart) -> list[str]:
+    return [f"### {chart.title}", "", f"![{chart.title}](figures/{chart.key}.png)", "", chart.says, ""]
+
+
+def _source(source: Source) -> Iterator[str]:
+    yield from (f"### {source.label}: {source.kind}", "", f"`{source.folder}`", "", "```sh", source.command, "```", "")
+    for title, kind, content in (("Scenario", "yaml", source.scenario), ("Environment", "json", source.environment)):
+        yield from ("<details>", f"<summary>{title}</summary>", "", f"```{kind}", content.rstrip(), "```", "")
+        yield from ("</details>", "")

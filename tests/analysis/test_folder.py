@@ -1,0 +1,70 @@
+"""A report's folder: an earlier report is replaced whole, anything else is left alone; the index lists what is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from analysis import cli, folder, index
+from cbsim.trace import RunError
+
+
+def report(place: Path, title: str = "title", kinds: tuple[str, ...] = ("simulated",)) -> Path:
+    runs = [{"label": kind, "kind": kind} for kind in kinds]
+    folder.check(place)
+    folder.clear(place)
+    folder.write(place, {index.FACTS: folder.facts(title, "why | how?", "python -m analysis", runs)})
+    folder.write(place, {"report.md": b"# text", "figures/a.png": b"png"})
+    return place
+
+
+def test_an_earlier_report_is_replaced_whole(tmp_path: Path) -> None:
+    """No figure of an earlier report passes for one of the next; what somebody put beside it stays."""
+    place = report(tmp_path / "r")
+    (place / "notes.txt").write_text("mine")
+    folder.check(place)
+    folder.clear(place)
+    assert [path.name for path in place.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["data.csv", "figures"])
+def test_a_folder_of_something_else_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(RunError, match=f"holds {name}, which is no report"):
+        folder.check(tmp_path)
+    assert (tmp_path / name).exists()
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    with pytest.raises(RunError, match=r"--out .*out: cannot be written"):
+        folder.check(tmp_path / "out")
+
+
+def test_the_index_is_made_from_the_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In order of their folders, the more so when they lie deeper; bars in a text do not break the table."""
+    report(tmp_path / "b", "second")
+    report(tmp_path / "hardware" / "gpu", "third", ("measured on X", "simulated", "simulated"))
+    report(tmp_path / "a", "first")
+    assert cli.main(["index", str(tmp_path)]) == 0
+    rows = (tmp_path / "README.md").read_text().splitlines()[-3:]
+    assert rows == [
+        "| [first](a/report.md) | why \\| how? | 1 | simulated |",
+        "| [second](b/report.md) | why \\| how? | 1 | simulated |",
+        "| [third](hardware/gpu/report.md) | why \\| how? | 3 | measured on X, simulated |",
+    ]
+    assert str(tmp_path / "README.md") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"title": 1, "question": 2, "runs": 3})])
+def test_a_broken_report_is_named(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / index.FACTS).write_text(content)
+    assert cli.main(["index", str(tmp_path)]) == 2
+    assert f"{tmp_path / index.FACTS}: not the facts of a report" in capsys.readouterr().err
+
+
+def test_a_missing_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["index", str(tmp_path / "none")]) == 2
+    assert "no such folder" in capsys.readouterr().err
