@@ -36,12 +36,15 @@ def _version(package: str) -> str | None:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of the source tree and whether it has uncommitted changes; nulls outside a checkout."""
+    """Commit of the source tree and whether it has uncommitted changes; nulls outside a checkout.
+
+    What lies in reports/ is output: a report written before does not make the next run's code a changed one.
+    """
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return {"commit": None, "dirty": None}
     commit = _git(root, "rev-parse", "HEAD")
-    status = _git(root, "status", "--porcelain", "--untracked-files=no")
+    status = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!reports")
     return {"commit": commit, "dirty": None if status is None else bool(status)}
 
 

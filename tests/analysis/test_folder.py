@@ -1,4 +1,4 @@
-"""A report's folder: an earlier report is replaced whole, anything else is left alone; the index lists what is there."""
+"""A report's folder: an earlier report is replaced whole, anything else stays; the index lists what is there."""
 
 from __future__ import annotations
 
