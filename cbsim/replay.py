@@ -20,6 +20,7 @@ from cbsim.record import RequestRow
 from cbsim.scenario import depth, load
 from cbsim.trace import Run, RunError
 
+OWN = "cbengine"  # of the engines, the one that runs our policies; a simulated run names none
 COMPARED = (
     *("rows", "decode_rows", "prefill_tokens", "tokens", "new_blocks", "used_blocks"),
     *("cached_blocks", "running", "waiting", "preempted", "plan_hash"),
@@ -37,6 +38,9 @@ class Verdict(NamedTuple):
 def rederive(path: Path, say: Callable[[str], None] | None = None) -> Verdict:
     """Derive the plans of the run in `path` again. Raises RunError or ScenarioError if it cannot be read."""
     run = trace.load(path)
+    engine = run.environment.get("engine", OWN)
+    if engine != OWN:
+        raise RunError(f"{path / 'env.json'}: served by {engine}, which records no plans to derive again")
     scenario = load(path / "scenario.resolved.yaml")
     policy = assemble.scheduler(scenario, scenario.loop.mode)
     specs = _specs(run, workload.build(scenario))

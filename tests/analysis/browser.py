@@ -37,6 +37,9 @@ FLAGS = (
 )
 
 
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
 def missing() -> str:
     """What a browser test lacks here, or "" if nothing."""
     from importlib.util import find_spec
@@ -44,10 +47,13 @@ def missing() -> str:
     for module in ("selenium", "plotly"):
         if find_spec(module) is None:
             return f"{module} is not installed"
-    for program in ("chromium", "chromedriver"):
-        if shutil.which(program) is None:
-            return f"{program} is not installed"
-    return ""
+    if not _program():
+        return f"{BROWSERS[0]} is not installed"
+    return "" if shutil.which("chromedriver") else "chromedriver is not installed"
+
+
+def _program() -> str:
+    return next(filter(None, map(shutil.which, BROWSERS)), "")
 
 
 @contextmanager
@@ -57,7 +63,7 @@ def chromium(profile: Path) -> Iterator[Any]:
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()
-    options.binary_location = str(shutil.which("chromium"))
+    options.binary_location = _program()
     for flag in (*FLAGS, f"--user-data-dir={profile}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
