@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from analysis import declared
 from cbsim import documents, metrics, trace
 from cbsim.metrics import Requests, Steps
 from cbsim.record import STEP_COLUMNS, RequestRow
@@ -89,6 +90,10 @@ def _read(path: Path) -> Run:
     scenario = documents.parse(found.scenario, str(path / "scenario.resolved.yaml"))
     if not isinstance(scenario, dict):
         raise RunError(f"{path / 'scenario.resolved.yaml'}: not a scenario")
+    declared.check(path / "scenario.resolved.yaml", scenario, declared.SCENARIO)
+    declared.check(path / "env.json", found.environment, declared.ENVIRONMENT)
+    declared.check(path / "summary.json", found.summary, declared.SUMMARY)
+    _check_whole(found, scenario["loop"]["mode"])
     times = metrics.token_times(found.requests, found.steps)
     return Run(
         path=path,
@@ -102,6 +107,14 @@ def _read(path: Path) -> Run:
         table=found.steps,
         times=times,
     )
+
+
+def _check_whole(found: trace.Run, loop: str) -> None:
+    """Raises RunError if the summary is not that of the tables and the scenario beside it."""
+    beside = (("steps", len(found.steps), "steps.parquet"), ("requests", len(found.requests), "requests.parquet"))
+    for key, value, file in (*beside, ("loop", loop, "scenario.resolved.yaml")):
+        if found.summary[key] != value:
+            raise RunError(f"{found.path / 'summary.json'}: {key} is {found.summary[key]}, that of {file} is {value}")
 
 
 def request_frame(times: Requests) -> pd.DataFrame:
@@ -143,7 +156,8 @@ def _with(words: list[str], field: str, value: Any) -> list[str]:
     """A label's words with a field's value: names in front, others as `field=value` behind."""
     if field in ("scheduler.name", "name"):
         return [str(value), *words]
-    return words if value is None else [*words, f"{field.rpartition('.')[2]}={value}"]
+    text = f"{value:g}" if isinstance(value, float) else value
+    return words if value is None else [*words, f"{field.rpartition('.')[2]}={text}"]
 
 
 def flat(scenario: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from analysis.chart import Chart
 from analysis.content import Report, Source, Table
 
+MOST_COLUMNS = 4
+
 
 def text(report: Report) -> str:
     """report.md. Figures are expected as figures/KEY.png."""
@@ -37,16 +39,18 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def _tiles(sources: Sequence[Source]) -> Table:
-    """Tiles of all runs side by side, a metric a row."""
+    """Tiles of all runs: a metric a row, or a run a row if there are too many for columns."""
     labels = {tile.metric: tile.label for source in sources for tile in source.tiles}
-    rows = []
-    for metric, label in labels.items():
-        cells = []
-        for source in sources:
-            tile = next((tile for tile in source.tiles if tile.metric == metric), None)
-            cells.append("-" if tile is None else f"{tile.value} ({tile.note})" if tile.note else tile.value)
-        rows.append((label, *cells))
-    return Table("", ("", *(source.label for source in sources)), rows)
+    rows = [(label, *(_cell(source, metric) for source in sources)) for metric, label in labels.items()]
+    table = [("", *(source.label for source in sources)), *rows]
+    if len(sources) > MOST_COLUMNS:
+        table = list(zip(*table, strict=True))
+    return Table("", table[0], table[1:])
+
+
+def _cell(source: Source, metric: str) -> str:
+    tile = next((tile for tile in source.tiles if tile.metric == metric), None)
+    return "-" if tile is None else f"{tile.value} ({tile.note})" if tile.note else tile.value
 
 
 def table(content: Table) -> list[str]:

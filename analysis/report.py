@@ -34,7 +34,7 @@ def build(runs: Sequence[Run], command: str) -> Report:
     title = ", ".join(dict.fromkeys(run.name for run in runs))
     questions = list(dict.fromkeys(str(run.summary.get("question", "")) for run in runs))
     return Report(
-        title=f"{title}: {found.field} from {found.values[0]} to {found.values[-1]}" if found else title,
+        title=f"{title}: {found.field} from {found.values[0]:g} to {found.values[-1]:g}" if found else title,
         question=questions[0] if len(questions) == 1 else "",
         sources=[source(run) for run in runs],
         caveats=trust.caveats(runs),
@@ -94,7 +94,8 @@ def tables(
         return fidelity.tables(*pair, found=errors)
     if differences:
         return [compare.table(differences, runs[0].label, runs[1].label)]
-    return [*([landscape.landscape(runs)] if len(runs) > 2 else []), side_by_side(runs)]
+    several = [landscape.landscape(runs)] if len(runs) > 2 else []
+    return [*several, side_by_side(runs)] if len(runs) <= MOST_IN_DETAIL else several
 
 
 def _pair(runs: Sequence[Run]) -> Pair | None:
@@ -116,7 +117,7 @@ def side_by_side(runs: Sequence[Run]) -> Table:
 
 def charts(runs: Sequence[Run], found: sweep.Sweep | None) -> list[Chart]:
     """Figures in the order in which practitioners look at them."""
-    several = sweep.charts(found) if found is not None else []
+    several = gallery.swept(found) if found is not None else []
     if len(runs) > 2 and found is None:
         several = [landscape.chart(runs)]
     if len(runs) > len(SERIES):

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from analysis.chart import Chart
 from analysis.load import Run, flat
 from cbsim.terminal import lookup
 
@@ -93,7 +92,9 @@ def _labels(differing: Sequence[str], flats: Sequence[Mapping[str, Any]]) -> lis
 def _word(name: str, value: Any) -> str:
     if name == "measured":
         return "measured" if value else "simulated"
-    return "" if value is None else f"{name.rpartition('.')[2]}={value}"
+    if value is None:
+        return ""
+    return f"{name.rpartition('.')[2]}={f'{value:g}' if isinstance(value, float) else value}"
 
 
 # -- load -------------------------------------------------------------------------------------------------------------
@@ -179,17 +180,3 @@ def _best(field: str, group: Group) -> str:
     pairs = [(run.summary["output_tokens_per_s"], value) for run, value in zip(group.runs, group.values, strict=True)]
     most, value = max(pairs)
     return f"{group.label}: most output tokens/s ({most:,.4g}) at {field} = {value:g}."
-
-
-def charts(found: Sweep) -> list[Chart]:
-    """Trade-off, curves, and cost if there is a price."""
-    from analysis.figures import cost, curves
-
-    groups = {}
-    for group in found.groups:
-        names = [f"{value:g}" for value in group.values]
-        names = [f"{name} #{names[:i].count(name) + 1}" if name in names[:i] else name for i, name in enumerate(names)]
-        groups[group.label] = {name: run.summary for name, run in zip(names, group.runs, strict=True)}
-    priced = {f"{label} {name}": one for label, some in groups.items() for name, one in some.items() if "cost" in one}
-    made = [cost.pareto(groups), curves.curves(found)]
-    return [*made, cost.cost(priced)] if priced else made

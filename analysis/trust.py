@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from analysis import sweep
 from analysis.content import Caveat
 from analysis.load import Run, flat
 from cbsim.metrics import SAMPLES_NEEDED
@@ -24,20 +25,26 @@ USUAL, EARLY = 0.9, 0.05
 FIRST, SLOW, ALIKE = 5, 3.0, 2.0
 """Slow start: one of the FIRST steps lasts SLOW times the median of later ones whose tokens differ by at most ALIKE."""
 TAIL = 0.1
+MOST_TOLD = 3  # caveats of one kind in full
 Floats = npt.NDArray[np.float64]
 
 
 def caveats(runs: Sequence[Run]) -> list[Caveat]:
     """What a reader must know before believing, the gravest first; one a kind and run, the same text said once."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for kind, rule in RULES.items():
-        for run in runs:
-            text = rule(run)
-            if text:
-                found.setdefault((kind, text), []).append(run.label)
-    single = [Caveat(kind, _whose(labels, runs), text) for (kind, text), labels in found.items()]
     among = [Caveat(kind, "", text) for kind, rule in AMONG for text in [rule(runs)] if text]
+    single = [one for kind, rule in RULES.items() for one in _of_kind(kind, rule, runs)]
     return sorted([*among, *single], key=lambda one: list(RULES).index(one.kind))
+
+
+def _of_kind(kind: str, rule: Callable[[Run], str | None], runs: Sequence[Run]) -> list[Caveat]:
+    """What a rule says of the runs: in full of a few, of more only that it is so."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        if text := rule(run):
+            found.setdefault(text, []).append(run.label)
+    told = [Caveat(kind, _whose(labels, runs), text) for text, labels in found.items()]
+    others = [label for labels in list(found.values())[MOST_TOLD:] for label in labels]
+    return [*told[:MOST_TOLD], Caveat(kind, ", ".join(others), "the same, with other figures.")] if others else told
 
 
 def _whose(labels: Sequence[str], runs: Sequence[Run]) -> str:
@@ -73,6 +80,15 @@ def _overload(run: Run) -> str | None:
     return (
         f"in the second half of the arrivals {rates}, and {queue}: overload. Latencies grow with the length of the run."
     )
+
+
+def _near_capacity(run: Run) -> str | None:
+    """The wait makes TTFT, though the queue does not grow for certain: at such a load it is long and varies slowly."""
+    if not is_open(run) or _overload(run) or not sweep.waits(run):
+        return None
+    queue, ttft = (run.summary[name]["p95"] for name in ("queue_s", "ttft_s"))
+    said = f"at p95 {queue:.3g} s of {ttft:.3g} s TTFT are the wait for a seat"
+    return f"{said}: the server is near its capacity or beyond, and a longer run may well give other latencies."
 
 
 def _mean_queue(run: Run, low: float, high: float) -> float:
@@ -246,6 +262,7 @@ def _arrivals(run: Run) -> str | None:
 RULES: dict[str, Callable[[Run], str | None]] = {  # by weight
     "incomplete": _incomplete,
     "overload": _overload,
+    "near capacity": _near_capacity,
     "not done": _not_done,
     "device": _modelled,
     "hardware": _hardware,

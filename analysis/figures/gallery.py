@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from analysis.chart import Chart
-from analysis.figures import activity, cost, lanes, latency, memory, queues, requests, steps
+from analysis.figures import activity, cost, curves, lanes, latency, memory, queues, requests, steps
 from analysis.load import Run
+from analysis.sweep import Sweep
 from cbsim.metrics import Requests, token_times
 
 
@@ -43,3 +44,15 @@ def details(runs: Sequence[Run]) -> list[Chart]:
     if len(runs) > 2:
         charts.insert(0, cost.pareto({run.label: {run.label: run.summary} for run in runs}))
     return [*charts, cost.cost(summaries)] if any("cost" in one for one in summaries.values()) else charts
+
+
+def swept(found: Sweep) -> list[Chart]:
+    """Of a sweep: trade-off, curves, and cost if there is a price."""
+    groups = {}
+    for group in found.groups:
+        names = [f"{value:g}" for value in group.values]
+        names = [f"{name} #{names[:i].count(name) + 1}" if name in names[:i] else name for i, name in enumerate(names)]
+        groups[group.label] = {name: run.summary for name, run in zip(names, group.runs, strict=True)}
+    priced = {f"{label} {name}": one for label, some in groups.items() for name, one in some.items() if "cost" in one}
+    made = [curves.curves(found), cost.pareto(groups)]
+    return [*made, cost.cost(priced)] if priced else made

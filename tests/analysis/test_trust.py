@@ -225,3 +225,13 @@ def test_a_run_of_nothing_has_caveats_not_errors(plain: Run, tmp_path: Path) -> 
         scenario={},
     )
     assert "0 requests" in _text("few requests", empty)
+
+
+def test_a_wait_that_makes_ttft_is_said(serve: Serve) -> None:
+    """Near capacity the queue need not grow for certain, but it is what TTFT measures; far below nobody waits, and of
+    a server that is overloaded that is said instead.
+    """
+    for rate, kind in ((20, None), (76, "near capacity"), (400, "overload")):
+        run = serve(f"workload.arrivals={{kind: poisson, rate_per_s: {rate}}}")
+        told = {"near capacity", "overload"} & set(_kinds(run))
+        assert told == ({kind} if kind else set()), rate
