@@ -171,7 +171,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     text = _read_text(path)
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise RunError(f"{path}: not a JSON object")

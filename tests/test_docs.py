@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from analysis import cli as analysis
+from analysis.trust import RULES
 from cbengine import cli as engine
 from cbengine import tokens
 from cbsim import catalog, checks, cli, columns, scenario, tables
@@ -345,6 +346,19 @@ def test_the_facts_of_a_run_are_documented(runs: list[Path], measured: Path) -> 
     ours = [key.strip("`") for key, where, *_ in rows if {*where.split(", ")} & {"all", "engine", "modelled"}]
     found = json.loads((measured / "env.json").read_text())
     assert sorted(found) == sorted([*common, *ours])
+
+
+def test_the_caveats_are_documented() -> None:
+    text = (ROOT / "docs" / "analysis.md").read_text()
+    assert [kind for kind in RULES if f"\n| `{kind}` |" not in text] == []
+
+
+def test_python_in_the_documentation_runs(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/analysis.md shows of a notebook, with run directories where it looks for them."""
+    text = (ROOT / "docs" / "analysis.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(runs[0].parent)
+    exec(example.replace('Path("runs").glob("*8k_b32*")', 'Path(".").iterdir()'), {})
 
 
 def test_the_sizes_of_a_sufficient_sample_are_documented() -> None:
