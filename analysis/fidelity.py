@@ -18,7 +18,6 @@ from cbsim.record import LANES, PHASES
 from cbsim.terminal import shown
 from cbsim.trace import RunError
 
-OWN_ENGINE = "cbengine"
 NO_DECISION = ("name", "question", "model.name", "hardware.", "cost.", "slo.")  # fields that no plan depends on
 
 
@@ -163,9 +162,6 @@ def replays(runs: Sequence[Run]) -> list[Replay]:
 
 
 def _replay(run: Run) -> Replay:
-    engine = str(run.environment.get("engine", OWN_ENGINE))
-    if run.measured and engine != OWN_ENGINE:
-        return Replay(run.label, None, len(run.steps), f"served by {engine}, which records no plans to derive again")
     try:
         verdict = replay.rederive(run.path)
     except (RunError, ScenarioError) as error:

@@ -161,10 +161,11 @@ def test_both_runs_are_replayed(pair: tuple[Run, Run]) -> None:
 def test_what_cannot_be_replayed_says_why(pair: tuple[Run, Run], tmp_path: Path) -> None:
     """Another engine decides by itself; a broken directory is named. Neither stops the report."""
     sim, measured = pair
-    peer = replace(measured, environment={**measured.environment, "engine": "transformers 5.17.0"})
+    peer = Path(shutil.copytree(measured.path, tmp_path / "peer"))
+    (peer / "env.json").write_text(json.dumps({**measured.environment, "engine": "transformers 5.17.0"}))
     copy = Path(shutil.copytree(sim.path, tmp_path / "copy"))
     (copy / "steps.parquet").unlink()
-    served, broken = fidelity.replays([peer, replace(sim, path=copy)])
+    served, broken = fidelity.replays([replace(measured, path=peer), replace(sim, path=copy)])
     assert served.matched is None
     assert "transformers 5.17.0" in served.says
     assert broken.matched is None
