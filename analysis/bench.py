@@ -62,8 +62,9 @@ def _measured(words: Sequence[str]) -> tuple[float, int]:
 
 def made(out: Path, steps: int, requests: int) -> Path:
     """A run directory of that size; returns its path."""
-    lengths = np.random.default_rng(0).integers(steps // requests, 20 * steps // requests + 2, requests)
-    first = np.linspace(0, steps - lengths.max() - 1, requests).astype(np.int64)
+    drawn = np.random.default_rng(0).integers(max(steps // requests, 1), 20 * steps // requests + 2, requests)
+    lengths = np.minimum(drawn, steps)
+    first = np.linspace(0, steps - lengths.max(), requests).astype(np.int64)
     rows = [_request(i, start, count) for i, (start, count) in enumerate(zip(first.tolist(), lengths, strict=True))]
     writer = trace.RunWriter(out, "bench", "0" * 8)
     writer.scenario(scenario.dump(scenario.load(BASE, ("loop.mode=sync",))))

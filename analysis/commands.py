@@ -42,20 +42,30 @@ def report(paths: Sequence[Path], out: Path) -> int:
 
 
 def _write(runs: Sequence[Run], command: str, out: Path) -> Report:
-    """Every file of a report; says where it is."""
+    """Every file of a report, or none; says where it is."""
     made = reports.build(runs, command)
     folder.clear(out)
+    try:
+        has_page = _write_files(made, command, out)
+    except BaseException:  # interrupted, too: no half of a report passes for a whole one
+        folder.clear(out)
+        raise
+    print(f"report    {out / 'report.md'}, {len(made.charts)} figures")
+    print(f"page      {out / 'report.html'}" if has_page else "page      none: needs `pip install 'cbsim[report]'`")
+    return made
+
+
+def _write_files(made: Report, command: str, out: Path) -> bool:
+    """Is there a page among them?"""
     folder.write(out, {index.FACTS: folder.facts(made.title, made.question, command, reports.facts(made))})
-    folder.write(out, {"report.md": markdown.text(made).encode()})
+    folder.write(out, {"report.md": markdown.text(made).encode(errors="replace")})
     for chart in made.charts:
         png, svg = draw.both(chart)
         folder.write(out, {f"figures/{chart.key}.png": png, f"figures/{chart.key}.svg": svg})
     script = page.plotly_script()
     if script is not None:
-        folder.write(out, {"report.html": page.html(made, script).encode()})
-    print(f"report    {out / 'report.md'}, {len(made.charts)} figures")
-    print(f"page      {out / 'report.html'}" if script else "page      none: needs `pip install 'cbsim[report]'`")
-    return made
+        folder.write(out, {"report.html": page.html(made, script).encode(errors="replace")})
+    return script is not None
 
 
 def compare(first: Path, second: Path, options: Judged) -> int:

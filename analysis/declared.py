@@ -17,7 +17,10 @@ AT_MOST_NAMED = 3  # things that are wrong with a document
 
 
 class Kind(NamedTuple):
-    """What a value has to be, in words and as a test. What is missing or null is none, unless it is not `needed`."""
+    """What a value has to be, in words and as a test. It may be missing or null unless it is `needed`.
+
+    Nothing is needed inside of what is not there.
+    """
 
     words: str
     fits: Callable[[Any], bool]
@@ -61,14 +64,15 @@ def _optional(kind: Kind) -> Kind:
 
 
 SUMMARY = (
-    {"name": TEXT, "question": TEXT, "loop": LOOP, "complete": FLAG, "percentile_method": TEXT, "total_blocks": WHOLE}
+    {metric: _optional(NUMBER) for metric in NAMES}
+    | {"name": TEXT, "question": TEXT, "loop": LOOP, "complete": FLAG, "percentile_method": TEXT, "total_blocks": WHOLE}
     | {"window_s": _optional(WINDOW), "requests": WHOLE, "steps": WHOLE, "requests_by_status": NUMBERS}
-    | {metric: _optional(NUMBER) for metric in NAMES}
-    | {metric: NUMBER for metric in SINGLE if "." not in metric and "_per_s" in metric}
-    | {name: FIELDS for name in DISTRIBUTIONS if name != "step_time_s"}  # which a run without a step does not have
-    | {f"{name}.n": WHOLE for name in DISTRIBUTIONS if name != "step_time_s"}
+    | {metric: NUMBER for metric in SINGLE if "." not in metric and metric.endswith("_per_s")}
+    | dict.fromkeys(DISTRIBUTIONS, FIELDS)
+    | {"step_time_s": _optional(FIELDS)}  # a run without a step has none
+    | {f"{name}.n": WHOLE for name in DISTRIBUTIONS}
     | {f"{name}.too_few_for": _optional(LIST) for name in DISTRIBUTIONS}
-    | {"slo": _optional(FIELDS), "cost": _optional(FIELDS), "cost.price_usd_hour": _optional(NUMBER)}
+    | {"slo": _optional(FIELDS), "cost": _optional(FIELDS), "cost.price_usd_hour": NUMBER}
 )
 ENVIRONMENT = (
     {"device": TEXT, "git": _optional(FIELDS), "packages": _optional(FIELDS), "injected_ms": _optional(NUMBERS)}
@@ -77,7 +81,8 @@ ENVIRONMENT = (
 )
 SCENARIO = (
     {"name": TEXT, "loop.mode": LOOP, "scheduler.name": TEXT, "workload.kind": TEXT, "hardware.name": TEXT}
-    | {"cost.kind": TEXT, "workload.arrivals": _optional(FIELDS), "workload.arrivals.kind": _optional(TEXT)}
+    | dict.fromkeys(("loop", "scheduler", "workload", "hardware", "cost"), FIELDS)
+    | {"cost.kind": TEXT, "workload.arrivals": _optional(FIELDS), "workload.arrivals.kind": TEXT}
     | {f"cost.{name}_efficiency": _optional(NUMBERS) for name in ("compute", "memory")}
     | {f"scheduler.{name}": _optional(WHOLE) for name in ("max_num_batched_tokens", "max_batch_tokens")}
 )
@@ -93,6 +98,7 @@ def check(file: object, document: Mapping[str, Any], declared: Mapping[str, Kind
 
 def _complaints(document: Mapping[str, Any], declared: Mapping[str, Kind]) -> Iterator[str]:
     for key, kind in declared.items():
-        text = kind.complaint(lookup(document, key))
+        inside = key.rpartition(".")[0]
+        text = None if inside and lookup(document, inside) is None else kind.complaint(lookup(document, key))
         if text:
             yield f"{key} {text}"

@@ -93,7 +93,7 @@ def figure(chart: Chart) -> Figure:
     if chart.share_x:
         for axis in axes[:-1].flat:
             axis.set_xlabel("")
-    drawn.suptitle(chart.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    drawn.suptitle(_plain(chart.title), x=0.01, ha="left", fontsize=11, fontweight="bold")
     entries = _legend(chart)
     if entries:
         longest = max(len(str(entry.get_label())) for entry in entries)
@@ -102,6 +102,11 @@ def figure(chart: Chart) -> Figure:
     drawn.draw_without_rendering()
     drawn.set_layout_engine("none")  # laid out once, so that PNG and SVG agree
     return drawn
+
+
+def _plain(text: str) -> str:
+    """Text that matplotlib writes as it is, not as mathematics."""
+    return text.replace("$", r"\$")
 
 
 def _height(panel: Panel) -> float:
@@ -114,9 +119,9 @@ def _height(panel: Panel) -> float:
 
 def _panel(axis: Axes, panel: Panel) -> None:
     """Axes of a panel, then its marks."""
-    axis.set_title(panel.title)
-    axis.set_xlabel(panel.x)
-    axis.set_ylabel(panel.y)
+    axis.set_title(_plain(panel.title))
+    axis.set_xlabel(_plain(panel.x))
+    axis.set_ylabel(_plain(panel.y))
     _scales(axis, panel)
     bars = [mark for mark in panel.marks if isinstance(mark, Bars)]
     for mark in panel.marks:
@@ -136,13 +141,13 @@ def _scales(axis: Axes, panel: Panel) -> None:
     if panel.y_log:
         axis.set_yscale("log")
     if panel.rows:
-        axis.set_yticks(range(len(panel.rows)), panel.rows)
+        axis.set_yticks(range(len(panel.rows)), list(map(_plain, panel.rows)))
         axis.grid(visible=False, axis="y")
     if panel.categories:
         longest = max(map(len, panel.categories))
         crowded = longest * len(panel.categories) > 110
         turned: dict[str, Any] = {"rotation": 25, "ha": "right"} if crowded else {}
-        axis.set_xticks(range(len(panel.categories)), panel.categories, **turned)
+        axis.set_xticks(range(len(panel.categories)), list(map(_plain, panel.categories)), **turned)
         axis.grid(visible=False, axis="x")
 
 
@@ -206,7 +211,7 @@ def _points(axis: Axes, mark: Points) -> None:
     axis.scatter(mark.x, mark.y, s=size, color=mark.style.colour, marker=MARKERS[mark.style.marker], zorder=3, **edge)
     for x, y, text in zip(mark.x, mark.y, mark.labels, strict=False):
         if math.isfinite(x) and math.isfinite(y):
-            axis.annotate(text, (x, y), xytext=(5, 3), textcoords="offset points", fontsize=7)
+            axis.annotate(_plain(text), (x, y), xytext=(5, 3), textcoords="offset points", fontsize=7)
 
 
 def _level(axis: Axes, mark: Level) -> None:
@@ -233,7 +238,7 @@ def _bars(axis: Axes, mark: Bars, index: int, count: int) -> None:
     hatch = ("", "//", "..", "xx")[index % 4]
     drawn = axis.bar(places, mark.height, width * 0.94, color=mark.style.colour, hatch=hatch, edgecolor="white")
     if mark.labels:
-        axis.bar_label(drawn, labels=list(mark.labels), fontsize=7, padding=2)
+        axis.bar_label(drawn, labels=list(map(_plain, mark.labels)), fontsize=7, padding=2)
         axis.margins(y=0.12)
 
 
@@ -243,7 +248,7 @@ def _write_labels(axis: Axes, mark: Spans) -> None:
         left, right = max(start, low), min(end, high)
         if right - left > (high - low) * WIDE_ENOUGH:
             colour = "white" if _dark(mark.style) else "#222222"
-            axis.text((left + right) / 2, row, text, ha="center", va="center", fontsize=7, color=colour)
+            axis.text((left + right) / 2, row, _plain(text), ha="center", va="center", fontsize=7, color=colour)
 
 
 def _dark(style: Style) -> bool:
@@ -269,10 +274,12 @@ def _entry(mark: Mark) -> Any:
 
     style = mark.style
     if isinstance(mark, Points):
-        return Line2D([], [], color=style.colour, marker=MARKERS[style.marker], linestyle="none", label=mark.name)
+        return Line2D(
+            [], [], color=style.colour, marker=MARKERS[style.marker], linestyle="none", label=_plain(mark.name)
+        )
     if isinstance(mark, Line | Level | Edge):
-        return Line2D([], [], color=style.colour, linestyle=DASHES[style.dash], label=mark.name)
+        return Line2D([], [], color=style.colour, linestyle=DASHES[style.dash], label=_plain(mark.name))
     if isinstance(mark, Spans) and mark.hatched:
-        return Patch(facecolor=style.colour, hatch="////", edgecolor="#D55E00", linewidth=0, label=mark.name)
+        return Patch(facecolor=style.colour, hatch="////", edgecolor="#D55E00", linewidth=0, label=_plain(mark.name))
     alpha = 0.35 if isinstance(mark, Area) and _dark(style) else 1.0
-    return Patch(facecolor=style.colour, edgecolor="#444444", linewidth=0.4, alpha=alpha, label=mark.name)
+    return Patch(facecolor=style.colour, edgecolor="#444444", linewidth=0.4, alpha=alpha, label=_plain(mark.name))

@@ -14,10 +14,9 @@ OURS = {FACTS, "report.md", "report.html", "figures"}
 
 
 def check(folder: Path) -> None:
-    """Make the folder if there is none. Raises RunError if that fails or it holds anything but an earlier report."""
+    """Raises RunError if there is such a folder and it holds anything but an earlier report, or cannot be read."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        present = {path.name for path in folder.iterdir()}
+        present = {path.name for path in folder.iterdir()} if folder.exists() else set()
     except OSError as error:
         raise RunError(f"--out {folder}: cannot be written: {error.strerror or error}") from None
     if present and FACTS not in present:

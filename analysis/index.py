@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from analysis.markdown import plain
 from cbsim.trace import RunError
 
 FACTS = "report.json"
@@ -28,14 +29,18 @@ def readme(folder: Path) -> str:
 
 
 def _row(place: Path, facts: Mapping[str, Any]) -> str:
-    kinds = ", ".join(dict.fromkeys(run["kind"] for run in facts["runs"]))
-    cells = (f"[{facts['title']}]({(place / 'report.md').as_posix()})", facts["question"], len(facts["runs"]), kinds)
-    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+    kinds = ", ".join(dict.fromkeys(facts["kinds"]))
+    cells = (f"[{facts['title']}]({(place / 'report.md').as_posix()})", facts["question"], len(facts["kinds"]), kinds)
+    return "| " + " | ".join(plain(str(cell)).replace("|", "\\|") for cell in cells) + " |"
 
 
 def _facts(path: Path) -> dict[str, Any]:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-        return {"title": facts["title"], "question": facts["question"], "runs": list(facts["runs"])}
+        return {
+            "title": facts["title"],
+            "question": facts["question"],
+            "kinds": [str(run["kind"]) for run in facts["runs"]],
+        }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path}: not the facts of a report: {error}") from None

@@ -87,10 +87,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
 
 def _read(path: Path) -> Run:
     found = trace.load(path)
-    scenario = documents.parse(found.scenario, str(path / "scenario.resolved.yaml"))
-    if not isinstance(scenario, dict):
-        raise RunError(f"{path / 'scenario.resolved.yaml'}: not a scenario")
-    declared.check(path / "scenario.resolved.yaml", scenario, declared.SCENARIO)
+    scenario = _scenario(found, path / "scenario.resolved.yaml")
     declared.check(path / "env.json", found.environment, declared.ENVIRONMENT)
     declared.check(path / "summary.json", found.summary, declared.SUMMARY)
     _check_whole(found, scenario["loop"]["mode"])
@@ -107,6 +104,18 @@ def _read(path: Path) -> Run:
         table=found.steps,
         times=times,
     )
+
+
+def _scenario(found: trace.Run, file: Path) -> dict[str, Any]:
+    scenario = documents.parse(found.scenario, str(file))
+    if not isinstance(scenario, dict):
+        raise RunError(f"{file}: not a scenario")
+    declared.check(file, scenario, declared.SCENARIO)
+    try:
+        flat(scenario)
+    except RecursionError:
+        raise RunError(f"{file}: holds itself") from None
+    return scenario
 
 
 def _check_whole(found: trace.Run, loop: str) -> None:

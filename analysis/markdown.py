@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Iterator, Sequence
 
 from analysis.chart import Chart
@@ -16,24 +18,24 @@ def text(report: Report) -> str:
 
 
 def _lines(report: Report) -> Iterator[str]:
-    yield f"# {report.title}"
+    yield f"# {plain(report.title)}"
     yield ""
     if report.question:
-        yield from (report.question, "")
+        yield from (plain(report.question), "")
     yield from table(_tiles(report.sources))
     yield "## When not to trust this"
     yield ""
-    yield from (f"- {f'**{one.run}**: ' if one.run else ''}{one.text}" for one in report.caveats)
+    yield from (f"- {f'**{plain(one.run)}**: ' if one.run else ''}{plain(one.text)}" for one in report.caveats)
     yield from ([] if report.caveats else ["No caveat found."])
     yield ""
     if report.findings:
-        yield from ("## Findings", "", *(f"- {finding}" for finding in report.findings), "")
+        yield from ("## Findings", "", *(f"- {plain(finding)}" for finding in report.findings), "")
     for one in report.tables:
         yield from (f"## {one.title}", "", *table(one))
     yield from ("## Figures", "")
     for chart in report.charts:
         yield from figure(chart)
-    yield from ("## How this was made", "", "```sh", report.command, "```", "")
+    yield from ("## How this was made", "", *fenced("sh", report.command), "")
     for source in report.sources:
         yield from _source(source)
 
@@ -55,22 +57,35 @@ def _cell(source: Source, metric: str) -> str:
 
 def table(content: Table) -> list[str]:
     """A Markdown table: the first column left, the others right."""
-    lines = [content.says, ""] if content.says else []
+    lines = [plain(content.says), ""] if content.says else []
     lines.append(_row(content.header))
     lines.append("|---" + "|---:" * (len(content.header) - 1) + "|")
     return [*lines, *(_row(row) for row in content.rows), ""]
 
 
 def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(plain(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 def figure(chart: Chart) -> list[str]:
-    return [f"### {chart.title}", "", f"![{chart.title}](figures/{chart.key}.png)", "", chart.says, ""]
+    title = plain(chart.title)
+    return [f"### {title}", "", f"![{title}](figures/{chart.key}.png)", "", plain(chart.says), ""]
 
 
 def _source(source: Source) -> Iterator[str]:
-    yield from (f"### {source.label}: {source.kind}", "", f"`{source.folder}`", "", "```sh", source.command, "```", "")
+    yield from (f"### {plain(source.label)}: {plain(source.kind)}", "", f"`{source.folder}`", "")
+    yield from (*fenced("sh", source.command), "")
     for title, kind, content in (("Scenario", "yaml", source.scenario), ("Environment", "json", source.environment)):
-        yield from ("<details>", f"<summary>{title}</summary>", "", f"```{kind}", content.rstrip(), "```", "")
+        yield from ("<details>", f"<summary>{title}</summary>", "", *fenced(kind, content.rstrip()), "")
         yield from ("</details>", "")
+
+
+def plain(text: str) -> str:
+    """Text on one line that no reader of Markdown takes for HTML."""
+    return html.escape(" ".join(text.split()), quote=False)
+
+
+def fenced(kind: str, code: str) -> list[str]:
+    """A block of code, whatever backticks are in it."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", code)), default=0))
+    return [f"{fence}{kind}", code, fence]

@@ -18,6 +18,7 @@ from cbsim.columns import Column
 
 SCHEMA_VERSION = 2  # of the run directory: raised whenever a reader of the version before would misread it
 _VERSION_KEY = b"schema_version"
+COUNTED = ("tokens", "blocks", "rows", "requests")  # units of what cannot be less than nothing
 BROKEN = (pa.ArrowException, OSError, ValueError)  # what pyarrow raises when it reads no or a damaged file
 Ints = npt.NDArray[np.int64]
 
@@ -49,7 +50,8 @@ def encoded(columns: Sequence[Column], values: Mapping[str, Any], **options: Any
 class Table:
     """A parquet file, column by column. Columns beside the declared ones are ignored.
 
-    Raises TableError: not a parquet file, damaged, another version, a column missing, of another type, or with nulls.
+    Raises TableError: not a parquet file, damaged, another version, a column missing, of another type, with nulls, or
+    with numbers of things below 0.
     """
 
     def __init__(self, file: IO[bytes], columns: Sequence[Column]) -> None:
@@ -71,6 +73,8 @@ class Table:
             raise TableError(f"column {name} has {len(values)} values, expected {self._rows}")
         if values.null_count and not self._columns[name].nullable:
             raise TableError(f"column {name} has {values.null_count} nulls, expected none")
+        if self._columns[name].unit in COUNTED and self._rows and (least := pc.min(values).as_py()) < 0:
+            raise TableError(f"column {name} has {least}, expected 0 or more {self._columns[name].unit}")
         return values
 
     def lists(self, name: str) -> tuple[Ints, Ints]:

@@ -137,11 +137,13 @@ def load(path: Path) -> Run:
     """Read a run directory. Raises RunError naming the file that is missing or broken, and what is wrong with it."""
     if not path.is_dir():
         raise RunError(f"{path}: no such run directory")
+    marker = path / MARKER
+    if marker.exists() and not (path / "summary.json").exists():
+        raise RunError(f"{path}: incomplete, nothing to read yet: {_reason(marker)}")
     summary = _read_json(path / "summary.json")
     version = summary.get("schema_version")
     if version != SCHEMA_VERSION:
         raise RunError(f"{path / 'summary.json'}: schema_version {version!r}, this version reads {SCHEMA_VERSION}")
-    marker = path / MARKER
     steps = _read_table(path / "steps.parquet", columns.STEPS, _steps)
     return Run(
         path,
@@ -150,8 +152,12 @@ def load(path: Path) -> Run:
         summary,
         steps,
         _read_table(path / "requests.parquet", columns.REQUESTS, lambda table: _requests(table, len(steps))),
-        marker.read_text().strip() or "no reason was written" if marker.exists() else None,
+        _reason(marker) if marker.exists() else None,
     )
+
+
+def _reason(marker: Path) -> str:
+    return _read_text(marker).strip() or "no reason was written"
 
 
 def _unreadable(path: Path, error: OSError) -> RunError:
@@ -200,7 +206,9 @@ def _steps(table: Table) -> Steps:
 def _requests(table: Table, steps: int) -> list[RequestRow]:
     """Rows that agree with a step table of so many steps."""
     values = {name: table[name].to_numpy().tolist() for name in RequestRow._fields if name != "token_runs"}
-    names = values["id"]
+    names, index = values["id"], np.array(values["index"], dtype=np.int64)
+    for at in np.flatnonzero(index[1:] <= index[:-1])[:1]:
+        raise TableError(f"index of request {names[at + 1]} is {index[at + 1]}, expected more than {index[at]}")
     for name, first, status in zip(names, values["first_step"], values["status"], strict=True):
         if not -1 <= first < steps:
             raise TableError(f"first_step of request {name} is {first}, expected -1 to {steps - 1}")

@@ -18,7 +18,11 @@ MOST_LABELLED = 8  # runs; numbers over more bars would overlap
 
 def cost(summaries: Summaries) -> Chart:
     """Price of a million tokens by run, of those whose GPU has a price and that produced any."""
-    kept = {label: one for label, one in summaries.items() if lookup(one, f"cost.{COSTS[0][0]}") is not None}
+    kept = {
+        label: one
+        for label, one in summaries.items()
+        if all(lookup(one, f"cost.{key}") is not None for key, _ in COSTS)
+    }
     marks: list[Mark] = []
     for index, (key, name) in enumerate(COSTS if kept else ()):
         height = np.array([float(one["cost"][key]) for one in kept.values()])
