@@ -12,7 +12,6 @@ import json
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -140,12 +139,15 @@ def predictable(asked: Scenario, found: Calibration, injected_ms: float) -> Scen
 
 
 def simulated(asked: Scenario, out: Path) -> dict[str, Any]:
-    """Summaries by loop, from `python -m cbsim run`."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / f"{asked.name}.yaml"
+    """Summaries by loop, from `python -m cbsim run` on a scenario file that stays beside `out`."""
+    file = out.with_name(f"{out.name}.yaml")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(scenario.dump(asked), encoding="utf-8")
-        words = [sys.executable, "-m", "cbsim", "run", str(file), "--out", str(out), "--json"]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise runs.ServerError(f"{file}: cannot be written: {error.strerror or error}") from error
+    words = [sys.executable, "-m", "cbsim", "run", str(file), "--out", str(out), "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise runs.ServerError(f"the simulator failed: {done.stderr.strip()}")
     summaries: dict[str, Any] = json.loads(done.stdout)

@@ -138,9 +138,10 @@ def test_what_is_predicted_has_the_measured_coefficients_in_it() -> None:
 def test_the_simulator_is_asked_as_a_user_asks_it(tmp_path: Path) -> None:
     """Summaries of both loops; its run directories stay. What it refuses is an error that says why."""
     small = asked("vllm", "workload.requests=2", "workload.output_tokens=3")
-    said = validate.simulated(validate.predictable(small, FOUND, 0.0), tmp_path)
+    said = validate.simulated(validate.predictable(small, FOUND, 0.0), tmp_path / "simulated")
     assert list(said) == ["sync", "async"]
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list((tmp_path / "simulated").iterdir())) == 2
+    assert (tmp_path / "simulated.yaml").exists(), "what was asked can be asked again"
     (tmp_path / "file").touch()
     with pytest.raises(runs.ServerError, match=r"the simulator failed: cbsim: .*cannot be created"):
         validate.simulated(small, tmp_path / "file")
