@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from analysis import cli, folder, index
+from cbsim import catalog
 from cbsim.trace import RunError
 
 
@@ -56,6 +58,17 @@ def test_the_index_is_made_from_the_reports(tmp_path: Path, capsys: pytest.Captu
         "| [third](hardware/gpu/report.md) | why \\| how? | 3 | measured on X, simulated |",
     ]
     assert str(tmp_path / "README.md") in capsys.readouterr().out
+
+
+def test_the_committed_index_is_that_of_the_committed_reports() -> None:
+    """Generated, not kept by hand; every report that it lists can be read without the page."""
+    place = catalog.ROOT / "reports"
+    assert index.readme(place) == (place / "README.md").read_text()
+    for facts in place.rglob(index.FACTS):
+        text = (facts.parent / "report.md").read_text()
+        linked = re.findall(r"!\[[^]]*\]\(([^)]*)\)", text)
+        assert linked
+        assert all((facts.parent / one).is_file() for one in linked)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"title": 1, "question": 2, "runs": 3})])
