@@ -237,7 +237,7 @@ def test_a_step_too_many(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"only {len(table)} steps are planned" in out
 
 
-@pytest.mark.parametrize("name", ["prompt_tokens", "output_tokens", "max_tokens", "priority", "id", "index"])
+@pytest.mark.parametrize("name", ["prompt_tokens", "output_tokens", "max_tokens", "priority", "id"])
 def test_an_altered_request_is_refused(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A request that is not the workload's any more is refused by name, before anything is derived."""
     alter(run / "requests.parquet", name, 3, lambda value: f"{value}x" if name == "id" else value + 1000)
@@ -245,6 +245,15 @@ def test_an_altered_request_is_refused(run: Path, name: str, capsys: pytest.Capt
     assert (status, out) == (1, "")
     assert err.startswith(f"cbsim: {run / 'requests.parquet'}: request 3")
     assert err.endswith(" is not one of the scenario's workload\n")
+
+
+def test_an_altered_number_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers tell requests apart, and ascend: one out of order is no table, a strange one is of another workload."""
+    last = len(trace.load(run).requests) - 1
+    alter(run / "requests.parquet", "index", last, lambda value: value + 1000)
+    assert replayed(run, capsys)[2].endswith(f"request {last} is not one of the scenario's workload\n")
+    alter(run / "requests.parquet", "index", 3, lambda value: value + 10)
+    assert "index of request 4 is 4, expected more than 13" in replayed(run, capsys)[2]
 
 
 def test_a_request_that_came_later(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
