@@ -46,18 +46,18 @@ def _write(runs: Sequence[Run], command: str, out: Path) -> Report:
     made = reports.build(runs, command)
     folder.clear(out)
     try:
-        has_page = _write_files(made, command, out)
+        has_page = _write_files(made, out)
     except BaseException:  # interrupted, too: no half of a report passes for a whole one
         folder.clear(out)
         raise
     print(f"report    {out / 'report.md'}, {len(made.charts)} figures")
-    print(f"page      {out / 'report.html'}" if has_page else "page      none: needs `pip install 'cbsim[report]'`")
+    print(f"page      {out / 'report.html'}" if has_page else "page      none: needs `pip install plotly`")
     return made
 
 
-def _write_files(made: Report, command: str, out: Path) -> bool:
+def _write_files(made: Report, out: Path) -> bool:
     """Is there a page among them?"""
-    folder.write(out, {index.FACTS: folder.facts(made.title, made.question, command, reports.facts(made))})
+    folder.write(out, {index.FACTS: reports.facts(made)})
     folder.write(out, {"report.md": markdown.text(made).encode(errors="replace")})
     for chart in made.charts:
         png, svg = draw.both(chart)
@@ -101,10 +101,10 @@ def landscape(paths: Sequence[Path], out: Path | None) -> int:
     if out is not None:
         folder.check(out)
     runs = load.read(paths)
-    made = _write(runs, _command("landscape", *paths, "--out", out), out) if out else None
-    if made is None:
-        reports.checked(runs)
-    print(_text(side_by_side.landscape(runs)))
+    found = reports.checked(runs)
+    if out is not None:
+        _write(runs, _command("landscape", *paths, "--out", out), out)
+    print(_text(side_by_side.landscape(runs, by_rate=found is not None and found.by_rate)))
     _say_caveats(caveats(runs))
     return OK
 

@@ -165,7 +165,7 @@ def _few(metric: str, n: int, units: int) -> bool:
     """Gaps of few requests are few samples, however many they are."""
     if metric in SINGLE or metric.endswith(".n"):
         return False
-    return min(n, units) < FEW or n < SAMPLES_NEEDED.get(metric.rpartition(".")[2], FEW)
+    return min(n, units) < SAMPLES_NEEDED.get(metric.rpartition(".")[2], FEW)
 
 
 def table(differences: Sequence[Difference], a: str, b: str, *, everything: bool = False) -> Table:
@@ -233,7 +233,7 @@ def verdict(differences: Sequence[Difference]) -> list[str]:
         sentences.append("; ".join(f"{one.label}: {_words(one)}" for one in main) + ".")
     seen = [one.seen for one in differences if one.interval]
     if seen:
-        by_chance = f"about {max(round(len(seen) * (1 - CONFIDENCE)), 1)} would by chance alone"
+        by_chance = f"one in {round(1 / (1 - CONFIDENCE))} does by chance alone, or more where requests share a queue"
         sentences.append(f"{sum(map(bool, seen))} of {len(seen)} intervals leave out 0; {by_chance}.")
     return [sentence[0].upper() + sentence[1:] for sentence in sentences]
 

@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from analysis.index import FACTS
 from cbsim.trace import RunError
 
-OURS = {FACTS, "report.md", "report.html", "figures"}
+OURS = ("report.md", "report.html")
+KINDS = ("png", "svg")  # of a figure's files
 
 
 def check(folder: Path) -> None:
-    """Raises RunError if there is such a folder and it holds anything but an earlier report, or cannot be read."""
+    """Raises RunError if there is such a folder and it is neither empty nor that of a report, or cannot be read."""
     try:
         present = {path.name for path in folder.iterdir()} if folder.exists() else set()
     except OSError as error:
         raise RunError(f"--out {folder}: cannot be written: {error.strerror or error}") from None
-    if present and FACTS not in present:
+    if present and not _written(folder):
         raise RunError(f"--out {folder}: holds {min(present)}, which is no report; name a new or an empty folder")
 
 
+def _written(folder: Path) -> set[str]:
+    """The files that the report in this folder says are its own; none if it is not one of ours."""
+    try:
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        ours = facts["command"].startswith("python -m analysis ")
+        figures = {f"figures/{Path(key).name}.{kind}" for key in facts["figures"] for kind in KINDS}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
+    return {*OURS, *figures, FACTS} if ours else set()
+
+
 def clear(folder: Path) -> None:
-    """Remove an earlier report, so that none of its figures passes for one of the next."""
-    for path in (folder / name for name in sorted(OURS)):
+    """Remove an earlier report, so that none of its figures passes for one of the next. Nothing else is touched."""
+    for path in (folder / name for name in sorted(_written(folder))):
         try:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         except OSError as error:
             raise RunError(f"{path}: cannot be removed: {error.strerror or error}") from None
+    with contextlib.suppress(OSError):  # somebody's own files may be in it
+        (folder / "figures").rmdir()
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -44,9 +55,3 @@ def write(folder: Path, files: Mapping[str, bytes]) -> None:
             path.write_bytes(content)
         except OSError as error:
             raise RunError(f"{path}: cannot be written: {error.strerror or error}") from None
-
-
-def facts(title: str, question: str, command: str, runs: list[dict[str, object]]) -> bytes:
-    """report.json: what the index says of the report, and the numbers of its tiles."""
-    content = {"title": title, "question": question, "command": command, "runs": runs}
-    return (json.dumps(content, indent=2) + "\n").encode()

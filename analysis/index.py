@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from analysis.markdown import plain
 from cbsim.trace import RunError
@@ -30,7 +31,12 @@ def readme(folder: Path) -> str:
 
 def _row(place: Path, facts: Mapping[str, Any]) -> str:
     kinds = ", ".join(dict.fromkeys(facts["kinds"]))
-    cells = (f"[{facts['title']}]({(place / 'report.md').as_posix()})", facts["question"], len(facts["kinds"]), kinds)
+    cells = (
+        f"[{facts['title']}]({quote((place / 'report.md').as_posix())})",
+        facts["question"],
+        len(facts["kinds"]),
+        kinds,
+    )
     return "| " + " | ".join(plain(str(cell)).replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -1,11 +1,12 @@
 """How sure a difference of two runs is: bootstrap intervals over their requests, or over their steps.
 
-Requests are drawn with replacement, the same for both runs (Efron and Tibshirani 1993, ch. 8: the pair is the unit), so
-that what both runs share cancels. A request brings all its token gaps along: for ITL, requests are the clusters. Steps
-follow from one another and are drawn in blocks (moving-block bootstrap, Kunsch 1989), for each run on its own. Nothing
-is copied: a draw is how often each unit counts, and statistics are those of `cbsim.metrics.distribution` under such
-counts. Intervals are percentile intervals: too narrow for means of few, skewed values, too wide for percentiles of runs
-that are much alike. They know how much the units of these runs vary, not other seeds or machines.
+Requests are drawn with replacement, the same for both runs (Efron and Tibshirani 1993, ch. 8: the pair is the unit),
+so that what both runs share cancels. A request brings all its token gaps along: for ITL, requests are the clusters.
+Steps follow from one another and are drawn in blocks, for each run on its own (Kunsch 1989; circular: Politis and
+Romano 1992). Nothing is copied: a draw is how often each unit counts, and statistics are those of
+`cbsim.metrics.distribution` under such counts. Intervals are percentile intervals: too narrow for means of few,
+skewed values, too wide for percentiles of runs that are much alike. They know how much the units of these runs vary,
+not other seeds or machines.
 """
 
 from __future__ import annotations
@@ -263,11 +264,16 @@ def at_random(rng: np.random.Generator, rows: int, units: int) -> Ints:
 
 
 def in_blocks(rng: np.random.Generator, rows: int, units: int) -> Ints:
-    """Likewise, but drawn are blocks of about the cube root of `units` successive ones, until there are enough."""
+    """Likewise, but drawn are blocks of about the cube root of `units` successive ones, until there are enough.
+
+    The first unit follows the last (circular blocks), so that all are drawn equally often.
+    """
     length = max(round(units ** (1 / 3)), 1)
-    starts = rng.integers(units - length + 1, size=(rows, -(-units // length)))
-    change = _counted(starts, units + 1) - _counted(starts + length, units + 1)
-    return np.cumsum(change, axis=1, dtype=np.int32)[:, :units]
+    starts = rng.integers(units, size=(rows, -(-units // length)))
+    change = _counted(starts, units + length + 1) - _counted(starts + length, units + length + 1)
+    counts = np.cumsum(change, axis=1, dtype=np.int32)[:, : units + length]
+    counts[:, :length] += counts[:, units:]
+    return counts[:, :units]
 
 
 def _counted(chosen: Ints, units: int) -> Ints:

@@ -24,6 +24,7 @@ COLUMNS = (  # header, metric, unit
     ("TTFT p99", "ttft_s.p99", "s"),
     ("TPOT p50", "tpot_s.p50", "s"),
     ("TPOT p99", "tpot_s.p99", "s"),
+    ("SLO met", "slo.attainment", "share"),
     ("preemptions", "preemptions", "count"),
     ("$/M output tokens", "cost.usd_per_million_output_tokens", "number"),
 )
@@ -31,24 +32,30 @@ LOOPS = ("sync", "async")
 ASIDE = ("name", "question", "loop.mode")  # do not make a run another configuration
 
 
-def landscape(runs: Sequence[Run]) -> Table:
+def landscape(runs: Sequence[Run], *, by_rate: bool = False) -> Table:
     """A row a run, most output tokens/s first, with its factor over the slowest, and what an async loop gains in output
     tokens/s over the sync loop of the same configuration.
+
+    With `by_rate` what arrives was swept: runs stay in order, and a factor would be that of the traffic.
     """
-    ordered = sorted(runs, key=lambda run: -_rate(run))
+    ordered = list(runs) if by_rate else sorted(runs, key=lambda run: -_rate(run))
     slowest = min((_rate(run) for run in runs), default=0.0)
     gains = _gains(runs)
     kept = [one for one in COLUMNS if any(lookup(run.summary, one[1]) is not None for run in runs)]
     rows = [
-        (run.label, *(_cell(run, *one[1:]) for one in kept), _factor(run, slowest), gains.get(run.label, ""))
+        (run.label, *(_cell(run, *one[1:]) for one in kept))
+        + (() if by_rate else (_factor(run, slowest), gains.get(run.label, "")))
         for run in ordered
     ]
+    header = ("run", *(one[0] for one in kept), *(() if by_rate else ("factor", "async gain")))
     says = (
         "Most output tokens/s first; the factor is against the slowest, the gain against the sync loop of the same run."
     )
+    if by_rate:
+        says = "Below the knee output tokens/s are those of the traffic."
     if any("*" in cell for row in rows for cell in row[1:]):
         says += f" * too few requests to quote it (p99 needs {SAMPLES_NEEDED['p99']})."
-    return Table("Side by side", ("run", *(one[0] for one in kept), "factor", "async gain"), rows, says)
+    return Table("Side by side", header, rows, says)
 
 
 def _rate(run: Run) -> float:

@@ -1,6 +1,6 @@
 """A report as one HTML file that opens from disk: nothing is fetched, and nothing that it did not bring can run.
 
-The drawing library is embedded once, packed, and unpacked when the first chart comes near the window. Equal reports
+The drawing library is embedded once, packed. Charts are drawn one after the other in order of reading. Equal reports
 give equal bytes.
 """
 

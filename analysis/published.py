@@ -32,6 +32,13 @@ class Number(Frozen):
 class Expectation(Frozen):
     """What one run has to give."""
 
+    @field_validator("where")
+    @classmethod
+    def _named(cls, where: dict[str, Any]) -> dict[str, Any]:
+        if "name" not in where:
+            raise complaint(f"got {', '.join(where) or 'nothing'}, needs the scenario's `name`")
+        return where
+
     where: dict[str, Any]
     """Fields of the resolved scenario, by dotted name, that pick the run; `name` among them."""
     expect: dict[str, Number]
@@ -49,7 +56,7 @@ class Expectation(Frozen):
 class Published(Frozen):
     """A file of published numbers."""
 
-    numbers: list[Expectation]
+    numbers: Annotated[list[Expectation], Field(min_length=1)]
     """Run by run."""
 
 
@@ -69,7 +76,7 @@ class Finding:
     @property
     def line(self) -> str:
         number = f"{self.expected.value:.6g} within {self.expected.within:.3g}"
-        got = "there is no such run or value" if self.found is None else f"is {self.found:.6g}"
+        got = "is not there: no such run, or no such value in it" if self.found is None else f"is {self.found:.6g}"
         return f"{'ok     ' if self.holds else 'DRIFTED'}  {self.run}: {self.metric} {got}, published {number}"
 
 

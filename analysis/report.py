@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from analysis import comparable, compare, fidelity, landscape, sweep, trust
 from analysis.chart import SERIES, Chart
@@ -39,7 +38,7 @@ def build(runs: Sequence[Run], command: str) -> Report:
         sources=[source(run) for run in runs],
         caveats=trust.caveats(runs),
         findings=findings(found, errors, differences),
-        tables=tables(runs, pair, errors, differences),
+        tables=tables(runs, pair, errors, differences, by_rate=found is not None and found.by_rate),
         charts=charts(runs, found),
         command=command,
     )
@@ -87,14 +86,19 @@ def findings(found: sweep.Sweep | None, errors: Sequence[Error], differences: Se
 
 
 def tables(
-    runs: Sequence[Run], pair: Pair | None, errors: Sequence[Error], differences: Sequence[Difference]
+    runs: Sequence[Run],
+    pair: Pair | None,
+    errors: Sequence[Error],
+    differences: Sequence[Difference],
+    *,
+    by_rate: bool,
 ) -> list[Table]:
     """Errors if one of two runs was measured, else how they differ; others side by side."""
     if pair:
         return fidelity.tables(*pair, found=errors)
     if differences:
         return [compare.table(differences, runs[0].label, runs[1].label)]
-    several = [landscape.landscape(runs)] if len(runs) > 2 else []
+    several = [landscape.landscape(runs, by_rate=by_rate)] if len(runs) > 2 else []
     return [*several, side_by_side(runs)] if len(runs) <= MOST_IN_DETAIL else several
 
 
@@ -127,9 +131,13 @@ def charts(runs: Sequence[Run], found: sweep.Sweep | None) -> list[Chart]:
     return [*several, *gallery.details(runs)]
 
 
-def facts(report: Report) -> list[dict[str, Any]]:
-    """What report.json says of each run."""
-    return [
+def facts(report: Report) -> bytes:
+    """report.json: what the index says of the report, the numbers of its tiles, and the keys of its figures."""
+    runs = [
         {"label": one.label, "kind": one.kind, "folder": one.folder, "tiles": {t.metric: t.value for t in one.tiles}}
         for one in report.sources
     ]
+    about = {"title": report.title, "question": report.question, "command": report.command}
+    return (
+        json.dumps({**about, "runs": runs, "figures": [chart.key for chart in report.charts]}, indent=2) + "\n"
+    ).encode()

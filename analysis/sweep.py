@@ -15,6 +15,7 @@ RATES = ("workload.arrivals.rate_per_s", "workload.time_scale")
 IGNORED = ("name", "question", "seed")  # seeds make repetitions
 FEWEST = 3  # values; two make no curve
 KEPT_UP = 0.95
+NEARLY = 0.99  # of the most is as good
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +173,26 @@ def rates(found: Sweep, group: Group) -> list[float]:
 def findings(found: Sweep) -> list[str]:
     """What the sweep shows, a sentence a group."""
     if found.by_rate:
-        return [knee(group, rates(found, group)).says for group in found.groups]
+        knees = [knee(group, rates(found, group)).says for group in found.groups]
+        return [*knees, *(_slo(group, rates(found, group)) for group in found.groups if _met(group))]
     return [_best(found.field, group) for group in found.groups]
 
 
+def _met(group: Group) -> bool:
+    return all("slo" in run.summary for run in group.runs)
+
+
+def _slo(group: Group, rates: Sequence[float]) -> str:
+    """Up to which rate the scenario's service level holds; it may allow for a long wait, which a knee does not."""
+    runs = sorted(zip(rates, group.runs, strict=True), key=lambda pair: pair[0])
+    met = {rate: run.summary["slo"]["attainment"] for rate, run in runs}
+    missed = [rate for rate, share in met.items() if share < NEARLY]
+    kept = [rate for rate in met if not missed or rate < min(missed)]
+    until = f"up to {max(kept):.4g}/s" if kept else "at none of these rates"
+    return f"{group.label}: SLO met by at least {NEARLY:.0%} of the requests {until}."
+
+
 def _best(field: str, group: Group) -> str:
-    pairs = [(run.summary["output_tokens_per_s"], value) for run, value in zip(group.runs, group.values, strict=True)]
-    most, value = max(pairs)
-    return f"{group.label}: most output tokens/s ({most:,.4g}) at {field} = {value:g}."
+    rates = [run.summary["output_tokens_per_s"] for run in group.runs]
+    least = min(value for value, rate in zip(group.values, rates, strict=True) if rate >= NEARLY * max(rates))
+    return f"{group.label}: most output tokens/s ({max(rates):,.4g}), within 1 %, from {field} = {least:g} on."

@@ -44,7 +44,7 @@ def _of_kind(kind: str, rule: Callable[[Run], str | None], runs: Sequence[Run]) 
             found.setdefault(text, []).append(run.label)
     told = [Caveat(kind, _whose(labels, runs), text) for text, labels in found.items()]
     others = [label for labels in list(found.values())[MOST_TOLD:] for label in labels]
-    return [*told[:MOST_TOLD], Caveat(kind, ", ".join(others), "the same, with other figures.")] if others else told
+    return [*told[:MOST_TOLD], Caveat(kind, ", ".join(others), f"{kind}, too, with other figures.")] if others else told
 
 
 def _whose(labels: Sequence[str], runs: Sequence[Run]) -> str:
@@ -106,7 +106,24 @@ def _not_done(run: Run) -> str | None:
     others = run.summary["requests_by_status"]
     told = [f"{count:,} {status}" for status, count in others.items() if count and status not in ENDED]
     total = run.summary["requests"]
-    return f"of {total:,} requests {', '.join(told)}: they are in no latency of a request." if told else None
+    reasons = run.requests["reason"][run.requests["reason"] != ""]
+    why = f" Most often: {reasons.mode()[0]}." if len(reasons) else ""
+    return f"of {total:,} requests {', '.join(told)}: they are in no latency of a request.{why}" if told else None
+
+
+def _window(run: Run) -> str | None:
+    if not run.summary.get("window_s"):
+        return None
+    low, high = ("" if edge is None else f"{edge:g}" for edge in run.summary["window_s"])
+    counted = f"{len(run.counted):,} of {len(run.requests):,} requests, those that arrive in {low}:{high} s"
+    return f"latencies and SLO are of {counted}; all other numbers are the whole run's."
+
+
+def _arrivals_limit(run: Run) -> str | None:
+    """Throughput of a server that keeps up is that of the traffic: no scheduler or loop could raise it much."""
+    if not is_open(run) or not sweep.keeps_up(run) or sweep.waits(run):
+        return None
+    return "requests end as fast as they come: throughput and cost are the traffic's, not the server's limit."
 
 
 def _warm_up(run: Run) -> str | None:
@@ -124,7 +141,7 @@ def _warm_up(run: Run) -> str | None:
         return None
     texts = f"{early:,} of {total:,} requests came before the server ran its usual {usual:g} requests, at"
     at = f"{(reached - run.start_ns) / 1e9:.3g} s"
-    return f"{texts} {at}; they count in latencies, and `--window` would leave them out."
+    return f"{texts} {at}; they count in latencies, and `cbsim run --window` would leave them out."
 
 
 def _slow_start(run: Run) -> str | None:
@@ -263,12 +280,14 @@ RULES: dict[str, Callable[[Run], str | None]] = {  # by weight
     "incomplete": _incomplete,
     "overload": _overload,
     "near capacity": _near_capacity,
+    "window": _window,
     "not done": _not_done,
     "device": _modelled,
     "hardware": _hardware,
     "injected": _injected,
     "slow start": _slow_start,
     "warm-up": _warm_up,
+    "arrival-limited": _arrivals_limit,
     "few requests": _few,
     "tail": _tail,
     "assumed": _assumed,

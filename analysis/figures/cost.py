@@ -27,7 +27,7 @@ def cost(summaries: Summaries) -> Chart:
     for index, (key, name) in enumerate(COSTS if kept else ()):
         height = np.array([float(one["cost"][key]) for one in kept.values()])
         labels = [f"{value:,.3g}" for value in height] if len(kept) <= MOST_LABELLED else ()
-        marks.append(Bars(name, np.arange(len(kept)), height, series(index), labels))
+        marks.append(Bars(name, np.arange(len(kept)), height, series(index + 2), labels))
     prices = sorted({float(one["cost"]["price_usd_hour"]) for one in kept.values()})
     says = "What the GPU costs over the whole run, divided by its tokens."
     says += (

@@ -48,6 +48,7 @@ def _says(found: Sweep, knees: Mapping[str, Knee]) -> str:
     if not _quotable(found, "p95"):
         says += " Some runs have too few requests for p95 to be quoted."
     if knees:
+        says += " Requests/s served are over the whole span, the time after the last arrival included."
         says += " Knee: the highest rate up to which requests end at least 95 % as fast as they arrive, from the middle"
         says += " arrival to the last (rate stability), and the wait for a seat is at most half of TTFT at p95."
         says += f" {' '.join(one.says for one in knees.values())}"

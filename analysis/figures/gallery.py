@@ -38,7 +38,7 @@ def details(runs: Sequence[Run]) -> list[Chart]:
         steps.tokens(frames, {run.label: steps.budget(run.scenario) for run in runs}),
         queues.queues(frames),
         memory.blocks(frames, {run.label: run.summary.get("total_blocks") for run in runs}),
-        queues.preemptions(frames),
+        *([queues.preemptions(frames)] if any(run.summary["preemptions"] for run in runs) else []),
         requests.timeline({run.label: run.requests for run in runs}),
         steps.step_time(frames),
     ]

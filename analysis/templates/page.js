@@ -9,7 +9,7 @@
   const figures = new Map(); // box -> its figure, once drawn
   let library;
 
-  // The drawing library, unpacked and run once, when the first chart comes near.
+  // The drawing library, unpacked and run once.
   async function unpack() {
     if (!window.DecompressionStream) throw new Error("this browser cannot unpack the drawing library (DecompressionStream)");
     const packed = Uint8Array.from(atob(document.getElementById("library").textContent), (c) => c.charCodeAt(0));
@@ -86,14 +86,13 @@
     }
   }
 
-  const near = new IntersectionObserver(
-    (entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => {
-      near.unobserve(entry.target);
-      draw(entry.target);
-    }),
-    { rootMargin: "400px" },
-  );
-  boxes.forEach((box) => near.observe(box));
+  // One chart after the other, in order of reading; between them the page answers.
+  (async () => {
+    for (const box of boxes) {
+      await draw(box);
+      await new Promise((done) => setTimeout(done));
+    }
+  })();
 
   NARROW.addEventListener("change", async () => {
     for (const [box, figure] of figures) {

@@ -63,7 +63,8 @@ def test_the_other_commands_exit_0(runs: Path, capsys: pytest.CaptureFixture[str
 
 def test_drift_exits_3_if_a_number_is_off(runs: Path, tmp_path: Path) -> None:
     for value, status in ((8, 0), (7, 3)):
-        text = f"numbers:\n- where: {{loop.mode: sync}}\n  expect: {{steps: {{value: {value}, within: 0}}}}\n"
+        where = "{name: worked_example, loop.mode: sync}"
+        text = f"numbers:\n- where: {where}\n  expect: {{steps: {{value: {value}, within: 0}}}}\n"
         (tmp_path / "p.yaml").write_text(text)
         assert _status("drift", tmp_path / "p.yaml", runs / "sync") == status
 

@@ -14,10 +14,11 @@ from cbsim.trace import RunError
 
 
 def report(place: Path, title: str = "title", kinds: tuple[str, ...] = ("simulated",)) -> Path:
-    runs = [{"label": kind, "kind": kind} for kind in kinds]
+    facts = {"title": title, "question": "why | how?", "command": "python -m analysis report", "figures": ["a"]}
+    facts["runs"] = [{"label": kind, "kind": kind} for kind in kinds]
     folder.check(place)
     folder.clear(place)
-    folder.write(place, {index.FACTS: folder.facts(title, "why | how?", "python -m analysis", runs)})
+    folder.write(place, {index.FACTS: json.dumps(facts).encode()})
     folder.write(place, {"report.md": b"# text", "figures/a.png": b"png"})
     return place
 
@@ -29,6 +30,21 @@ def test_an_earlier_report_is_replaced_whole(tmp_path: Path) -> None:
     folder.check(place)
     folder.clear(place)
     assert [path.name for path in place.iterdir()] == ["notes.txt"]
+
+
+def test_nothing_is_removed_that_no_report_wrote(tmp_path: Path) -> None:
+    """Not in a folder with somebody else's report.json, and not beside our own figures."""
+    (tmp_path / "mine" / "figures").mkdir(parents=True)
+    (tmp_path / "mine" / index.FACTS).write_text('{"command": "other", "figures": ["a"]}')
+    (tmp_path / "mine" / "figures" / "a.png").write_text("precious")
+    with pytest.raises(RunError, match="which is no report"):
+        folder.check(tmp_path / "mine")
+    folder.clear(tmp_path / "mine")
+    assert (tmp_path / "mine" / "figures" / "a.png").read_text() == "precious"
+    place = report(tmp_path / "ours")
+    (place / "figures" / "photo.png").write_text("precious")
+    folder.clear(place)
+    assert [path.name for path in place.rglob("*.*")] == ["photo.png"]
 
 
 @pytest.mark.parametrize("name", ["data.csv", "figures"])

@@ -185,8 +185,14 @@ def test_blocks_are_whole_and_enough(units: int, rows: int) -> None:
     assert counts.shape == (rows, units)
     assert (counts >= 0).all()
     assert (counts.sum(axis=1) == -(-units // length) * length).all()
-    edges = np.diff(counts, axis=1, prepend=0, append=0)
+    edges = counts - np.roll(counts, 1, axis=1)  # the first unit follows the last
     assert (np.abs(edges).sum(axis=1) <= 2 * -(-units // length)).all()
+
+
+def test_every_step_is_drawn_as_often() -> None:
+    """Theory: a block starts anywhere, the first and the last steps included; standard error of a mean of Poissons."""
+    counts = intervals.in_blocks(np.random.default_rng(1), 4000, 50).mean(axis=0)
+    assert counts == pytest.approx(np.full(50, counts.mean()), abs=5 / 4000**0.5)
 
 
 @given(st.integers(1, 200), st.integers(1, 5))

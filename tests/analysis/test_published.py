@@ -50,7 +50,7 @@ def test_a_drift_is_named(runs: list[Path], tmp_path: Path, capsys: pytest.Captu
     assert re.search(r"DRIFTED .*worked_example: tpot_s.p50 is 0.032, published 0.042 within 0.001", said)
 
 
-@pytest.mark.parametrize("where", ["{name: another}", "{name: worked_example, loop.mode: never}", "{nome: x}"])
+@pytest.mark.parametrize("where", ["{name: another}", "{name: worked_example, loop.mode: never}"])
 def test_a_number_without_its_run_has_drifted(runs: list[Path], where: str, tmp_path: Path) -> None:
     numbers = f"numbers:\n- where: {where}\n  expect: {{makespan_s: {{value: 42, within: 1}}}}\n"
     (finding,) = published.compared(published.read(write(tmp_path / "p.yaml", numbers)), load.read(runs))
@@ -72,6 +72,8 @@ def test_the_bound_is_part_of_the_tolerance() -> None:
         ("numbers:\n- where: {}\n  expect: {makespan_s: {value: 1, within: -1}}\n", r"within: got -1, must be >= 0"),
         ("numbers:\n- where: {}\n  expect: {makespan_s: {value: 1}}\n", r"within: is required"),
         ("numbers: 3\n", r"p.yaml:1: numbers: got 3"),
+        ("numbers: []\n", r"p.yaml:1: numbers: .*needs at least 1"),
+        ("numbers:\n- where: {nam: x}\n  expect: {}\n", r"p.yaml:2: .*where: got nam, needs the scenario's `name`"),
         ("nombers: []\n", r"unknown field; did you mean numbers\?"),
     ],
 )
