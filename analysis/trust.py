@@ -230,8 +230,8 @@ def _assumed(run: Run) -> str | None:
         return None
     shares = flat({name: cost.get(f"{name}_efficiency", {}) for name in ("compute", "memory")})
     told = ", ".join(f"{name.replace('.', ' of ')} {share:.0%}" for name, share in shares.items())
-    peak = f"shares of the data sheet's peak that are assumed ({told})"
-    return f"simulated times rest on {peak} and on assumed CPU times, not on a calibration."
+    given = f"shares of the data sheet's peak ({told}) and CPU times as the scenario gives them"
+    return f"simulated times rest on {given}, not on coefficients fitted to a measured engine."
 
 
 def _code(run: Run) -> str | None:
