@@ -6,7 +6,6 @@ Each part is timed in a process of its own, started from nothing.
 
 from __future__ import annotations
 
-import json
 import resource
 import subprocess
 import sys
@@ -72,7 +71,7 @@ def made(out: Path, steps: int, requests: int) -> Path:
     done, table = writer.tables(cast("Record", Recording(_steps(steps, first, lengths).tobytes(), rows)))
     numbers = metrics.summarise(done, table, total_blocks=BLOCKS)
     about: dict[str, Any] = {"schema_version": trace.SCHEMA_VERSION, "complete": True, "name": "bench", "loop": "sync"}
-    writer.summary(json.loads(json.dumps(about | {"question": "", "seed": 0} | numbers)))
+    writer.summary(about | {"question": "", "seed": 0} | numbers)
     writer.complete()
     return writer.path
 
@@ -86,7 +85,7 @@ def _request(index: int, start: int, count: int) -> RequestRow:
 
 
 def _steps(steps: int, first: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The step table: phases one after the other, kernels for half of each step."""
+    """The step table: phases one after the other, kernels for about a third of each step."""
     change = np.bincount(first, minlength=steps + 1) - np.bincount(first + lengths, minlength=steps + 1)
     running = np.cumsum(change)[:steps]
     table = dict.fromkeys(STEP_COLUMNS, np.zeros(steps, dtype=np.int64))
@@ -97,5 +96,6 @@ def _steps(steps: int, first: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any
         for i, name in enumerate(names):
             jitter = (number * 7919 % 1000) * 1000
             table[f"{name}_start_ns"] = number * STEP_NS + i * (STEP_NS // len(names)) + (i > 0) * jitter
-            table[f"{name}_end_ns"] = number * STEP_NS + (i + 1) * (STEP_NS // len(names)) + jitter
+            end = number * STEP_NS + (i + 1) * (STEP_NS // len(names))
+            table[f"{name}_end_ns"] = end + (i + 1 < len(names)) * jitter
     return np.stack([table[name] for name in STEP_COLUMNS], axis=1)

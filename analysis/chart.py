@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from cbsim.figures import COLOURS, IDLE
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -44,17 +46,7 @@ SERIES = (  # of the first run, the second run ...
     Style(SKY, "dashed", "circle"),
     Style(BLACK, "dotted", "square"),
 )
-LANE_STYLES = {
-    "schedule": Style(BLUE),
-    "prepare": Style(SKY),
-    "launch": Style(PINK),
-    "await": Style(PALE),
-    "update": Style(GREEN),
-    "h2d": Style(ORANGE),
-    "compute": Style(RED),
-    "d2h": Style(YELLOW),
-    "idle": Style("#FBE3D6"),
-}
+LANE_STYLES = {name: Style(colour) for name, colour in (*COLOURS.items(), ("idle", IDLE))}  # as in a run's own picture
 
 
 def series(index: int) -> Style:

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from cbsim.arguments import ERROR, USAGE, Parser, guarded
+from cbsim.arguments import USAGE, Parser, guarded
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def _status(error: Exception) -> int | None:
 
     if isinstance(error, Incomparable | ConditionError | NotAPair | ScenarioError | RunError):
         return USAGE
-    return ERROR if isinstance(error, ImportError) else None
+    return None
 
 
 def _dispatch(arguments: argparse.Namespace) -> int:

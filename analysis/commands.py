@@ -12,7 +12,6 @@ from analysis import compare as comparison
 from analysis import draw, fidelity, folder, index, load, markdown, page, published
 from analysis import landscape as side_by_side
 from analysis import report as reports
-from analysis.comparable import check
 from analysis.condition import Condition, parse
 from analysis.condition import verdict as judge
 from analysis.content import Caveat, Report, Table
@@ -41,7 +40,7 @@ def report(paths: Sequence[Path], out: Path) -> int:
     return OK
 
 
-def _write(runs: Sequence[Run], command: str, out: Path) -> Report:
+def _write(runs: Sequence[Run], command: str, out: Path) -> None:
     """Every file of a report, or none; says where it is."""
     made = reports.build(runs, command)
     folder.clear(out)
@@ -52,7 +51,6 @@ def _write(runs: Sequence[Run], command: str, out: Path) -> Report:
         raise
     print(f"report    {out / 'report.md'}, {len(made.charts)} figures")
     print(f"page      {out / 'report.html'}" if has_page else "page      none: needs `pip install plotly`")
-    return made
 
 
 def _write_files(made: Report, out: Path) -> bool:
@@ -72,7 +70,6 @@ def compare(first: Path, second: Path, options: Judged) -> int:
     """Say how the second run differs from the first."""
     conditions = [parse(text) for text in options.conditions]
     a, b = _pair("compare", first, second, options)
-    check([a, b])
     found = comparison.differences(a, b)
     print(f"A  {a.path}\nB  {b.path}\n")
     print(_text(comparison.table(found, a.label, b.label, everything=options.everything)))
@@ -86,7 +83,6 @@ def validate(first: Path, second: Path, options: Judged) -> int:
     """Say how wrong a simulated run is against a measured one."""
     conditions = [parse(text) for text in options.conditions]
     sim, measured = _pair("validate", first, second, options)
-    fidelity.check(sim, measured)
     found = fidelity.errors(sim, measured)
     print(f"simulated  {sim.path}\nmeasured   {measured.path}\n")
     for table in fidelity.tables(sim, measured, everything=options.everything, found=found):

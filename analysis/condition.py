@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from analysis.compare import LEVEL, Difference, change_text, signed, unit
-from cbsim.checks import DISTRIBUTIONS, NAMES, OPERATORS, STATISTICS
+from cbsim.checks import OPERATORS, CheckError, named
 from cbsim.checks import UNITS as TIMES
-from cbsim.fields import near
 from cbsim.terminal import shown
 
 OPTION = "--fail-if"
@@ -98,14 +97,10 @@ def _scale(metric: str, given: str, text: str) -> float:
 
 def _metric(name: str, text: str) -> str:
     """The metric that is meant, by the names of `--check`."""
-    head, dot, tail = name.partition(".")
-    for candidate in (name, f"{head}_s{dot}{tail}"):
-        if candidate in NAMES:
-            return candidate
-    if head in DISTRIBUTIONS or f"{head}_s" in DISTRIBUTIONS:
-        raise ConditionError(f"{OPTION} {text!r}: {head} needs one of {', '.join(f'{head}.{s}' for s in STATISTICS)}")
-    hint = near(name, [known.replace("_s.", ".") for known in NAMES])
-    raise ConditionError(f"{OPTION} {text!r}: unknown metric {name!r}{hint}")
+    try:
+        return named(name, f"{OPTION} {text!r}")
+    except CheckError as error:
+        raise ConditionError(str(error)) from None
 
 
 def verdict(condition: Condition, differences: Sequence[Difference], *, sure: bool = False) -> tuple[bool, str]:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH_IN, DPI = 10.0, 110
+PNG = {"format": "png", "dpi": DPI, "metadata": {"Software": None}}  # nothing that differs from run to run
+SVG = {"format": "svg", "metadata": {"Date": None, "Creator": None}}
 DASHES: dict[str, Any] = {"solid": "-", "dashed": (0, (5, 2)), "dotted": (0, (1, 1.5)), "dashdot": "-."}
 MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "cross": "x"}
 SETTINGS: Any = {
@@ -41,22 +43,19 @@ WIDE_ENOUGH = 1 / 40  # of the panel, for a label inside a span
 
 def png(chart: Chart) -> bytes:
     """The chart as a PNG."""
-    return _drawn(chart, "png", dpi=DPI, metadata={"Software": None})
+    return _drawn(chart, PNG)
 
 
 def svg(chart: Chart) -> bytes:
     """The chart as an SVG whose texts are text."""
-    return _drawn(chart, "svg", metadata={"Date": None, "Creator": None})
+    return _drawn(chart, SVG)
 
 
 def both(chart: Chart) -> tuple[bytes, bytes]:
     """(PNG, SVG) of one drawing, in less time than one after the other."""
     with _settings():
         drawn = figure(chart)
-        return (
-            _saved(drawn, "png", dpi=DPI, metadata={"Software": None}),
-            _saved(drawn, "svg", metadata={"Date": None, "Creator": None}),
-        )
+        return _saved(drawn, PNG), _saved(drawn, SVG)
 
 
 def _settings() -> Any:
@@ -65,14 +64,14 @@ def _settings() -> Any:
     return matplotlib.rc_context(SETTINGS)
 
 
-def _drawn(chart: Chart, kind: str, **options: Any) -> bytes:
+def _drawn(chart: Chart, options: Any) -> bytes:
     with _settings():
-        return _saved(figure(chart), kind, **options)
+        return _saved(figure(chart), options)
 
 
-def _saved(drawn: Figure, kind: str, **options: Any) -> bytes:
+def _saved(drawn: Figure, options: Any) -> bytes:
     buffer = io.BytesIO()
-    drawn.savefig(buffer, format=kind, **options)
+    drawn.savefig(buffer, **options)
     return buffer.getvalue()
 
 

@@ -78,15 +78,16 @@ def parse(text: str) -> Check:
         raise CheckError(f"--check {text!r}: {number!r} is not a number") from None
     if unit not in UNITS:
         raise CheckError(f"--check {text!r}: unknown unit {unit!r} (known: {', '.join(u for u in UNITS if u)})")
-    return Check(text, _metric(metric, text), compare, bound * UNITS[unit])
+    return Check(text, named(metric, f"--check {text!r}"), compare, bound * UNITS[unit])
 
 
-def _metric(name: str, text: str) -> str:
+def named(name: str, source: str) -> str:
+    """The metric of that name; of a distribution `_s` may be left out. Raises CheckError, its text led by `source`."""
     head, dot, tail = name.partition(".")
     for candidate in (name, f"{head}_s{dot}{tail}"):
         if candidate in NAMES:
             return candidate
     if head in DISTRIBUTIONS or f"{head}_s" in DISTRIBUTIONS:
-        raise CheckError(f"--check {text!r}: {head} needs one of {', '.join(f'{head}.{s}' for s in STATISTICS)}")
+        raise CheckError(f"{source}: {head} needs one of {', '.join(f'{head}.{s}' for s in STATISTICS)}")
     hints = [n.replace("_s.", ".") for n in NAMES]
-    raise CheckError(f"--check {text!r}: unknown metric {name!r}{near(name, hints)}")
+    raise CheckError(f"{source}: unknown metric {name!r}{near(name, hints)}")

@@ -29,6 +29,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cbsim import catalog, scenario, trace, workload
+from cbsim import environment as sources
 from cbsim.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -205,6 +206,23 @@ def test_git_state_is_that_of_the_sources(both: Both) -> None:
         return
     assert subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout == "commit\n"
     assert isinstance(state["dirty"], bool)
+
+
+def test_a_report_written_before_does_not_make_the_code_a_changed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tracked files count, but for those of reports/, which are output."""
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e", "-C", str(tmp_path)]
+    for name in ("cbsim/environment.py", "reports/report.md"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("before")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "m"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(sources, "__file__", str(tmp_path / "cbsim" / "environment.py"))
+    (tmp_path / "reports" / "report.md").write_text("after")
+    assert sources.git_state()["dirty"] is False
+    (tmp_path / "cbsim" / "environment.py").write_text("after")
+    assert sources.git_state()["dirty"] is True
 
 
 def test_the_resolved_scenario_is_the_run(both: Both) -> None:

@@ -315,6 +315,15 @@ def test_a_column_of_another_type_is_named(
         trace.load(complete)
 
 
+@pytest.mark.parametrize(("name", "column"), [("steps.parquet", "waiting"), ("requests.parquet", "prompt_tokens")])
+def test_nothing_is_counted_below_0(complete: Path, name: str, column: str) -> None:
+    """Tokens, blocks, rows and requests; a hash or a mark such as -1 may be below."""
+    values = pq.read_table(complete / name)[column].to_pylist()
+    replace_column(complete / name, column, pa.array([-1, *values[1:]]))
+    with pytest.raises(RunError, match=rf"{name}: column {column} has -1, expected 0 or more"):
+        trace.load(complete)
+
+
 @pytest.mark.parametrize(("name", "column"), [("steps.parquet", "rows"), ("requests.parquet", "reason")])
 def test_a_column_with_nulls_is_named(complete: Path, name: str, column: str) -> None:
     """Null is for times that never happened, nothing else."""

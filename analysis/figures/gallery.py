@@ -29,11 +29,10 @@ def _counted(run: Run) -> Requests:
 def details(runs: Sequence[Run]) -> list[Chart]:
     """What happened step by step and request by request, of runs few enough to be seen side by side."""
     frames = {run.label: run.steps for run in runs}
-    sync_above = sorted(runs, key=lambda run: run.loop != "sync")
     summaries = {run.label: run.summary for run in runs}
     charts = [
         latencies(runs),
-        lanes.lanes({run.label: run.steps for run in sync_above}),
+        lanes.lanes(frames),
         activity.gpu_active(frames),
         steps.tokens(frames, {run.label: steps.budget(run.scenario) for run in runs}),
         queues.queues(frames),

@@ -9,10 +9,10 @@ import pandas as pd
 
 from analysis.chart import BLACK, LANE_STYLES, Chart, Floats, Mark, Panel, Points, Spans, Style
 from analysis.figures.axis import NS, Frames, Unit, pipelined, unit, without
+from cbsim.figures import STEPS_SHOWN
 from cbsim.record import LANES, PHASES
 from cbsim.terminal import shown
 
-STEPS_SHOWN = 7
 ROWS = ("CPU", "H2D", "compute", "D2H")
 COMPUTE = ROWS.index("compute")
 

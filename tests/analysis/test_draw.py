@@ -104,3 +104,10 @@ def test_a_linear_axis_starts_at_zero() -> None:
     """A difference looks as large as it is; only a fixed range or a log axis leaves zero out."""
     axes = draw.figure(Chart("k", "t", "s", [Panel([Line("l", X, X + 100, SERIES[0])], "x")])).axes[0]
     assert axes.get_ylim()[0] == 0.0
+
+
+def test_dollars_are_not_mathematics() -> None:
+    """What a scenario is called is written as it stands."""
+    text = draw.svg(Chart("k", "costs $2 or $3", "s", [Panel([Line("$x$", X, X, SERIES[0])], "$ an hour $")])).decode()
+    for word in ("costs $2 or $3", "$x$", "$ an hour $"):
+        assert f">{word}</text>" in text

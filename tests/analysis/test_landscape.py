@@ -30,6 +30,14 @@ def _rate(run: Run) -> float:
     return float(run.summary["output_tokens_per_s"])
 
 
+def test_a_sweep_of_what_arrives_is_no_ranking(runs: list[Run]) -> None:
+    """More traffic is not a better server: the order stays, and there is no factor and no gain."""
+    table = landscape.landscape(runs, by_rate=True)
+    assert [row[0] for row in table.rows] == [run.label for run in runs]
+    assert not {"factor", "async gain"} & set(table.header)
+    assert {len(row) for row in table.rows} == {len(table.header)}
+
+
 def test_best_throughput_first_with_its_factor(runs: list[Run]) -> None:
     table = landscape.landscape(runs)
     ordered = sorted(runs, key=_rate, reverse=True)

@@ -143,3 +143,17 @@ def test_curves_show_the_summaries(rated: list[Run]) -> None:
     assert "too few" in chart.says
     points = [mark for mark in gallery.swept(found)[1].panels[0].marks if isinstance(mark, Points)]
     assert [list(mark.labels) for mark in points] == [[f"{rate:g}" for rate in RATES]] * 2
+
+
+def test_the_service_level_has_a_rate_of_its_own(rated: list[Run]) -> None:
+    """It may allow for a wait that a knee does not: up to which rate 99 % of the requests meet it."""
+    rate = "workload.arrivals.rate_per_s"
+    met = {1: 1.0, 2: 0.995, 2.7: 0.98, 4: 1.0}  # a rate above one that misses it does not count
+    runs = [
+        replace(run, summary={**run.summary, "slo": {"attainment": met[lookup(run.scenario, rate)]}}) for run in rated
+    ]
+    found = sweep.sweep(runs)
+    assert found is not None
+    assert sorted(one for one in sweep.findings(found) if "SLO" in one) == [
+        f"{loop}: SLO met by at least 99% of the requests up to 2/s." for loop in ("async", "sync")
+    ]

@@ -235,3 +235,34 @@ def test_a_wait_that_makes_ttft_is_said(serve: Serve) -> None:
         run = serve(f"workload.arrivals={{kind: poisson, rate_per_s: {rate}}}")
         told = {"near capacity", "overload"} & set(_kinds(run))
         assert told == ({kind} if kind else set()), rate
+
+
+def test_a_window_says_whose_latencies_they_are(serve: Serve) -> None:
+    run = serve("workload.arrivals={kind: constant, rate_per_s: 40}")
+    text = _text("window", replace(run, summary={**run.summary, "window_s": [2.0, None]}))
+    assert "320 of 400 requests" in text  # one every 25 ms: the first 80 come before 2 s
+    assert "2:" in text
+    assert "window" not in _kinds(run)
+
+
+def test_throughput_below_capacity_is_the_traffic_s(serve: Serve) -> None:
+    """Not of a server that cannot keep up, and not where all requests are there at once."""
+    for arrivals, limited in (
+        ("{kind: constant, rate_per_s: 40}", True),
+        ("{kind: constant, rate_per_s: 400}", False),
+        ("{kind: at_once}", False),
+    ):
+        assert ("arrival-limited" in _kinds(serve(f"workload.arrivals={arrivals}"))) is limited
+
+
+def test_many_runs_are_no_flood(serve: Serve) -> None:
+    """Three of a kind are told in full, the others by name."""
+    runs = [serve(f"workload.requests={count}") for count in range(11, 17)]
+    runs = [replace(run, label=f"run {i}") for i, run in enumerate(runs)]
+    told = [one for one in trust.caveats(runs) if one.kind == "few requests"]
+    assert len(told) == trust.MOST_TOLD + 1
+    assert told[-1].run == "run 3, run 4, run 5"
+
+
+def test_why_requests_were_refused(serve: Serve) -> None:
+    assert "Most often: prompt of 9000 tokens" in _text("not done", serve("workload.prompt_tokens=9000"))
