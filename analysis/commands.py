@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analysis import compare as comparison
-from analysis import draw, fidelity, folder, index, load, markdown, page, published
+from analysis import fidelity, folder, index, load, markdown, page, published
 from analysis import landscape as side_by_side
 from analysis import report as reports
 from analysis.condition import Condition, parse
@@ -17,6 +17,7 @@ from analysis.condition import verdict as judge
 from analysis.content import Caveat, Report, Table
 from analysis.load import Run
 from analysis.trust import caveats
+from cbsim import draw
 from cbsim.terminal import aligned
 from cbsim.trace import RunError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from analysis.chart import Chart
+from cbsim.chart import Chart
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from analysis.chart import Area, Bars, Chart, Edge, Level, Line, Mark, Panel, Points, Spans, Style
 from analysis.layout import NARROW_PX, WIDE_PX, Dict, axis, escaped, layout, placed
+from cbsim.chart import Area, Bars, Chart, Edge, Level, Line, Mark, Panel, Points, Spans, Style
 
 PLAIN_AT_MOST = 200  # numbers; a longer array is encoded
 DASHES = {"solid": "solid", "dashed": "7px,3px", "dotted": "2px,3px", "dashdot": "dashdot"}

@@ -10,7 +10,7 @@ import math
 import textwrap
 from typing import Any, NamedTuple
 
-from analysis.chart import Chart, Edge, Level, Mark, Panel, Spans
+from cbsim.chart import Chart, Edge, Level, Mark, Panel, Spans
 
 Dict = dict[str, Any]
 

@@ -6,8 +6,8 @@ import html
 import re
 from collections.abc import Iterator, Sequence
 
-from analysis.chart import Chart
 from analysis.content import Report, Source, Table
+from cbsim.chart import Chart
 
 MOST_COLUMNS = 4
 

@@ -17,8 +17,8 @@ from importlib import resources, util
 from pathlib import Path
 
 from analysis import interactive
-from analysis.chart import Chart, series
 from analysis.content import Caveat, Report, Source, Table, Tile
+from cbsim.chart import Chart, series
 
 MOST_IN_TILES = 4  # runs; more make a table
 KEYS = (  # what a button does, its sign, its name

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from analysis.chart import Floats
+from cbsim.chart import Floats
 
 Ints = npt.NDArray[np.int64]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from cbsim.chart import COLOURS, IDLE
 from cbsim.metrics import Steps
 from cbsim.record import LANES, PHASES
 
@@ -20,17 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 STEPS_SHOWN = 7
-COLOURS = {  # Okabe and Ito
-    "schedule": "#0072B2",
-    "prepare": "#56B4E9",
-    "launch": "#CC79A7",
-    "await": "#EEEEEE",
-    "update": "#009E73",
-    "h2d": "#E69F00",
-    "compute": "#D55E00",
-    "d2h": "#F0E442",
-}
-IDLE = "#FBE3D6"
 
 
 def window(steps: Steps) -> tuple[int, int]:

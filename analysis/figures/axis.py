@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from analysis.chart import Area, Floats, Line, Mark, Style
 from analysis.thin import Binned, binned, filled
+from cbsim.chart import Area, Floats, Line, Mark, Style
 from cbsim.metrics import Steps
 
 Frames = Mapping[str, pd.DataFrame]

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from analysis.chart import GREY, Bars, Chart, Floats, Line, Mark, Panel, Points, Style, series
 from analysis.thin import Ints
+from cbsim.chart import GREY, Bars, Chart, Floats, Line, Mark, Panel, Points, Style, series
 from cbsim.terminal import lookup
 
 Summaries = Mapping[str, Mapping[str, Any]]

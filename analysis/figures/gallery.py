@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from analysis.chart import Chart
 from analysis.figures import activity, cost, curves, lanes, latency, memory, queues, requests, steps
 from analysis.load import Run
 from analysis.sweep import Sweep
+from cbsim.chart import Chart
 from cbsim.metrics import Requests, token_times
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from analysis.chart import BLACK, LANE_STYLES, Chart, Floats, Mark, Panel, Points, Spans, Style
 from analysis.figures.axis import NS, Frames, Unit, pipelined, unit, without
+from cbsim.chart import BLACK, LANE_STYLES, Chart, Floats, Mark, Panel, Points, Spans, Style
 from cbsim.figures import STEPS_SHOWN
 from cbsim.record import LANES, PHASES
 from cbsim.terminal import shown

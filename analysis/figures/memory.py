@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from analysis.chart import BLACK, BLUE, ORANGE, PALE, Chart, Level, Line, Mark, Panel, Style
 from analysis.figures.axis import Frames, Unit, column, held, longest, over_time, stack, thinned, unit, without
 from analysis.thin import Binned
+from cbsim.chart import BLACK, BLUE, ORANGE, PALE, Chart, Level, Line, Mark, Panel, Style
 
 USED, CACHED, EMPTY = Style(BLUE), Style(ORANGE), Style(PALE)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from analysis.chart import BLACK, BLUE, ORANGE, Chart, Floats, Mark, Panel, Points, Spans, Style
 from analysis.figures.axis import Frames, Unit, longest, seconds, unit, without
 from analysis.thin import Ints, chosen
+from cbsim.chart import BLACK, BLUE, ORANGE, Chart, Floats, Mark, Panel, Points, Spans, Style
 from cbsim.terminal import shown
 
 MOST_NAMED = 40  # more rows than this are labelled by their place in order of arrival, every so often

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.chart import BLACK, BLUE, GREY, ORANGE, PALE, Area, Chart, Level, Mark, Panel, Points, Style, series
 from analysis.figures.axis import (
     Frames,
     Unit,
@@ -27,6 +26,7 @@ from analysis.figures.axis import (
     without,
 )
 from analysis.thin import Binned, chosen
+from cbsim.chart import BLACK, BLUE, GREY, ORANGE, PALE, Area, Chart, Level, Mark, Panel, Points, Style, series
 
 PARTS = (("prefill", Style(BLUE)), ("decode", Style(ORANGE)), ("padding", Style(GREY)))
 MOST_POINTS = 1000  # of a run's steps with prefill, and likewise of its others

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from analysis.chart import (
+from analysis.content import Caveat, Report, Source, Table, Tile
+from cbsim.chart import (
     BLACK,
     BLUE,
     LANE_STYLES,
@@ -29,7 +30,6 @@ from analysis.chart import (
     Style,
     series,
 )
-from analysis.content import Caveat, Report, Source, Table, Tile
 
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),

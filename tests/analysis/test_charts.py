@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis import draw
-from analysis.chart import Area, Bars, Chart, Level, Line, Panel, Points, Spans
 from analysis.figures import activity, cost, gallery, lanes, latency, memory, queues, requests, steps
 from analysis.figures.axis import Frames, held, pipelined, unit
 from analysis.load import Run, read, request_frame
+from cbsim import draw
+from cbsim.chart import Area, Bars, Chart, Level, Line, Panel, Points, Spans
 from cbsim.cli import main
 from cbsim.metrics import Steps, token_times
 from cbsim.record import LANES, PHASES, STEP_COLUMNS, RequestRow
@@ -86,7 +86,7 @@ def _all(frames: Frames) -> list[Chart]:
 
 
 def _valid(chart: Chart) -> None:
-    """The contract of `analysis.chart`."""
+    """The contract of `cbsim.chart`."""
     assert chart.says.strip() and chart.title and chart.panels
     for panel in chart.panels:
         for mark in panel.marks:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from matplotlib.collections import PathCollection, PolyCollection
 
-from analysis import draw
-from analysis.chart import RED, SERIES, Area, Bars, Chart, Edge, Level, Line, Panel, Points, Spans, Style
+from cbsim import draw
+from cbsim.chart import RED, SERIES, Area, Bars, Chart, Edge, Level, Line, Panel, Points, Spans, Style
 
 X = np.linspace(0.0, 4.0, 5)
 SPANS = Spans("compute", np.array([0, 2]), np.array([0.0, 1.0]), np.array([1.0, 4.0]), Style(RED), labels=("a", "b"))

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis import interactive
-from analysis.chart import Area, Bars, Chart, Edge, Level, Line, Panel, Points, Spans, Style
+from cbsim.chart import Area, Bars, Chart, Edge, Level, Line, Panel, Points, Spans, Style
 
 PLAIN = Style("#0072B2", "dashed", "triangle")
 X = np.array([1.0, 2.0, 3.0])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from analysis import landscape
-from analysis.chart import Bars
 from analysis.load import Run, read
+from cbsim.chart import Bars
 from cbsim.cli import main
 from cbsim.terminal import shown
 

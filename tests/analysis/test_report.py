@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from analysis import cli, draw, index, load, page, report
-from analysis.chart import Chart
+from analysis import cli, index, load, page, report
 from analysis.comparable import Incomparable
 from analysis.content import Report
+from cbsim import draw
+from cbsim.chart import Chart
 from cbsim.cli import main
 from cbsim.metrics import SAMPLES_NEEDED
 from cbsim.terminal import lookup, shown

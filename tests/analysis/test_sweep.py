@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from analysis import sweep
-from analysis.chart import Edge, Line, Points
 from analysis.figures import gallery
 from analysis.load import Run, read
+from cbsim.chart import Edge, Line, Points
 from cbsim.cli import main
 from cbsim.terminal import lookup
 

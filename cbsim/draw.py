@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from analysis.chart import Area, Bars, Chart, Edge, Level, Line, Mark, Panel, Points, Spans, Style
+from cbsim.chart import Area, Bars, Chart, Edge, Level, Line, Mark, Panel, Points, Spans, Style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,9 +14,20 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cbsim.figures import COLOURS, IDLE
-
 Floats = npt.NDArray[np.float64]
+
+
+COLOURS = {  # Okabe and Ito
+    "schedule": "#0072B2",
+    "prepare": "#56B4E9",
+    "launch": "#CC79A7",
+    "await": "#EEEEEE",
+    "update": "#009E73",
+    "h2d": "#E69F00",
+    "compute": "#D55E00",
+    "d2h": "#F0E442",
+}
+IDLE = "#FBE3D6"
 
 
 class Style(NamedTuple):
