@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analysis import compare as comparison
-from analysis import fidelity, folder, index, load, markdown, page, published
+from analysis import fidelity, index, load, markdown, page, published
 from analysis import landscape as side_by_side
 from analysis import report as reports
 from analysis.condition import Condition, parse
 from analysis.condition import verdict as judge
-from analysis.content import Caveat, Report, Table
+from analysis.content import Caveat, Report
 from analysis.load import Run
 from analysis.trust import caveats
-from cbsim import draw
+from cbsim import draw, folder
+from cbsim.markdown import Table
 from cbsim.terminal import aligned
 from cbsim.trace import RunError
 
@@ -56,7 +57,7 @@ def _write(runs: Sequence[Run], command: str, out: Path) -> None:
 
 def _write_files(made: Report, out: Path) -> bool:
     """Is there a page among them?"""
-    folder.write(out, {index.FACTS: reports.facts(made)})
+    folder.write(out, {folder.FACTS: reports.facts(made)})
     folder.write(out, {"report.md": markdown.text(made).encode(errors="replace")})
     for chart in made.charts:
         png, svg = draw.both(chart)

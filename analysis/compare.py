@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from analysis import intervals
 from analysis.comparable import check
-from analysis.content import Table
 from analysis.intervals import CONFIDENCE, Interval, Intervals
 from analysis.load import Run
 from cbsim.checks import DISTRIBUTIONS, NAMES, SINGLE
+from cbsim.markdown import Table
 from cbsim.metrics import SAMPLES_NEEDED
 from cbsim.terminal import QUANTITIES, lookup, shown
 

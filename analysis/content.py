@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cbsim.chart import Chart
+from cbsim.markdown import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +26,6 @@ class Caveat:
     kind: str
     run: str
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of text under a header; all columns but the first are numbers, right-aligned. `says` stands above it."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    says: str = ""
 
 
 @dataclass(frozen=True, slots=True)

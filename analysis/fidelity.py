@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from analysis import comparable, compare
 from analysis.compare import MARK, SHOWN, Difference, change_text, range_text
-from analysis.content import Table
 from analysis.load import Run, flat
 from cbsim import replay
 from cbsim.fields import ScenarioError
+from cbsim.markdown import Table
 from cbsim.record import LANES, PHASES
 from cbsim.terminal import shown
 from cbsim.trace import RunError

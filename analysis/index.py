@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from analysis.markdown import plain
+from cbsim.folder import FACTS
+from cbsim.markdown import plain
 from cbsim.trace import RunError
-
-FACTS = "report.json"
 
 
 def readme(folder: Path) -> str:

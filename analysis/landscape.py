@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from analysis.content import Table
 from analysis.load import Run, flat
 from cbsim.chart import Bars, Chart, Panel, Style, series
+from cbsim.markdown import Table
 from cbsim.metrics import SAMPLES_NEEDED
 from cbsim.terminal import lookup, shown
 

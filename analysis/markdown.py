@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import html
-import re
 from collections.abc import Iterator, Sequence
 
-from analysis.content import Report, Source, Table
-from cbsim.chart import Chart
+from analysis.content import Report, Source
+from cbsim.markdown import Table, fenced, figure, plain, table
 
 MOST_COLUMNS = 4
 
@@ -55,37 +53,9 @@ def _cell(source: Source, metric: str) -> str:
     return "-" if tile is None else f"{tile.value} ({tile.note})" if tile.note else tile.value
 
 
-def table(content: Table) -> list[str]:
-    """A Markdown table: the first column left, the others right."""
-    lines = [plain(content.says), ""] if content.says else []
-    lines.append(_row(content.header))
-    lines.append("|---" + "|---:" * (len(content.header) - 1) + "|")
-    return [*lines, *(_row(row) for row in content.rows), ""]
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(plain(cell).replace("|", "\\|") for cell in cells) + " |"
-
-
-def figure(chart: Chart) -> list[str]:
-    title = plain(chart.title)
-    return [f"### {title}", "", f"![{title}](figures/{chart.key}.png)", "", plain(chart.says), ""]
-
-
 def _source(source: Source) -> Iterator[str]:
     yield from (f"### {plain(source.label)}: {plain(source.kind)}", "", f"`{source.folder}`", "")
     yield from (*fenced("sh", source.command), "")
     for title, kind, content in (("Scenario", "yaml", source.scenario), ("Environment", "json", source.environment)):
         yield from ("<details>", f"<summary>{title}</summary>", "", *fenced(kind, content.rstrip()), "")
         yield from ("</details>", "")
-
-
-def plain(text: str) -> str:
-    """Text on one line that no reader of Markdown takes for HTML."""
-    return html.escape(" ".join(text.split()), quote=False)
-
-
-def fenced(kind: str, code: str) -> list[str]:
-    """A block of code, whatever backticks are in it."""
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", code)), default=0))
-    return [f"{fence}{kind}", code, fence]

@@ -17,8 +17,9 @@ from importlib import resources, util
 from pathlib import Path
 
 from analysis import interactive
-from analysis.content import Caveat, Report, Source, Table, Tile
+from analysis.content import Caveat, Report, Source, Tile
 from cbsim.chart import Chart, series
+from cbsim.markdown import Table
 
 MOST_IN_TILES = 4  # runs; more make a table
 KEYS = (  # what a button does, its sign, its name

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from analysis import comparable, compare, fidelity, landscape, sweep, trust
 from analysis.compare import Difference
-from analysis.content import Report, Source, Table, Tile
+from analysis.content import Report, Source, Tile
 from analysis.fidelity import Error
 from analysis.figures import gallery
 from analysis.load import Run
 from cbsim import documents
 from cbsim.chart import SERIES, Chart
+from cbsim.markdown import Table
 from cbsim.metrics import SAMPLES_NEEDED
 from cbsim.terminal import QUANTITIES, lookup, shown
 

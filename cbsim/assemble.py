@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from cbsim import catalog
 from cbsim.cost.base import Cost
 from cbsim.cost.constant import ConstantCost
 from cbsim.cost.cpu import CpuCost, PhaseCost
 from cbsim.cost.fitted import FittedCost
 from cbsim.cost.roofline import Rates, RooflineCost, Weights
+from cbsim.cost.table import Added, Group, Link, TableCost
+from cbsim.cost.tables import Tables
 from cbsim.policy.schedulers.registry import SCHEDULERS
 from cbsim.scenario import Scenario, depth, scheduler_options
+from cbsim.shapes import ModelShape
 from cbsim.timing import ConstantCost as ConstantSettings
 from cbsim.timing import Cpu
 from cbsim.timing import RooflineCost as RooflineSettings
+from cbsim.timing import TableCost as TableSettings
 
 NS = 1e9
 
@@ -41,6 +46,8 @@ def cost_model(scenario: Scenario) -> Cost:
         )
     if isinstance(settings, RooflineSettings):
         return _roofline(scenario, settings, cpu)
+    if isinstance(settings, TableSettings):
+        return table_cost(scenario.model, settings)
     return FittedCost(
         cpu_ns=cpu,
         base=settings.base_s * NS,
@@ -63,6 +70,33 @@ def cpu_cost(settings: Cpu) -> CpuCost:
         terms = (phase.base_s, phase.per_request_s, phase.per_token_s, phase.per_block_s)
         phases[name] = PhaseCost(*(term * NS for term in terms))
     return CpuCost(phases)
+
+
+def table_cost(model: ModelShape, settings: TableSettings) -> TableCost:
+    """A cost model from the measured tables that `settings` name. Raises ScenarioError."""
+    link = settings.link
+    group = Group(
+        tensor=settings.tensor_parallel,
+        layers=model.layers,
+        row_bytes=model.hidden * model.dtype_bytes,
+        link=Link(link.latency_s * NS, link.bytes_s / NS) if link else None,
+    )
+    return TableCost(
+        cpu_cost(settings.cpu),
+        _tables(model, settings),
+        group,
+        Added((settings.step_s + settings.layer_s * model.layers) * NS, settings.row_s * NS),
+        skew=settings.skew,
+        launch_ns=settings.launch_s_per_layer * model.layers * NS,
+    )
+
+
+def _tables(model: ModelShape, settings: TableSettings) -> Tables:
+    from cbsim.cost import bundle
+
+    place = catalog.tables(settings.path)
+    experts = bundle.Experts(model.experts, model.experts_per_token) if model.experts else None
+    return bundle.Bundle(place, settings.tensor_parallel, model.layers, experts)
 
 
 def _roofline(scenario: Scenario, settings: RooflineSettings, cpu: CpuCost) -> RooflineCost:

@@ -57,14 +57,27 @@ def data_folders() -> list[Path]:
     return [*([Path(given)] if given else []), ROOT.parent / "shared" / "data"]
 
 
+def tables(path: str) -> Path:
+    """The folder of kernel tables that a scenario names, or how their file names begin. Raises ScenarioError."""
+    candidates = [Path(path), *(folder / path for folder in data_folders())]
+    for candidate in candidates:
+        if candidate.is_dir() or (candidate.parent.is_dir() and any(candidate.parent.glob(f"{candidate.name}_*"))):
+            return candidate
+    raise _missing("cost.path", f"no tables {path!r}", candidates)
+
+
 def data(path: str, field: str = "workload.path") -> Path:
     """The data file that a scenario names. Raises ScenarioError with all places looked at."""
     candidates = [folder / path for folder in data_folders()]  # an absolute path stays what it is
     for candidate in candidates:
         if candidate.is_file():
             return candidate
+    raise _missing(field, f"no file {path!r}", candidates)
+
+
+def _missing(field: str, what: str, candidates: list[Path]) -> ScenarioError:
     looked = "; ".join(str(place) for place in dict.fromkeys(candidates))
     unset = "" if os.environ.get("CBSIM_DATA") else " ($CBSIM_DATA is not set)"
-    raise ScenarioError(
-        f"{field}: no file {path!r} beside the scenario, nor at {looked}{unset}; docs/data.md says where to get it"
+    return ScenarioError(
+        f"{field}: {what} beside the scenario, nor at {looked}{unset}; docs/data.md says where to get it"
     )

@@ -42,6 +42,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         return commands.schema(arguments.out)
     if arguments.command == "list":
         return commands.catalogue()
+    if arguments.command == "cache-curve":
+        return commands.cache_curve(arguments.trace, arguments.capacities, arguments.block_tokens, arguments.json)
     from cbsim import bench
 
     return bench.bench(arguments.cases, as_json=arguments.json)
@@ -62,6 +64,11 @@ def _parser() -> argparse.ArgumentParser:
     schema = commands.add_parser("schema", help="write the JSON schemas of scenario files, for editors")
     schema.add_argument("--out", type=Path, default=Path("schemas"), metavar="DIR", help="folder (schemas)")
     commands.add_parser("list", help="schedulers, cost models, hardware, models, scenarios")
+    curve = commands.add_parser("cache-curve", help="prefix-cache hit rate of a Mooncake trace by cache capacity")
+    curve.add_argument("trace", metavar="TRACE", help="a Mooncake trace: a path, or its name in the data folder")
+    curve.add_argument("--capacities", metavar="N,N", help="rising, in tokens, such as 1e4,1e5 (those of the paper)")
+    curve.add_argument("--block-tokens", type=int, default=512, metavar="N", help="of a cached block (512)")
+    curve.add_argument("--json", action="store_true", help="print one object; capacity null is the infinite cache")
     bench = commands.add_parser("bench", help="measure the simulator: seconds, steps, requests, peak memory a case")
     bench.add_argument("cases", nargs="*", metavar="CASE", help="cases to run (all)")
     bench.add_argument("--json", action="store_true", help="print one JSON object, a case a key")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -67,6 +68,25 @@ def schema(folder: Path) -> int:
         raise trace.RunError(f"{folder}: cannot be written: {error.strerror or error}") from error
     for path in written:
         print(path)
+    return OK
+
+
+def cache_curve(name: str, listed: str | None, block_tokens: int, as_json: bool) -> int:
+    """How much of its prompts a Mooncake trace finds again in a prefix cache, by capacity."""
+    from cbsim import cache_curve, terminal, traces
+
+    sizes = cache_curve.PAPER_TOKENS if listed is None else cache_curve.capacities(listed)
+    curve = cache_curve.curve(traces.mooncake(cache_curve.find(name)), sizes, block_tokens)
+    if as_json:
+        print(json.dumps({"trace": name, **curve._asdict(), "points": [point._asdict() for point in curve.points]}))
+        return OK
+    about = f"{curve.distinct_blocks:,} distinct blocks of {block_tokens:,}"
+    print(f"{name}: {curve.requests:,} requests, {curve.prompt_tokens:,} prompt tokens, {about}")
+    rows = [("capacity, tokens", "whole blocks", "next block shared")]
+    for capacity, *rates in curve.points:
+        whole, following = (terminal.shown(rate, "fine share") for rate in rates)
+        rows.append(("infinite" if capacity is None else f"{capacity:,}", whole, following))
+    print(terminal.aligned(rows))
     return OK
 
 

@@ -20,7 +20,7 @@ from cbsim.fields import Frozen, ScenarioError, complaint
 from cbsim.overrides import apply
 from cbsim.serving import KvCache, Loop, Scheduler, Slo, StaticScheduler, TransformersScheduler, VllmScheduler
 from cbsim.shapes import Hardware, ModelShape, NamedHardware, NamedModel
-from cbsim.timing import Coefficients, Cost, RooflineCost
+from cbsim.timing import Coefficients, Cost, RooflineCost, TableCost
 
 if TYPE_CHECKING:
     from cbsim.policy.schedulers.static import StaticOptions
@@ -65,6 +65,12 @@ class Scenario(Frozen):
     def _block_size_allowed(self) -> Scenario:
         if isinstance(self.scheduler, TransformersScheduler) and self.block_size < 4:
             raise complaint(f"got {self.block_size}, must be >= 4 for transformers", "kv_cache.block_size")
+        return self
+
+    @model_validator(mode="after")
+    def _cost_knows_experts(self) -> Scenario:
+        if self.model.experts and self.cost.kind == "roofline":
+            raise complaint("the roofline knows dense models only; use measured tables (table)", "cost.kind")
         return self
 
     @property
@@ -170,7 +176,9 @@ def _fitting_blocks(scenario: Scenario, tokens: int, requests: int) -> int:
         return cache.num_blocks
     fraction, size = cache.memory_fraction, scenario.block_size
     model, hardware = scenario.model, scenario.hardware
-    return sizing.fit_vllm(model, hardware, fraction=fraction, block_size=size, tokens=tokens, requests=requests)
+    tensor = scenario.cost.tensor_parallel if isinstance(scenario.cost, TableCost) else 1
+    step = sizing.Step(tokens, requests)
+    return sizing.fit_vllm(model, hardware, fraction=fraction, block_size=size, step=step, tensor=tensor)
 
 
 def _static(scenario: Scenario, scheduler: StaticScheduler) -> StaticOptions:

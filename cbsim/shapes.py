@@ -5,17 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, model_validator
 
 from cbsim import catalog, documents
-from cbsim.fields import Frozen, Real, Whole
+from cbsim.fields import Frozen, Real, Whole, complaint
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class ModelShape(Frozen):
-    """A dense decoder: grouped-query attention, gated feed-forward, RMS norms, no biases; one type for all tensors."""
+    """A decoder: grouped-query attention, gated feed-forward or a mixture of such experts, RMS norms, no biases; one
+    type for all tensors.
+    """
 
     name: str
     """What reports call it."""
@@ -30,7 +32,11 @@ class ModelShape(Frozen):
     head_dim: Annotated[Whole, Field(ge=1)]
     """Width of a head."""
     intermediate: Annotated[Whole, Field(ge=1)]
-    """Width of the feed-forward layer."""
+    """Width of the feed-forward layer, or of one expert."""
+    experts: Annotated[Whole, Field(ge=0)] = 0
+    """Experts of a layer; 0: the feed-forward layer is dense."""
+    experts_per_token: Annotated[Whole, Field(ge=0)] = 0
+    """Experts that a token goes through."""
     vocab: Annotated[Whole, Field(ge=1)]
     """Rows of the embedding."""
     tied_embeddings: bool = False
@@ -42,15 +48,30 @@ class ModelShape(Frozen):
     max_position: Annotated[Whole, Field(ge=1)]
     """Longest sequence that the model is made for, in tokens."""
 
+    @model_validator(mode="after")
+    def _experts_chosen(self) -> ModelShape:
+        if not min(self.experts, 1) <= self.experts_per_token <= self.experts:
+            text = f"got {self.experts_per_token}, must be between {min(self.experts, 1)} and experts ({self.experts})"
+            raise complaint(text, "experts_per_token")
+        return self
+
     @property
     def dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of the matrices of one layer: q, k, v, o, gate, up, down."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate
+        """Weights of the matrices of one layer: q, k, v, o, then gate, up and down, of every expert with its gate."""
+        return self._attention_parameters + (self.expert_parameters or 3 * self.hidden * self.intermediate)
+
+    @property
+    def _attention_parameters(self) -> int:
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of one layer's experts and of their gate; 0 for a dense model."""
+        return self.experts * (3 * self.hidden * self.intermediate + self.hidden)
 
     @property
     def parameters(self) -> int:
@@ -62,6 +83,11 @@ class ModelShape(Frozen):
     @property
     def weight_bytes(self) -> int:
         return self.parameters * self.dtype_bytes
+
+    def shard_bytes(self, tensor: int, ranks: int = 1) -> int:
+        """Weights on one GPU of `tensor` that share every layer and of `ranks` that share the experts."""
+        experts = self.layers * self.expert_parameters
+        return ((self.parameters - experts) // tensor + experts // (tensor * ranks)) * self.dtype_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:

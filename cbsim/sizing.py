@@ -93,21 +93,30 @@ def fit_transformers(
     return size
 
 
-def activation_bytes(model: ModelShape, tokens: int, requests: int) -> int:
-    """Estimated peak of a step of `tokens` query tokens and `requests` samples: hidden states, queries, keys and
-    values, the feed-forward's two inputs and its product; then the sampler's copies of the logits.
+class Step(NamedTuple):
+    """The largest step: query tokens, and rows that sample."""
+
+    tokens: int
+    requests: int
+
+
+def activation_bytes(model: ModelShape, step: Step) -> int:
+    """Estimated peak of a step: hidden states, queries, keys and values, the feed-forward's two inputs and its product;
+    then the sampler's copies of the logits.
     """
     states = 2 * model.hidden + (model.heads + 2 * model.kv_heads) * model.head_dim + 3 * model.intermediate
-    return tokens * states * model.dtype_bytes + LOGIT_COPIES * requests * model.vocab * 4
+    return step.tokens * states * model.dtype_bytes + LOGIT_COPIES * step.requests * model.vocab * 4
 
 
 def fit_vllm(
-    model: ModelShape, hardware: Hardware, *, fraction: float, block_size: int, tokens: int, requests: int
+    model: ModelShape, hardware: Hardware, *, fraction: float, block_size: int, step: Step, tensor: int = 1
 ) -> int:
-    """Blocks in `fraction` of the memory beside weights and a step's peak. Raises ScenarioError."""
-    peak = activation_bytes(model, tokens, requests) + VLLM_RUNTIME_BYTES
-    left = int(hardware.memory_bytes * fraction) - model.weight_bytes - peak
-    blocks = left // (block_size * model.kv_bytes_per_token)
+    """Blocks in `fraction` of the memory beside weights and a step's peak, on each of `tensor` GPUs that share weights
+    and heads (activations are counted whole). Raises ScenarioError.
+    """
+    peak = activation_bytes(model, step) + VLLM_RUNTIME_BYTES
+    left = int(hardware.memory_bytes * fraction) - model.shard_bytes(tensor) - peak
+    blocks = left * tensor // (block_size * model.kv_bytes_per_token)
     if blocks < 2:
         raise _misfit(model, hardware, fraction, left)
     return blocks

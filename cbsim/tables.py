@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from cbsim.columns import Column
 
-SCHEMA_VERSION = 2  # of the run directory: raised whenever a reader of the version before would misread it
+SCHEMA_VERSION = 3  # of the run directory: raised whenever a reader of the version before would misread it
 _VERSION_KEY = b"schema_version"
 COUNTED = ("tokens", "blocks", "rows", "requests")  # units of what cannot be less than nothing
 BROKEN = (pa.ArrowException, OSError, ValueError)  # what pyarrow raises when it reads no or a damaged file

@@ -5,10 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from cbsim import documents
-from cbsim.fields import By, Frozen, Real, ScenarioError
+from cbsim.fields import By, Frozen, Real, ScenarioError, Whole, complaint
 
 Seconds = Annotated[Real, Field(ge=0)]
 Efficiency = Annotated[Real, Field(gt=0, le=1)]
@@ -162,12 +171,62 @@ def coefficients(path: Path) -> dict[str, Any]:
         raise document.explain(error) from None
 
 
-cost_by = By("kind", ConstantCost, RooflineCost, FittedCost)
+def _anchored(path: str, info: ValidationInfo) -> str:
+    """Tables beside the scenario file: their absolute path, as with other data."""
+    base = (info.context or {}).get("base")
+    beside = Path(base) / path if base is not None and not Path(path).is_absolute() else None
+    return str(beside.resolve()) if beside is not None and next(beside.parent.glob(f"{beside.name}*"), None) else path
+
+
+class Link(Frozen):
+    """What joins the GPUs of a group."""
+
+    latency_s: Seconds
+    """Seconds that a message takes whatever its size."""
+    bytes_s: Annotated[Real, Field(gt=0)]
+    """Bytes a second in each direction."""
+
+
+class TableCost(Frozen):
+    """Measured kernel times, looked up and summed; what is not measured is stated here and added."""
+
+    kind: Literal["table"]
+    """table"""
+    path: Annotated[str, AfterValidator(_anchored)]
+    """Tables, from the scenario's folder, or below $CBSIM_DATA or the project's data folder: a folder of vLLM layer
+    profiles (with meta.yaml), or how the names of GEMM and attention tables begin (`hopper_kernels/h100_sxm`).
+    """
+    tensor_parallel: Annotated[Whole, Field(ge=1)] = 1
+    """GPUs that share every layer."""
+    link: Link | None = None
+    """What joins them; required if there are several."""
+    skew: bool = True
+    """Let attention wait for the longest decoding request, where the tables have measured that."""
+    step_s: Seconds = 0.0
+    """Seconds on the device that every step costs on top of the tables."""
+    layer_s: Seconds = 0.0
+    """Seconds a layer on top of the tables: kernels that they leave out, gaps between kernels."""
+    row_s: Seconds = 0.0
+    """Seconds a request of the step on top of the tables: inputs, block tables, bookkeeping that the device awaits."""
+    launch_s_per_layer: Seconds = 50e-6
+    """CPU seconds to launch one layer's kernels, when no graph is used."""
+    cpu: MeasuredCpu = MeasuredCpu()
+    """CPU time of the loop."""
+
+    @model_validator(mode="after")
+    def _joined(self) -> TableCost:
+        if self.tensor_parallel > 1 and self.link is None:
+            raise complaint(f"is required with tensor_parallel {self.tensor_parallel}: latency_s and bytes_s", "link")
+        return self
+
+
+cost_by = By("kind", ConstantCost, RooflineCost, FittedCost, TableCost)
 
 Cost = Annotated[
     Annotated[ConstantCost, Tag("<ConstantCost>")]
     | Annotated[RooflineCost, Tag("<RooflineCost>")]
-    | Annotated[FittedCost, Tag("<FittedCost>")],
+    | Annotated[FittedCost, Tag("<FittedCost>")]
+    | Annotated[TableCost, Tag("<TableCost>")],
     Discriminator(cost_by),
     BeforeValidator(cost_by.check),
 ]

@@ -7,28 +7,24 @@ traces that we know have none.
 
 from __future__ import annotations
 
-import csv
-import gzip
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import islice
 from math import isfinite
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from cbsim.fields import ScenarioError, shown
 from cbsim.policy.request import RequestSpec
+from cbsim.rows import Line, Table, lines, text
 
 BLOCK_TOKENS = 512
 """Tokens that one hash id stands for, in Mooncake's and aiperf's files."""
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 CSV_COLUMNS = ("id", "arrival_s", "prefill_tokens", "decode_tokens")
 LENGTH_COLUMNS = ("num_prefill_tokens", "num_decode_tokens")
-POSITIVE = "a whole number >= 1"
 
 
 class Arrival(NamedTuple):
@@ -60,66 +56,6 @@ class Session:
     turns: tuple[Turn, ...]
 
 
-# -- one row ----------------------------------------------------------------------------------------------------------
-
-
-def _bad(path: Path, line: int, field: str, value: object, expected: str) -> ScenarioError:
-    return ScenarioError(f"{path}:{line}: {field}: got {shown(value)}, expected {expected}")
-
-
-@contextmanager
-def _text(path: Path) -> Iterator[IO[str]]:
-    try:
-        if path.suffix == ".gz":
-            with gzip.open(path, "rt", encoding="utf-8-sig", newline="") as file:
-                yield file
-        else:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                yield file
-    except UnicodeDecodeError:
-        raise ScenarioError(f"{path}: is not UTF-8 text") from None
-    except (csv.Error, RecursionError, EOFError) as error:
-        raise ScenarioError(f"{path}: cannot be read: {error}") from None
-    except OSError as error:
-        raise ScenarioError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-class _Table:
-    """A CSV file with a header, by columns. `line` is the line of the row that was read last."""
-
-    def __init__(self, path: Path, file: IO[str], columns: Sequence[str]) -> None:
-        self.path, self.columns = path, columns
-        self._reader = csv.reader(file)
-        self._header = [name.strip() for name in next(self._reader, [])]
-        for column in columns:
-            if column not in self._header:
-                found = ", ".join(self._header) or "nothing"
-                raise ScenarioError(f"{path}:1: no column {column}; expected {', '.join(columns)}, found {found}")
-        self._places = [self._header.index(column) for column in columns]
-
-    @property
-    def line(self) -> int:
-        return self._reader.line_num
-
-    def rows(self, limit: int | None) -> Iterator[list[str]]:
-        """The wanted cells of each row, at most `limit` of them."""
-        width, places = len(self._header), self._places
-        for row in islice((row for row in self._reader if row), limit):
-            if len(row) != width:
-                raise ScenarioError(f"{self.path}:{self.line}: got {len(row)} cells, expected {width}")
-            yield [row[place] for place in places]
-
-    def bad(self, column: int, value: object, expected: str) -> ScenarioError:
-        return _bad(self.path, self.line, self.columns[column], value, expected)
-
-    def count(self, column: int, cell: str) -> int:
-        """A whole number >= 1."""
-        cell = cell.strip()
-        if not (cell.isascii() and cell.isdecimal()) or len(cell) > 12 or (value := int(cell)) < 1:
-            raise self.bad(column, cell, POSITIVE)
-        return value
-
-
 def _not_empty(path: Path, rows: list[Any]) -> None:
     if not rows:
         raise ScenarioError(f"{path}: holds no requests")
@@ -131,8 +67,8 @@ def _not_empty(path: Path, rows: list[Any]) -> None:
 def azure(path: Path, limit: int | None = None) -> list[Arrival]:
     """Azure's LLM inference traces of 2023; arrivals count from the first request, exact to the 100 ns given."""
     rows: list[Arrival] = []
-    with _text(path) as file:
-        table = _Table(path, file, AZURE_COLUMNS)
+    with text(path) as file:
+        table = Table(path, file, AZURE_COLUMNS)
         first = last = None
         for stamp, prompt, output in table.rows(limit):
             try:
@@ -164,8 +100,8 @@ def plain(path: Path, limit: int | None = None) -> list[Arrival]:
     """id, arrival_s, prefill_tokens, decode_tokens; arrivals count from the start of the run."""
     rows: list[Arrival] = []
     ids: set[str] = set()
-    with _text(path) as file:
-        table = _Table(path, file, CSV_COLUMNS)
+    with text(path) as file:
+        table = Table(path, file, CSV_COLUMNS)
         last = 0.0
         for name, arrival, prompt, output in table.rows(limit):
             now = _seconds(table, arrival)
@@ -180,7 +116,7 @@ def plain(path: Path, limit: int | None = None) -> list[Arrival]:
     return rows
 
 
-def _seconds(table: _Table, cell: str) -> float:
+def _seconds(table: Table, cell: str) -> float:
     try:
         value = float(cell)
     except ValueError:
@@ -192,8 +128,8 @@ def _seconds(table: _Table, cell: str) -> float:
 
 def lengths(path: Path, limit: int | None = None) -> list[tuple[int, int]]:
     """num_prefill_tokens, num_decode_tokens: prompt and output lengths without times."""
-    with _text(path) as file:
-        table = _Table(path, file, LENGTH_COLUMNS)
+    with text(path) as file:
+        table = Table(path, file, LENGTH_COLUMNS)
         rows = [(table.count(0, prompt), table.count(1, output)) for prompt, output in table.rows(limit)]
     _not_empty(path, rows)
     return rows
@@ -201,8 +137,8 @@ def lengths(path: Path, limit: int | None = None) -> list[tuple[int, int]]:
 
 def column(path: Path, name: str) -> list[int]:
     """One column of lengths."""
-    with _text(path) as file:
-        table = _Table(path, file, (name,))
+    with text(path) as file:
+        table = Table(path, file, (name,))
         rows = [table.count(0, cell) for (cell,) in table.rows(None)]
     _not_empty(path, rows)
     return rows
@@ -211,65 +147,27 @@ def column(path: Path, name: str) -> list[int]:
 # -- JSON lines -------------------------------------------------------------------------------------------------------
 
 
-class _Line(NamedTuple):
-    """One JSON object of a file, with its line, from 1."""
-
-    path: Path
-    number: int
-    values: dict[str, Any]
-
-    def bad(self, field: str, expected: str) -> ScenarioError:
-        if field not in self.values:
-            return ScenarioError(f"{self.path}:{self.number}: {field}: is missing, expected {expected}")
-        return _bad(self.path, self.number, field, self.values[field], expected)
-
-    def count(self, field: str) -> int:
-        value = self.values.get(field)
-        if type(value) is not int or not 1 <= value < 10**12:
-            raise self.bad(field, POSITIVE)
-        return value
-
-    def milliseconds(self, field: str) -> int:
-        """The field's milliseconds as nanoseconds."""
-        value = self.values.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
-            raise self.bad(field, "milliseconds >= 0, less than 30 years")
-        return round(value * 1_000_000)
-
-    def hash_ids(self, tokens: int) -> tuple[int, ...]:
-        """Ids of the 512-token blocks of `tokens` tokens, the last block perhaps short."""
-        ids, blocks = self.values.get("hash_ids"), -(-tokens // BLOCK_TOKENS)
-        if not isinstance(ids, list) or len(ids) != blocks:
-            got = f"{len(ids)} ids" if isinstance(ids, list) else shown(ids)
-            text = f"expected {blocks} whole numbers, one for every {BLOCK_TOKENS} of {tokens} tokens"
-            raise ScenarioError(f"{self.path}:{self.number}: hash_ids: got {got}, {text}")
-        if not all(type(i) is int and i >= 0 for i in ids):
-            raise self.bad("hash_ids", "whole numbers >= 0")
-        return tuple(ids)
-
-
-def _lines(path: Path, file: IO[str]) -> Iterator[_Line]:
-    for number, text in enumerate(file, 1):
-        if not text.strip():
-            continue
-        try:
-            values = json.loads(text)
-        except ValueError as error:
-            raise ScenarioError(f"{path}:{number}: not valid JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise _bad(path, number, "row", values, "a JSON object")
-        yield _Line(path, number, values)
+def _hash_ids(line: Line, tokens: int) -> tuple[int, ...]:
+    """Ids of the 512-token blocks of `tokens` tokens, the last block perhaps short."""
+    ids, blocks = line.values.get("hash_ids"), -(-tokens // BLOCK_TOKENS)
+    if not isinstance(ids, list) or len(ids) != blocks:
+        got = f"{len(ids)} ids" if isinstance(ids, list) else shown(ids)
+        text = f"expected {blocks} whole numbers, one for every {BLOCK_TOKENS} of {tokens} tokens"
+        raise ScenarioError(f"{line.path}:{line.number}: hash_ids: got {got}, {text}")
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise line.bad("hash_ids", "whole numbers >= 0")
+    return tuple(ids)
 
 
 def mooncake(path: Path, limit: int | None = None) -> list[Arrival]:
     """Mooncake's traces. A hash id stands for a 512-token block of the prompt and everything before it."""
     rows: list[Arrival] = []
-    with _text(path) as file:
-        for line in islice(_lines(path, file), limit):
+    with text(path) as file:
+        for line in islice(lines(path, file), limit):
             now, prompt = line.milliseconds("timestamp"), line.count("input_length")
             if rows and now < rows[-1].arrival_ns:
                 raise line.bad("timestamp", f"not less than in the row above ({rows[-1].arrival_ns // 1_000_000})")
-            rows.append(Arrival(now, prompt, line.count("output_length"), line.hash_ids(prompt)))
+            rows.append(Arrival(now, prompt, line.count("output_length"), _hash_ids(line, prompt)))
     _not_empty(path, rows)
     return rows
 
@@ -285,8 +183,8 @@ def agentic(path: Path, limit: int | None = None) -> list[Session]:
     """
     firsts: dict[str, int] = {}
     turns: dict[str, list[Turn]] = {}
-    with _text(path) as file:
-        for line in _lines(path, file):
+    with text(path) as file:
+        for line in lines(path, file):
             name = line.values.get("session_id")
             if not isinstance(name, str) or not name:
                 raise line.bad("session_id", "text")
@@ -300,10 +198,10 @@ def agentic(path: Path, limit: int | None = None) -> list[Session]:
     return sessions
 
 
-def _turn(line: _Line, first: bool) -> Turn:
+def _turn(line: Line, first: bool) -> Turn:
     new = line.count("input_length")
     delay = 0 if first else line.milliseconds("delay")
-    return Turn(new, line.count("output_length"), line.hash_ids(new), delay)
+    return Turn(new, line.count("output_length"), _hash_ids(line, new), delay)
 
 
 # -- recorded scheduler tests -----------------------------------------------------------------------------------------
@@ -321,7 +219,7 @@ def golden(path: Path, step_s: float, limit: int | None = None) -> Recorded:
 
     Prompt and output contents become chained content ids, so prefixes are shared exactly where they were.
     """
-    with _text(path) as file:
+    with text(path) as file:
         try:
             workload = json.load(file)
         except ValueError as error:

@@ -113,10 +113,10 @@ def test_vllm_estimate_against_a_real_run() -> None:
 
     VLLM_RUNTIME_BYTES was set by this run: the test keeps the estimate where it was calibrated."""
     card = shapes.hardware("rtx-4090")
-    blocks = sizing.fit_vllm(LLAMA, card, fraction=0.9, block_size=16, tokens=2048, requests=256)
+    blocks = sizing.fit_vllm(LLAMA, card, fraction=0.9, block_size=16, step=sizing.Step(2048, 256))
     assert blocks == pytest.approx(2588, rel=0.03)
 
 
 def test_vllm_model_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ScenarioError, match=r"Llama-3\.1-70B 141\.11 GB of weights"):
-        sizing.fit_vllm(shapes.model("llama-3.1-70b"), H100, fraction=0.9, block_size=16, tokens=8192, requests=1024)
+        sizing.fit_vllm(shapes.model("llama-3.1-70b"), H100, fraction=0.9, block_size=16, step=sizing.Step(8192, 1024))

@@ -9,6 +9,7 @@ fills one, or produces its declared last token is kept in calendars by step. A r
 from __future__ import annotations
 
 from collections.abc import Iterator
+from heapq import heappop, heappush
 from operator import attrgetter
 
 from cbsim.policy.request import Request, Status
@@ -37,6 +38,8 @@ class Cohort:
         self._end_at: Calendar = {}
         self._long_at: Calendar = {}
         self._late: Calendar = {}
+        self._joins = 0
+        self._heads: list[tuple[int, int, int, Request]] = []  # heap: (planned - computed, number, since, who) of joins
 
     def __len__(self) -> int:
         return len(self._members)
@@ -52,12 +55,25 @@ class Cohort:
         """KV tokens that the members' next rows read, their own token not counted."""
         return self._offset + len(self._members) * self.planned
 
+    @property
+    def longest(self) -> int:
+        """KV tokens that the longest member's next row reads, its own token not counted; 0 without members."""
+        heads = self._heads
+        while heads:
+            head, _, since, request = heads[0]
+            if request.cohort is self and request.since == since:
+                return self.planned - head
+            heappop(heads)
+        return 0
+
     def join(self, request: Request, blocks: int, *, fills: bool) -> None:
         """Admit a request that holds `blocks` blocks, between two steps; with `fills`, `filling` will name it."""
         request.join(self)
         self._members[request] = None
         computed, since, size = request.computed, request.since, self.block_size
         self._offset += computed - self.planned
+        self._joins += 1
+        heappush(self._heads, (self.planned - computed, self._joins, since, request))
         self.held_blocks += blocks
         self.max_order = max(self.max_order, request.order)
         self._note(self._grow_at, since + blocks * size - computed, request)
@@ -182,5 +198,6 @@ class Cohort:
         assert self.context == sum(r.computed for r in self), (self.context, [r.computed for r in self])
         held = sum(len(tables[r]) for r in self)
         assert self.held_blocks == held, (self.held_blocks, held)
+        assert self.longest == max((r.computed for r in self), default=0), self.longest
         assert not self.long_tokens or self.long == sum(r.computed >= self.long_tokens for r in self), self.long
         assert all(r.order <= self.max_order and r.cohort is self for r in self)

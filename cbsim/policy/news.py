@@ -71,6 +71,7 @@ class News:
             fast_decode,
             tuple(self.replaced),
             pool.cached,
+            cohort.longest if decodes else 0,
         )
         self.left, self.ended, self.preempted, self.replaced = [], [], [], []
         return plan

@@ -44,10 +44,10 @@ class Preempted(NamedTuple):
 class StepPlan(NamedTuple):
     """One step. Rows run in the order chunks[:lead], the decoding rows by admission order, chunks[lead:].
 
-    `decodes` rows go on decoding from the plans before; together they read `decode_context` cached tokens. `grown`
-    gives those that got a block; `joined` decode without being listed from the next step on; `left` had been
-    decoding and are no longer, as of this step. `ends` are the requests whose declared last token this step samples,
-    `ended` those that have ended since the plan before: an executor forgets them.
+    `decodes` rows go on decoding from the plans before; together they read `decode_context` cached tokens, the longest
+    of them `longest_context`. `grown` gives those that got a block; `joined` decode without being listed from the next
+    step on; `left` had been decoding and are no longer, as of this step. `ends` are the requests whose declared last
+    token this step samples, `ended` those that have ended since the plan before: an executor forgets them.
     `replaced` gives (request, index in its table, block): since the plan before, that entry became another block of
     equal content, and the old one is free.
 
@@ -78,6 +78,7 @@ class StepPlan(NamedTuple):
     fast_decode: bool = False
     replaced: tuple[tuple[RequestSpec, int, int], ...] = ()
     cached_blocks: int = 0
+    longest_context: int = 0
 
     @property
     def rows(self) -> int:
@@ -141,6 +142,7 @@ class Batch:
         decoding = sorted(self._decoding.items(), key=lambda item: item[1][0])
         assert len(decoding) == plan.decodes
         assert sum(at for _, (_, at) in decoding) == plan.decode_context
+        assert max((at for _, (_, at) in decoding), default=0) == plan.longest_context
         rows = [Row(spec, at, 1, grown.get(spec, ()), None) for spec, (_, at) in decoding]
         for _, state in decoding:
             state[1] += 1

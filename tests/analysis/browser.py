@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from analysis.content import Caveat, Report, Source, Table, Tile
+from analysis.content import Caveat, Report, Source, Tile
 from cbsim.chart import (
     BLACK,
     BLUE,
@@ -30,6 +30,7 @@ from cbsim.chart import (
     Style,
     series,
 )
+from cbsim.markdown import Table
 
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from analysis import cli, folder, index
-from cbsim import catalog
+from analysis import cli, index
+from cbsim import catalog, folder
 from cbsim.trace import RunError
 
 
@@ -18,7 +18,7 @@ def report(place: Path, title: str = "title", kinds: tuple[str, ...] = ("simulat
     facts["runs"] = [{"label": kind, "kind": kind} for kind in kinds]
     folder.check(place)
     folder.clear(place)
-    folder.write(place, {index.FACTS: json.dumps(facts).encode()})
+    folder.write(place, {folder.FACTS: json.dumps(facts).encode()})
     folder.write(place, {"report.md": b"# text", "figures/a.png": b"png"})
     return place
 
@@ -35,7 +35,7 @@ def test_an_earlier_report_is_replaced_whole(tmp_path: Path) -> None:
 def test_nothing_is_removed_that_no_report_wrote(tmp_path: Path) -> None:
     """Not in a folder with somebody else's report.json, and not beside our own figures."""
     (tmp_path / "mine" / "figures").mkdir(parents=True)
-    (tmp_path / "mine" / index.FACTS).write_text('{"command": "other", "figures": ["a"]}')
+    (tmp_path / "mine" / folder.FACTS).write_text('{"command": "other", "figures": ["a"]}')
     (tmp_path / "mine" / "figures" / "a.png").write_text("precious")
     with pytest.raises(RunError, match="which is no report"):
         folder.check(tmp_path / "mine")
@@ -80,7 +80,7 @@ def test_the_committed_index_is_that_of_the_committed_reports() -> None:
     """Generated, not kept by hand; every report that it lists can be read without the page."""
     place = catalog.ROOT / "reports"
     assert index.readme(place) == (place / "README.md").read_text()
-    for facts in place.rglob(index.FACTS):
+    for facts in place.rglob(folder.FACTS):
         text = (facts.parent / "report.md").read_text()
         linked = re.findall(r"!\[[^]]*\]\(([^)]*)\)", text)
         assert linked
@@ -89,9 +89,9 @@ def test_the_committed_index_is_that_of_the_committed_reports() -> None:
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"title": 1, "question": 2, "runs": 3})])
 def test_a_broken_report_is_named(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / index.FACTS).write_text(content)
+    (tmp_path / folder.FACTS).write_text(content)
     assert cli.main(["index", str(tmp_path)]) == 2
-    assert f"{tmp_path / index.FACTS}: not the facts of a report" in capsys.readouterr().err
+    assert f"{tmp_path / folder.FACTS}: not the facts of a report" in capsys.readouterr().err
 
 
 def test_a_missing_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

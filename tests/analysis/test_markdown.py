@@ -10,7 +10,7 @@ import pytest
 from browser import report
 
 from analysis import markdown
-from analysis.content import Table
+from cbsim.markdown import Table
 
 
 @pytest.mark.parametrize("runs", [1, 2, 6])

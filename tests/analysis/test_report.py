@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from analysis import cli, index, load, page, report
+from analysis import cli, load, page, report
 from analysis.comparable import Incomparable
 from analysis.content import Report
-from cbsim import draw
+from cbsim import draw, folder
 from cbsim.chart import Chart
 from cbsim.cli import main
 from cbsim.metrics import SAMPLES_NEEDED
@@ -82,7 +82,7 @@ def test_every_figure_is_there_as_png_and_svg_and_linked(written: Path) -> None:
 
 
 def test_report_json_names_the_runs_and_the_index_lists_the_report(written: Path, paths: list[Path]) -> None:
-    facts = json.loads((written / index.FACTS).read_text())
+    facts = json.loads((written / folder.FACTS).read_text())
     assert [run["folder"] for run in facts["runs"]] == [path.name for path in paths]
     assert cli.main(["index", str(written.parent)]) == 0
     assert "| [worked_example](both/report.md) |" in (written.parent / "README.md").read_text()
@@ -90,9 +90,9 @@ def test_report_json_names_the_runs_and_the_index_lists_the_report(written: Path
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"title": "", "question": "", "runs": [1]}', "\0"])
 def test_facts_that_are_none_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
-    (tmp_path / index.FACTS).write_text(content)
+    (tmp_path / folder.FACTS).write_text(content)
     assert cli.main(["index", str(tmp_path)]) == 2
-    assert str(tmp_path / index.FACTS) in capsys.readouterr().err
+    assert str(tmp_path / folder.FACTS) in capsys.readouterr().err
 
 
 def test_a_report_made_twice_is_the_same_bytes_and_keeps_nothing_of_the_one_before(
@@ -100,9 +100,9 @@ def test_a_report_made_twice_is_the_same_bytes_and_keeps_nothing_of_the_one_befo
 ) -> None:
     """So a diff of two reports shows what changed in the runs, and nothing else."""
     files = {path: path.read_bytes() for path in written.rglob("*") if path.is_file()}
-    facts = json.loads((written / index.FACTS).read_text())
+    facts = json.loads((written / folder.FACTS).read_text())
     (written / "figures" / "old.png").write_bytes(b"")
-    (written / index.FACTS).write_text(json.dumps({**facts, "figures": [*facts["figures"], "old"]}))
+    (written / folder.FACTS).write_text(json.dumps({**facts, "figures": [*facts["figures"], "old"]}))
     assert cli.main(["report", *map(str, paths), "--out", str(written)]) == 0
     assert {path: path.read_bytes() for path in written.rglob("*") if path.is_file()} == files
 

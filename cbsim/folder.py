@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from analysis.index import FACTS
 from cbsim.trace import RunError
 
+FACTS = "report.json"
 OURS = ("report.md", "report.html")
 KINDS = ("png", "svg")  # of a figure's files
 
@@ -28,7 +28,7 @@ def _written(folder: Path) -> set[str]:
     """The files that the report in this folder says are its own; none if it is not one of ours."""
     try:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        ours = facts["command"].startswith("python -m analysis ")
+        ours = facts["command"].startswith(("python -m analysis ", "python -m cbsim "))
         figures = {f"figures/{Path(key).name}.{kind}" for key in facts["figures"] for kind in KINDS}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return set()

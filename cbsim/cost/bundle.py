@@ -1,0 +1,190 @@
+"""Kernel tables of vLLM's layers, as LLMServingSim's profiler writes them for one GPU, model and type.
+
+    meta.yaml                  what was profiled, and whether skew is to be corrected
+    tp<n>/dense.csv            layer, tokens, time_us
+    tp<n>/per_sequence.csv     layer, sequences, time_us
+    tp<n>/attention.csv        prefill_chunk, kv_prefill, n_decode, kv_decode, time_us
+    tp<n>/skew.csv             decode batches with a few long contexts: alpha = (t_skew - t_mean) / (t_max - t_mean)
+    tp<n>/moe.csv              tokens, activated_experts, time_us
+    .../arch/<name>.yaml       the order of layers, in a folder `arch` beside or above
+
+Times are of one layer, eager, without gaps. Between points they are interpolated linearly (`Ladder`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import log2
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cbsim import documents
+from cbsim.cost.ladder import Ladder
+from cbsim.cost.tables import Attention
+from cbsim.fields import ScenarioError
+from cbsim.rows import Table, text
+
+NS = 1000.0  # of a microsecond
+ONCE = ("prologue", "head")
+EVERY_LAYER = ("pre_attn", "post_attn", "mlp_dense", "mlp_moe")
+
+
+class Experts(NamedTuple):
+    """A mixture of experts: how many a layer has, and how many a token goes through."""
+
+    total: int
+    per_token: int
+
+    def hit(self, tokens: int, ranks: int) -> float:
+        """Experts of one of `ranks` GPUs that `tokens` tokens reach, on average, if all are equally likely."""
+        return self.total / ranks * (1 - (1 - self.per_token / self.total) ** tokens)
+
+
+class Bundle:
+    """The tables in `folder` of one tensor-parallel degree, for a model of `layers` layers. Raises ScenarioError."""
+
+    def __init__(self, folder: Path, tensor_parallel: int, layers: int, experts: Experts | None) -> None:
+        meta = _yaml(folder / "meta.yaml")
+        place = folder / f"tp{tensor_parallel}"
+        if not place.is_dir():
+            known = ", ".join(sorted(path.name for path in folder.glob("tp*"))) or "none"
+            raise ScenarioError(f"{folder}: holds no tables for tensor parallelism {tensor_parallel} (found: {known})")
+        order = _order(folder, meta)
+        self._layers, self._experts = layers, experts
+        dense, head = _curves(place / "dense.csv", "tokens"), _curves(place / "per_sequence.csv", "sequences")
+        in_layers = [name for part in EVERY_LAYER for name in order.get(part) or ()]
+        once = [name for part in ONCE for name in order.get(part) or ()]
+        self._attends = "attention" in in_layers
+        self._linear = [(layers, dense[n]) for n in _known(in_layers, dense, place, ("attention", "moe"))]
+        self._linear += [(1, dense[n]) for n in _known(once, dense, place, tuple(head))]
+        self._head = [head[name] for name in once if name in head]
+        self._attention = _attention(place / "attention.csv")
+        self._moe = _moe(place / "moe.csv") if "moe" in in_layers else None
+        if (self._moe is None) != (experts is None):
+            told = f"got {meta.get('architecture')!r}; either it or the model has experts, but not both"
+            raise ScenarioError(f"{folder / 'meta.yaml'}: architecture: {told}")
+        self._skew = _Skew(place / "skew.csv") if _enabled(meta) else None
+        self._by_tokens: dict[int, float] = {}
+        self._by_rows: dict[int, float] = {}
+
+    def linear_ns(self, tokens: int) -> float:
+        known = self._by_tokens.get(tokens)
+        if known is None:
+            known = self._by_tokens[tokens] = NS * sum(times * curve(tokens) for times, curve in self._linear)
+        return known
+
+    def head_ns(self, rows: int) -> float:
+        known = self._by_rows.get(rows)
+        if known is None:
+            known = self._by_rows[rows] = NS * sum(curve(rows) for curve in self._head)
+        return known
+
+    def attention_ns(self, work: Attention, *, skew: bool) -> float:
+        prefill, cached, decodes, context, longest = work
+        mean = self._attention(prefill, decodes, cached, context)
+        if skew and self._skew and decodes > 1 and longest > context:
+            alpha = self._skew(work)
+            if alpha:
+                mean += alpha * (self._attention(prefill, decodes, cached, longest) - mean)
+        return NS * self._layers * mean
+
+    def experts_ns(self, tokens: int, ranks: int) -> float:
+        """Every GPU computes the token-expert pairs of its own experts, which on average are as many as its own tokens
+        have: `tokens` tokens, that hit the experts which all `ranks` x `tokens` tokens reach here.
+        """
+        if self._moe is None or self._experts is None:
+            return 0.0
+        return NS * self._layers * self._moe(tokens, self._experts.hit(ranks * tokens, ranks))
+
+
+class _Skew:
+    """Share of the way from the time at the mean context to that at the longest, from batches with a few long rows.
+
+    A batch is found by its size, its longest context and the ratio of mean to longest, sizes on a logarithmic scale.
+    Rows of equal length do not wait for each other: at ratio 1 the share is 0. Outside the measured range the nearest
+    edge holds.
+    """
+
+    COLUMNS = ("n", "pc", "kp", "kv_big", "kv_mean", "t_mean_us", "t_max_us", "t_skew_us")
+
+    def __init__(self, path: Path) -> None:
+        shots: dict[tuple[float, ...], list[float]] = defaultdict(list)
+        for n, pc, kp, big, mean, at_mean, at_longest, measured in _numbers(path, self.COLUMNS):
+            if at_longest > at_mean and big > 0:
+                batch = log2(1 + pc), log2(1 + kp), log2(n), log2(big)
+                shots[(*batch, mean / big)].append((measured - at_mean) / (at_longest - at_mean))
+                shots[(*batch, 1.0)] = [0.0]
+        if not shots:
+            raise ScenarioError(f"{path}: holds no usable rows")
+        self._share = Ladder((at, sum(found) / len(found)) for at, found in shots.items())
+        self._most = [max(at[axis] for at in shots) for axis in range(5)]
+
+    def __call__(self, work: Attention) -> float:
+        prefill, cached, decodes, context, longest = work
+        at = log2(1 + prefill), log2(1 + cached), log2(decodes), log2(longest), context / longest
+        return min(1.0, max(0.0, self._share(*map(min, at, self._most))))
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    return documents.read(path).data
+
+
+def _order(folder: Path, meta: dict[str, Any]) -> dict[str, list[str]]:
+    """The sequence of layers of the profiled architecture."""
+    name = meta.get("architecture")
+    for above in (folder, *folder.resolve().parents):
+        path = above / "arch" / f"{name}.yaml"
+        if path.is_file():
+            order = _yaml(path).get("sequence")
+            if not isinstance(order, dict):
+                raise ScenarioError(f"{path}: sequence: is missing, expected the parts of a step")
+            return order
+    raise ScenarioError(f"{folder / 'meta.yaml'}: architecture: got {name!r}, and no folder above has arch/{name}.yaml")
+
+
+def _enabled(meta: dict[str, Any]) -> bool:
+    """Did whoever made the tables find the skew correction sound?"""
+    found = meta.get("skew_fit")
+    return bool(isinstance(found, dict) and found.get("enabled"))
+
+
+def _known(names: Sequence[str], curves: dict[str, Ladder], place: Path, elsewhere: tuple[str, ...]) -> list[str]:
+    wanted = [name for name in names if name not in elsewhere]
+    for name in wanted:
+        if name not in curves:
+            raise ScenarioError(f"{place / 'dense.csv'}: no layer {name!r}, which the architecture has")
+    return wanted
+
+
+def _numbers(path: Path, columns: Sequence[str]) -> list[list[float]]:
+    with text(path) as file:
+        table = Table(path, file, columns)
+        rows = [[table.number(i, cell) for i, cell in enumerate(row)] for row in table.rows(None)]
+    if not rows:
+        raise ScenarioError(f"{path}: holds no rows")
+    return rows
+
+
+def _curves(path: Path, axis: str) -> dict[str, Ladder]:
+    """A curve a layer."""
+    points: dict[str, dict[float, float]] = defaultdict(dict)
+    with text(path) as file:
+        table = Table(path, file, ("layer", axis, "time_us"))
+        for layer, at, time in table.rows(None):
+            points[layer][table.number(1, at)] = table.number(2, time)
+    return {layer: Ladder(((x,), y) for x, y in found.items()) for layer, found in points.items()}
+
+
+def _attention(path: Path) -> Ladder:
+    """Axes: query tokens of chunks, decoding rows, cached tokens of the chunks, mean context of the rows."""
+    rows = _numbers(path, ("prefill_chunk", "n_decode", "kv_prefill", "kv_decode", "time_us"))
+    return Ladder({tuple(at): time for *at, time in rows}.items())
+
+
+def _moe(path: Path) -> Ladder:
+    rows = _numbers(path, ("tokens", "activated_experts", "time_us"))
+    return Ladder({tuple(at): time for *at, time in rows}.items())
