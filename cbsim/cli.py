@@ -11,6 +11,8 @@ from pathlib import Path
 
 from cbsim.arguments import ERROR, USAGE, Parser, guarded, run_arguments, run_options
 
+STUDIES = ("hopper", "chunks", "schedulers")  # modules of cbsim.studies
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. A user's own mistake is one message on stderr, never a traceback."""
@@ -44,6 +46,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         return commands.catalogue()
     if arguments.command == "cache-curve":
         return commands.cache_curve(arguments.trace, arguments.capacities, arguments.block_tokens, arguments.json)
+    if arguments.command == "study":
+        return commands.study(arguments.name, arguments.out, as_json=arguments.json)
     from cbsim import bench
 
     return bench.bench(arguments.cases, as_json=arguments.json)
@@ -69,6 +73,10 @@ def _parser() -> argparse.ArgumentParser:
     curve.add_argument("--capacities", metavar="N,N", help="rising, in tokens, such as 1e4,1e5 (those of the paper)")
     curve.add_argument("--block-tokens", type=int, default=512, metavar="N", help="of a cached block (512)")
     curve.add_argument("--json", action="store_true", help="print one object; capacity null is the infinite cache")
+    study = commands.add_parser("study", help="answer a question by many runs, or against published numbers")
+    study.add_argument("name", choices=STUDIES, metavar="NAME", help=f"one of {', '.join(STUDIES)}")
+    study.add_argument("--out", type=Path, metavar="DIR", help="also write report.md and figures to this folder")
+    study.add_argument("--json", action="store_true", help="print the numbers as one object instead of tables")
     bench = commands.add_parser("bench", help="measure the simulator: seconds, steps, requests, peak memory a case")
     bench.add_argument("cases", nargs="*", metavar="CASE", help="cases to run (all)")
     bench.add_argument("--json", action="store_true", help="print one JSON object, a case a key")

@@ -106,10 +106,27 @@ def catalogue() -> int:
     return OK
 
 
+def study(name: str, out: Path | None, *, as_json: bool) -> int:
+    """Answer one of the questions in cbsim.studies, and say or write the answer."""
+    from importlib import import_module
+
+    from cbsim import study as studies
+
+    answer: studies.Study = import_module(f"cbsim.studies.{name}").study()
+    if out is not None:
+        studies.write(answer, out, f"python -m cbsim study {name} --out {out}")
+    if as_json:
+        print(json.dumps(answer.data, indent=2, allow_nan=False))
+    else:
+        studies.say(answer)
+    return OK
+
+
 COST_MODELS = {
     "constant": "a fixed time a step plus linear terms",
     "roofline": "FLOPs and bytes of the model's shape against the GPU's data sheet",
     "fitted": "coefficients calibrated on an engine's own run, from a YAML file",
+    "table": "measured kernel times: vLLM layer profiles, or GEMM and attention tables",
 }
 
 
