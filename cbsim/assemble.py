@@ -92,9 +92,12 @@ def table_cost(model: ModelShape, settings: TableSettings) -> TableCost:
 
 
 def _tables(model: ModelShape, settings: TableSettings) -> Tables:
-    from cbsim.cost import bundle
+    """Layer profiles if the path is a folder, else tables of single kernels whose names begin so."""
+    from cbsim.cost import bundle, kernels
 
     place = catalog.tables(settings.path)
+    if not place.is_dir():
+        return kernels.Kernels(place, settings.tensor_parallel, model)
     experts = bundle.Experts(model.experts, model.experts_per_token) if model.experts else None
     return bundle.Bundle(place, settings.tensor_parallel, model.layers, experts)
 

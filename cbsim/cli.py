@@ -6,7 +6,7 @@ Exit codes: 0 ok, 1 error, 2 bad scenario or arguments, 3 a check failed.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cbsim.arguments import ERROR, USAGE, Parser, guarded, run_arguments, run_options
@@ -34,20 +34,23 @@ def _status(error: Exception) -> int | None:
 def _dispatch(arguments: argparse.Namespace) -> int:
     from cbsim import commands
 
-    if arguments.command == "run":
-        return commands.run(run_options(arguments))
-    if arguments.command == "conformance":
-        return commands.conformance(arguments.paths)
-    if arguments.command == "replay":
-        return commands.replay(arguments.runs)
-    if arguments.command == "schema":
-        return commands.schema(arguments.out)
-    if arguments.command == "list":
-        return commands.catalogue()
-    if arguments.command == "cache-curve":
-        return commands.cache_curve(arguments.trace, arguments.capacities, arguments.block_tokens, arguments.json)
-    if arguments.command == "study":
-        return commands.study(arguments.name, arguments.out, as_json=arguments.json)
+    acts: dict[str, Callable[[], int]] = {
+        "run": lambda: commands.run(run_options(arguments)),
+        "conformance": lambda: commands.conformance(arguments.paths),
+        "replay": lambda: commands.replay(arguments.runs),
+        "validate": lambda: commands.validate(arguments),
+        "study": lambda: commands.study(arguments.name, arguments.out, as_json=arguments.json),
+        "cache-curve": lambda: commands.cache_curve(
+            arguments.trace, arguments.capacities, arguments.block_tokens, arguments.json
+        ),
+        "schema": lambda: commands.schema(arguments.out),
+        "list": commands.catalogue,
+        "bench": lambda: _bench(arguments),
+    }
+    return acts[arguments.command]()
+
+
+def _bench(arguments: argparse.Namespace) -> int:
     from cbsim import bench
 
     return bench.bench(arguments.cases, as_json=arguments.json)
@@ -73,6 +76,16 @@ def _parser() -> argparse.ArgumentParser:
     curve.add_argument("--capacities", metavar="N,N", help="rising, in tokens, such as 1e4,1e5 (those of the paper)")
     curve.add_argument("--block-tokens", type=int, default=512, metavar="N", help="of a cached block (512)")
     curve.add_argument("--json", action="store_true", help="print one object; capacity null is the infinite cache")
+    validate = commands.add_parser("validate", help="replay a recorded vLLM run and print how far the simulator is off")
+    validate.add_argument("case", type=Path, metavar="CASE", help="folder: config.json, meta.json, requests.jsonl, ...")
+    validate.add_argument("--data", type=Path, metavar="DIR", help="pack of workloads and profiles (CASE/../..)")
+    validate.add_argument("--hardware", metavar="NAME", help="data sheet of the case's GPU: a name or a file")
+    validate.add_argument("--ablate", action="store_true", help="repeat it without one part of the model at a time")
+    validate.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field of the case's scenario"
+    )
+    validate.add_argument("--out", type=Path, metavar="DIR", help="write report.md and figures to this folder")
+    validate.add_argument("--json", action="store_true", help="print the numbers as one object instead of tables")
     study = commands.add_parser("study", help="answer a question by many runs, or against published numbers")
     study.add_argument("name", choices=STUDIES, metavar="NAME", help=f"one of {', '.join(STUDIES)}")
     study.add_argument("--out", type=Path, metavar="DIR", help="also write report.md and figures to this folder")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cbsim import runs, scenario, simulate, trace
 from cbsim.runs import ERROR, OK, RunOptions
 from cbsim.scenario import Scenario
 from cbsim.workload import Workload
+
+if TYPE_CHECKING:
+    from cbsim.study import Study
 
 
 class Simulation:
@@ -110,11 +116,35 @@ def study(name: str, out: Path | None, *, as_json: bool) -> int:
     """Answer one of the questions in cbsim.studies, and say or write the answer."""
     from importlib import import_module
 
+    answer: Study = import_module(f"cbsim.studies.{name}").study()
+    return _answer(answer, out, ["study", name], "simulated", as_json=as_json)
+
+
+def validate(arguments: argparse.Namespace) -> int:
+    """Replay a recorded run and say how far off the simulator is."""
+    from cbsim.fidelity import validate as validation
+
+    found = validation.validate(
+        arguments.case,
+        pack=arguments.data,
+        hardware=arguments.hardware,
+        overrides=arguments.set,
+        ablate=arguments.ablate,
+    )
+    words = ["validate", str(arguments.case), *(["--data", str(arguments.data)] if arguments.data else [])]
+    words += ["--hardware", arguments.hardware] if arguments.hardware else []
+    words += [word for change in arguments.set for word in ("--set", change)]
+    words += ["--ablate"] if arguments.ablate else []
+    return _answer(
+        validation.study(found), arguments.out, words, "simulated against a recorded run", as_json=arguments.json
+    )
+
+
+def _answer(answer: Study, out: Path | None, words: Sequence[str], kind: str, *, as_json: bool) -> int:
     from cbsim import study as studies
 
-    answer: studies.Study = import_module(f"cbsim.studies.{name}").study()
     if out is not None:
-        studies.write(answer, out, f"python -m cbsim study {name} --out {out}")
+        studies.write(answer, out, shlex.join(["python", "-m", "cbsim", *words, "--out", str(out)]), kind)
     if as_json:
         print(json.dumps(answer.data, indent=2, allow_nan=False))
     else:

@@ -273,7 +273,16 @@ class Agentic(Timed):
     """Read no more than so many of its first sessions; null for all."""
 
 
-workload_by = By("kind", Synthetic, Azure, Mooncake, Csv, Lengths, Golden, Agentic)
+class VllmBench(Timed):
+    """Requests of a recorded vLLM run: JSON lines of id, arrival_ns, input_toks, output_toks, prompt_block_runs."""
+
+    kind: Literal["vllm_bench"]
+    """vllm_bench"""
+    recorded: DataPath | None = None
+    """requests.jsonl of the run: requests arrive when its engine took them in (queued_ts). Null: as they were sent."""
+
+
+workload_by = By("kind", Synthetic, Azure, Mooncake, Csv, Lengths, Golden, Agentic, VllmBench)
 
 Demand = Annotated[
     Annotated[Synthetic, Tag("<Synthetic>")]
@@ -282,7 +291,8 @@ Demand = Annotated[
     | Annotated[Csv, Tag("<Csv>")]
     | Annotated[Lengths, Tag("<Lengths>")]
     | Annotated[Golden, Tag("<Golden>")]
-    | Annotated[Agentic, Tag("<Agentic>")],
+    | Annotated[Agentic, Tag("<Agentic>")]
+    | Annotated[VllmBench, Tag("<VllmBench>")],
     Discriminator(workload_by),
     BeforeValidator(workload_by.check),
 ]

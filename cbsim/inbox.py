@@ -6,7 +6,7 @@ Every driver takes its polls from here, so who comes in when is decided once for
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
-from typing import Protocol
+from typing import Any, Protocol
 
 from cbsim.policy.request import RequestSpec
 from cbsim.record import Record
@@ -39,9 +39,20 @@ class Inbox:
         self._cancels = client.cancels[::-1]
         self.due_ns = self._waiting[0][0] if self._waiting else NEVER_NS  # earliest arrival
         self.quits = bool(self._cancels)  # may anybody still give up?
+        self.news: Any = None  # of an inbox that is fed while the server runs: an event, the next request or the end
 
     def __bool__(self) -> bool:
-        return bool(self._waiting)
+        """May anybody still arrive?"""
+        return bool(self._waiting) or self.news is not None
+
+    def __len__(self) -> int:
+        """Requests that have been sent and not taken in, or will be sent at a known time."""
+        return len(self._waiting)
+
+    def put(self, spec: RequestSpec) -> None:
+        """A request that arrives at its `arrival_ns`."""
+        heappush(self._waiting, (spec.arrival_ns, spec.index, spec))
+        self.due_ns = self._waiting[0][0]
 
     def arrived(self, now_ns: int) -> list[RequestSpec]:
         """Requests that have arrived until now."""
@@ -73,5 +84,4 @@ class Inbox:
     def ended(self, spec: RequestSpec, now_ns: int) -> None:
         """A request has ended, for whatever reason: queue those that its client sends next."""
         for follower in self._client.on_finish(spec, now_ns):
-            heappush(self._waiting, (follower.arrival_ns, follower.index, follower))
-            self.due_ns = self._waiting[0][0]
+            self.put(follower)

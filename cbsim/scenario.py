@@ -119,6 +119,19 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Scenario:
     return scenario
 
 
+def parse(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Scenario:
+    """The scenario that plain values describe; `where` is what messages call their place. Overrides as for `load`.
+
+    Raises ScenarioError.
+    """
+    document = Document(where, documents.write(data), data)
+    if overrides:
+        document = apply(document, overrides, _defaults(data, Path()), Path())
+    scenario = _validated(document, Path())
+    _check_sizes(scenario, document)
+    return scenario
+
+
 def dump(scenario: Scenario) -> str:
     """The scenario as YAML with every default written out; loading it gives an equal scenario."""
     return documents.write(scenario.model_dump(mode="json"))

@@ -88,6 +88,8 @@ class VllmScheduler(Frozen):
     """0.33: share of the blocks kept free when the queue is admitted from."""
     prefill_schedule_interval: Count = 1
     """0.33: executed steps from one prefill to the next."""
+    reserve_output: bool = False
+    """Not vLLM's: admit a request only if the cache could hold all outputs to their limits, so nobody is preempted."""
 
     @model_validator(mode="after")
     def _consistent(self) -> VllmScheduler:

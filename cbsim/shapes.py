@@ -61,17 +61,14 @@ class ModelShape(Frozen):
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of the matrices of one layer: q, k, v, o, then gate, up and down, of every expert with its gate."""
-        return self._attention_parameters + (self.expert_parameters or 3 * self.hidden * self.intermediate)
-
-    @property
-    def _attention_parameters(self) -> int:
-        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        """Weights of the matrices of one layer: q, k, v, o; gate, up and down of every expert; what chooses experts."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate * max(1, self.experts) + self.hidden * self.experts
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of one layer's experts and of their gate; 0 for a dense model."""
-        return self.experts * (3 * self.hidden * self.intermediate + self.hidden)
+        """Weights of one layer's experts; 0 for a dense model."""
+        return 3 * self.hidden * self.intermediate * self.experts
 
     @property
     def parameters(self) -> int:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import simpy
 
 from cbsim.assemble import NS, cost_model, scheduler
+from cbsim.inbox import Inbox
+from cbsim.machine.device import OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, transformers_buckets, unpadded, vllm_buckets
 from cbsim.record import Record
@@ -21,16 +23,10 @@ from cbsim.workload import Workload
 
 def machine(scenario: Scenario, loop: str, workload: Workload) -> Machine:
     """The simulated server. Its record is empty."""
-    policy = scheduler(scenario, loop)
-    return Machine(
-        policy,
-        cost_model(scenario),
-        graphs(scenario, loop),
-        workload,
-        Record(policy.pool.num_blocks),
-        depth=depth(loop),
-        overlap=scenario.loop.streams,
-    )
+    policy, cost = scheduler(scenario, loop), cost_model(scenario)
+    record, steps = Record(policy.pool.num_blocks), depth(loop)
+    device = OneGpu(cost, depth=steps, overlap=scenario.loop.streams)
+    return Machine(policy, cost, graphs(scenario, loop), device, Inbox(workload, record), record, steps)
 
 
 def run(server: Machine, on_step: Callable[[int], None] | None = None) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cbsim import catalog, demand, traces
+from cbsim import catalog, demand, traces, vllm_bench
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import Scenario
 
@@ -119,6 +119,7 @@ def build(scenario: Scenario) -> Workload:
         demand.Lengths: _lengths,
         demand.Golden: _golden,
         demand.Agentic: _agentic,
+        demand.VllmBench: _vllm_bench,
     }
     return builders[type(wanted)](wanted, streams)
 
@@ -262,6 +263,29 @@ def _golden(wanted: demand.Golden, streams: Streams) -> Workload:
     del streams
     recorded = traces.golden(catalog.data(wanted.path), wanted.step_s, wanted.limit)
     return Workload(recorded.specs, len(recorded.specs), cancels=recorded.cancels)
+
+
+def _vllm_bench(wanted: demand.VllmBench, streams: Streams) -> Workload:
+    del streams
+    rows = vllm_bench.requests(catalog.data(wanted.path), wanted.limit)
+    if wanted.recorded is not None:
+        taken = vllm_bench.recorded(catalog.data(wanted.recorded, "workload.recorded"), rows)
+        rows = [row._replace(arrival_ns=one.queued_ns) for row, one in zip(rows, taken, strict=True)]
+    specs = [
+        RequestSpec(
+            index=index,
+            id=row.id,
+            arrival_ns=round(row.arrival_ns * wanted.time_scale),
+            prompt_tokens=row.prompt_tokens,
+            output_tokens=row.output_tokens,
+            max_tokens=row.output_tokens,
+            prefix=row.hash_ids,
+            prefix_block_tokens=vllm_bench.BLOCK_TOKENS,
+            prefix_tokens=len(row.hash_ids) * vllm_bench.BLOCK_TOKENS,
+        )
+        for index, row in enumerate(rows)
+    ]
+    return Workload(specs, len(specs))
 
 
 def _agentic(wanted: demand.Agentic, streams: Streams) -> Workload:

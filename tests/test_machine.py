@@ -17,7 +17,9 @@ from cbsim.cost.constant import ConstantCost
 from cbsim.cost.cpu import PHASES, CpuCost, PhaseCost
 from cbsim.cost.fitted import FittedCost
 from cbsim.cost.roofline import Rates, RooflineCost, Weights
+from cbsim.inbox import Inbox
 from cbsim.machine import invariants
+from cbsim.machine.device import OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, transformers_buckets, unpadded, vllm_buckets
 from cbsim.machine.lanes import Lane, Slots, Stream
@@ -91,7 +93,8 @@ def server(
     policy = SCHEDULERS[name][0](options or OPTIONS[name])
     record = Record(policy.pool.num_blocks)
     graphs = graphs or Graphs(unpadded, 0)
-    return Machine(policy, cost, graphs, workload, record, depth=depth, overlap=overlap)
+    device = OneGpu(cost, depth=depth, overlap=overlap)
+    return Machine(policy, cost, graphs, device, Inbox(workload, record), record, depth)
 
 
 def run(machine: Machine, on_step: Callable[[int], None] | None = None) -> Steps:

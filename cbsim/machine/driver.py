@@ -2,9 +2,9 @@
 
 The CPU is the process itself: it does one thing at a time. It keeps its own clock, and lets the environment's catch up
 when it polls, if anything else is due by then: only another process could tell the difference, so phases and steps in
-between cost no event. Launching books the step's copies and kernels on their lanes: the H2D copy waits for its lane and
-slot, compute for the copy and for the step before, the D2H copy for compute; awaiting blocks the CPU until that copy
-has ended.
+between cost no event. Launching books the step's copies and kernels on the lanes of the device: the H2D copy waits for
+its lane and slot, compute for the copy and for the step before, the D2H copy for compute; awaiting blocks the CPU until
+that copy has ended.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import simpy
 
 from cbsim.cost.base import Cost
-from cbsim.inbox import Client, Inbox
+from cbsim.inbox import NEVER_NS, Inbox
+from cbsim.machine.device import Device
 from cbsim.machine.graphs import Graphs
-from cbsim.machine.lanes import Slots, lanes
 from cbsim.policy.loop import Applied, Await, Idle, Landed, Launch, Poll, Polled, Refused, Scheduler, serve
 from cbsim.policy.plan import NOTHING_STOPPED, StepResult
 from cbsim.policy.request import RequestSpec
@@ -29,27 +29,25 @@ UNEVENTFUL = Landed(NOTHING_STOPPED)
 
 
 class Machine:
-    """One server with one GPU: `depth` steps in flight, an I/O buffer each; `overlap` runs copies beside kernels."""
+    """One server: `depth` steps in flight on its device. Requests come out of its inbox."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         cost: Cost,
         graphs: Graphs,
-        client: Client,
+        device: Device,
+        inbox: Inbox,
         record: Record,
-        *,
         depth: int,
-        overlap: bool,
     ) -> None:
         self.scheduler = scheduler
         self.record = record
         self._cost = cost
         self._graphs = graphs
         self._depth = depth
-        self._inbox = Inbox(client, record)
-        self._h2d, self._compute, self._d2h = lanes(overlap=overlap)
-        self._slots = Slots(depth)
+        self._device = device
+        self._inbox = inbox
         self._cpu_ns = 0
         self._times = StepTimes(0)  # of the step being planned
         self._landing = self._times  # of the step whose result is being applied
@@ -74,15 +72,23 @@ class Machine:
             try:
                 effect = loop.send(answer)
             except StopIteration:
+                self._device.rest()
                 yield env.timeout(self._cpu_ns - env.now)
                 return
             if not isinstance(effect, Poll):
+                if type(effect) is Await:
+                    while (landing := self._device.landing(effect.ticket)) is not None:
+                        yield landing
                 answer = handlers[type(effect)](effect)
                 if on_step and type(effect) is Applied:
                     on_step(self._cpu_ns)
                 continue
-            if effect.wait and self._inbox:
-                self._cpu_ns = max(self._cpu_ns, self._inbox.due_ns)
+            if effect.wait:
+                while self._inbox and self._inbox.due_ns == NEVER_NS:
+                    self._device.rest()
+                    yield self._inbox.news
+                if self._inbox:
+                    self._cpu_ns = max(self._cpu_ns, self._inbox.due_ns)
             if env.peek() <= self._cpu_ns:
                 yield env.timeout(self._cpu_ns - env.now)
             answer = self._poll()
@@ -102,7 +108,7 @@ class Machine:
         self._cpu_ns += self._cost.cpu_ns(None)[0]
 
     def _launch(self, effect: Launch) -> StepTimes:
-        """CPU phases `schedule`, `prepare` and `launch`, then the copies and kernels on their lanes."""
+        """CPU phases `schedule`, `prepare` and `launch`; then the device has the step."""
         plan, times, cost = effect.plan, self._times, self._cost
         for chunk in plan.chunks:
             if chunk.admitted:
@@ -111,18 +117,11 @@ class Machine:
         shape = self._graphs.shape(plan)
         times.padded_tokens = shape.tokens
         times.schedule_end_ns = times.prepare_start_ns = self._cpu_ns + schedule_ns
-        queued = times.prepare_end_ns = times.launch_start_ns = times.schedule_end_ns + prepare_ns
-        h2d_ns, compute_ns, d2h_ns = cost.gpu_ns(plan, shape.tokens)
+        times.prepare_end_ns = times.launch_start_ns = times.schedule_end_ns + prepare_ns
         if shape.eager:
             launch_ns += cost.eager_launch_ns(plan)
-        self._cpu_ns = times.launch_end_ns = queued + launch_ns + shape.capture_ns
-        ready = max(queued if shape.eager else self._cpu_ns, self._slots.free_ns(plan.step))
-        times.h2d_start_ns, times.h2d_end_ns = self._h2d.book(ready, h2d_ns)
-        if shape.eager:  # kernels run while the CPU launches them one by one, the last not before it is launched
-            compute_ns = max(compute_ns, self._cpu_ns - self._compute.start_ns(times.h2d_end_ns))
-        times.compute_start_ns, times.compute_end_ns = self._compute.book(times.h2d_end_ns, compute_ns)
-        times.d2h_start_ns, times.d2h_end_ns = self._d2h.book(times.compute_end_ns, d2h_ns)
-        self._slots.hold(plan.step, times.d2h_end_ns)
+        self._cpu_ns = times.launch_end_ns = times.launch_start_ns + launch_ns + shape.capture_ns
+        self._device.launch(plan, shape, times)
         return times
 
     def _await(self, effect: Await) -> Landed:

@@ -40,6 +40,7 @@ class VllmOptions:
     scheduler_reserve_full_isl: bool
     watermark: float  # 0.33: share of the blocks kept free when the queue is admitted from
     prefill_schedule_interval: int  # 0.33: executed steps between prefills, 1 = every step
+    reserve_output: bool = False  # not vLLM's: admit only what can end without anybody being preempted
 
 
 @dataclass(slots=True)
@@ -255,7 +256,15 @@ class VllmScheduler:
         o, pool = self.options, self.pool
         reach = min(request.target, o.max_model_len) if o.scheduler_reserve_full_isl else tokens
         needed = max(pool.blocks_for(max(reach, tokens)) - len(hits), 0) + pool.idle(hits)
+        if o.reserve_output:
+            needed = self._whole(request) - len(hits) + pool.idle(hits)
+            needed += sum([self._whole(other) - pool.held(other) for other in self.running])
         return needed + (self._watermark if self._new and self.running else 0) <= pool.free
+
+    def _whole(self, request: Request) -> int:
+        """Blocks that a request holds at its end; its last token is never computed."""
+        spec = request.spec
+        return self.pool.blocks_for(min(spec.prompt_tokens + spec.max_tokens, self.options.max_model_len) - 1)
 
     def _start(self, request: Request, tokens: int, hits: list[int], step: _Step) -> None:
         """Move the head of the queue to running and give it its first row."""

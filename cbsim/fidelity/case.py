@@ -1,0 +1,264 @@
+"""A recorded vLLM run as a scenario: its folder, and the pack of profiles and workloads in which it lies.
+
+    CASE/config.json       the cluster as LLMServingSim's user described it: GPUs, parallelism, links
+    CASE/meta.json         what vLLM was asked to do, and, of newer runs, what it made of it
+    CASE/requests.jsonl    when each request was queued, scheduled, and got its first and last token
+    CASE/timeseries.csv    running, waiting and KV use, once a second
+    PACK/workloads, perf, arch, model_config
+
+Nothing that the run measured enters the scenario but when its engine took the requests in, and, where it was recorded,
+the number of cache blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cbsim import catalog, scenario, shapes, vllm_bench
+from cbsim.fields import ScenarioError, near, shown
+from cbsim.scenario import Scenario
+from cbsim.shapes import ModelShape
+from cbsim.traces import Arrival
+from cbsim.vllm_bench import Second, Taken
+
+GIB = 2**30
+CHANGED = (0, 26)
+"""Versions before it are replayed by the rules of 0.19, others by those of 0.33: half-way between the two known."""
+VARIANTS = {"bfloat16": "bf16", "float16": "fp16"}
+ROW_S = 3e-6
+"""Prior: seconds of device time that a request of a step costs beyond the tables. docs/fidelity.md says where from."""
+CPU = {  # of vLLM 0.19's own Python, measured on a shared 2-core Xeon; prepare and launch: assumptions
+    "schedule": {"base_s": 11e-6, "per_request_s": 4.7e-6},
+    "prepare": {"base_s": 300e-6, "per_request_s": 5e-6},
+    "launch": {"base_s": 200e-6},
+    "update": {"base_s": 6e-6, "per_request_s": 2.0e-6},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A recorded run. `settings` is the scenario that replays one of its `ranks` data-parallel servers, as plain data.
+
+    `blocks_measured` says whether vLLM recorded the size of its cache; else it is derived from the memory.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    ranks: int
+    blocks_measured: bool
+    asked: Sequence[Arrival]
+    taken: Sequence[Taken]
+    series: Sequence[Second]
+    version: str  # of vLLM
+    overrides: Sequence[str] = ()
+
+    def scenario(self, changes: Mapping[str, Any] | None = None) -> Scenario:
+        """The scenario, with the fields of `changes` (dotted names) replaced. Raises ScenarioError."""
+        data = json.loads(json.dumps(self.settings))
+        for name, value in (changes or {}).items():
+            *above, last = name.split(".")
+            part = data
+            for step in above:
+                part = part.setdefault(step, {})
+            part[last] = value
+        return scenario.parse(data, self.name, self.overrides)
+
+
+def read(folder: Path, pack: Path | None = None, hardware: str | None = None, overrides: Sequence[str] = ()) -> Case:
+    """The case in `folder`; its pack is two folders above unless given. `overrides` are of its scenario, and hold for
+    every replay. Raises ScenarioError.
+    """
+    if not folder.is_dir():
+        raise ScenarioError(f"{folder}: no such folder, expected one with config.json, meta.json, requests.jsonl")
+    config, meta = _Json(folder / "config.json"), _Json(folder / "meta.json")
+    root = folder.resolve().parents[1] if pack is None else pack
+    for part in ("workloads", "perf"):
+        if not (root / part).is_dir():
+            raise ScenarioError(f"{root}: holds no folder {part!r}; name the pack of the case with --data")
+    gpu = _Gpus(config)
+    model = _model(root, gpu.model)
+    workload = _workload(root, meta)
+    ranks = max(int(meta.get("engine_kwargs.data_parallel_size", 1)), gpu.count)
+    experts = ranks * gpu.tensor if meta.get("engine_kwargs.enable_expert_parallel", False) else 1
+    blocks = meta.get("kv_cache.num_gpu_blocks", None)
+    size = int(meta.get("kv_cache.block_size", 16))
+    settings: dict[str, Any] = {
+        "name": re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._") or "case",
+        "question": f"How near does the simulator come to a recorded run of {gpu.model} on {ranks} x {gpu.hardware}?",
+        "model": model.model_dump(mode="json"),
+        "hardware": shapes.hardware(hardware or _known(gpu.hardware)).model_dump(mode="json"),
+        "workload": {"kind": "vllm_bench", "path": str(workload), "recorded": str(folder / "requests.jsonl")},
+        "scheduler": _scheduler(meta),
+        "kv_cache": {"block_size": size, "num_blocks": blocks or gpu.blocks(model, size, experts)},
+        "loop": _loop(meta),
+        "cost": {
+            "kind": "table",
+            "path": str(_tables(root, gpu, meta)),
+            "tensor_parallel": gpu.tensor,
+            "link": gpu.link,
+            "row_s": ROW_S,
+            "cpu": CPU,
+        },
+    }
+    limit = meta.get("num_requests", None)
+    if limit:
+        settings["workload"]["limit"] = limit
+    asked = vllm_bench.requests(workload, limit)
+    return Case(
+        name=folder.resolve().name,
+        settings=settings,
+        ranks=ranks,
+        blocks_measured=blocks is not None,
+        asked=asked,
+        taken=vllm_bench.recorded(folder / "requests.jsonl", asked),
+        series=vllm_bench.series(folder / "timeseries.csv"),
+        version=str(meta.get("vllm_version")),
+        overrides=tuple(overrides),
+    )
+
+
+class _Json:
+    """A JSON file whose fields have dotted names; an error names the file and the field."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._data = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ScenarioError(f"{path}: cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise ScenarioError(f"{path}: not valid JSON: {error}") from None
+
+    def get(self, name: str, *default: Any) -> Any:
+        """The field, or the default where the file leaves it out or null; without a default it is required."""
+        found = self._data
+        for part in name.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        if found is None and not default:
+            raise ScenarioError(f"{self.path}: {name}: is missing")
+        return default[0] if found is None else found
+
+    def bad(self, name: str, value: object, expected: str) -> ScenarioError:
+        return ScenarioError(f"{self.path}: {name}: got {shown(value)}, expected {expected}")
+
+
+class _Gpus:
+    """The cluster: `count` data-parallel instances of `tensor` GPUs each, all alike."""
+
+    def __init__(self, config: _Json) -> None:
+        nodes = config.get("nodes")
+        found = [one for node in nodes for one in node.get("instances", [])] if isinstance(nodes, list) else []
+        if not found or any(one != found[0] for one in found):
+            raise config.bad("nodes", [len(found)], "one instance, or several that are alike")
+        first, self._path = found[0], config.path
+        self.count = len(found)
+        self.model, self.hardware = (str(_field(config, first, name)) for name in ("model_name", "hardware"))
+        self.tensor = int(first.get("tp_size", 1))
+        memory = first.get("npu_mem") or {}
+        self._memory_gib, self._share = memory.get("mem_size"), memory.get("mem_util", 0.9)
+        self.link = None
+        bandwidth, latency = config.get("link_bw", None), config.get("link_latency", None)
+        if bandwidth is not None and latency is not None:
+            self.link = {"latency_s": latency * 1e-9, "bytes_s": bandwidth * GIB}
+        if self.link is None and self.tensor * self.count > 1:
+            raise ScenarioError(f"{config.path}: link_bw and link_latency are missing, and there are several GPUs")
+
+    def blocks(self, model: ModelShape, block_size: int, experts: int) -> int:
+        """Blocks in the memory that the weights leave, of the share given: LLMServingSim's rule. vLLM finds fewer, by
+        what activations and CUDA take.
+        """
+        if self._memory_gib is None:
+            text = "npu_mem.mem_size: is missing, and meta.json has no kv_cache.num_gpu_blocks"
+            raise ScenarioError(f"{self._path}: {text}")
+        left = self._memory_gib * GIB * self._share - model.shard_bytes(self.tensor, experts // self.tensor or 1)
+        return int(left * self.tensor // (block_size * model.kv_bytes_per_token))
+
+
+def _field(config: _Json, instance: Mapping[str, Any], name: str) -> Any:
+    if instance.get(name) is None:
+        raise ScenarioError(f"{config.path}: nodes.instances.{name}: is missing")
+    return instance[name]
+
+
+def _model(root: Path, name: str) -> ModelShape:
+    """The model's shape, from its Hugging Face configuration in the pack."""
+    given = _Json(root / "model_config" / f"{name.rsplit('/', maxsplit=1)[-1]}.json")
+    heads, hidden = given.get("num_attention_heads"), given.get("hidden_size")
+    experts = given.get("num_experts", 0)
+    return ModelShape(
+        name=name,
+        layers=given.get("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=given.get("num_key_value_heads", heads),
+        head_dim=given.get("head_dim", hidden // heads),
+        intermediate=given.get("moe_intermediate_size") if experts else given.get("intermediate_size"),
+        experts=experts,
+        experts_per_token=given.get("num_experts_per_tok") if experts else 0,
+        vocab=given.get("vocab_size"),
+        tied_embeddings=given.get("tie_word_embeddings", False),
+        qk_norm=given.get("model_type", "").startswith("qwen3"),
+        dtype=given.get("torch_dtype", "bfloat16"),
+        max_position=given.get("max_position_embeddings"),
+    )
+
+
+def _known(hardware: str) -> str:
+    """The name of our data sheet of a GPU. Raises ScenarioError."""
+    try:
+        return catalog.shape("hardware", hardware).stem
+    except ScenarioError as error:
+        raise ScenarioError(f"{error}; name its data sheet with --hardware") from None
+
+
+def _workload(root: Path, meta: _Json) -> Path:
+    stem = Path(str(meta.get("dataset_path"))).name.removesuffix(".jsonl")
+    path = root / "workloads" / f"{stem}.lengths.jsonl"
+    if not path.is_file():
+        known = [p.name.removesuffix(".lengths.jsonl") for p in sorted(path.parent.glob("*.lengths.jsonl"))]
+        expected = f"a workload of {path.parent} ({', '.join(known) or 'none'}){near(stem, known)}"
+        raise meta.bad("dataset_path", stem, expected)
+    return path
+
+
+def _tables(root: Path, gpu: _Gpus, meta: _Json) -> Path:
+    dtype = meta.get("engine_kwargs.dtype", "bfloat16")
+    path: Path = root / "perf" / gpu.hardware / gpu.model / VARIANTS.get(dtype, dtype)
+    if not (path / "meta.yaml").is_file():
+        raise ScenarioError(f"{path}: no profile there of {gpu.model} on {gpu.hardware} in {dtype}")
+    return path
+
+
+def _scheduler(meta: _Json) -> dict[str, Any]:
+    """VLLM's options: what it resolved, else what it was asked for, else its defaults."""
+    version = str(meta.get("vllm_version"))
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None:
+        raise meta.bad("vllm_version", version, "a version such as 0.19.0")
+    ours = "0.19" if tuple(map(int, numbers.groups())) < CHANGED else "0.33"
+    asked, resolved = "engine_kwargs.{}", "resolved_config.scheduler_config.{}"
+    found = {
+        "name": "vllm",
+        "version": ours,
+        "max_num_seqs": meta.get(asked.format("max_num_seqs")),
+        "max_num_batched_tokens": meta.get(asked.format("max_num_batched_tokens")),
+        "max_model_len": meta.get(asked.format("max_model_len"), None),
+        "enable_prefix_caching": meta.get("kv_cache.enable_prefix_caching", True),
+    }
+    for option in ("policy", "enable_chunked_prefill", "long_prefill_token_threshold", "scheduler_reserve_full_isl"):
+        value = meta.get(resolved.format(option), None)
+        if value is not None:
+            found[option] = value
+    return found
+
+
+def _loop(meta: _Json) -> dict[str, Any]:
+    """Kernel times are looked up at a step's own size, so graphs pad nothing; they spare the CPU its launches."""
+    eager = meta.get("engine_kwargs.enforce_eager", False)
+    is_async = meta.get("resolved_config.scheduler_config.async_scheduling", True)
+    return {"mode": "async" if is_async else "sync", "cuda_graphs": {"enabled": not eager, "padding": "none"}}

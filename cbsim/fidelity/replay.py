@@ -1,0 +1,139 @@
+"""A case replayed: its requests through the simulated servers, and what is compared of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import simpy
+
+from cbsim import assemble, metrics, simulate, workload
+from cbsim.cost.table import TableCost
+from cbsim.fidelity.case import Case
+from cbsim.inbox import Inbox
+from cbsim.machine.driver import Machine
+from cbsim.machine.lockstep import Lockstep, balance
+from cbsim.metrics import Steps
+from cbsim.record import STEP_COLUMNS, Record
+from cbsim.scenario import Scenario, depth
+from cbsim.workload import Workload
+
+NS = 1e9
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Requests by index, seconds since the first was queued; each TTFT counts from when the engine took it in."""
+
+    queued_s: Floats
+    first_token_s: Floats
+    last_token_s: Floats
+    output_tokens: npt.NDArray[np.int64]
+
+    @property
+    def ttft_s(self) -> Floats:
+        return self.first_token_s - self.queued_s
+
+    @property
+    def e2e_s(self) -> Floats:
+        return self.last_token_s - self.queued_s
+
+    @property
+    def tpot_s(self) -> Floats:
+        return (self.last_token_s - self.first_token_s) / np.maximum(1, self.output_tokens - 1)
+
+    @property
+    def makespan_s(self) -> float:
+        return float(self.last_token_s.max() - self.queued_s.min())
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What the simulated servers did. `steps` has a table a rank."""
+
+    served: Served
+    steps: Sequence[Steps]
+    total_blocks: int  # of a rank
+
+    @property
+    def preemptions(self) -> int:
+        return sum(int(table["preempted"].sum()) for table in self.steps)
+
+    @property
+    def recomputed_tokens(self) -> int:
+        return sum(int(table["recomputed_tokens"].sum()) for table in self.steps)
+
+    def at(self, seconds: Floats, column: str) -> Floats:
+        """A step column as of each of these times after the first token, summed over ranks; 0 after the last step."""
+        start = min(int(table["await_end_ns"][0]) for table in self.steps)
+        total: Floats = np.sum([_at(table, seconds, column, start) for table in self.steps], axis=0)
+        return total
+
+
+def recorded(case: Case) -> Served:
+    """What the real run recorded."""
+    columns = np.array(case.taken, dtype=np.int64).T / NS
+    outputs = np.array([row.output_tokens for row in case.asked], dtype=np.int64)
+    return Served(columns[0], columns[2], columns[3], outputs)
+
+
+def replay(case: Case, asked: Scenario) -> Replayed:
+    """Serve the case's requests by `asked`, one of its scenarios. Raises ScenarioError."""
+    load = workload.build(asked)
+    if case.ranks == 1:
+        server = simulate.machine(asked, asked.loop.mode, load)
+        simulate.run(server)
+        records = [server.record]
+    else:
+        records = _side_by_side(asked, load, case.ranks)
+    tables = [_steps(record) for record in records]
+    return Replayed(_served(records, tables), tables, records[0].total_blocks)
+
+
+def _side_by_side(asked: Scenario, load: Workload, ranks: int) -> list[Record]:
+    """Data-parallel servers in step with each other."""
+    env, loop, cost = simpy.Environment(), asked.loop.mode, assemble.cost_model(asked)
+    assert isinstance(cost, TableCost)
+    group = Lockstep(env, cost, ranks)
+    machines, inboxes, policies = [], [], []
+    for device in group.ranks:
+        policy = assemble.scheduler(asked, loop)
+        record = Record(policy.pool.num_blocks)
+        inbox = Inbox(Workload([], 0), record)
+        inbox.news = env.event()
+        machine = Machine(policy, cost, simulate.graphs(asked, loop), device, inbox, record, depth(loop))
+        env.process(machine.run(env))
+        machines.append(machine)
+        inboxes.append(inbox)
+        policies.append(policy)
+    env.process(balance(env, load.open, inboxes, policies))
+    env.run()
+    return [machine.record for machine in machines]
+
+
+def _steps(record: Record) -> Steps:
+    return Steps(np.frombuffer(bytes(record.steps), dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
+
+
+def _served(records: Sequence[Record], tables: Sequence[Steps]) -> Served:
+    """All requests of all ranks, by index. Every one is served: a recorded run has no others."""
+    found: list[tuple[Any, ...]] = []
+    for record, table in zip(records, tables, strict=True):
+        rows = record.requests()
+        columns = metrics.token_times(rows, table)
+        times = (columns.queued_ns, columns.first_token_ns, columns.last_token_ns, columns.generated)
+        found += zip([row.index for row in rows], *(part.tolist() for part in times), strict=True)
+    _, queued, first, last, generated = (np.array(part) for part in zip(*sorted(found), strict=True))
+    start = queued.min()
+    return Served((queued - start) / NS, (first - start) / NS, (last - start) / NS, generated)
+
+
+def _at(table: Steps, seconds: Floats, column: str, start_ns: int) -> Floats:
+    ends = table["await_end_ns"]
+    place = np.searchsorted(ends, start_ns + seconds * NS, side="right") - 1
+    values: Floats = table[column][np.clip(place, 0, len(table) - 1)].astype(float)
+    return np.where(start_ns + seconds * NS > ends[-1], 0.0, values)

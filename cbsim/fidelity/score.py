@@ -1,0 +1,76 @@
+"""How far a replay is from the recorded run: every latency by mean and percentile, and the series over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cbsim.fidelity.case import Case
+from cbsim.fidelity.replay import Replayed, Served
+
+Floats = npt.NDArray[np.float64]
+METRICS = ("ttft", "tpot", "e2e")
+STATISTICS: dict[str, Callable[[Floats], float]] = {
+    "mean": lambda values: float(np.mean(values)),
+    "median": lambda values: float(np.percentile(values, 50)),
+    "p90": lambda values: float(np.percentile(values, 90)),
+    "p95": lambda values: float(np.percentile(values, 95)),
+    "p99": lambda values: float(np.percentile(values, 99)),
+}
+
+
+class Score(NamedTuple):
+    """One number of a run, simulated and measured, in seconds. `metric` is ttft, tpot, e2e or makespan."""
+
+    metric: str
+    statistic: str
+    simulated_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """Relative to the measured value."""
+        return self.simulated_s / self.measured_s - 1
+
+
+def scores(simulated: Served, measured: Served) -> list[Score]:
+    """Latencies in order of `METRICS` and `STATISTICS`, then the makespan."""
+    found = [
+        Score(metric, name, statistic(_values(simulated, metric)), statistic(_values(measured, metric)))
+        for metric in METRICS
+        for name, statistic in STATISTICS.items()
+    ]
+    return [*found, Score("makespan", "", simulated.makespan_s, measured.makespan_s)]
+
+
+def _values(served: Served, metric: str) -> Floats:
+    values: Floats = getattr(served, f"{metric}_s")
+    return values
+
+
+class Series(NamedTuple):
+    """Once a second, as the run recorded it: requests running and waiting, share of the KV cache in use (0 to 1)."""
+
+    at_s: Floats
+    simulated: dict[str, Floats]
+    measured: dict[str, Floats]
+
+    def difference(self, name: str) -> float:
+        """Mean absolute difference over the recorded seconds."""
+        return float(np.abs(self.simulated[name] - self.measured[name]).mean())
+
+
+def series(case: Case, replayed: Replayed) -> Series:
+    """The recorded seconds beside the replay's. KV use is left out if the run recorded none: all zeros."""
+    at = np.array([row.at_s for row in case.series])
+    names = ("running", "waiting", "kv_use")
+    measured = {name: np.array([getattr(row, name) for row in case.series]) for name in names}
+    simulated = {name: replayed.at(at, name) for name in ("running", "waiting")}
+    blocks = replayed.total_blocks * len(replayed.steps)
+    simulated["kv_use"] = replayed.at(at, "used_blocks") / blocks
+    if not measured["kv_use"].any():
+        del measured["kv_use"], simulated["kv_use"]
+    return Series(at, simulated, measured)

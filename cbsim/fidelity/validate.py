@@ -1,0 +1,192 @@
+"""`python -m cbsim validate CASE`: a recorded run replayed and scored, as tables, figures and data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cbsim.fidelity import ablation, case, figures, score
+from cbsim.fidelity.ablation import Ablated
+from cbsim.fidelity.case import Case
+from cbsim.fidelity.replay import Replayed, recorded, replay
+from cbsim.fidelity.score import Score, Series
+from cbsim.markdown import Table
+from cbsim.scenario import Scenario
+from cbsim.study import Study
+
+NEAR_LIMIT = 0.9
+"""Share of the KV cache above which the number of blocks decides who waits."""
+BASIS = (
+    "Measured by others: the kernel times. Of the run itself: when its engine took each request in. Added: {row_us:g} "
+    "us a request and step, and the CPU cost of vLLM's loop; both are priors (docs/fidelity.md)."
+)
+UNITS = {
+    "ttft": ("TTFT", "ms", 1e3),
+    "tpot": ("TPOT", "ms", 1e3),
+    "e2e": ("E2E", "ms", 1e3),
+    "makespan": ("makespan", "s", 1.0),
+}
+
+
+class Validation(NamedTuple):
+    """Everything that one case says."""
+
+    case: Case
+    asked: Scenario
+    replayed: Replayed
+    scores: Sequence[Score]
+    series: Series
+    ablated: Sequence[Ablated]
+
+
+def validate(
+    folder: Path, *, pack: Path | None, hardware: str | None, overrides: Sequence[str], ablate: bool
+) -> Validation:
+    """Replay and score a case. Raises ScenarioError."""
+    found = case.read(folder, pack, hardware, overrides)
+    asked = found.scenario()
+    done = replay(found, asked)
+    return Validation(
+        found,
+        asked,
+        done,
+        score.scores(done.served, recorded(found)),
+        score.series(found, done),
+        ablation.ablate(found) if ablate else (),
+    )
+
+
+def study(validation: Validation) -> Study:
+    """What to print, draw and keep of it."""
+    tables = [_errors(validation), _run(validation)]
+    real = recorded(validation.case)
+    charts = [figures.series(validation.series), figures.latencies(validation.replayed.served, real)]
+    if validation.ablated:
+        tables.append(_ablation(validation.ablated))
+        charts.append(figures.ablation(validation.ablated))
+    return Study(
+        title=f"{validation.case.name} against a recorded vLLM run",
+        question=str(validation.case.settings["question"]),
+        findings=_findings(validation),
+        tables=tables,
+        charts=charts,
+        data=data(validation),
+    )
+
+
+def data(validation: Validation) -> dict[str, Any]:
+    """The numbers, as plain values: seconds, and errors relative to what was measured."""
+    series = validation.series
+    return {
+        "case": validation.case.name,
+        "errors": [_plain(one) for one in validation.scores],
+        "steps": sum(len(table) for table in validation.replayed.steps),
+        "preemptions": validation.replayed.preemptions,
+        "recomputed_tokens": validation.replayed.recomputed_tokens,
+        "kv_blocks": validation.replayed.total_blocks,
+        "kv_blocks_measured": validation.case.blocks_measured,
+        "kv_use_peak": peak(validation.replayed),
+        "mean_absolute_difference": {name: series.difference(name) for name in series.measured},
+        "scenario": validation.case.settings,
+        "ablation": [
+            {
+                "name": one.name,
+                "changes": one.changes,
+                "errors": [_plain(part) for part in one.scores],
+                "preemptions": one.preemptions,
+                "steps": one.steps,
+            }
+            for one in validation.ablated
+        ],
+    }
+
+
+def _plain(one: Score) -> dict[str, Any]:
+    return {**one._asdict(), "error": one.error}
+
+
+def peak(replayed: Replayed) -> float:
+    """Largest share of a rank's cache blocks in use."""
+    return max(int(table["used_blocks"].max()) for table in replayed.steps) / replayed.total_blocks
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _errors(validation: Validation) -> Table:
+    rows = []
+    for one in validation.scores:
+        name, unit, factor = UNITS[one.metric]
+        shown = [f"{value * factor:,.2f}" for value in (one.simulated_s, one.measured_s)]
+        rows.append((f"{name} {one.statistic}".strip() + f", {unit}", *shown, f"{one.error:+.2%}"))
+    says = f"{len(validation.case.asked)} requests. TTFT and E2E count from when the engine took a request in."
+    return Table("Latencies", ("", "simulated", "measured", "error"), rows, says)
+
+
+def _run(validation: Validation) -> Table:
+    done, series = validation.replayed, validation.series
+    names = {"running": "requests running", "waiting": "requests waiting", "kv_use": "KV cache in use"}
+    rows = []
+    for name, text in names.items():
+        if name in series.measured:
+            means = [float(part[name].mean()) for part in (series.simulated, series.measured)]
+            form = "{:.1%}" if name == "kv_use" else "{:.2f}"
+            rows.append((f"{text}, mean", *map(form.format, (*means, series.difference(name)))))
+    source = "recorded" if validation.case.blocks_measured else "derived"
+    rows.append(("KV blocks a server", f"{done.total_blocks + 1:,}", source, ""))
+    rows.append(("KV cache in use, peak", f"{peak(done):.1%}", "", ""))
+    rows.append(("preemptions", f"{done.preemptions:,}", "not recorded", ""))
+    rows.append(("recomputed tokens", f"{done.recomputed_tokens:,}", "not recorded", ""))
+    rows.append(("steps", f"{sum(len(table) for table in done.steps):,}", "not recorded", ""))
+    header = ("once a second", "simulated", "measured", "mean difference")
+    return Table("The run", header, rows)
+
+
+def _ablation(ablated: Sequence[Ablated]) -> Table:
+    header = ("replayed with", "TTFT mean", "TPOT mean", "E2E mean", "makespan", "largest", "preemptions")
+    rows = [
+        (one.name, *(f"{part:+.2%}" for part in _means(one)), f"{_largest(one.scores):.2%}", str(one.preemptions))
+        for one in ablated
+    ]
+    says = "Errors with one part changed at a time; `largest` is over all means and percentiles."
+    return Table("What carries the result", header, rows, says)
+
+
+def _means(one: Ablated) -> list[float]:
+    return [part.error for part in one.scores if part.statistic in ("mean", "")]
+
+
+def _largest(scores: Sequence[Score]) -> float:
+    return max(abs(one.error) for one in scores if one.statistic)
+
+
+# -- what it says -----------------------------------------------------------------------------------------------------
+
+
+def _findings(validation: Validation) -> list[str]:
+    means = {one.metric: one.error for one in validation.scores if one.statistic == "mean"}
+    worst = max((one for one in validation.scores if one.statistic), key=lambda one: abs(one.error))
+    said = ", ".join(f"{UNITS[metric][0]} {error:+.2%}" for metric, error in means.items())
+    name = f"{UNITS[worst.metric][0]} {worst.statistic}"
+    row_us = validation.asked.cost.model_dump()["row_s"] * 1e6
+    return [
+        f"Errors of the means: {said}; the largest of all is that of {name}, {worst.error:+.2%}.",
+        *_caveats(validation),
+        BASIS.format(row_us=row_us),
+    ]
+
+
+def _caveats(validation: Validation) -> list[str]:
+    found = []
+    share = peak(validation.replayed)
+    if share >= NEAR_LIMIT and not validation.case.blocks_measured:
+        found.append(
+            f"Capacity: KV use reaches {share:.0%} of {validation.replayed.total_blocks + 1:,} blocks, which are "
+            "derived from the memory and not measured. vLLM finds fewer: then more requests wait or are preempted."
+        )
+    version = str(validation.case.version)
+    rules = validation.asked.scheduler.model_dump()["version"]
+    if not version.startswith(rules):
+        found.append(f"The run is of vLLM {version}; it was replayed by the rules of {rules}.")
+    return found

@@ -1,0 +1,55 @@
+"""A GPU as the driver sees it: steps are launched in order, and each says when it will have landed."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import simpy
+
+from cbsim.cost.base import Cost
+from cbsim.machine.graphs import Shape
+from cbsim.machine.lanes import Slots, lanes
+from cbsim.policy.plan import StepPlan
+from cbsim.record import StepTimes
+
+
+class Device(Protocol):
+    """Where steps run. `times` are filled in as far as the device decides them: its lanes."""
+
+    def launch(self, plan: StepPlan, shape: Shape, times: StepTimes) -> None:
+        """Queue a step whose CPU phases are over: its copies and kernels."""
+
+    def landing(self, times: StepTimes) -> simpy.Event | None:
+        """What to wait for before it is known when a launched step lands; None if it is."""
+
+    def rest(self) -> None:
+        """The server has nothing to launch until another request arrives."""
+
+
+class OneGpu:
+    """A GPU on its own: when a step lands is known as soon as it is launched. `depth` I/O slots; `overlap` runs copies
+    beside kernels.
+    """
+
+    def __init__(self, cost: Cost, *, depth: int, overlap: bool) -> None:
+        self._cost = cost
+        self._h2d, self._compute, self._d2h = lanes(overlap=overlap)
+        self._slots = Slots(depth)
+
+    def launch(self, plan: StepPlan, shape: Shape, times: StepTimes) -> None:
+        h2d_ns, compute_ns, d2h_ns = self._cost.gpu_ns(plan, shape.tokens)
+        launched = times.launch_end_ns
+        ready = max(times.launch_start_ns if shape.eager else launched, self._slots.free_ns(plan.step))
+        times.h2d_start_ns, times.h2d_end_ns = self._h2d.book(ready, h2d_ns)
+        if shape.eager:  # kernels run while the CPU launches them one by one, the last not before it is launched
+            compute_ns = max(compute_ns, launched - self._compute.start_ns(times.h2d_end_ns))
+        times.compute_start_ns, times.compute_end_ns = self._compute.book(times.h2d_end_ns, compute_ns)
+        times.d2h_start_ns, times.d2h_end_ns = self._d2h.book(times.compute_end_ns, d2h_ns)
+        self._slots.hold(plan.step, times.d2h_end_ns)
+
+    def landing(self, times: StepTimes) -> simpy.Event | None:
+        del times
+        return None
+
+    def rest(self) -> None:
+        return
