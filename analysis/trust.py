@@ -15,7 +15,7 @@ from analysis.load import Run, flat
 from cbsim.metrics import SAMPLES_NEEDED
 
 OPEN_LOOP = ("constant", "poisson", "gamma")  # kinds of arrivals that do not wait for the server ...
-TIMED = ("azure", "mooncake", "csv", "golden")  # ... and of workloads that say when they arrive
+TIMED = ("azure", "mooncake", "csv", "golden", "vllm_bench")  # ... and of workloads that say when they arrive
 ENDED = ("length", "stop")
 ENOUGH = 20  # arrivals or steps from which a trend can be read
 LAG, GROWTH = 0.05, 1.2
@@ -25,6 +25,8 @@ USUAL, EARLY = 0.9, 0.05
 FIRST, SLOW, ALIKE = 5, 3.0, 2.0
 """Slow start: one of the FIRST steps lasts SLOW times the median of later ones whose tokens differ by at most ALIKE."""
 TAIL = 0.1
+NEAR_FULL = 0.9
+"""Capacity: share of the KV blocks in use above which their number decides who waits and who is preempted."""
 MOST_TOLD = 3  # caveats of one kind in full
 Floats = npt.NDArray[np.float64]
 
@@ -196,6 +198,18 @@ def _modelled(run: Run) -> str | None:
     return None
 
 
+def _capacity(run: Run) -> str | None:
+    """The cache was nearly full, and how large it is was worked out from the memory."""
+    if run.measured or (run.scenario.get("kv_cache") or {}).get("num_blocks") is not None or not len(run.table):
+        return None
+    total = run.summary["total_blocks"]
+    share = int(run.table["used_blocks"].max()) / total
+    if share < NEAR_FULL:
+        return None
+    told = f"KV use reaches {share:.0%} of {total:,} blocks, which are derived from the memory and not measured"
+    return f"{told}: with another number others wait or are preempted."
+
+
 def _hardware(run: Run) -> str | None:
     """The scenario's GPU is another model than the one measured on."""
     device, asked = str(run.environment.get("device")), str(run.scenario.get("hardware", {}).get("name"))
@@ -224,10 +238,13 @@ def _notes(run: Run) -> str | None:
 
 
 def _assumed(run: Run) -> str | None:
-    """Step times of a roofline are data sheet rates times shares that nobody has measured."""
+    """Step times of a roofline are data sheet rates times shares that nobody has measured; tables leave things out."""
     cost = run.scenario.get("cost", {})
-    if run.measured or cost.get("kind") != "roofline":
+    if run.measured or cost.get("kind") not in ("roofline", "table"):
         return None
+    if cost["kind"] == "table":
+        added = ", ".join(f"{cost.get(f'{what}_s', 0) * 1e6:g} us a {what}" for what in ("step", "layer", "row"))
+        return f"simulated times rest on kernel tables that others measured, on {added} and CPU times as stated."
     shares = flat({name: cost.get(f"{name}_efficiency", {}) for name in ("compute", "memory")})
     told = ", ".join(f"{name.replace('.', ' of ')} {share:.0%}" for name, share in shares.items())
     given = f"shares of the data sheet's peak ({told}) and CPU times as the scenario gives them"
@@ -280,6 +297,7 @@ RULES: dict[str, Callable[[Run], str | None]] = {  # by weight
     "incomplete": _incomplete,
     "overload": _overload,
     "near capacity": _near_capacity,
+    "capacity": _capacity,
     "window": _window,
     "not done": _not_done,
     "device": _modelled,

@@ -193,9 +193,7 @@ class TableCost(Frozen):
     kind: Literal["table"]
     """table"""
     path: Annotated[str, AfterValidator(_anchored)]
-    """Tables, from the scenario's folder, or below $CBSIM_DATA or the project's data folder: a folder of vLLM layer
-    profiles (with meta.yaml), or how the names of GEMM and attention tables begin (`hopper_kernels/h100_sxm`).
-    """
+    """Folder of vLLM layer profiles, or how the names of GEMM and attention tables begin; found as other data are."""
     tensor_parallel: Annotated[Whole, Field(ge=1)] = 1
     """GPUs that share every layer."""
     link: Link | None = None

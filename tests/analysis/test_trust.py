@@ -266,3 +266,20 @@ def test_many_runs_are_no_flood(serve: Serve) -> None:
 
 def test_why_requests_were_refused(serve: Serve) -> None:
     assert "Most often: prompt of 9000 tokens" in _text("not done", serve("workload.prompt_tokens=9000"))
+
+
+def test_a_derived_capacity_that_binds_is_told(serve: Serve) -> None:
+    """Blocks that were worked out from the memory are worth a word when nearly all are in use, and only then: not if
+    the scenario states their number, and not if most are free."""
+    derived = ("kv_cache.num_blocks=null", "kv_cache.memory_fraction=1.0", "workload.prompt_tokens=200")
+    full = serve(*derived, "hardware.memory_bytes=618000000", "scheduler.max_num_batched_tokens=64")
+    total = full.summary["total_blocks"]
+    assert f"of {total:,} blocks, which are derived" in _text("capacity", full)
+    stated = serve(
+        "workload.prompt_tokens=200", f"kv_cache.num_blocks={total + 1}", "scheduler.max_num_batched_tokens=64"
+    )
+    assert stated.table["used_blocks"].max() == full.table["used_blocks"].max()
+    assert "capacity" not in _kinds(stated)
+    assert "capacity" not in _kinds(
+        serve(*derived, "hardware.memory_bytes=700000000", "scheduler.max_num_batched_tokens=64")
+    )
