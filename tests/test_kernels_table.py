@@ -34,7 +34,7 @@ def write(folder: Path, kernel: str, header: str, rows: Iterable[tuple[float, ..
 
 
 def gemm(folder: Path, time_ms: Callable[[int, int, int], float]) -> None:
-    grid = product((1, 8, 64), (32, 64, 256, 1024), (32, 64, 256))
+    grid = product((1, 8, 64), (32, 64, 256, 1024), (32, 64, 128))
     write(folder, GEMM, "m,n,k,latency_ms", ((m, n, k, time_ms(m, n, k)) for m, n, k in grid))
 
 
@@ -134,7 +134,7 @@ def test_chunks_and_rows_of_a_step_add_up(place: Path) -> None:
 
 
 def test_a_scenario_names_how_the_files_begin(place: Path) -> None:
-    """kind table with a path that is no folder: single kernels, plus the stated time a layer (0.1 ms, three of them)."""
+    """kind table with a path that is no folder: single kernels, and the stated time a layer (0.1 ms, three of them)."""
     cost = assemble.table_cost(TINY, TableCost(kind="table", path=str(place), layer_s=1e-4))
     plan = StepPlan(0, (), 0, 8, 8 * 99, (), (), (), (), (), (), 0, 0, 0, 8, 0, 0, longest_context=99)
     tables = Kernels(place, 1, TINY)

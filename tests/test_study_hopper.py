@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -70,22 +71,22 @@ def test_the_map_is_what_the_simulator_takes(gpu: str, batch: int, context: int)
     expected = {"sync": cell.cpu_s + cell.gpu_s, "async": max(cell.cpu_s, cell.gpu_s)}
     for loop, step_s in expected.items():
         _, steps = simulated(asked, loop)
-        means = steps["decode_context_tokens"] / np.maximum(steps["decode_rows"], 1)
+        means = steps["context_tokens"] / np.maximum(steps["decode_rows"], 1)
         (around,) = np.nonzero((steps["decode_rows"] == batch) & (np.abs(means - context) <= 8))
-        assert len(around) == 17
-        ends = steps["update_end_ns"][around]
-        assert (ends[-1] - ends[0]) / 16 / NS == pytest.approx(step_s, rel=1e-3)
+        assert len(around) in (16, 17)
+        assert (np.diff(around) == 1).all()
+        assert np.diff(steps["update_end_ns"][around]).mean() / NS == pytest.approx(step_s, rel=1e-3)
 
 
-def test_what_fits_is_what_vllm_would_have_blocks_for() -> None:
-    """The map's marks against the scheduler's own number of blocks: one block less than a point needs, and it is out."""
+@pytest.mark.parametrize(("blocks", "largest"), [(8 * 65 + 1, 8), (8 * 65, 4)])
+def test_what_fits_is_what_vllm_has_blocks_for(monkeypatch: pytest.MonkeyPatch, blocks: int, largest: int) -> None:
+    """A request of 1,024 cached tokens needs a 65th block of 16 for the step's token, and vLLM never gives out one of
+    its blocks: with one less than eight requests need, four are the most.
+    """
+    monkeypatch.setattr(scenario, "scheduler_options", lambda asked, depth: SimpleNamespace(num_blocks=blocks))
     found = cells("H100")
-    asked = hopper.scenario("H100", LAYER_S, "scheduler={name: vllm}", "kv_cache={}")
-    blocks = scenario.scheduler_options(asked, depth=2).num_blocks
     assert [(cell.context, cell.batch) for cell in found] == [(c, b) for c in CONTEXTS for b in BATCHES]
-    for cell in found:
-        assert cell.fits == (cell.batch * (cell.context // 16 + 1) <= blocks - 1)
-    assert {cell.fits for cell in found} == {True, False}
+    assert [cell.batch for cell in found if cell.fits and cell.context == 1024][-1] == largest
 
 
 def test_where_async_begins_to_matter() -> None:

@@ -1,0 +1,216 @@
+"""Tables of single kernels, measured one call at a time: products of matrices, and attention of one layer.
+
+    <path>_gemm_bf16.csv                  m, n, k, latency_ms: one product, of m tokens, n outputs and k inputs
+    <path>_generation_attention_bf16.csv  batch_size, isl, step, num_heads, num_key_value_heads, head_dim, latency_ms:
+                                          batch_size decoding rows, each over isl + step tokens, its own included
+    <path>_context_attention_bf16.csv     the same columns: batch_size prompts of isl tokens behind step cached ones
+
+A layer is four products (QKV, output, gate with up, down) and its attention. Nothing else is in these tables: no norms,
+rotary embedding, activation, token embedding, sampler, gaps between kernels, wait for the longest row, or CPU time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from math import log
+from pathlib import Path
+from typing import NamedTuple
+
+from cbsim.cost.ladder import Ladder
+from cbsim.cost.tables import Attention
+from cbsim.fields import ScenarioError
+from cbsim.rows import Table, text
+from cbsim.shapes import ModelShape
+
+NS = 1e6  # of a millisecond
+
+
+class Heads(NamedTuple):
+    """Of attention, on one GPU: query heads, heads of keys and values, width of a head."""
+
+    query: int
+    kv: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.query} query and {self.kv} KV heads of {self.width}"
+
+
+class Kernels:
+    """The three tables at `path`, for one of `tensor_parallel` GPUs that share `model`. Raises ScenarioError.
+
+    A chunk behind cached tokens costs what the whole prompt costs above its cached part, and not less than a chunk
+    without a cache or than one decoding row that reads as much: the causal triangle of one is the sum of the others.
+    Chunks and decoding rows of a step are separate kernels; decoding rows count at their mean context.
+    """
+
+    def __init__(self, path: Path, tensor_parallel: int, model: ModelShape) -> None:
+        _check(path, tensor_parallel, model)
+        share, products = 1 / tensor_parallel, Products(_file(path, "gemm"))
+        queries = model.heads * model.head_dim * share
+        together = queries + 2 * model.kv_heads * model.head_dim * share  # queries, keys and values
+        inner = model.intermediate * share
+        self._layer = (
+            products.curve(together, model.hidden),
+            products.curve(model.hidden, queries),
+            products.curve(2 * inner, model.hidden),
+            products.curve(model.hidden, inner),
+        )
+        self._head = products.curve(model.vocab * share, model.hidden)
+        heads = Heads(model.heads // tensor_parallel, model.kv_heads // tensor_parallel, model.head_dim)
+        rows = _generation(_file(path, "generation_attention"), heads)
+        self._decode, self._longest = Ladder(rows.items()), _longest(rows)
+        self._prompt = _context(_file(path, "context_attention"), heads)
+        self._ns = NS * model.layers
+        self._by_tokens: dict[int, float] = {}
+        self._by_rows: dict[int, float] = {}
+
+    def linear_ns(self, tokens: int) -> float:
+        known = self._by_tokens.get(tokens)
+        if known is None:
+            known = self._by_tokens[tokens] = self._ns * sum(curve(tokens) for curve in self._layer)
+        return known
+
+    def head_ns(self, rows: int) -> float:
+        """The output head's product; no sampler was measured."""
+        known = self._by_rows.get(rows)
+        if known is None:
+            known = self._by_rows[rows] = NS * self._head(rows) if rows else 0.0
+        return known
+
+    def attention_ns(self, work: Attention, *, skew: bool) -> float:
+        """Rows of unequal length were not measured: `skew` changes nothing."""
+        chunk = self._chunk(work.prefill, work.cached) if work.prefill else 0.0
+        return self._ns * (chunk + (self._decode(work.decodes, work.context + 1) if work.decodes else 0.0))
+
+    def experts_ns(self, tokens: int, ranks: int) -> float:
+        return 0.0
+
+    def longest(self, decodes: int) -> float:
+        """Tokens up to which attention of so many decoding rows was measured; 0 for more rows than were."""
+        return max((length for batch, length in self._longest.items() if batch >= decodes), default=0.0)
+
+    def _chunk(self, tokens: float, cached: float) -> float:
+        alone = self._prompt(_pairs(tokens))
+        if not cached:
+            return alone
+        behind = self._prompt(_pairs(cached + tokens)) - self._prompt(_pairs(cached))
+        return max(alone, behind, self._decode(1, cached + tokens))
+
+
+class Products:
+    """Milliseconds of a product [m, k] x [k, n]. Raises ScenarioError.
+
+    In m linear between the measured sizes of a pair (n, k). Between pairs a power law in n and in k: linear in log n,
+    log k and log time. Below the first n or k the first holds; beyond the last, time grows in proportion.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._points: dict[tuple[float, float], dict[float, float]] = defaultdict(dict)
+        with text(path) as file:
+            table = Table(path, file, ("m", "n", "k", "latency_ms"))
+            for row in table.rows(None):
+                m, n, k, ms = map(table.number, range(4), row)
+                self._points[n, k][m] = ms
+        if not self._points:
+            raise ScenarioError(f"{path}: holds no rows")
+        self._n, self._k = (sorted({pair[axis] for pair in self._points}) for axis in (0, 1))
+
+    def curve(self, n: float, k: float) -> Curve:
+        """The product of that shape, by m."""
+        corners = [
+            (self._ladder(n_, k_), in_n * in_k) for n_, in_n in _around(self._n, n) for k_, in_k in _around(self._k, k)
+        ]
+        return Curve(corners, max(1.0, n / self._n[-1]) * max(1.0, k / self._k[-1]))
+
+    def _ladder(self, n: float, k: float) -> Ladder:
+        if (n, k) not in self._points:
+            raise ScenarioError(f"{self._path}: no rows with n = {n:g} and k = {k:g}, which the model's shape needs")
+        return Ladder(((m,), ms) for m, ms in self._points[n, k].items())
+
+
+class Curve(NamedTuple):
+    """Geometric mean of measured curves, each with its weight, times a factor."""
+
+    parts: Sequence[tuple[Ladder, float]]
+    factor: float
+
+    def __call__(self, m: float) -> float:
+        time = self.factor
+        for ladder, weight in self.parts:
+            time *= ladder(m) ** weight
+        return time
+
+
+def _around(grid: Sequence[float], x: float) -> list[tuple[float, float]]:
+    """The neighbours of x in `grid`, with their weights on a logarithmic scale."""
+    place = bisect_right(grid, x)
+    low = grid[max(place - 1, 0)]
+    if place in (0, len(grid)) or low == x:
+        return [(low, 1.0)]
+    share = log(x / low) / log(grid[place] / low)
+    return [(low, 1 - share), (grid[place], share)]
+
+
+def _pairs(tokens: float) -> float:
+    """Query-key pairs of a prompt: what the time of long ones is proportional to."""
+    return tokens * (tokens + 1) / 2
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def _file(path: Path, kernel: str) -> Path:
+    return path.with_name(f"{path.name}_{kernel}_bf16.csv")
+
+
+def _check(path: Path, tensor_parallel: int, model: ModelShape) -> None:
+    if model.experts:
+        told = f"got {path}, which holds no experts, and {model.name} has {model.experts}; use a dense model"
+        raise ScenarioError(f"cost.path: {told} or vLLM layer profiles")
+    if model.dtype_bytes != 2:
+        raise ScenarioError(f"model.dtype: got {model.dtype}, must be bfloat16 or float16: {path} was measured in bf16")
+    if model.heads % tensor_parallel or model.kv_heads % tensor_parallel:
+        told = f"must divide heads ({model.heads}) and kv_heads ({model.kv_heads})"
+        raise ScenarioError(f"cost.tensor_parallel: got {tensor_parallel}, {told} with the tables {path}")
+
+
+def _attention(path: Path, heads: Heads) -> dict[tuple[float, float, float], float]:
+    """Milliseconds by (batch_size, isl, step), of these heads."""
+    columns = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads", "head_dim", "latency_ms")
+    found: dict[Heads, dict[tuple[float, float, float], float]] = defaultdict(dict)
+    with text(path) as file:
+        table = Table(path, file, columns)
+        for row in table.rows(None):
+            batch, isl, step, query, kv, width, ms = map(table.number, range(len(columns)), row)
+            found[Heads(int(query), int(kv), int(width))][batch, isl, step] = ms
+    if heads not in found:
+        known = "; ".join(map(str, sorted(found))) or "none"
+        raise ScenarioError(f"{path}: no rows of {heads} a GPU (found: {known})")
+    return found[heads]
+
+
+def _generation(path: Path, heads: Heads) -> dict[tuple[float, float], float]:
+    """By (decoding rows, tokens that each attends to)."""
+    return {(batch, isl + step): ms for (batch, isl, step), ms in _attention(path, heads).items()}
+
+
+def _longest(rows: Iterable[tuple[float, float]]) -> dict[float, float]:
+    """The longest length that was measured, by the number of rows."""
+    found: dict[float, float] = defaultdict(float)
+    for batch, length in rows:
+        found[batch] = max(found[batch], length)
+    return dict(found)
+
+
+def _context(path: Path, heads: Heads) -> Ladder:
+    """Axis: query-key pairs of one prompt without a cache."""
+    found = {
+        (_pairs(isl),): ms for (batch, isl, step), ms in _attention(path, heads).items() if (batch, step) == (1, 0)
+    }
+    if not found:
+        raise ScenarioError(f"{path}: no rows of {heads} with batch_size 1 and step 0")
+    return Ladder(found.items())
