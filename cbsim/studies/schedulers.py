@@ -35,7 +35,7 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
     "no preemption": {"kv_cache.num_blocks": MOST_BLOCKS},
     "static reservation": {"scheduler.reserve_output": True},
     "one step early": EARLY,
-    "all of these but preemption": {
+    "all but the limitless cache": {
         **EARLY,
         "scheduler.enable_prefix_caching": False,
         "scheduler.reserve_output": True,
