@@ -77,6 +77,8 @@ def _act(arguments: argparse.Namespace) -> int:
             quick=arguments.quick,
         )
         return commands.calibration(wanted, setup)
+    if arguments.command == "hardware":
+        return commands.hardware(arguments.parts, arguments.device, arguments.out)
     if arguments.command == "bench":
         return commands.benchmark(arguments.device, arguments.out, quick=arguments.quick, as_json=arguments.json)
     if arguments.command == "validate":
@@ -152,6 +154,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     validate.add_argument(
         "--out", type=Path, default=Path("runs/validate"), metavar="DIR", help="where all files go (runs/validate)"
+    )
+    hardware = command("hardware", "measure a GPU in parts of under ten minutes, resuming where it stopped")
+    hardware.add_argument("parts", nargs="*", metavar="PART", help="parts to run (all): an unknown one lists them")
+    hardware.add_argument(
+        "--device",
+        choices=("cuda", "process", "modelled"),
+        help="cuda: the GPU; the others rehearse on the CPU (default: cuda if there is one, else process)",
+    )
+    hardware.add_argument(
+        "--out", type=Path, default=Path("reports/hardware"), metavar="DIR", help="where all goes (reports/hardware)"
     )
     bench = command("bench", "print how fast the engine is, against what the device could do and transformers")
     bench.add_argument(

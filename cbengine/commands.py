@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cbengine import build, calibrate, tokens, validate, weights
+from cbengine import build, calibrate, campaign, tokens, validate, weights
 from cbengine.build import Setup
 from cbengine.content import Prompts
 from cbengine.errors import MissingError, UsageError
@@ -113,6 +113,15 @@ def validation(device: str, out: Path) -> int:
     for line in failed:
         print(f"too far apart: {line.case}, {line.loop}, {line.metric}: {line.error:+.1%}", file=sys.stderr)
     return runs.CHECK_FAILED if failed else runs.OK
+
+
+def hardware(parts: Sequence[str], device: str | None, out: Path) -> int:
+    """Measure a GPU, or rehearse it; 1 if a command failed."""
+    where = device or ("cuda" if build.default_device() == "cuda" else "process")
+    failed = campaign.campaign(parts, where, out, _say)
+    for command in failed:
+        print(f"failed: {command}", file=sys.stderr)
+    return runs.ERROR if failed else runs.OK
 
 
 def benchmark(device: str | None, out: Path, *, quick: bool, as_json: bool) -> int:

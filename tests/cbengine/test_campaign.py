@@ -1,0 +1,128 @@
+"""The campaign on a GPU, rehearsed: what is done is not done again, what failed or took too long is; all is kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbengine import campaign, cli
+from cbengine.campaign import Part
+
+
+def write(path: Path, body: str) -> str:
+    """A module to be run with -m, beside the part."""
+    path.write_text(body)
+    return path.stem
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Two parts of small commands instead of the real ones; the second fails until `mended` exists."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    write(
+        tmp_path / "says.py",
+        "import sys, pathlib\np = pathlib.Path(sys.argv[1]); p.mkdir(parents=True, exist_ok=True)\n"
+        "(p / 'timeline.json.gz').touch(); (p / 'kept').touch(); print('said', *sys.argv[2:])\n",
+    )
+    write(
+        tmp_path / "fails.py",
+        f"import sys, pathlib\nsys.exit(not pathlib.Path({str(tmp_path / 'mended')!r}).exists())\n",
+    )
+    write(tmp_path / "sleeps.py", "import time\ntime.sleep(60)\n")
+    found = {
+        "first": Part("one that works", [("says", "{runs}/a", "x"), ("says", "{runs}/b", "{runs}/*")]),
+        "second": Part("one that does not", [("fails",), ("says", "{runs}/c")]),
+        "slow": Part("one that takes too long", [("sleeps",)], minutes=0.02),
+    }
+    monkeypatch.setattr(campaign, "parts", lambda device: found)
+    return tmp_path / "out"
+
+
+def ledger(out: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((out / "cpu-process" / "provenance.json").read_text())
+    return facts
+
+
+def test_what_is_done_is_not_done_again(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Commands run in order, with the part's folders in them; a second call runs only what failed."""
+    words = ["hardware", "first", "second", "--device", "process", "--out", str(small)]
+    assert cli.main(words) == 1
+    place = small / "cpu-process"
+    assert (place / "first" / "log.txt").read_text().count("said") == 2
+    assert f"said {place / 'first' / 'runs' / 'a'}" in (place / "first" / "log.txt").read_text()
+    assert (place / "second" / "runs" / "c" / "kept").exists()  # a failure does not keep the next from running
+    assert not list(small.rglob("timeline.json.gz"))
+    assert [c["exit"] for c in ledger(small)["commands"]] == [0, 0, 1, 0]
+    assert "failed: python -m fails" in capsys.readouterr().err
+    (small.parent / "mended").touch()
+    assert cli.main(words) == 0
+    assert [c["exit"] for c in ledger(small)["commands"]] == [0, 0, 1, 0, 0]
+    assert (place / "first" / "log.txt").read_text().count("said") == 2
+
+
+def test_a_part_ends_with_its_time(small: Path) -> None:
+    """A command that does not fit is ended and recorded as 124, as by `timeout`."""
+    assert cli.main(["hardware", "slow", "--device", "process", "--out", str(small)]) == 1
+    assert [c["exit"] for c in ledger(small)["commands"]] == [124]
+
+
+def test_a_rehearsal_says_that_it_is_one(small: Path) -> None:
+    """Nobody may take its numbers for a GPU's."""
+    assert cli.main(["hardware", "first", "--device", "process", "--out", str(small)]) == 0
+    facts = ledger(small)
+    assert facts["device"] == "CPU (process): no GPU was measured"
+    assert {"torch", "transformers"} <= set(facts["packages"])
+    assert set(facts["git"]) == {"commit", "dirty"}
+
+
+def test_another_commit_measures_again(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number belongs to the code that made it."""
+    words = ["hardware", "first", "--device", "process", "--out", str(small)]
+    assert cli.main(words) == 0
+    monkeypatch.setattr(campaign, "git_state", lambda: {"commit": "another", "dirty": False})
+    assert cli.main(words) == 0
+    assert len(ledger(small)["commands"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nothing"], "part 'nothing': expected one of first, second, slow"),
+        (["first", "--device", "cuda"], "--device cuda: torch finds no CUDA device here"),
+    ],
+)
+def test_bad_arguments(small: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "cuda" in words and campaign.torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    assert cli.main(["hardware", "--device", "process", *words, "--out", str(small)]) in (1, 2)
+    assert says in capsys.readouterr().err
+
+
+def test_a_foreign_ledger_is_left_alone(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What cannot be read is not written over."""
+    path = small / "cpu-process" / "provenance.json"
+    path.parent.mkdir(parents=True)
+    path.write_text("[]")
+    assert cli.main(["hardware", "first", "--device", "process", "--out", str(small)]) == 2
+    assert f"{path}: not the record of an earlier call" in capsys.readouterr().err
+    assert path.read_text() == "[]"
+
+
+@pytest.mark.parametrize("device", ["cuda", "process", "modelled"])
+def test_every_command_parses(device: str) -> None:
+    """Each word of a part is one that the command it names understands; options and scenarios exist."""
+    for part in campaign.parts(device).values():
+        assert 0 < part.minutes < 10
+        for command in part.commands:
+            if command[0] == "cbengine":
+                arguments = cli._parser().parse_args(list(command[1:]))
+                assert arguments.command in ("replay", "bench", "calibrate")
+                if arguments.command == "replay":
+                    assert cli.run_options(arguments).scenario in ("8k_b32", "8k_prompt_b32", "tiny_cpu")
+            else:
+                assert command[0] in ("pytest", "analysis"), command
+    assert sys.executable
