@@ -75,6 +75,8 @@ def adapted(asked: Scenario, setup: Setup) -> Scenario:
         shape = shape_of(setup.weights, shape.dtype)
     if setup.device in ("inline", "process"):
         shape = shape.model_copy(update={"dtype": "float32"})
+    if shape.experts and setup.device != "modelled":
+        raise UsageError(f"model.experts: got {shape.experts}, must be 0: the engine computes dense models only")
     if setup.device != "modelled":
         _check_heads(shape)
     ready = asked.model_copy(update={"model": shape})
@@ -86,7 +88,7 @@ def shape_of(folder: Path, dtype: str = "bfloat16") -> ModelShape:
     scenario takes.
     """
     given = weights.architecture(folder)
-    facts = {name: getattr(given, name) for name in ModelShape.model_fields if name != "dtype"}
+    facts = {name: getattr(given, name) for name in ModelShape.model_fields if name != "dtype" and hasattr(given, name)}
     try:
         return ModelShape.model_validate({**facts, "dtype": dtype})
     except ValidationError as error:

@@ -84,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field of the case's scenario"
     )
-    validate.add_argument("--out", type=Path, metavar="DIR", help="write report.md and figures to this folder")
+    validate.add_argument(
+        "--out", type=Path, metavar="DIR", help="report.md and figures (runs/validation/<CASE>; none with --json)"
+    )
     validate.add_argument("--json", action="store_true", help="print the numbers as one object instead of tables")
     study = commands.add_parser("study", help="answer a question by many runs, or against published numbers")
     study.add_argument("name", choices=STUDIES, metavar="NAME", help=f"one of {', '.join(STUDIES)}")

@@ -122,8 +122,14 @@ def study(name: str, out: Path | None, *, as_json: bool) -> int:
 
 def validate(arguments: argparse.Namespace) -> int:
     """Replay a recorded run and say how far off the simulator is."""
+    from cbsim import folder
     from cbsim.fidelity import validate as validation
 
+    out: Path | None = arguments.out
+    if out is None and not arguments.json:
+        out = Path("runs") / "validation" / arguments.case.resolve().name
+    if out is not None:
+        folder.check(out)  # before the work, not after it
     found = validation.validate(
         arguments.case,
         pack=arguments.data,
@@ -135,9 +141,7 @@ def validate(arguments: argparse.Namespace) -> int:
     words += ["--hardware", arguments.hardware] if arguments.hardware else []
     words += [word for change in arguments.set for word in ("--set", change)]
     words += ["--ablate"] if arguments.ablate else []
-    return _answer(
-        validation.study(found), arguments.out, words, "simulated against a recorded run", as_json=arguments.json
-    )
+    return _answer(validation.study(found), out, words, "simulated against a recorded run", as_json=arguments.json)
 
 
 def _answer(answer: Study, out: Path | None, words: Sequence[str], kind: str, *, as_json: bool) -> int:
@@ -149,6 +153,8 @@ def _answer(answer: Study, out: Path | None, words: Sequence[str], kind: str, *,
         print(json.dumps(answer.data, indent=2, allow_nan=False))
     else:
         studies.say(answer)
+        if out is not None:
+            print(f"\nfigures   {out / 'report.md'}")
     return OK
 
 

@@ -10,7 +10,7 @@ timeseries.csv             t, running, waiting, kv_cache_pct: one row a second
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,10 +61,12 @@ def _asked(line: Line, number: int) -> Arrival:
 def _blocks(line: Line, prompt_tokens: int) -> tuple[int, ...]:
     runs, full = line.values.get("prompt_block_runs"), prompt_tokens // BLOCK_TOKENS
     try:
-        ids = tuple(block for first, count in runs for block in range(first, first + count))  # type: ignore[union-attr]
+        pairs = [(first, count) for first, count in runs]  # type: ignore[union-attr]
+        fits = sum(count for _, count in pairs) == full and all(min(pair) >= 0 for pair in pairs)
+        ids = tuple(block for first, count in pairs for block in range(first, first + count)) if fits else ()
     except (TypeError, ValueError):
         raise line.bad("prompt_block_runs", "pairs of whole numbers") from None
-    if len(ids) != full or any(block < 0 for block in ids):
+    if not fits:
         expected = f"ids >= 0 of {full} blocks, one for every {BLOCK_TOKENS} of {prompt_tokens} tokens"
         raise line.bad("prompt_block_runs", expected)
     return ids
@@ -96,8 +98,9 @@ def _times(line: Line, row: Arrival) -> list[float]:
         if line.values.get(field) != wanted:
             raise line.bad(field, f"{wanted}, as in the workload")
     times = [line.real(field) for field in TIMES]
-    if times != sorted(times):
-        raise line.bad("last_token_ts", f"times that never go back in {', '.join(TIMES)}")
+    for (before, start), (after, end) in pairwise(zip(TIMES, times, strict=True)):
+        if end < start:
+            raise line.bad(after, f"a time not before {before} ({start})")
     return times
 
 
@@ -106,4 +109,6 @@ def series(path: Path) -> list[Second]:
     with text(path) as file:
         table = Table(path, file, SERIES)
         rows = [[table.number(i, cell) for i, cell in enumerate(row)] for row in table.rows(None)]
+    if not rows:
+        raise ScenarioError(f"{path}: holds no rows")
     return [Second(at, running, waiting, percent / 100) for at, running, waiting, percent in rows]

@@ -745,7 +745,7 @@ def test_help_loads_nothing_heavy() -> None:
     assert code == 0
     heavy = {"numpy", "pydantic", "simpy", "matplotlib", "pyarrow", "ruamel.yaml", "ruamel"}
     assert not heavy & set(modules)
-    for command in ("run", "conformance", "replay", "schema", "list", "bench"):
+    for command in ("run", "conformance", "replay", "schema", "list", "cache-curve", "validate", "study", "bench"):
         assert any(line.split()[:1] == [command] for line in text), command
 
 
@@ -755,7 +755,7 @@ def test_list_names_everything_that_a_scenario_can() -> None:
     assert (said.status, said.err) == (0, "")
     words = {line.split()[0] for line in said.out.splitlines() if line.strip()}
     assert {"static", "transformers_fifo", "transformers_prefill_first", "vllm"} <= words
-    assert {"constant", "roofline", "fitted"} <= words
+    assert {"constant", "roofline", "fitted", "table"} <= words
     for folder in ("hardware", "models", ""):
         assert set(catalog.names(folder)) <= words
     for name in catalog.names():
@@ -798,6 +798,14 @@ def test_conformance_of_a_difference_is_exit_1(tmp_path: Path) -> None:
     said = call("conformance", tmp_path)
     assert said.status == 1, said
     assert "batch[0].past" in said.out
+
+
+def test_commands_about_studies_and_recorded_runs_say_how_they_are_used() -> None:
+    """A case that is not named, or a study that does not exist: exit 2, what is there and the usage."""
+    for words, told in ((("validate",), "CASE"), (("study", "nothing"), "'hopper'"), (("study",), "NAME")):
+        said = call(*words)
+        assert (said.status, said.out) == (2, "")
+        assert told in said.err and f"usage: python -m cbsim {words[0]}" in said.err
 
 
 @pytest.mark.parametrize("path", ["nowhere", "empty"])

@@ -293,3 +293,99 @@ def test_same_workload_same_run(cases: st.SearchStrategy[Case]) -> None:
 
 def _by_id(step: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in step.items() if k not in ("counts", "preempted")}
+
+
+# -- reserve_output ---------------------------------------------------------------------------------------------------
+
+
+@DEPTHS
+@given(case=vllm_cases())
+def test_with_outputs_reserved_nobody_is_preempted(depth: int, case: Case) -> None:
+    """A request is admitted only if everybody who runs could reach its limit; whoever waits is admitted in the end,
+    since an empty cache holds any request that was not refused."""
+    build, workload = case
+    options = replace(build().options, reserve_output=True)  # type: ignore[type-var]
+    drive = Drive(VllmScheduler(options), workload, depth)  # type: ignore[arg-type]
+    preempted: list[object] = []
+    drive.on_step = lambda plan, rows: preempted.extend(plan.preempted)
+    drive.run()
+    check_ends(drive)
+    assert not preempted
+
+
+def reserving(blocks: int, *, reserve: bool) -> VllmScheduler:
+    options = VllmOptions(
+        version="0.33",
+        policy="fcfs",
+        block_size=4,
+        num_blocks=1 + blocks,
+        max_model_len=MOST_TOKENS,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        enable_chunked_prefill=True,
+        enable_prefix_caching=True,
+        long_prefill_token_threshold=0,
+        adaptive_long_prefill_threshold=False,
+        scheduler_reserve_full_isl=True,
+        watermark=0.0,
+        prefill_schedule_interval=1,
+        reserve_output=reserve,
+    )
+    return VllmScheduler(options)
+
+
+@pytest.mark.parametrize(("blocks", "most"), [(5, 1), (6, 2), (8, 2), (9, 3)])
+def test_room_for_outputs_by_hand(blocks: int, most: int) -> None:
+    """Prompts of 4 with 9 outputs need 12 tokens of cache at their ends (the last token is never computed): 3 blocks
+    each. Without reservation all three run at once, and fewer than 9 blocks mean that somebody loses theirs."""
+    specs = [RequestSpec(i, f"r{i}", i, 4, 9, 9) for i in range(3)]
+    for reserve in (True, False):
+        drive = Drive(reserving(blocks, reserve=reserve), [Ask(spec, 0, None, None) for spec in specs], 1)
+        plans: list[StepPlan] = []
+        drive.on_step = lambda plan, rows, plans=plans: plans.append(plan)  # type: ignore[misc]
+        drive.run()
+        assert max(plan.running for plan in plans) == (most if reserve else 3)
+        assert any(plan.preempted for plan in plans) == (not reserve and blocks < 9)
+
+
+@pytest.mark.parametrize(("holds", "most"), [(True, 2), (False, 1)])
+def test_shared_blocks_are_needed_once_and_idle_ones_are_taken_from_the_free(holds: bool, most: int) -> None:
+    """Five blocks; a request needs 3, of a prompt whose two first ones are known. While the first request holds
+    them the second adds one, and both run. When they lie idle beside a stranger with 3, they are the two free ones: to
+    use them leaves none for the third, so it waits."""
+    shared: dict[str, Any] = {"prefix": (7, 8), "prefix_block_tokens": 4, "prefix_tokens": 8}
+    first, again = (RequestSpec(i, f"r{i}", i, 9, 4, 4, **shared) for i in range(2))
+    stranger = RequestSpec(2, "r2", 0, 9, 4, 4)
+    asks = [Ask(first, 0, None, None), *([] if holds else [Ask(stranger, 30, None, None)])]
+    drive = Drive(reserving(5, reserve=True), [*asks, Ask(again, 2 if holds else 31, None, None)], 1)
+    plans: list[StepPlan] = []
+    drive.on_step = lambda plan, rows: plans.append(plan)
+    drive.run()
+    assert max(plan.running for plan in plans) == most
+    assert max(chunk.cached for plan in plans for chunk in plan.chunks) == 8
+    assert not any(plan.preempted for plan in plans)
+
+
+# -- the longest row --------------------------------------------------------------------------------------------------
+
+
+@FAMILIES
+@DEPTHS
+def test_plans_know_their_longest_decoding_row(cases: st.SearchStrategy[Case], depth: int) -> None:
+    """As recounted from the rows that nobody listed, in every step; 0 if there are none."""
+
+    @given(case=cases)
+    @settings(max_examples=60)
+    def check(case: Case) -> None:
+        build, workload = case
+        drive = Drive(build(), workload, depth)
+
+        def compare(plan: StepPlan, rows: list[Row]) -> None:
+            contexts = [row.start for row in rows if row.chunk is None]
+            assert plan.longest_context == max(contexts, default=0)
+            assert plan.decode_context == sum(contexts)
+
+        drive.on_step = compare
+        drive.run()
+
+    check()

@@ -120,3 +120,40 @@ def test_vllm_estimate_against_a_real_run() -> None:
 def test_vllm_model_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ScenarioError, match=r"Llama-3\.1-70B 141\.11 GB of weights"):
         sizing.fit_vllm(shapes.model("llama-3.1-70b"), H100, fraction=0.9, block_size=16, step=sizing.Step(8192, 1024))
+
+
+# -- several GPUs -----------------------------------------------------------------------------------------------------
+
+
+def test_gpus_that_share_weights_have_more_cache() -> None:
+    """Two GPUs hold half of the weights and half of every token's keys and values each: with half the model and the
+    same peak beside it, a block of the whole cache takes half a block of one GPU's memory."""
+    step, size = sizing.Step(2048, 256), 16
+    one, two = (
+        sizing.fit_vllm(LLAMA, H100, fraction=0.9, block_size=size, step=step, tensor=tensor) for tensor in (1, 2)
+    )
+    left = int(H100.memory_bytes * 0.9) - sizing.activation_bytes(LLAMA, step) - sizing.VLLM_RUNTIME_BYTES
+    block = size * LLAMA.kv_bytes_per_token
+    assert one == (left - LLAMA.weight_bytes) // block
+    assert two == (left - LLAMA.weight_bytes // 2) * 2 // block
+    assert two > 2 * one
+
+
+def test_a_model_that_one_gpu_cannot_hold_may_fit_two() -> None:
+    """Llama-3.1-70B has 141 GB of weights; an H100 has 80 GB."""
+    large, step = shapes.model("llama-3.1-70b"), sizing.Step(2048, 128)
+    with pytest.raises(ScenarioError, match="too little for a cache"):
+        sizing.fit_vllm(large, H100, fraction=0.9, block_size=16, step=step)
+    assert sizing.fit_vllm(large, H100, fraction=0.9, block_size=16, step=step, tensor=4) > 1000
+
+
+def test_shards_add_up_to_the_model() -> None:
+    """Tensor parallelism divides everything, expert parallelism the experts only."""
+    qwen = shapes.model("tiny").model_copy(update={"experts": 8, "experts_per_token": 2})
+    experts = qwen.layers * qwen.expert_parameters * qwen.dtype_bytes
+    assert experts == qwen.layers * 8 * 3 * qwen.hidden * qwen.intermediate * qwen.dtype_bytes
+    assert qwen.shard_bytes(1) == qwen.weight_bytes
+    assert qwen.shard_bytes(1, 4) == qwen.weight_bytes - experts + experts // 4
+    assert qwen.shard_bytes(2, 4) == (qwen.weight_bytes - experts) // 2 + experts // 8
+    dense = shapes.model("tiny")
+    assert dense.shard_bytes(2, 4) == dense.shard_bytes(2) == dense.weight_bytes // 2

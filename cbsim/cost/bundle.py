@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from cbsim import documents
 from cbsim.cost.ladder import Ladder
 from cbsim.cost.tables import Attention
-from cbsim.fields import ScenarioError
+from cbsim.fields import ScenarioError, shown
 from cbsim.rows import Table, text
 
 NS = 1000.0  # of a microsecond
@@ -53,11 +53,10 @@ class Bundle:
         order = _order(folder, meta)
         self._layers, self._experts = layers, experts
         dense, head = _curves(place / "dense.csv", "tokens"), _curves(place / "per_sequence.csv", "sequences")
-        in_layers = [name for part in EVERY_LAYER for name in order.get(part) or ()]
-        once = [name for part in ONCE for name in order.get(part) or ()]
-        self._attends = "attention" in in_layers
-        self._linear = [(layers, dense[n]) for n in _known(in_layers, dense, place, ("attention", "moe"))]
-        self._linear += [(1, dense[n]) for n in _known(once, dense, place, tuple(head))]
+        in_layers = [name for part in EVERY_LAYER for name in order[part]]
+        once = [name for part in ONCE for name in order[part]]
+        self._linear = [(layers, dense[n]) for n in _known(in_layers, dense, place / "dense.csv", ("attention", "moe"))]
+        self._linear += [(1, dense[n]) for n in _known(once, dense, place / "per_sequence.csv", tuple(head))]
         self._head = [head[name] for name in once if name in head]
         self._attention = _attention(place / "attention.csv")
         self._moe = _moe(place / "moe.csv") if "moe" in in_layers else None
@@ -111,7 +110,7 @@ class _Skew:
     def __init__(self, path: Path) -> None:
         shots: dict[tuple[float, ...], list[float]] = defaultdict(list)
         for n, pc, kp, big, mean, at_mean, at_longest, measured in _numbers(path, self.COLUMNS):
-            if at_longest > at_mean and big > 0:
+            if at_longest > at_mean and big > 0 and n > 0:
                 batch = log2(1 + pc), log2(1 + kp), log2(n), log2(big)
                 shots[(*batch, mean / big)].append((measured - at_mean) / (at_longest - at_mean))
                 shots[(*batch, 1.0)] = [0.0]
@@ -134,7 +133,7 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 
 def _order(folder: Path, meta: dict[str, Any]) -> dict[str, list[str]]:
-    """The sequence of layers of the profiled architecture."""
+    """The sequence of layers of the profiled architecture: of every part, its layers."""
     name = meta.get("architecture")
     for above in (folder, *folder.resolve().parents):
         path = above / "arch" / f"{name}.yaml"
@@ -142,8 +141,14 @@ def _order(folder: Path, meta: dict[str, Any]) -> dict[str, list[str]]:
             order = _yaml(path).get("sequence")
             if not isinstance(order, dict):
                 raise ScenarioError(f"{path}: sequence: is missing, expected the parts of a step")
-            return order
+            return {part: _layers(path, part, order.get(part) or []) for part in (*ONCE, *EVERY_LAYER)}
     raise ScenarioError(f"{folder / 'meta.yaml'}: architecture: got {name!r}, and no folder above has arch/{name}.yaml")
+
+
+def _layers(path: Path, part: str, names: Any) -> list[str]:
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ScenarioError(f"{path}: sequence.{part}: got {shown(names)}, expected a list of layers")
+    return names
 
 
 def _enabled(meta: dict[str, Any]) -> bool:
@@ -152,11 +157,12 @@ def _enabled(meta: dict[str, Any]) -> bool:
     return bool(isinstance(found, dict) and found.get("enabled"))
 
 
-def _known(names: Sequence[str], curves: dict[str, Ladder], place: Path, elsewhere: tuple[str, ...]) -> list[str]:
+def _known(names: Sequence[str], curves: dict[str, Ladder], path: Path, elsewhere: tuple[str, ...]) -> list[str]:
+    """The names that are not known `elsewhere`. One without a curve is missing in the file at `path`."""
     wanted = [name for name in names if name not in elsewhere]
     for name in wanted:
         if name not in curves:
-            raise ScenarioError(f"{place / 'dense.csv'}: no layer {name!r}, which the architecture has")
+            raise ScenarioError(f"{path}: no layer {name!r}, which the architecture has")
     return wanted
 
 

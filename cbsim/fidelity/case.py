@@ -13,14 +13,18 @@ the number of cache blocks.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from cbsim import catalog, scenario, shapes, vllm_bench
-from cbsim.fields import ScenarioError, near, shown
+from cbsim.documents import Document
+from cbsim.fields import LARGEST_REAL, ScenarioError, near, shown
 from cbsim.scenario import Scenario
 from cbsim.shapes import ModelShape
 from cbsim.traces import Arrival
@@ -75,18 +79,20 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
     """
     if not folder.is_dir():
         raise ScenarioError(f"{folder}: no such folder, expected one with config.json, meta.json, requests.jsonl")
-    config, meta = _Json(folder / "config.json"), _Json(folder / "meta.json")
-    root = folder.resolve().parents[1] if pack is None else pack
+    config, meta = _Json.read(folder / "config.json"), _Json.read(folder / "meta.json")
+    root = Path(os.path.normpath(folder / ".." / "..")) if pack is None else pack
     for part in ("workloads", "perf"):
         if not (root / part).is_dir():
             raise ScenarioError(f"{root}: holds no folder {part!r}; name the pack of the case with --data")
     gpu = _Gpus(config)
     model = _model(root, gpu.model)
     workload = _workload(root, meta)
-    ranks = max(int(meta.get("engine_kwargs.data_parallel_size", 1)), gpu.count)
+    ranks = max(meta.whole("engine_kwargs.data_parallel_size", 1), gpu.count)
+    if gpu.link is None and gpu.tensor * ranks > 1:
+        raise ScenarioError(f"{config.path}: link_bw and link_latency are missing, and there are several GPUs")
     experts = ranks * gpu.tensor if meta.get("engine_kwargs.enable_expert_parallel", False) else 1
-    blocks = meta.get("kv_cache.num_gpu_blocks", None)
-    size = int(meta.get("kv_cache.block_size", 16))
+    blocks = meta.whole("kv_cache.num_gpu_blocks", None)
+    size = meta.whole("kv_cache.block_size", 16)
     settings: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._") or "case",
         "question": f"How near does the simulator come to a recorded run of {gpu.model} on {ranks} x {gpu.hardware}?",
@@ -98,14 +104,14 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
         "loop": _loop(meta),
         "cost": {
             "kind": "table",
-            "path": str(_tables(root, gpu, meta)),
+            "path": str(_tables(root, gpu, meta, model.dtype)),
             "tensor_parallel": gpu.tensor,
             "link": gpu.link,
             "row_s": ROW_S,
             "cpu": CPU,
         },
     }
-    limit = meta.get("num_requests", None)
+    limit = meta.whole("num_requests", None)
     if limit:
         settings["workload"]["limit"] = limit
     asked = vllm_bench.requests(workload, limit)
@@ -117,21 +123,26 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
         asked=asked,
         taken=vllm_bench.recorded(folder / "requests.jsonl", asked),
         series=vllm_bench.series(folder / "timeseries.csv"),
-        version=str(meta.get("vllm_version")),
+        version=meta.text("vllm_version"),
         overrides=tuple(overrides),
     )
 
 
 class _Json:
-    """A JSON file whose fields have dotted names; an error names the file and the field."""
+    """A JSON file, or the part of one at `within`. Its fields have dotted names; an error names the file and the
+    field.
+    """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, data: Any, within: str = "") -> None:
+        self.path, self._data, self._within = path, data, within
+
+    @classmethod
+    def read(cls, path: Path) -> _Json:
         try:
-            self._data = json.loads(path.read_text(encoding="utf-8"))
+            return cls(path, json.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise ScenarioError(f"{path}: cannot be read: {error.strerror}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ScenarioError(f"{path}: not valid JSON: {error}") from None
 
     def get(self, name: str, *default: Any) -> Any:
@@ -140,11 +151,32 @@ class _Json:
         for part in name.split("."):
             found = found.get(part) if isinstance(found, dict) else None
         if found is None and not default:
-            raise ScenarioError(f"{self.path}: {name}: is missing")
+            raise ScenarioError(f"{self.path}: {self._within}{name}: is missing")
         return default[0] if found is None else found
 
+    def whole(self, name: str, *default: Any) -> Any:
+        """As `get`, of a whole number >= 1."""
+        found = self.get(name, *default)
+        if found is not None and (type(found) is not int or found < 1):
+            raise self.bad(name, found, "a whole number >= 1")
+        return found
+
+    def real(self, name: str, *default: Any) -> Any:
+        """As `get`, of a number >= 0."""
+        found = self.get(name, *default)
+        if found is not None and (type(found) not in (int, float) or not 0 <= found < LARGEST_REAL):
+            raise self.bad(name, found, "a number >= 0")
+        return found
+
+    def text(self, name: str, *default: Any) -> str:
+        """As `get`, of text."""
+        found = self.get(name, *default)
+        if not isinstance(found, str):
+            raise self.bad(name, found, "text")
+        return found
+
     def bad(self, name: str, value: object, expected: str) -> ScenarioError:
-        return ScenarioError(f"{self.path}: {name}: got {shown(value)}, expected {expected}")
+        return ScenarioError(f"{self.path}: {self._within}{name}: got {shown(value)}, expected {expected}")
 
 
 class _Gpus:
@@ -152,60 +184,60 @@ class _Gpus:
 
     def __init__(self, config: _Json) -> None:
         nodes = config.get("nodes")
-        found = [one for node in nodes for one in node.get("instances", [])] if isinstance(nodes, list) else []
+        lists = [node.get("instances") for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
+        found = [one for instances in lists if isinstance(instances, list) for one in instances]
         if not found or any(one != found[0] for one in found):
-            raise config.bad("nodes", [len(found)], "one instance, or several that are alike")
-        first, self._path = found[0], config.path
+            told = f"got {len(found)} instances{', not all alike' if found else ''}"
+            raise ScenarioError(f"{config.path}: nodes: {told}, expected one, or several that are alike")
+        self._first = first = _Json(config.path, found[0], "nodes.instances.")
         self.count = len(found)
-        self.model, self.hardware = (str(_field(config, first, name)) for name in ("model_name", "hardware"))
-        self.tensor = int(first.get("tp_size", 1))
-        memory = first.get("npu_mem") or {}
-        self._memory_gib, self._share = memory.get("mem_size"), memory.get("mem_util", 0.9)
+        self.model, self.hardware = first.text("model_name"), first.text("hardware")
+        self.tensor = first.whole("tp_size", 1)
         self.link = None
-        bandwidth, latency = config.get("link_bw", None), config.get("link_latency", None)
-        if bandwidth is not None and latency is not None:
+        bandwidth, latency = config.real("link_bw", None), config.real("link_latency", None)
+        if bandwidth and latency is not None:
             self.link = {"latency_s": latency * 1e-9, "bytes_s": bandwidth * GIB}
-        if self.link is None and self.tensor * self.count > 1:
-            raise ScenarioError(f"{config.path}: link_bw and link_latency are missing, and there are several GPUs")
 
     def blocks(self, model: ModelShape, block_size: int, experts: int) -> int:
         """Blocks in the memory that the weights leave, of the share given: LLMServingSim's rule. vLLM finds fewer, by
         what activations and CUDA take.
         """
-        if self._memory_gib is None:
-            text = "npu_mem.mem_size: is missing, and meta.json has no kv_cache.num_gpu_blocks"
-            raise ScenarioError(f"{self._path}: {text}")
-        left = self._memory_gib * GIB * self._share - model.shard_bytes(self.tensor, experts // self.tensor or 1)
-        return int(left * self.tensor // (block_size * model.kv_bytes_per_token))
-
-
-def _field(config: _Json, instance: Mapping[str, Any], name: str) -> Any:
-    if instance.get(name) is None:
-        raise ScenarioError(f"{config.path}: nodes.instances.{name}: is missing")
-    return instance[name]
+        memory_gib, share = self._first.real("npu_mem.mem_size", None), self._first.real("npu_mem.mem_util", 0.9)
+        if memory_gib is None:
+            text = "nodes.instances.npu_mem.mem_size: is missing, and meta.json has no kv_cache.num_gpu_blocks"
+            raise ScenarioError(f"{self._first.path}: {text}")
+        left = memory_gib * GIB * share - model.shard_bytes(self.tensor, experts // self.tensor or 1)
+        blocks = int(left * self.tensor // (block_size * model.kv_bytes_per_token))
+        if blocks < 2:
+            expected = f"more than the {model.shard_bytes(self.tensor, experts // self.tensor or 1) / GIB:.3g} GiB"
+            raise self._first.bad("npu_mem.mem_size", memory_gib, f"{expected} of weights, at mem_util {share}")
+        return blocks
 
 
 def _model(root: Path, name: str) -> ModelShape:
     """The model's shape, from its Hugging Face configuration in the pack."""
-    given = _Json(root / "model_config" / f"{name.rsplit('/', maxsplit=1)[-1]}.json")
-    heads, hidden = given.get("num_attention_heads"), given.get("hidden_size")
-    experts = given.get("num_experts", 0)
-    return ModelShape(
-        name=name,
-        layers=given.get("num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=given.get("num_key_value_heads", heads),
-        head_dim=given.get("head_dim", hidden // heads),
-        intermediate=given.get("moe_intermediate_size") if experts else given.get("intermediate_size"),
-        experts=experts,
-        experts_per_token=given.get("num_experts_per_tok") if experts else 0,
-        vocab=given.get("vocab_size"),
-        tied_embeddings=given.get("tie_word_embeddings", False),
-        qk_norm=given.get("model_type", "").startswith("qwen3"),
-        dtype=given.get("torch_dtype", "bfloat16"),
-        max_position=given.get("max_position_embeddings"),
-    )
+    given = _Json.read(root / "model_config" / f"{name.rsplit('/', maxsplit=1)[-1]}.json")
+    heads, hidden = given.whole("num_attention_heads"), given.whole("hidden_size")
+    experts = given.get("num_experts", 0) and given.whole("num_experts")
+    try:
+        return ModelShape(
+            name=name,
+            layers=given.whole("num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=given.whole("num_key_value_heads", heads),
+            head_dim=given.whole("head_dim", hidden // heads),
+            intermediate=given.whole("moe_intermediate_size" if experts else "intermediate_size"),
+            experts=experts,
+            experts_per_token=given.whole("num_experts_per_tok") if experts else 0,
+            vocab=given.whole("vocab_size"),
+            tied_embeddings=given.get("tie_word_embeddings", False),
+            qk_norm=given.text("model_type", "").startswith("qwen3"),
+            dtype=given.get("torch_dtype", "bfloat16"),
+            max_position=given.whole("max_position_embeddings"),
+        )
+    except ValidationError as error:
+        raise Document(str(given.path), "", {}).explain(error) from None
 
 
 def _known(hardware: str) -> str:
@@ -217,7 +249,7 @@ def _known(hardware: str) -> str:
 
 
 def _workload(root: Path, meta: _Json) -> Path:
-    stem = Path(str(meta.get("dataset_path"))).name.removesuffix(".jsonl")
+    stem = Path(meta.text("dataset_path")).name.removesuffix(".jsonl")
     path = root / "workloads" / f"{stem}.lengths.jsonl"
     if not path.is_file():
         known = [p.name.removesuffix(".lengths.jsonl") for p in sorted(path.parent.glob("*.lengths.jsonl"))]
@@ -226,8 +258,10 @@ def _workload(root: Path, meta: _Json) -> Path:
     return path
 
 
-def _tables(root: Path, gpu: _Gpus, meta: _Json) -> Path:
-    dtype = meta.get("engine_kwargs.dtype", "bfloat16")
+def _tables(root: Path, gpu: _Gpus, meta: _Json, own: str) -> Path:
+    """The profile in the type that the run was made in, `own` being the model's."""
+    asked = meta.text("engine_kwargs.dtype", "auto")
+    dtype = own if asked == "auto" else asked
     path: Path = root / "perf" / gpu.hardware / gpu.model / VARIANTS.get(dtype, dtype)
     if not (path / "meta.yaml").is_file():
         raise ScenarioError(f"{path}: no profile there of {gpu.model} on {gpu.hardware} in {dtype}")
@@ -236,7 +270,7 @@ def _tables(root: Path, gpu: _Gpus, meta: _Json) -> Path:
 
 def _scheduler(meta: _Json) -> dict[str, Any]:
     """VLLM's options: what it resolved, else what it was asked for, else its defaults."""
-    version = str(meta.get("vllm_version"))
+    version = meta.text("vllm_version")
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None:
         raise meta.bad("vllm_version", version, "a version such as 0.19.0")
@@ -245,9 +279,9 @@ def _scheduler(meta: _Json) -> dict[str, Any]:
     found = {
         "name": "vllm",
         "version": ours,
-        "max_num_seqs": meta.get(asked.format("max_num_seqs")),
-        "max_num_batched_tokens": meta.get(asked.format("max_num_batched_tokens")),
-        "max_model_len": meta.get(asked.format("max_model_len"), None),
+        "max_num_seqs": meta.whole(asked.format("max_num_seqs")),
+        "max_num_batched_tokens": meta.whole(asked.format("max_num_batched_tokens")),
+        "max_model_len": meta.whole(asked.format("max_model_len"), None),
         "enable_prefix_caching": meta.get("kv_cache.enable_prefix_caching", True),
     }
     for option in ("policy", "enable_chunked_prefill", "long_prefill_token_threshold", "scheduler_reserve_full_isl"):

@@ -13,7 +13,9 @@ import simpy
 from cbsim import assemble, metrics, simulate, workload
 from cbsim.cost.table import TableCost
 from cbsim.fidelity.case import Case
+from cbsim.fields import ScenarioError
 from cbsim.inbox import Inbox
+from cbsim.machine.device import Device, OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.lockstep import Lockstep, balance
 from cbsim.metrics import Steps
@@ -68,8 +70,10 @@ class Replayed:
         return sum(int(table["recomputed_tokens"].sum()) for table in self.steps)
 
     def at(self, seconds: Floats, column: str) -> Floats:
-        """A step column as of each of these times after the first token, summed over ranks; 0 after the last step."""
-        start = min(int(table["await_end_ns"][0]) for table in self.steps)
+        """A step column as of each of these times after the first token, summed over ranks; 0 before a rank's
+        first step and after its last.
+        """
+        start = min(int(table["await_end_ns"][0]) for table in self.steps if len(table))
         total: Floats = np.sum([_at(table, seconds, column, start) for table in self.steps], axis=0)
         return total
 
@@ -84,23 +88,34 @@ def recorded(case: Case) -> Served:
 def replay(case: Case, asked: Scenario) -> Replayed:
     """Serve the case's requests by `asked`, one of its scenarios. Raises ScenarioError."""
     load = workload.build(asked)
+    if load.total != len(case.asked):
+        raise ScenarioError(f"workload: got {load.total} requests, the recorded run has {len(case.asked)}")
+    if asked.loop.mode == "both":
+        raise ScenarioError("loop.mode: got 'both', expected sync or async: a recorded run has one loop")
     if case.ranks == 1:
         server = simulate.machine(asked, asked.loop.mode, load)
         simulate.run(server)
         records = [server.record]
     else:
         records = _side_by_side(asked, load, case.ranks)
+    for spec, reason in (refusal for record in records for refusal in record.refusals.items()):
+        raise ScenarioError(f"kv_cache, scheduler: request {spec.id} cannot be served: {reason}")
     tables = [_steps(record) for record in records]
     return Replayed(_served(records, tables), tables, records[0].total_blocks)
 
 
 def _side_by_side(asked: Scenario, load: Workload, ranks: int) -> list[Record]:
-    """Data-parallel servers in step with each other."""
+    """Data-parallel servers: in step with each other if they share experts, else each at its own pace."""
     env, loop, cost = simpy.Environment(), asked.loop.mode, assemble.cost_model(asked)
-    assert isinstance(cost, TableCost)
-    group = Lockstep(env, cost, ranks)
+    devices: Sequence[Device]
+    if asked.model.experts:
+        if not isinstance(cost, TableCost):
+            raise ScenarioError(f"cost.kind: got {asked.cost.kind!r}, expected table: the servers share experts")
+        devices = Lockstep(env, cost, ranks).ranks
+    else:
+        devices = [OneGpu(cost, depth=depth(loop), overlap=asked.loop.streams) for _ in range(ranks)]
     machines, inboxes, policies = [], [], []
-    for device in group.ranks:
+    for device in devices:
         policy = assemble.scheduler(asked, loop)
         record = Record(policy.pool.num_blocks)
         inbox = Inbox(Workload([], 0), record)
@@ -133,7 +148,9 @@ def _served(records: Sequence[Record], tables: Sequence[Steps]) -> Served:
 
 
 def _at(table: Steps, seconds: Floats, column: str, start_ns: int) -> Floats:
-    ends = table["await_end_ns"]
-    place = np.searchsorted(ends, start_ns + seconds * NS, side="right") - 1
-    values: Floats = table[column][np.clip(place, 0, len(table) - 1)].astype(float)
-    return np.where(start_ns + seconds * NS > ends[-1], 0.0, values)
+    ends, at_ns = table["await_end_ns"], start_ns + seconds * NS
+    if not len(ends):
+        return np.zeros_like(at_ns)
+    place = np.searchsorted(ends, at_ns, side="right") - 1
+    values: Floats = table[column][place].astype(float)
+    return np.where((place < 0) | (at_ns > ends[-1]), 0.0, values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +33,10 @@ class Score(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative to the measured value."""
-        return self.simulated_s / self.measured_s - 1
+        """Relative to the measured value; infinite if that is 0 and the simulated one is not."""
+        if self.simulated_s == self.measured_s:
+            return 0.0
+        return self.simulated_s / self.measured_s - 1 if self.measured_s else inf
 
 
 def scores(simulated: Served, measured: Served) -> list[Score]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cbsim import scenario
 from cbsim.fidelity import ablation, case, figures, score
 from cbsim.fidelity.ablation import Ablated
 from cbsim.fidelity.case import Case
@@ -13,13 +15,18 @@ from cbsim.fidelity.replay import Replayed, recorded, replay
 from cbsim.fidelity.score import Score, Series
 from cbsim.markdown import Table
 from cbsim.scenario import Scenario
+from cbsim.serving import VllmScheduler
 from cbsim.study import Study
+from cbsim.timing import TableCost
 
 NEAR_LIMIT = 0.9
 """Share of the KV cache above which the number of blocks decides who waits."""
 BASIS = (
     "Measured by others: the kernel times. Of the run itself: when its engine took each request in. Added: {row_us:g} "
     "us a request and step, and the CPU cost of vLLM's loop; both are priors (docs/fidelity.md)."
+)
+OTHER_BASIS = (
+    "Times of steps are those of the cost model {kind}. Of the run itself: when its engine took each request in."
 )
 UNITS = {
     "ttft": ("TTFT", "ms", 1e3),
@@ -84,11 +91,12 @@ def data(validation: Validation) -> dict[str, Any]:
         "steps": sum(len(table) for table in validation.replayed.steps),
         "preemptions": validation.replayed.preemptions,
         "recomputed_tokens": validation.replayed.recomputed_tokens,
-        "kv_blocks": validation.replayed.total_blocks,
-        "kv_blocks_measured": validation.case.blocks_measured,
+        "kv_blocks": _blocks(validation),
+        "kv_blocks_source": _source(validation),
         "kv_use_peak": peak(validation.replayed),
         "mean_absolute_difference": {name: series.difference(name) for name in series.measured},
         "scenario": validation.case.settings,
+        "set": list(validation.case.overrides),
         "ablation": [
             {
                 "name": one.name,
@@ -103,12 +111,25 @@ def data(validation: Validation) -> dict[str, Any]:
 
 
 def _plain(one: Score) -> dict[str, Any]:
-    return {**one._asdict(), "error": one.error}
+    return {**one._asdict(), "error": one.error if isfinite(one.error) else None}
 
 
 def peak(replayed: Replayed) -> float:
     """Largest share of a rank's cache blocks in use."""
-    return max(int(table["used_blocks"].max()) for table in replayed.steps) / replayed.total_blocks
+    return max(int(table["used_blocks"].max()) for table in replayed.steps if len(table)) / replayed.total_blocks
+
+
+def _blocks(validation: Validation) -> int:
+    """KV blocks of a server, as its scheduler counts them."""
+    asked = validation.asked
+    return scenario.scheduler_options(asked, scenario.depth(asked.loop.mode)).num_blocks
+
+
+def _source(validation: Validation) -> str:
+    """Where the number of blocks comes from."""
+    if validation.asked.kv_cache.num_blocks != validation.case.settings["kv_cache"]["num_blocks"]:
+        return "given"
+    return "recorded" if validation.case.blocks_measured else "derived"
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -133,8 +154,7 @@ def _run(validation: Validation) -> Table:
             means = [float(part[name].mean()) for part in (series.simulated, series.measured)]
             form = "{:.1%}" if name == "kv_use" else "{:.2f}"
             rows.append((f"{text}, mean", *map(form.format, (*means, series.difference(name)))))
-    source = "recorded" if validation.case.blocks_measured else "derived"
-    rows.append(("KV blocks a server", f"{done.total_blocks + 1:,}", source, ""))
+    rows.append(("KV blocks a server", f"{_blocks(validation):,}", _source(validation), ""))
     rows.append(("KV cache in use, peak", f"{peak(done):.1%}", "", ""))
     rows.append(("preemptions", f"{done.preemptions:,}", "not recorded", ""))
     rows.append(("recomputed tokens", f"{done.recomputed_tokens:,}", "not recorded", ""))
@@ -169,24 +189,24 @@ def _findings(validation: Validation) -> list[str]:
     worst = max((one for one in validation.scores if one.statistic), key=lambda one: abs(one.error))
     said = ", ".join(f"{UNITS[metric][0]} {error:+.2%}" for metric, error in means.items())
     name = f"{UNITS[worst.metric][0]} {worst.statistic}"
-    row_us = validation.asked.cost.model_dump()["row_s"] * 1e6
+    cost = validation.asked.cost
     return [
         f"Errors of the means: {said}; the largest of all is that of {name}, {worst.error:+.2%}.",
         *_caveats(validation),
-        BASIS.format(row_us=row_us),
+        BASIS.format(row_us=cost.row_s * 1e6) if isinstance(cost, TableCost) else OTHER_BASIS.format(kind=cost.kind),
     ]
 
 
 def _caveats(validation: Validation) -> list[str]:
     found = []
     share = peak(validation.replayed)
-    if share >= NEAR_LIMIT and not validation.case.blocks_measured:
+    if share >= NEAR_LIMIT and _source(validation) == "derived":
         found.append(
-            f"Capacity: KV use reaches {share:.0%} of {validation.replayed.total_blocks + 1:,} blocks, which are "
+            f"Capacity: KV use reaches {share:.0%} of {_blocks(validation):,} blocks, which are "
             "derived from the memory and not measured. vLLM finds fewer: then more requests wait or are preempted."
         )
-    version = str(validation.case.version)
-    rules = validation.asked.scheduler.model_dump()["version"]
+    version, asked = validation.case.version, validation.asked.scheduler
+    rules = asked.version if isinstance(asked, VllmScheduler) else asked.name
     if not version.startswith(rules):
         found.append(f"The run is of vLLM {version}; it was replayed by the rules of {rules}.")
     return found

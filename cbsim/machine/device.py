@@ -22,8 +22,8 @@ class Device(Protocol):
     def landing(self, times: StepTimes) -> simpy.Event | None:
         """What to wait for before it is known when a launched step lands; None if it is."""
 
-    def rest(self) -> None:
-        """The server has nothing to launch until another request arrives."""
+    def rest(self, until: simpy.Event | None) -> None:
+        """The server has nothing to launch until this event, or ever."""
 
 
 class OneGpu:
@@ -51,5 +51,5 @@ class OneGpu:
         del times
         return None
 
-    def rest(self) -> None:
-        return
+    def rest(self, until: simpy.Event | None) -> None:
+        del until

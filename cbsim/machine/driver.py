@@ -1,10 +1,10 @@
 """The simulated machine as a driver of the serving loop: a SimPy process that answers its effects in simulated time.
 
 The CPU is the process itself: it does one thing at a time. It keeps its own clock, and lets the environment's catch up
-when it polls, if anything else is due by then: only another process could tell the difference, so phases and steps in
-between cost no event. Launching books the step's copies and kernels on the lanes of the device: the H2D copy waits for
-its lane and slot, compute for the copy and for the step before, the D2H copy for compute; awaiting blocks the CPU until
-that copy has ended.
+when it polls and before it applies a result, if anything else is due by then: only another process could tell the
+difference, so phases and steps in between cost no event. Launching books the step's copies and kernels on the lanes of
+the device: the H2D copy waits for its lane and slot, compute for the copy and for the step before, the D2H copy for
+compute; awaiting blocks the CPU until that copy has ended.
 """
 
 from __future__ import annotations
@@ -72,21 +72,25 @@ class Machine:
             try:
                 effect = loop.send(answer)
             except StopIteration:
-                self._device.rest()
+                self._device.rest(None)
                 yield env.timeout(self._cpu_ns - env.now)
                 return
             if not isinstance(effect, Poll):
                 if type(effect) is Await:
                     while (landing := self._device.landing(effect.ticket)) is not None:
                         yield landing
+                    landed_ns = max(self._cpu_ns, effect.ticket.d2h_end_ns)
+                    if env.peek() <= landed_ns:
+                        yield env.timeout(landed_ns - env.now)
                 answer = handlers[type(effect)](effect)
                 if on_step and type(effect) is Applied:
                     on_step(self._cpu_ns)
                 continue
             if effect.wait:
                 while self._inbox and self._inbox.due_ns == NEVER_NS:
-                    self._device.rest()
+                    self._device.rest(self._inbox.news)
                     yield self._inbox.news
+                    self._cpu_ns = max(self._cpu_ns, int(env.now))
                 if self._inbox:
                     self._cpu_ns = max(self._cpu_ns, self._inbox.due_ns)
             if env.peek() <= self._cpu_ns:

@@ -2,8 +2,9 @@
 
 Every rank is a server of its own, with its queue, its cache and its loop. A wave is one step of all of them: it starts
 when every rank that has something to run has launched it, takes what the slowest takes, and ends for all at once. A
-rank without requests takes part with an empty step. Requests go to the rank with the lowest 4 x waiting + running, as
-vLLM's client balances (it knows the counts of up to 0.1 s before; here they are those of the moment).
+rank without requests takes part with an empty step; one that gets its first after the others have planned theirs waits
+for the next wave. Requests go to the rank with the lowest 4 x waiting + running, as vLLM's client balances (it knows
+the counts of up to 0.1 s before; here they are those of the moment).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class WaveCost(Protocol):
 class _Launched(NamedTuple):
     plan: StepPlan
     tokens: int
+    ready_ns: int
     times: StepTimes
     event: simpy.Event
 
@@ -54,14 +56,18 @@ class Lockstep:
             self._wave([rank.launched.popleft() for rank in self.ranks if rank.launched])
 
     def _wave(self, steps: Sequence[_Launched]) -> None:
-        start = max(self._free_ns, *(step.times.launch_end_ns for step in steps))
+        start = max(self._free_ns, *(step.ready_ns for step in steps))
         plans, tokens = [step.plan for step in steps], max(step.tokens for step in steps)
-        self._free_ns = end = start + self._cost.lockstep_ns(plans, tokens, len(self.ranks))
+        end = start + self._cost.lockstep_ns(plans, tokens, len(self.ranks))
+        self._free_ns = end = max(end, *(step.times.launch_end_ns for step in steps))  # the last kernel is launched
         for step in steps:
-            times = step.times
-            times.h2d_start_ns = times.h2d_end_ns = times.compute_start_ns = start
-            times.compute_end_ns = times.d2h_start_ns = times.d2h_end_ns = end
+            _fill(step.times, start, end)
             step.event.succeed()
+
+
+def _fill(times: StepTimes, start_ns: int, end_ns: int) -> None:
+    times.h2d_start_ns = times.h2d_end_ns = times.compute_start_ns = start_ns
+    times.compute_end_ns = times.d2h_start_ns = times.d2h_end_ns = end_ns
 
 
 class Rank:
@@ -70,31 +76,40 @@ class Rank:
     def __init__(self, group: Lockstep) -> None:
         self._group = group
         self.launched: deque[_Launched] = deque()  # not part of a wave yet
-        self.resting = False
-        self._pending: dict[int, simpy.Event] = {}  # by identity of the step's times
+        self._rests = False
+        self._until: simpy.Event | None = None
+        self._pending: dict[int, simpy.Event | None] = {}  # by identity of the step's times; None: of an empty step
+        self._landed_ns = 0
 
     def launch(self, plan: StepPlan, shape: Shape, times: StepTimes) -> None:
-        self.resting = False
-        if not plan.rows:  # nothing runs on the device
-            at = times.launch_end_ns
-            times.h2d_start_ns = times.h2d_end_ns = times.compute_start_ns = at
-            times.compute_end_ns = times.d2h_start_ns = times.d2h_end_ns = at
+        self._rests = False
+        if not plan.rows:  # nothing runs on the device: it is over with the step before it
+            self._pending[id(times)] = None
             return
-        event = self._group.env.event()
-        self._pending[id(times)] = event
-        self.launched.append(_Launched(plan, shape.tokens, times, event))
+        event = self._pending[id(times)] = self._group.env.event()
+        ready_ns = times.launch_start_ns if shape.eager else times.launch_end_ns
+        self.launched.append(_Launched(plan, shape.tokens, ready_ns, times, event))
         self._group.advance()
 
     def landing(self, times: StepTimes) -> simpy.Event | None:
-        event = self._pending.get(id(times))
-        if event is not None and event.triggered:
-            del self._pending[id(times)]
-            return None
-        return event
+        event = self._pending[id(times)]
+        if event is not None and not event.triggered:
+            return event
+        del self._pending[id(times)]
+        if event is None:
+            at_ns = max(times.launch_end_ns, self._landed_ns)
+            _fill(times, at_ns, at_ns)
+        self._landed_ns = times.d2h_end_ns
+        return None
 
-    def rest(self) -> None:
-        self.resting = True
+    def rest(self, until: simpy.Event | None) -> None:
+        self._rests, self._until = True, until
         self._group.advance()
+
+    @property
+    def resting(self) -> bool:
+        """No request has come since the last one ended."""
+        return self._rests and not (self._until and self._until.triggered)
 
 
 class Server(Protocol):
@@ -114,9 +129,9 @@ def balance(
 
     `specs` are in order of arrival; the inboxes are empty, and end with the last request.
     """
-    for spec in specs:
-        if spec.arrival_ns > env.now:
-            yield env.timeout(spec.arrival_ns - env.now)
+    sent = [env.timeout(spec.arrival_ns) for spec in specs]  # older than any of a server's: at a tie they come first
+    for spec, event in zip(specs, sent, strict=True):
+        yield event
         scores = [_score(server, inbox) for server, inbox in zip(servers, inboxes, strict=True)]
         inbox = inboxes[scores.index(min(scores))]
         inbox.put(spec)
