@@ -161,7 +161,8 @@ def test_what_is_recorded_loads_again(
     file.write_text(scenario.dump(ready), encoding="utf-8")
     assert scenario.load(file) == ready == build.adapted(ready, setup)
     described = weights.architecture(path)
-    for field, value in ready.model.model_dump(exclude={"dtype"}).items():
+    assert (ready.model.experts, ready.model.experts_per_token) == (0, 0)  # weights are of dense models only
+    for field, value in ready.model.model_dump(exclude={"dtype", "experts", "experts_per_token"}).items():
         assert getattr(described, field) == value, field
     assert ready.model.name == path.name
     assert ready.model.dtype == ("bfloat16" if device == "modelled" else "float32")
@@ -342,3 +343,12 @@ def test_the_random_model_is_the_scenarios() -> None:
     first, second, again = (it.tensors() for it in (one, other, plan("seed=1")))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], second["lm_head.weight"])
+
+
+def test_experts_are_not_for_the_engine() -> None:
+    """A mixture of experts is refused by name before anything is built, but where kernels only take time."""
+    experts = ["model.experts=4", "model.experts_per_token=2", "cost={kind: constant, step_s: 0.001}"]
+    asked = scenario.load("tiny_cpu", experts)
+    with pytest.raises(UsageError, match=r"model\.experts: got 4, must be 0"):
+        build.adapted(asked, Setup(device="process"))
+    assert build.adapted(asked, Setup(device="modelled")).model.experts == 4
