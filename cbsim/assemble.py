@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cbsim import catalog
+from cbsim import catalog, documents
 from cbsim.cost.base import Cost
 from cbsim.cost.constant import ConstantCost
 from cbsim.cost.cpu import CpuCost, PhaseCost
@@ -15,6 +15,7 @@ from cbsim.cost.fitted import FittedCost
 from cbsim.cost.roofline import Rates, RooflineCost, Weights
 from cbsim.cost.table import Added, Group, Link, TableCost
 from cbsim.cost.tables import Tables
+from cbsim.fields import ScenarioError
 from cbsim.policy.schedulers.registry import SCHEDULERS
 from cbsim.scenario import Scenario, depth, scheduler_options
 from cbsim.shapes import ModelShape
@@ -47,6 +48,7 @@ def cost_model(scenario: Scenario) -> Cost:
     if isinstance(settings, RooflineSettings):
         return _roofline(scenario, settings, cpu)
     if isinstance(settings, TableSettings):
+        _check_profiled(scenario, settings)
         return table_cost(scenario.model, settings)
     return FittedCost(
         cpu_ns=cpu,
@@ -89,6 +91,18 @@ def table_cost(model: ModelShape, settings: TableSettings) -> TableCost:
         skew=settings.skew,
         launch_ns=settings.launch_s_per_layer * model.layers * NS,
     )
+
+
+def _check_profiled(scenario: Scenario, settings: TableSettings) -> None:
+    """Raises ScenarioError if the tables say that they are of another model or GPU than the scenario's."""
+    meta = catalog.tables(settings.path) / "meta.yaml"
+    if not meta.is_file():
+        return
+    found = documents.read(meta).data
+    for field, of, name in (("model", "model", scenario.model.name), ("hardware", "hardware", scenario.hardware.name)):
+        profiled = str(found.get(field, "")).rsplit("/", maxsplit=1)[-1]
+        if catalog.plain(profiled) not in catalog.plain(name):
+            raise ScenarioError(f"cost.path: {meta} is of {profiled}, but {of}.name is {name!r}")
 
 
 def _tables(model: ModelShape, settings: TableSettings) -> Tables:

@@ -41,12 +41,12 @@ def shape(folder: str, name: str, base: Path | None = None) -> Path:
 def _named(folder: str, name: str, noun: str) -> Path:
     known = names(folder)
     for candidate in known:
-        if _plain(candidate) == _plain(name):
+        if plain(candidate) == plain(name):
             return SCENARIOS / folder / f"{candidate}.yaml"
     raise ScenarioError(f"unknown {noun} {name!r}{near(name, known)} (known: {', '.join(known) or 'none'})")
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
     """A name without case and separators: `H100 SXM` is `h100-sxm`."""
     return "".join(letter for letter in name.lower() if letter.isalnum() or letter == ".")
 

@@ -111,4 +111,7 @@ def series(path: Path) -> list[Second]:
         rows = [[table.number(i, cell) for i, cell in enumerate(row)] for row in table.rows(None)]
     if not rows:
         raise ScenarioError(f"{path}: holds no rows")
-    return [Second(at, running, waiting, percent / 100) for at, running, waiting, percent in rows]
+    found = [Second(at, running, waiting, percent / 100) for at, running, waiting, percent in rows]
+    if any(after.at_s < before.at_s for before, after in pairwise(found)):
+        raise ScenarioError(f"{path}: t: goes back, expected rows in order of time")
+    return found

@@ -112,8 +112,8 @@ def test_a_rank_counts_from_its_first_step_to_its_last(tmp_path: Path) -> None:
 def test_scores_by_hand() -> None:
     """TTFT from queued to first token; TPOT over the tokens after the first, and 0 for a single one; makespan from the
     first queued to the last token. Percentiles are numpy's linear ones."""
-    simulated = Served(np.array([0.0, 1.0]), np.array([1.0, 3.0]), np.array([5.0, 3.0]), np.array([5, 1]))
-    measured = Served(np.array([0.0, 1.0]), np.array([2.0, 3.0]), np.array([4.0, 3.0]), np.array([5, 1]))
+    simulated = Served(*(np.array(t) for t in ([0.0, 1.0], [0.5, 1.5], [1.0, 3.0], [5.0, 3.0])), np.array([5, 1]))
+    measured = Served(*(np.array(t) for t in ([0.0, 1.0], [0.0, 2.0], [2.0, 3.0], [4.0, 3.0])), np.array([5, 1]))
     found = {(one.metric, one.statistic): one for one in score.scores(simulated, measured)}
     assert found["ttft", "mean"] == Score("ttft", "mean", 1.5, 2.0)
     assert found["ttft", "mean"].error == -0.25
@@ -376,6 +376,11 @@ def differing(pack: Pack) -> None:
     pack.edit("config.json", nodes=[{"instances": [one]}, {"instances": [one | {"tp_size": 2}]}])
 
 
+def engine(**changes: Any) -> Spoil:
+    """A field of what vLLM was asked for."""
+    return lambda pack: pack.edit("meta.json", **{f"engine_kwargs__{name}": value for name, value in changes.items()})
+
+
 def several(**changes: Any) -> Spoil:
     def spoil(pack: Pack) -> None:
         instance(tp_size=2)(pack)
@@ -392,13 +397,13 @@ BAD: dict[str, tuple[Spoil, Sequence[str]]] = {
     "config is not JSON": (broken("config.json", "{"), ["config.json: not valid JSON"]),
     "meta is empty": (broken("meta.json", ""), ["meta.json: not valid JSON"]),
     "meta is deep": (broken("meta.json", "[" * 100_000), ["meta.json: not valid JSON"]),
-    "config is a list": (broken("config.json", "[]"), ["config.json: nodes: is missing"]),
-    "meta is a number": (broken("meta.json", "3"), ["meta.json: dataset_path: is missing"]),
+    "config is a list": (broken("config.json", "[]"), ["config.json: got [], expected a JSON object"]),
+    "meta is a number": (broken("meta.json", "3"), ["meta.json: got 3, expected a JSON object"]),
     "no nodes": (edited("config.json", nodes=[]), ["config.json: nodes: got 0 instances, expected one"]),
     "nodes of text": (edited("config.json", nodes=["a"]), ["config.json: nodes: got 0 instances"]),
     "instances of text": (
         edited("config.json", nodes=[{"instances": ["a"]}]),
-        ["config.json: nodes.instances.model_name: is missing"],
+        ["config.json: nodes.instances: got ['a'], expected a list of objects"],
     ),
     "no model": (instance(model_name=None), ["config.json: nodes.instances.model_name: is missing"]),
     "no hardware": (instance(hardware=None), ["config.json: nodes.instances.hardware: is missing"]),
@@ -409,7 +414,17 @@ BAD: dict[str, tuple[Spoil, Sequence[str]]] = {
     "a link of text": (edited("config.json", link_bw="16"), ["config.json: link_bw: got '16', expected a number >= 0"]),
     "no tables of the degree": (several(), ["bf16: holds no tables for tensor parallelism 2 (found: tp1)"]),
     "unknown GPU": (instance(hardware="TPU"), ["unknown hardware 'TPU'", "--hardware"]),
-    "unknown model": (instance(model_name="me/Large"), ["Large.json: cannot be read"]),
+    "another model in meta": (edited("meta.json", model="me/Other"), ["model: got 'me/Other', expected me/Tiny"]),
+    "servers that meta denies": (engine(data_parallel_size=2), ["data_parallel_size: got 2, expected 1"]),
+    "a degree that meta denies": (engine(tensor_parallel_size=2), ["tensor_parallel_size: got 2, expected 1"]),
+    "pipelines": (engine(pipeline_parallel_size=2), ["pipeline_parallel_size: got 2, expected 1: anything else"]),
+    "a narrow cache": (engine(kv_cache_dtype="fp8"), ["kv_cache_dtype: got 'fp8', expected auto: anything else"]),
+    "too many requests": (edited("meta.json", num_requests=10**6), ["num_requests: got 1000000, expected at most"]),
+    "a cache of text": (edited("meta.json", kv_cache="x"), ["meta.json: kv_cache: got 'x', expected an object"]),
+    "unknown model": (
+        instance(model_name="me/Large"),
+        ["Large.json: no configuration of the case's model 'me/Large' (known: Tiny)"],
+    ),
     "unknown size": (blocks_unknown(npu_mem=None), ["config.json: nodes.instances.npu_mem.mem_size: is missing"]),
     "memory of text": (
         blocks_unknown(npu_mem__mem_size="24 GB"),

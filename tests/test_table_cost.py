@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_cost import plan
 
-from cbsim import catalog
+from cbsim import assemble, catalog, scenario
 from cbsim.cost.bundle import Bundle, Experts
 from cbsim.cost.cpu import CpuCost
 from cbsim.cost.table import Added, Group, Link, TableCost, attention_work
@@ -372,3 +373,21 @@ def test_real_skew_shots_lie_near_what_was_measured() -> None:
             off.append(share - min(1.0, max(0.0, (seen - low) / (high - low))))
     assert len(off) > 1000
     assert sum(map(abs, off)) / len(off) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("model=qwen3-8b", "is of Llama-3.1-8B, but model.name is 'Qwen3-8B'"),
+        ("hardware=h100-sxm", "is of RTX4090, but hardware.name is 'NVIDIA H100 SXM 80GB'"),
+    ],
+)
+def test_tables_of_something_else_are_refused(override: str, says: str) -> None:
+    """A profile says what it is of: it is not read as another model's or another GPU's."""
+    path = "measured_vllm/perf/RTX4090/meta-llama/Llama-3.1-8B/bf16"
+    if not any((folder / path).is_dir() for folder in catalog.data_folders()):
+        pytest.skip("the kernel profiles are not here: docs/data.md")
+    mine = ["model=llama-3.1-8b", "hardware=rtx-4090", f"cost={{kind: table, path: {path}}}", "kv_cache.num_blocks=99"]
+    assert assemble.cost_model(scenario.load("8k_b32", mine))
+    with pytest.raises(ScenarioError, match=re.escape(says)):
+        assemble.cost_model(scenario.load("8k_b32", [*mine, override]))

@@ -85,9 +85,10 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
         if not (root / part).is_dir():
             raise ScenarioError(f"{root}: holds no folder {part!r}; name the pack of the case with --data")
     gpu = _Gpus(config)
+    _check_covered(meta, gpu)
     model = _model(root, gpu.model)
     workload = _workload(root, meta)
-    ranks = max(meta.whole("engine_kwargs.data_parallel_size", 1), gpu.count)
+    ranks = gpu.count
     if gpu.link is None and gpu.tensor * ranks > 1:
         raise ScenarioError(f"{config.path}: link_bw and link_latency are missing, and there are several GPUs")
     experts = ranks * gpu.tensor if meta.get("engine_kwargs.enable_expert_parallel", False) else 1
@@ -115,6 +116,8 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
     if limit:
         settings["workload"]["limit"] = limit
     asked = vllm_bench.requests(workload, limit)
+    if limit and limit > len(asked):
+        raise meta.bad("num_requests", limit, f"at most {len(asked)}, the requests of {workload.name}")
     return Case(
         name=folder.resolve().name,
         settings=settings,
@@ -128,6 +131,31 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
     )
 
 
+def _check_covered(meta: _Json, gpu: _Gpus) -> None:
+    """Raises ScenarioError for a run that is not what config.json says, or that this model does not cover."""
+    asked = "engine_kwargs.{}"
+    told: tuple[tuple[str, Any, Any], ...] = (
+        ("model", meta.get("model", gpu.model), gpu.model),
+        (
+            asked.format("tensor_parallel_size"),
+            meta.whole(asked.format("tensor_parallel_size"), gpu.tensor),
+            gpu.tensor,
+        ),
+        (asked.format("data_parallel_size"), meta.whole(asked.format("data_parallel_size"), gpu.count), gpu.count),
+    )
+    for name, value, wanted in told:
+        if value != wanted:
+            raise meta.bad(name, value, f"{wanted}, as in config.json")
+    only = {"pipeline_parallel_size": 1, "kv_cache_dtype": "auto", "quantization": None, "speculative_config": None}
+    for name, one in only.items():
+        value = meta.get(asked.format(name), one)
+        if value != one:
+            raise meta.bad(asked.format(name), value, f"{one}: anything else is not covered")
+    expert = meta.get(asked.format("enable_expert_parallel"), False)
+    if not isinstance(expert, bool):
+        raise meta.bad(asked.format("enable_expert_parallel"), expert, "true or false")
+
+
 class _Json:
     """A JSON file, or the part of one at `within`. Its fields have dotted names; an error names the file and the
     field.
@@ -139,7 +167,12 @@ class _Json:
     @classmethod
     def read(cls, path: Path) -> _Json:
         try:
-            return cls(path, json.loads(path.read_text(encoding="utf-8")))
+            data = json.loads(path.read_text(encoding="utf-8-sig"))
+            if not isinstance(data, dict):
+                raise ScenarioError(f"{path}: got {shown(data)}, expected a JSON object")
+            return cls(path, data)
+        except ScenarioError:
+            raise
         except OSError as error:
             raise ScenarioError(f"{path}: cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
@@ -148,8 +181,10 @@ class _Json:
     def get(self, name: str, *default: Any) -> Any:
         """The field, or the default where the file leaves it out or null; without a default it is required."""
         found = self._data
-        for part in name.split("."):
-            found = found.get(part) if isinstance(found, dict) else None
+        for at, part in enumerate(parts := name.split(".")):
+            if found is not None and not isinstance(found, dict):
+                raise self.bad(".".join(parts[:at]).rstrip("."), found, "an object")
+            found = found.get(part) if found is not None else None
         if found is None and not default:
             raise ScenarioError(f"{self.path}: {self._within}{name}: is missing")
         return default[0] if found is None else found
@@ -186,6 +221,8 @@ class _Gpus:
         nodes = config.get("nodes")
         lists = [node.get("instances") for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
         found = [one for instances in lists if isinstance(instances, list) for one in instances]
+        if not all(isinstance(one, dict) for one in found):
+            raise config.bad("nodes.instances", found, "a list of objects")
         if not found or any(one != found[0] for one in found):
             told = f"got {len(found)} instances{', not all alike' if found else ''}"
             raise ScenarioError(f"{config.path}: nodes: {told}, expected one, or several that are alike")
@@ -216,7 +253,11 @@ class _Gpus:
 
 def _model(root: Path, name: str) -> ModelShape:
     """The model's shape, from its Hugging Face configuration in the pack."""
-    given = _Json.read(root / "model_config" / f"{name.rsplit('/', maxsplit=1)[-1]}.json")
+    path = root / "model_config" / f"{name.rsplit('/', maxsplit=1)[-1]}.json"
+    if not path.is_file():
+        known = ", ".join(sorted(one.stem for one in path.parent.glob("*.json"))) or "none"
+        raise ScenarioError(f"{path}: no configuration of the case's model {name!r} (known: {known})")
+    given = _Json.read(path)
     heads, hidden = given.whole("num_attention_heads"), given.whole("hidden_size")
     experts = given.get("num_experts", 0) and given.whole("num_experts")
     try:
@@ -269,7 +310,7 @@ def _tables(root: Path, gpu: _Gpus, meta: _Json, own: str) -> Path:
 
 
 def _scheduler(meta: _Json) -> dict[str, Any]:
-    """VLLM's options: what it resolved, else what it was asked for, else its defaults."""
+    """Options of vLLM: what it resolved, else what it was asked for, else its defaults."""
     version = meta.text("vllm_version")
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None:

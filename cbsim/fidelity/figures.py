@@ -23,7 +23,7 @@ TITLES = {
 MOST_SHOWN = 30.0  # percent of error
 
 
-def series(found: Series) -> Chart:
+def series(case: str, found: Series) -> Chart:
     """Running, waiting and KV use once a second."""
     panels = []
     for name in found.measured:
@@ -34,10 +34,12 @@ def series(found: Series) -> Chart:
         ]
         panels.append(Panel(marks, x="seconds", y=title))
     says = "Once a second, as the engine logged it, beside the replay at the same times."
-    return Chart("series", "The run over time", says, panels, share_x=True)
+    if "kv_use" not in found.measured:
+        says += " The run did not record how much of its cache was in use."
+    return Chart("series", f"{case}: the run over time", says, panels, share_x=True)
 
 
-def latencies(simulated: Served, measured: Served) -> Chart:
+def latencies(case: str, simulated: Served, measured: Served) -> Chart:
     """Share of requests within a latency."""
     panels = []
     for metric, title in (("ttft_s", "TTFT, s"), ("tpot_s", "TPOT, ms"), ("e2e_s", "E2E, s")):
@@ -47,7 +49,9 @@ def latencies(simulated: Served, measured: Served) -> Chart:
             _cumulative("simulated", getattr(simulated, metric) * factor, SIMULATED),
         ]
         panels.append(Panel(marks, x=title, y="share of requests"))
-    return Chart("latencies", "Latencies", "Share of the requests that took at most so long.", panels, columns=3)
+    return Chart(
+        "latencies", f"{case}: latencies", "Share of the requests that took at most so long.", panels, columns=3
+    )
 
 
 def _cumulative(name: str, values: Floats, look: Style) -> Line:
@@ -55,19 +59,27 @@ def _cumulative(name: str, values: Floats, look: Style) -> Line:
     return Line(name, ordered, np.arange(1, len(ordered) + 1) / len(ordered), look, step=True)
 
 
-def ablation(ablated: Sequence[Ablated]) -> Chart:
+def ablation(case: str, ablated: Sequence[Ablated]) -> Chart:
     """Errors of the means, one part changed at a time."""
-    bars = []
-    for index, metric in enumerate(("ttft", "tpot", "e2e")):
-        errors = np.array([100 * _mean_error(one, metric) for one in ablated])
-        labels = [f"{error:+.1f}" for error in errors]
-        bars.append(Bars(metric.upper(), np.arange(len(ablated)), errors, style(index), labels))
-    reach = max(5.0, min(MOST_SHOWN, max(float(np.abs(bar.height).max()) for bar in bars) * 1.1))
+    errors = {
+        metric: np.array([100 * _mean_error(one, metric) for one in ablated]) for metric in ("ttft", "tpot", "e2e")
+    }
+    reach = max(5.0, min(MOST_SHOWN, 1.2 * max(float(np.abs(values).max()) for values in errors.values())))
+    bars = [
+        Bars(
+            metric.upper(),
+            np.arange(len(ablated)),
+            np.clip(values, -0.85 * reach, 0.85 * reach),
+            style(index),
+            [f"{value:+.1f}" for value in values],
+        )
+        for index, (metric, values) in enumerate(errors.items())
+    ]
     says = "Error of the mean latency against the recorded run, with one part of the model changed at a time. "
-    says += f"Bars longer than {reach:.0f} % are cut; their error is in the table."
+    says += f"Bars are cut at {0.85 * reach:.0f} %; their labels are the errors."
     names = [one.name for one in ablated]
     panel = Panel(bars, x="", y="error of the mean, %", categories=names, y_range=(-reach, reach))
-    return Chart("ablation", "What carries the result", says, [panel])
+    return Chart("ablation", f"{case}: what carries the result", says, [panel])
 
 
 def _mean_error(one: Ablated, metric: str) -> float:

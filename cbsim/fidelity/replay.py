@@ -32,6 +32,7 @@ class Served:
     """Requests by index, seconds since the first was queued; each TTFT counts from when the engine took it in."""
 
     queued_s: Floats
+    scheduled_s: Floats
     first_token_s: Floats
     last_token_s: Floats
     output_tokens: npt.NDArray[np.int64]
@@ -39,6 +40,16 @@ class Served:
     @property
     def ttft_s(self) -> Floats:
         return self.first_token_s - self.queued_s
+
+    @property
+    def queue_s(self) -> Floats:
+        """Until a step first has the request in it."""
+        return self.scheduled_s - self.queued_s
+
+    @property
+    def prefill_s(self) -> Floats:
+        """From there to the first token."""
+        return self.first_token_s - self.scheduled_s
 
     @property
     def e2e_s(self) -> Floats:
@@ -82,7 +93,8 @@ def recorded(case: Case) -> Served:
     """What the real run recorded."""
     columns = np.array(case.taken, dtype=np.int64).T / NS
     outputs = np.array([row.output_tokens for row in case.asked], dtype=np.int64)
-    return Served(columns[0], columns[2], columns[3], outputs)
+    queued, scheduled, first, last = columns
+    return Served(queued, scheduled, first, last, outputs)
 
 
 def replay(case: Case, asked: Scenario) -> Replayed:
@@ -140,11 +152,11 @@ def _served(records: Sequence[Record], tables: Sequence[Steps]) -> Served:
     for record, table in zip(records, tables, strict=True):
         rows = record.requests()
         columns = metrics.token_times(rows, table)
-        times = (columns.queued_ns, columns.first_token_ns, columns.last_token_ns, columns.generated)
-        found += zip([row.index for row in rows], *(part.tolist() for part in times), strict=True)
-    _, queued, first, last, generated = (np.array(part) for part in zip(*sorted(found), strict=True))
-    start = queued.min()
-    return Served((queued - start) / NS, (first - start) / NS, (last - start) / NS, generated)
+        marks = (columns.queued_ns, columns.scheduled_ns, columns.first_token_ns, columns.last_token_ns)
+        found += zip([row.index for row in rows], *(part.tolist() for part in (*marks, columns.generated)), strict=True)
+    _, *times, generated = (np.array(part) for part in zip(*sorted(found), strict=True))
+    queued, scheduled, first, last = ((part - times[0].min()) / NS for part in times)
+    return Served(queued, scheduled, first, last, generated)
 
 
 def _at(table: Steps, seconds: Floats, column: str, start_ns: int) -> Floats:

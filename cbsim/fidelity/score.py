@@ -14,6 +14,7 @@ from cbsim.fidelity.replay import Replayed, Served
 
 Floats = npt.NDArray[np.float64]
 METRICS = ("ttft", "tpot", "e2e")
+PARTS = ("queue", "prefill")
 STATISTICS: dict[str, Callable[[Floats], float]] = {
     "mean": lambda values: float(np.mean(values)),
     "median": lambda values: float(np.percentile(values, 50)),
@@ -24,7 +25,9 @@ STATISTICS: dict[str, Callable[[Floats], float]] = {
 
 
 class Score(NamedTuple):
-    """One number of a run, simulated and measured, in seconds. `metric` is ttft, tpot, e2e or makespan."""
+    """One number of a run, simulated and measured, in seconds. `metric` is ttft, tpot, e2e or makespan; or queue or
+    prefill, the two parts of TTFT.
+    """
 
     metric: str
     statistic: str
@@ -39,14 +42,20 @@ class Score(NamedTuple):
         return self.simulated_s / self.measured_s - 1 if self.measured_s else inf
 
 
+def parts(simulated: Served, measured: Served) -> list[Score]:
+    """The two parts of TTFT: under load nearly all of it is the queue, which hides what prefills are worth."""
+    return [_score(simulated, measured, metric, name) for metric in PARTS for name in STATISTICS]
+
+
 def scores(simulated: Served, measured: Served) -> list[Score]:
     """Latencies in order of `METRICS` and `STATISTICS`, then the makespan."""
-    found = [
-        Score(metric, name, statistic(_values(simulated, metric)), statistic(_values(measured, metric)))
-        for metric in METRICS
-        for name, statistic in STATISTICS.items()
-    ]
+    found = [_score(simulated, measured, metric, name) for metric in METRICS for name in STATISTICS]
     return [*found, Score("makespan", "", simulated.makespan_s, measured.makespan_s)]
+
+
+def _score(simulated: Served, measured: Served, metric: str, name: str) -> Score:
+    values = [STATISTICS[name](_values(one, metric)) for one in (simulated, measured)]
+    return Score(metric, name, *values)
 
 
 def _values(served: Served, metric: str) -> Floats:

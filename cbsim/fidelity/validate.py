@@ -21,18 +21,15 @@ from cbsim.timing import TableCost
 
 NEAR_LIMIT = 0.9
 """Share of the KV cache above which the number of blocks decides who waits."""
-BASIS = (
-    "Measured by others: the kernel times. Of the run itself: when its engine took each request in. Added: {row_us:g} "
-    "us a request and step, and the CPU cost of vLLM's loop; both are priors (docs/fidelity.md)."
-)
-OTHER_BASIS = (
-    "Times of steps are those of the cost model {kind}. Of the run itself: when its engine took each request in."
-)
+ADDED = "Added: {row_us:g} us a request and step, and the CPU cost of vLLM's loop; both are priors (docs/fidelity.md)."
+SCORED = ("", "simulated", "measured", "error")
 UNITS = {
     "ttft": ("TTFT", "ms", 1e3),
     "tpot": ("TPOT", "ms", 1e3),
     "e2e": ("E2E", "ms", 1e3),
     "makespan": ("makespan", "s", 1.0),
+    "queue": ("queue", "ms", 1e3),
+    "prefill": ("prefill", "ms", 1e3),
 }
 
 
@@ -43,6 +40,7 @@ class Validation(NamedTuple):
     asked: Scenario
     replayed: Replayed
     scores: Sequence[Score]
+    parts: Sequence[Score]
     series: Series
     ablated: Sequence[Ablated]
 
@@ -59,6 +57,7 @@ def validate(
         asked,
         done,
         score.scores(done.served, recorded(found)),
+        score.parts(done.served, recorded(found)),
         score.series(found, done),
         ablation.ablate(found) if ablate else (),
     )
@@ -66,12 +65,13 @@ def validate(
 
 def study(validation: Validation) -> Study:
     """What to print, draw and keep of it."""
-    tables = [_errors(validation), _run(validation)]
+    tables = [_errors(validation), _parts(validation), _run(validation)]
     real = recorded(validation.case)
-    charts = [figures.series(validation.series), figures.latencies(validation.replayed.served, real)]
+    name = validation.case.name
+    charts = [figures.series(name, validation.series), figures.latencies(name, validation.replayed.served, real)]
     if validation.ablated:
         tables.append(_ablation(validation.ablated))
-        charts.append(figures.ablation(validation.ablated))
+        charts.append(figures.ablation(name, validation.ablated))
     return Study(
         title=f"{validation.case.name} against a recorded vLLM run",
         question=str(validation.case.settings["question"]),
@@ -88,6 +88,7 @@ def data(validation: Validation) -> dict[str, Any]:
     return {
         "case": validation.case.name,
         "errors": [_plain(one) for one in validation.scores],
+        "parts_of_ttft": [_plain(one) for one in validation.parts],
         "steps": sum(len(table) for table in validation.replayed.steps),
         "preemptions": validation.replayed.preemptions,
         "recomputed_tokens": validation.replayed.recomputed_tokens,
@@ -136,13 +137,19 @@ def _source(validation: Validation) -> str:
 
 
 def _errors(validation: Validation) -> Table:
-    rows = []
-    for one in validation.scores:
-        name, unit, factor = UNITS[one.metric]
-        shown = [f"{value * factor:,.2f}" for value in (one.simulated_s, one.measured_s)]
-        rows.append((f"{name} {one.statistic}".strip() + f", {unit}", *shown, f"{one.error:+.2%}"))
     says = f"{len(validation.case.asked)} requests. TTFT and E2E count from when the engine took a request in."
-    return Table("Latencies", ("", "simulated", "measured", "error"), rows, says)
+    return Table("Latencies", SCORED, [_row(one) for one in validation.scores], says)
+
+
+def _parts(validation: Validation) -> Table:
+    says = "In the queue, and from the first step that has the request to its first token."
+    return Table("The two parts of TTFT", SCORED, [_row(one) for one in validation.parts], says)
+
+
+def _row(one: Score) -> tuple[str, ...]:
+    name, unit, factor = UNITS[one.metric]
+    shown = [f"{value * factor:,.2f}" for value in (one.simulated_s, one.measured_s)]
+    return (f"{name} {one.statistic}".strip() + f", {unit}", *shown, f"{one.error:+.2%}")
 
 
 def _run(validation: Validation) -> Table:
@@ -189,12 +196,28 @@ def _findings(validation: Validation) -> list[str]:
     worst = max((one for one in validation.scores if one.statistic), key=lambda one: abs(one.error))
     said = ", ".join(f"{UNITS[metric][0]} {error:+.2%}" for metric, error in means.items())
     name = f"{UNITS[worst.metric][0]} {worst.statistic}"
-    cost = validation.asked.cost
     return [
         f"Errors of the means: {said}; the largest of all is that of {name}, {worst.error:+.2%}.",
         *_caveats(validation),
-        BASIS.format(row_us=cost.row_s * 1e6) if isinstance(cost, TableCost) else OTHER_BASIS.format(kind=cost.kind),
+        _basis(validation),
     ]
+
+
+def _basis(validation: Validation) -> str:
+    """What the answer rests on, and what was changed by hand."""
+    cost, asked = validation.asked.cost, validation.asked.workload
+    times = (
+        f"those of {'/'.join(Path(cost.path).parts[-4:])}"
+        if isinstance(cost, TableCost)
+        else f"the cost model {cost.kind}'s"
+    )
+    taken = ["when its engine took each request in"] if getattr(asked, "recorded", None) else []
+    taken += ["the number of cache blocks"] if _source(validation) == "recorded" else []
+    told = f"Kernel times are {times}. Of the run itself: {' and '.join(taken) or 'nothing'}."
+    if isinstance(cost, TableCost):
+        told += f" {ADDED.format(row_us=cost.row_s * 1e6)}"
+    changed = ", ".join(validation.case.overrides)
+    return f"{told} Changed: {changed}." if changed else told
 
 
 def _caveats(validation: Validation) -> list[str]:
