@@ -17,7 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cbsim import catalog
+from cbsim.chart import Bars, Chart, Panel, series
 from cbsim.fidelity import case as cases
 from cbsim.fidelity.ablation import NO_CPU
 from cbsim.fidelity.case import Case
@@ -67,6 +70,7 @@ def study() -> Study:
         question="How far off is each simplified scheduler on recorded vLLM runs, and how far a simpler cost model?",
         findings=_findings(answers),
         tables=[_table(run, [a for a in answers if a.run == run]) for run in dict.fromkeys(a.run for a in answers)],
+        charts=[_chart(answers)],
         data={"answers": [{**a._asdict(), "scores": [[*s, s.error] for s in a.scores]} for a in answers]},
     )
 
@@ -92,6 +96,24 @@ def _table(run: str, answers: Sequence[Answer]) -> Table:
         for a in answers
     ]
     return Table(run.replace("__", ", "), header, rows, "Errors against the recorded run.")
+
+
+def _chart(answers: Sequence[Answer]) -> Chart:
+    panels = []
+    for run in dict.fromkeys(answer.run for answer in answers):
+        bars = []
+        for number, cost in enumerate(COSTS):
+            errors = np.array([100 * a.error("e2e") for a in answers if (a.run, a.cost) == (run, cost)])
+            labels = [f"{error:+.1f}" for error in errors]
+            bars.append(Bars(cost, np.arange(len(POLICIES)), errors, series(number), labels))
+        reach = 1.25 * max(float(np.abs(bar.height).max()) for bar in bars)
+        panels.append(
+            Panel(bars, "", "error of mean E2E, %", run.replace("__", ", "), (), [*POLICIES], y_range=(-reach, reach))
+        )
+    says = (
+        "Error of the mean E2E latency against the recorded run, by policy, with measured kernel tables and a roofline."
+    )
+    return Chart("schedulers", "Scheduler or cost model", says, panels)
 
 
 def _findings(answers: Sequence[Answer]) -> list[str]:
