@@ -43,6 +43,7 @@ BAR_RUN_S = {"H100": 110.0, "H200": 82.0}
 BAR_ACTIVE = 99.4
 WORK = tuple(phase for phase in PHASES if phase != "await")
 Serve = Callable[[Setup, bool], Maker]
+Measure = Callable[[Path, Serve, bool], "Iterator[Figure]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,14 @@ class Figure:
         return f"{self.name:<58} {self.value:>10,.4g} {self.unit:<8}{bar}{verdict}".rstrip()
 
 
-def bench(device: str, out: Path, serve: Serve, *, quick: bool, as_json: bool) -> int:
-    """Measure, print. `serve` makes servers of a setup: ours, or the peer's. Raises MissingError."""
+def bench(device: str, out: Path, serve: Serve, *, quick: bool, as_json: bool, measure: Measure | None = None) -> int:
+    """Measure, print; `measure` instead of the bench of the device. `serve` makes servers of a setup: ours, or the
+    peer's. Raises MissingError.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         raise MissingError("--device cuda: torch finds no CUDA device here")
     found = []
-    for figure in (on_gpu if device == "cuda" else on_cpu)(out, serve, quick):
+    for figure in (measure or (on_gpu if device == "cuda" else on_cpu))(out, serve, quick):
         found.append(figure)
         print(figure, file=sys.stderr if as_json else sys.stdout, flush=True)
     if as_json:

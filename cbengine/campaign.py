@@ -65,6 +65,7 @@ def _on_gpu() -> dict[str, Part]:
             "kernels against float64", [(*tests, *(f"tests/cbengine/test_{name}.py" for name in ("kernels", "ops")))]
         ),
         "right": Part("tokens, memory, times and errors of the device", [(*tests, "tests/cbengine", "-m", "gpu")]),
+        "sizes": Part("host copies and attention, size by size", [(*_bench("cuda"), "--kernels")]),
         "bench": Part("device, kernels, engine and peer against what is possible", [_bench("cuda"), run("tiny_cpu")]),
         "async": Part("8k_b32, asynchronous", [run(GPU_8K, "--set", "loop.mode=async"), _report()]),
         "sync": Part("8k_b32, synchronous", [run(GPU_8K, "--set", "loop.mode=sync"), _report()]),

@@ -80,7 +80,9 @@ def _act(arguments: argparse.Namespace) -> int:
     if arguments.command == "hardware":
         return commands.hardware(arguments.parts, arguments.device, arguments.out)
     if arguments.command == "bench":
-        return commands.benchmark(arguments.device, arguments.out, quick=arguments.quick, as_json=arguments.json)
+        return commands.benchmark(
+            arguments.device, arguments.out, kernels=arguments.kernels, quick=arguments.quick, as_json=arguments.json
+        )
     if arguments.command == "validate":
         return commands.validation(arguments.device, arguments.out)
     return commands.generate(arguments.prompt, arguments.tokens, _setup(arguments))
@@ -171,6 +173,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=("modelled", "cuda"),
         help="cuda: the GPU; modelled: only the CPU's work a step (default: cuda if there is one, else modelled)",
     )
+    bench.add_argument("--kernels", action="store_true", help="GPU only: host copies and attention, size by size")
     bench.add_argument("--quick", action="store_true", help="a minute instead of ten")
     bench.add_argument("--json", action="store_true", help="print a list of figures")
     bench.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="where runs go (runs/bench)")

@@ -124,14 +124,17 @@ def hardware(parts: Sequence[str], device: str | None, out: Path) -> int:
     return runs.ERROR if failed else runs.OK
 
 
-def benchmark(device: str | None, out: Path, *, quick: bool, as_json: bool) -> int:
-    """Print how fast the engine is."""
-    from cbengine import bench
+def benchmark(device: str | None, out: Path, *, kernels: bool, quick: bool, as_json: bool) -> int:
+    """Print how fast the engine is, or the device and its kernels size by size."""
+    from cbengine import bench, kernels_bench
 
     where = device or ("cuda" if build.default_device() == "cuda" else "modelled")
     if where == "cuda" and not torch.cuda.is_available():
         raise MissingError("--device cuda: torch finds no CUDA device here")
-    return bench.bench(where, out, maker, quick=quick, as_json=as_json)
+    if kernels and where != "cuda":
+        raise UsageError("--kernels: needs --device cuda")
+    measure = kernels_bench.figures if kernels else None
+    return bench.bench(where, out, maker, quick=quick, as_json=as_json, measure=measure)
 
 
 def maker(setup: Setup, peer: bool = False) -> Maker:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch", reason="needs the engine's extra: pip install -e '.[engine]'")
 from cbengine import campaign, cli
 from cbengine.campaign import Part
 
