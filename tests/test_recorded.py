@@ -410,7 +410,6 @@ BAD: dict[str, tuple[Spoil, Sequence[str]]] = {
     "a model of numbers": (instance(model_name=7), ["config.json: nodes.instances.model_name: got 7, expected text"]),
     "half a GPU": (instance(tp_size=0.5), ["config.json: nodes.instances.tp_size: got 0.5, expected a whole number"]),
     "instances that differ": (differing, ["config.json: nodes: got 2 instances, not all alike"]),
-    "no link": (several(link_bw=None), ["config.json: link_bw and link_latency are missing"]),
     "a link of text": (edited("config.json", link_bw="16"), ["config.json: link_bw: got '16', expected a number >= 0"]),
     "no tables of the degree": (several(), ["bf16: holds no tables for tensor parallelism 2 (found: tp1)"]),
     "unknown GPU": (instance(hardware="TPU"), ["unknown hardware 'TPU'", "--hardware"]),
@@ -535,3 +534,18 @@ def test_shapes_with_experts_are_consistent() -> None:
 def test_a_case_names_its_pack(pack: Pack, tmp_path: Path) -> None:
     with pytest.raises(ScenarioError, match="holds no folder 'workloads'; name the pack of the case with --data"):
         case.read(pack.folder, tmp_path / "elsewhere")
+
+
+def test_a_link_that_nobody_names_is_assumed_and_told(tmp_path: Path) -> None:
+    """Several GPUs talk to each other over something; what was assumed of it stands in the answer, for one GPU not."""
+    made = packs.pack(tmp_path / "two", tensor=2)
+    packs.record(made)
+    told = "config.json names no link between the GPUs: 16 GiB/s and 20 us a message are assumed."
+    assert told not in call("validate", made.folder, "--out", tmp_path / "a").out
+    made.edit("config.json", link_bw=None)
+    said = call("validate", made.folder, "--out", tmp_path / "b")
+    assert said.status == 0
+    assert told in said.out
+    alone = packs.pack(tmp_path / "one")
+    packs.record(alone)
+    assert told not in call("validate", alone.folder, "--out", tmp_path / "c").out

@@ -36,6 +36,8 @@ CHANGED = (0, 26)
 VARIANTS = {"bfloat16": "bf16", "float16": "fp16"}
 ROW_S = 3e-6
 """Prior: seconds of device time that a request of a step costs beyond the tables. docs/fidelity.md says where from."""
+LINK = {"latency_s": 20e-6, "bytes_s": 16.0 * GIB}
+"""Between GPUs where config.json names no link: what it names for the recorded RTX PRO 6000."""
 CPU = {  # of vLLM 0.19's own Python, measured on a shared 2-core Xeon; prepare and launch: assumptions
     "schedule": {"base_s": 11e-6, "per_request_s": 4.7e-6},
     "prepare": {"base_s": 300e-6, "per_request_s": 5e-6},
@@ -59,6 +61,7 @@ class Case:
     taken: Sequence[Taken]
     series: Sequence[Second]
     version: str  # of vLLM
+    link_assumed: bool  # config.json does not say what joins its GPUs
     overrides: Sequence[str] = ()
 
     def scenario(self, changes: Mapping[str, Any] | None = None) -> Scenario:
@@ -89,9 +92,8 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
     model = _model(root, gpu.model)
     workload = _workload(root, meta)
     ranks = gpu.count
-    if gpu.link is None and gpu.tensor * ranks > 1:
-        raise ScenarioError(f"{config.path}: link_bw and link_latency are missing, and there are several GPUs")
-    experts = ranks * gpu.tensor if meta.get("engine_kwargs.enable_expert_parallel", False) else 1
+    shared = meta.get("engine_kwargs.enable_expert_parallel", gpu.shares_experts)
+    experts = ranks * gpu.tensor if shared else 1
     blocks = meta.whole("kv_cache.num_gpu_blocks", None)
     size = meta.whole("kv_cache.block_size", 16)
     settings: dict[str, Any] = {
@@ -107,7 +109,7 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
             "kind": "table",
             "path": str(_tables(root, gpu, meta, model.dtype)),
             "tensor_parallel": gpu.tensor,
-            "link": gpu.link,
+            "link": gpu.link or (LINK if gpu.tensor * ranks > 1 else None),
             "row_s": ROW_S,
             "cpu": CPU,
         },
@@ -127,6 +129,7 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
         taken=vllm_bench.recorded(folder / "requests.jsonl", asked),
         series=vllm_bench.series(folder / "timeseries.csv"),
         version=meta.text("vllm_version"),
+        link_assumed=gpu.link is None and gpu.tensor * ranks > 1,
         overrides=tuple(overrides),
     )
 
@@ -230,6 +233,7 @@ class _Gpus:
         self.count = len(found)
         self.model, self.hardware = first.text("model_name"), first.text("hardware")
         self.tensor = first.whole("tp_size", 1)
+        self.shares_experts = first.whole("ep_size", 1) > 1
         self.link = None
         bandwidth, latency = config.real("link_bw", None), config.real("link_latency", None)
         if bandwidth and latency is not None:

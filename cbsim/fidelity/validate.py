@@ -228,6 +228,8 @@ def _caveats(validation: Validation) -> list[str]:
             f"Capacity: KV use reaches {share:.0%} of {_blocks(validation):,} blocks, which are "
             "derived from the memory and not measured. vLLM finds fewer: then more requests wait or are preempted."
         )
+    if validation.case.link_assumed:
+        found.append("config.json names no link between the GPUs: 16 GiB/s and 20 us a message are assumed.")
     version, asked = validation.case.version, validation.asked.scheduler
     rules = asked.version if isinstance(asked, VllmScheduler) else asked.name
     if not version.startswith(rules):
