@@ -20,17 +20,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cbengine.errors import MissingError, UsageError
-from cbsim.environment import git_state
+from cbsim.environment import git_state, packages
 from cbsim.runs import ServerError
 
-PACKAGES = ("torch", "triton", "transformers", "numpy", "pyarrow", "simpy")
 TIMELINE = "timeline.json.gz"
 GPU_8K = "8k_b32"
 SHORT = ("--set", "workload.output_tokens=2048")
@@ -226,16 +224,9 @@ def facts(device: str) -> Mapping[str, Any]:
         "cuda": torch.version.cuda if device == "cuda" else None,
         "driver": _driver() if device == "cuda" else None,
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": packages(),
         "git": git_state(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _driver() -> str | None:

@@ -76,11 +76,7 @@ def decodes(
             if held > MOST_BYTES:
                 continue
             read, seconds = bench.decode_attention(ops, model, rows, context, device)
-            share = read / seconds / bandwidth
-            name = f"decode attention, {rows} requests, {context:,} tokens, of the copy"
-            barred = rows == bench.BATCH and context in (4096, 8192)
-            bar = f">= {bench.BAR_DECODE_SHARE:.0%}" if barred else ""
-            yield Figure(name, share * 100, "%", bar, share >= bench.BAR_DECODE_SHARE if barred else None)
+            yield bench.attention_share(context, read / seconds / bandwidth, rows)
 
 
 def prefills(

@@ -20,12 +20,17 @@ def environment(command: str, workload_hash: str, seed: int) -> dict[str, Any]:
         "git": git_state(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": packages(),
         "device": None,
         "driver": None,
         "workload_hash": workload_hash,
         "seed": seed,
     }
+
+
+def packages() -> dict[str, str]:
+    """Versions of what a run rests on, by name; what is not installed is left out."""
+    return {name: found for name in PACKAGES if (found := _version(name))}
 
 
 def _version(package: str) -> str | None:

@@ -101,8 +101,8 @@ class _Skew:
     """Share of the way from the time at the mean context to that at the longest, from batches with a few long rows.
 
     A batch is found by its size, its longest context and the ratio of mean to longest, sizes on a logarithmic scale.
-    Rows of equal length do not wait for each other: at ratio 1 the share is 0. Outside the measured range the nearest
-    edge holds.
+    Rows of equal length do not wait for each other: at ratio 1 the share is 0. Beyond the smallest and the
+    largest value of an axis the edge holds; a line that ends before goes on, its share kept between 0 and 1.
     """
 
     COLUMNS = ("n", "pc", "kp", "kv_big", "kv_mean", "t_mean_us", "t_max_us", "t_skew_us")

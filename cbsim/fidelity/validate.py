@@ -229,7 +229,10 @@ def _caveats(validation: Validation) -> list[str]:
             "derived from the memory and not measured. vLLM finds fewer: then more requests wait or are preempted."
         )
     if validation.case.link_assumed:
-        found.append("config.json names no link between the GPUs: 16 GiB/s and 20 us a message are assumed.")
+        rate, latency = case.LINK["bytes_s"] / case.GIB, case.LINK["latency_s"] * 1e6
+        found.append(
+            f"config.json names no link between the GPUs: {rate:g} GiB/s and {latency:g} us a message are assumed."
+        )
     version, asked = validation.case.version, validation.asked.scheduler
     rules = asked.version if isinstance(asked, VllmScheduler) else asked.name
     if not version.startswith(rules):

@@ -1,1 +1,1 @@
-"""Questions that many runs or published numbers answer together, each a module with a function `study`."""
+"""Questions that many runs or published numbers answer together, each asked by a function `study`."""
