@@ -44,6 +44,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         return commands.landscape(arguments.runs, arguments.out)
     if arguments.command == "drift":
         return commands.drift(arguments.published, arguments.runs)
+    if arguments.command == "hardware":
+        return commands.hardware(arguments.folder, arguments.out, strict=arguments.check)
     if arguments.command == "index":
         return commands.index_of(arguments.folder)
     from analysis import bench
@@ -86,6 +88,10 @@ def _parser() -> argparse.ArgumentParser:
     drift = commands.add_parser("drift", help="compare runs with published numbers")
     drift.add_argument("published", type=Path, metavar="FILE", help="YAML file of published numbers")
     drift.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
+    hardware = commands.add_parser("hardware", help="report of many workloads, simulated against measured")
+    hardware.add_argument("folder", type=Path, metavar="DIR", help="a folder with validation/CASE/{measured,simulated}")
+    hardware.add_argument("--out", type=Path, metavar="OUT", help="folder of the report (DIR/report)")
+    hardware.add_argument("--check", action="store_true", help="exit 3 if a bar is missed or a run does not replay")
     index = commands.add_parser("index", help="write FOLDER/README.md, the list of the reports in it")
     index.add_argument("folder", type=Path, nargs="?", default=Path("reports"), metavar="FOLDER", help="(reports)")
     bench = commands.add_parser("bench", help="measure loading and drawing of a long run: seconds, peak memory")

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from analysis import cases, fidelity, index, load, markdown, page, published, tally
 from analysis import compare as comparison
-from analysis import fidelity, index, load, markdown, page, published
+from analysis import hardware as hardware_report
 from analysis import landscape as side_by_side
 from analysis import report as reports
 from analysis.condition import Condition, parse
@@ -42,9 +43,24 @@ def report(paths: Sequence[Path], out: Path) -> int:
     return OK
 
 
+def hardware(place: Path, out: Path | None, *, strict: bool) -> int:
+    """Write the report of a validation folder; if `strict`, 3 if a bar is missed or a run does not replay."""
+    out = place / "report" if out is None else out
+    folder.check(out)
+    found = cases.read(place)
+    made = hardware_report.build(found, _command("hardware", place, "--out", out))
+    _write_report(made, out)
+    for sentence in made.findings:
+        print(_wrapped(sentence))
+    return DRIFTED if strict and not tally.holds(found.cases) else OK
+
+
 def _write(runs: Sequence[Run], command: str, out: Path) -> None:
+    _write_report(reports.build(runs, command), out)
+
+
+def _write_report(made: Report, out: Path) -> None:
     """Every file of a report, or none; says where it is."""
-    made = reports.build(runs, command)
     folder.clear(out)
     try:
         has_page = _write_files(made, out)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from cbsim.chart import Chart
 from cbsim.markdown import Table
@@ -36,14 +37,18 @@ class Source:
     folder: str
     kind: str  # simulated or measured, and on what
     tiles: Sequence[Tile]
-    scenario: str  # the resolved scenario, YAML
-    environment: str  # env.json
+    scenario: str  # the resolved scenario, YAML; "" if another source has it
+    environment: str  # env.json, likewise
     command: str  # makes the run again
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything in the order in which it is read: tiles of each source, caveats, findings, tables, charts, sources."""
+    """Everything in the order in which it is read: tiles of each source, caveats, findings, tables, charts, sources.
+
+    `coloured`: has each source a colour of its own in the charts? `facts` stand in report.json beside what every report
+    says there.
+    """
 
     title: str
     question: str
@@ -53,3 +58,5 @@ class Report:
     tables: Sequence[Table]
     charts: Sequence[Chart]
     command: str  # makes the report again
+    coloured: bool = True
+    facts: Mapping[str, Any] = field(default_factory=dict)

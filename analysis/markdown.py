@@ -20,7 +20,8 @@ def _lines(report: Report) -> Iterator[str]:
     yield ""
     if report.question:
         yield from (plain(report.question), "")
-    yield from table(_tiles(report.sources))
+    if any(source.tiles for source in report.sources):
+        yield from table(_tiles(report.sources))
     yield "## When not to trust this"
     yield ""
     yield from (f"- {f'**{plain(one.run)}**: ' if one.run else ''}{plain(one.text)}" for one in report.caveats)
@@ -57,5 +58,6 @@ def _source(source: Source) -> Iterator[str]:
     yield from (f"### {plain(source.label)}: {plain(source.kind)}", "", f"`{source.folder}`", "")
     yield from (*fenced("sh", source.command), "")
     for title, kind, content in (("Scenario", "yaml", source.scenario), ("Environment", "json", source.environment)):
-        yield from ("<details>", f"<summary>{title}</summary>", "", *fenced(kind, content.rstrip()), "")
-        yield from ("</details>", "")
+        if content:
+            yield from ("<details>", f"<summary>{title}</summary>", "", *fenced(kind, content.rstrip()), "")
+            yield from ("</details>", "")

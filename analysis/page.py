@@ -22,6 +22,7 @@ from cbsim.chart import Chart, series
 from cbsim.markdown import Table
 
 MOST_IN_TILES = 4  # runs; more make a table
+MOST_LISTED = 24  # runs; more are folded
 KEYS = (  # what a button does, its sign, its name
     *(("+", "+", "Zoom in"), ("-", "&minus;", "Zoom out")),
     *(("ArrowLeft", "&larr;", "Move left"), ("ArrowRight", "&rarr;", "Move right")),
@@ -49,7 +50,7 @@ def html(report: Report, script: str) -> str:
         title=escape(report.title),
         style=_file("page.css"),
         question=question,
-        runs=_runs(report.sources),
+        runs=_runs(report),
         sections="\n".join(links),
         main="\n".join(content for _, _, content in parts),
         library=base64.b64encode(gzip.compress(script.encode(), 9, mtime=0)).decode(),
@@ -76,8 +77,9 @@ def _parts(report: Report) -> Iterable[tuple[str, str, str]]:
     yield _section("Findings", _list(report.findings))
     yield _section("Tables", "".join(_table(table, index) for index, table in enumerate(report.tables)))
     yield _section("Charts", _charts(report.charts))
-    yield _section("Scenarios", "".join(_folded("Scenario", one.label, one.scenario) for one in report.sources))
-    environments = (_folded("Environment", one.label, one.environment) for one in report.sources)
+    scenarios = (_folded("Scenario", one.label, one.scenario) for one in report.sources if one.scenario)
+    yield _section("Scenarios", "".join(scenarios))
+    environments = (_folded("Environment", one.label, one.environment) for one in report.sources if one.environment)
     yield _section("Environments", "".join(environments))
     yield _section("Commands", _commands(report))
 
@@ -102,17 +104,23 @@ def _mark(index: int) -> str:
     return f'<span class="mark" style="background:{series(index).colour}" aria-hidden="true"></span>'
 
 
-def _runs(sources: Sequence[Source]) -> str:
+def _runs(report: Report) -> str:
+    """The list of the runs, folded if it would fill the screen."""
+    sources, marked = report.sources, report.coloured and len(report.sources) > 1
     runs = (
-        f"<li>{_mark(index) if len(sources) > 1 else ''}<span>{escape(source.label)}"
+        f"<li>{_mark(index) if marked else ''}<span>{escape(source.label)}"
         f' <span class="soft">{escape(source.kind)}, {escape(source.folder)}</span></span></li>'
         for index, source in enumerate(sources)
     )
-    return f'<ul class="plain runs" aria-label="Runs">{"".join(runs)}</ul>'
+    listed = f'<ul class="plain runs" aria-label="Runs">{"".join(runs)}</ul>'
+    many = len(sources) > MOST_LISTED
+    return f"<details><summary>{len(sources):,} runs</summary>{listed}</details>" if many else listed
 
 
 def _numbers(sources: Sequence[Source]) -> str:
     metrics = {tile.metric: tile.label for source in sources for tile in source.tiles}
+    if not metrics:
+        return ""
     if len(sources) == 1:
         return f'<dl class="tiles">{"".join(map(_tile, sources[0].tiles))}</dl>'
     if len(sources) > MOST_IN_TILES:

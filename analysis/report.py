@@ -133,12 +133,11 @@ def charts(runs: Sequence[Run], found: sweep.Sweep | None) -> list[Chart]:
 
 
 def facts(report: Report) -> bytes:
-    """report.json: what the index says of the report, the numbers of its tiles, and the keys of its figures."""
+    """report.json: what the index says of the report, its tiles, the keys of its figures, its own facts."""
     runs = [
         {"label": one.label, "kind": one.kind, "folder": one.folder, "tiles": {t.metric: t.value for t in one.tiles}}
         for one in report.sources
     ]
     about = {"title": report.title, "question": report.question, "command": report.command}
-    return (
-        json.dumps({**about, "runs": runs, "figures": [chart.key for chart in report.charts]}, indent=2) + "\n"
-    ).encode()
+    everything = {**about, "runs": runs, "figures": [chart.key for chart in report.charts], **report.facts}
+    return (json.dumps(everything, indent=2, allow_nan=False) + "\n").encode()

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from analysis import sweep
 from analysis.content import Caveat
 from analysis.load import Run, flat
+from cbsim import coverage
 from cbsim.metrics import SAMPLES_NEEDED
 
 OPEN_LOOP = ("constant", "poisson", "gamma")  # kinds of arrivals that do not wait for the server ...
@@ -102,6 +103,13 @@ def _mean_queue(run: Run, low: float, high: float) -> float:
     leaves = np.where(scheduled < 0, np.inf, scheduled)
     waited = np.clip(leaves, low, high) - np.clip(table["arrival_ns"].to_numpy() / 1e9, low, high)
     return float(waited.clip(min=0).sum() / (high - low))
+
+
+def _calibration(run: Run) -> str | None:
+    """A fit is used beyond what it was fitted to."""
+    if run.measured or run.scenario["cost"]["kind"] != "fitted":
+        return None
+    return "; ".join(coverage.warnings(run.scenario, run.table)) or None
 
 
 def _not_done(run: Run) -> str | None:
@@ -299,6 +307,7 @@ RULES: dict[str, Callable[[Run], str | None]] = {  # by weight
     "near capacity": _near_capacity,
     "capacity": _capacity,
     "window": _window,
+    "calibration": _calibration,
     "not done": _not_done,
     "device": _modelled,
     "hardware": _hardware,

@@ -66,9 +66,16 @@ def default_device() -> DeviceName:
     return "cuda" if torch.cuda.is_available() else "process"
 
 
+def device_name(setup: Setup) -> str:
+    """What a measurement says that it was made on."""
+    if setup.device == "cuda":
+        return torch.cuda.get_device_name(0)
+    return f"CPU, {setup.device} device: no GPU"
+
+
 def adapted(asked: Scenario, setup: Setup) -> Scenario:
     """The scenario as this device can run it, so that what is recorded is what ran: the shape of the weights, float32
-    on a CPU, and on a GPU a cache that fits its memory. Raises ScenarioError, UsageError.
+    on a CPU, on a GPU a cache that fits its memory, and which steps are CUDA graphs. Raises ScenarioError, UsageError.
     """
     shape = asked.model
     if setup.weights is not None:
@@ -80,7 +87,19 @@ def adapted(asked: Scenario, setup: Setup) -> Scenario:
     if setup.device != "modelled":
         _check_heads(shape)
     ready = asked.model_copy(update={"model": shape})
-    return _fitted(ready) if setup.device == "cuda" else ready
+    if setup.device == "modelled":
+        return ready
+    return _with_graphs(_fitted(ready), setup) if setup.device == "cuda" else _with_graphs(ready, setup)
+
+
+def _with_graphs(asked: Scenario, setup: Setup) -> Scenario:
+    """What is replayed as a graph here: decoding steps on a GPU; elsewhere every step is launched in one go."""
+    graphs: dict[str, Any] = {"padding": "none"}
+    if setup.device == "cuda":
+        allowed = setup.cuda_graphs and asked.loop.cuda_graphs.enabled and asked.scheduler.name != "static"
+        graphs = {"padding": "cbengine", "enabled": allowed}
+    loop = asked.loop.model_copy(update={"cuda_graphs": asked.loop.cuda_graphs.model_copy(update=graphs)})
+    return asked.model_copy(update={"loop": loop})
 
 
 def shape_of(folder: Path, dtype: str = "bfloat16") -> ModelShape:
@@ -264,20 +283,15 @@ def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, cloc
     """The device of one run. Raises DeviceError, DeviceMemoryError, WeightsError."""
     steps, random = depth(loop), not setup.sampling.greedy
     if setup.device == "modelled":
-        return Modelled(costs(scenario), plan.capacity, steps, clock)
+        graphs = scenario.graph_padding == "cbengine"
+        return Modelled(assemble.cost_model(scenario), plan.capacity, steps, clock, graphs=graphs)
     if setup.device == "process":
         plan.check()  # here, because what a worker dies of is not known for a user's mistake
         return Process(plan, plan.capacity, steps)
     if setup.device == "inline":
         return Inline(plan(), plan.capacity, steps)
-    graphs = setup.cuda_graphs and scenario.loop.cuda_graphs.enabled and scenario.scheduler.name != "static"
+    graphs = scenario.graph_padding == "cbengine"
     return Cuda(plan(), plan.capacity, steps, graphs=graphs, overlap=scenario.loop.streams, random=random)
-
-
-def costs(scenario: Scenario) -> Callable[[StepPlan], tuple[int, int, int]]:
-    """The scenario's cost model as a device's: no padding to graphs, nothing launched one by one."""
-    model = assemble.cost_model(scenario)
-    return lambda plan: model.gpu_ns(plan, plan.computed_tokens)
 
 
 def engine(

@@ -1,70 +1,38 @@
-"""Coefficients for the simulator's `fitted` cost model, measured in minutes on short probes.
-
-A probe is a scenario of its own, run by the engine with the synchronous loop. Its prompts and outputs have all lengths,
-so that one run passes through many batch sizes, contexts and chunks. Every step gives one line: what it did
-(`cost.fitted.work`) and how long its kernels, its copies and each CPU phase took.
-"""
+"""Coefficients for the simulator's `fitted` cost model, measured in minutes on short probes."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ValidationError
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-from cbengine import build
+from cbengine import probes
 from cbengine.build import Setup
 from cbengine.errors import UsageError
 from cbengine.fit import Fit, fit
-from cbsim import documents, environment, workload
+from cbengine.probes import Reach, Table
+from cbsim import documents, environment
 from cbsim.cost.cpu import PHASES
-from cbsim.cost.fitted import Work, work
-from cbsim.metrics import Steps
-from cbsim.policy.plan import StepPlan
-from cbsim.record import STEP_COLUMNS
-from cbsim.scenario import Scenario, ScenarioError, depth, scheduler_options
+from cbsim.scenario import Scenario
+from cbsim.timing import Calibrated
 
-GPU_TERMS = (
-    *("base_s", "per_chunk_s", "per_prefill_token_s", "per_prefill_attention_s"),
-    *("per_decode_row_s", "per_context_token_s"),
-)
+Floats = npt.NDArray[np.float64]
+GPU_TERMS = ("per_chunk_s", "per_cached_token_s", "per_prefill_attention_s", "per_decode_row_s")
+COUNTED = ("chunks", "cached", "pairs", "decodes")  # columns of these terms
 CPU_TERMS = ("base_s", "per_request_s", "per_token_s", "per_block_s")
-WARM_UP = 3  # first steps of a probe, which find caches cold
-SHORTEST = 8  # tokens of the longest sequence, at least
-
-
-class Probe(NamedTuple):
-    """A short run: prompts and outputs uniform between 1 or more and so many tokens, `chunk` query tokens a step."""
-
-    requests: int
-    seats: int
-    prompt: int
-    output: int
-    chunk: int
-
-
-@dataclass(slots=True)
-class Table:
-    """A line for each step of all probes."""
-
-    work: list[Work] = field(default_factory=list)
-    size: list[tuple[int, int, int]] = field(default_factory=list)  # rows, query tokens, blocks in their tables
-    times: list[npt.NDArray[np.int64]] = field(default_factory=list)
-
-    def add(self, plans: Sequence[StepPlan], steps: Steps) -> None:
-        for plan, row in zip(plans[WARM_UP:], steps.table[WARM_UP:], strict=True):
-            if plan.rows:
-                self.work.append(work(plan))
-                self.size.append((plan.rows, plan.tokens, plan.table_blocks))
-                self.times.append(row)
-
-    @property
-    def steps(self) -> Steps:
-        return Steps(np.stack(self.times))
+SIZES = (1, 2, 4, *range(8, 128, 8), *range(128, 256, 32), *(size << i for i in range(7) for size in (256, 384)))
+CONTEXTS = tuple(size << i for i in range(18) for size in (256, 384))
+"""Where a curve may have points: dense where captured batch sizes lie, then two to an octave."""
+FEW = 8  # steps between two points of a curve, at least
+ENOUGH = 24  # steps in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,111 +41,135 @@ class Calibration:
 
     coefficients: dict[str, Any]
     fits: dict[str, Fit]
-    covers: str
+    table: Table
 
 
-def probes(rows: int, longest: int, *, quick: bool) -> list[Probe]:
-    """Up to `rows` requests at a time, sequences of up to `longest` tokens: what the calibration then covers."""
-    longest = max(longest, SHORTEST)
-    output = min(longest // 2, 48 if quick else 256)
-    prompt, few = longest - output, max(2, rows // 4)
-    short = max(4, prompt // 4)
-    return [
-        Probe(rows, rows, prompt, output, max(prompt, rows)),  # whole prompts, then a batch that shrinks
-        Probe(rows, rows, prompt, output, max(prompt // 4, 2 * rows)),  # chunks beside decodes
-        Probe(2 * few, few, short, min(2 * output, longest - short), max(short, few)),  # small batches, short contexts
-        Probe(3, 1, prompt, output, max(prompt // 3, 8)),  # one request alone
-    ]
+def calibrate(base: Scenario, setup: Setup, say: Callable[[str], None], *, reach: Reach, quick: bool) -> Calibration:
+    """Probe and fit, up to `reach`. Raises UsageError."""
+    if reach.longest > base.model.max_position:
+        raise UsageError(f"--longest: got {reach.longest}, must be <= {base.model.max_position}, model.max_position")
+    table = probes.measure(base, setup, probes.probes(reach, quick=quick), say)
+    return calibration(table, base.model.layers)
 
 
-def measure(base: Scenario, setup: Setup, runs: Sequence[Probe], say: Callable[[str], None]) -> Table:
-    """Run all probes on the device of `setup`, with the model and the scheduler of `base`."""
-    table = Table()
-    for number, probe in enumerate(runs, start=1):
-        say(f"probe {number} of {len(runs)}: {probe.requests} requests, up to {probe.prompt} + {probe.output} tokens")
-        plans: list[StepPlan] = []
-        scenario = build.adapted(_scenario(base, probe), setup)
-        engine, _ = build.engine(scenario, "sync", workload.build(scenario), setup, on_plan=plans.append)
-        try:
-            engine.run()
-        finally:
-            engine.close()
-        steps = np.frombuffer(engine.record.steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS))
-        table.add(plans, Steps(steps))
-    return table
-
-
-def _scenario(base: Scenario, probe: Probe) -> Scenario:
-    """The probe on the model, the device and the kind of scheduler of `base`, with a cache that always suffices. Raises
-    UsageError for a probe beyond what a scenario may be.
-    """
-    size = base.block_size
-    blocks = probe.seats * (-(-(probe.prompt + probe.output) // size) + 2) + 2
-    tokens = {"vllm": "max_num_batched_tokens", "static": None}.get(base.scheduler.name, "max_batch_tokens")
-    seats = {"vllm": "max_num_seqs", "static": "batch_size"}.get(base.scheduler.name, "max_requests_per_batch")
-    changes: dict[str, Any] = {seats: probe.seats}
-    if tokens:
-        changes[tokens] = max(probe.chunk, probe.seats)
-    if base.scheduler.name == "vllm":
-        changes |= {"max_model_len": None, "enable_prefix_caching": False, "enable_chunked_prefill": True}
-    data = base.model_dump(mode="json")
-    data["scheduler"] |= changes
-    data["kv_cache"] |= {"num_blocks": blocks, "block_size": size}
-    data["workload"] = {
-        "kind": "synthetic",
-        "requests": probe.requests,
-        "prompt_tokens": {"uniform": {"low": max(1, probe.prompt // 8), "high": probe.prompt}},
-        "output_tokens": {"uniform": {"low": max(1, probe.output // 8), "high": probe.output}},
-    }
-    try:
-        ready = Scenario.model_validate(data)
-        scheduler_options(ready, depth("sync"))
-    except (ScenarioError, ValidationError) as error:
-        reason = build.first_complaint(error) if isinstance(error, ValidationError) else error
-        raise UsageError(f"calibrate: --rows or --longest is too large: {reason}") from None
-    return ready
-
-
-def calibration(table: Table) -> Calibration:
+def calibration(table: Table, layers: int) -> Calibration:
     """Fit everything. Raises UsageError if the probes were too short for it."""
-    if len(table.work) < 4 * len(GPU_TERMS):
-        text = f"{len(table.work)} steps are too few to fit {len(GPU_TERMS)} terms, {4 * len(GPU_TERMS)} would do"
+    if len(table.lines) < ENOUGH:
+        text = f"{len(table.lines)} steps are too few, {ENOUGH} would do"
         raise UsageError(f"calibrate: {text}: give a larger --rows or --longest")
-    steps = table.steps
-    ones = np.ones((len(table.work), 1))
-    kernels = fit(np.hstack((ones, np.array(table.work, dtype=float))), steps.lane("compute").astype(float))
-    coefficients: dict[str, Any] = _seconds(GPU_TERMS, kernels)
-    coefficients |= {f"{lane}_s": float(np.median(steps.lane(lane))) / 1e9 for lane in ("h2d", "d2h")}
-    coefficients["launch_s_per_layer"] = 0.0  # launching is part of the launch phase, which is measured
-    fits, cpu = {"kernels": kernels}, {}
+    coefficients, kernels = _kernels(table)
+    coefficients |= {f"{lane}_s": _rounded(float(np.median(table.column(lane)))) for lane in ("h2d", "d2h")}
+    coefficients["gap_s"] = float(f"{table.gap_s:.6g}")
+    eager, fits = table.column("eager"), {"kernels": kernels}
+    cpu: dict[str, dict[str, float]] = {}
     for phase in PHASES:
-        sized = np.hstack((ones, np.array(table.size, dtype=float)))
-        fits[phase] = fit(sized, steps.lane(phase).astype(float))
-        cpu[phase] = _seconds(CPU_TERMS, fits[phase])
-    rows, tokens, _ = (max(size[i] for size in table.size) for i in range(3))
-    context = max(one.context // one.decodes for one in table.work if one.decodes)
-    covers = f"steps of up to {rows} requests, {tokens} query tokens, and {context} tokens of context a request"
-    return Calibration(coefficients | {"cpu": cpu}, fits, covers)
+        columns = [np.ones(len(table.lines)), *(table.column(name) for name in ("rows", "tokens", "blocks"))]
+        if phase == "launch":
+            columns.append(eager)
+        fits[phase] = fit(np.column_stack(columns), table.column(phase))
+        cpu[phase] = dict(zip(CPU_TERMS, map(_rounded, fits[phase].coefficients), strict=False))
+    coefficients["launch_s_per_layer"] = _rounded(fits["launch"].coefficients[-1] / layers)
+    return Calibration(coefficients | {"cpu": cpu}, fits, table)
 
 
-def _seconds(names: Sequence[str], found: Fit) -> dict[str, float]:
-    return {name: float(f"{value / 1e9:.6g}") for name, value in zip(names, found.coefficients, strict=True)}
+def _kernels(table: Table) -> tuple[dict[str, Any], Fit]:
+    """Terms of the kernels' time. Steps whose kernels waited for their launches say nothing of it."""
+    tokens, context = table.column("tokens"), table.column("context")
+    sizes, contexts = points(tokens, SIZES), points(context, CONTEXTS)
+    curves = [*hats(tokens, sizes), *hats(context, [0, *contexts])[1:]]  # without context, nothing is read
+    columns = np.column_stack([*curves, *(table.column(name) for name in COUNTED)])
+    free = table.column("bound") == 0
+    found = fit(columns[free], table.column("compute")[free])
+    values = iter(map(_rounded, found.coefficients))
+    coefficients: dict[str, Any] = {"query_tokens": [{"tokens": size, "s": next(values)} for size in sizes]}
+    read = [{"tokens": size, "s": next(values)} for size in contexts]
+    coefficients["context_tokens"] = [{"tokens": 0, "s": 0.0}, *read]
+    return coefficients | {name: next(values) for name in GPU_TERMS}, found
 
 
-def write(path: Path, found: Calibration, base: Scenario, device: str) -> None:
-    """Write the coefficient file, its provenance on top. Raises UsageError if it cannot be written."""
-    commit = environment.git_state()["commit"] or "unknown"
-    lines = [
-        f"Measured with `python -m cbengine calibrate` on {device}, commit {commit[:12]}.",
-        f"Model {base.model.name}, {base.model.dtype}; scheduler {base.scheduler.name}; synchronous loop.",
-        f"Covers {found.covers}.",
-        *(f"{name}: {one}" for name, one in found.fits.items()),
-    ]
-    text = "".join(f"# {line}\n" for line in lines) + documents.write(found.coefficients)
+def points(counted: Floats, allowed: Sequence[int]) -> list[int]:
+    """Those of `allowed` up to which FEW more steps lie, and the largest size that was measured."""
+    largest, found, below = int(counted.max()), [], 0.0
+    for size in allowed:
+        if size < largest and np.count_nonzero((counted > below) & (counted <= size)) >= FEW:
+            found.append(size)
+            below = size
+    if found and np.count_nonzero(counted > below) < FEW:
+        found.pop()
+    return [*found, max(largest, 1)]
+
+
+def hats(counted: Floats, at: Sequence[int]) -> list[Floats]:
+    """The weight of each point in what lies between: 1 there, 0 at its neighbours, 1 beyond the ends."""
+    return [np.interp(counted, at, one) for one in np.eye(len(at))]
+
+
+def _rounded(nanoseconds: float) -> float:
+    """In seconds, to six digits."""
+    return float(f"{nanoseconds / 1e9:.6g}")
+
+
+def write(path: Path, found: Calibration, base: Scenario, device: str) -> dict[str, Any]:
+    """Write the coefficient file, and the steps that it rests on beside it; returns what the file holds. Raises
+    UsageError if that cannot be done.
+    """
+    git = environment.git_state()
+    origin = {
+        "device": device,
+        "model": base.model.name,
+        "dtype": base.model.dtype,
+        "scheduler": base.scheduler.name,
+        "commit": f"{(git['commit'] or 'unknown')[:12]}{'+' if git['dirty'] else ''}",
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "capture_s": round(found.table.capture_s, 6),
+    }
+    raw = io.BytesIO()
+    pq.write_table(found.table.arrow(), raw)
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text("", encoding="utf-8")
+        steps_of(path).write_bytes(raw.getvalue())
     except OSError as error:
         raise _unwritable(path, error) from None
+    return _written(path, origin, found)
+
+
+def refit(path: Path, layers: int) -> dict[str, Any]:
+    """Derive a coefficient file again from the steps beside it; returns what it holds. Raises UsageError."""
+    try:
+        steps = Table.of(pq.read_table(steps_of(path)))
+        before = documents.read(path).data
+        steps.gap_s = float(before["gap_s"])
+        known = Calibrated.model_validate(before["calibrated"]).model_dump(exclude={*RANGE, "fits"})
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{path}, {steps_of(path).name}: not a calibration: {error}") from None
+    return _written(path, known, calibration(steps, layers))
+
+
+def _written(path: Path, origin: dict[str, Any], found: Calibration) -> dict[str, Any]:
+    calibrated = {**origin, **_range(found.table), "fits": {name: one.errors() for name, one in found.fits.items()}}
+    content = {"calibrated": calibrated, **found.coefficients}
+    said = "# Measured with `python -m cbengine calibrate`, synchronous loop. Errors are shares of a step's time.\n"
+    try:
+        path.write_text(said + documents.write(content), encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    return content
+
+
+RANGE = ("rows", "tokens", "context_tokens")
+
+
+def _range(table: Table) -> dict[str, int]:
+    """The largest that was measured."""
+    tokens = table.column("decodes") + table.column("prefill_tokens")
+    return dict(
+        zip(RANGE, (int(part.max()) for part in (table.column("rows"), tokens, table.column("read"))), strict=True)
+    )
+
+
+def steps_of(path: Path) -> Path:
+    """Where the measured steps of a coefficient file lie."""
+    return path.with_name(f"{path.name.removesuffix('.yaml').removesuffix('.fitted')}.probes.parquet")
 
 
 def check_writable(path: Path) -> None:
@@ -194,12 +186,3 @@ def check_writable(path: Path) -> None:
 
 def _unwritable(path: Path, error: OSError) -> UsageError:
     return UsageError(f"{path}: cannot be written: {error.strerror or error}")
-
-
-def calibrate(
-    base: Scenario, setup: Setup, say: Callable[[str], None], *, rows: int, longest: int, quick: bool
-) -> Calibration:
-    """Probe and fit: up to `rows` requests at a time, sequences of up to `longest` tokens. Raises UsageError."""
-    if longest > base.model.max_position:
-        raise UsageError(f"--longest: got {longest}, must be <= {base.model.max_position}, model.max_position")
-    return calibration(measure(base, setup, probes(rows, longest, quick=quick), say))

@@ -11,9 +11,6 @@ parts run on a CPU device, with a tiny model, to rehearse: their numbers are of 
 
 from __future__ import annotations
 
-import json
-import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -21,12 +18,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from cbengine import provenance
 from cbengine.errors import MissingError, UsageError
-from cbsim.environment import git_state, packages
+from cbengine.provenance import ENDED, Ledger
 from cbsim.runs import ServerError
 
 TIMELINE = "timeline.json.gz"
@@ -37,7 +34,9 @@ SHORTER = ("--set", "workload.output_tokens=512")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Commands that belong together. `{runs}` and `{part}` in a word are the part's folders."""
+    """Commands that belong together. `{runs}` and `{part}` in a word are the part's folders, `{device}` that of all
+    parts and `{out}` the one above.
+    """
 
     about: str
     commands: Sequence[Sequence[str]]
@@ -75,7 +74,14 @@ def _on_gpu() -> dict[str, Part]:
         "peer-sync": Part("beside transformers' own batching, synchronous", [*peer("sync"), _report()]),
         "peer-async": Part("beside transformers' own batching, asynchronous", [*peer("async"), _report()]),
         "prompts": Part("8k_prompt_b32: prefills of 8K tokens", [run("8k_prompt_b32"), _report()]),
-        "calibrate": Part("coefficients for the simulator", [_calibrate("cuda")]),
+        "predict-reference": Part("8k_b32, simulated and measured", [_predict("cuda", "reference"), _scores()]),
+        "predict-load": Part("arrivals below and at capacity", [_predict("cuda", "load"), _scores()]),
+        "predict-shapes": Part(
+            "chunk sizes, small caches, shared prefixes, batch sizes",
+            [_predict("cuda", "chunk", "memory", "prefix", "batch"), _scores()],
+        ),
+        "predict-cpu": Part("async over injected CPU cost, 8B", [_predict("cuda", "cpu"), _scores()]),
+        "predict-1b": Part("the same and arrivals with a 1B model", [_predict("cuda", "1b"), _scores()]),
     }
 
 
@@ -90,7 +96,7 @@ def _rehearsal(device: str) -> dict[str, Part]:
             "beside transformers' own batching",
             [run("--set", "loop.mode=sync"), (*run("--set", "loop.mode=sync"), "--engine", "transformers"), _report()],
         ),
-        "calibrate": Part("coefficients for the simulator", [_calibrate("process")]),
+        "predict-cpu": Part("simulated and measured", [(*_predict(device, "cpu-0", "cpu-5"), "--quick"), _scores()]),
     }
     if device == "modelled":  # the peer computes: it has no device that only takes time
         del found["peer-sync"]
@@ -101,9 +107,12 @@ def _bench(device: str) -> tuple[str, ...]:
     return ("cbengine", "bench", "--device", device, "--out", "{runs}", *(() if device == "cuda" else ("--quick",)))
 
 
-def _calibrate(device: str) -> tuple[str, ...]:
-    quick = () if device == "cuda" else ("--quick",)
-    return ("cbengine", "calibrate", "--device", device, *quick, "--out", "{part}/coefficients.fitted.yaml")
+def _predict(device: str, *cases: str) -> tuple[str, ...]:
+    return ("cbengine", "validate", *cases, "--device", device, "--out", "{out}")
+
+
+def _scores() -> tuple[str, ...]:
+    return ("analysis", "hardware", "{device}")
 
 
 def _report() -> tuple[str, ...]:
@@ -123,8 +132,8 @@ def campaign(names: Sequence[str], device: str, out: Path, say: Callable[[str], 
     for name in names:
         if name not in known:
             raise UsageError(f"part {name!r}: expected one of {', '.join(known)}")
-    place = out / _slug(device)
-    ledger = _Ledger(place / "provenance.json", device)
+    place = out / provenance.slug(device)
+    ledger = Ledger(place / "provenance.json", device)
     failed = []
     for name in names or known:
         say(f"{name}: {known[name].about}")
@@ -132,7 +141,7 @@ def campaign(names: Sequence[str], device: str, out: Path, say: Callable[[str], 
     return failed
 
 
-def _part(part: Part, place: Path, ledger: _Ledger, say: Callable[[str], None]) -> list[str]:
+def _part(part: Part, place: Path, ledger: Ledger, say: Callable[[str], None]) -> list[str]:
     left_s, failed = part.minutes * 60, []
     for command in part.commands:
         words = _filled(command, place)
@@ -144,7 +153,7 @@ def _part(part: Part, place: Path, ledger: _Ledger, say: Callable[[str], None]) 
         code, seconds = _run(_expanded(words), place / "log.txt", left_s)
         left_s -= seconds
         ledger.add(told, code, seconds)
-        if code:
+        if code not in ENDED:
             failed.append(told)
             say(f"  exit status {code}: {place / 'log.txt'}")
     for timeline in place.rglob(TIMELINE):
@@ -154,7 +163,14 @@ def _part(part: Part, place: Path, ledger: _Ledger, say: Callable[[str], None]) 
 
 def _filled(command: Sequence[str], place: Path) -> list[str]:
     """The command with the part's folders in it."""
-    return [word.replace("{runs}", str(place / "runs")).replace("{part}", str(place)) for word in command]
+    folders = {"{runs}": place / "runs", "{part}": place, "{device}": place.parent, "{out}": place.parent.parent}
+    return [_replaced(word, folders) for word in command]
+
+
+def _replaced(word: str, folders: Mapping[str, Path]) -> str:
+    for name, folder in folders.items():
+        word = word.replace(name, str(folder))
+    return word
 
 
 def _expanded(words: Sequence[str]) -> list[str]:
@@ -181,65 +197,3 @@ def _run(words: Sequence[str], log: Path, limit_s: float) -> tuple[int, float]:
     except OSError as error:
         raise ServerError(f"{log}: cannot be written: {error.strerror or error}") from error
     return code, time.perf_counter() - start
-
-
-class _Ledger:
-    """provenance.json: where and by what, and each command's end."""
-
-    def __init__(self, path: Path, device: str) -> None:
-        self._path = path
-        self._commands: list[dict[str, Any]] = _read(path).get("commands", [])
-        self._facts = facts(device)
-
-    def done(self, command: str) -> bool:
-        """Has this commit run it well?"""
-        commit = self._facts["git"]["commit"]
-        wanted = (command, 0, commit)
-        return any((c["command"], c["exit"], c["commit"]) == wanted for c in self._commands)
-
-    def add(self, command: str, code: int, seconds: float) -> None:
-        entry = {"command": command, "exit": code, "seconds": round(seconds, 1), "commit": self._facts["git"]["commit"]}
-        self._commands.append(entry)
-        text = json.dumps({**self._facts, "commands": self._commands}, indent=2) + "\n"
-        try:
-            self._path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ServerError(f"{self._path}: cannot be written: {error.strerror or error}") from error
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {"commands": [dict(one) for one in found["commands"]]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path}: not the record of an earlier call: {error}") from None
-
-
-def facts(device: str) -> Mapping[str, Any]:
-    """Device, driver, versions and commit."""
-    return {
-        "device": torch.cuda.get_device_name(0) if device == "cuda" else f"CPU ({device}): no GPU was measured",
-        "cuda": torch.version.cuda if device == "cuda" else None,
-        "driver": _driver() if device == "cuda" else None,
-        "python": platform.python_version(),
-        "packages": packages(),
-        "git": git_state(),
-    }
-
-
-def _driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")[0]
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _slug(device: str) -> str:
-    """The folder of a device: `h100-80gb-hbm3`, or `cpu-process`."""
-    if device != "cuda":
-        return f"cpu-{device}"
-    words = re.findall(r"[a-z0-9]+", torch.cuda.get_device_name(0).lower())
-    return "-".join(word for word in words if word != "nvidia")

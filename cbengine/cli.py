@@ -15,6 +15,7 @@ from cbsim.arguments import ERROR, USAGE, Parser, guarded, run_arguments, run_op
 
 if TYPE_CHECKING:
     from cbengine.build import Setup
+    from cbengine.validate import Asked
 
 DEVICES = {
     "inline": "a step is computed while it is launched",
@@ -66,14 +67,16 @@ def _act(arguments: argparse.Namespace) -> int:
         options = replace(run_options(arguments), command=("cbengine", "replay"), extra=own)
         return commands.replay(options, setup, peer=arguments.engine == "transformers", profiled=arguments.profile)
     if arguments.command == "calibrate":
+        from cbengine.probes import CPU_REACH, GPU_REACH, Reach
+
         setup = _setup(arguments)
-        name, rows, longest = ("8k_b32", 64, 8192) if setup.device == "cuda" else ("tiny_cpu", 16, 160)
+        name, usual = ("validation", GPU_REACH) if setup.device in ("cuda", "modelled") else ("tiny_cpu", CPU_REACH)
+        given = (arguments.rows, arguments.longest, arguments.tokens, arguments.context)
         wanted = commands.CalibrateOptions(
             scenario=arguments.scenario or name,
             overrides=arguments.set,
             out=arguments.out,
-            rows=arguments.rows or rows,
-            longest=arguments.longest or longest,
+            reach=Reach(*(one or other for one, other in zip(given, usual, strict=True))),
             quick=arguments.quick,
         )
         return commands.calibration(wanted, setup)
@@ -84,8 +87,22 @@ def _act(arguments: argparse.Namespace) -> int:
             arguments.device, arguments.out, kernels=arguments.kernels, quick=arguments.quick, as_json=arguments.json
         )
     if arguments.command == "validate":
-        return commands.validation(arguments.device, arguments.out)
+        return commands.validation(arguments.cases, _validation(arguments))
     return commands.generate(arguments.prompt, arguments.tokens, _setup(arguments))
+
+
+def _validation(arguments: argparse.Namespace) -> Asked:
+    from cbengine.build import default_device
+    from cbengine.validate import Asked
+
+    return Asked(
+        device=arguments.device or default_device(),
+        out=arguments.out,
+        overrides=arguments.set,
+        repeat=arguments.repeat,
+        measures=not arguments.no_measure,
+        quick=arguments.quick,
+    )
 
 
 def _setup(arguments: argparse.Namespace) -> Setup:
@@ -146,16 +163,8 @@ def _parser() -> argparse.ArgumentParser:
     _replay_arguments(command("replay", "serve a scenario on a device and write a run directory for each loop"))
     _calibrate_arguments(command("calibrate", "measure the coefficients of the simulator's fitted cost model"))
     _generate_arguments(command("generate", "print how the model in a local Hugging Face folder continues a text"))
-    validate = command("validate", "compare simulated with measured runs of the scenario tiny_cpu, on a CPU")
-    validate.add_argument(
-        "--device",
-        choices=("process", "modelled"),
-        default="process",
-        help="process (default): real kernels, a makespan off by 25%% fails; modelled: kernels take exactly the cost "
-        "model, anything off by 3%% fails",
-    )
-    validate.add_argument(
-        "--out", type=Path, default=Path("runs/validate"), metavar="DIR", help="where all files go (runs/validate)"
+    _validate_arguments(
+        command("validate", "calibrate on short probes, predict workloads never probed, run them, compare")
     )
     hardware = command("hardware", "measure a GPU in parts of under ten minutes, resuming where it stopped")
     hardware.add_argument("parts", nargs="*", metavar="PART", help="parts to run (all): an unknown one lists them")
@@ -212,17 +221,46 @@ def _replay_arguments(replay: argparse.ArgumentParser) -> None:
 
 
 def _calibrate_arguments(calibrate: argparse.ArgumentParser) -> None:
-    calibrate.add_argument("scenario", nargs="?", help="whose model and scheduler (8k_b32 on a GPU, else tiny_cpu)")
+    calibrate.add_argument("scenario", nargs="?", help="whose model and scheduler (validation on a GPU, else tiny_cpu)")
     calibrate.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field (repeatable)"
     )
     calibrate.add_argument("--out", type=Path, required=True, metavar="FILE", help="the coefficient file to write")
-    calibrate.add_argument("--rows", type=_count, metavar="N", help="most requests in a step (64 on a GPU, else 16)")
+    calibrate.add_argument("--rows", type=_count, metavar="N", help="most requests in a step (256 on a GPU, else 32)")
     calibrate.add_argument(
-        "--longest", type=_count, metavar="N", help="longest sequence, tokens (8192 on a GPU, else 160)"
+        "--longest", type=_count, metavar="N", help="longest sequence, tokens (8192 on a GPU, else 320)"
+    )
+    calibrate.add_argument(
+        "--tokens", type=_count, metavar="N", help="query tokens of a step (8192 on a GPU, else 128)"
+    )
+    calibrate.add_argument(
+        "--context", type=_count, metavar="N", help="cached tokens of all requests (300000 on a GPU, else 5000)"
     )
     calibrate.add_argument("--quick", action="store_true", help="shorter outputs, less precise")
-    _device_arguments(calibrate, "process", "cuda")
+    _device_arguments(calibrate, "process", "modelled", "cuda")
+
+
+def _validate_arguments(validate: argparse.ArgumentParser) -> None:
+    validate.add_argument(
+        "cases", nargs="*", metavar="CASE", help="workloads or groups (all): an unknown one lists them"
+    )
+    validate.add_argument(
+        "--device",
+        choices=("cuda", "process", "modelled"),
+        help="cuda: a GPU; process: a tiny model in a worker process; modelled: a GPU's workloads, their kernels "
+        "take what the cost model says (default: cuda if there is one, else process)",
+    )
+    validate.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field of every case (repeatable)"
+    )
+    validate.add_argument("--repeat", type=_count, default=1, metavar="N", help="measure each loop N times (1)")
+    validate.add_argument("--quick", action="store_true", help="calibrate with shorter outputs, less precise")
+    validate.add_argument(
+        "--no-measure", action="store_true", help="fit and predict again, and compare with what has been measured"
+    )
+    validate.add_argument(
+        "--out", type=Path, default=Path("reports/hardware"), metavar="DIR", help="where all goes (reports/hardware)"
+    )
 
 
 def _generate_arguments(generate: argparse.ArgumentParser) -> None:

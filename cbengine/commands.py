@@ -17,6 +17,7 @@ from cbengine import build, calibrate, campaign, tokens, validate, weights
 from cbengine.build import Setup
 from cbengine.content import Prompts
 from cbengine.errors import MissingError, UsageError
+from cbengine.probes import Reach
 from cbengine.profile import Profile
 from cbsim import runs, scenario
 from cbsim.runs import Maker, RunOptions
@@ -31,8 +32,7 @@ class CalibrateOptions:
     scenario: str
     overrides: Sequence[str]
     out: Path
-    rows: int
-    longest: int
+    reach: Reach
     quick: bool
 
 
@@ -94,8 +94,8 @@ def calibration(options: CalibrateOptions, setup: Setup) -> int:
     """Measure the coefficients of a model on a device and write them where the simulator can read them."""
     asked = build.adapted(scenario.load(options.scenario, options.overrides), setup)
     calibrate.check_writable(options.out)
-    found = calibrate.calibrate(asked, setup, _say, rows=options.rows, longest=options.longest, quick=options.quick)
-    calibrate.write(options.out, found, asked, setup.device)
+    found = calibrate.calibrate(asked, setup, _say, reach=options.reach, quick=options.quick)
+    calibrate.write(options.out, found, asked, build.device_name(setup))
     print(options.out.read_text(encoding="utf-8"))
     cost = f"cost={{kind: fitted, path: {json.dumps(str(options.out.resolve()), ensure_ascii=False)}}}"
     words = [word for override in (*options.overrides, cost) for word in ("--set", override)]
@@ -103,15 +103,15 @@ def calibration(options: CalibrateOptions, setup: Setup) -> int:
     return runs.OK
 
 
-def validation(device: str, out: Path) -> int:
-    """Simulated against measured on a device that is always there; 3 if they are too far apart."""
-    lines = validate.validate(device, out, maker, _say)
-    text = validate.table(lines)
-    print(text)
-    (out / f"{device}.md").write_text(text + "\n", encoding="utf-8")
-    failed = validate.failures(device, lines)
-    for line in failed:
-        print(f"too far apart: {line.case}, {line.loop}, {line.metric}: {line.error:+.1%}", file=sys.stderr)
+def validation(names: Sequence[str], asked: validate.Asked) -> int:
+    """Simulated against measured; 3 if a bar is missed."""
+    if asked.device == "cuda" and asked.measures and not torch.cuda.is_available():
+        raise MissingError("--device cuda: torch finds no CUDA device here")
+    found = validate.validate(names, asked, maker, _say)
+    print(validate.table(found))
+    failed = validate.failures(asked.device, found)
+    for case, score in failed:
+        print(f"missed: {case.name}, {score.loop}, {score.bar.label}: {score.shown()[-1]}", file=sys.stderr)
     return runs.CHECK_FAILED if failed else runs.OK
 
 

@@ -31,7 +31,8 @@ from cbengine.batch import Capacity, Header
 from cbengine.device import DeviceError, Ints, Lanes
 from cbengine.executor import Arrays, Executor, arrays
 from cbengine.timeline import Timeline
-from cbengine.warmup import bucket, captured_sizes, scratch_step, warm_ups
+from cbengine.warmup import scratch_step, warm_ups
+from cbsim.policy.graphs import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan
 
 WARM_UPS = 2  # runs before a capture
@@ -73,6 +74,7 @@ class Cuda:
         self._compute, self._h2d, self._d2h = streams() if overlap else (streams()[0],) * 3
         self._sizes = captured_sizes(capacity.rows) if graphs else []
         self._graphs: dict[int, Graph] = {}
+        self._capture_s = 0.0  # of one graph, the kernels' compilation included
         self.staging: list[Ints] = []
         self._pinned: list[Tensor] = []
         self._received: list[Tensor] = []
@@ -184,9 +186,11 @@ class Cuda:
         if self._sizes:
             gc.collect()  # graphs of runs before must not be destroyed while another one is captured
             pool = torch.cuda.graph_pool_handle()
+            began = time.perf_counter()
             for rows in reversed(self._sizes):  # the smaller ones find room in the largest one's memory
                 capture = partial(self._capture, rows, pool)
                 self._graphs[rows] = guarded(partial("capturing a decode step of {} requests".format, rows), capture)
+            self._capture_s = (time.perf_counter() - began) / len(self._sizes)
         reach, graphs = self._executor.reach, bool(self._sizes)
         for header, values in warm_ups(self._capacity, reach, graphs=graphs, random=self._random):
             self.staging[0][: len(values)] = values
@@ -209,6 +213,7 @@ class Cuda:
             "cuda": torch.version.cuda,
             "gpu_memory_bytes": properties.total_memory,
             "captured_batches": sorted(self._graphs),
+            "capture_s": self._capture_s,
             "allocated_bytes": torch.cuda.memory_allocated(),
         }
 

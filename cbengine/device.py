@@ -7,7 +7,6 @@ for its tokens, in order. Times are those of the engine's clock: `perf_counter_n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,11 +16,13 @@ import torch
 from cbengine.batch import Capacity, Header
 from cbengine.clock import Clock
 from cbengine.executor import Executor, arrays
+from cbsim.cost.base import Cost
+from cbsim.policy.graphs import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan
 from cbsim.runs import ServerError
 
 Ints = npt.NDArray[np.int32]
-Costs = Callable[[StepPlan], tuple[int, int, int]]  # a plan -> nanoseconds of H2D copy, kernels, D2H copy
+COMPUTE = 1  # of the lanes H2D, kernels, D2H
 
 
 class DeviceError(ServerError):
@@ -96,27 +97,34 @@ class Inline:
 
 
 class Modelled:
-    """Computes nothing: a step takes the seconds of a cost model, on lanes as a GPU's. Every token is 0.
+    """Computes nothing: a step takes the nanoseconds of a cost model, on lanes as a GPU's. Every token is 0.
 
     For the timing of the loop and the CPU's work without hardware: what the loop does is real, and on a `CpuClock` the
-    time it takes is the CPU's own.
+    time it takes is the CPU's own. With `graphs` decoding steps are padded to a captured size, and the CPU launches all
+    others kernel by kernel, as `Cuda` does; else every step is launched in one go, at its own size.
     """
 
-    def __init__(self, costs: Costs, capacity: Capacity, depth: int, clock: Clock) -> None:
+    def __init__(self, cost: Cost, capacity: Capacity, depth: int, clock: Clock, *, graphs: bool) -> None:
         self.staging = staging(capacity, depth)
         self.facts: dict[str, Any] = {"device": "modelled", "clock": "CPU time of the loop, waiting skipped"}
-        self._costs, self._clock = costs, clock
+        self._cost, self._clock = cost, clock
+        self._sizes = captured_sizes(capacity.rows) if graphs else []
         self._free = [0, 0, 0]  # when each lane has done what it was given
         self._done: dict[int, tuple[Ints, Lanes]] = {}
 
     def bucket(self, rows: int) -> int:
-        return rows
+        return bucket(self._sizes, rows)
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
-        at, edges = self._clock.now_ns(), []
-        for lane, duration in enumerate(self._costs(plan)):
+        begun = at = self._clock.now_ns()
+        captured = header.decodes == header.rows <= max(self._sizes, default=header.rows)
+        if self._sizes and not captured:
+            self._clock.work_until(begun + self._cost.eager_launch_ns(plan))
+        launched, edges = self._clock.now_ns(), []
+        for lane, duration in enumerate(self._cost.gpu_ns(plan, header.tokens)):
             start = max(at, self._free[lane])
-            at = self._free[lane] = start + duration
+            end = start + duration
+            at = self._free[lane] = max(end, launched) if lane == COMPUTE else end
             edges += [start, at]
         self._done[slot] = np.zeros(header.sampling, dtype=np.int32), Lanes(*edges)
 

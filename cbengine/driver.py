@@ -128,9 +128,7 @@ class Engine:
     def _inject(self, phase: str) -> None:
         """Extra work: the CPU is kept busy, as work would."""
         if extra := self._injected.get(phase):
-            end = self._clock.now_ns() + extra
-            while self._clock.now_ns() < end:
-                pass
+            self._clock.work_until(self._clock.now_ns() + extra)
 
     def _poll(self, effect: Poll, tell: OnStep) -> Polled:
         """What has come in until now. A step may be planned next: its times start here."""

@@ -30,6 +30,11 @@ class Fit:
     p95_error: float
     total_error: float
 
+    def errors(self) -> dict[str, float]:
+        """As a coefficient file says it."""
+        shares = {"median": self.median_error, "p95": self.p95_error, "total": self.total_error}
+        return {"steps": self.steps, "used": self.used} | {name: round(value, 5) for name, value in shares.items()}
+
     def __str__(self) -> str:
         errors = f"error of a step: median {self.median_error:.1%}, p95 {self.p95_error:.1%}"
         return f"{errors}; of the sum {self.total_error:+.1%}; {self.used} of {self.steps} steps used"

@@ -1,122 +1,172 @@
-"""Simulated against measured, on whatever device there is: calibrate on probes, predict other workloads, run them.
+"""Simulated against measured: calibrate on short probes, predict workloads that no probe has seen, run them.
 
-The simulator is started as a user would start it, on the same scenario with the calibrated coefficients in it. On the
-`modelled` device the kernels take exactly the scenario's cost model, so only the CPU's work and the loop are predicted,
-and every metric has to agree within MODELLED_BOUND. On real CPU timing the table is published, and only an absurd
-makespan fails.
+    OUT/<device>/provenance.json                         device, driver, versions, commit
+    OUT/<device>/calibration/<model>-<scheduler>.fitted.yaml, .probes.parquet
+    OUT/<device>/validation/<case>/case.json             what it is, the rate of its arrivals
+    OUT/<device>/validation/<case>/measured/<run>        one or more of each loop
+    OUT/<device>/validation/<case>/simulated/<run>       one of each loop, and the scenario they come from
+
+What has been measured is not measured again: a call goes on where another stopped, and what is predicted is derived
+anew from the probes' steps that lie there, so that a better fit or simulator needs no device. The simulator is started
+as a user would start it, on the same scenario with the calibrated coefficients in it.
 """
 
 from __future__ import annotations
 
 import json
-import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cbengine import build, calibrate
+from cbengine import build, calibrate, probes, provenance, suite
 from cbengine.build import Setup
-from cbengine.calibrate import Calibration
-from cbsim import runs, scenario, terminal
+from cbengine.errors import UsageError
+from cbengine.suite import Case
+from cbsim import bars, runs, scenario, trace
+from cbsim.bars import Score
+from cbsim.demand import Synthetic
 from cbsim.runs import Maker, RunOptions
 from cbsim.scenario import Scenario
 
-MODELLED_BOUND = 0.03
-ABSURD = 0.25
-BASE = "tiny_cpu"
-ROWS, LONGEST = 16, 160  # what the probes cover: tiny_cpu's seats and sequences
-METRICS = (  # label, metric, unit
-    ("makespan", "makespan_s", "s"),
-    ("output tokens/s", "output_tokens_per_s", "number"),
-    ("TTFT p50", "ttft_s.p50", "s"),
-    ("TPOT p50", "tpot_s.p50", "s"),
-    ("TPOT p99", "tpot_s.p99", "s"),
-    ("E2E p50", "e2e_s.p50", "s"),
-    ("GPU active", "gpu_active", "fine share"),
-)
-SPEED_UP = "async speed-up"
+ABSURD = 0.25  # on a CPU whose own speed wanders a makespan off by more is an error of ours
+CAPACITY_REQUESTS = 4  # times the case's: all at once, so long a queue that its ends do not matter
+LEFT_OUT = ("timeline.json.gz", "figures")  # of a run: both can be drawn again from its tables
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A workload that no probe has seen. `injected_ms` of CPU work are added to the phase `prepare` of every step."""
+class Asked:
+    """`validate`, parsed: where, on what, with which changes to every case, how often, whether to measure at all."""
 
-    name: str
-    overrides: tuple[str, ...] = ()
-    injected_ms: float = 0.0
-
-    @property
-    def slug(self) -> str:
-        """Its folder: lower case, words joined by hyphens."""
-        return "-".join(re.findall(r"[a-z0-9]+", self.name.lower()))
+    device: build.DeviceName
+    out: Path
+    overrides: Sequence[str]
+    repeat: int
+    measures: bool
+    quick: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One metric of one case and loop. `error` is relative, or in points of a share."""
+class Scored:
+    """A case and how near its runs are."""
 
-    case: str
-    loop: str
-    metric: str
-    simulated: float
-    measured: float
-    error: float
+    case: Case
+    scores: Sequence[Score]
 
 
-MODELLED = (
-    "cost={kind: constant, step_s: 0.03, per_token_s: 4e-5}",
-    "workload.requests=24",
-)
-CASES: dict[str, tuple[Case, ...]] = {
-    "modelled": (
-        Case("as it is", MODELLED),
-        Case("12 ms of CPU", MODELLED, 12.0),
-        Case("transformers, 6 ms of CPU", (*MODELLED, "scheduler.name=transformers_fifo"), 6.0),
-    ),
-    "process": (
-        Case("as it is"),
-        Case("4 ms of CPU", (), 4.0),
-        Case("transformers, 4 ms of CPU", ("scheduler.name=transformers_fifo",), 4.0),
-    ),
-}
+def validate(
+    names: Sequence[str], asked: Asked, maker: Callable[[Setup], Maker], say: Callable[[str], None]
+) -> list[Scored]:
+    """Predict and run every case of these names and groups. Raises UsageError, ScenarioError, ServerError, RunError."""
+    wanted = suite.chosen(names, asked.device)
+    place = asked.out / provenance.slug(asked.device)
+    session = _Session(asked, place, maker, say)
+    for case in wanted:  # what cannot be is refused before anything is measured
+        session.scenario(*case.overrides)
+    provenance.begin(place / "provenance.json", asked.device)
+    return [Scored(case, session.case(case)) for case in wanted]
 
 
-def validate(device: str, out: Path, maker: Callable[[Setup], Maker], say: Callable[[str], None]) -> list[Line]:
-    """Calibrate, simulate and run every case of `device`.
+class _Session:
+    """One call: what it was asked for, and the coefficients it has found so far."""
 
-    Run directories are left in `out`/CASE/simulated and `out`/CASE/measured.
-    """
-    setup = Setup(device="modelled" if device == "modelled" else "process")
-    fixed = ("cost={kind: constant, step_s: 0.01}",) if device == "modelled" else ()
-    base = build.adapted(scenario.load(BASE, fixed), setup)
-    calibrate.check_writable(out / f"{device}.fitted.yaml")
-    found = calibrate.calibrate(base, setup, say, rows=ROWS, longest=LONGEST, quick=True)
-    calibrate.write(out / f"{device}.fitted.yaml", found, base, device)
-    lines: list[Line] = []
-    for case in CASES[device]:
-        asked = build.adapted(scenario.load(BASE, case.overrides), setup)
-        say(f"{case.name}: measuring")
-        injected = replace(setup, injected=(("prepare", round(case.injected_ms * 1e6)),))
-        place = out / case.slug
-        options = _options(case, device, place / "measured")
-        measured = {one: runs.one_loop(asked, one, options, maker(injected)).summary for one in scenario.loops(asked)}
-        say(f"{case.name}: simulating")
-        lines += compared(
-            case.name, simulated(predictable(asked, found, case.injected_ms), place / "simulated"), measured
-        )
-    return lines
+    def __init__(self, asked: Asked, place: Path, maker: Callable[[Setup], Maker], say: Callable[[str], None]) -> None:
+        self._asked, self._place, self._maker, self._say = asked, place, maker, say
+        self._setup = Setup(device=asked.device)
+        self._found: dict[str, dict[str, Any]] = {}
+
+    def case(self, case: Case) -> list[Score]:
+        place = self._place / "validation" / case.name
+        self._say(f"{case.name}: {case.about}")
+        ready = self.scenario(*case.overrides)
+        coefficients = self._coefficients(ready)
+        rate = self._rate(case, ready, coefficients, place)
+        if rate is not None:
+            ready = self.scenario(*case.overrides, f"workload.arrivals={{kind: poisson, rate_per_s: {rate}}}")
+        _write(place / "case.json", json.dumps(_facts(case, ready, rate), indent=2) + "\n")
+        if self._asked.measures:
+            self._measure(case, ready, place / "measured")
+        measured = _summaries(place / "measured")
+        if not measured:
+            self._say("  not measured")
+        predicted = simulated(predictable(ready, coefficients, case.injected_ms), place / "simulated", self._say)
+        return bars.scores(predicted, measured, case.load)
+
+    def scenario(self, *overrides: str) -> Scenario:
+        asked = scenario.load(suite.base(self._asked.device), [*overrides, *self._asked.overrides])
+        return build.adapted(asked, self._setup)
+
+    def _coefficients(self, ready: Scenario) -> dict[str, Any]:
+        """Those of the model and the family of schedulers, from probes that were run before if there are any."""
+        key = f"{ready.model.name.lower()}-{ready.scheduler.name.partition('_')[0]}"
+        if key not in self._found:
+            self._found[key] = self._calibrated(self._place / "calibration" / f"{key}.fitted.yaml", ready)
+        return self._found[key]
+
+    def _calibrated(self, file: Path, ready: Scenario) -> dict[str, Any]:
+        steps = calibrate.steps_of(file)
+        if steps.exists() and file.exists():
+            return calibrate.refit(file, ready.model.layers)
+        if not self._asked.measures:
+            raise UsageError(f"{steps}: no such file: nothing has been probed there yet")
+        calibrate.check_writable(file)
+        name, small = suite.base(self._asked.device), self._asked.device == "process"
+        changes = [f"model={_model(ready)}", f"scheduler={{name: {ready.scheduler.name}}}"]
+        probed = build.adapted(scenario.load(name, [*changes, *self._asked.overrides]), self._setup)
+        reach = probes.CPU_REACH if small else probes.GPU_REACH
+        found = calibrate.calibrate(probed, self._setup, self._say, reach=reach, quick=self._asked.quick)
+        return calibrate.write(file, found, probed, build.device_name(self._setup))
+
+    def _rate(self, case: Case, ready: Scenario, coefficients: dict[str, Any], place: Path) -> float | None:
+        """Requests a second of a case under load: what was measured with before, else its share of the capacity."""
+        if case.load is None:
+            return None
+        if (known := _read(place / "case.json").get("rate_per_s")) is not None:
+            return float(known)
+        if not isinstance(ready.workload, Synthetic):
+            raise UsageError(
+                f"workload.kind: got {ready.workload.kind}, must be synthetic for {case.name}, which is a load"
+            )
+        count = ready.workload.requests * CAPACITY_REQUESTS
+        flood = self.scenario(*case.overrides, f"workload.requests={count}", "loop.mode=sync")
+        summary = simulated(predictable(flood, coefficients, case.injected_ms), place / "capacity", self._say)["sync"]
+        return float(f"{case.load * summary['requests_per_s']:.4g}")
+
+    def _measure(self, case: Case, ready: Scenario, out: Path) -> None:
+        """As many runs of each loop as were asked for, less those that are there. Forth and back, so that a machine
+        that becomes slower does so for both loops.
+        """
+        setup = replace(self._setup, injected=(("prepare", round(case.injected_ms * 1e6)),))
+        loops = scenario.loops(ready)
+        for turn in range(self._asked.repeat):
+            for loop in loops if turn % 2 == 0 else loops[::-1]:
+                if len(_complete(out, loop, ready)) > turn:
+                    continue
+                self._say(f"  measuring {loop}")
+                options = _options(self._asked.device, case, self._asked.overrides, out)
+                _trim(runs.one_loop(ready, loop, options, self._maker(setup)).path)
 
 
-def _options(case: Case, device: str, out: Path) -> RunOptions:
+def _model(ready: Scenario) -> str:
+    """As an override takes it: every field, so that any model will do."""
+    return json.dumps(ready.model.model_dump(mode="json"))
+
+
+def _facts(case: Case, ready: Scenario, rate: float | None) -> dict[str, Any]:
+    facts = {name: value for name, value in asdict(case).items() if name != "overrides"}
+    return facts | {"model": ready.model.name, "scheduler": ready.scheduler.name, "rate_per_s": rate}
+
+
+def _options(device: str, case: Case, overrides: Sequence[str], out: Path) -> RunOptions:
     injected = ("--inject", f"prepare={case.injected_ms:g}") if case.injected_ms else ()
     return RunOptions(
-        scenario=BASE,
-        overrides=case.overrides,
+        scenario=suite.base(device),
+        overrides=(*case.overrides, *overrides),
         out=out,
-        window=(0, 2000),
+        window=(0, 1),
         span_s=None,
         conditions=(),
         as_json=False,
@@ -126,62 +176,110 @@ def _options(case: Case, device: str, out: Path) -> RunOptions:
     )
 
 
-def predictable(asked: Scenario, found: Calibration, injected_ms: float) -> Scenario:
-    """The scenario with what was measured in it: all coefficients, or only the CPU's where the kernels are modelled."""
-    cpu: dict[str, Any] = {name: dict(terms) for name, terms in found.coefficients["cpu"].items()}
+# -- what lies there --------------------------------------------------------------------------------------------------
+
+
+def _complete(out: Path, loop: str, ready: Scenario) -> list[Path]:
+    """Whole runs of this loop. Raises UsageError for one of another scenario."""
+    resolved = ready.model_copy(update={"loop": ready.loop.model_copy(update={"mode": loop})})
+    found = [path for path, one in _runs(out) if one["loop"] == loop]
+    for path in found:
+        if (path / "scenario.resolved.yaml").read_text(encoding="utf-8") != scenario.dump(resolved):
+            raise UsageError(f"{path}: was measured on another scenario than this call's: name another --out")
+    return found
+
+
+def _runs(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Whole run directories with their summaries, in the order in which they were made."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.is_dir() and not (path / trace.MARKER).exists():
+            yield path, _read(path / "summary.json")
+
+
+def _summaries(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Of the measured runs, by loop."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for _, summary in _runs(folder):
+        found.setdefault(summary["loop"], []).append(summary)
+    return found
+
+
+def _trim(path: Path) -> None:
+    """Without what is large and can be made again."""
+    for name in LEFT_OUT:
+        thing = path / name
+        shutil.rmtree(thing) if thing.is_dir() else thing.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object; empty if there is none. Raises UsageError."""
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise runs.ServerError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+# -- predicting -------------------------------------------------------------------------------------------------------
+
+
+def predictable(asked: Scenario, coefficients: Mapping[str, Any], injected_ms: float) -> Scenario:
+    """The scenario with what was measured in it, and the injected work in the phase that was made longer."""
+    cpu: dict[str, Any] = {name: dict(terms) for name, terms in coefficients["cpu"].items()}
     cpu["prepare"]["base_s"] += injected_ms / 1e3
     data = asked.model_dump(mode="json")
-    if data["cost"]["kind"] == "constant":
-        data["cost"]["cpu"] = cpu
-    else:
-        data["cost"] = {"kind": "fitted", **found.coefficients, "cpu": cpu}
+    data["cost"] = {"kind": "fitted", **coefficients, "cpu": cpu}
     return Scenario.model_validate(data)
 
 
-def simulated(asked: Scenario, out: Path) -> dict[str, Any]:
-    """Summaries by loop, from `python -m cbsim run` on a scenario file that stays beside `out`."""
+def simulated(asked: Scenario, out: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Summaries by loop, from `python -m cbsim run` on a scenario file that stays beside `out`. What was there goes."""
     file = out.with_name(f"{out.name}.yaml")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(scenario.dump(asked), encoding="utf-8")
-    except OSError as error:
-        raise runs.ServerError(f"{file}: cannot be written: {error.strerror or error}") from error
+    shutil.rmtree(out, ignore_errors=True)
+    _write(file, scenario.dump(asked))
     words = [sys.executable, "-m", "cbsim", "run", str(file), "--out", str(out), "--json"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise runs.ServerError(f"the simulator failed: {done.stderr.strip()}")
+    for line in done.stderr.splitlines():
+        say(f"  {line}")
+    for path, _ in _runs(out):
+        _trim(path)
     summaries: dict[str, Any] = json.loads(done.stdout)
     return summaries
 
 
-def compared(case: str, predicted: dict[str, Any], measured: dict[str, Any]) -> list[Line]:
-    """A line for every metric of every loop, and one for what the asynchronous loop gains."""
-    lines = []
-    for loop in measured:
-        for label, metric, unit in METRICS:
-            ours, theirs = (float(terminal.lookup(one[loop], metric)) for one in (predicted, measured))
-            error = ours - theirs if unit.endswith("share") else ours / theirs - 1
-            lines.append(Line(case, loop, label, ours, theirs, error))
-    if len(measured) == len(("sync", "async")):
-        ours, theirs = (one["sync"]["makespan_s"] / one["async"]["makespan_s"] - 1 for one in (predicted, measured))
-        lines.append(Line(case, "both", SPEED_UP, ours, theirs, ours - theirs))
-    return lines
+# -- telling ----------------------------------------------------------------------------------------------------------
 
 
-def failures(device: str, lines: Sequence[Line]) -> list[Line]:
-    """The lines that must not be: any beyond the bound where kernels are modelled, else an absurd makespan."""
-    if device == "modelled":
-        return [line for line in lines if not abs(line.error) <= MODELLED_BOUND]  # what is no number fails, too
-    return [line for line in lines if line.metric == "makespan" and not abs(line.error) <= ABSURD]
+def failures(device: str, found: Sequence[Scored]) -> list[tuple[Case, Score]]:
+    """The bars that were missed. On a CPU under real timing only an absurd makespan is one."""
+    told = [(one.case, score) for one in found for score in one.scores]
+    if device == "process":
+        return [
+            (case, score) for case, score in told if score.bar.label == "makespan" and not abs(score.error) <= ABSURD
+        ]
+    return [(case, score) for case, score in told if score.verdict == "missed"]
 
 
-def table(lines: Sequence[Line]) -> str:
-    """The lines as a Markdown table."""
-    units = {label: unit for label, _, unit in METRICS} | {SPEED_UP: "fine share"}
-    rows = ["| case | loop | metric | simulated | measured | error |", "|---|---|---|---:|---:|---:|"]
-    for line in lines:
-        unit = units[line.metric]
-        error = f"{line.error * 100:+.2f} pt" if unit.endswith("share") else f"{line.error:+.1%}"
-        values = " | ".join(terminal.shown(value, unit) for value in (line.simulated, line.measured))
-        rows.append(f"| {line.case} | {line.loop} | {line.metric} | {values} | {error} |")
+def table(found: Sequence[Scored]) -> str:
+    """The scores as a Markdown table."""
+    rows = [
+        "| workload | loop | metric | simulated | measured | error | repeats | bar |",
+        "|---|---|---|---:|---:|---:|---:|---|",
+    ]
+    for one in found:
+        for score in one.scores:
+            apart = "" if score.spread is None else f"{score.spread * 100:.1f} {'pt' if score.bar.points else '%'}"
+            cells = (one.case.name, score.loop, score.bar.label, *score.shown(), apart, score.verdict)
+            rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)

@@ -1,32 +1,16 @@
-"""What a GPU does before a run: the batch sizes that are captured, and steps after which nothing is done for the first
+"""What a GPU does before a run: steps after which nothing is done for the first
 time. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate
 
 import numpy as np
 
 from cbengine.batch import Capacity, Header
 from cbengine.device import Ints
-
-CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 1025, 32))
-"""Decode batches with a graph; others are padded up to the next. Padding is nearly free: a matrix product over 128 rows
-takes as long as over one."""
-
-
-def captured_sizes(rows: int) -> list[int]:
-    """Sizes for batches of up to `rows`; the last one holds them all, unless that is too many for a graph."""
-    return list(CAPTURED[: bisect_left(CAPTURED, rows) + 1])
-
-
-def bucket(sizes: Sequence[int], rows: int) -> int:
-    """The captured size that holds `rows`; beyond the largest, they stay as they are."""
-    at = bisect_left(sizes, rows)
-    return sizes[at] if at < len(sizes) else rows
 
 
 def warm_ups(capacity: Capacity, reach: int, *, graphs: bool, random: bool) -> Iterator[tuple[Header, Ints]]:

@@ -5,13 +5,14 @@ Everything is built from the scenario, which alone has defaults; nothing is shar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cbsim import catalog, documents
 from cbsim.cost.base import Cost
 from cbsim.cost.constant import ConstantCost
 from cbsim.cost.cpu import CpuCost, PhaseCost
-from cbsim.cost.fitted import FittedCost
+from cbsim.cost.fitted import Curve, FittedCost
 from cbsim.cost.roofline import Rates, RooflineCost, Weights
 from cbsim.cost.table import Added, Group, Link, TableCost
 from cbsim.cost.tables import Tables
@@ -20,7 +21,7 @@ from cbsim.policy.schedulers.registry import SCHEDULERS
 from cbsim.scenario import Scenario, depth, scheduler_options
 from cbsim.shapes import ModelShape
 from cbsim.timing import ConstantCost as ConstantSettings
-from cbsim.timing import Cpu
+from cbsim.timing import Cpu, Point
 from cbsim.timing import RooflineCost as RooflineSettings
 from cbsim.timing import TableCost as TableSettings
 
@@ -53,8 +54,11 @@ def cost_model(scenario: Scenario) -> Cost:
     return FittedCost(
         cpu_ns=cpu,
         base=settings.base_s * NS,
+        query_tokens=_curve(settings.query_tokens),
+        context_tokens=_curve(settings.context_tokens),
         per_chunk=settings.per_chunk_s * NS,
         per_prefill_token=settings.per_prefill_token_s * NS,
+        per_cached_token=settings.per_cached_token_s * NS,
         per_prefill_pair=settings.per_prefill_attention_s * NS,
         per_decode_row=settings.per_decode_row_s * NS,
         per_context_token=settings.per_context_token_s * NS,
@@ -62,6 +66,10 @@ def cost_model(scenario: Scenario) -> Cost:
         d2h=settings.d2h_s * NS,
         launch=settings.launch_s_per_layer * layers * NS,
     )
+
+
+def _curve(points: Sequence[Point]) -> Curve:
+    return Curve([one.tokens for one in points], [one.s * NS for one in points])
 
 
 def cpu_cost(settings: Cpu) -> CpuCost:

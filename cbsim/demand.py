@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from cbsim.fields import By, DataPath, Frozen, Real, Whole, Wholes, complaint, near, shown
+from cbsim.fields import By, DataPath, Frozen, Real, Whole, Wholes, as_tuple, complaint, near, shown
 
 Tokens = Annotated[Whole, Field(ge=1)]
 
@@ -51,7 +51,7 @@ class Lognormal(Frozen):
 class Sample(Frozen):
     """Draws with replacement from given lengths: either `values`, or a `column` of the CSV file at `path`."""
 
-    values: Annotated[tuple[Tokens, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)] = ()
+    values: Annotated[tuple[Tokens, ...], BeforeValidator(as_tuple)] = ()
     """Lengths in tokens."""
     path: DataPath | None = None
     """CSV file with a header."""

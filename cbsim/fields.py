@@ -83,7 +83,8 @@ def _anchored(path: str, info: ValidationInfo) -> str:
     return path
 
 
-def _as_tuple(value: Any) -> Any:
+def as_tuple(value: Any) -> Any:
+    """A list as a tuple; anything else as it is."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -93,7 +94,7 @@ Whole = Annotated[int, BeforeValidator(_integral)]
 Real = Annotated[float, BeforeValidator(_decimal)]
 """A finite number."""
 
-Wholes = Annotated[tuple[Whole, ...], BeforeValidator(_as_tuple)]
+Wholes = Annotated[tuple[Whole, ...], BeforeValidator(as_tuple)]
 
 DataPath = Annotated[str, AfterValidator(_anchored)]
 """A file of data. If it lies beside the scenario file the value is its absolute path, else it stays as written."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from cbsim import checks, environment, figures, metrics, scenario, terminal, timeline, trace, workload
+from cbsim import checks, coverage, environment, figures, metrics, scenario, terminal, timeline, trace, workload
 from cbsim.metrics import Steps
 from cbsim.policy.loop import StuckError
 from cbsim.scenario import Scenario
@@ -69,6 +69,7 @@ class Finished:
     path: Path
     summary: dict[str, Any]
     steps: Steps
+    measured: bool
 
 
 def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario] = lambda asked: asked) -> int:
@@ -80,6 +81,7 @@ def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario]
     finished = [one_loop(asked, loop, options, serve) for loop in scenario.loops(asked)]
     if len(finished) == 2:
         _draw_both(finished)
+    _warn(asked, finished)
     summaries = {one.loop: one.summary for one in finished}
     if options.as_json:
         print(json.dumps(summaries, indent=2))
@@ -87,6 +89,13 @@ def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario]
         print(f"{asked.name}: {asked.question}\n\n{terminal.table(summaries)}\n")
         _say_where(finished, options)
     return _judge(options.conditions, summaries, sys.stderr if options.as_json else sys.stdout)
+
+
+def _warn(asked: Scenario, finished: Sequence[Finished]) -> None:
+    """Where simulated runs leave what their cost model was calibrated on."""
+    for one in finished:
+        for text in coverage.warnings(asked.model_dump(mode="json"), one.steps) if not one.measured else ():
+            print(f"warning: {one.loop}: beyond the calibration: {text}", file=sys.stderr)
 
 
 def one_loop(asked: Scenario, loop: str, options: RunOptions, serve: Maker) -> Finished:
@@ -153,7 +162,7 @@ def _write_results(
     writer.file("timeline.json.gz", timeline.chrome_trace(steps, options.window, f"{resolved.name} {loop}"))
     if complete and len(steps):
         writer.file("figures/timeline.png", figures.lanes_png([(loop, steps, numbers["gpu_active"])]))
-    return Finished(loop, writer.path, summary, steps)
+    return Finished(loop, writer.path, summary, steps, server.measured)
 
 
 def _draw_both(finished: Sequence[Finished]) -> None:

@@ -81,7 +81,7 @@ class Scenario(Frozen):
 
     @property
     def graph_padding(self) -> str:
-        """Rule by which step shapes are padded to captured ones: transformers, vllm or none."""
+        """Rule by which step shapes are padded to captured ones: transformers, vllm, cbengine or none."""
         graphs, name = self.loop.cuda_graphs, self.scheduler.name
         if not graphs.enabled:
             return "none"

@@ -135,8 +135,8 @@ class CudaGraphs(Frozen):
     """Use graphs."""
     capture_s: Annotated[Real, Field(ge=0)] = 0.0
     """Seconds that the first use of a shape costs; 0: all were captured before the run."""
-    padding: Literal["auto", "transformers", "vllm", "none"] = "auto"
-    """Rule by which shapes are padded; auto: the scheduler's own, none for static."""
+    padding: Literal["auto", "transformers", "vllm", "cbengine", "none"] = "auto"
+    """Rule by which shapes are padded; auto: the scheduler's own, none for static; cbengine: as our engine pads."""
     vllm_capture_sizes: Annotated[Wholes, Field(min_length=1)] = VLLM_CAPTURE_SIZES
     """vLLM's captured batch sizes, tokens, increasing; larger steps run without a graph."""
 

@@ -15,7 +15,8 @@ from cbsim.assemble import NS, cost_model, scheduler
 from cbsim.inbox import Inbox
 from cbsim.machine.device import OneGpu
 from cbsim.machine.driver import Machine
-from cbsim.machine.graphs import Graphs, transformers_buckets, unpadded, vllm_buckets
+from cbsim.machine.graphs import Graphs, engine_buckets, transformers_buckets, unpadded, vllm_buckets
+from cbsim.policy.graphs import CAPTURED
 from cbsim.record import Record
 from cbsim.scenario import Scenario, depth, scheduler_options
 from cbsim.workload import Workload
@@ -25,7 +26,8 @@ def machine(scenario: Scenario, loop: str, workload: Workload) -> Machine:
     """The simulated server. Its record is empty."""
     policy, cost = scheduler(scenario, loop), cost_model(scenario)
     record, steps = Record(policy.pool.num_blocks), depth(loop)
-    device = OneGpu(cost, depth=steps, overlap=scenario.loop.streams)
+    gap_ns = round(getattr(scenario.cost, "gap_s", 0.0) * NS)
+    device = OneGpu(cost, depth=steps, overlap=scenario.loop.streams, gap_ns=gap_ns)
     return Machine(policy, cost, graphs(scenario, loop), device, Inbox(workload, record), record, steps)
 
 
@@ -57,6 +59,9 @@ def graphs(scenario: Scenario, loop: str) -> Graphs:
         return Graphs(None, 0)
     if scenario.graph_padding == "vllm":
         return Graphs(vllm_buckets(settings.vllm_capture_sizes), capture_ns)
+    if scenario.graph_padding == "cbengine":
+        seats = getattr(options, "max_num_seqs", None) or getattr(options, "max_requests_per_batch", CAPTURED[-1])
+        return Graphs(engine_buckets(seats), capture_ns)
     if scenario.graph_padding == "transformers":
         rows = getattr(options, "max_requests_per_batch", 1024)
         tokens = getattr(options, "max_batch_tokens", getattr(options, "max_num_batched_tokens", 1 << 30))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +18,7 @@ from pydantic import (
 )
 
 from cbsim import documents
-from cbsim.fields import By, Frozen, Real, ScenarioError, Whole, complaint
+from cbsim.fields import By, Frozen, Real, ScenarioError, Whole, as_tuple, complaint
 
 Seconds = Annotated[Real, Field(ge=0)]
 Efficiency = Annotated[Real, Field(gt=0, le=1)]
@@ -116,25 +117,113 @@ class RooflineCost(Frozen):
     """CPU time of the loop."""
 
 
-class Coefficients(Frozen):
-    """Seconds on the device that a step costs, linear in what it holds; from a calibration."""
+class Point(Frozen):
+    """A measured value of a function of tokens. Straight lines join them; below the first it is flat, and above the
+    last it goes on as between the last two.
+    """
 
+    tokens: Annotated[Whole, Field(ge=0)]
+    """At so many tokens."""
+    s: Seconds
+    """Seconds."""
+
+
+def _ascending(value: tuple[Point, ...]) -> tuple[Point, ...]:
+    for one, other in pairwise(value):
+        if one.tokens >= other.tokens:
+            raise complaint(f"{one.tokens} tokens come before {other.tokens}, expected ascending numbers")
+    return value
+
+
+Points = Annotated[tuple[Point, ...], BeforeValidator(as_tuple), AfterValidator(_ascending)]
+
+
+class FitErrors(Frozen):
+    """How well one group of coefficients fits the steps it was measured on. Errors are shares of the measured time."""
+
+    steps: Whole
+    """Steps that were measured."""
+    used: Whole
+    """Steps that the fit rests on; the others are outliers."""
+    median: Real
+    """Median of a step's absolute error."""
+    p95: Real
+    """95th percentile of a step's absolute error."""
+    total: Real
+    """Error of the sum over the steps used."""
+
+
+class Fits(Frozen):
+    """Errors of a fit, by what was fitted."""
+
+    kernels: FitErrors
+    """Kernels of a step."""
+    schedule: FitErrors
+    """CPU: planning a step."""
+    prepare: FitErrors
+    """CPU: building its input tensors."""
+    launch: FitErrors
+    """CPU: queueing its copies and kernels."""
+    update: FitErrors
+    """CPU: applying its result."""
+
+
+class Calibrated(Frozen):
+    """Where the coefficients come from, the range they were measured in, and how well they fit there."""
+
+    device: str
+    """What they were measured on."""
+    model: str
+    """Of which model."""
+    dtype: str
+    """In which type."""
+    scheduler: str
+    """With whose planning."""
+    commit: str
+    """By which version of the engine; + for one with changes."""
+    date: str
+    """When, UTC."""
+    rows: Whole
+    """Requests of the largest step."""
+    tokens: Whole
+    """Query tokens of the largest step."""
+    context_tokens: Whole
+    """KV tokens read by the step that read most."""
+    capture_s: Seconds = 0.0
+    """Seconds to capture a CUDA graph, which is done before a run."""
+    fits: Fits | None = None
+    """How well they fit the steps that were measured."""
+
+
+class Coefficients(Frozen):
+    """Seconds on the device that a step costs, a sum of terms in what it holds; from a calibration."""
+
+    calibrated: Calibrated | None = None
+    """Where they come from. A scenario that leaves the range is told so."""
     base_s: Seconds = 0.0
     """Seconds a step."""
+    query_tokens: Points = ()
+    """Seconds by the step's query tokens, padding included."""
+    context_tokens: Points = ()
+    """Seconds by the cached tokens that its decoding requests read."""
     per_chunk_s: Seconds = 0.0
     """Seconds a request that is being prefilled, whatever the size of its chunk."""
     per_prefill_token_s: Seconds = 0.0
     """Seconds a query token of a prefill."""
     per_prefill_attention_s: Seconds = 0.0
     """Seconds a pair of a prefill's query token and a token of its context."""
+    per_cached_token_s: Seconds = 0.0
+    """Seconds a token in the cache before a prefill's chunk."""
     per_decode_row_s: Seconds = 0.0
-    """Seconds a decoding request."""
+    """Seconds a decoding request, those that pad a CUDA graph included."""
     per_context_token_s: Seconds = 0.0
     """Seconds a cached token read by a decoding request."""
     h2d_s: Seconds = 0.0
     """Seconds from the launch of a step to the start of its kernels on an idle device."""
     d2h_s: Seconds = 0.0
     """Seconds from the end of its kernels until the CPU has the result."""
+    gap_s: Seconds = 0.0
+    """Seconds between the kernels of two steps, even if the second one has been waiting."""
     launch_s_per_layer: Seconds = 50e-6
     """CPU seconds to launch one layer's kernels, when no graph is used."""
     cpu: MeasuredCpu = MeasuredCpu()

@@ -13,7 +13,7 @@ from cbsim import assemble, shapes
 from cbsim.cost.base import Cost
 from cbsim.cost.constant import ConstantCost
 from cbsim.cost.cpu import CpuCost, PhaseCost
-from cbsim.cost.fitted import FittedCost
+from cbsim.cost.fitted import Curve, FittedCost
 from cbsim.cost.roofline import Rates, RooflineCost, Weights
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.policy.request import RequestSpec
@@ -75,8 +75,11 @@ def test_constant_charges_the_context_of_rows_that_have_ended() -> None:
 FITTED = FittedCost(
     cpu_ns=FREE,
     base=1000,
+    query_tokens=Curve([10, 20], [0, 40]),
+    context_tokens=Curve([], []),
     per_chunk=30,
     per_prefill_token=10,
+    per_cached_token=2,
     per_prefill_pair=0.5,
     per_decode_row=100,
     per_context_token=1,
@@ -88,16 +91,31 @@ FITTED = FittedCost(
 
 def test_fitted_by_hand() -> None:
     """A chunk of 20 tokens behind 40: its tokens attend to 20 x 40 + 1 + 2 + ... + 20 = 1010 KV tokens, half a ns each.
-    1000 + 30 + 20 x 10 + 505 + 2 rows x 100 + 302 KV tokens = 2237."""
-    assert FITTED.gpu_ns(plan(2, 300, ((40, 20),)), 22) == (2, 2237, 3)
+    1000 + 30 + 20 x 10 + 40 cached x 2 + 505 + 2 rows x 100 + 302 KV tokens = 2317, and 22 query tokens are 12 beyond
+    the curve's first, 4 each: 48."""
+    assert FITTED.gpu_ns(plan(2, 300, ((40, 20),)), 22) == (2, 2317 + 48, 3)
     assert FITTED.eager_launch_ns(plan(1)) == 77
 
 
 def test_fitted_pays_for_the_padding_of_a_static_batch() -> None:
-    """A prompt of 20 padded to 24: 24 x 10 + 300 x 0.5. A row that has ended is a row, its context context."""
-    assert FITTED.gpu_ns(padded(plan(chunks=((0, 20),)), 4), 24) == (2, 1000 + 30 + 240 + 150, 3)
+    """A prompt of 20 padded to 24: 24 x 10 + 300 x 0.5, and 14 x 4 of the curve.
+    A row that has ended is a row, its context context."""
+    assert FITTED.gpu_ns(padded(plan(chunks=((0, 20),)), 4), 24) == (2, 1000 + 30 + 240 + 150 + 56, 3)
     step = plan(2, 300, padding_rows=3, padding_context=450)
     assert FITTED.gpu_ns(step, 5) == (2, 1000 + 500 + 755, 3)
+
+
+def test_fitted_pays_for_the_padding_of_a_graph() -> None:
+    """Two rows computed as 8 are 8 rows to the kernels; those that pad have nothing to read."""
+    assert FITTED.gpu_ns(plan(2, 300), 8) == (2, 1000 + 800 + 302, 3)
+
+
+def test_a_curve_is_straight_between_its_points() -> None:
+    """Flat below the first, beyond the last as before it, but never negative; through one point it is flat."""
+    curve = Curve([10, 20, 40], [5, 10, 6])
+    assert [curve(x) for x in (0, 10, 15, 20, 30, 40, 50, 100)] == [5, 5, 7.5, 10, 8, 6, 4, 0]
+    assert [Curve([10], [5])(x) for x in (0, 100)] == [5, 5]
+    assert Curve([], [])(7) == 0
 
 
 # -- roofline ---------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ OTHERS = {"cbengine": engine, "analysis": analysis}
 def test_every_command_shown_is_a_command(page: str, words: list[str]) -> None:
     """The real parser takes it; a scenario that it names exists and takes the overrides; its conditions are conditions.
 
-    A scenario file outside scenarios/ is the reader's own.
+    A scenario file outside scenarios/ is the reader's own, and so is a file of coefficients.
     """
     if words[0] in OTHERS:
         OTHERS[words[0]]._parser().parse_args(words[1:])
@@ -93,7 +93,8 @@ def test_every_command_shown_is_a_command(page: str, words: list[str]) -> None:
         checks.parse(condition)
     if arguments.command == "run" and (not arguments.scenario.endswith(".yaml") or "scenarios/" in arguments.scenario):
         own = ROOT / arguments.scenario
-        scenario.load(own if own.is_file() else arguments.scenario, arguments.set)
+        overrides = [override for override in arguments.set if ".fitted.yaml" not in override]
+        scenario.load(own if own.is_file() else arguments.scenario, overrides)
     if arguments.command == "conformance":
         assert all((ROOT / path).exists() for path in arguments.paths)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbsim.machine.graphs import Graphs, Shape, transformers_buckets, unpadded, vllm_buckets
+from cbsim.machine.graphs import Graphs, Shape, engine_buckets, transformers_buckets, unpadded, vllm_buckets
 from cbsim.policy.graphs import up_to_multiple, up_to_power
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.policy.request import RequestSpec
@@ -120,3 +120,19 @@ def test_no_graph_is_smaller_than_its_step(decodes: int, pad: int, ended: int, r
     step = plan(decodes, ((0, 6, pad),), padding_rows=ended)
     buckets = (unpadded, vllm_buckets([1, 8, 16, 32, 64, 128]), transformers_buckets(64, 256, 4096))[rule]
     assert Graphs(buckets, 0).shape(step).tokens >= step.computed_tokens >= step.tokens
+
+
+@pytest.mark.parametrize(("decodes", "bucket"), [(1, 1), (3, 4), (5, 8), (33, 40), (64, 64), (65, None)])
+def test_the_engine_pads_decoding_steps_to_a_captured_size(decodes: int, bucket: int | None) -> None:
+    """Sizes 1, 2, 4, then every 8: with 64 seats up to 64."""
+    assert engine_buckets(64)(plan(decodes)) == (bucket and (bucket, bucket))
+
+
+def test_the_engine_launches_everything_else_kernel_by_kernel() -> None:
+    """A chunk of more than one token, or one that yields none; a last chunk of one token is a row like any other."""
+    rule = engine_buckets(64)
+    assert rule(plan(3, ((8, 1, 0),))) == (4, 4)
+    assert rule(plan(3, ((8, 2, 0),))) is None
+    unfinished = plan(3, ((8, 1, 0),))
+    unfinished = unfinished._replace(chunks=tuple(c._replace(samples=False) for c in unfinished.chunks))
+    assert rule(unfinished) is None

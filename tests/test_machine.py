@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cbsim.cost.base import Cost
 from cbsim.cost.constant import ConstantCost
 from cbsim.cost.cpu import PHASES, CpuCost, PhaseCost
-from cbsim.cost.fitted import FittedCost
+from cbsim.cost.fitted import Curve, FittedCost
 from cbsim.cost.roofline import Rates, RooflineCost, Weights
 from cbsim.inbox import Inbox
 from cbsim.machine import invariants
@@ -88,12 +88,13 @@ def server(
     depth: int = 1,
     overlap: bool = True,
     graphs: Graphs | None = None,
+    gap_ns: int = 0,
 ) -> Machine:
     """A server that has not run yet; graphs without padding or capture cost unless given."""
     policy = SCHEDULERS[name][0](options or OPTIONS[name])
     record = Record(policy.pool.num_blocks)
     graphs = graphs or Graphs(unpadded, 0)
-    device = OneGpu(cost, depth=depth, overlap=overlap)
+    device = OneGpu(cost, depth=depth, overlap=overlap, gap_ns=gap_ns)
     return Machine(policy, cost, graphs, device, Inbox(workload, record), record, depth)
 
 
@@ -151,9 +152,11 @@ def costs(draw: st.DrawFn) -> Cost:
     if kind == "constant":
         return ConstantCost(cpu, term(), term(), term(), term())
     if kind == "fitted":
-        terms = ("chunk", "prefill_token", "prefill_pair", "decode_row", "context_token")
+        terms = ("chunk", "prefill_token", "cached_token", "prefill_pair", "decode_row", "context_token")
         names = ("base", *(f"per_{name}" for name in terms), "h2d", "d2h", "launch")
-        return FittedCost(cpu_ns=cpu, **{name: term() for name in names})
+        curves = [Curve([0, 10], sorted((term(), term()))) for _ in range(2)]
+        terms_of = {name: term() for name in names}
+        return FittedCost(cpu_ns=cpu, query_tokens=curves[0], context_tokens=curves[1], **terms_of)
     if kind == "fixed":
         ns = st.integers(0, 40)
         return Fixed(draw(st.tuples(ns, ns, ns, ns)), draw(st.tuples(ns, ns, ns)), draw(ns))
@@ -618,3 +621,17 @@ def test_progress_is_reported_and_may_interrupt() -> None:
     assert heard[0] == 10
     assert machine.record.step_count == heard[-1] // 10
     check_partial(machine, 2)
+
+
+def test_kernels_of_two_steps_keep_a_gap() -> None:
+    """Asynchronous, the GPU always has work: without a gap a step of 30 follows the last, with one of 7 it starts 7
+    later; a synchronous step, which comes later anyway, is not moved.
+    """
+    cost = Fixed((1, 1, 1, 1), (2, 30, 2), 0)
+    for depth, gaps in ((2, (0, 7)), (1, (8, 8))):
+        for gap_ns, wanted in zip((0, 7), gaps, strict=True):
+            machine = server(load(spec(0, 4, 40)), cost, depth=depth, gap_ns=gap_ns)
+            run(machine)
+            steps = table(machine.record)
+            between = steps["compute_start_ns"][1:] - steps["compute_end_ns"][:-1]
+            assert (between[3:-3] == wanted).all(), (depth, gap_ns, between)

@@ -17,6 +17,7 @@ import pytest
 from cbsim import catalog, demand, metrics, scenario, simulate, traces, workload
 from cbsim.fields import ScenarioError
 from cbsim.metrics import Steps
+from cbsim.policy.graphs import CAPTURED
 from cbsim.record import STEP_COLUMNS, RequestRow
 from cbsim.scenario import Scenario
 from cbsim.timing import ConstantCost, RooflineCost
@@ -507,3 +508,21 @@ def test_tiny_cpu_simulates_what_the_engine_replays() -> None:
         assert summary["requests_by_status"]["length"] == summary["requests"] == 48
         assert summary["prefix_hit_tokens"] > 0
     assert summaries[0]["output_tokens"] == summaries[1]["output_tokens"]
+
+
+# -- validation -------------------------------------------------------------------------------------------------------
+
+
+def test_validation_runs_at_the_sizes_that_the_engine_captures() -> None:
+    """Steps that only decode are computed at a captured batch size that holds them; the others at their own, and they
+    cost the CPU 32 layers of 50 us to launch.
+    """
+    steps = ran("validation", "async").steps
+    decoding = steps["prefill_tokens"] == 0
+    assert 0 < decoding.sum() < len(steps)
+    padded, tokens = steps["padded_tokens"], steps["tokens"]
+    assert set(padded[decoding].tolist()) <= {0, *CAPTURED}
+    assert (padded[decoding] >= tokens[decoding]).all() and (padded[decoding] > tokens[decoding]).any()
+    chunks = steps["prefill_tokens"] > steps["rows"]  # longer than a token, whoever else is listed
+    assert (padded[chunks] == tokens[chunks]).all()
+    assert (steps.lane("launch")[chunks] >= 32 * 50_000).all()

@@ -31,11 +31,12 @@ class View(NamedTuple):
         return moved
 
 
-def lanes(steps: Frames, window: tuple[int, int] | None = None) -> Chart:
+def lanes(steps: Frames, window: tuple[int, int] | None = None, *, as_given: bool = False) -> Chart:
     """One panel a run; all show as long a time as the first, each from the same step of its own: the `window` (first
-    step, number of steps), or steps in the middle of the run, where neither start-up nor tail shows.
+    step, number of steps), or steps in the middle of the run, where neither start-up nor tail shows. Sync runs stand
+    above async ones unless the order is `as_given`.
     """
-    runs = dict(sorted(steps.items(), key=lambda item: pipelined(item[1])))
+    runs = dict(steps if as_given else sorted(steps.items(), key=lambda item: pipelined(item[1])))
     windows = {label: _window(frame, window) for label, frame in runs.items()}
     length = next((end - start for start, end in filter(None, windows.values())), 0)
     scale = unit(length / NS)

@@ -1,8 +1,16 @@
-"""`fitted`: step time as a linear form in what the step does, with coefficients measured on an engine."""
+"""`fitted`: step time as a sum of terms in what the step does, with coefficients measured on an engine.
+
+Matrix products over few tokens wait for the weights and over many for arithmetic, so their time is flat and then
+steep, with steps between: it is taken straight between sizes that were measured (`Curve`). The same goes for what
+decoding rows read. All other terms are proportional.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from cbsim.cost.cpu import CpuCost
@@ -10,38 +18,63 @@ from cbsim.policy.plan import StepPlan
 
 
 class Work(NamedTuple):
-    """What a step does, as far as its time depends on it. A calibration fits one coefficient to each, and a constant.
+    """What a step does, as far as its time depends on it.
 
-    `pairs` are query tokens of the chunks times the KV tokens that each attends to, itself included; `context` are the
-    KV tokens that decoding rows read, their own included. Padding of static batches counts.
+    `tokens` are the query tokens computed, padding to a CUDA graph included; `cached` the tokens in the cache before
+    its chunks; `pairs` the query tokens of the chunks times the KV tokens that each attends to, itself included;
+    `context` the KV tokens that decoding rows read, their own included. `decodes` and all else count padding, too.
     """
 
+    tokens: int
     chunks: int
     prefill_tokens: int
+    cached: int
     pairs: float
     decodes: int
     context: int
 
 
-def work(plan: StepPlan) -> Work:
-    """What `plan` does."""
-    prefill, pairs = 0, 0.0
+def work(plan: StepPlan, tokens: int) -> Work:
+    """What `plan` does when `tokens` query tokens are computed."""
+    prefill, cached, pairs = 0, 0, 0.0
     for c in plan.chunks:
         width = c.tokens + c.padding
         prefill += width
+        cached += c.start
         pairs += width * c.start + width * (width + 1) / 2
     rows = plan.decodes + plan.padding_rows
-    return Work(len(plan.chunks), prefill, pairs, rows, plan.decode_context + rows + plan.padding_context)
+    context = plan.decode_context + rows + plan.padding_context
+    return Work(tokens, len(plan.chunks), prefill, cached, pairs, tokens - prefill, context)
+
+
+class Curve:
+    """Straight lines through (at[i], values[i]), `at` ascending: flat below the first, above the last as before it; 0
+    without any.
+    """
+
+    def __init__(self, at: Sequence[float], values: Sequence[float]) -> None:
+        lines = zip(pairwise(at), pairwise(values), strict=True)
+        slopes = [(after - before) / (right - left) for (left, right), (before, after) in lines]
+        self._at, self._values, self._slopes = list(at), list(values), [*slopes, slopes[-1] if slopes else 0.0]
+
+    def __call__(self, x: float) -> float:
+        i = bisect_right(self._at, x) - 1
+        if i < 0:
+            return self._values[0] if self._values else 0.0
+        return max(0.0, self._values[i] + self._slopes[i] * (x - self._at[i]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedCost:
-    """Coefficients in nanoseconds, one for each count in `Work`, and times that every step takes."""
+    """Coefficients in nanoseconds: one for each count in `Work`, or a curve, and times that every step takes."""
 
     cpu_ns: CpuCost
     base: float
+    query_tokens: Curve
+    context_tokens: Curve
     per_chunk: float
     per_prefill_token: float
+    per_cached_token: float
     per_prefill_pair: float
     per_decode_row: float
     per_context_token: float
@@ -52,9 +85,12 @@ class FittedCost:
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         if not plan.rows:
             return 0, 0, 0
-        chunks, prefill, pairs, rows, context = work(plan)
-        linear = self.per_prefill_token * prefill + self.per_decode_row * rows + self.per_context_token * context
-        kernels = self.base + self.per_chunk * chunks + linear + self.per_prefill_pair * pairs
+        does = work(plan, tokens)
+        kernels = self.base + self.query_tokens(does.tokens) + self.context_tokens(does.context)
+        kernels += self.per_decode_row * does.decodes + self.per_context_token * does.context
+        if does.chunks:
+            kernels += self.per_chunk * does.chunks + self.per_prefill_token * does.prefill_tokens
+            kernels += self.per_cached_token * does.cached + self.per_prefill_pair * does.pairs
         return round(self.h2d), round(kernels), round(self.d2h)
 
     def eager_launch_ns(self, plan: StepPlan) -> int:

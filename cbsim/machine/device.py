@@ -28,11 +28,12 @@ class Device(Protocol):
 
 class OneGpu:
     """A GPU on its own: when a step lands is known as soon as it is launched. `depth` I/O slots; `overlap` runs copies
-    beside kernels.
+    beside kernels; `gap_ns` lie between the kernels of two steps at least.
     """
 
-    def __init__(self, cost: Cost, *, depth: int, overlap: bool) -> None:
-        self._cost = cost
+    def __init__(self, cost: Cost, *, depth: int, overlap: bool, gap_ns: int = 0) -> None:
+        self._cost, self._gap_ns = cost, gap_ns
+        self._ready_ns = 0  # from when kernels can run after those of the last step
         self._h2d, self._compute, self._d2h = lanes(overlap=overlap)
         self._slots = Slots(depth)
 
@@ -41,9 +42,11 @@ class OneGpu:
         launched = times.launch_end_ns
         ready = max(times.launch_start_ns if shape.eager else launched, self._slots.free_ns(plan.step))
         times.h2d_start_ns, times.h2d_end_ns = self._h2d.book(ready, h2d_ns)
+        ready = max(times.h2d_end_ns, self._ready_ns)
         if shape.eager:  # kernels run while the CPU launches them one by one, the last not before it is launched
-            compute_ns = max(compute_ns, launched - self._compute.start_ns(times.h2d_end_ns))
-        times.compute_start_ns, times.compute_end_ns = self._compute.book(times.h2d_end_ns, compute_ns)
+            compute_ns = max(compute_ns, launched - self._compute.start_ns(ready))
+        times.compute_start_ns, times.compute_end_ns = self._compute.book(ready, compute_ns)
+        self._ready_ns = times.compute_end_ns + self._gap_ns
         times.d2h_start_ns, times.d2h_end_ns = self._d2h.book(times.compute_end_ns, d2h_ns)
         self._slots.hold(plan.step, times.d2h_end_ns)
 

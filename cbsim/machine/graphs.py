@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from cbsim.policy.graphs import up_to_multiple, up_to_power
+from cbsim.policy.graphs import captured, captured_sizes, up_to_multiple, up_to_power
 from cbsim.policy.plan import StepPlan
 
 Bucket = tuple[int, Hashable] | None  # (query tokens computed, key of the graph), None: no graph fits
@@ -67,5 +67,16 @@ def vllm_buckets(sizes: Sequence[int]) -> Callable[[StepPlan], Bucket]:
     def bucket(plan: StepPlan) -> Bucket:
         at = bisect_left(sizes, plan.computed_tokens)
         return (sizes[at], sizes[at]) if at < len(sizes) else None
+
+    return bucket
+
+
+def engine_buckets(rows: int) -> Callable[[StepPlan], Bucket]:
+    """Our engine with up to `rows` requests: decoding steps at a captured batch size, all others eagerly."""
+    sizes = captured_sizes(rows)
+
+    def bucket(plan: StepPlan) -> Bucket:
+        size = captured(plan, sizes)
+        return None if size is None else (size, size)
 
     return bucket

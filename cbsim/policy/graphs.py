@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from cbsim.policy.plan import StepPlan
+
+CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 1025, 32))
+"""Our engine's decode batches with a graph; others are padded up to the next. Padding is nearly free: a matrix product
+over 128 rows takes as long as over one."""
+
 
 def up_to_multiple(value: int, interval: int, most: int) -> int:
     """`value` rounded up to a multiple of `interval`, at least one interval, at most `most`."""
@@ -11,3 +20,23 @@ def up_to_multiple(value: int, interval: int, most: int) -> int:
 def up_to_power(value: int, most: int) -> int:
     """`value` rounded up to a power of two, at most `most`."""
     return min(1 << max(0, value - 1).bit_length(), most)
+
+
+def captured_sizes(rows: int) -> list[int]:
+    """Sizes for batches of up to `rows`; the last one holds them all, unless that is too many for a graph."""
+    return list(CAPTURED[: bisect_left(CAPTURED, rows) + 1])
+
+
+def captured(plan: StepPlan, sizes: Sequence[int]) -> int | None:
+    """The captured size at which our engine runs a step on a GPU, or None: kernel by kernel. Steps in which every row
+    has one query token and samples have a graph, up to the largest size.
+    """
+    if plan.tokens > sizes[-1] or any(c.tokens > 1 or c.padding or not c.samples for c in plan.chunks):
+        return None
+    return bucket(sizes, plan.tokens)
+
+
+def bucket(sizes: Sequence[int], rows: int) -> int:
+    """The captured size that holds `rows`; beyond the largest, they stay as they are."""
+    at = bisect_left(sizes, rows)
+    return sizes[at] if at < len(sizes) else rows

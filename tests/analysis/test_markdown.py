@@ -45,3 +45,12 @@ def test_no_text_is_taken_for_html(question: str) -> None:
 def test_a_fence_is_longer_than_what_it_holds() -> None:
     assert markdown.fenced("yaml", "a: '````'") == ["`````yaml", "a: '````'", "`````"]
     assert markdown.fenced("sh", "ls") == ["```sh", "ls", "```"]
+
+
+def test_what_no_run_has_of_its_own_is_left_out() -> None:
+    """No table without numbers, and nothing to unfold that is empty."""
+    first, second = report(2).sources
+    sources = [replace(first, tiles=(), environment=""), replace(second, tiles=(), scenario="")]
+    text = markdown.text(replace(report(2), sources=sources))
+    assert first.tiles[0].value not in text
+    assert text.count("<summary>Scenario</summary>") == text.count("<summary>Environment</summary>") == 1

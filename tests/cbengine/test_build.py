@@ -27,9 +27,9 @@ from cbengine.device import Lanes, staging
 from cbengine.errors import MissingError, UsageError
 from cbengine.kvcache import DeviceMemoryError
 from cbengine.sampling import Sampling
-from cbengine.warmup import bucket, captured_sizes
 from cbsim import scenario
 from cbsim.fields import ScenarioError
+from cbsim.policy.graphs import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan
 from cbsim.scenario import Scenario
 from cbsim.workload import Workload

@@ -20,55 +20,66 @@ pytest.importorskip("torch", reason="the engine needs torch")
 
 from served import INLINE, LOOPS, SCHEDULERS, asked, spec
 
-from cbengine import build, calibrate, cli
-from cbengine.calibrate import CPU_TERMS, GPU_TERMS, Probe, Table
+from cbengine import build, calibrate, cli, probes
+from cbengine.calibrate import CPU_TERMS, GPU_TERMS
 from cbengine.errors import UsageError
+from cbengine.probes import Line, Probe, Reach, Table
 from cbsim import assemble, documents, scenario, workload
 from cbsim import cli as simulator
 from cbsim.cost.cpu import PHASES
-from cbsim.cost.fitted import Work
+from cbsim.cost.fitted import Curve
+from cbsim.metrics import Steps
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.record import STEP_COLUMNS
 from cbsim.scenario import Scenario
 from cbsim.timing import Coefficients
 
 KERNELS = {  # seconds
-    "base_s": 2e-3,
     "per_chunk_s": 3e-4,
-    "per_prefill_token_s": 2e-5,
+    "per_cached_token_s": 2e-7,
     "per_prefill_attention_s": 4e-8,
     "per_decode_row_s": 5e-5,
-    "per_context_token_s": 3e-7,
 }
+MATRICES = Curve([1, 64, 128], [2e-3, 2.5e-3, 6e-3])  # flat, then steep
+READS = Curve([0, 512, 4096], [0.0, 1e-3, 2e-3])
 CPU = {phase: {"base_s": 1e-4 * (i + 1), "per_request_s": 1e-6 * i} for i, phase in enumerate(PHASES)}
+LAYERS, EAGER_S = 2, 3e-4
 H2D, D2H = 7e-6, 9e-6
-EDGES = ("start_ns", "end_ns")
 
 
-def column(name: str) -> int:
-    return list(STEP_COLUMNS).index(name)
+def compute_s(tokens: int, chunks: int, cached: int, pairs: float, decodes: int, context: int) -> float:
+    """What the kernels of made-up steps take."""
+    counts = (chunks, cached, pairs, decodes)
+    linear = sum(each * count for each, count in zip(KERNELS.values(), counts, strict=True))
+    return linear + MATRICES(tokens) + READS(context)
 
 
 def made_up(count: int, seed: int, noise: float) -> Table:
-    """Steps that take what KERNELS and CPU say, give or take `noise`."""
+    """Steps that take what KERNELS, both curves and CPU say, give or take `noise`; those with chunks are eager."""
     rng = np.random.default_rng(seed)
+
+    def ns(seconds: float) -> int:
+        return round(seconds * 1e9 * (1 + noise * rng.standard_normal()))
+
     table = Table()
     for _ in range(count):
-        chunks, rows = int(rng.integers(0, 3)), int(rng.integers(1, 17))
-        prefill, context = chunks * int(rng.integers(2, 64)), rows * int(rng.integers(8, 160))
-        step = Work(chunks, prefill, prefill * float(rng.integers(1, 80)), rows, context)
-        size = (chunks + rows, prefill + rows, context // 16 + 1)
-        times = np.zeros(len(STEP_COLUMNS), dtype=np.int64)
-        takes = {phase: CPU[phase]["base_s"] + CPU[phase]["per_request_s"] * size[0] for phase in PHASES}
-        takes["compute"] = float(np.dot(list(KERNELS.values()), [1, *step]))
-        takes |= {"h2d": H2D, "d2h": D2H}
-        for name, seconds in takes.items():
-            start, end = (column(f"{name}_{edge}") for edge in EDGES)
-            times[start] = rng.integers(0, 10**9)
-            times[end] = times[start] + round(seconds * 1e9 * (1 + noise * rng.standard_normal()))
-        table.work.append(step)
-        table.size.append(size)
-        table.times.append(times)
+        chunks, decodes = int(rng.integers(0, 3)), int(rng.integers(1, 17))
+        prefill, cached = chunks * int(rng.integers(2, 64)), chunks * int(rng.integers(0, 90))
+        pairs, context = prefill * float(rng.integers(1, 80)), decodes * int(rng.integers(8, 320))
+        tokens, rows, blocks = prefill + decodes, chunks + decodes, context // 16 + 1
+        phases = {name: CPU[name]["base_s"] + CPU[name]["per_request_s"] * rows for name in PHASES}
+        phases["launch"] += EAGER_S * (chunks > 0)
+        table.lines.append(
+            Line(
+                *(tokens, chunks, prefill, cached, pairs, decodes, context, rows, blocks, context),
+                eager=chunks > 0,
+                bound=False,
+                **{name: ns(seconds) for name, seconds in phases.items()},
+                h2d=ns(H2D),
+                compute=ns(compute_s(tokens, chunks, cached, pairs, decodes, context)),
+                d2h=ns(D2H),
+            )
+        )
     return table
 
 
@@ -79,40 +90,118 @@ def plan(chunks: tuple[Chunk, ...], **counts: int) -> StepPlan:
     return StepPlan(**(fields | {"chunks": chunks, "prefill_tokens": sum(c.tokens for c in chunks)} | counts))
 
 
+def simulated(table: Table) -> Any:
+    """The simulator's cost model with what a calibration makes of these steps."""
+    found = calibrate.calibration(table, LAYERS)
+    base = asked("vllm").model_dump(mode="json")
+    return assemble.cost_model(Scenario.model_validate(base | {"cost": {"kind": "fitted", **found.coefficients}}))
+
+
 def test_known_coefficients_come_back() -> None:
-    """Without noise, to the six digits of the file."""
-    found = calibrate.calibration(made_up(200, 1, 0.0))
-    for term, seconds in KERNELS.items():
-        assert found.coefficients[term] == pytest.approx(seconds, rel=1e-3), term
+    """Without noise: the CPU's and the copies' to the file's digits, and what eager steps cost more."""
+    found = calibrate.calibration(made_up(400, 1, 0.0), LAYERS)
     assert (found.coefficients["h2d_s"], found.coefficients["d2h_s"]) == (H2D, D2H)
-    assert found.coefficients["launch_s_per_layer"] == 0
+    assert found.coefficients["launch_s_per_layer"] == pytest.approx(EAGER_S / LAYERS, rel=1e-3)
     for phase, terms in found.coefficients["cpu"].items():
         assert tuple(terms) == CPU_TERMS
         assert terms["base_s"] == pytest.approx(CPU[phase]["base_s"], rel=1e-3)
     assert tuple(found.fits) == ("kernels", *PHASES)
-    assert found.covers.startswith("steps of up to 18 requests, ")
+    assert set(GPU_TERMS) < set(found.coefficients)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_simulator_makes_of_them_what_was_measured(seed: int) -> None:
-    """5 % of noise a step leaves 1.5 % in the simulator's time of a step, prefilling or decoding."""
-    found = calibrate.calibration(made_up(600, seed, 0.05))
-    base = asked("vllm").model_dump(mode="json")
-    model = assemble.cost_model(Scenario.model_validate(base | {"cost": {"kind": "fitted", **found.coefficients}}))
-    decode = plan((), decodes=8, decode_context=8 * 79)
-    mixed = plan((Chunk(spec(0, 90, 4), 0, 20, 40, (), False),), decodes=4, decode_context=4 * 100)
-    for step, work in ((decode, (0, 0, 0, 8, 640)), (mixed, (1, 40, 40 * 20 + 820, 4, 404))):
-        h2d, kernels, d2h = model.gpu_ns(step, 0)
-        true = float(np.dot(list(KERNELS.values()), [1, *work])) * 1e9
-        assert kernels == pytest.approx(true, rel=0.015)
+    """5 % of noise a step leaves 2.5 % in the simulator's time of a step, prefilling or decoding, left and right of the
+    bend in the matrix products.
+    """
+    model = simulated(made_up(900, seed, 0.05))
+    few, many = (plan((), decodes=n, decode_context=n * 200) for n in (4, 16))
+    mixed = plan((Chunk(spec(0, 90, 4), 0, 20, 90, (), False),), decodes=4, decode_context=4 * 100)
+    for step, work in (
+        (few, (4, 0, 0, 0, 4, 804)),
+        (many, (16, 0, 0, 0, 16, 3216)),
+        (mixed, (94, 1, 20, 5895, 4, 404)),
+    ):
+        h2d, kernels, d2h = model.gpu_ns(step, work[0])
+        assert kernels == pytest.approx(compute_s(*work) * 1e9, rel=0.025)
         assert (h2d, d2h) == pytest.approx((H2D * 1e9, D2H * 1e9), rel=0.01)
 
 
+def test_a_larger_batch_may_be_the_faster_one() -> None:
+    """Matrix products go in tiles: 24 rows may take less than 16. A curve through measured sizes shows it."""
+    table = made_up(600, 1, 0.0)
+    slower = Curve([8, 16, 24], [0, 1e6, 0])
+    slow = [line._replace(compute=line.compute + round(slower(min(line.tokens, 24)))) for line in table.lines]
+    curve = calibrate.calibration(Table(slow), LAYERS).coefficients["query_tokens"]
+    at = {point["tokens"]: point["s"] for point in curve}
+    assert at[16] > at[24] > 0
+
+
+def test_steps_that_waited_for_their_launches_do_not_count() -> None:
+    """Their kernels would have been faster."""
+    table = made_up(600, 1, 0.0)
+    waited = [
+        line._replace(compute=line.compute * 3, bound=True) if i % 3 == 0 else line
+        for i, line in enumerate(table.lines)
+    ]
+    assert calibrate.calibration(Table(waited), LAYERS).fits["kernels"].steps == 400
+    step = plan((), decodes=8, decode_context=800)
+    assert simulated(Table(waited)).gpu_ns(step, 8)[1] == pytest.approx(simulated(table).gpu_ns(step, 8)[1], rel=0.01)
+
+
+def test_a_curve_has_points_only_where_steps_are() -> None:
+    """FEW steps between two points, and the last one is the largest size; hats add up to 1 everywhere."""
+    counted = np.array([3.0] * 20 + [30.0] * 2 + [100.0] * 20)
+    assert calibrate.points(counted, calibrate.SIZES) == [4, 100]
+    assert calibrate.points(np.array([0.0] * 30), calibrate.SIZES) == [1]
+    assert sum(calibrate.hats(counted, [4, 50, 100])) == pytest.approx(np.ones(len(counted)))
+
+
 def test_too_few_steps() -> None:
-    with pytest.raises(UsageError, match="calibrate: 23 steps are too few to fit 6 terms, 24 would do: give a larger"):
-        calibrate.calibration(made_up(23, 1, 0.0))
-    calibrate.calibration(made_up(24, 1, 0.0))
-    assert len(GPU_TERMS) == 6
+    with pytest.raises(UsageError, match="calibrate: 23 steps are too few, 24 would do: give a larger"):
+        calibrate.calibration(made_up(23, 1, 0.0), LAYERS)
+    calibrate.calibration(made_up(24, 1, 0.0), LAYERS)
+
+
+# -- the steps --------------------------------------------------------------------------------------------------------
+
+
+def steps_of(**edges: list[int]) -> Steps:
+    """A step table with these columns, 0 in all others."""
+    rows = np.zeros((len(next(iter(edges.values()))), len(STEP_COLUMNS)), dtype=np.int64)
+    for name, values in edges.items():
+        rows[:, list(STEP_COLUMNS).index(name)] = values
+    return Steps(rows)
+
+
+def test_a_line_counts_from_launch_to_kernels_and_from_kernels_to_the_cpu() -> None:
+    """Kernels begin 5 after the launch and end at 40; the CPU has the result at 47. Padding counts as decoding rows."""
+    steps = steps_of(
+        padded_tokens=[8], launch_start_ns=[10], launch_end_ns=[15], compute_start_ns=[20], compute_end_ns=[40],
+        await_end_ns=[47], context_tokens=[99],
+    )  # fmt: skip
+    at = {name: int(steps.table[0][i]) for i, name in enumerate(STEP_COLUMNS)}
+    line = probes._line(plan((), decodes=5, decode_context=94), at, [8, 16])
+    assert (line.launch, line.h2d, line.compute, line.d2h, line.read) == (5, 5, 20, 7, 99)
+    assert (line.tokens, line.decodes, line.rows, line.eager) == (8, 8, 5, False)
+
+
+@pytest.mark.parametrize(("end", "bound"), [(1010, True), (1400, False)])
+def test_kernels_that_end_with_their_launch_were_bound_by_it(end: int, bound: bool) -> None:
+    steps = steps_of(padded_tokens=[20], launch_end_ns=[1000], compute_start_ns=[0], compute_end_ns=[end])
+    at = {name: int(steps.table[0][i]) for i, name in enumerate(STEP_COLUMNS)}
+    line = probes._line(plan((Chunk(spec(0, 90, 4), 0, 0, 20, (), False),)), at, [8, 16])
+    assert (line.eager, line.bound, line.h2d) == (True, bound, 0)
+    assert not probes._line(plan((Chunk(spec(0, 90, 4), 0, 0, 20, (), False),)), at, []).eager, "launched in one go"
+
+
+def test_the_gap_is_that_of_steps_which_waited() -> None:
+    """Steps 1 and 2 were launched while the one before ran and began 3 and 5 later; step 3 was late itself."""
+    steps = steps_of(
+        launch_end_ns=[0, 12, 112, 400], compute_start_ns=[10, 103, 205, 450], compute_end_ns=[100, 200, 300, 500]
+    )
+    assert probes._gap_s(steps) == 4e-9
+    assert probes._gap_s(steps_of(launch_end_ns=[5])) == 0
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------
@@ -124,25 +213,39 @@ def test_the_file_is_one_that_the_simulator_reads(tmp_path: Path) -> None:
     file = tmp_path / "a new" / "folder" / "fitted.yaml"
     calibrate.check_writable(file)
     assert not file.exists()
-    found = calibrate.calibration(made_up(100, 1, 0.01))
-    calibrate.write(file, found, base, "process")
-    assert Coefficients.model_validate(documents.read(file).data).model_dump() == found.coefficients
-    header = [line for line in file.read_text().splitlines() if line.startswith("# ")]
-    assert header[0].startswith("# Measured with `python -m cbengine calibrate` on process, commit ")
-    assert header[1] == "# Model Tiny, float32; scheduler vllm; synchronous loop."
-    assert header[3].startswith("# kernels: error of a step: median ")
+    found = calibrate.calibration(made_up(100, 1, 0.01), LAYERS)
+    held = calibrate.write(file, found, base, "a device")
+    read = Coefficients.model_validate(documents.read(file).data)
+    assert read == Coefficients.model_validate(held)
+    told = read.calibrated
+    assert told is not None
+    assert (told.device, told.model, told.dtype, told.scheduler) == ("a device", "Tiny", "float32", "vllm")
+    assert (told.rows, told.tokens) == (18, max(line.tokens for line in found.table.lines))
+    assert told.fits is not None and told.fits.kernels.steps == 100
+    assert file.read_text().startswith("# Measured with `python -m cbengine calibrate`, synchronous loop.")
     cost = f"cost={{kind: fitted, path: {json.dumps(str(file))}}}"
     with contextlib.redirect_stdout(io.StringIO()) as out:
         status = simulator.main(["run", "tiny_cpu", "--set", cost, "--out", str(tmp_path / "runs"), "--json"])
     assert status == 0
     summary = json.loads(out.getvalue())["sync"]
-    assert summary["makespan_s"] > summary["steps"] * KERNELS["base_s"]
+    assert summary["makespan_s"] > summary["steps"] * MATRICES(1)
+
+
+def test_a_file_is_fitted_again_from_the_steps_beside_it(tmp_path: Path) -> None:
+    """A better fit needs no device: origin and range stay, and so do the coefficients, as long as the fit does."""
+    file = tmp_path / "8b.fitted.yaml"
+    held = calibrate.write(file, calibrate.calibration(made_up(100, 1, 0.01), LAYERS), asked("vllm"), "a device")
+    assert calibrate.steps_of(file) == tmp_path / "8b.probes.parquet"
+    assert calibrate.refit(file, LAYERS) == held == documents.read(file).data
+    calibrate.steps_of(file).write_bytes(b"no table")
+    with pytest.raises(UsageError, match=r"8b\.probes\.parquet: not a calibration: "):
+        calibrate.refit(file, LAYERS)
 
 
 @pytest.mark.parametrize("place", ["file/fitted.yaml", "file/deeper/fitted.yaml", "."])
 def test_where_nothing_can_be_written(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("kept")
-    found = calibrate.calibration(made_up(30, 1, 0.0))
+    found = calibrate.calibration(made_up(30, 1, 0.0), LAYERS)
     for attempt in (
         lambda: calibrate.check_writable(tmp_path / place),
         lambda: calibrate.write(tmp_path / place, found, asked("vllm"), "process"),
@@ -177,18 +280,21 @@ VLLM = (
 
 
 @settings(max_examples=40)
-@given(rows=st.integers(1, 80), longest=st.integers(1, 500), quick=st.booleans())
+@given(
+    rows=st.integers(1, 80), longest=st.integers(1, 500), tokens=st.integers(1, 300), context=st.integers(1, 9000),
+    quick=st.booleans(),
+)  # fmt: skip
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_probes_are_scenarios(scheduler: str, rows: int, longest: int, quick: bool) -> None:
-    """Whatever the sizes and the base: each has a cache for all seats at once, so that nothing is refused or preempted,
+def test_probes_are_scenarios(scheduler: str, rows: int, longest: int, tokens: int, context: int, quick: bool) -> None:
+    """Whatever the reach and the base: each has a cache for all seats at once, so that nothing is refused or preempted,
     and a device of the right size follows from it.
     """
     base = BASES[scheduler]
-    for probe in calibrate.probes(rows, longest, quick=quick):
-        assert min(probe.prompt, probe.output) >= 4
-        assert probe.prompt + probe.output <= max(longest, calibrate.SHORTEST)
-        assert probe.seats <= max(rows, 2)
-        ready = calibrate._scenario(base, probe)
+    for probe in probes.probes(Reach(rows, longest, tokens, context), quick=quick):
+        assert 1 <= probe.low <= probe.prompt
+        assert probe.prompt + probe.output <= max(longest, probes.SHORTEST)
+        assert probe.seats <= rows
+        ready = probes._scenario(base, probe)
         assert Scenario.model_validate(ready.model_dump(mode="json")) == ready
         options: Any = scenario.scheduler_options(ready, 1)
         assert options.num_blocks * options.block_size >= probe.seats * (probe.prompt + probe.output)
@@ -200,37 +306,39 @@ BASES = {one: asked(one, *HOSTILE, *(VLLM if one.startswith("vllm") else ())) fo
 
 
 def test_probes_cover_what_was_asked_for() -> None:
-    """All seats, whole prompts, and one request alone; `quick` only shortens outputs."""
+    """All seats, whole prompts, chunks, one request alone, as much context as asked for; `quick` shortens outputs."""
     for quick in (False, True):
-        probes = calibrate.probes(16, 160, quick=quick)
-        assert max(probe.seats for probe in probes) == 16
-        assert min(probe.seats for probe in probes) == 1
-        assert max(probe.prompt + probe.output for probe in probes) == 160
-        assert any(probe.chunk >= probe.prompt for probe in probes)
-        assert any(probe.chunk < probe.prompt for probe in probes)
+        found = probes.probes(Reach(16, 160, 128, 1000), quick=quick)
+        assert max(probe.seats for probe in found) == 16
+        assert min(probe.seats for probe in found) == 1
+        assert max(probe.prompt + probe.output for probe in found) == 160
+        assert any(probe.chunk >= probe.prompt for probe in found)
+        assert any(probe.chunk < probe.prompt for probe in found)
+        assert max(probe.seats * probe.low for probe in found) >= 0.8 * 1000
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_what_a_base_scenario_says_of_its_loop_does_not_matter(loop: str) -> None:
-    """Probes run the synchronous loop: every step has its own time."""
-    base = asked("vllm", f"loop.mode={loop}")
-    table = calibrate.measure(base, INLINE, [Probe(3, 2, 6, 8, 6)], lambda _: None)
-    steps = table.steps
-    assert (steps["await_end_ns"][:-1] <= steps["schedule_start_ns"][1:]).all()
-    assert len(table.work) == len(table.size) == len(steps)
-    assert all(size[0] >= 1 for size in table.size)
+    """Probes run the synchronous loop, in which every step has its own time; a last one measures the gap."""
+    base, said = asked("vllm", f"loop.mode={loop}"), []
+    table = probes.measure(base, INLINE, [Probe("few", 3, 2, 1, 6, 8, 6)], said.append)
+    assert said == ["probe 1 of 1: few", "two steps in flight: the gap between them"]
+    assert table.lines
+    assert all(line.rows >= 1 and line.d2h >= 0 and not line.eager for line in table.lines)
+    assert Table.of(table.arrow()).lines == table.lines
 
 
 @pytest.mark.parametrize(
     ("rows", "longest", "words"),
     [
         (4, 9000, "--longest: got 9000, must be <= 8192, model.max_position"),
-        (10**12, 8192, "calibrate: --rows or --longest is too large: kv_cache.num_blocks: got "),
+        (10**12, 8192, "calibrate: --rows, --longest or --tokens is too large: kv_cache.num_blocks: got "),
     ],
 )
 def test_sizes_that_cannot_be(rows: int, longest: int, words: str) -> None:
+    reach = Reach(rows, longest, 8192, 10**15)
     with pytest.raises(UsageError) as error:
-        calibrate.calibrate(asked("vllm"), INLINE, lambda _: None, rows=rows, longest=longest, quick=True)
+        calibrate.calibrate(asked("vllm"), INLINE, lambda _: None, reach=reach, quick=True)
     assert str(error.value).startswith(words)
 
 
@@ -249,7 +357,7 @@ def test_the_command_and_what_it_says_to_do_next(
     words = ["calibrate", "--quick", "--rows", "4", "--longest", "32", "--out", out]
     assert cli.main([*words, "--set", "workload.requests=3", "--set", "model.layers=1"]) == 0
     said = capsys.readouterr()
-    assert said.err.count("probe ") == 4
+    assert said.err.count("probe ") == 7
     assert said.out.startswith(Path(out).read_text())
     (line,) = (line for line in said.out.splitlines() if line.startswith("use it"))
     command = shlex.split(line.removeprefix("use it"))

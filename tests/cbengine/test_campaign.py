@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="needs the engine's extra: pip install -e '.[engine]'")
-from cbengine import campaign, cli
+from cbengine import campaign, cli, provenance, suite
 from cbengine.campaign import Part
 
 
@@ -84,7 +84,7 @@ def test_another_commit_measures_again(small: Path, monkeypatch: pytest.MonkeyPa
     """A number belongs to the code that made it."""
     words = ["hardware", "first", "--device", "process", "--out", str(small)]
     assert cli.main(words) == 0
-    monkeypatch.setattr(campaign, "git_state", lambda: {"commit": "another", "dirty": False})
+    monkeypatch.setattr(provenance, "git_state", lambda: {"commit": "another", "dirty": False})
     assert cli.main(words) == 0
     assert len(ledger(small)["commands"]) == 4
 
@@ -121,7 +121,9 @@ def test_every_command_parses(device: str) -> None:
         for command in part.commands:
             if command[0] == "cbengine":
                 arguments = cli._parser().parse_args(list(command[1:]))
-                assert arguments.command in ("replay", "bench", "calibrate")
+                assert arguments.command in ("replay", "bench", "validate")
+                if arguments.command == "validate":
+                    assert suite.chosen(arguments.cases, device)
                 if arguments.command == "replay":
                     assert cli.run_options(arguments).scenario in ("8k_b32", "8k_prompt_b32", "tiny_cpu")
             else:

@@ -35,9 +35,10 @@ from cbengine.model import Model  # noqa: E402
 from cbengine.ops import Rows, TorchOps  # noqa: E402
 from cbengine.sampling import Sampling  # noqa: E402
 from cbengine.timeline import Timeline  # noqa: E402
-from cbengine.warmup import CAPTURED, bucket, captured_sizes, scratch_step, warm_ups  # noqa: E402
+from cbengine.warmup import scratch_step, warm_ups  # noqa: E402
 from cbsim.machine import invariants  # noqa: E402
 from cbsim.metrics import Steps  # noqa: E402
+from cbsim.policy.graphs import CAPTURED, bucket, captured_sizes  # noqa: E402
 from cbsim.record import STEP_COLUMNS  # noqa: E402
 from cbsim.workload import Workload  # noqa: E402
 

@@ -381,8 +381,11 @@ def test_the_peer_does_what_it_can(small: Path, out: Path) -> None:
         (("calibrate", "--out", "x", "--rows", "0"), ("--rows", "'0'", ">= 1")),
         (("calibrate", "--out", "x", "--device", "process", "--longest", "9999"), ("--longest: got 9999", "8192")),
         (("calibrate", "--out", "x", "--device", "process", "nowhere"), ("'nowhere'",)),
-        (("validate", "--device", "cuda"), ("--device", "'cuda'", "process", "modelled")),
-        (("validate", "--out", __file__), ("process.fitted.yaml: cannot be written",)),
+        (("validate", "--device", "inline"), ("--device", "'inline'", "process", "modelled")),
+        (("validate", "--repeat", "0"), ("--repeat", "'0'", ">= 1")),
+        (("validate", "cpu-1", "--device", "process"), ("case 'cpu-1'", "reference, load", "cpu-0, cpu-2")),
+        (("validate", "--out", __file__), ("provenance.json: cannot be written",)),
+        (("validate", "cpu", "--device", "process", "--set", "loop.mode=never"), ("loop.mode", "'never'")),
         (("bench", "--device", "process"), ("--device", "'process'", "cuda", "modelled")),
         (("generate", "--weights", "x"), ("--prompt",)),
         (("generate", "--prompt", "x"), ("--weights",)),
@@ -403,7 +406,7 @@ def test_a_command_that_cannot_be(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize(
     "words",
-    [("replay", "tiny_cpu"), ("calibrate", "--out", "x"), ("bench",), ("generate", "--prompt", "a")],
+    [("replay", "tiny_cpu"), ("calibrate", "--out", "x"), ("validate",), ("bench",), ("generate", "--prompt", "a")],
     ids=lambda words: words[0],
 )
 def test_a_gpu_that_is_not_there(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Any) -> None:

@@ -1,7 +1,10 @@
-"""Simulated against measured: how the two are compared, on numbers made up, and what is simulated for it."""
+"""Simulated against measured: which workloads, what is simulated for them, and what lies there afterwards. What was
+measured is never looked at here: the modelled device and made-up coefficients serve.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,181 +14,240 @@ pytest.importorskip("torch", reason="the engine needs torch")
 
 from served import asked
 
-from cbengine import calibrate, cli, commands, validate
-from cbengine.calibrate import Calibration
-from cbengine.validate import ABSURD, CASES, METRICS, MODELLED_BOUND, SPEED_UP, Line
-from cbsim import assemble, documents, runs, scenario, terminal
+from cbengine import build, calibrate, cli, probes, suite, validate
+from cbengine.build import Setup
+from cbengine.errors import UsageError
+from cbengine.suite import Case
+from cbsim import assemble, bars, documents, runs, scenario
+from cbsim.bars import BARS
 from cbsim.cost.cpu import PHASES
 from cbsim.scenario import Scenario
 
-FOUND = Calibration(
-    {
-        "base_s": 1e-3,
-        "per_decode_row_s": 1e-5,
-        "launch_s_per_layer": 0.0,
-        "cpu": {
-            phase: {"base_s": 1e-4, "per_request_s": 1e-6, "per_token_s": 0.0, "per_block_s": 0.0} for phase in PHASES
-        },
-    },
-    {},
-    "little",
+FOUND: dict[str, Any] = {
+    "query_tokens": [{"tokens": 1, "s": 1e-3}, {"tokens": 64, "s": 2e-3}],
+    "per_decode_row_s": 1e-5,
+    "launch_s_per_layer": 0.0,
+    "cpu": {phase: {"base_s": 1e-4, "per_request_s": 1e-6, "per_token_s": 0.0, "per_block_s": 0.0} for phase in PHASES},
+}
+SMALL = (
+    *("model=tiny", "hardware=laptop-cpu", "workload.requests=4", "workload.prompt_tokens=20"),
+    *("workload.output_tokens=6", "kv_cache={num_blocks: 400, block_size: 16}", "scheduler.max_num_seqs=4"),
 )
+CASES = {
+    "plain": Case("plain", "batch", "as it is"),
+    "slow": Case("slow", "cpu", "2 ms more", (), 2.0, curve="tiny"),
+    "busy": Case("busy", "load", "arrivals", (), load=0.5),
+}
+REACH = probes.Reach(4, 64, 32, 256)
 
 
-def summary(makespan_s: float, **others: Any) -> dict[str, Any]:
-    """A summary with all that is compared; `others` by dotted name."""
-    values = {metric: 1.0 for _, metric, _ in METRICS} | {"gpu_active": 0.5, "makespan_s": makespan_s} | others
-    nested: dict[str, Any] = {}
-    for metric, value in values.items():
-        name, _, statistic = metric.partition(".")
-        if statistic:
-            nested.setdefault(name, {})[statistic] = value
-        else:
-            nested[name] = value
-    return nested
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three workloads of a tiny model on the modelled device, and short probes."""
+    monkeypatch.setattr(suite, "cases", lambda device: CASES)
+    monkeypatch.setattr(probes, "GPU_REACH", REACH)
 
 
-# -- comparison -------------------------------------------------------------------------------------------------------
+def call(out: Path, *words: str) -> int:
+    changes = [word for change in SMALL for word in ("--set", change)]
+    return cli.main(["validate", "--device", "modelled", "--quick", "--out", str(out), *changes, *words])
 
 
-def test_a_time_is_compared_by_ratio_and_a_share_by_points() -> None:
-    """Simulated 11 s against measured 10 s is +10 %; 80 % active against 75 % is +5 points, not +6.7 %."""
-    predicted = {"sync": summary(11.0, **{"gpu_active": 0.8, "ttft_s.p50": 0.9})}
-    lines = validate.compared("case", predicted, {"sync": summary(10.0, gpu_active=0.75)})
-    assert [(line.case, line.loop) for line in lines] == [("case", "sync")] * len(METRICS)
-    found = {line.metric: (line.simulated, line.measured, line.error) for line in lines}
-    assert found["makespan"] == pytest.approx((11, 10, 0.1))
-    assert found["GPU active"] == pytest.approx((0.8, 0.75, 0.05))
-    assert found["TTFT p50"] == pytest.approx((0.9, 1, -0.1))
-    assert found["E2E p50"] == (1, 1, 0)
+def content(folder: Path) -> dict[str, str]:
+    """Every file under a folder with when it was written."""
+    return {str(path.relative_to(folder)): str(path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_asynchrony_gains_is_compared_in_points() -> None:
-    """12 s against 10 s is a gain of 20 %; measured 11 against 10 is 10 %: 10 points too many. One loop has no gain."""
-    predicted = {"sync": summary(12.0), "async": summary(10.0)}
-    measured = {"sync": summary(11.0), "async": summary(10.0)}
-    lines = validate.compared("case", predicted, measured)
-    assert len(lines) == 2 * len(METRICS) + 1
-    assert lines[-1] == Line("case", "both", SPEED_UP, *(pytest.approx(gain) for gain in (0.2, 0.1, 0.1)))  # type: ignore[arg-type]
-    one = {"async": summary(10.0)}
-    assert {line.metric for line in validate.compared("case", one, one)} == {label for label, _, _ in METRICS}
+# -- the workloads ----------------------------------------------------------------------------------------------------
 
 
-def lines(*errors: tuple[str, float]) -> list[Line]:
-    return [Line("case", "sync", metric, 1.0, 1.0, error) for metric, error in errors]
+@pytest.mark.parametrize("device", ["cuda", "process"])
+def test_cases_are_scenarios_and_differ(device: str) -> None:
+    """Each loads with both loops, so that the speed-up is compared, too; each asks something else; a case under load
+    can be given arrivals.
+    """
+    loaded = []
+    for name, case in suite.cases(device).items():
+        assert name == case.name
+        ready = scenario.load(suite.base(device), case.overrides)
+        assert scenario.loops(ready) == ("sync", "async")
+        assert case.load is None or ready.workload.kind == "synthetic"
+        loaded.append((scenario.dump(ready), case.injected_ms, case.load))
+    assert len(set(loaded)) == len(loaded)
 
 
-def test_modelled_kernels_leave_no_excuse() -> None:
-    """Every metric too far off by more than the bound fails, in either direction; at the bound none does."""
-    at, beyond = MODELLED_BOUND, MODELLED_BOUND * 1.001
-    told = lines(("makespan", at), ("TTFT p50", -at), ("TPOT p99", beyond), ("GPU active", -beyond), (SPEED_UP, beyond))
-    assert [line.metric for line in validate.failures("modelled", told)] == ["TPOT p99", "GPU active", SPEED_UP]
+def test_the_workloads_are_those_that_were_asked_for() -> None:
+    """8k_b32; arrivals at 60, 85 and 100 % of capacity; three chunk sizes; a cache too small; shared prefixes; small
+    and large batches; CPU cost at 0, 2, 5, 10 ms; both kinds of scheduler; two models.
+    """
+    found = suite.cases("cuda")
+    assert {"8k_b32", "chunk-512", "chunk-2048", "chunk-8192", "batch-8", "batch-256", "prefix-shared"} < found.keys()
+    assert {"preemptions", "soft-resets"} < found.keys()
+    ready = {name: scenario.load("validation", case.overrides) for name, case in found.items()}
+    assert {case.load for case in found.values()} == {None, 0.6, 0.85, 1.0}
+    for model in ("Llama-3.1-8B", "Llama-3.2-1B"):
+        mine = [case for name, case in found.items() if ready[name].model.name == model and case.curve]
+        assert sorted(case.injected_ms for case in mine) == [0, 2, 5, 10]
+    assert {one.scheduler.name for one in ready.values()} == {"vllm", "transformers_fifo"}
 
 
-def test_on_real_timing_only_an_absurd_makespan_fails() -> None:
-    told = lines(("makespan", ABSURD), ("TTFT p50", 3.0), ("GPU active", 0.9), ("makespan", -1.001 * ABSURD))
-    assert validate.failures("process", told) == told[-1:]
-
-
-def test_a_metric_that_is_no_number_fails() -> None:
-    """NaN is no agreement."""
-    assert validate.failures("modelled", lines(("makespan", float("nan"))))
-    assert validate.failures("process", lines(("makespan", float("nan"))))
-
-
-def test_the_table() -> None:
-    """A Markdown table, a line each: ratios in percent, shares in points."""
-    told = [Line("a", "sync", "makespan", 1.5, 1.0, 0.5), Line("a", "both", SPEED_UP, 0.201, 0.1, 0.101)]
-    assert validate.table(told).splitlines() == [
-        "| case | loop | metric | simulated | measured | error |",
-        "|---|---|---|---:|---:|---:|",
-        "| a | sync | makespan | 1.50 s | 1.00 s | +50.0% |",
-        "| a | both | async speed-up | 20.10% | 10.00% | +10.10 pt |",
-    ]
+def test_a_name_is_a_workload_or_a_group() -> None:
+    """All without one; in their own order and once each; one that is neither is an error that lists both."""
+    everything = list(suite.cases("cuda").values())
+    assert suite.chosen((), "cuda") == everything
+    some = suite.chosen(("cpu-5", "chunk", "chunk-512"), "cuda")
+    assert [case.name for case in some] == ["chunk-512", "chunk-2048", "chunk-8192", "cpu-5"]
+    with pytest.raises(
+        UsageError, match=r"case 'chunks': expected a group \(reference, load, .*cpu, 1b\) or a workload .*8k_b32"
+    ):
+        suite.chosen(("chunks",), "cuda")
 
 
 # -- what is simulated ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", CASES)
-def test_cases_are_scenarios_and_differ(device: str) -> None:
-    """Each loads with both loops, so that the speed-up is compared, too; each asks something else."""
-    loaded = [(scenario.load(validate.BASE, case.overrides), case.injected_ms) for case in CASES[device]]
-    assert all(scenario.loops(asked) == ("sync", "async") for asked, _ in loaded)
-    assert len({(scenario.dump(asked), injected) for asked, injected in loaded}) == len(CASES[device])
-
-
 def test_what_is_predicted_has_the_measured_coefficients_in_it() -> None:
-    """All of them where kernels are real, the CPU's alone where they are modelled; the injected work is in the phase
-    that was made longer, once.
-    """
-    real = validate.predictable(asked("vllm"), FOUND, 4.0)
-    modelled = validate.predictable(asked("vllm", "cost={kind: constant, step_s: 0.02}"), FOUND, 0.0)
-    assert real.cost.kind == "fitted"
-    assert modelled.cost.kind == "constant"
-    for wanted, injected in ((real, 4e-3), (modelled, 0.0)):
+    """All of them, and the injected work once, in the phase that was made longer."""
+    for injected in (0.0, 4.0):
+        wanted = validate.predictable(asked("vllm"), FOUND, injected)
+        assert wanted.cost.kind == "fitted"
         cpu = wanted.cost.model_dump()["cpu"]
         for phase in PHASES:
-            more = injected if phase == "prepare" else 0.0
+            more = injected / 1e3 if phase == "prepare" else 0.0
             assert cpu[phase]["base_s"] == pytest.approx(1e-4 + more), phase
             assert cpu[phase]["per_request_s"] == 1e-6
         assert Scenario.model_validate(wanted.model_dump(mode="json")) == wanted
         assert assemble.cost_model(wanted)
-    assert real.cost.model_dump()["base_s"] == 1e-3
-    assert FOUND.coefficients["cpu"]["prepare"]["base_s"] == 1e-4, "the calibration is left as it is"
+    assert FOUND["cpu"]["prepare"]["base_s"] == 1e-4, "the calibration is left as it is"
 
 
 def test_the_simulator_is_asked_as_a_user_asks_it(tmp_path: Path) -> None:
-    """Summaries of both loops; its run directories stay. What it refuses is an error that says why."""
-    small = asked("vllm", "workload.requests=2", "workload.output_tokens=3")
-    said = validate.simulated(validate.predictable(small, FOUND, 0.0), tmp_path / "simulated")
-    assert list(said) == ["sync", "async"]
+    """Summaries of both loops; its run directories stay, those of before do not. What it refuses is an error that says
+    why, and what it warns of is said.
+    """
+    few, said = asked("vllm", "workload.requests=2", "workload.output_tokens=3"), list[str]()
+    for _ in range(2):
+        found = validate.simulated(validate.predictable(few, FOUND, 0.0), tmp_path / "simulated", said.append)
+    assert list(found) == ["sync", "async"]
     assert len(list((tmp_path / "simulated").iterdir())) == 2
     assert (tmp_path / "simulated.yaml").exists(), "what was asked can be asked again"
+    assert not list(tmp_path.rglob("timeline.json.gz"))
+    assert said == []
+    calibrated = {"device": "d", "model": "8B", "dtype": "float32", "scheduler": "vllm", "commit": "c", "date": "2026"}
+    other = FOUND | {"calibrated": calibrated | {"rows": 8, "tokens": 9999, "context_tokens": 9999}}
+    validate.simulated(validate.predictable(few, other, 0.0), tmp_path / "simulated", said.append)
+    assert "  warning: sync: beyond the calibration: the coefficients were measured with model 8B" in said[0]
     (tmp_path / "file").touch()
     with pytest.raises(runs.ServerError, match=r"the simulator failed: cbsim: .*cannot be created"):
-        validate.simulated(small, tmp_path / "file")
+        validate.simulated(few, tmp_path / "file", said.append)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("error", "status"), [(0.01, 0), (0.04, 3)])
-def test_the_exit_status_and_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: float, status: int
+def test_from_probes_to_scores_and_on_from_there(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """3 if anything is too far apart, said on stderr; the table is printed and kept in either case."""
-    told = lines(("makespan", error))
-    monkeypatch.setattr(commands.validate, "validate", lambda *_: told)
-    assert cli.main(["validate", "--device", "modelled", "--out", str(tmp_path)]) == status
-    said = capsys.readouterr()
-    assert said.out == validate.table(told) + "\n" == (tmp_path / "modelled.md").read_text()
-    assert said.err == ("too far apart: case, sync, makespan: +4.0%\n" if status else "")
-
-
-def test_a_case_from_measuring_to_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small case on the modelled device, the calibration made up: measured and simulated runs lie in the folder, and
-    what was injected was given to the engine alone.
+    """Every workload is measured and simulated under both loops and told; a second call measures nothing again, and one
+    that asks for a second measurement adds it.
     """
-    small = ("cost={kind: constant, step_s: 0.02}", "workload.requests=2", "workload.output_tokens=3")
-    monkeypatch.setattr(validate, "CASES", {"modelled": (validate.Case("small", small, 2.0),)})
-    monkeypatch.setattr(calibrate, "calibrate", lambda *_, **__: FOUND)
-    simulated: list[Scenario] = []
+    assert call(tmp_path) in (0, 3)
+    told = capsys.readouterr()
+    place = tmp_path / "cpu-modelled"
+    assert json.loads((place / "provenance.json").read_text())["device"].startswith("CPU (modelled)")
+    for name, case in CASES.items():
+        here = place / "validation" / name
+        facts = json.loads((here / "case.json").read_text())
+        assert (facts["name"], facts["load"], facts["curve"]) == (name, case.load, case.curve)
+        assert (facts["rate_per_s"] is None) == (case.load is None)
+        measured, simulated = (list((here / kind).iterdir()) for kind in ("measured", "simulated"))
+        assert len(measured) == len(simulated) == 2
+        for path in measured:
+            assert json.loads((path / "env.json").read_text())["injected_ms"] == {"prepare": case.injected_ms}
+            assert not (path / "timeline.json.gz").exists() and (path / "steps.parquet").exists()
+        assert told.out.count(f"| {name} |") == 2 * (len(BARS) - 1) + 1
+    (fitted,) = (place / "calibration").glob("*.yaml")
+    assert fitted.name == "tiny-vllm.fitted.yaml"
+    assert documents.read(fitted).data["calibrated"]["device"] == "CPU, modelled device: no GPU"
 
-    def answered(wanted: Scenario, out: Path) -> dict[str, Any]:
-        simulated.append(wanted)
-        return {loop: summary(0.1) for loop in scenario.loops(wanted)}
+    kept = {name: when for name, when in content(place).items() if "measured" in name or "probes" in name}
+    assert call(tmp_path, "plain", "busy", "--repeat", "2") in (0, 3)
+    said = capsys.readouterr().err
+    assert said.count("measuring sync") == said.count("measuring async") == 2
+    assert "probe" not in said
+    now = content(place)
+    assert kept.items() <= now.items()
+    assert len(list((place / "validation" / "busy" / "measured").iterdir())) == 4
 
-    monkeypatch.setattr(validate, "simulated", answered)
-    found = validate.validate("modelled", tmp_path, commands.maker, lambda _: None)
-    assert [line.loop for line in found] == ["sync"] * len(METRICS) + ["async"] * len(METRICS) + ["both"]
-    for line, (_, metric, _) in zip(found, METRICS, strict=False):
-        assert line.simulated == terminal.lookup(summary(0.1), metric)
-    assert simulated[0].cost.model_dump()["cpu"]["prepare"]["base_s"] == pytest.approx(2.1e-3)
-    assert documents.read(tmp_path / "modelled.fitted.yaml").data == FOUND.coefficients
-    measured = list((tmp_path / "small" / "measured").iterdir())
-    assert len(measured) == 2
-    for path in measured:
-        assert '"prepare": 2.0' in (path / "env.json").read_text()
-        assert "python -m cbengine replay tiny_cpu" in (path / "env.json").read_text()
-        assert "--device modelled --inject prepare=2" in (path / "env.json").read_text()
+
+def test_without_a_device_what_was_measured_is_scored_again(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--no-measure`: fitted and simulated anew from what lies there; where nothing does, it says so."""
+    assert call(tmp_path, "plain", "--no-measure") == 2
+    assert "tiny-vllm.probes.parquet: no such file: nothing has been probed there yet" in capsys.readouterr().err
+    call(tmp_path, "plain")
+    before, _ = capsys.readouterr()
+    call(tmp_path, "plain", "slow", "--no-measure")
+    after, said = capsys.readouterr()
+    assert after == before
+    assert "measuring" not in said and "not measured" in said
+
+
+def test_runs_of_another_scenario_are_not_taken_for_this_one(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(tmp_path, "plain")
+    assert call(tmp_path, "plain", "--set", "workload.requests=5") == 2
+    assert "was measured on another scenario than this call's: name another --out" in capsys.readouterr().err
+
+
+def test_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """3 if a bar is missed; under real timing on a CPU only for an absurd makespan. What was missed is on stderr."""
+    summary = {
+        "gpu_active": 0.5,
+        "output_tokens_per_s": 1.0,
+        "tpot_s": {"p50": 1.0, "p99": 1.0},
+        "ttft_s": {"p50": 1.0},
+    }
+    for error, device, status in (
+        (0.02, "modelled", 0),
+        (0.05, "modelled", 3),
+        (0.05, "process", 0),
+        (0.3, "process", 3),
+    ):
+        ours, theirs = summary | {"makespan_s": 1 + error}, summary | {"makespan_s": 1.0}
+        found = [validate.Scored(CASES["plain"], bars.scores({"sync": ours}, {"sync": [theirs]}, None))]
+        monkeypatch.setattr(validate, "validate", lambda *_, found=found: found)
+        assert cli.main(["validate", "--device", device, "--out", str(tmp_path)]) == status
+        said = capsys.readouterr()
+        assert said.out == validate.table(found) + "\n"
+        assert said.err == (f"missed: plain, sync, makespan: {error:+.1%}\n" if status else "")
+
+
+def test_a_calibration_that_is_broken(small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is named, and not measured over."""
+    call(tmp_path, "plain")
+    (fitted,) = tmp_path.rglob("*.fitted.yaml")
+    fitted.write_text("base_s: 1\n")
+    capsys.readouterr()
+    assert call(tmp_path, "plain") == 2
+    assert f"{fitted}, {calibrate.steps_of(fitted).name}: not a calibration: " in capsys.readouterr().err
+
+
+def test_the_modelled_device_captures_and_launches_as_a_gpu_does() -> None:
+    """Decoding steps at a captured size, others kernel by kernel: 50 us a layer of the CPU's time, and no kernel ends
+    before it is launched.
+    """
+    setup = Setup(device="modelled")
+    ready = build.adapted(
+        scenario.load("validation", [*SMALL, "cost={kind: roofline, launch_s_per_layer: 0.01}"]), setup
+    )
+    plans, steps, _ = probes._run(ready, "sync", setup)
+    eager = [any(chunk.tokens > 1 for chunk in plan.chunks) for plan in plans]
+    assert any(eager) and not all(eager)
+    for at, plan, launched in zip(range(len(plans)), plans, eager, strict=True):
+        took = steps.lane("launch")[at]
+        assert (took >= 0.04e9) == launched
+        assert steps["compute_end_ns"][at] >= steps["launch_start_ns"][at] + 0.04e9 or not launched
+        assert steps["padded_tokens"][at] == (plan.tokens if launched else {0: 0, 1: 1, 2: 2, 3: 4, 4: 4}[plan.tokens])

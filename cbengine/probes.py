@@ -1,0 +1,216 @@
+"""Short runs that show what a step costs: which, and the table of their steps.
+
+A probe is a scenario of its own, run by the engine with the synchronous loop. Its prompts and outputs have all lengths,
+so that one run passes through many batch sizes, contexts and chunks. Every step gives one line: what it did and how
+long its kernels, its copies and each CPU phase took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pydantic import ValidationError
+
+from cbengine import build
+from cbengine.build import Setup
+from cbengine.errors import UsageError
+from cbsim import workload
+from cbsim.cost.cpu import PHASES
+from cbsim.cost.fitted import work
+from cbsim.metrics import Steps
+from cbsim.policy.graphs import captured, captured_sizes
+from cbsim.policy.plan import StepPlan
+from cbsim.record import STEP_COLUMNS
+from cbsim.scenario import Scenario, ScenarioError, depth, scheduler_options
+
+WARM_UP = 3  # first steps of a probe, which find caches cold
+SHORTEST = 8  # tokens of the longest sequence, at least
+SPREAD = 1.2  # of the logarithm of prompts: many short ones and some as long as may be
+Ints = npt.NDArray[np.int64]
+
+
+class Reach(NamedTuple):
+    """How far the probes go: requests in a step, tokens of a sequence, query tokens of a step, KV tokens of all."""
+
+    rows: int
+    longest: int
+    tokens: int
+    context: int
+
+
+GPU_REACH, CPU_REACH = Reach(256, 8192, 8192, 300_000), Reach(32, 320, 128, 5000)
+
+
+class Probe(NamedTuple):
+    """A short run: prompts of `low` to `prompt` tokens, outputs of up to so many, `chunk` query tokens a step."""
+
+    about: str
+    requests: int
+    seats: int
+    low: int
+    prompt: int
+    output: int
+    chunk: int
+
+
+class Line(NamedTuple):
+    """A step of a probe: what it did, its size, and nanoseconds."""
+
+    tokens: int
+    chunks: int
+    prefill_tokens: int
+    cached: int
+    pairs: float
+    decodes: int
+    context: int
+    rows: int
+    blocks: int  # in the tables of its rows
+    read: int  # KV tokens, as the step table counts them
+    eager: bool  # launched kernel by kernel
+    bound: bool  # and so slowly that the kernels waited for it
+    schedule: int
+    prepare: int
+    launch: int
+    update: int
+    h2d: int  # from the end of the launch to the start of the kernels
+    compute: int
+    d2h: int  # from the end of the kernels until the CPU has the result
+
+
+@dataclass(slots=True)
+class Table:
+    """A line for each step of all probes, the gaps between steps that followed each other at once, and how long a graph
+    took to capture.
+    """
+
+    lines: list[Line] = field(default_factory=list)
+    gap_s: float = 0.0
+    capture_s: float = 0.0
+
+    def add(self, plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int]) -> None:
+        """`sizes` are those with a graph; none: every step is launched in one go."""
+        columns = {name: i for i, name in enumerate(STEP_COLUMNS)}
+        for plan, row in zip(plans[WARM_UP:], steps.table[WARM_UP:], strict=True):
+            if plan.rows:
+                self.lines.append(_line(plan, {name: int(row[i]) for name, i in columns.items()}, sizes))
+
+    def column(self, name: str) -> npt.NDArray[np.float64]:
+        return np.array([getattr(line, name) for line in self.lines], dtype=np.float64)
+
+    @classmethod
+    def of(cls, table: pa.Table) -> Table:
+        """From such a file. Raises KeyError for a missing column."""
+        columns = [table.column(name).to_pylist() for name in Line._fields]
+        return cls([Line(*values) for values in zip(*columns, strict=True)])
+
+    def arrow(self) -> pa.Table:
+        """For a file: whoever wants to fit other terms need not measure again."""
+        return pa.table({name: [getattr(line, name) for line in self.lines] for name in Line._fields})
+
+
+def _line(plan: StepPlan, at: dict[str, int], sizes: Sequence[int]) -> Line:
+    eager = bool(sizes) and captured(plan, sizes) is None
+    compute = at["compute_end_ns"] - at["compute_start_ns"]
+    return Line(
+        *work(plan, at["padded_tokens"]),
+        rows=plan.rows,
+        blocks=plan.table_blocks,
+        read=at["context_tokens"],
+        eager=eager,
+        bound=eager and at["compute_end_ns"] - at["launch_end_ns"] < 0.05 * compute,
+        **{phase: at[f"{phase}_end_ns"] - at[f"{phase}_start_ns"] for phase in PHASES},
+        h2d=max(0, at["compute_start_ns"] - at["launch_end_ns"]),
+        compute=compute,
+        d2h=at["await_end_ns"] - at["compute_end_ns"],
+    )
+
+
+def probes(reach: Reach, *, quick: bool) -> list[Probe]:
+    """What is run to see steps of all kinds up to `reach`."""
+    rows, tokens = reach.rows, max(reach.tokens, SHORTEST)
+    longest = max(reach.longest, SHORTEST)
+    output = min(longest // 2, 48 if quick else 192)
+    prompt = longest - output
+    seats = max(1, min(rows, reach.context // prompt))
+    short, few, half = max(4, prompt // 32), max(1, seats // 4), max(1, rows // 2)
+    least, long = max(1, prompt // 64), max(1, 15 * prompt // 16)
+    return [
+        Probe("prompts, one a step", 16, 1, least, min(prompt, tokens), 4, tokens),
+        Probe("long prompts, then a batch that shrinks", seats, seats, long, prompt, output, tokens),
+        Probe("prompts half as long, likewise", seats, seats, long // 2 or 1, prompt // 2, output, tokens),
+        Probe("chunks of long prompts beside decodes", 2 * few, few, least, prompt, output // 4, tokens // 16),
+        Probe("small chunks beside many decodes", 2 * half, half, 1, max(1, prompt // 8), output // 2, tokens // 4),
+        Probe("a large batch of short requests that shrinks", rows, rows, 1, short, output, tokens),
+        Probe("one request alone", 2, 1, long, prompt, output // 2, tokens),
+    ]
+
+
+def measure(base: Scenario, setup: Setup, runs: Sequence[Probe], say: Callable[[str], None]) -> Table:
+    """Run all probes on the device of `setup`, with the model and the scheduler of `base`."""
+    table = Table()
+    for number, probe in enumerate(runs, start=1):
+        say(f"probe {number} of {len(runs)}: {probe.about}")
+        ready = build.adapted(_scenario(base, probe), setup)
+        plans, steps, facts = _run(ready, "sync", setup)
+        rows = build.capacity(ready, "sync", workload.build(ready).specs()).rows
+        table.add(plans, steps, captured_sizes(rows) if ready.graph_padding == "cbengine" else [])
+        table.capture_s = max(table.capture_s, facts.get("capture_s", 0.0))
+    say("two steps in flight: the gap between them")
+    table.gap_s = _gap_s(_run(build.adapted(_scenario(base, runs[-1]), setup), "async", setup)[1])
+    return table
+
+
+def _run(ready: Scenario, loop: str, setup: Setup) -> tuple[list[StepPlan], Steps, dict[str, Any]]:
+    """Plans and steps of a run, and what the device says of itself."""
+    plans: list[StepPlan] = []
+    engine, device = build.engine(ready, loop, workload.build(ready), setup, on_plan=plans.append)
+    try:
+        engine.run()
+    finally:
+        engine.close()
+    steps = np.frombuffer(engine.record.steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS))
+    return plans, Steps(steps), device.facts
+
+
+def _gap_s(steps: Steps) -> float:
+    """Median of the time from the kernels of one step to those of the next, where the next one had been launched."""
+    ends, starts = steps["compute_end_ns"][:-1], steps["compute_start_ns"][1:]
+    waiting = steps["launch_end_ns"][1:] < steps["compute_start_ns"][:-1] + (ends - steps["compute_start_ns"][:-1]) // 2
+    return float(np.median((starts - ends)[waiting])) / 1e9 if waiting.any() else 0.0
+
+
+def _scenario(base: Scenario, probe: Probe) -> Scenario:
+    """The probe on the model, the device and the kind of scheduler of `base`, with a cache that always suffices. Raises
+    UsageError for a probe beyond what a scenario may be.
+    """
+    size = base.block_size
+    blocks = probe.seats * (-(-(probe.prompt + probe.output) // size) + 2) + 2
+    tokens = {"vllm": "max_num_batched_tokens", "static": None}.get(base.scheduler.name, "max_batch_tokens")
+    seats = {"vllm": "max_num_seqs", "static": "batch_size"}.get(base.scheduler.name, "max_requests_per_batch")
+    changes: dict[str, Any] = {seats: probe.seats}
+    if tokens:
+        changes[tokens] = max(probe.chunk, probe.seats)
+    if base.scheduler.name == "vllm":
+        changes |= {"max_model_len": None, "enable_prefix_caching": False, "enable_chunked_prefill": True}
+    data = base.model_dump(mode="json")
+    data["scheduler"] |= changes
+    data["kv_cache"] |= {"num_blocks": blocks, "block_size": size}
+    mean = max(1.0, (probe.low + probe.prompt) / 2)
+    data["workload"] = {
+        "kind": "synthetic",
+        "requests": probe.requests,
+        "prompt_tokens": {"lognormal": {"mean": mean, "sigma": SPREAD, "low": probe.low, "high": probe.prompt}},
+        "output_tokens": {"uniform": {"low": max(1, probe.output // 3), "high": max(1, probe.output)}},
+    }
+    try:
+        ready = Scenario.model_validate(data)
+        scheduler_options(ready, depth("sync"))
+    except (ScenarioError, ValidationError) as error:
+        reason = build.first_complaint(error) if isinstance(error, ValidationError) else error
+        raise UsageError(f"calibrate: --rows, --longest or --tokens is too large: {reason}") from None
+    return ready

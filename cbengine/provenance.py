@@ -1,0 +1,90 @@
+"""Where and by what something was measured: device, driver, versions, commit, and the commands that were run."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cbengine.errors import UsageError
+from cbsim.environment import git_state, packages
+
+ENDED = (0, 3)  # exit statuses of commands that have said what they had to: 3 is a bar that was missed
+
+
+class Ledger:
+    """provenance.json: where and by what, and each command's end."""
+
+    def __init__(self, path: Path, device: str) -> None:
+        self._path = path
+        self._commands: list[dict[str, Any]] = _read(path).get("commands", [])
+        self._facts = facts(device)
+
+    def done(self, command: str) -> bool:
+        """Has this commit run it to its end?"""
+        commit = self._facts["git"]["commit"]
+        wanted = (command, commit)
+        return any((c["command"], c["commit"]) == wanted and c["exit"] in ENDED for c in self._commands)
+
+    def add(self, command: str, code: int, seconds: float) -> None:
+        entry = {"command": command, "exit": code, "seconds": round(seconds, 1), "commit": self._facts["git"]["commit"]}
+        self._commands.append(entry)
+        _write(self._path, {**self._facts, "commands": self._commands})
+
+
+def begin(path: Path, device: str) -> None:
+    """Say where something is measured, unless it is said already. Raises UsageError."""
+    if not path.exists():
+        _write(path, {**facts(device), "commands": []})
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {"commands": [dict(one) for one in found["commands"]]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path}: not the record of an earlier call: {error}") from None
+
+
+def facts(device: str) -> Mapping[str, Any]:
+    """Device, driver, versions and commit."""
+    return {
+        "device": torch.cuda.get_device_name(0) if device == "cuda" else f"CPU ({device}): no GPU was measured",
+        "cuda": torch.version.cuda if device == "cuda" else None,
+        "driver": _driver() if device == "cuda" else None,
+        "python": platform.python_version(),
+        "packages": packages(),
+        "git": git_state(),
+    }
+
+
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def slug(device: str) -> str:
+    """The folder of a device: `h100-80gb-hbm3`, or `cpu-process`."""
+    if device != "cuda":
+        return f"cpu-{device}"
+    words = re.findall(r"[a-z0-9]+", torch.cuda.get_device_name(0).lower())
+    return "-".join(word for word in words if word != "nvidia")
