@@ -20,14 +20,15 @@ from cbengine.errors import UsageError
 from cbengine.fit import Fit, fit
 from cbengine.probes import Reach, Table
 from cbsim import documents, environment
-from cbsim.cost.cpu import PHASES
+from cbsim.cost.cpu import PHASES, PhaseCost
 from cbsim.scenario import Scenario
 from cbsim.timing import Calibrated
 
 Floats = npt.NDArray[np.float64]
 GPU_TERMS = ("per_chunk_s", "per_cached_token_s", "per_prefill_attention_s", "per_decode_row_s")
 COUNTED = ("chunks", "cached", "pairs", "decodes")  # columns of these terms
-CPU_TERMS = ("base_s", "per_request_s", "per_token_s", "per_block_s")
+SIZED = ("requests", "query_tokens", "blocks", "chunks", "changes")  # columns of the CPU's terms, as Size has them
+CPU_TERMS = tuple(f"{term}_s" for term in PhaseCost._fields)
 SIZES = (1, 2, 4, *range(8, 128, 8), *range(128, 256, 32), *(size << i for i in range(7) for size in (256, 384)))
 CONTEXTS = tuple(size << i for i in range(18) for size in (256, 384))
 """Where a curve may have points: dense where captured batch sizes lie, then two to an octave."""
@@ -63,7 +64,7 @@ def calibration(table: Table, layers: int) -> Calibration:
     eager, fits = table.column("eager"), {"kernels": kernels}
     cpu: dict[str, dict[str, float]] = {}
     for phase in PHASES:
-        columns = [np.ones(len(table.lines)), *(table.column(name) for name in ("rows", "tokens", "blocks"))]
+        columns = [np.ones(len(table.lines)), *(table.column(name) for name in SIZED)]
         if phase == "launch":
             columns.append(eager)
         fits[phase] = fit(np.column_stack(columns), table.column(phase))
@@ -79,12 +80,22 @@ def _kernels(table: Table) -> tuple[dict[str, Any], Fit]:
     curves = [*hats(tokens, sizes), *hats(context, [0, *contexts])[1:]]  # without context, nothing is read
     columns = np.column_stack([*curves, *(table.column(name) for name in COUNTED)])
     free = table.column("bound") == 0
-    found = fit(columns[free], table.column("compute")[free])
+    found = fit(columns[free], table.column("compute")[free], kinds(tokens, context, table.column("chunks"))[free])
     values = iter(map(_rounded, found.coefficients))
     coefficients: dict[str, Any] = {"query_tokens": [{"tokens": size, "s": next(values)} for size in sizes]}
     read = [{"tokens": size, "s": next(values)} for size in contexts]
     coefficients["context_tokens"] = [{"tokens": 0, "s": 0.0}, *read]
     return coefficients | {name: next(values) for name in GPU_TERMS}, found
+
+
+def kinds(tokens: Floats, context: Floats, chunks: Floats) -> Floats:
+    """A weight for each step, such that every kind of step counts alike, however often it came: kinds are octaves of
+    query tokens and of context, with chunks or without.
+    """
+    cells = np.column_stack([np.log2(tokens + 1).round(), np.log2(context + 1).round(), chunks > 0])
+    _, which, counts = np.unique(cells, axis=0, return_inverse=True, return_counts=True)
+    weights: Floats = 1.0 / counts[which.ravel()]
+    return weights
 
 
 def points(counted: Floats, allowed: Sequence[int]) -> list[int]:
@@ -161,10 +172,8 @@ RANGE = ("rows", "tokens", "context_tokens")
 
 def _range(table: Table) -> dict[str, int]:
     """The largest that was measured."""
-    tokens = table.column("decodes") + table.column("prefill_tokens")
-    return dict(
-        zip(RANGE, (int(part.max()) for part in (table.column("rows"), tokens, table.column("read"))), strict=True)
-    )
+    columns = dict(zip(RANGE, ("requests", "query_tokens", "read"), strict=True))
+    return {name: int(table.column(column).max()) for name, column in columns.items()}
 
 
 def steps_of(path: Path) -> Path:

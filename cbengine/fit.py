@@ -2,7 +2,8 @@
 
 Every step counts by its error relative to what the fit before predicts, so that short steps matter as much as long ones
 and the sum over many comes out right (relative to what was measured, it would come out too small). A step that the
-operating system disturbed is an outlier and left out: more than OUTLIER times the median error away.
+operating system disturbed is an outlier and left out: more than OUTLIER times the median error away, and by more than
+SYSTEMATIC, which may well be the form's own fault and has to be borne.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 OUTLIER = 6.0
+SYSTEMATIC = 0.15
 ROUNDS = 5
 
 
@@ -40,17 +42,21 @@ class Fit:
         return f"{errors}; of the sum {self.total_error:+.1%}; {self.used} of {self.steps} steps used"
 
 
-def fit(features: Floats, measured: Floats) -> Fit:
-    """Coefficients c >= 0 such that features @ c is about `measured`. features [steps, terms], measured [steps] > 0."""
+def fit(features: Floats, measured: Floats, weights: Floats | None = None) -> Fit:
+    """Coefficients c >= 0 such that features @ c is about `measured`. features [steps, terms], measured [steps] > 0,
+    weights [steps]: how much a step's squared error counts, 1 without.
+    """
     assert len(features) == len(measured)
+    root = np.ones(len(measured)) if weights is None else np.sqrt(weights)
     keep = np.ones(len(measured), dtype=bool)
     scale = np.full(len(measured), max(float(np.median(measured)), 1.0))
     for _ in range(ROUNDS):
-        coefficients = non_negative(features[keep] / scale[keep, None], measured[keep] / scale[keep])
+        shares = root[keep] / scale[keep]
+        coefficients = non_negative(features[keep] * shares[:, None], measured[keep] * shares)
         predicted = features @ coefficients
         scale = np.maximum(predicted, 0.01 * max(float(np.median(measured)), 1.0))
         error = np.abs(predicted - measured) / scale
-        keep = error <= OUTLIER * max(float(np.median(error)), 1e-3)
+        keep = error <= max(OUTLIER * float(np.median(error)), SYSTEMATIC)
     share = np.abs(predicted - measured) / np.maximum(measured, 1.0)
     return Fit(
         tuple(coefficients.tolist()),

@@ -20,7 +20,7 @@ from cbengine import build
 from cbengine.build import Setup
 from cbengine.errors import UsageError
 from cbsim import workload
-from cbsim.cost.cpu import PHASES
+from cbsim.cost.cpu import PHASES, size
 from cbsim.cost.fitted import work
 from cbsim.metrics import Steps
 from cbsim.policy.graphs import captured, captured_sizes
@@ -61,15 +61,17 @@ class Probe(NamedTuple):
 class Line(NamedTuple):
     """A step of a probe: what it did, its size, and nanoseconds."""
 
-    tokens: int
+    tokens: int  # computed, padding included, as are decodes
     chunks: int
     prefill_tokens: int
     cached: int
     pairs: float
     decodes: int
     context: int
-    rows: int
+    requests: int
+    query_tokens: int  # without padding
     blocks: int  # in the tables of its rows
+    changes: int  # decoding requests that got a block, left or ended
     read: int  # KV tokens, as the step table counts them
     eager: bool  # launched kernel by kernel
     bound: bool  # and so slowly that the kernels waited for it
@@ -114,12 +116,15 @@ class Table:
 
 
 def _line(plan: StepPlan, at: dict[str, int], sizes: Sequence[int]) -> Line:
+    has = size(plan)
     eager = bool(sizes) and captured(plan, sizes) is None
     compute = at["compute_end_ns"] - at["compute_start_ns"]
     return Line(
         *work(plan, at["padded_tokens"]),
-        rows=plan.rows,
-        blocks=plan.table_blocks,
+        requests=has.requests,
+        query_tokens=has.tokens,
+        blocks=has.blocks,
+        changes=has.changes,
         read=at["context_tokens"],
         eager=eager,
         bound=eager and at["compute_end_ns"] - at["launch_end_ns"] < 0.05 * compute,

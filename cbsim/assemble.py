@@ -77,8 +77,7 @@ def cpu_cost(settings: Cpu) -> CpuCost:
     phases = {}
     for name in ("schedule", "prepare", "launch", "update"):
         phase = getattr(settings, name)
-        terms = (phase.base_s, phase.per_request_s, phase.per_token_s, phase.per_block_s)
-        phases[name] = PhaseCost(*(term * NS for term in terms))
+        phases[name] = PhaseCost(*(getattr(phase, f"{term}_s") * NS for term in PhaseCost._fields))
     return CpuCost(phases)
 
 

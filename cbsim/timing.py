@@ -35,6 +35,10 @@ class PhaseCost(Frozen):
     """Seconds a query token."""
     per_block_s: Seconds = 0.0
     """Seconds a cache block in the tables of the step."""
+    per_chunk_s: Seconds = 0.0
+    """Seconds a request that is listed by itself: a chunk of its prompt, a first or a resumed row."""
+    per_change_s: Seconds = 0.0
+    """Seconds a decoding request that gets a block, leaves the others or ends."""
 
 
 class Cpu(Frozen):

@@ -47,6 +47,15 @@ def test_cpu_phases_are_linear_in_rows_tokens_and_blocks() -> None:
     assert cpu(None) == (100, 50, 0, 0)
 
 
+def test_cpu_pays_for_what_is_new_in_a_step() -> None:
+    """A row that is listed, and decoding requests that get a block, leave or end, two of each kind here: 20 + 6 x 3."""
+    cpu = CpuCost({"schedule": PhaseCost(per_chunk=20, per_change=3)})
+    two = (SPEC, SPEC)
+    step = plan(2, 90, ((0, 10),), grown=tuple((one, 7) for one in two), left=two, ended=two)
+    assert cpu(step) == (38, 0, 0, 0)
+    assert cpu(plan(2, 90)) == (0, 0, 0, 0)
+
+
 def test_cpu_times_are_rounded_phase_by_phase() -> None:
     """1.4 + 0.4 x 3 rows = 2.6 ns are 3; the clock is whole nanoseconds."""
     assert CpuCost({"update": PhaseCost(1.4, 0.4)})(plan(3)) == (0, 0, 0, 3)

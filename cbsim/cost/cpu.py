@@ -1,7 +1,8 @@
-"""CPU cost of a step, by phase: a constant plus terms in requests, tokens and blocks.
+"""CPU cost of a step, by phase: a constant plus terms in what the step holds and in what is new in it.
 
-Requests are the rows of the step, tokens its query tokens, blocks those in the block tables of its rows, which is what
-preparing a step has to lay out. Without a plan a phase costs its constant.
+Requests are the rows of the step, tokens its query tokens, blocks those in the block tables of its rows, chunks the
+rows that are listed one by one, and changes the decoding requests that get a block, leave or end: a loop that keeps its
+state from step to step works on these. Without a plan a phase costs its constant.
 """
 
 from __future__ import annotations
@@ -21,6 +22,25 @@ class PhaseCost(NamedTuple):
     per_request: float = 0.0
     per_token: float = 0.0
     per_block: float = 0.0
+    per_chunk: float = 0.0
+    per_change: float = 0.0
+
+
+class Size(NamedTuple):
+    """What a phase's terms count, in their order."""
+
+    requests: int
+    tokens: int
+    blocks: int
+    chunks: int
+    changes: int
+
+
+def size(plan: StepPlan) -> Size:
+    """What `plan` has for the CPU to do."""
+    rows, chunks = plan.decodes + len(plan.chunks), len(plan.chunks)
+    changes = len(plan.grown) + len(plan.left) + len(plan.ended)
+    return Size(rows, plan.prefill_tokens + plan.decodes, plan.table_blocks, chunks, changes)
 
 
 class CpuCost:
@@ -30,23 +50,31 @@ class CpuCost:
         self._coefficients = [phases.get(name, PhaseCost()) for name in PHASES]
         schedule, prepare, launch, update = (round(c.base) for c in self._coefficients)
         self._base = schedule, prepare, launch, update
-        self._by_rows = not any(c.per_token or c.per_block for c in self._coefficients)
+        self._by_rows = not any(any(c[2:]) for c in self._coefficients)
         self._known: dict[int, tuple[int, int, int, int]] = {}  # by rows, if nothing else matters
 
     def __call__(self, plan: StepPlan | None) -> tuple[int, int, int, int]:
         if plan is None:
             return self._base
-        rows = plan.decodes + len(plan.chunks)
         if not self._by_rows:
-            return self._evaluate(rows, plan.prefill_tokens + plan.decodes, plan.table_blocks)
+            return self._evaluate(size(plan))
+        rows = plan.decodes + len(plan.chunks)
         known = self._known.get(rows)
         if known is None:
-            known = self._known[rows] = self._evaluate(rows, 0, 0)
+            known = self._known[rows] = self._evaluate(Size(rows, 0, 0, 0, 0))
         return known
 
-    def _evaluate(self, rows: int, tokens: int, blocks: int) -> tuple[int, int, int, int]:
+    def _evaluate(self, size: Size) -> tuple[int, int, int, int]:
+        rows, tokens, blocks, chunks, changes = size
         schedule, prepare, launch, update = [
-            round(c.base + c.per_request * rows + c.per_token * tokens + c.per_block * blocks)
+            round(
+                c.base
+                + c.per_request * rows
+                + c.per_token * tokens
+                + c.per_block * blocks
+                + c.per_chunk * chunks
+                + c.per_change * changes
+            )
             for c in self._coefficients
         ]
         return schedule, prepare, launch, update

@@ -42,7 +42,10 @@ KERNELS = {  # seconds
 }
 MATRICES = Curve([1, 64, 128], [2e-3, 2.5e-3, 6e-3])  # flat, then steep
 READS = Curve([0, 512, 4096], [0.0, 1e-3, 2e-3])
-CPU = {phase: {"base_s": 1e-4 * (i + 1), "per_request_s": 1e-6 * i} for i, phase in enumerate(PHASES)}
+CPU = {
+    phase: {"base_s": 1e-4 * (i + 1), "per_request_s": 1e-6 * i, "per_chunk_s": 3e-5, "per_change_s": 2e-5}
+    for i, phase in enumerate(PHASES)
+}
 LAYERS, EAGER_S = 2, 3e-4
 H2D, D2H = 7e-6, 9e-6
 
@@ -67,11 +70,13 @@ def made_up(count: int, seed: int, noise: float) -> Table:
         prefill, cached = chunks * int(rng.integers(2, 64)), chunks * int(rng.integers(0, 90))
         pairs, context = prefill * float(rng.integers(1, 80)), decodes * int(rng.integers(8, 320))
         tokens, rows, blocks = prefill + decodes, chunks + decodes, context // 16 + 1
-        phases = {name: CPU[name]["base_s"] + CPU[name]["per_request_s"] * rows for name in PHASES}
+        changes = int(rng.integers(0, 3))
+        counts = (1, rows, chunks, changes)
+        phases = {name: float(np.dot(list(CPU[name].values()), counts)) for name in PHASES}
         phases["launch"] += EAGER_S * (chunks > 0)
         table.lines.append(
             Line(
-                *(tokens, chunks, prefill, cached, pairs, decodes, context, rows, blocks, context),
+                *(tokens, chunks, prefill, cached, pairs, decodes, context, rows, tokens, blocks, changes, context),
                 eager=chunks > 0,
                 bound=False,
                 **{name: ns(seconds) for name, seconds in phases.items()},
@@ -104,7 +109,7 @@ def test_known_coefficients_come_back() -> None:
     assert found.coefficients["launch_s_per_layer"] == pytest.approx(EAGER_S / LAYERS, rel=1e-3)
     for phase, terms in found.coefficients["cpu"].items():
         assert tuple(terms) == CPU_TERMS
-        assert terms["base_s"] == pytest.approx(CPU[phase]["base_s"], rel=1e-3)
+        assert {term: terms[term] for term in CPU[phase]} == pytest.approx(CPU[phase], rel=1e-3)
     assert tuple(found.fits) == ("kernels", *PHASES)
     assert set(GPU_TERMS) < set(found.coefficients)
 
@@ -183,7 +188,7 @@ def test_a_line_counts_from_launch_to_kernels_and_from_kernels_to_the_cpu() -> N
     at = {name: int(steps.table[0][i]) for i, name in enumerate(STEP_COLUMNS)}
     line = probes._line(plan((), decodes=5, decode_context=94), at, [8, 16])
     assert (line.launch, line.h2d, line.compute, line.d2h, line.read) == (5, 5, 20, 7, 99)
-    assert (line.tokens, line.decodes, line.rows, line.eager) == (8, 8, 5, False)
+    assert (line.tokens, line.decodes, line.query_tokens, line.eager) == (8, 8, 5, False)
 
 
 @pytest.mark.parametrize(("end", "bound"), [(1010, True), (1400, False)])
@@ -324,7 +329,7 @@ def test_what_a_base_scenario_says_of_its_loop_does_not_matter(loop: str) -> Non
     table = probes.measure(base, INLINE, [Probe("few", 3, 2, 1, 6, 8, 6)], said.append)
     assert said == ["probe 1 of 1: few", "two steps in flight: the gap between them"]
     assert table.lines
-    assert all(line.rows >= 1 and line.d2h >= 0 and not line.eager for line in table.lines)
+    assert all(line.requests >= 1 and line.d2h >= 0 and not line.eager for line in table.lines)
     assert Table.of(table.arrow()).lines == table.lines
 
 

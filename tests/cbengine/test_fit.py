@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cbengine.fit import OUTLIER, Floats, fit, non_negative
+from cbengine.fit import OUTLIER, SYSTEMATIC, Floats, fit, non_negative
 
 TRUE = np.array([2e6, 3e4, 800.0, 0.0, 5e3, 40.0])  # nanoseconds, as a calibration's terms; one of them costs nothing
 
@@ -140,14 +140,26 @@ def test_outliers_are_left_out(factor: float) -> None:
 
 
 def test_an_ordinary_error_is_no_outlier() -> None:
-    """Steps stay in up to OUTLIER times the median error, so a calm probe does not throw most of its steps away."""
+    """Steps stay in up to OUTLIER times the median error, so a noisy probe does not throw most of its steps away, and up
+    to SYSTEMATIC, so that a calm one does not throw away what the form fits badly.
+    """
     features = np.ones((101, 1))
-    measured = 1e6 * (1 + 0.01 * np.linspace(-1, 1, 101))
-    assert fit(features, measured).used == 101
-    measured[0] = 1e6 * (1 + 0.9 * OUTLIER * 0.005)
-    assert fit(features, measured).used == 101
-    measured[0] = 1e6 * (1 + 1.1 * OUTLIER * 0.005)
-    assert fit(features, measured).used == 100
+    for median, bound in ((0.05, OUTLIER * 0.05), (0.005, SYSTEMATIC)):
+        measured = 1e6 * (1 + 2 * median * np.linspace(-1, 1, 101))
+        assert fit(features, measured).used == 101
+        measured[0] = 1e6 * (1 + 0.9 * bound)
+        assert fit(features, measured).used == 101
+        measured[0] = 1e6 * (1 + 1.2 * bound)
+        assert fit(features, measured).used == 100
+
+
+def test_a_weight_is_worth_as_many_steps() -> None:
+    """A kind of step that came ninety times does not drown another that came ten times: weights make them equal."""
+    measured = np.array([1e6] * 90 + [1.2e6] * 10)
+    (plain,) = fit(np.ones((100, 1)), measured).coefficients
+    (even,) = fit(np.ones((100, 1)), measured, np.array([1 / 90] * 90 + [1 / 10] * 10)).coefficients
+    assert plain == pytest.approx(1.02e6, rel=1e-3)
+    assert even == pytest.approx(1.1e6, rel=1e-3)
 
 
 def test_short_steps_matter_as_much_as_long_ones() -> None:
