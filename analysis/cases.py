@@ -51,7 +51,7 @@ class Pair:
 class Case:
     """A workload with its runs by loop. `load` is the rate of arrivals as a share of the capacity, None: all at once.
 
-    `replays` are of the measured runs, by loop.
+    `predicted`: simulated speed-ups for other CPU work, by its milliseconds. `replays`: of the measured runs, by loop.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Case:
     injected_ms: float
     load: float | None
     curve: str | None
+    predicted: Mapping[str, float]
     loops: Mapping[str, Pair]
     scores: Sequence[Score]
     replays: Mapping[str, Sequence[Replay]]
@@ -123,11 +124,18 @@ def _is_between(value: Any, low: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= LARGEST_REAL
 
 
+def _are_speed_ups(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        re.fullmatch(r"\d{1,9}(\.\d{1,9})?", at) and _is_between(gain, -1) for at, gain in value.items()
+    )
+
+
 LINE = Kind("a line of text", _is_line)
 ABOUT = dict.fromkeys(("name", "about", "model", "scheduler"), LINE) | {
     "injected_ms": Kind("milliseconds, 0 or more", lambda value: _is_between(value, 0)),
     "load": Kind("null or a share of the capacity above 0", lambda value: _is_between(value, 1e-9), needed=False),
     "curve": Kind("null or a line of text", _is_line, needed=False),
+    "predicted": Kind("milliseconds with the speed-up there", _are_speed_ups),
 }
 
 

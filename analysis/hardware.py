@@ -100,7 +100,9 @@ def speed_ups(cases: Sequence[Case]) -> dict[str, list[Point]]:
                 {loop: [run.summary for run in pair.measured] for loop, pair in case.loops.items()}
             )
             simulated = bars.speed_up({loop: pair.simulated.summary for loop, pair in case.loops.items()})
-            curves.setdefault(case.curve, []).append(Point(case.name, case.injected_ms, simulated, measured))
+            points = curves.setdefault(case.curve, [])
+            points.append(Point(case.name, case.injected_ms, simulated, measured))
+            points += [Point(case.name, float(at), gain, ()) for at, gain in case.predicted.items()]
     return curves
 
 

@@ -49,6 +49,9 @@ def calibrate(base: Scenario, setup: Setup, say: Callable[[str], None], *, reach
     """Probe and fit, up to `reach`. Raises UsageError."""
     if reach.longest > base.model.max_position:
         raise UsageError(f"--longest: got {reach.longest}, must be <= {base.model.max_position}, model.max_position")
+    if setup.device == "cuda" and (room := probes.room(base)) < reach.context:
+        say(f"the cache holds {room:,} tokens: probing up to that instead of {reach.context:,}")
+        reach = reach._replace(context=room, longest=min(reach.longest, room))
     table = probes.measure(base, setup, probes.probes(reach, quick=quick), say)
     return calibration(table, base.model.layers)
 

@@ -87,6 +87,8 @@ def _act(arguments: argparse.Namespace) -> int:
             arguments.device, arguments.out, kernels=arguments.kernels, quick=arguments.quick, as_json=arguments.json
         )
     if arguments.command == "validate":
+        if arguments.again:
+            return commands.prediction(arguments.cases, arguments.again)
         return commands.validation(arguments.cases, _validation(arguments))
     return commands.generate(arguments.prompt, arguments.tokens, _setup(arguments))
 
@@ -100,7 +102,6 @@ def _validation(arguments: argparse.Namespace) -> Asked:
         out=arguments.out,
         overrides=arguments.set,
         repeat=arguments.repeat,
-        measures=not arguments.no_measure,
         quick=arguments.quick,
     )
 
@@ -256,7 +257,10 @@ def _validate_arguments(validate: argparse.ArgumentParser) -> None:
     validate.add_argument("--repeat", type=_count, default=1, metavar="N", help="measure each loop N times (1)")
     validate.add_argument("--quick", action="store_true", help="calibrate with shorter outputs, less precise")
     validate.add_argument(
-        "--no-measure", action="store_true", help="fit and predict again, and compare with what has been measured"
+        "--again",
+        type=Path,
+        metavar="DIR",
+        help="measure nothing: fit and predict again what was measured into this folder",
     )
     validate.add_argument(
         "--out", type=Path, default=Path("reports/hardware"), metavar="DIR", help="where all goes (reports/hardware)"

@@ -105,13 +105,21 @@ def calibration(options: CalibrateOptions, setup: Setup) -> int:
 
 def validation(names: Sequence[str], asked: validate.Asked) -> int:
     """Simulated against measured; 3 if a bar is missed."""
-    if asked.device == "cuda" and asked.measures and not torch.cuda.is_available():
+    if asked.device == "cuda" and not torch.cuda.is_available():
         raise MissingError("--device cuda: torch finds no CUDA device here")
-    found = validate.validate(names, asked, maker, _say)
+    return _told(validate.validate(names, asked, maker, _say), absurd_only=asked.device == "process")
+
+
+def prediction(names: Sequence[str], place: Path) -> int:
+    """What was measured before, predicted again; 3 if a bar is missed."""
+    return _told(validate.again(names, place, _say), absurd_only=False)
+
+
+def _told(found: Sequence[validate.Scored], *, absurd_only: bool) -> int:
     print(validate.table(found))
-    failed = validate.failures(asked.device, found)
+    failed = validate.failures(found, absurd_only=absurd_only)
     for case, score in failed:
-        print(f"missed: {case.name}, {score.loop}, {score.bar.label}: {score.shown()[-1]}", file=sys.stderr)
+        print(f"missed: {case}, {score.loop}, {score.bar.label}: {score.shown()[-1]}", file=sys.stderr)
     return runs.CHECK_FAILED if failed else runs.OK
 
 

@@ -135,6 +135,12 @@ def _line(plan: StepPlan, at: dict[str, int], sizes: Sequence[int]) -> Line:
     )
 
 
+def room(base: Scenario) -> int:
+    """Tokens that the cache of a scenario holds, less what blocks that are not full may waste."""
+    options: Any = scheduler_options(base, depth("sync"))
+    return max(SHORTEST, int(0.9 * options.num_blocks) * base.block_size)
+
+
 def probes(reach: Reach, *, quick: bool) -> list[Probe]:
     """What is run to see steps of all kinds up to `reach`."""
     rows, tokens = reach.rows, max(reach.tokens, SHORTEST)

@@ -6,20 +6,22 @@
     OUT/<device>/validation/<case>/measured/<run>        one or more of each loop
     OUT/<device>/validation/<case>/simulated/<run>       one of each loop, and the scenario they come from
 
-What has been measured is not measured again: a call goes on where another stopped, and what is predicted is derived
-anew from the probes' steps that lie there, so that a better fit or simulator needs no device. The simulator is started
-as a user would start it, on the same scenario with the calibrated coefficients in it.
+What has been measured is not measured again: a call goes on where another stopped. What is predicted is derived anew
+from the probes' steps that lie there, and `again` does only that: a better fit or simulator needs no device. The
+simulator is started as a user would start it, on the same scenario with the calibrated coefficients in it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from cbengine import build, calibrate, probes, provenance, suite
@@ -29,6 +31,7 @@ from cbengine.suite import Case
 from cbsim import bars, runs, scenario, trace
 from cbsim.bars import Score
 from cbsim.demand import Synthetic
+from cbsim.fields import ScenarioError
 from cbsim.runs import Maker, RunOptions
 from cbsim.scenario import Scenario
 
@@ -39,13 +42,12 @@ LEFT_OUT = ("timeline.json.gz", "figures")  # of a run: both can be drawn again 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`validate`, parsed: where, on what, with which changes to every case, how often, whether to measure at all."""
+    """`validate`, parsed: where, on what, with which changes to every case, how often."""
 
     device: build.DeviceName
     out: Path
     overrides: Sequence[str]
     repeat: int
-    measures: bool
     quick: bool
 
 
@@ -53,7 +55,7 @@ class Asked:
 class Scored:
     """A case and how near its runs are."""
 
-    case: Case
+    case: str
     scores: Sequence[Score]
 
 
@@ -67,7 +69,57 @@ def validate(
     for case in wanted:  # what cannot be is refused before anything is measured
         session.scenario(*case.overrides)
     provenance.begin(place / "provenance.json", asked.device)
-    return [Scored(case, session.case(case)) for case in wanted]
+    return [Scored(case.name, session.case(case)) for case in wanted]
+
+
+def again(names: Sequence[str], place: Path, say: Callable[[str], None]) -> list[Scored]:
+    """Predict the cases that were measured into this folder once more, from what lies there. Raises UsageError for one
+    that is no such folder, and for a name that is none of its cases or groups.
+    """
+    found = {folder.name: _read(folder / "case.json") for folder in sorted((place / "validation").glob("*/"))}
+    known = {word for name, about in found.items() for word in (name, about.get("group"))}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"case {name!r}: {place} has {', '.join(found) or 'none'}")
+    if not found:
+        raise UsageError(f"{place}: holds no validation/CASE/case.json")
+    done = []
+    for name, about in found.items():
+        if names and not {name, about.get("group")} & set(names):
+            continue
+        say(name)
+        folder = place / "validation" / name
+        measured = [path for path, _ in _runs(folder / "measured")]
+        if measured:
+            ready = _both(measured[0] / "scenario.resolved.yaml")
+            done.append(Scored(name, _predict(folder, about, ready, _refitted(place, ready), say)))
+    return done
+
+
+def _both(file: Path) -> Scenario:
+    """What a run served, under both loops. Raises UsageError."""
+    try:
+        return scenario.load(str(file), ["loop.mode=both"])
+    except ScenarioError as error:
+        raise UsageError(str(error)) from None
+
+
+def _predict(
+    place: Path, about: Mapping[str, Any], ready: Scenario, coefficients: Mapping[str, Any], say: Callable[[str], None]
+) -> list[Score]:
+    """Simulate a case, and the other points of its curve; how near it is to what was measured."""
+    injected_ms, curve = float(about["injected_ms"]), {}
+    if about["curve"] is not None and not injected_ms:
+        curve = {f"{ms:g}": round(_gain(predictable(ready, coefficients, ms)), 6) for ms in suite.PREDICTED_MS}
+    _write(place / "case.json", json.dumps({**about, "predicted": curve}, indent=2) + "\n")
+    summaries = simulated(predictable(ready, coefficients, injected_ms), place / "simulated", say)
+    return bars.scores(summaries, _summaries(place / "measured"), about["load"])
+
+
+def _gain(asked: Scenario) -> float:
+    """What the asynchronous loop gains, simulated and forgotten; warnings have been said of the case itself."""
+    with TemporaryDirectory() as folder:
+        return bars.speed_up(simulated(asked, Path(folder) / "run", lambda _: None))
 
 
 class _Session:
@@ -86,14 +138,10 @@ class _Session:
         rate = self._rate(case, ready, coefficients, place)
         if rate is not None:
             ready = self.scenario(*case.overrides, f"workload.arrivals={{kind: poisson, rate_per_s: {rate}}}")
-        _write(place / "case.json", json.dumps(_facts(case, ready, rate), indent=2) + "\n")
-        if self._asked.measures:
-            self._measure(case, ready, place / "measured")
-        measured = _summaries(place / "measured")
-        if not measured:
-            self._say("  not measured")
-        predicted = simulated(predictable(ready, coefficients, case.injected_ms), place / "simulated", self._say)
-        return bars.scores(predicted, measured, case.load)
+        about = _facts(case, ready, rate)
+        _write(place / "case.json", json.dumps(about, indent=2) + "\n")
+        self._measure(case, ready, place / "measured")
+        return _predict(place, about, ready, coefficients, self._say)
 
     def scenario(self, *overrides: str) -> Scenario:
         asked = scenario.load(suite.base(self._asked.device), [*overrides, *self._asked.overrides])
@@ -101,17 +149,14 @@ class _Session:
 
     def _coefficients(self, ready: Scenario) -> dict[str, Any]:
         """Those of the model and the family of schedulers, from probes that were run before if there are any."""
-        key = f"{ready.model.name.lower()}-{ready.scheduler.name.partition('_')[0]}"
-        if key not in self._found:
-            self._found[key] = self._calibrated(self._place / "calibration" / f"{key}.fitted.yaml", ready)
-        return self._found[key]
+        file = _coefficient_file(self._place, ready)
+        if file.name not in self._found:
+            self._found[file.name] = self._calibrated(file, ready)
+        return self._found[file.name]
 
     def _calibrated(self, file: Path, ready: Scenario) -> dict[str, Any]:
-        steps = calibrate.steps_of(file)
-        if steps.exists() and file.exists():
+        if calibrate.steps_of(file).exists() and file.exists():
             return calibrate.refit(file, ready.model.layers)
-        if not self._asked.measures:
-            raise UsageError(f"{steps}: no such file: nothing has been probed there yet")
         calibrate.check_writable(file)
         name, small = suite.base(self._asked.device), self._asked.device == "process"
         changes = [f"model={_model(ready)}", f"scheduler={{name: {ready.scheduler.name}}}"]
@@ -150,6 +195,19 @@ class _Session:
                 _trim(runs.one_loop(ready, loop, options, self._maker(setup)).path)
 
 
+def _coefficient_file(place: Path, ready: Scenario) -> Path:
+    """One for each model and family of schedulers."""
+    words = re.findall(r"[a-z0-9.]+", f"{ready.model.name} {ready.scheduler.name.partition('_')[0]}".lower())
+    return place / "calibration" / f"{'-'.join(words)}.fitted.yaml"
+
+
+def _refitted(place: Path, ready: Scenario) -> dict[str, Any]:
+    file = _coefficient_file(place, ready)
+    if not calibrate.steps_of(file).exists():
+        raise UsageError(f"{calibrate.steps_of(file)}: no such file: nothing has been probed there")
+    return calibrate.refit(file, ready.model.layers)
+
+
 def _model(ready: Scenario) -> str:
     """As an override takes it: every field, so that any model will do."""
     return json.dumps(ready.model.model_dump(mode="json"))
@@ -181,12 +239,16 @@ def _options(device: str, case: Case, overrides: Sequence[str], out: Path) -> Ru
 
 def _complete(out: Path, loop: str, ready: Scenario) -> list[Path]:
     """Whole runs of this loop. Raises UsageError for one of another scenario."""
-    resolved = ready.model_copy(update={"loop": ready.loop.model_copy(update={"mode": loop})})
     found = [path for path, one in _runs(out) if one["loop"] == loop]
     for path in found:
-        if (path / "scenario.resolved.yaml").read_text(encoding="utf-8") != scenario.dump(resolved):
+        if _served(_both(path / "scenario.resolved.yaml")) != _served(ready):
             raise UsageError(f"{path}: was measured on another scenario than this call's: name another --out")
     return found
+
+
+def _served(asked: Scenario) -> dict[str, Any]:
+    """What a scenario says of a measured run: not which of both loops, and not the simulated CPU's cost."""
+    return asked.model_dump(mode="json", exclude={"loop": {"mode"}, "cost": {"cpu"}})
 
 
 def _runs(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -216,8 +278,15 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return dict(json.loads(_text(path)))
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{path}: not a JSON object: {error}") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read: {error}") from None
 
 
@@ -261,10 +330,10 @@ def simulated(asked: Scenario, out: Path, say: Callable[[str], None]) -> dict[st
 # -- telling ----------------------------------------------------------------------------------------------------------
 
 
-def failures(device: str, found: Sequence[Scored]) -> list[tuple[Case, Score]]:
-    """The bars that were missed. On a CPU under real timing only an absurd makespan is one."""
+def failures(found: Sequence[Scored], *, absurd_only: bool) -> list[tuple[str, Score]]:
+    """The bars that were missed; of a CPU under real timing only an absurd makespan."""
     told = [(one.case, score) for one in found for score in one.scores]
-    if device == "process":
+    if absurd_only:
         return [
             (case, score) for case, score in told if score.bar.label == "makespan" and not abs(score.error) <= ABSURD
         ]
@@ -280,6 +349,6 @@ def table(found: Sequence[Scored]) -> str:
     for one in found:
         for score in one.scores:
             apart = "" if score.spread is None else f"{score.spread * 100:.1f} {'pt' if score.bar.points else '%'}"
-            cells = (one.case.name, score.loop, score.bar.label, *score.shown(), apart, score.verdict)
+            cells = (one.case, score.loop, score.bar.label, *score.shown(), apart, score.verdict)
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)

@@ -49,7 +49,7 @@ class Dot(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A case on a curve: the CPU work added to a step, the simulated speed-up, and that of each repeat."""
+    """A case on a curve: the CPU work added to a step, the simulated speed-up, and that of each repeat, if any."""
 
     case: str
     injected_ms: float

@@ -13,6 +13,7 @@ from cbsim.cli import main
 GPU = "a GPU"
 FEW = ("workload.requests=12", "workload.output_tokens=8")
 ABOUT = {"about": "few requests", "model": "tiny", "scheduler": "vllm", "injected_ms": 4.0, "load": None, "curve": None}
+ABOUT["predicted"] = {}
 
 
 def served(out: Path, *overrides: str) -> Path:

@@ -142,6 +142,21 @@ def test_the_simulator_is_asked_as_a_user_asks_it(tmp_path: Path) -> None:
         validate.simulated(few, tmp_path / "file", said.append)
 
 
+def test_a_curve_is_predicted_between_its_measured_points(
+    small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where the CPU's work equals the GPU's the curve turns, and that need not be where somebody measured: the first
+    case of a curve holds the simulated speed-up at other milliseconds.
+    """
+    monkeypatch.setattr(suite, "cases", lambda device: {"first": Case("first", "cpu", "0 ms", curve="tiny")})
+    monkeypatch.setattr(suite, "PREDICTED_MS", (1, 3))
+    call(tmp_path)
+    place = tmp_path / "cpu-modelled" / "validation" / "first"
+    predicted = json.loads((place / "case.json").read_text())["predicted"]
+    assert list(predicted) == ["1", "3"] and 0 < predicted["1"] < 1
+    assert sorted(path.name for path in place.iterdir()) == ["case.json", "measured", "simulated", "simulated.yaml"]
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -160,6 +175,7 @@ def test_from_probes_to_scores_and_on_from_there(
         facts = json.loads((here / "case.json").read_text())
         assert (facts["name"], facts["load"], facts["curve"]) == (name, case.load, case.curve)
         assert (facts["rate_per_s"] is None) == (case.load is None)
+        assert facts["predicted"] == {}, "a curve's other points lie beside its first, which is not among these"
         measured, simulated = (list((here / kind).iterdir()) for kind in ("measured", "simulated"))
         assert len(measured) == len(simulated) == 2
         for path in measured:
@@ -180,18 +196,31 @@ def test_from_probes_to_scores_and_on_from_there(
     assert len(list((place / "validation" / "busy" / "measured").iterdir())) == 4
 
 
-def test_without_a_device_what_was_measured_is_scored_again(
-    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_without_a_device_what_was_measured_is_predicted_again(
+    small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--no-measure`: fitted and simulated anew from what lies there; where nothing does, it says so."""
-    assert call(tmp_path, "plain", "--no-measure") == 2
-    assert "tiny-vllm.probes.parquet: no such file: nothing has been probed there yet" in capsys.readouterr().err
-    call(tmp_path, "plain")
+    """`--again` fits and simulates anew from what lies there, wherever it was measured: the same scores. A name
+    chooses; one that is not there, and a folder that is none, are said.
+    """
+    call(tmp_path, "plain", "busy")
     before, _ = capsys.readouterr()
-    call(tmp_path, "plain", "slow", "--no-measure")
+    place = tmp_path / "cpu-modelled"
+    monkeypatch.setattr(build, "adapted", None)  # no device is asked for
+    assert cli.main(["validate", "--again", str(place)]) in (0, 3)
     after, said = capsys.readouterr()
-    assert after == before
-    assert "measuring" not in said and "not measured" in said
+    assert sorted(after.splitlines()) == sorted(before.splitlines())
+    assert "measuring" not in said and "probe" not in said
+    cli.main(["validate", "load", "--again", str(place)])
+    assert {line.split(" | ")[0] for line in capsys.readouterr().out.splitlines()[2:]} == {"| busy"}
+    for words, says in (
+        (["nothing", "--again", str(place)], f"case 'nothing': {place} has busy, plain"),
+        (["--again", str(tmp_path)], f"{tmp_path}: holds no validation/CASE/case.json"),
+    ):
+        assert cli.main(["validate", *words]) == 2
+        assert says in capsys.readouterr().err
+    next((place / "calibration").glob("*.parquet")).unlink()
+    assert cli.main(["validate", "--again", str(place)]) == 2
+    assert "tiny-vllm.probes.parquet: no such file: nothing has been probed there" in capsys.readouterr().err
 
 
 def test_runs_of_another_scenario_are_not_taken_for_this_one(
@@ -217,7 +246,7 @@ def test_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
         (0.3, "process", 3),
     ):
         ours, theirs = summary | {"makespan_s": 1 + error}, summary | {"makespan_s": 1.0}
-        found = [validate.Scored(CASES["plain"], bars.scores({"sync": ours}, {"sync": [theirs]}, None))]
+        found = [validate.Scored("plain", bars.scores({"sync": ours}, {"sync": [theirs]}, None))]
         monkeypatch.setattr(validate, "validate", lambda *_, found=found: found)
         assert cli.main(["validate", "--device", device, "--out", str(tmp_path)]) == status
         said = capsys.readouterr()
