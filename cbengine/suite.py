@@ -35,7 +35,17 @@ REQUESTS = "workload.requests={}".format
 FIFO = "scheduler={{name: transformers_fifo, max_requests_per_batch: {}, max_batch_tokens: {}}}".format
 SMALL = "model=llama-3.2-1b"
 INJECTED_MS = (0, 2, 5, 10)
-PREDICTED_MS = (1, 3, 4, 6, 7, 8, 9)  # of a curve, simulated only: where it turns need not be where it is measured
+PREDICTED_MS = (
+    0.5,
+    1,
+    1.5,
+    3,
+    4,
+    6,
+    7,
+    8,
+    9,
+)  # of a curve, simulated only: where it turns need not be where it is measured
 
 
 def _load(share: float, *overrides: str, prefix: str = "", group: str = "load") -> Case:
