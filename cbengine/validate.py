@@ -137,7 +137,9 @@ class _Session:
         coefficients = self._coefficients(ready)
         rate = self._rate(case, ready, coefficients, place)
         if rate is not None:
-            ready = self.scenario(*case.overrides, f"workload.arrivals={{kind: poisson, rate_per_s: {rate}}}")
+            arrivals = f"workload.arrivals={{kind: poisson, rate_per_s: {rate}}}"
+            case = replace(case, overrides=(*case.overrides, arrivals))
+            ready = self.scenario(*case.overrides)
         about = _facts(case, ready, rate)
         _write(place / "case.json", json.dumps(about, indent=2) + "\n")
         self._measure(case, ready, place / "measured")

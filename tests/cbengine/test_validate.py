@@ -179,6 +179,10 @@ def test_from_probes_to_scores_and_on_from_there(
         measured, simulated = (list((here / kind).iterdir()) for kind in ("measured", "simulated"))
         assert len(measured) == len(simulated) == 2
         for path in measured:
+            command = json.loads((path / "env.json").read_text())["command"]
+            assert (f"rate_per_s: {facts['rate_per_s']}" in command) == (case.load is not None), (
+                "it runs the same again"
+            )
             assert json.loads((path / "env.json").read_text())["injected_ms"] == {"prepare": case.injected_ms}
             assert not (path / "timeline.json.gz").exists() and (path / "steps.parquet").exists()
         assert told.out.count(f"| {name} |") == 2 * (len(BARS) - 1) + 1
