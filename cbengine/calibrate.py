@@ -22,7 +22,7 @@ from cbengine.probes import Reach, Table
 from cbsim import documents, environment
 from cbsim.cost.cpu import PHASES, PhaseCost
 from cbsim.scenario import Scenario
-from cbsim.timing import Calibrated
+from cbsim.timing import Calibrated, Coefficients
 
 Floats = npt.NDArray[np.float64]
 GPU_TERMS = ("per_chunk_s", "per_cached_token_s", "per_prefill_attention_s", "per_decode_row_s")
@@ -152,7 +152,7 @@ def refit(path: Path, layers: int) -> dict[str, Any]:
     try:
         steps = Table.of(pq.read_table(steps_of(path)))
         before = documents.read(path).data
-        steps.gap_s = float(before["gap_s"])
+        steps.gap_s = float(Coefficients.model_validate(before).gap_s)
         known = Calibrated.model_validate(before["calibrated"]).model_dump(exclude={*RANGE, "fits"})
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path}, {steps_of(path).name}: not a calibration: {error}") from None

@@ -106,8 +106,11 @@ class Table:
 
     @classmethod
     def of(cls, table: pa.Table) -> Table:
-        """From such a file. Raises KeyError for a missing column."""
+        """From such a file. Raises KeyError for a missing column, ValueError for what is no number."""
         columns = [table.column(name).to_pylist() for name in Line._fields]
+        for name, values in zip(Line._fields, columns, strict=True):
+            if not np.isfinite(np.array(values, dtype=np.float64)).all():
+                raise ValueError(f"{name} holds what is no number")
         return cls([Line(*values) for values in zip(*columns, strict=True)])
 
     def arrow(self) -> pa.Table:

@@ -22,18 +22,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
 
 from cbengine import build, calibrate, probes, provenance, suite
 from cbengine.build import Setup
 from cbengine.errors import UsageError
 from cbengine.suite import Case
 from cbsim import bars, runs, scenario, trace
-from cbsim.bars import Score
+from cbsim.bars import BARS, Score
 from cbsim.demand import Synthetic
-from cbsim.fields import ScenarioError
+from cbsim.fields import Frozen, Real, ScenarioError, shown
 from cbsim.runs import Maker, RunOptions
 from cbsim.scenario import Scenario
+from cbsim.terminal import lookup
 
 ABSURD = 0.25  # on a CPU whose own speed wanders a makespan off by more is an error of ours
 CAPACITY_REQUESTS = 4  # times the case's: all at once, so long a queue that its ends do not matter
@@ -49,6 +52,21 @@ class Asked:
     overrides: Sequence[str]
     repeat: int
     quick: bool
+
+
+class About(Frozen):
+    """case.json: what a case is, and what was decided for it when it was measured."""
+
+    name: str
+    group: str
+    about: str
+    model: str
+    scheduler: str
+    injected_ms: Annotated[Real, Field(ge=0, le=10_000)]
+    load: Annotated[Real, Field(gt=0)] | None
+    curve: str | None
+    rate_per_s: Annotated[Real, Field(gt=0)] | None
+    predicted: dict[str, float] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +94,9 @@ def again(names: Sequence[str], place: Path, say: Callable[[str], None]) -> list
     """Predict the cases that were measured into this folder once more, from what lies there. Raises UsageError for one
     that is no such folder, and for a name that is none of its cases or groups.
     """
-    found = {folder.name: _read(folder / "case.json") for folder in sorted((place / "validation").glob("*/"))}
-    known = {word for name, about in found.items() for word in (name, about.get("group"))}
+    folders = sorted(path for path in (place / "validation").glob("*/") if path.is_dir())
+    found = {folder.name: about for folder in folders if (about := _about(folder / "case.json"))}
+    known = {word for name, about in found.items() for word in (name, about.group)}
     for name in names:
         if name not in known:
             raise UsageError(f"case {name!r}: {place} has {', '.join(found) or 'none'}")
@@ -85,7 +104,7 @@ def again(names: Sequence[str], place: Path, say: Callable[[str], None]) -> list
         raise UsageError(f"{place}: holds no validation/CASE/case.json")
     done = []
     for name, about in found.items():
-        if names and not {name, about.get("group")} & set(names):
+        if names and not {name, about.group} & set(names):
             continue
         say(name)
         folder = place / "validation" / name
@@ -105,15 +124,19 @@ def _both(file: Path) -> Scenario:
 
 
 def _predict(
-    place: Path, about: Mapping[str, Any], ready: Scenario, coefficients: Mapping[str, Any], say: Callable[[str], None]
+    place: Path, about: About, ready: Scenario, coefficients: Mapping[str, Any], say: Callable[[str], None]
 ) -> list[Score]:
     """Simulate a case, and the other points of its curve; how near it is to what was measured."""
-    injected_ms, curve = float(about["injected_ms"]), {}
-    if about["curve"] is not None and not injected_ms:
+    curve = {}
+    if about.curve is not None and not about.injected_ms:
         curve = {f"{ms:g}": round(_gain(predictable(ready, coefficients, ms)), 6) for ms in suite.PREDICTED_MS}
-    _write(place / "case.json", json.dumps({**about, "predicted": curve}, indent=2) + "\n")
-    summaries = simulated(predictable(ready, coefficients, injected_ms), place / "simulated", say)
-    return bars.scores(summaries, _summaries(place / "measured"), about["load"])
+    _tell(place, about.model_copy(update={"predicted": curve}))
+    summaries = simulated(predictable(ready, coefficients, about.injected_ms), place / "simulated", say)
+    return bars.scores(summaries, _summaries(place / "measured"), about.load)
+
+
+def _tell(place: Path, about: About) -> None:
+    _write(place / "case.json", json.dumps(about.model_dump(), indent=2) + "\n")
 
 
 def _gain(asked: Scenario) -> float:
@@ -141,7 +164,7 @@ class _Session:
             case = replace(case, overrides=(*case.overrides, arrivals))
             ready = self.scenario(*case.overrides)
         about = _facts(case, ready, rate)
-        _write(place / "case.json", json.dumps(about, indent=2) + "\n")
+        _tell(place, about)
         self._measure(case, ready, place / "measured")
         return _predict(place, about, ready, coefficients, self._say)
 
@@ -171,8 +194,9 @@ class _Session:
         """Requests a second of a case under load: what was measured with before, else its share of the capacity."""
         if case.load is None:
             return None
-        if (known := _read(place / "case.json").get("rate_per_s")) is not None:
-            return float(known)
+        known = _about(place / "case.json")
+        if known is not None and known.rate_per_s is not None:
+            return known.rate_per_s
         if not isinstance(ready.workload, Synthetic):
             raise UsageError(
                 f"workload.kind: got {ready.workload.kind}, must be synthetic for {case.name}, which is a load"
@@ -215,9 +239,9 @@ def _model(ready: Scenario) -> str:
     return json.dumps(ready.model.model_dump(mode="json"))
 
 
-def _facts(case: Case, ready: Scenario, rate: float | None) -> dict[str, Any]:
+def _facts(case: Case, ready: Scenario, rate: float | None) -> About:
     facts = {name: value for name, value in asdict(case).items() if name != "overrides"}
-    return facts | {"model": ready.model.name, "scheduler": ready.scheduler.name, "rate_per_s": rate}
+    return About(**facts, model=ready.model.name, scheduler=ready.scheduler.name, rate_per_s=rate)
 
 
 def _options(device: str, case: Case, overrides: Sequence[str], out: Path) -> RunOptions:
@@ -257,7 +281,30 @@ def _runs(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Whole run directories with their summaries, in the order in which they were made."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_dir() and not (path / trace.MARKER).exists():
-            yield path, _read(path / "summary.json")
+            yield path, _summary(path / "summary.json")
+
+
+def _summary(file: Path) -> dict[str, Any]:
+    """The summary of a run, as far as it is scored. Raises UsageError."""
+    found = _read(file)
+    if found.get("loop") not in ("sync", "async"):
+        raise UsageError(f"{file}: loop is {shown(found.get('loop'))}, expected sync or async")
+    for bar in BARS:
+        value = lookup(found, bar.metric) if bar.metric else None
+        least = value is None or (isinstance(value, int | float) and value >= 0)
+        if not least or (bar.metric == "makespan_s" and not value):
+            raise UsageError(f"{file}: {bar.metric} is {shown(value)}, expected a number >= 0")
+    return found
+
+
+def _about(file: Path) -> About | None:
+    """What case.json says; None if there is none. Raises UsageError."""
+    if not file.exists():
+        return None
+    try:
+        return About.model_validate(_read(file))
+    except ValidationError as error:
+        raise UsageError(f"{file}: {build.first_complaint(error)}") from None
 
 
 def _summaries(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -276,13 +323,14 @@ def _trim(path: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if there is none. Raises UsageError."""
-    if not path.exists():
-        return {}
+    """A JSON object. Raises UsageError."""
     try:
-        return dict(json.loads(_text(path)))
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"{path}: not a JSON object: {error}") from None
+        found = json.loads(_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: is {shown(found)}, expected a JSON object")
+    return found
 
 
 def _text(path: Path) -> str:

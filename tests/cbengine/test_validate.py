@@ -5,6 +5,7 @@ measured is never looked at here: the modelled device and made-up coefficients s
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,17 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def call(out: Path, *words: str) -> int:
     changes = [word for change in SMALL for word in ("--set", change)]
     return cli.main(["validate", "--device", "modelled", "--quick", "--out", str(out), *changes, *words])
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one workload that was measured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suite, "cases", lambda device: {"plain": CASES["plain"]})
+        patch.setattr(probes, "GPU_REACH", REACH)
+        out = tmp_path_factory.mktemp("validation")
+        assert call(out, "plain") in (0, 3)
+    return out / "cpu-modelled"
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -284,3 +296,40 @@ def test_the_modelled_device_captures_and_launches_as_a_gpu_does() -> None:
         assert (took >= 0.04e9) == launched
         assert steps["compute_end_ns"][at] >= steps["launch_start_ns"][at] + 0.04e9 or not launched
         assert steps["padded_tokens"][at] == (plan.tokens if launched else {0: 0, 1: 1, 2: 2, 3: 4, 4: 4}[plan.tokens])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("case.json", "[]", "case.json: is [], expected a JSON object"),
+        ("case.json", "{", "case.json: not JSON: "),
+        ("case.json", "{}", "case.json: name: Field required"),
+        ("case.json", {"injected_ms": -5}, "case.json: injected_ms: Input should be greater than or equal to 0"),
+        ("case.json", {"injected_ms": None}, "case.json: injected_ms: "),
+        ("case.json", {"load": "x"}, "case.json: load: "),
+        ("summary.json", "{}", "summary.json: loop is nothing, expected sync or async"),
+        ("summary.json", {"makespan_s": 0}, "summary.json: makespan_s is 0, expected a number >= 0"),
+        ("summary.json", {"tpot_s": {"p50": "fast"}}, "summary.json: tpot_s.p50 is 'fast', expected a number >= 0"),
+        ("scenario.resolved.yaml", "model: 5\n", "scenario.resolved.yaml"),
+        ("scenario.resolved.yaml", None, "scenario.resolved.yaml"),
+        (".probes.parquet", "no table", "not a calibration: "),
+        (".fitted.yaml", "calibrated: 5\n", "not a calibration: "),
+    ],
+)
+def test_what_lies_there_may_be_broken(
+    measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: Any, says: str
+) -> None:
+    """File and field are named, nobody sees a traceback, and nothing is measured over."""
+    place = tmp_path / "cpu-modelled"
+    shutil.copytree(measured, place)
+    target = next(path for path in sorted(place.rglob(f"*{name}")) if "simulated" not in str(path))
+    if content is None:
+        target.unlink()
+    elif isinstance(content, dict):
+        target.write_text(json.dumps(json.loads(target.read_text()) | content))
+    else:
+        target.write_text(content)
+    capsys.readouterr()
+    assert cli.main(["validate", "--again", str(place)]) == 2
+    said = capsys.readouterr().err
+    assert says in said and "Traceback" not in said
