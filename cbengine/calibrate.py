@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,15 +15,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import ValidationError
 
-from cbengine import probes
+from cbengine import build, probes
 from cbengine.build import Setup
 from cbengine.errors import UsageError
 from cbengine.fit import Fit, fit
 from cbengine.probes import Reach, Table
 from cbsim import documents, environment
 from cbsim.cost.cpu import PHASES, PhaseCost
-from cbsim.scenario import Scenario
+from cbsim.scenario import Scenario, ScenarioError
 from cbsim.timing import Calibrated, Coefficients
 
 Floats = npt.NDArray[np.float64]
@@ -135,12 +138,12 @@ def write(path: Path, found: Calibration, base: Scenario, device: str) -> dict[s
         "scheduler": base.scheduler.name,
         "commit": f"{(git['commit'] or 'unknown')[:12]}{'+' if git['dirty'] else ''}",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "settings": settings(base, device),
         "capture_s": round(found.table.capture_s, 6),
     }
     raw = io.BytesIO()
     pq.write_table(found.table.arrow(), raw)
     try:
-        path.write_text("", encoding="utf-8")
         steps_of(path).write_bytes(raw.getvalue())
     except OSError as error:
         raise _unwritable(path, error) from None
@@ -155,8 +158,28 @@ def refit(path: Path, layers: int) -> dict[str, Any]:
         steps.gap_s = float(Coefficients.model_validate(before).gap_s)
         known = Calibrated.model_validate(before["calibrated"]).model_dump(exclude={*RANGE, "fits"})
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{path}, {steps_of(path).name}: not a calibration: {error}") from None
+        reason = build.first_complaint(error) if isinstance(error, ValidationError) else error
+        raise UsageError(f"{path}, {steps_of(path).name}: not a calibration: {reason}") from None
     return _written(path, known, calibration(steps, layers))
+
+
+def settings(base: Scenario, device: str) -> str:
+    """Fingerprint of what coefficients depend on besides names: shape, block size, graphs, kernels that are made up."""
+    cost = base.cost.model_dump(mode="json") if "modelled" in device else None
+    told = [base.model.model_dump(mode="json"), base.block_size, base.graph_padding, cost]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
+
+
+def check_settings(path: Path, base: Scenario, device: str) -> None:
+    """Raises UsageError if a coefficient file was probed with other settings than these."""
+    try:
+        known = documents.read(path).data["calibrated"].get("settings", "")
+    except (ScenarioError, KeyError, TypeError, AttributeError):
+        return  # that it is no calibration is said when it is read as one
+    if known and known != settings(base, device):
+        raise UsageError(
+            f"{path}: was probed with another model, block size or cost than this call's: name another --out"
+        )
 
 
 def _written(path: Path, origin: dict[str, Any], found: Calibration) -> dict[str, Any]:

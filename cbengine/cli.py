@@ -87,7 +87,11 @@ def _act(arguments: argparse.Namespace) -> int:
             arguments.device, arguments.out, kernels=arguments.kernels, quick=arguments.quick, as_json=arguments.json
         )
     if arguments.command == "validate":
-        if arguments.again:
+        if arguments.again is not None:
+            if arguments.set or arguments.repeat > 1 or arguments.device or arguments.quick:
+                from cbengine.errors import UsageError
+
+                raise UsageError("--again: measures nothing, and takes no --set, --repeat, --device or --quick")
             return commands.prediction(arguments.cases, arguments.again)
         return commands.validation(arguments.cases, _validation(arguments))
     return commands.generate(arguments.prompt, arguments.tokens, _setup(arguments))

@@ -22,6 +22,7 @@ from cbengine.errors import UsageError
 from cbsim import workload
 from cbsim.cost.cpu import PHASES, size
 from cbsim.cost.fitted import work
+from cbsim.fields import LARGEST_WHOLE
 from cbsim.metrics import Steps
 from cbsim.policy.graphs import captured, captured_sizes
 from cbsim.policy.plan import StepPlan
@@ -106,11 +107,13 @@ class Table:
 
     @classmethod
     def of(cls, table: pa.Table) -> Table:
-        """From such a file. Raises KeyError for a missing column, ValueError for what is no number."""
+        """From such a file. Raises KeyError for a missing column, ValueError for what is no count or time."""
         columns = [table.column(name).to_pylist() for name in Line._fields]
         for name, values in zip(Line._fields, columns, strict=True):
-            if not np.isfinite(np.array(values, dtype=np.float64)).all():
-                raise ValueError(f"{name} holds what is no number")
+            numbers = np.array(values, dtype=np.float64)
+            least = 1 if name in ("tokens", "compute") else 0
+            if not ((numbers >= least) & (numbers <= LARGEST_WHOLE)).all():
+                raise ValueError(f"{name}: expected numbers from {least} to {LARGEST_WHOLE:,}")
         return cls([Line(*values) for values in zip(*columns, strict=True)])
 
     def arrow(self) -> pa.Table:

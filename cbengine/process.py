@@ -41,7 +41,13 @@ class Process:
         self._idle_ns = self._arrived_ns = 0  # end of the last step known of, and when its result came
         self._pipe, theirs = spawning.Pipe()
         self._worker: SpawnProcess = spawning.Process(target=_work, args=(build, shared, theirs), daemon=True)
-        self._worker.start()
+        held = signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGINT}
+        )  # inherited: an interrupt is the driver's alone
+        try:
+            self._worker.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
         theirs.close()
         self.facts: dict[str, Any] = {"device": "cpu, worker process", "threads": 1}
         self._receive(START_S)

@@ -108,9 +108,11 @@ def again(names: Sequence[str], place: Path, say: Callable[[str], None]) -> list
             continue
         say(name)
         folder = place / "validation" / name
-        measured = [path for path, _ in _runs(folder / "measured")]
+        measured = {one["loop"]: path for path, one in _runs(folder / "measured")}
+        for loop in sorted({"sync", "async"} - measured.keys()):
+            say(f"  the {loop} loop was not measured: left out")
         if measured:
-            ready = _both(measured[0] / "scenario.resolved.yaml")
+            ready = _both(next(iter(measured.values())) / "scenario.resolved.yaml")
             done.append(Scored(name, _predict(folder, about, ready, _refitted(place, ready), say)))
     return done
 
@@ -156,17 +158,26 @@ class _Session:
     def case(self, case: Case) -> list[Score]:
         place = self._place / "validation" / case.name
         self._say(f"{case.name}: {case.about}")
-        ready = self.scenario(*case.overrides)
+        known, ready = _about(place / "case.json"), self.scenario(*case.overrides)
+        rate = known.rate_per_s if known and case.load is not None else None
+        if rate is not None:  # what was measured with before
+            case, ready = self._arriving(case, rate)
+        for loop in scenario.loops(ready):  # runs of another scenario are refused before anything is written
+            _complete(place / "measured", loop, ready)
         coefficients = self._coefficients(ready)
-        rate = self._rate(case, ready, coefficients, place)
-        if rate is not None:
-            arrivals = f"workload.arrivals={{kind: poisson, rate_per_s: {rate}}}"
-            case = replace(case, overrides=(*case.overrides, arrivals))
-            ready = self.scenario(*case.overrides)
+        if case.load is not None and rate is None:
+            rate = self._rate(case, ready, coefficients, place)
+            case, ready = self._arriving(case, rate)
         about = _facts(case, ready, rate)
-        _tell(place, about)
+        _tell(place, about.model_copy(update={"predicted": known.predicted if known else {}}))
         self._measure(case, ready, place / "measured")
         return _predict(place, about, ready, coefficients, self._say)
+
+    def _arriving(self, case: Case, rate: float) -> tuple[Case, Scenario]:
+        """The case with random arrivals at so many requests a second."""
+        arrivals = f"workload.arrivals={{kind: poisson, rate_per_s: {rate}}}"
+        case = replace(case, overrides=(*case.overrides, arrivals))
+        return case, self.scenario(*case.overrides)
 
     def scenario(self, *overrides: str) -> Scenario:
         asked = scenario.load(suite.base(self._asked.device), [*overrides, *self._asked.overrides])
@@ -180,7 +191,12 @@ class _Session:
         return self._found[file.name]
 
     def _calibrated(self, file: Path, ready: Scenario) -> dict[str, Any]:
-        if calibrate.steps_of(file).exists() and file.exists():
+        steps, device = calibrate.steps_of(file), build.device_name(self._setup)
+        if steps.exists() != file.exists():
+            lost, there = (file, steps) if steps.exists() else (steps, file)
+            raise UsageError(f"{lost}: no such file, but {there.name} is there: put it back, or remove that, too")
+        if file.exists():
+            calibrate.check_settings(file, ready, device)
             return calibrate.refit(file, ready.model.layers)
         calibrate.check_writable(file)
         name, small = suite.base(self._asked.device), self._asked.device == "process"
@@ -188,15 +204,11 @@ class _Session:
         probed = build.adapted(scenario.load(name, [*changes, *self._asked.overrides]), self._setup)
         reach = probes.CPU_REACH if small else probes.GPU_REACH
         found = calibrate.calibrate(probed, self._setup, self._say, reach=reach, quick=self._asked.quick)
-        return calibrate.write(file, found, probed, build.device_name(self._setup))
+        return calibrate.write(file, found, probed, device)
 
-    def _rate(self, case: Case, ready: Scenario, coefficients: dict[str, Any], place: Path) -> float | None:
-        """Requests a second of a case under load: what was measured with before, else its share of the capacity."""
-        if case.load is None:
-            return None
-        known = _about(place / "case.json")
-        if known is not None and known.rate_per_s is not None:
-            return known.rate_per_s
+    def _rate(self, case: Case, ready: Scenario, coefficients: dict[str, Any], place: Path) -> float:
+        """Requests a second of a case under load: its share of the capacity, simulated."""
+        assert case.load is not None
         if not isinstance(ready.workload, Synthetic):
             raise UsageError(
                 f"workload.kind: got {ready.workload.kind}, must be synthetic for {case.name}, which is a load"

@@ -187,12 +187,14 @@ class Calibrated(Frozen):
     """By which version of the engine; + for one with changes."""
     date: str
     """When, UTC."""
-    rows: Whole
+    rows: Annotated[Whole, Field(ge=0)]
     """Requests of the largest step."""
-    tokens: Whole
+    tokens: Annotated[Whole, Field(ge=0)]
     """Query tokens of the largest step."""
-    context_tokens: Whole
+    context_tokens: Annotated[Whole, Field(ge=0)]
     """KV tokens read by the step that read most."""
+    settings: str = ""
+    """Fingerprint of what else was probed: the model's shape, block size, graphs, made-up kernels. Empty: unknown."""
     capture_s: Seconds = 0.0
     """Seconds to capture a CUDA graph, which is done before a run."""
     fits: Fits | None = None
@@ -240,7 +242,7 @@ class FittedCost(Coefficients):
     kind: Literal["fitted"]
     """fitted"""
     path: str | None = None
-    """YAML file of coefficients, from the scenario's folder. Once read, they stand here and this is null."""
+    """YAML file of coefficients, from the scenario's or the current folder. Once read they stand here, this is null."""
 
     @model_validator(mode="before")
     @classmethod
@@ -249,7 +251,10 @@ class FittedCost(Coefficients):
         if not isinstance(path, str):
             return data
         base: Path = (info.context or {}).get("base") or Path()
-        return coefficients(base / path) | {key: value for key, value in data.items() if key != "path"}
+        file = base / path
+        if not file.is_file() and Path(path).is_file():  # given with --set, beside whoever gives it
+            file = Path(path)
+        return coefficients(file) | {key: value for key, value in data.items() if key != "path"}
 
 
 def coefficients(path: Path) -> dict[str, Any]:

@@ -102,6 +102,19 @@ def test_data_beside_the_scenario_is_found_from_anywhere(small: Path, tmp_path: 
     assert s.workload.path == str(tmp_path / "t.csv")  # type: ignore[union-attr]
 
 
+def test_fitted_coefficients_may_lie_in_the_current_folder(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever names a file on the command line means the one that he sees; one beside the scenario comes first."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    (elsewhere / "c.yaml").write_text("base_s: 0.01\n")
+    assert scenario.load(small, ["cost={kind: fitted, path: c.yaml}"]).cost.base_s == 0.01  # type: ignore[union-attr]
+    (tmp_path / "c.yaml").write_text("base_s: 0.02\n")
+    assert scenario.load(small, ["cost={kind: fitted, path: c.yaml}"]).cost.base_s == 0.02  # type: ignore[union-attr]
+
+
 def test_fitted_coefficients_are_read_and_written_out(small: Path, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("base_s: 0.01\ncpu: {schedule: {base_s: 0.002}}\n")
     s = scenario.load(small, ["cost={kind: fitted, path: c.yaml, per_decode_row_s: 1e-4}"])

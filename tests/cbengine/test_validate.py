@@ -239,12 +239,35 @@ def test_without_a_device_what_was_measured_is_predicted_again(
     assert "tiny-vllm.probes.parquet: no such file: nothing has been probed there" in capsys.readouterr().err
 
 
+def test_coefficients_of_other_settings_are_not_taken_for_these(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other kernels, or half of a calibration: refused by name before anything is measured or written over."""
+    call(tmp_path, "plain")
+    assert call(tmp_path, "slow", "--set", "cost={kind: constant, step_s: 0.02}") == 2
+    assert "tiny-vllm.fitted.yaml: was probed with another model, block size or cost" in capsys.readouterr().err
+    (fitted,) = tmp_path.rglob("*.fitted.yaml")
+    fitted.unlink()
+    probed = calibrate.steps_of(fitted).read_bytes()
+    assert call(tmp_path, "slow") == 2
+    assert f"{fitted}: no such file, but tiny-vllm.probes.parquet is there" in capsys.readouterr().err
+    assert calibrate.steps_of(fitted).read_bytes() == probed
+
+
+def test_again_takes_no_options_of_a_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--set", "seed=1"], ["--repeat", "2"], ["--device", "process"], ["--quick"]):
+        assert cli.main(["validate", "--again", "x", *words]) == 2
+        assert "--again: measures nothing" in capsys.readouterr().err
+
+
 def test_runs_of_another_scenario_are_not_taken_for_this_one(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     call(tmp_path, "plain")
+    before = content(tmp_path)
     assert call(tmp_path, "plain", "--set", "workload.requests=5") == 2
     assert "was measured on another scenario than this call's: name another --out" in capsys.readouterr().err
+    assert content(tmp_path) == before, "refused before anything is written"
 
 
 def test_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
