@@ -56,6 +56,8 @@ class Ticks:
     def wait_until(self, at_ns: int) -> None:
         self._at_ns = max(self._at_ns, at_ns)
 
+    work_until = wait_until
+
 
 class Run:
     """An engine that has served its workload, checked to have left nothing behind. `tick_ns` 0 is the real clock;
