@@ -2,60 +2,24 @@
 
 Requests that decode stay in two persistent arrays, so that an undisturbed decode step costs a handful of numpy calls
 whatever its size. Everything else follows on the device from these arrays: positions, places in the cache, and the
-input tokens that the host has not seen yet.
-
-Layout of a step, all int32, one after the other (lengths in `Header`):
-
-    slots [rows]  kv_tokens [rows]  starts [rows + 1]  uniforms [sampling rows] (float32 bits, if random)
-    first [rows] (if padded)  sampled [further sampling rows]  tokens [tokens]  places [updates]  blocks [updates]
+input tokens that the host has not seen yet. `layout` says how the arrays lie.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from cbengine.layout import Arrays, Header, arrays
 from cbengine.sampling import uniforms
 from cbengine.sequence import CARRIED, Sequence
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.policy.request import RequestSpec
 
 Ints = npt.NDArray[np.int32]
-
-
-class Header(NamedTuple):
-    """The lengths of a step's arrays. The first `decodes` rows have one query token each and all sample; `further` of
-    the other rows sample. `live` of the decodes are real, the rest pads the step to a captured size.
-    """
-
-    rows: int
-    decodes: int
-    live: int
-    tokens: int
-    longest: int
-    further: int
-    updates: int
-    random: bool
-    padded: bool
-
-    @property
-    def sampling(self) -> int:
-        return self.decodes + self.further
-
-    def offsets(self) -> tuple[int, ...]:
-        """Where each array begins, in the order of the layout, and where the last one ends."""
-        lengths = (
-            *(self.rows, self.rows, self.rows + 1, self.sampling if self.random else 0),
-            *(self.rows if self.padded else 0, self.further, self.tokens, self.updates, self.updates),
-        )
-        ends = [0]
-        for length in lengths:
-            ends.append(ends[-1] + length)
-        return tuple(ends)
 
 
 class Sent(NamedTuple):
@@ -76,7 +40,9 @@ class Capacity(NamedTuple):
     @property
     def staging(self) -> int:
         """int32 values of the largest step: every array at its longest, every table rewritten."""
-        return 6 * self.sampling + 1 + 2 * (self.slots * self.width + self.rows) + self.tokens
+        rows, updates = self.sampling, self.slots * self.width + self.rows
+        largest = Header(rows, 0, 0, self.tokens, 1, further=rows, updates=updates, random=True, padded=True)
+        return largest.size
 
     @property
     def sampling(self) -> int:
@@ -225,32 +191,31 @@ class Batcher:
         widths: list[int],
         further: list[int],
     ) -> None:
-        at = header.offsets()
-        slots, kv_tokens, starts, drawn, first, sampled, tokens, places, blocks = (
-            into[low:high] for low, high in pairwise(at)
-        )
+        step = arrays(into, header)
         going, live, decodes = len(self._decoding), header.live, header.decodes
         decoding = self._decoding
         decoding.kv_tokens[:going] += 1
-        slots[:going], kv_tokens[:going] = decoding.slots[:going], decoding.kv_tokens[:going]
-        slots[live:decodes], kv_tokens[live:decodes] = self._scratch_slot, 1
-        starts[: decodes + 1] = np.arange(decodes + 1)
-        starts[decodes + 1 :] = decodes + np.cumsum(widths)
-        tokens[:going], tokens[live:decodes] = CARRIED, 0
-        sampled[:], places[:], blocks[:] = further, self._places, self._blocks
+        step.slots[:going], step.kv_tokens[:going] = decoding.slots[:going], decoding.kv_tokens[:going]
+        step.slots[live:decodes], step.kv_tokens[live:decodes] = self._scratch_slot, 1
+        step.starts[: decodes + 1] = np.arange(decodes + 1)
+        step.starts[decodes + 1 :] = decodes + np.cumsum(widths)
+        step.tokens[:going], step.tokens[live:decodes] = CARRIED, 0
+        step.sampled[:], step.places[:], step.blocks[:] = further, self._places, self._blocks
         if self._padded:
-            first[:going], first[live:decodes] = decoding.first[:going], 0
-            first[decodes:] = [chunk.padding for chunk in chunks]
+            step.first[:going], step.first[live:decodes] = decoding.first[:going], 0
+            step.first[decodes:] = [chunk.padding for chunk in chunks]
         rows = zip((*range(going, live), *range(decodes, header.rows)), (*singles, *chunks), strict=True)
         for row, chunk in rows:
-            self._write_chunk(chunk, row, slots, kv_tokens, tokens[starts[row] : starts[row + 1]])
+            self._write_chunk(chunk, row, step)
         if self._random and header.sampling:
-            drawn[:] = self._uniforms(header, kv_tokens, [*singles, *(c for c in chunks if c.samples)]).view(np.int32)
+            drawn = self._uniforms(header, step.kv_tokens, [*singles, *(c for c in chunks if c.samples)])
+            step.uniforms[:] = drawn.view(np.int32)
 
-    def _write_chunk(self, chunk: Chunk, row: int, slots: Ints, kv_tokens: Ints, tokens: Ints) -> None:
+    def _write_chunk(self, chunk: Chunk, row: int, step: Arrays[Ints]) -> None:
         sequence = self._sequences[chunk.spec]
         end = chunk.start + chunk.tokens
-        slots[row], kv_tokens[row] = sequence.slot, end + chunk.padding
+        step.slots[row], step.kv_tokens[row] = sequence.slot, end + chunk.padding
+        tokens = step.tokens[step.starts[row] : step.starts[row + 1]]
         tokens[: chunk.padding] = 0
         sequence.write(chunk.start, tokens[chunk.padding :])
         if chunk.samples:

@@ -23,8 +23,8 @@ from torch import Tensor
 from cbengine import build
 from cbengine.architecture import from_shape
 from cbengine.build import Setup
-from cbengine.cuda import captured, streams
 from cbengine.errors import MissingError
+from cbengine.graphs import captured, streams
 from cbengine.ops import Ops, Rows
 from cbsim import runs, scenario
 from cbsim.metrics import Steps

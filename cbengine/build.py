@@ -55,6 +55,7 @@ class Setup:
     end_tokens: bool = False  # stop at the model's end tokens, too
     injected: tuple[tuple[str, int], ...] = ()
     saves_tokens: bool = False
+    spin: bool = False  # on a GPU: keep the CPU busy while it waits for a step
 
     @property
     def torch_device(self) -> str:
@@ -291,7 +292,9 @@ def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, cloc
     if setup.device == "inline":
         return Inline(plan(), plan.capacity, steps)
     graphs = scenario.graph_padding == "cbengine"
-    return Cuda(plan(), plan.capacity, steps, graphs=graphs, overlap=scenario.loop.streams, random=random)
+    return Cuda(
+        plan(), plan.capacity, steps, graphs=graphs, overlap=scenario.loop.streams, random=random, spin=setup.spin
+    )
 
 
 def engine(

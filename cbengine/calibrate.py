@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from cbengine import build, probes
 from cbengine.build import Setup
+from cbengine.equal_steps import EqualSteps
 from cbengine.errors import UsageError
 from cbengine.fit import Fit, fit
 from cbengine.probes import Reach, Table
@@ -65,15 +66,16 @@ def calibration(table: Table, layers: int) -> Calibration:
         text = f"{len(table.lines)} steps are too few, {ENOUGH} would do"
         raise UsageError(f"calibrate: {text}: give a larger --rows or --longest")
     coefficients, kernels = _kernels(table)
-    coefficients |= {f"{lane}_s": _rounded(float(np.median(table.column(lane)))) for lane in ("h2d", "d2h")}
+    alone = table.alone()
+    coefficients |= {f"{lane}_s": _rounded(float(np.median(alone.column(lane)))) for lane in ("h2d", "d2h")}
     coefficients["gap_s"] = float(f"{table.gap_s:.6g}")
-    eager, fits = table.column("eager"), {"kernels": kernels}
+    eager, fits = alone.column("eager"), {"kernels": kernels}
     cpu: dict[str, dict[str, float]] = {}
     for phase in PHASES:
-        columns = [np.ones(len(table.lines)), *(table.column(name) for name in SIZED)]
+        columns = [np.ones(len(alone.lines)), *(alone.column(name) for name in SIZED)]
         if phase == "launch":
             columns.append(eager)
-        fits[phase] = fit(np.column_stack(columns), table.column(phase))
+        fits[phase] = fit(np.column_stack(columns), alone.column(phase))
         cpu[phase] = dict(zip(CPU_TERMS, map(_rounded, fits[phase].coefficients), strict=False))
     coefficients["launch_s_per_layer"] = _rounded(fits["launch"].coefficients[-1] / layers)
     return Calibration(coefficients | {"cpu": cpu}, fits, table)
@@ -126,6 +128,15 @@ def _rounded(nanoseconds: float) -> float:
     return float(f"{nanoseconds / 1e9:.6g}")
 
 
+def _told(equal: EqualSteps | None) -> dict[str, Any] | None:
+    """With the digits that a file has."""
+    return (
+        {name: float(f"{one:.6g}") if isinstance(one, float) else one for name, one in equal._asdict().items()}
+        if equal
+        else None
+    )
+
+
 def write(path: Path, found: Calibration, base: Scenario, device: str) -> dict[str, Any]:
     """Write the coefficient file, and the steps that it rests on beside it; returns what the file holds. Raises
     UsageError if that cannot be done.
@@ -140,6 +151,7 @@ def write(path: Path, found: Calibration, base: Scenario, device: str) -> dict[s
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "settings": settings(base, device),
         "capture_s": round(found.table.capture_s, 6),
+        "equal_steps": _told(found.table.equal),
     }
     raw = io.BytesIO()
     pq.write_table(found.table.arrow(), raw)
@@ -185,7 +197,7 @@ def check_settings(path: Path, base: Scenario, device: str) -> None:
 def _written(path: Path, origin: dict[str, Any], found: Calibration) -> dict[str, Any]:
     calibrated = {**origin, **_range(found.table), "fits": {name: one.errors() for name, one in found.fits.items()}}
     content = {"calibrated": calibrated, **found.coefficients}
-    said = "# Measured with `python -m cbengine calibrate`, synchronous loop. Errors are shares of a step's time.\n"
+    said = "# Measured with `python -m cbengine calibrate`. Errors are shares of a step's time.\n"
     try:
         path.write_text(said + documents.write(content), encoding="utf-8")
     except OSError as error:

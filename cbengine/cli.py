@@ -128,6 +128,7 @@ def _setup(arguments: argparse.Namespace) -> Setup:
         end_tokens=getattr(arguments, "stop_at_end_tokens", arguments.command == "generate"),
         injected=tuple(getattr(arguments, "inject", ())),
         saves_tokens=getattr(arguments, "save_tokens", False),
+        spin=getattr(arguments, "wait", "block") == "spin",
     )
 
 
@@ -149,6 +150,7 @@ def _own_words(arguments: argparse.Namespace, setup: Setup) -> list[str]:
     for phase, extra_ns in arguments.inject:
         words += ["--inject", f"{phase}={extra_ns / 1e6:.15g}"]
     words += ["--no-cuda-graphs"] * arguments.no_cuda_graphs
+    words += ["--wait", "spin"] * setup.spin
     words += ["--save-tokens"] * arguments.save_tokens
     words += ["--stop-at-end-tokens"] * arguments.stop_at_end_tokens
     return words
@@ -214,6 +216,12 @@ def _replay_arguments(replay: argparse.ArgumentParser) -> None:
     replay.add_argument("--save-tokens", action="store_true", help="write prompts and outputs to tokens.parquet, too")
     replay.add_argument("--no-cuda-graphs", action="store_true", help="GPU only: launch every step kernel by kernel")
     replay.add_argument(
+        "--wait",
+        choices=("block", "spin"),
+        default="block",
+        help="GPU only: how the CPU waits for a step: asleep (default), or busy, which wakes up sooner",
+    )
+    replay.add_argument(
         "--stop-at-end-tokens", action="store_true", help="let the end tokens of --weights end a request early"
     )
     replay.add_argument(
@@ -221,7 +229,7 @@ def _replay_arguments(replay: argparse.ArgumentParser) -> None:
         type=_count,
         default=0,
         metavar="N",
-        help="GPU only: profile N steps with torch and print their GPU-active beside ours",
+        help="GPU only: profile N steps with torch: their kernels go to kernels.csv, their GPU-active beside ours",
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cbengine import build, calibrate, campaign, provenance, tokens, validate, weights
+from cbengine import build, calibrate, campaign, gpu, provenance, tokens, validate, weights
 from cbengine.build import Setup
 from cbengine.content import Prompts
 from cbengine.errors import MissingError, UsageError
@@ -46,8 +46,10 @@ class Measured:
         self._saves = setup.saves_tokens
         self._profile = Profile(self._engine.record, profiled) if profiled else None
         self.record = self._engine.record
-        self.facts: Mapping[str, Any] = {
+        self._on_gpu = setup.device == "cuda"
+        self.facts: dict[str, Any] = {
             **device.facts,
+            **({"gpu_before": gpu.state()} if self._on_gpu else {}),
             "engine": "cbengine",
             "weights": str(setup.weights) if setup.weights else "random",
             "dtype": asked.model.dtype,
@@ -68,6 +70,8 @@ class Measured:
             self._engine.run(tell)
             self._engine.check_returned()
         finally:
+            if self._on_gpu:
+                self.facts["gpu_after"] = gpu.state()
             if self._profile:
                 self._profile.stop()
             self._engine.close()
@@ -75,11 +79,11 @@ class Measured:
             print(self._profile.verdict(), file=sys.stderr)
 
     def files(self) -> Mapping[str, bytes]:
-        if not self._saves:
-            return {}
-        return {
-            tokens.FILE: tokens.table((s.spec, s.prompt.tolist(), s.outputs) for s in self._engine.sequences.values())
-        }
+        found = self._profile.files() if self._profile else {}
+        if self._saves:
+            texts = ((s.spec, s.prompt.tolist(), s.outputs) for s in self._engine.sequences.values())
+            found[tokens.FILE] = tokens.table(texts)
+        return found
 
 
 def replay(options: RunOptions, setup: Setup, *, peer: bool, profiled: int) -> int:

@@ -5,6 +5,7 @@
               the tokens -> outbound[slot]
     d2h       waits for that; outbound[slot] -> pinned; the CPU blocks on the end of this copy
 
+A step's time on the device is that of its replay or its kernels alone: inputs and tables are written before `start`.
 A slot's buffers are written again only after its step was awaited, and are given back only when everything has ended.
 All other memory is taken and used on the compute stream alone. The last sampled token of every request stays on the
 device, so a step never waits for the host to know what it computes on.
@@ -13,31 +14,25 @@ device, so a step never waits for the host to know what it computes on.
 from __future__ import annotations
 
 import gc
-import os
-import re
-import sys
-import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, partial
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cbengine.batch import Capacity, Header
-from cbengine.device import DeviceError, Ints, Lanes
-from cbengine.executor import Arrays, Executor, arrays
+from cbengine import gpu
+from cbengine.batch import Capacity
+from cbengine.device import Ints, Lanes
+from cbengine.executor import Executor
+from cbengine.faults import STUCK_S, Watchdog, guarded
+from cbengine.graphs import Graph, captured, streams
+from cbengine.layout import Arrays, Header, arrays
 from cbengine.timeline import Timeline
 from cbengine.warmup import scratch_step, warm_ups
 from cbsim.policy.graphs import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan
-
-WARM_UPS = 2  # runs before a capture
-STUCK_S = 300.0  # a step that takes longer than this has hung
-T = TypeVar("T")
 
 
 class Marks(NamedTuple):
@@ -50,27 +45,29 @@ class Marks(NamedTuple):
     done: torch.cuda.Event
 
     @classmethod
-    def new(cls) -> Marks:
+    def new(cls, *, spin: bool) -> Marks:
+        """`spin`: the CPU is kept busy while it waits for a step, and wakes up sooner."""
         first, second, third, fourth = (torch.cuda.Event(enable_timing=True) for _ in range(4))
-        return cls(first, second, third, fourth, torch.cuda.Event(enable_timing=True, blocking=True))
-
-
-class Graph(NamedTuple):
-    """A captured decode step: what it reads, what it writes."""
-
-    graph: torch.cuda.CUDAGraph
-    inputs: Tensor
-    tokens: Tensor
+        return cls(first, second, third, fourth, torch.cuda.Event(enable_timing=True, blocking=not spin))
 
 
 class Cuda:
-    """`graphs`: capture decode steps. `overlap`: copies have streams of their own."""
+    """`graphs`: capture decode steps. `overlap`: copies have streams of their own. `spin`: wait without sleeping."""
 
     def __init__(
-        self, executor: Executor, capacity: Capacity, depth: int, *, graphs: bool, overlap: bool, random: bool
+        self,
+        executor: Executor,
+        capacity: Capacity,
+        depth: int,
+        *,
+        graphs: bool,
+        overlap: bool,
+        random: bool,
+        spin: bool = False,
     ) -> None:
         """Captures every graph that the run may need, and runs every kind of step once. Raises DeviceError."""
         self._executor, self._capacity, self._random, self._overlap = executor, capacity, random, overlap
+        self._spin = spin
         self._compute, self._h2d, self._d2h = streams() if overlap else (streams()[0],) * 3
         self._sizes = captured_sizes(capacity.rows) if graphs else []
         self._graphs: dict[int, Graph] = {}
@@ -80,7 +77,7 @@ class Cuda:
         self._received: list[Tensor] = []
         self._inbound: list[Tensor] = []
         self._outbound: list[Tensor] = []
-        self._marks = [Marks.new() for _ in range(depth + 1)]  # one more: the next step is timed from the last one's
+        self._marks = [Marks.new(spin=spin) for _ in range(depth + 1)]
         self._launched = 0
         self._in_flight: dict[int, tuple[Marks, int, int]] = {}  # slot -> events, sampling rows, time of launch
         self._anchor: torch.cuda.Event  # a step's edges are measured from here
@@ -114,9 +111,9 @@ class Cuda:
     def close(self) -> None:
         if self._watchdog.closed:
             return
-        self._watchdog.close()
-        with suppress(RuntimeError):  # a GPU that has failed for good has nothing to give back
+        with suppress(RuntimeError), self._watchdog:  # a GPU that has failed for good has nothing to give back
             torch.cuda.synchronize()
+        self._watchdog.close()
         self._graphs.clear()
         self._in_flight.clear()
         self.staging, self._pinned, self._received, self._inbound, self._outbound = [], [], [], [], []
@@ -137,42 +134,42 @@ class Cuda:
         self._in_flight[slot] = marks, header.sampling, at
 
     def _enqueue(self, slot: int, header: Header, marks: Marks) -> None:
-        inbound, used, outbound = self._inbound[slot], header.offsets()[-1], self._outbound[slot][: header.sampling]
+        inbound, outbound = self._inbound[slot], self._outbound[slot][: header.sampling]
         graph = self._graphs.get(header.rows) if header.decodes == header.rows and not header.padded else None
         step = arrays(inbound, header) if graph is None or header.updates else None
         with torch.cuda.stream(self._h2d):
             marks.h2d_start.record(self._h2d)
-            inbound[:used].copy_(self._pinned[slot][:used], non_blocking=True)
+            inbound[: header.size].copy_(self._pinned[slot][: header.size], non_blocking=True)
             marks.h2d_end.record(self._h2d)
         with torch.cuda.stream(self._compute):
             self._compute.wait_event(marks.h2d_end)
+            if step is not None:
+                self._executor.update_tables(step)
+            if graph is not None:
+                graph.inputs.copy_(inbound[: len(graph.inputs)])
             marks.start.record(self._compute)
-            self._run(graph, inbound, step, header, outbound)
+            outbound.copy_(self._computed(graph, step, header))
             marks.end.record(self._compute)
         with torch.cuda.stream(self._d2h):
             self._d2h.wait_event(marks.end)
             self._received[slot][: header.sampling].copy_(outbound, non_blocking=True)
             marks.done.record(self._d2h)
 
-    def _run(self, graph: Graph | None, inbound: Tensor, step: Arrays | None, header: Header, outbound: Tensor) -> None:
-        """`step` may be left out of a graph's that changes no table."""
-        if step is not None:
-            self._executor.update_tables(step)
+    def _computed(self, graph: Graph | None, step: Arrays[Tensor] | None, header: Header) -> Tensor:
+        """The tokens of a step whose tables and inputs are in place. `step` may be left out of a graph's."""
         if graph is not None:
-            graph.inputs.copy_(inbound[: len(graph.inputs)])
             graph.graph.replay()
-            outbound.copy_(graph.tokens)
-        else:
-            assert step is not None
-            outbound.copy_(self._executor.run(step, header))
+            return graph.tokens
+        assert step is not None
+        return self._executor.run(step, header)
 
     # -- before the first one -----------------------------------------------------------------------------------------
 
     def _allocate(self, depth: int) -> None:
         torch.cuda.empty_cache()  # what is left of putting weights together
-        size, sampling, device = self._capacity.staging, self._capacity.sampling, torch.device("cuda")
-        self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(depth)]
-        self._received = [torch.zeros(sampling, dtype=torch.int32, pin_memory=True) for _ in range(depth)]
+        size, sampling, device = self._capacity.staging, self._capacity.sampling, self._executor.device
+        self._pinned = [gpu.pinned(size) for _ in range(depth)]
+        self._received = [gpu.pinned(sampling) for _ in range(depth)]
         self._inbound = [torch.zeros(size, dtype=torch.int32, device=device) for _ in range(depth)]
         self._outbound = [torch.zeros(sampling, dtype=torch.int32, device=device) for _ in range(depth)]
         self.staging = [buffer.numpy() for buffer in self._pinned]
@@ -198,113 +195,18 @@ class Cuda:
             self.wait(0)
 
     def _capture(self, rows: int, pool: Any) -> Graph:
-        header, values = scratch_step([1] * rows, self._capacity.slots, random=self._random, padded=False)
+        header, values = scratch_step([], self._capacity.slots, decodes=rows, random=self._random, padded=False)
         with torch.cuda.stream(self._compute):
-            inputs = torch.from_numpy(values).cuda()
+            inputs = torch.from_numpy(values).to(self._executor.device)
         step = arrays(inputs, header)
         graph, tokens = captured(lambda: self._executor.run(step, header), self._compute, pool)
         return Graph(graph, inputs, tokens)
 
     def _describe(self) -> dict[str, Any]:
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return {
-            "device": properties.name,
-            "driver": _driver(),
-            "cuda": torch.version.cuda,
-            "gpu_memory_bytes": properties.total_memory,
+            **gpu.facts(),
+            "wait": "spin" if self._spin else "block",
             "captured_batches": sorted(self._graphs),
             "capture_s": self._capture_s,
             "allocated_bytes": torch.cuda.memory_allocated(),
         }
-
-
-@cache
-def streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
-    """For kernels, copies in, copies out: the same in every run of a process, because cuBLAS keeps a workspace for each
-    stream that it has ever computed on.
-    """
-    return torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
-
-
-def captured(act: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
-    """`act` as a graph, and what it returned: tensors that every replay writes again. It is run before, on the same
-    stream, so that what happens only once (compiling, loading, workspaces) is not captured.
-    """
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UPS):
-            act()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
-        result = act()
-    return graph, result
-
-
-class Watchdog:
-    """Ends the process when a wait lasts too long: a hung kernel cannot be interrupted."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._since: float | None = None
-        self._closed = threading.Event()
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed.is_set()
-
-    def __enter__(self) -> None:
-        self._since = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self._since = None
-
-    def close(self) -> None:
-        self._closed.set()
-
-    def overdue(self, now: float) -> bool:
-        since = self._since  # read once: the other thread may end its wait at any moment
-        return since is not None and now - since > self._limit_s
-
-    def _watch(self) -> None:
-        while not self._closed.wait(1.0):
-            if self.overdue(time.monotonic()):
-                print(f"cbengine: a step has not ended after {self._limit_s:.0f} s: the GPU hangs", file=sys.stderr)
-                sys.stderr.flush()
-                os._exit(1)
-
-
-# -- errors -----------------------------------------------------------------------------------------------------------
-
-
-def guarded(doing: Callable[[], str], act: Callable[[], T]) -> T:
-    """What `act` returns. Errors of the GPU's become a DeviceError that says what was being done; others are ours."""
-    try:
-        return act()
-    except torch.OutOfMemoryError as error:
-        failure = DeviceError(out_of_memory(doing(), str(error), *torch.cuda.mem_get_info()))
-    except RuntimeError as error:
-        if isinstance(error, DeviceError) or "CUDA" not in str(error):
-            raise
-        failure = DeviceError(f"the GPU failed in {doing()}: {_first_line(error)}")
-    raise failure  # out here nothing holds what had been allocated until then
-
-
-def out_of_memory(doing: str, complaint: str, free: int, total: int) -> str:
-    """What was asked for, in torch's words, and what is there."""
-    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", complaint)
-    wanted, there = asked[1] if asked else "more", f"{free / 2**30:.2f} of the GPU's {total / 2**30:.2f} GiB are free"
-    return f"no memory for {doing}: {wanted} asked for, {there}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
-def _driver() -> str | None:
-    """Version of the GPU's driver, where the system says it."""
-    try:
-        words = Path("/proc/driver/nvidia/version").read_text(encoding="ascii").partition("\n")[0].split()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return next((word for word in words if word[0].isdigit() and "." in word), None)

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cbengine.batch import Capacity, Header
+from cbengine.batch import Capacity
 from cbengine.clock import Clock
-from cbengine.executor import Executor, arrays
+from cbengine.executor import Executor
+from cbengine.layout import Header, arrays
 from cbsim.cost.base import Cost
 from cbsim.policy.graphs import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan

@@ -5,38 +5,15 @@ Its owner says when: at once, in a worker process, or on a CUDA stream, where a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
-from cbengine.batch import Capacity, Header
+from cbengine.batch import Capacity
 from cbengine.kvcache import KvCache
+from cbengine.layout import Arrays, Header
 from cbengine.model import Model
 from cbengine.ops import Rows
 from cbengine.sampling import Sampling, sample
-
-
-@dataclass(frozen=True, slots=True)
-class Arrays:
-    """A step's arrays on the device, as views of one int32 buffer; see `batch` for the layout."""
-
-    slots: Tensor
-    kv_tokens: Tensor
-    starts: Tensor
-    uniforms: Tensor
-    first: Tensor
-    sampled: Tensor
-    tokens: Tensor
-    places: Tensor
-    blocks: Tensor
-
-
-def arrays(buffer: Tensor, header: Header) -> Arrays:
-    """The views of `buffer` that `header` describes."""
-    at = header.offsets()
-    return Arrays(*(buffer[low:high] for low, high in pairwise(at)))
 
 
 class Executor:
@@ -51,18 +28,22 @@ class Executor:
         self._last = torch.zeros(capacity.slots + 1, dtype=torch.int64, device=device)
 
     @property
+    def device(self) -> torch.device:
+        return self._tables.device
+
+    @property
     def reach(self) -> int:
         """Tokens that the longest block table can hold."""
         return self._tables.shape[1] * self._cache.keys.shape[2]
 
     @torch.inference_mode()
-    def update_tables(self, step: Arrays) -> None:
+    def update_tables(self, step: Arrays[Tensor]) -> None:
         """Write what has changed in the block tables; comes before `run`."""
         if len(step.places):
             self._tables.view(-1)[step.places.long()] = step.blocks
 
     @torch.inference_mode()
-    def run(self, step: Arrays, header: Header) -> Tensor:
+    def run(self, step: Arrays[Tensor], header: Header) -> Tensor:
         """Compute a step: int32 [sampling rows], -1 where the logits were not numbers."""
         if not header.rows:
             return step.tokens
@@ -82,7 +63,7 @@ class Executor:
         self._last[slots] = sampled.clamp(min=0).long()
         return sampled
 
-    def _rows(self, step: Arrays, header: Header) -> tuple[Rows, Tensor | None]:
+    def _rows(self, step: Arrays[Tensor], header: Header) -> tuple[Rows, Tensor | None]:
         """What the model needs to know of the rows, and the row of every token (None: row i has token i alone)."""
         slots, kv_tokens, starts = step.slots.long(), step.kv_tokens.long(), step.starts.long()
         owner = None

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from cbengine.cuda import STUCK_S, Watchdog
+from cbengine.faults import STUCK_S, Watchdog
 from cbengine.peer_device import CudaClock, HostClock, PeerError
 from cbsim.policy.plan import Chunk, Outcome, Preempted, StepPlan
 from cbsim.policy.request import Finish, RequestSpec

@@ -2,7 +2,8 @@
 
 A probe is a scenario of its own, run by the engine with the synchronous loop. Its prompts and outputs have all lengths,
 so that one run passes through many batch sizes, contexts and chunks. Every step gives one line: what it did and how
-long its kernels, its copies and each CPU phase took.
+long its kernels, its copies and each CPU phase took. Some probes run with two steps in flight, too: the kernels of a
+step that was launched ahead do not wait for the CPU, so their times are the kernels' own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pydantic import ValidationError
 
 from cbengine import build
 from cbengine.build import Setup
+from cbengine.equal_steps import SETTLING as WARM_UP
+from cbengine.equal_steps import EqualSteps, equal_steps, launched_ahead
 from cbengine.errors import UsageError
 from cbsim import workload
 from cbsim.cost.cpu import PHASES, size
@@ -29,7 +32,6 @@ from cbsim.policy.plan import StepPlan
 from cbsim.record import STEP_COLUMNS
 from cbsim.scenario import Scenario, ScenarioError, depth, scheduler_options
 
-WARM_UP = 3  # first steps of a probe, which find caches cold
 SHORTEST = 8  # tokens of the longest sequence, at least
 SPREAD = 1.2  # of the logarithm of prompts: many short ones and some as long as may be
 Ints = npt.NDArray[np.int64]
@@ -57,6 +59,7 @@ class Probe(NamedTuple):
     prompt: int
     output: int
     chunk: int
+    ahead: bool = False  # run with two steps in flight, too
 
 
 class Line(NamedTuple):
@@ -83,33 +86,42 @@ class Line(NamedTuple):
     h2d: int  # from the end of the launch to the start of the kernels
     compute: int
     d2h: int  # from the end of the kernels until the CPU has the result
+    ahead: bool = False  # launched while the step before it computed: only its kernels' time is used
 
 
 @dataclass(slots=True)
 class Table:
-    """A line for each step of all probes, the gaps between steps that followed each other at once, and how long a graph
-    took to capture.
+    """A line for each step of all probes, the gaps between steps that followed each other at once, how long a graph
+    took to capture, and how equal steps of both loops compare.
     """
 
     lines: list[Line] = field(default_factory=list)
     gap_s: float = 0.0
     capture_s: float = 0.0
+    equal: EqualSteps | None = None
 
     def add(self, plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int]) -> None:
-        """`sizes` are those with a graph; none: every step is launched in one go."""
-        columns = {name: i for i, name in enumerate(STEP_COLUMNS)}
-        for plan, row in zip(plans[WARM_UP:], steps.table[WARM_UP:], strict=True):
-            if plan.rows:
-                self.lines.append(_line(plan, {name: int(row[i]) for name, i in columns.items()}, sizes))
+        """Steps of the synchronous loop. `sizes` are those with a graph; none: every step is launched in one go."""
+        self.lines += _lines(plans, steps, sizes)
+
+    def add_ahead(self, plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int]) -> None:
+        """Steps of the asynchronous loop: those that were launched ahead and in one go."""
+        found = _lines(plans, steps, sizes, launched_ahead(steps))
+        self.lines += [line._replace(ahead=True) for line in found if not line.eager]
 
     def column(self, name: str) -> npt.NDArray[np.float64]:
         return np.array([getattr(line, name) for line in self.lines], dtype=np.float64)
 
+    def alone(self) -> Table:
+        """The steps of the synchronous loop, on which the CPU's times rest."""
+        return Table([line for line in self.lines if not line.ahead])
+
     @classmethod
     def of(cls, table: pa.Table) -> Table:
         """From such a file. Raises KeyError for a missing column, ValueError for what is no count or time."""
-        columns = [table.column(name).to_pylist() for name in Line._fields]
-        for name, values in zip(Line._fields, columns, strict=True):
+        names = [name for name in Line._fields if name != "ahead" or name in table.column_names]  # older files lack it
+        columns = [table.column(name).to_pylist() for name in names]
+        for name, values in zip(names, columns, strict=True):
             numbers = np.array(values, dtype=np.float64)
             least = 1 if name in ("tokens", "compute") else 0
             if not ((numbers >= least) & (numbers <= LARGEST_WHOLE)).all():
@@ -119,6 +131,20 @@ class Table:
     def arrow(self) -> pa.Table:
         """For a file: whoever wants to fit other terms need not measure again."""
         return pa.table({name: [getattr(line, name) for line in self.lines] for name in Line._fields})
+
+
+def _lines(
+    plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int], which: npt.NDArray[np.bool_] | None = None
+) -> list[Line]:
+    """A line for each of these steps (all), but for the first ones and empty ones."""
+    columns = {name: i for i, name in enumerate(STEP_COLUMNS)}
+    chosen = np.ones(len(steps), dtype=bool) if which is None else which
+    rows = zip(plans[WARM_UP:], steps.table[WARM_UP:], chosen[WARM_UP:], strict=True)
+    return [
+        _line(plan, {name: int(row[i]) for name, i in columns.items()}, sizes)
+        for plan, row, counts in rows
+        if counts and plan.rows
+    ]
 
 
 def _line(plan: StepPlan, at: dict[str, int], sizes: Sequence[int]) -> Line:
@@ -138,6 +164,7 @@ def _line(plan: StepPlan, at: dict[str, int], sizes: Sequence[int]) -> Line:
         h2d=max(0, at["compute_start_ns"] - at["launch_end_ns"]),
         compute=compute,
         d2h=at["await_end_ns"] - at["compute_end_ns"],
+        ahead=False,
     )
 
 
@@ -158,27 +185,37 @@ def probes(reach: Reach, *, quick: bool) -> list[Probe]:
     least, long = max(1, prompt // 64), max(1, 15 * prompt // 16)
     return [
         Probe("prompts, one a step", 16, 1, least, min(prompt, tokens), 4, tokens),
-        Probe("long prompts, then a batch that shrinks", seats, seats, long, prompt, output, tokens),
+        Probe("long prompts, then a batch that shrinks", seats, seats, long, prompt, output, tokens, ahead=True),
         Probe("prompts half as long, likewise", seats, seats, long // 2 or 1, prompt // 2, output, tokens),
         Probe("chunks of long prompts beside decodes", 2 * few, few, least, prompt, output // 4, tokens // 16),
         Probe("small chunks beside many decodes", 2 * half, half, 1, max(1, prompt // 8), output // 2, tokens // 4),
-        Probe("a large batch of short requests that shrinks", rows, rows, 1, short, output, tokens),
-        Probe("one request alone", 2, 1, long, prompt, output // 2, tokens),
+        Probe("a large batch of short requests that shrinks", rows, rows, 1, short, output, tokens, ahead=True),
+        Probe("one request alone", 2, 1, long, prompt, output // 2, tokens, ahead=True),
     ]
 
 
 def measure(base: Scenario, setup: Setup, runs: Sequence[Probe], say: Callable[[str], None]) -> Table:
     """Run all probes on the device of `setup`, with the model and the scheduler of `base`."""
-    table = Table()
+    table, gaps = Table(), []
+    equal: list[tuple[Steps, Steps]] = []
     for number, probe in enumerate(runs, start=1):
-        say(f"probe {number} of {len(runs)}: {probe.about}")
+        say(f"probe {number} of {len(runs)}: {probe.about}{', in both loops' if probe.ahead else ''}")
         ready = build.adapted(_scenario(base, probe), setup)
-        plans, steps, facts = _run(ready, "sync", setup)
         rows = build.capacity(ready, "sync", workload.build(ready).specs()).rows
-        table.add(plans, steps, captured_sizes(rows) if ready.graph_padding == "cbengine" else [])
+        sizes = captured_sizes(rows) if ready.graph_padding == "cbengine" else []
+        plans, steps, facts = _run(ready, "sync", setup)
+        table.add(plans, steps, sizes)
         table.capture_s = max(table.capture_s, facts.get("capture_s", 0.0))
-    say("two steps in flight: the gap between them")
-    table.gap_s = _gap_s(_run(build.adapted(_scenario(base, runs[-1]), setup), "async", setup)[1])
+        if probe.ahead:
+            plans, others, _ = _run(ready, "async", setup)
+            table.add_ahead(plans, others, sizes)
+            gaps.append(_gaps(others))
+            equal.append((steps, others))
+    followed = np.concatenate([*gaps, np.zeros(0)])
+    table.gap_s = float(np.median(followed)) / 1e9 if len(followed) else 0.0
+    table.equal = equal_steps(equal)
+    if table.equal:
+        say(str(table.equal))
     return table
 
 
@@ -194,11 +231,12 @@ def _run(ready: Scenario, loop: str, setup: Setup) -> tuple[list[StepPlan], Step
     return plans, Steps(steps), device.facts
 
 
-def _gap_s(steps: Steps) -> float:
-    """Median of the time from the kernels of one step to those of the next, where the next one had been launched."""
+def _gaps(steps: Steps) -> npt.NDArray[np.int64]:
+    """Nanoseconds from the kernels of one step to those of the next, where the next one had been launched by then."""
     ends, starts = steps["compute_end_ns"][:-1], steps["compute_start_ns"][1:]
-    waiting = steps["launch_end_ns"][1:] < steps["compute_start_ns"][:-1] + (ends - steps["compute_start_ns"][:-1]) // 2
-    return float(np.median((starts - ends)[waiting])) / 1e9 if waiting.any() else 0.0
+    middle = steps["compute_start_ns"][:-1] + (ends - steps["compute_start_ns"][:-1]) // 2
+    gaps: npt.NDArray[np.int64] = (starts - ends)[steps["launch_end_ns"][1:] < middle]
+    return gaps
 
 
 def _scenario(base: Scenario, probe: Probe) -> Scenario:

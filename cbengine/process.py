@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from cbengine.batch import Capacity, Header
+from cbengine.batch import Capacity
 from cbengine.device import DeviceError, Ints, Lanes
-from cbengine.executor import Executor, arrays
+from cbengine.executor import Executor
+from cbengine.layout import Header, arrays
 from cbsim.policy.plan import StepPlan
 
 LOOK_S = 0.2  # how often the other side's life is looked at

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import platform
 import re
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cbengine import gpu
 from cbengine.errors import UsageError
 from cbsim.environment import git_state, packages
 
@@ -67,19 +67,11 @@ def facts(device: str) -> Mapping[str, Any]:
     return {
         "device": torch.cuda.get_device_name(0) if device == "cuda" else f"CPU ({device}): no GPU was measured",
         "cuda": torch.version.cuda if device == "cuda" else None,
-        "driver": _driver() if device == "cuda" else None,
+        "driver": gpu.driver() if device == "cuda" else None,
         "python": platform.python_version(),
         "packages": packages(),
         "git": git_state(),
     }
-
-
-def _driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")[0]
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def slug(device: str) -> str:

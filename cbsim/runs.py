@@ -36,7 +36,9 @@ class Server(terminal.Server, Protocol):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What env.json says of the device, and of anything that the scenario does not say."""
+        """What env.json says of the device, and of anything that the scenario does not say. Asked for before the run,
+        and again after it.
+        """
 
     def files(self) -> Mapping[str, bytes]:
         """Further files of the run directory, by name. Asked for when the run has ended or was cut short."""
@@ -117,11 +119,13 @@ def one_loop(asked: Scenario, loop: str, options: RunOptions, serve: Maker) -> F
         reason = "interrupted" if isinstance(stop, KeyboardInterrupt) else str(stop)
         reason = f"stuck: {stop}" if isinstance(stop, StuckError) else reason
         writer.note(f"{reason}, after {server.record.step_count} steps")
+        writer.environment(facts | dict(server.facts))
         _write_results(writer, resolved, loop, server, options, complete=False)
         verb = "measured" if server.measured else "simulated"
         raise trace.RunError(f"{reason}: what was {verb} until then is in {writer.path}") from None
     progress.done(server.now_ns)
     try:
+        writer.environment(facts | dict(server.facts))
         done = _write_results(writer, resolved, loop, server, options, complete=True)
     except trace.RunError as error:
         writer.note(str(error))

@@ -172,6 +172,19 @@ class Fits(Frozen):
     """CPU: applying its result."""
 
 
+class EqualSteps(Frozen):
+    """Decode steps that were measured in both loops. Synchronous ones may be told as longer: see docs/calibrate.md."""
+
+    steps: Whole
+    """Kinds of steps that both loops ran."""
+    sync_s: Real
+    """Median of their kernels' seconds with one step in flight."""
+    async_s: Real
+    """The same with two, of steps that were launched ahead."""
+    difference_s: Real
+    """Median of the differences, synchronous less asynchronous."""
+
+
 class Calibrated(Frozen):
     """Where the coefficients come from, the range they were measured in, and how well they fit there."""
 
@@ -197,6 +210,8 @@ class Calibrated(Frozen):
     """Fingerprint of what else was probed: the model's shape, block size, graphs, made-up kernels. Empty: unknown."""
     capture_s: Seconds = 0.0
     """Seconds to capture a CUDA graph, which is done before a run."""
+    equal_steps: EqualSteps | None = None
+    """Do equal steps take equally long in both loops?"""
     fits: Fits | None = None
     """How well they fit the steps that were measured."""
 

@@ -16,21 +16,20 @@ from helpers import Executor as PlanExecutor
 from served import VOCAB, Case, Run
 
 from cbengine import build
-from cbengine.batch import Capacity, Header, Ints
+from cbengine.batch import Capacity, Ints
 from cbengine.device import Device, Lanes, staging
 from cbengine.driver import Engine
+from cbengine.layout import Header, arrays
 from cbengine.sampling import uniforms
 from cbengine.sequence import CARRIED
 from cbengine.sequence import Sequence as Text
 from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import RequestSpec
 
-NAMES = ("slots", "kv_tokens", "starts", "uniforms", "first", "sampled", "tokens", "places", "blocks")
-
 
 def views(buffer: Ints, header: Header) -> dict[str, Ints]:
     """The arrays of a step by name."""
-    return {name: buffer[low:high] for name, (low, high) in zip(NAMES, pairwise(header.offsets()), strict=True)}
+    return arrays(buffer, header)._asdict()
 
 
 class Tables:
@@ -126,7 +125,7 @@ class Checked:
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
         buffer, sizes = self.staging[slot], self._capacity
-        assert header.offsets()[-1] <= len(buffer) == sizes.staging
+        assert header.size <= len(buffer) == sizes.staging
         assert header.rows <= sizes.sampling
         assert header.tokens <= sizes.tokens
         assert header.live + header.rows - header.decodes <= sizes.rows

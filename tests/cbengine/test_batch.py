@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="the engine needs torch")
@@ -19,7 +20,8 @@ from oracle import toy_run, toy_text
 from served import INLINE, LOOPS, MS, SCHEDULERS, VOCAB, Case, cases, check_derived, check_texts, server, shared, spec
 
 from cbengine import build
-from cbengine.batch import Capacity, Header
+from cbengine.batch import Capacity
+from cbengine.layout import Header, arrays
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
 from cbsim.policy.loop import StuckError
@@ -136,12 +138,22 @@ def test_more_requests_than_blocks(scheduler: str, loop: str) -> None:
     assert int(run.steps["rows"].max()) > 6
 
 
-def test_the_largest_step_fits_its_buffer() -> None:
-    """A buffer holds every array of a step at its longest, and not a number more."""
+@given(
+    header=st.builds(
+        lambda rows, decodes, tokens, updates, random, padded: Header(
+            rows, min(decodes, rows), 0, tokens, 1, rows - min(decodes, rows), updates, random=random, padded=padded
+        ),
+        *(st.integers(0, 69), st.integers(0, 69), st.integers(0, 100), st.integers(0, 82)),
+        *(st.booleans(), st.booleans()),
+    )
+)
+def test_every_step_fits_its_buffer(header: Header) -> None:
+    """Arrays lie one after the other without gaps, and the longest of all are those that the buffer is made for."""
     sizes = Capacity(slots=7, width=11, rows=5, tokens=100)
-    rows, updates = sizes.sampling, sizes.slots * sizes.width + sizes.rows
-    header = Header(rows, 0, 0, sizes.tokens, 100, further=rows, updates=updates, random=True, padded=True)
-    assert header.offsets()[-1] == sizes.staging
+    assert header.size <= sizes.staging
+    step = arrays(np.arange(sizes.staging), header)
+    assert np.concatenate(step).tolist() == list(range(header.size))
+    assert tuple(map(len, step)) == tuple(header.lengths)
 
 
 def test_a_workload_nobody_sends() -> None:

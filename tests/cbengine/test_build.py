@@ -17,15 +17,17 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="the engine needs torch")
 
+import numpy as np
 import torch
 from served import INLINE, LOOPS, SCHEDULERS, SHAPE, Case, asked, cases, spec
 
 from cbengine import build, weights
-from cbengine.batch import Capacity, Header, Ints
+from cbengine.batch import Capacity, Ints
 from cbengine.build import Setup
 from cbengine.device import Lanes, staging
 from cbengine.errors import MissingError, UsageError
 from cbengine.kvcache import DeviceMemoryError
+from cbengine.layout import Header, arrays
 from cbengine.sampling import Sampling
 from cbsim import scenario
 from cbsim.fields import ScenarioError
@@ -72,16 +74,15 @@ class Bounds:
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
         sizes, padding = self._sizes, header.decodes - header.live
-        assert header.offsets()[-1] <= sizes.staging == len(self.staging[slot])
+        assert header.size <= sizes.staging == len(self.staging[slot])
         assert header.rows - padding <= sizes.rows
         assert header.sampling <= sizes.sampling
         assert header.tokens - padding <= sizes.tokens
         assert header.tokens <= sizes.tokens or not padding
-        values = self.staging[slot]
-        at = header.offsets()
-        assert (values[at[0] : at[1]] <= sizes.slots).all()
-        assert (values[at[7] : at[8]] < sizes.slots * sizes.width).all()
-        self._done[slot] = values[: header.sampling] * 0
+        step = arrays(self.staging[slot], header)
+        assert (step.slots <= sizes.slots).all()
+        assert (step.places < sizes.slots * sizes.width).all()
+        self._done[slot] = np.zeros(header.sampling, dtype=np.int32)
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         return self._done.pop(slot), Lanes(0, 0, 0, 0, 0, 0)

@@ -22,6 +22,7 @@ from served import INLINE, LOOPS, SCHEDULERS, asked, spec
 
 from cbengine import build, calibrate, cli, probes
 from cbengine.calibrate import CPU_TERMS, GPU_TERMS
+from cbengine.equal_steps import equal_steps
 from cbengine.errors import UsageError
 from cbengine.probes import Line, Probe, Reach, Table
 from cbsim import assemble, documents, scenario, workload
@@ -205,8 +206,51 @@ def test_the_gap_is_that_of_steps_which_waited() -> None:
     steps = steps_of(
         launch_end_ns=[0, 12, 112, 400], compute_start_ns=[10, 103, 205, 450], compute_end_ns=[100, 200, 300, 500]
     )
-    assert probes._gap_s(steps) == 4e-9
-    assert probes._gap_s(steps_of(launch_end_ns=[5])) == 0
+    assert probes._gaps(steps).tolist() == [3, 5]
+    assert len(probes._gaps(steps_of(launch_end_ns=[5]))) == 0
+
+
+def test_of_the_asynchronous_loop_count_kernels_that_did_not_wait() -> None:
+    """Steps that were launched in one go while the one before ran: not the late one, not the eager one. What the CPU
+    took in that loop is not used.
+    """
+    table, n = Table(), 7
+    plans = [plan((), decodes=4, decode_context=400)] * (n - 1)
+    plans.append(plan((Chunk(spec(0, 90, 4), 0, 0, 20, (), False),)))
+    start = np.arange(n) * 100
+    launched = start - 50
+    launched[5] = 499  # after the kernels of step 4 had ended
+    times = {"launch_end_ns": launched, "compute_start_ns": start, "compute_end_ns": start + 80}
+    table.add_ahead(plans, steps_of(rows=[4] * n, padded_tokens=[8] * 6 + [20], **times), [8, 16])
+    assert [(line.tokens, line.compute, line.ahead) for line in table.lines] == [(8, 80, True)] * 2
+    assert table.alone().lines == []
+
+
+def test_equal_steps_of_both_loops_are_compared() -> None:
+    """By what they computed. Kernels that waited for their launch are longer, and only synchronous ones may wait: of
+    the asynchronous loop only steps that were launched ahead count.
+    """
+    n = 12
+    start = np.arange(n) * 1000
+    context = np.arange(n) // 2 * 16
+    same = {"rows": [4] * n, "padded_tokens": [8] * n, "context_tokens": context, "compute_start_ns": start}
+    alone = steps_of(**same, launch_end_ns=start + 20, compute_end_ns=start + 530)
+    ahead = steps_of(**same, launch_end_ns=start - 600, compute_end_ns=start + 500)
+    found = equal_steps([(alone, ahead)])
+    assert found is not None
+    assert (found.steps, found.sync_s, found.async_s) == pytest.approx((5, 530e-9, 500e-9))
+    assert found.difference_s == pytest.approx(30e-9)
+    assert str(found) == (
+        "kernels of 5 equal steps: 0.5 us synchronous, 0.5 us asynchronous, difference +0.0 us (+6.00%)"
+    )
+    assert equal_steps([(alone, alone)]) is None, "nothing was launched ahead"
+    assert equal_steps([]) is None
+
+
+@pytest.mark.parametrize("missing", [(), ("ahead",)])
+def test_steps_of_older_files_are_those_of_the_synchronous_loop(missing: tuple[str, ...]) -> None:
+    made = made_up(30, 1, 0.0)
+    assert Table.of(made.arrow().drop_columns(list(missing))).lines == made.lines
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------
@@ -227,7 +271,7 @@ def test_the_file_is_one_that_the_simulator_reads(tmp_path: Path) -> None:
     assert (told.device, told.model, told.dtype, told.scheduler) == ("a device", "Tiny", "float32", "vllm")
     assert (told.rows, told.tokens) == (18, max(line.tokens for line in found.table.lines))
     assert told.fits is not None and told.fits.kernels.steps == 100
-    assert file.read_text().startswith("# Measured with `python -m cbengine calibrate`, synchronous loop.")
+    assert file.read_text().startswith("# Measured with `python -m cbengine calibrate`.")
     cost = f"cost={{kind: fitted, path: {json.dumps(str(file))}}}"
     with contextlib.redirect_stdout(io.StringIO()) as out:
         status = simulator.main(["run", "tiny_cpu", "--set", cost, "--out", str(tmp_path / "runs"), "--json"])
@@ -324,10 +368,11 @@ def test_probes_cover_what_was_asked_for() -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_what_a_base_scenario_says_of_its_loop_does_not_matter(loop: str) -> None:
-    """Probes run the synchronous loop, in which every step has its own time; a last one measures the gap."""
+    """Probes run the synchronous loop, in which every step has its own time; some run the other one, too."""
     base, said = asked("vllm", f"loop.mode={loop}"), []
-    table = probes.measure(base, INLINE, [Probe("few", 3, 2, 1, 6, 8, 6)], said.append)
-    assert said == ["probe 1 of 1: few", "two steps in flight: the gap between them"]
+    few = Probe("few", 3, 2, 1, 6, 8, 6)
+    table = probes.measure(base, INLINE, [few, few._replace(ahead=True)], said.append)
+    assert said[:2] == ["probe 1 of 2: few", "probe 2 of 2: few, in both loops"]
     assert table.lines
     assert all(line.requests >= 1 and line.d2h >= 0 and not line.eager for line in table.lines)
     assert Table.of(table.arrow()).lines == table.lines

@@ -4,12 +4,14 @@ same when padded, and never asks the device for a value. The rest is marked `gpu
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,14 +25,15 @@ from hypothesis import strategies as st  # noqa: E402
 from served import INLINE, LOOPS, MS, SCHEDULERS, SHAPE, Run, asked, check_texts, spec, steps  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from cbengine import build, commands, weights  # noqa: E402
+from cbengine import build, commands, graphs, weights  # noqa: E402
 from cbengine.architecture import Architecture  # noqa: E402
 from cbengine.batch import Capacity  # noqa: E402
 from cbengine.build import Setup  # noqa: E402
-from cbengine.cuda import Watchdog, guarded, out_of_memory  # noqa: E402
 from cbengine.device import DeviceError, Inline, Lanes  # noqa: E402
-from cbengine.executor import Executor, arrays  # noqa: E402
+from cbengine.executor import Executor  # noqa: E402
+from cbengine.faults import Watchdog, guarded, out_of_memory  # noqa: E402
 from cbengine.kvcache import KvCache  # noqa: E402
+from cbengine.layout import arrays  # noqa: E402
 from cbengine.model import Model  # noqa: E402
 from cbengine.ops import Rows, TorchOps  # noqa: E402
 from cbengine.sampling import Sampling  # noqa: E402
@@ -71,15 +74,15 @@ def test_a_batch_is_padded_to_the_next_captured_size(capacity: Capacity, rows: i
 @given(rows=st.sampled_from(CAPTURED), updates=st.integers(0, 40), random=st.booleans(), live=st.integers(1, 1024))
 def test_the_inputs_of_a_graph_are_the_head_of_a_step(rows: int, updates: int, random: bool, live: int) -> None:
     """A replayed step copies as many values as its graph reads: all arrays but the table updates, in their places."""
-    captured, _ = scratch_step([1] * rows, 5, random=random, padded=False)
+    captured, _ = scratch_step([], 5, decodes=rows, random=random, padded=False)
     header = captured._replace(live=min(live, rows), updates=updates)
-    length = captured.offsets()[-1]
-    assert header.offsets()[:8] == captured.offsets()[:8]
-    staging = torch.arange(header.offsets()[-1], dtype=torch.int32)
-    read, sent = arrays(staging[:length].clone(), captured), arrays(staging, header)
-    for name in ("slots", "kv_tokens", "starts", "uniforms", "first", "sampled", "tokens"):
-        assert torch.equal(getattr(read, name), getattr(sent, name)), name
-    assert len(read.places) == len(read.blocks) == 0
+    staging = torch.arange(header.size, dtype=torch.int32)
+    read, sent = arrays(staging[: captured.size].clone(), captured), arrays(staging, header)
+    for name, array in read._asdict().items():
+        if name in ("places", "blocks"):
+            assert len(array) == 0
+        else:
+            assert torch.equal(array, getattr(sent, name)), name
 
 
 # -- warm-ups ---------------------------------------------------------------------------------------------------------
@@ -92,13 +95,14 @@ def test_warm_ups_fit_the_buffers_and_the_last_is_the_largest_step(
     """All rows sample, and together they have all the query tokens that slots can take."""
     done = list(warm_ups(capacity, reach, graphs=graphs, random=random))
     for header, values in done:
-        assert len(values) == header.offsets()[-1] <= capacity.staging
+        assert len(values) == header.size <= capacity.staging
         assert header.sampling == header.rows <= capacity.sampling
         assert header.tokens <= max(capacity.tokens, capacity.rows)
-        at = header.offsets()
-        counts = np.diff(values[at[2] : at[3]])
-        assert counts.tolist() == values[at[1] : at[2]].tolist()
+        step = arrays(values, header)
+        counts = np.diff(step.starts)
+        assert counts.tolist() == step.kv_tokens.tolist()
         assert 1 <= counts.min() <= counts.max() == header.longest <= reach
+        assert (counts[: header.decodes] == 1).all()
     last = done[-1][0]
     assert last.rows == capacity.rows
     assert last.tokens == capacity.tokens or last.longest == reach
@@ -121,6 +125,18 @@ def test_warm_ups_meet_every_way_to_split_a_row(kv_heads: int, most: int) -> Non
     needed = {ops._splits(rows * kv_heads) for rows in range(1, most + 1)}
     assert needed <= met
     assert needed <= captured | {1}
+
+
+@given(capacity=capacities, reach=st.integers(200, 400), random=st.booleans())
+def test_warm_ups_mix_prefill_and_decode_at_every_size(capacity: Capacity, reach: int, random: bool) -> None:
+    """A library of matrix products loads its kernels when a size is first met: sizes double from 64 query tokens up to
+    the budget, with decoding rows beside chunks where there are two rows; no table is updated.
+    """
+    met = [header for header, _ in warm_ups(capacity, reach, graphs=True, random=random)][:-1]
+    assert all((header.decodes > 0) == (capacity.rows > 1) and header.further > 0 for header in met)
+    assert (64 << len(met)) >= capacity.tokens
+    roomy = [header.tokens for header in met if header.tokens < reach]
+    assert roomy == [64 << i for i in range(len(roomy))]
 
 
 @pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
@@ -168,8 +184,10 @@ class NoAttention(TorchOps):
 
 @pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("counts", [[1] * 8, [3, 1, 5]], ids=["decode", "mixed"])
-def test_no_step_waits_for_the_device(counts: list[int], padded: bool, how: Sampling) -> None:
+@pytest.mark.parametrize(
+    ("decodes", "chunks"), [(8, []), (0, [3, 1, 5]), (4, [3, 2])], ids=["decode", "prefill", "mixed"]
+)
+def test_no_step_waits_for_the_device(decodes: int, chunks: list[int], padded: bool, how: Sampling) -> None:
     """On tensors that have no data, an operation that needs a value on the host, or a tensor of the CPU's, is an error:
     what passes can be launched without waiting and, for decode steps, be captured.
     """
@@ -177,7 +195,7 @@ def test_no_step_waits_for_the_device(counts: list[int], padded: bool, how: Samp
     tensors = {name: torch.empty(shape, device=meta) for name, shape in weights.expected(TINY).items()}
     cache = KvCache(TINY, 32, 4, torch.float32, meta)
     executor = Executor(Model(TINY, tensors, NoAttention(), 16), cache, capacity, how)
-    header, values = scratch_step(counts, capacity.slots, random=not how.greedy, padded=padded)
+    header, values = scratch_step(chunks, capacity.slots, decodes=decodes, random=not how.greedy, padded=padded)
     header = header._replace(updates=2)
     buffer = torch.zeros(len(values) + 4, dtype=torch.int32, device=meta)
     with OnlyMeta():
@@ -397,6 +415,64 @@ def test_an_undisturbed_run_is_told_exactly() -> None:
     took = [Durations(5_000, 9_000, 8_000, 3_000, 40_000 + i, 2_000, 6_000, 7_000) for i in range(30)]
     flights = played(took, 2, True)
     assert measured(flights, True, 1.0, 1) == [flight.lanes for flight in flights]
+
+
+# -- captures ---------------------------------------------------------------------------------------------------------
+
+
+class Capture:
+    """Stands for `torch.cuda.graph`: ending a capture in which something failed fails, too."""
+
+    def __init__(self, graph: Any, **_: Any) -> None:
+        self._graph = graph
+
+    def __enter__(self) -> None:
+        self._graph.said.append("capture")
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is not None:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+class Replayed:
+    """Stands for `torch.cuda.CUDAGraph`."""
+
+    said: list[str]
+
+    def replay(self) -> None:
+        self.said.append("replay")
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens round a capture, with nothing behind it."""
+    Replayed.said = []
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    return Replayed.said
+
+
+STREAM: Any = SimpleNamespace(wait_stream=lambda _: None)
+
+
+def test_a_graph_is_run_before_and_replayed_after_its_capture(capturing: list[str]) -> None:
+    """What happens once is neither captured nor left for the first step of a run."""
+    assert graphs.captured(lambda: capturing.append("run"), STREAM)[1] is None
+    assert capturing == ["run", "run", "capture", "run", "replay", "replay"]
+
+
+def test_what_fails_in_a_capture_is_told_and_not_what_follows_from_it(capturing: list[str]) -> None:
+    """Out of memory stays out of memory: it says what was asked for."""
+
+    def fails() -> None:
+        if "capture" in capturing:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 2.50 GiB"):
+        graphs.captured(fails, STREAM)
+    assert "replay" not in capturing
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

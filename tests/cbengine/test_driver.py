@@ -47,11 +47,11 @@ from served import (
 )
 
 from cbengine import build, weights
-from cbengine.batch import Header
 from cbengine.build import Setup
 from cbengine.commands import Measured
 from cbengine.content import Prompts
 from cbengine.device import DeviceError
+from cbengine.layout import Header
 from cbengine.process import Process
 from cbsim import figures, replay, runs, trace
 from cbsim.machine import invariants
@@ -335,7 +335,7 @@ def test_a_worker_that_fails_in_a_step_says_why() -> None:
     plan = executor_plan()
     device = Process(plan, plan.capacity, 1)
     header = Header(0, 0, 0, 0, 1, 0, updates=1, random=False, padded=False)
-    device.staging[0][: header.offsets()[-1]] = np.array([0, 1 << 30, 0])
+    device.staging[0][: header.size] = np.array([0, 1 << 30, 0])
     device.launch(0, header, None)  # type: ignore[arg-type]  # a worker sees no plan
     with pytest.raises(DeviceError, match=r"the worker process failed: IndexError: index 1073741824 is out of bounds"):
         device.wait(0)

@@ -1,10 +1,9 @@
-"""What `bench` and `--profile` show: figures as they are measured, bars, what is missing. No test asserts a speed."""
+"""What `bench` shows: figures as they are measured, bars, what is missing. No test asserts a speed."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,16 +11,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the engine needs torch")
 
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
 from served import SHAPE  # noqa: E402
 
-from cbengine import bench, build, commands, profile  # noqa: E402
+from cbengine import bench, build, commands  # noqa: E402
 from cbengine.bench import Figure  # noqa: E402
 from cbengine.build import Setup  # noqa: E402
 from cbengine.errors import MissingError, UsageError  # noqa: E402
 from cbengine.ops import TorchOps  # noqa: E402
-from cbengine.profile import SKIPPED, Profile, kernels, said, union  # noqa: E402
 from cbsim import scenario  # noqa: E402
 from cbsim.metrics import Steps  # noqa: E402
 from cbsim.record import PHASES, STEP_COLUMNS  # noqa: E402
@@ -232,97 +228,7 @@ def test_the_cpu_s_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(figure.value > 0 and figure.bar for figure in found)
 
 
-# -- profile ----------------------------------------------------------------------------------------------------------
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)).map(lambda p: (float(p[0]), float(sum(p)))), min_size=1)
-)
-def test_the_union_covers_each_moment_once(intervals: list[tuple[float, float]]) -> None:
-    covered = {moment for start, end in intervals for moment in range(int(start), int(end))}
-    last = max(end for _, end in intervals)
-    assert union(intervals) == (len(covered), last - min(start for start, _ in intervals))
-    assert union([]) == (0.0, 0.0)
-
-
-def event(name: str, start: float, end: float, kind: str = "CUDA", **more: Any) -> Any:
-    times = SimpleNamespace(start=start, end=end)
-    return SimpleNamespace(name=name, time_range=times, device_type=SimpleNamespace(name=kind), **more)
-
-
-def test_kernels_are_what_runs_on_the_multiprocessors() -> None:
-    seen = [
-        event("_decode", 1, 2),
-        event("cudaGraphLaunch", 0, 9, "CPU"),
-        event("Memcpy HtoD (Pinned -> Device)", 2, 3),
-        event("Memcpy DtoD (Device -> Device)", 3, 4),
-        event("Memcpy DtoH (Device -> Pinned)", 4, 5),
-        event("ProfilerStep#3", 0, 9, is_user_annotation=True),
-        event("nvjet", 5, 6, is_user_annotation=False),
-    ]
-    assert kernels(seen) == [(1, 2), (3, 4), (5, 6)]
-
-
-def test_both_figures_are_shown() -> None:
-    window = table(2, step=[7, 8], compute_start_ns=[0, 60], compute_end_ns=[50, 100])
-    assert said(window, [(0.0, 3.0), (3.5, 4.0)]) == "GPU active over steps 7 to 8: events 90.00%, profiler 87.50%"
-    assert said(window, []).endswith("events 90.00%, the profiler saw no kernels")
-
-
-class Recorded:
-    """As much of a record as a profile reads."""
-
-    def __init__(self) -> None:
-        self.steps = bytearray()
-
-    @property
-    def step_count(self) -> int:
-        return len(self.steps) // (8 * len(STEP_COLUMNS))
-
-    def add(self) -> None:
-        at = self.step_count
-        self.steps += table(1, step=at, compute_start_ns=10 * at, compute_end_ns=10 * at + 8).table.tobytes()
-
-
-class Profiler:
-    """Sees one kernel a microsecond of four."""
-
-    def __init__(self, activities: Any) -> None:
-        self.started = self.stopped = 0
-
-    def start(self) -> None:
-        self.started += 1
-
-    def stop(self) -> None:
-        self.stopped += 1
-
-    def events(self) -> list[Any]:
-        return [event("_decode", 4 * i, 4 * i + 1) for i in range(5)]
-
-
-@pytest.mark.parametrize(
-    ("ran", "shown"), [(60, "steps 21 to 30"), (25, "steps 21 to 24"), (22, "too few"), (3, "too few")]
-)
-def test_profiled_are_the_steps_after_the_one_in_flight(ran: int, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting the profiler takes long enough for the step in flight to end unseen. Told once a step, or more often
-    while it waits; ended by the run or by its count, and only once.
-    """
-    made: list[Profiler] = []
-    monkeypatch.setattr(profile.torch.profiler, "profile", lambda **given: made.append(Profiler(**given)) or made[-1])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    record: Any = Recorded()
-    one = Profile(record, 10)
-    one()
-    for _ in range(ran):
-        record.add()
-        one()
-        one()
-    one.stop()
-    one.stop()
-    assert [(p.started, p.stopped) for p in made] == [(1, 1)] * (ran >= SKIPPED)
-    assert shown in one.verdict()
-    if "steps" in shown:
-        assert one.verdict().endswith("profiler 29.41%")
+# -- on a GPU --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -1,0 +1,74 @@
+"""The GPU of this machine as the system describes it: name, driver, memory, and at what clocks and power it runs."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STATE = {
+    "sm_clock_mhz": "clocks.sm",
+    "sm_clock_max_mhz": "clocks.max.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "power_w": "power.draw",
+    "power_limit_w": "power.limit",
+    "temperature_c": "temperature.gpu",
+    "throttle_reasons": "clocks_event_reasons.active",
+}
+"""What is noted of a GPU's state, and nvidia-smi's word for it."""
+
+
+def pinned(count: int) -> Tensor:
+    """int32 zeros in memory that a GPU copies from and to beside other work."""
+    return torch.zeros(count, dtype=torch.int32, pin_memory=True)
+
+
+def facts() -> dict[str, Any]:
+    """What env.json says of the current CUDA device."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "device": properties.name,
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+        "gpu_memory_bytes": properties.total_memory,
+    }
+
+
+def driver() -> str | None:
+    """Version of the GPU's driver, where the system says it."""
+    found = _query("driver_version")
+    return found[0] if found else None
+
+
+def state() -> dict[str, float | str] | None:
+    """Clocks, power, temperature and why the clocks are held back, at this moment; None where nobody says."""
+    found = _query(*STATE.values())
+    return dict(zip(STATE, map(_number, found), strict=True)) if found else None
+
+
+def _query(*fields: str) -> list[str] | None:
+    """nvidia-smi's answers for the current CUDA device."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", f"--id={_identity()}"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = [word.strip() for word in said.partition("\n")[0].split(",")]
+    return found if len(found) == len(fields) else None
+
+
+def _identity() -> str:
+    """What nvidia-smi calls the current device: CUDA_VISIBLE_DEVICES may have renumbered it."""
+    try:
+        return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    except (RuntimeError, AssertionError, AttributeError):
+        return "0"
+
+
+def _number(word: str) -> float | str:
+    try:
+        return float(word)
+    except ValueError:
+        return word

@@ -1,0 +1,80 @@
+"""What a step is to a device: a few int32 arrays, one after the other in one buffer.
+
+The layout is said here once. Whoever builds a step, copies it, computes it or warms up takes the arrays by name. Table
+updates come last, so that the inputs of a captured graph, which have none, are the head of every step of its size.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Sliced(Protocol):
+    """A buffer: a numpy array or a tensor."""
+
+    def __getitem__(self, at: Any, /) -> Any: ...
+
+
+Buffer = TypeVar("Buffer", bound=Sliced)
+
+
+class Arrays(NamedTuple, Generic[T]):
+    """A step's arrays, or something about each of them, in the order in which they lie."""
+
+    slots: T  # [rows]: each row's line of the block tables
+    kv_tokens: T  # [rows]: cached tokens, those of this step included
+    starts: T  # [rows + 1]: first query token of each row
+    uniforms: T  # [sampling rows], if random: the bits of a float32 in [0, 1)
+    first: T  # [rows], if padded: tokens before it are padding
+    sampled: T  # [further]: the rows behind the decodes that sample
+    tokens: T  # [tokens]: ids; the one that the host has not seen is negative
+    places: T  # [updates]: entries of the block tables, counted through
+    blocks: T  # [updates]: what is written there
+
+
+class Header(NamedTuple):
+    """The lengths of a step's arrays. The first `decodes` rows have one query token each and all sample; `further` of
+    the other rows sample. `live` of the decodes are real, the rest pads the step to a captured size.
+    """
+
+    rows: int
+    decodes: int
+    live: int
+    tokens: int
+    longest: int
+    further: int
+    updates: int
+    random: bool
+    padded: bool
+
+    @property
+    def sampling(self) -> int:
+        return self.decodes + self.further
+
+    @property
+    def lengths(self) -> Arrays[int]:
+        return Arrays(
+            slots=self.rows,
+            kv_tokens=self.rows,
+            starts=self.rows + 1,
+            uniforms=self.sampling if self.random else 0,
+            first=self.rows if self.padded else 0,
+            sampled=self.further,
+            tokens=self.tokens,
+            places=self.updates,
+            blocks=self.updates,
+        )
+
+    @property
+    def size(self) -> int:
+        """int32 values of the whole step."""
+        return sum(self.lengths)
+
+
+def arrays(buffer: Buffer, header: Header) -> Arrays[Buffer]:
+    """The views of `buffer` that `header` describes."""
+    edges = (0, *accumulate(header.lengths))
+    return Arrays(*(buffer[low:high] for low, high in pairwise(edges)))

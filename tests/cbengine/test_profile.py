@@ -1,0 +1,150 @@
+"""`--profile`: GPU-active by events beside the profiler's, and a line for every kernel that it saw."""
+
+from __future__ import annotations
+
+import csv
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the engine needs torch")
+
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from cbengine import profile  # noqa: E402
+from cbengine.profile import SKIPPED, Profile, Span, by_kernel, kernels, said, union  # noqa: E402
+from cbsim.metrics import Steps  # noqa: E402
+from cbsim.record import STEP_COLUMNS  # noqa: E402
+
+
+def steps(count: int, **columns: Any) -> Steps:
+    """Steps with the given columns; the others are 0."""
+    values = np.zeros((count, len(STEP_COLUMNS)), dtype=np.int64)
+    for column, value in columns.items():
+        values[:, STEP_COLUMNS.index(column)] = value
+    return Steps(values)
+
+
+spans = st.lists(
+    st.tuples(st.sampled_from("abc"), st.integers(0, 60), st.integers(0, 9)).map(
+        lambda p: Span(p[0], float(p[1]), float(p[1] + p[2]))
+    ),
+    min_size=1,
+).map(lambda found: sorted(found, key=lambda span: span.start_us))
+
+
+@given(spans)
+def test_the_union_covers_each_moment_once(seen: list[Span]) -> None:
+    covered = {moment for _, start, end in seen for moment in range(int(start), int(end))}
+    last = max(span.end_us for span in seen)
+    assert union(seen) == (len(covered), last - seen[0].start_us)
+    assert union([]) == (0.0, 0.0)
+
+
+@given(spans)
+def test_the_table_of_kernels_leaves_nothing_out(seen: list[Span]) -> None:
+    """Every launch is counted in one line, longest first; gaps and covered time make up the whole span."""
+    lines = by_kernel(seen)
+    assert sum(line.launches for line in lines) == len(seen)
+    assert sum(line.total_us for line in lines) == sum(span.end_us - span.start_us for span in seen)
+    assert sum(line.share for line in lines) == pytest.approx(1 if any(line.total_us for line in lines) else 0)
+    assert [line.total_us for line in lines] == sorted((line.total_us for line in lines), reverse=True)
+    covered, reach = union(seen)
+    assert sum(line.gap_us for line in lines) == reach - covered
+    told = list(csv.reader(profile.written(lines).decode().splitlines()))
+    assert told[0] == ["name", "launches", "total_us", "share", "gap_us"]
+    assert [row[0] for row in told[1:]] == [line.name for line in lines]
+
+
+def test_a_printed_table_sums_up_what_it_does_not_show() -> None:
+    lines = by_kernel([Span(f"kernel {i:02}", float(i), i + 0.5) for i in range(profile.SHOWN + 3)])
+    rows = profile.table(lines).splitlines()
+    assert len(rows) == 1 + profile.SHOWN + 1
+    assert rows[-1].split() == ["3", "1.5", "10.71%", "1.5", "3", "others"]
+
+
+def event(name: str, start: float, end: float, kind: str = "CUDA", **more: Any) -> Any:
+    times = SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, time_range=times, device_type=SimpleNamespace(name=kind), **more)
+
+
+def test_kernels_are_what_runs_on_the_multiprocessors() -> None:
+    seen = [
+        event("_decode", 1, 2),
+        event("cudaGraphLaunch", 0, 9, "CPU"),
+        event("Memcpy HtoD (Pinned -> Device)", 2, 3),
+        event("Memcpy DtoD (Device -> Device)", 3, 4),
+        event("Memcpy DtoH (Device -> Pinned)", 4, 5),
+        event("ProfilerStep#3", 0, 9, is_user_annotation=True),
+        event("nvjet", 5, 6, is_user_annotation=False),
+    ]
+    assert kernels(seen) == [("_decode", 1, 2), ("Memcpy DtoD (Device -> Device)", 3, 4), ("nvjet", 5, 6)]
+
+
+def test_both_figures_are_shown() -> None:
+    window = steps(2, step=[7, 8], compute_start_ns=[0, 60], compute_end_ns=[50, 100])
+    assert (
+        said(window, [Span("a", 0.0, 3.0), Span("b", 3.5, 4.0)])
+        == "GPU active over steps 7 to 8: events 90.00%, profiler 87.50%"
+    )
+    assert said(window, []).endswith("events 90.00%, the profiler saw no kernels")
+
+
+class Recorded:
+    """As much of a record as a profile reads."""
+
+    def __init__(self) -> None:
+        self.steps = bytearray()
+
+    @property
+    def step_count(self) -> int:
+        return len(self.steps) // (8 * len(STEP_COLUMNS))
+
+    def add(self) -> None:
+        at = self.step_count
+        self.steps += steps(1, step=at, compute_start_ns=10 * at, compute_end_ns=10 * at + 8).table.tobytes()
+
+
+class Profiler:
+    """Sees one kernel a microsecond of four."""
+
+    def __init__(self, activities: Any) -> None:
+        self.started = self.stopped = 0
+
+    def start(self) -> None:
+        self.started += 1
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+    def events(self) -> list[Any]:
+        return [event("_decode", 4 * i, 4 * i + 1) for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("ran", "shown"), [(60, "steps 21 to 30"), (25, "steps 21 to 24"), (22, "too few"), (3, "too few")]
+)
+def test_profiled_are_the_steps_after_the_one_in_flight(ran: int, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting the profiler takes long enough for the step in flight to end unseen. Told once a step, or more often
+    while it waits; ended by the run or by its count, and only once.
+    """
+    made: list[Profiler] = []
+    monkeypatch.setattr(profile.torch.profiler, "profile", lambda **given: made.append(Profiler(**given)) or made[-1])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    record: Any = Recorded()
+    one = Profile(record, 10)
+    one()
+    for _ in range(ran):
+        record.add()
+        one()
+        one()
+    one.stop()
+    one.stop()
+    assert [(p.started, p.stopped) for p in made] == [(1, 1)] * (ran >= SKIPPED)
+    assert shown in one.verdict()
+    if "steps" in shown:
+        assert one.verdict().endswith("profiler 29.41%")
+        assert one.files()["kernels.csv"].decode().splitlines()[1:] == ["_decode,5,5.0,1.0,12.0"]
