@@ -5,6 +5,6 @@ It holds the two functions that the library's loop calls, with attention from el
 over ragged batches, and our Triton kernels over cached pages. Figures of a run with it are not those of the package.
 """
 
-from cbengine.standin.lend import NOT_NEEDED, NOTE, is_lent, lent
+from cbengine.standin.lend import NAME, NOT_NEEDED, NOTE, is_lent, lent
 
-__all__ = ["NOTE", "NOT_NEEDED", "is_lent", "lent"]
+__all__ = ["NAME", "NOTE", "NOT_NEEDED", "is_lent", "lent"]

@@ -16,7 +16,7 @@ from cbengine.kernels.ops import TritonOps
 from cbengine.ops import Rows
 
 
-@triton.jit(do_not_specialize=["cached", "tables", "line"])
+@triton.jit(do_not_specialize=["cached", "tables", "line", "slots", "kv_tokens"])
 def _append(
     k,  # [rows, elements]
     v,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers.utils import import_utils  # noqa: E402
 
 from cbengine import cli, commands, peer_device, standin  # noqa: E402
 from cbengine.peer import PeerError, TransformersServer  # noqa: E402
-from cbengine.standin import plain  # noqa: E402
+from cbengine.standin import functions, plain  # noqa: E402
 from cbsim import workload  # noqa: E402
 from cbsim.record import Record  # noqa: E402
 
@@ -39,6 +40,8 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """transformers takes its flash paths on a CPU: it believes in CUDA where it looks for the package, and in paged
     decode. Gives the names of the stand-in's functions as they are called.
     """
+    if importlib.util.find_spec(standin.NAME) is not None:
+        pytest.skip("the package is installed: nothing is lent")
     called: list[str] = []
 
     def noted(name: str) -> Callable[..., Any]:
@@ -77,6 +80,25 @@ def test_requests_say_what_they_would_say_alone(loop: str, padded: bool, flash: 
     assert one.facts["attention"] == "paged|flash_attention_2, flash_attn by the stand-in"
     assert standin.NOTE in one.facts["notes"]
     assert not standin.is_lent()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU kernels take no host memory: see test_on_a_gpu")
+def test_the_kernels_read_the_cache_as_the_library_lays_it_out(
+    flash: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding rows, padding among them, by the GPU's kernels in Triton's interpreter; ragged ones by plain torch."""
+    import interpreted  # noqa: F401 - skips this test where triton cannot run
+
+    from cbengine.kernels.ops import TritonOps
+    from cbengine.standin.kernels import Kernels
+
+    monkeypatch.setattr(Kernels, "varlen", lambda _, *given: plain.varlen(*given))
+    monkeypatch.setattr(functions, "for_device", lambda _: functions.FlashAttention(Kernels(TritonOps(4))))
+    one = server("async", tiny(), {"requests": 3, "output_tokens": 6})
+    one._manager.batch_processor.model_runner.pad_inputs = True
+    one.run()
+    assert {spec: alone(spec) for spec in one.outputs} == one.outputs
+    assert set(flash) == {"varlen"}
 
 
 def test_a_soft_reset_of_a_small_cache(flash: list[str]) -> None:

@@ -84,6 +84,8 @@ from transformers.utils import import_utils  # noqa: E402
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """transformers believes that there is a GPU, without which it does not look for the package."""
+    if importlib.util.find_spec(standin.NAME) is not None:
+        pytest.skip("the package is installed: nothing is lent")
     monkeypatch.setattr(import_utils, "is_torch_cuda_available", lambda: True)
     import_utils.is_flash_attn_2_available.cache_clear()
     yield
@@ -134,7 +136,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("flash_attn", None)
 
 
-def test_an_installed_package_is_never_replaced(package, cuda, monkeypatch):
+def test_an_installed_package_is_never_replaced(cuda, package, monkeypatch):
     monkeypatch.setitem(import_utils.PACKAGE_DISTRIBUTION_MAPPING, "flash_attn", ["flash-attn"])
     with standin.lent(CPU):
         assert found()
@@ -144,7 +146,7 @@ def test_an_installed_package_is_never_replaced(package, cuda, monkeypatch):
         assert flash_attn.__version__ == "2.8.3"
 
 
-def test_what_transformers_does_not_take_is_not_replaced_either(package, cuda):
+def test_what_transformers_does_not_take_is_not_replaced_either(cuda, package):
     """Another distribution may be importable by the same name, FlashAttention 4 for one."""
     with ExitStack() as stack, pytest.raises(RuntimeError, match="no stand-in replaces it"):
         stack.enter_context(standin.lent(CPU))
