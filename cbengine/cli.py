@@ -65,7 +65,13 @@ def _act(arguments: argparse.Namespace) -> int:
         setup = _setup(arguments)
         own = _own_words(arguments, setup)
         options = replace(run_options(arguments), command=("cbengine", "replay"), extra=own)
-        return commands.replay(options, setup, peer=arguments.engine == "transformers", profiled=arguments.profile)
+        return commands.replay(
+            options,
+            setup,
+            peer=arguments.engine == "transformers",
+            profiled=arguments.profile,
+            stand_in=arguments.flash_attn == "stand-in",
+        )
     if arguments.command == "calibrate":
         from cbengine.probes import CPU_REACH, GPU_REACH, Reach
 
@@ -137,6 +143,7 @@ def _own_words(arguments: argparse.Namespace, setup: Setup) -> list[str]:
     words: list[str] = []
     named: dict[str, Any] = {
         "--engine": None if arguments.engine == "cbengine" else arguments.engine,
+        "--flash-attn": None if arguments.flash_attn == "package" else arguments.flash_attn,
         "--device": setup.device,
         "--weights": arguments.weights,
         "--temperature": arguments.temperature or None,
@@ -204,6 +211,13 @@ def _replay_arguments(replay: argparse.ArgumentParser) -> None:
         choices=("cbengine", "transformers"),
         default="cbengine",
         help="who serves: cbengine (default), or Hugging Face's own continuous batching with the same weights",
+    )
+    replay.add_argument(
+        "--flash-attn",
+        choices=("package", "stand-in"),
+        default="package",
+        help="where --engine transformers on a GPU gets flash attention: the flash_attn package if it is installed "
+        "(default), or else our stand-in, whose figures are not the package's",
     )
     replay.add_argument(
         "--inject",

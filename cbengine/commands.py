@@ -86,11 +86,15 @@ class Measured:
         return found
 
 
-def replay(options: RunOptions, setup: Setup, *, peer: bool, profiled: int) -> int:
-    """Run a scenario on a device under each of its loops, write the run directories, say what came out."""
+def replay(options: RunOptions, setup: Setup, *, peer: bool, profiled: int, stand_in: bool = False) -> int:
+    """Run a scenario on a device under each of its loops, write the run directories, say what came out. The peer may
+    have the stand-in for flash_attn.
+    """
     if profiled and (peer or setup.device != "cuda"):
         raise UsageError("--profile: needs --device cuda and our own engine")
-    serve = partial(_peer, setup) if peer else partial(Measured, setup, profiled)
+    if stand_in and not (peer and setup.device == "cuda"):
+        raise UsageError("--flash-attn stand-in: needs --engine transformers and --device cuda")
+    serve = partial(_peer, setup, stand_in=stand_in) if peer else partial(Measured, setup, profiled)
     return runs.run(options, serve, lambda asked: build.adapted(asked, setup))
 
 
@@ -150,16 +154,16 @@ def benchmark(device: str | None, out: Path, *, kernels: bool, quick: bool, as_j
     return bench.bench(where, out, maker, quick=quick, as_json=as_json, measure=measure)
 
 
-def maker(setup: Setup, peer: bool = False) -> Maker:
-    """What makes servers of a setup: ours, or the peer's."""
-    return partial(_peer, setup) if peer else partial(Measured, setup, 0)
+def maker(setup: Setup, peer: bool = False, stand_in: bool = False) -> Maker:
+    """What makes servers of a setup: ours, or the peer's, which may have the stand-in for flash_attn."""
+    return partial(_peer, setup, stand_in=stand_in) if peer else partial(Measured, setup, 0)
 
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _peer(setup: Setup, asked: Scenario, loop: str, workload: Workload) -> Any:
+def _peer(setup: Setup, asked: Scenario, loop: str, workload: Workload, *, stand_in: bool = False) -> Any:
     """Hugging Face's own continuous batching on the same scenario and weights. Raises UsageError for what it cannot do
     as asked.
     """
@@ -182,6 +186,7 @@ def _peer(setup: Setup, asked: Scenario, loop: str, workload: Workload) -> Any:
         lambda spec: prompts.of(spec).tolist(),
         record,
         cuda_graphs=setup.cuda_graphs,
+        stand_in=stand_in,
         said=prompts.said,
         saves_tokens=setup.saves_tokens,
     )

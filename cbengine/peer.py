@@ -14,7 +14,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,7 @@ import transformers
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import logger as library_log
 
-from cbengine import peer_device, tokens
+from cbengine import peer_device, standin, tokens
 from cbengine.peer_device import PeerError
 from cbengine.peer_steps import Served, Watch
 from cbsim.conformance.check import TRANSFORMERS_VERSIONS
@@ -62,11 +62,12 @@ class TransformersServer:
         record: Record,
         *,
         cuda_graphs: bool,
+        stand_in: bool = False,
         said: Callable[[RequestSpec, list[int]], None] | None = None,
         saves_tokens: bool = False,
     ) -> None:
         """Allocates a cache of `record.total_blocks` blocks and warms up. `said` is told what a request generated when
-        it ends. Raises PeerError.
+        it ends. With `stand_in`, a GPU without a flash_attn package has the stand-in for it. Raises PeerError.
         """
         version = transformers.__version__
         if ".".join(version.split(".")[:2]) not in TRANSFORMERS_VERSIONS:
@@ -83,12 +84,17 @@ class TransformersServer:
         self._manager: Any = None
         self._watch: Watch | None = None
         self._attention = model.config._attn_implementation
+        self._borrowed = ExitStack()
         try:
+            if stand_in:
+                self._borrowed.enter_context(standin.lent(model.device))
             with _quiet():
                 self.facts = self._set_up(scenario, loop, workload, cuda_graphs)
-        except (MemoryError, RuntimeError, ValueError) as error:
+            if stand_in and not standin.is_lent():
+                self.facts["notes"].append(standin.NOT_NEEDED)
+        except BaseException as error:
             self.close()
-            if isinstance(error, PeerError):
+            if isinstance(error, PeerError) or not isinstance(error, MemoryError | RuntimeError | ValueError):
                 raise
             hint = "; a smaller scheduler.max_batch_tokens may do" if "emory" in str(error) else ""
             raise PeerError(f"transformers cannot serve this scenario: {error}{hint}") from error
@@ -127,11 +133,12 @@ class TransformersServer:
             raise PeerError(f"transformers' generation loop died: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """Give back the cache and the graphs, and to the model its attention. May be called twice."""
+        """Give back the cache, the graphs and the stand-in, and to the model its attention. May be called twice."""
         if self._watch:
             self._watch.close()
         self._manager = self._watch = None
         self._model.set_attn_implementation(self._attention)
+        self._borrowed.close()
         gc.collect()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -166,7 +173,7 @@ class TransformersServer:
             "engine": f"transformers {transformers.__version__}",
             "device": torch.cuda.get_device_name(model.device) if cuda else "cpu",
             "threads": torch.get_num_threads(),
-            "attention": implementation,
+            "attention": implementation + (", flash_attn by the stand-in" if standin.NOTE in notes else ""),
             "continuous_batching": {name: getattr(manager.continuous_batching_config, name) for name in RESOLVED},
             "notes": notes + adapted,
         }

@@ -1,8 +1,9 @@
 """What transformers' continuous batching is told, and what it runs on: attention, options, buffers, clocks.
 
-With `flash_attn` importable on a GPU the library takes its fast paths: paged decode, CUDA graphs, asynchronous batches
-on three streams. Without, it runs paged SDPA with an attention mask. On a CPU its double buffer, which insists on
-streams, is replaced by one in host memory: the same order of plans, launches and results, and no overlap at all.
+With `flash_attn` importable on a GPU, or our stand-in for it lent, the library takes its fast paths: paged decode, CUDA
+graphs, asynchronous batches on three streams. Without, it runs paged SDPA with an attention mask. On a CPU its double
+buffer, which insists on streams, is replaced by one in host memory: the same order of plans, launches and results, and
+no overlap at all.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers.generation.continuous_batching.input_outputs import Continuous
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils.import_utils import is_flash_attn_2_available
 
+from cbengine import standin
 from cbengine.errors import UsageError
 from cbsim.policy.schedulers.transformers import TransformersOptions
 from cbsim.runs import ServerError
@@ -46,12 +48,16 @@ def attention(device: torch.device, dtype: torch.dtype, loop: str) -> tuple[str,
     """
     if device.type != "cuda":
         return SDPA, [DOUBLE_BUFFER] if loop == "async" else []
-    if is_flash_attn_2_available() and dtype in FLASH_DTYPES:
-        return FLASH, []
+    found, weights = is_flash_attn_2_available(), str(dtype).removeprefix("torch.")
+    if found and dtype in FLASH_DTYPES:
+        return FLASH, [standin.NOTE] if standin.is_lent() else []
+    if standin.is_lent():
+        text = f"flash attention computes in bfloat16 or float16 (the weights are {weights})"
+        raise PeerError(f"--flash-attn stand-in: {text if found else 'transformers does not take it for the package'}")
     if loop == "async":
-        need = f"needs flash attention in bfloat16 or float16 (the weights are {str(dtype).removeprefix('torch.')})"
-        text = f"loop.mode: async: transformers {need}"
-        raise PeerError(f"{text}: put a flash_attn package on PYTHONPATH, or run with loop.mode=sync")
+        text = f"transformers needs flash attention in bfloat16 or float16 (the weights are {weights})"
+        way_out = "put a flash_attn package on PYTHONPATH, or run with loop.mode=sync, or with --flash-attn stand-in"
+        raise PeerError(f"loop.mode: async: {text}: {way_out}")
     return SDPA, [NO_FLASH]
 
 

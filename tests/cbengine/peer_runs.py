@@ -1,0 +1,134 @@
+"""Runs of the peer for tests: a tiny model, prompts, scenarios, checked step tables, and what the model says alone.
+
+A missing torch, or another transformers than 5.17, skips the module that imports this.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+if not transformers.__version__.startswith("5.17."):
+    pytest.skip(f"transformers {transformers.__version__} is installed, the peer is 5.17", allow_module_level=True)
+
+from cbengine.peer import TransformersServer  # noqa: E402
+from cbsim import workload  # noqa: E402
+from cbsim.machine.invariants import check  # noqa: E402
+from cbsim.metrics import Steps  # noqa: E402
+from cbsim.policy.request import RequestSpec  # noqa: E402
+from cbsim.record import STEP_COLUMNS, Record, RequestRow  # noqa: E402
+from cbsim.scenario import Scenario, depth, scheduler_options  # noqa: E402
+from cbsim.workload import Workload  # noqa: E402
+
+LOOPS = ("sync", "async")
+VOCAB = 128
+
+
+@cache
+def tiny(device: str = "cpu", dtype: str = "float32") -> Any:
+    """A Llama of two layers with random weights so large that attention decides; it never ends a text by itself."""
+    config = transformers.LlamaConfig(
+        hidden_size=128 if device == "cuda" else 32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=VOCAB,
+        initializer_range=0.1,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).to(device, getattr(torch, dtype)).eval()
+
+
+def prompt(spec: RequestSpec) -> list[int]:
+    """Tokens as the workload declares them: those of a shared prefix depend on it alone."""
+    shared = min(spec.prefix_tokens, spec.prompt_tokens)
+    head = np.random.default_rng(10_000).integers(0, VOCAB, spec.prefix_tokens)[:shared]
+    own = np.random.default_rng(spec.index).integers(0, VOCAB, spec.prompt_tokens - shared)
+    return [*head.tolist(), *own.tolist()]
+
+
+def scenario(load: dict[str, Any] | None = None, **more: Any) -> Scenario:
+    """Twelve requests that are all there at once, in a cache with room for them."""
+    demand: dict[str, Any] = {
+        "kind": "synthetic",
+        "requests": 12,
+        "prompt_tokens": {"uniform": {"low": 1, "high": 40}},
+        "output_tokens": {"uniform": {"low": 1, "high": 14}},
+    }
+    data: dict[str, Any] = {
+        "question": "What does the peer do?",
+        "seed": 3,
+        "model": "llama-3.2-1b",
+        "hardware": "h100-sxm",
+        "workload": demand | (load or {}),
+        "scheduler": fifo(),
+        "kv_cache": {"num_blocks": 80, "block_size": 8},
+    }
+    return Scenario.model_validate(data | more, context={"base": Path()})
+
+
+def fifo(**more: Any) -> dict[str, Any]:
+    """The library's scheduler as it is on a CPU: no paged decode; and with the original's defects in the simulator."""
+    own = {"max_batch_tokens": 48, "max_blocks_per_request": 0, "original_defects": True}
+    return {"name": "transformers_fifo"} | own | more
+
+
+def server(asked: Scenario, loop: str, load: Workload | None = None, **more: Any) -> TransformersServer:
+    record = Record(scheduler_options(asked, depth(loop)).num_blocks)
+    served = load or workload.build(asked)
+    return TransformersServer(asked, loop, served, tiny(), prompt, record, cuda_graphs=True, **more)
+
+
+def table(record: Record) -> Steps:
+    return Steps(np.frombuffer(record.steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
+
+
+def served(asked: Scenario, loop: str, load: Workload | None = None) -> tuple[TransformersServer, Steps]:
+    """A whole run, whose table has been checked."""
+    one = server(asked, loop, load)
+    one.run()
+    return one, checked(one.record, loop)
+
+
+def checked(record: Record, loop: str) -> Steps:
+    """What holds of every server's step table holds of this one; no rule is left out."""
+    steps = table(record)
+    check(steps, depth=depth(loop), overlap=True, total_blocks=record.total_blocks)
+    return steps
+
+
+def alone(spec: RequestSpec) -> list[int]:
+    """What the model says to a prompt when nothing is batched."""
+    ids = torch.tensor([prompt(spec)])
+    length = {"max_new_tokens": spec.output_tokens, "min_new_tokens": spec.output_tokens}
+    out = tiny().generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **length)
+    tokens: list[int] = out[0, ids.shape[1] :].tolist()
+    return tokens
+
+
+def regret(model: Any, spec: RequestSpec, tokens: list[int]) -> float:
+    """How far the logit of any token of an answer falls short of the likeliest one's, at most, in standard deviations,
+    by a float32 copy of the model that computes prompt and answer at once. Rounding: 0.01; values out of place: 1.
+    """
+    wide = deepcopy(model).float()
+    ids = torch.tensor([[*prompt(spec), *tokens]], device=model.device)
+    with torch.inference_mode():
+        logits = wide(ids).logits[0, spec.prompt_tokens - 1 : -1]  # [tokens, vocab]
+    said = logits.gather(1, ids[0, spec.prompt_tokens :, None]).squeeze(1)
+    return float(((logits.amax(1) - said) / logits.std(1)).max())
+
+
+def statuses(rows: list[RequestRow]) -> list[str]:
+    return [row.status for row in rows]
