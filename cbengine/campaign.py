@@ -3,21 +3,26 @@
     OUT/<gpu>/provenance.json      device, driver, versions, commit, and every command with its time and exit status
     OUT/<gpu>/<part>/log.txt       what the commands printed
     OUT/<gpu>/<part>/runs          run directories, timelines left out
-    OUT/<gpu>/<part>/report        their report
+    OUT/<gpu>/validation           what `validate` measured
 
-A command that ended well, by the same commit, is not run again; one that failed, or did not fit the time, is. The same
-parts run on a CPU device, with a tiny model, to rehearse: their numbers are of no GPU, and their folder says so.
+A command that ended well, by the same commit, is not run again; one that failed, or did not fit the time, is. Three
+calls have the parts that teach most, in that order, for machines that are to be had for minutes. Reports are made
+afterwards, on any machine. Parts for a CPU device, with a tiny model and reports, rehearse: their numbers are of no
+GPU, and their folder says so.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -30,6 +35,12 @@ TIMELINE = "timeline.json.gz"
 GPU_8K = "8k_b32"
 SHORT = ("--set", "workload.output_tokens=2048")
 SHORTER = ("--set", "workload.output_tokens=512")
+AT_4K = (  # the context halfway through
+    *("--set", "workload.prompt_tokens=4096", "--set", "workload.output_tokens=96"),
+    *("--set", "scheduler.max_batch_tokens=8192", "--set", "loop.mode=async"),
+)
+SAID_LINES = 30  # of a failed command's log
+LEAST_S = 10.0  # no command is begun with less time than this
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,40 +59,66 @@ def parts(device: str) -> dict[str, Part]:
     return _on_gpu() if device == "cuda" else _rehearsal(device)
 
 
+CALLS: dict[str, dict[str, tuple[str, ...]]] = {
+    "cuda": {
+        "first": ("smoke", "async", "tiles"),
+        "second": ("kernels", "gemms", "sync", "wait", "graphs", "sizes", "right"),
+        "third": ("predict-1b", "peer-async", "predict-cpu", "peer-sync", "predict-load"),
+    },
+    "process": {"first": ("smoke", "loops"), "second": ("bench",), "third": ("predict-cpu", "peer-sync")},
+    "modelled": {"first": ("smoke", "loops"), "second": ("bench",), "third": ("predict-cpu",)},
+}
+"""Parts of a device that one call runs, by the call's name."""
+
+
 def _on_gpu() -> dict[str, Part]:
     def run(*words: str) -> tuple[str, ...]:
         return ("cbengine", "replay", *words, "--device", "cuda", "--out", "{runs}", "--quiet")
 
-    def peer(loop: str) -> tuple[tuple[str, ...], ...]:
-        ours = run(GPU_8K, *SHORT, "--set", f"loop.mode={loop}")
-        return ours, (*ours, "--engine", "transformers")
+    def short(loop: str, *words: str) -> tuple[str, ...]:
+        return run(GPU_8K, *SHORTER, "--set", f"loop.mode={loop}", *words)
 
-    tests = ("pytest", "-q", "-rs", "-p", "no:cacheprovider")
+    def peer(loop: str) -> Part:
+        theirs = short(loop, "--engine", "transformers", "--flash-attn", "stand-in")
+        return Part(f"beside transformers' own batching, {loop}", [short(loop), theirs])
+
+    # Versions differ from those of the checks: their warnings are no failures, and compiling kernels takes its time.
+    tests = ("pytest", "-q", "-rs", "-p", "no:cacheprovider", "-W", "default", "-o", "timeout=600")
     return {
+        "smoke": Part("everything once", [_smoke("cuda")], minutes=4.5),
+        "async": Part("8k_b32, asynchronous", [run(GPU_8K, "--set", "loop.mode=async")]),
+        "tiles": Part("attention's tiles, variant by variant", [(*_bench("cuda"), "--only", "tiles")]),
         "kernels": Part(
-            "kernels against float64", [(*tests, *(f"tests/cbengine/test_{name}.py" for name in ("kernels", "ops")))]
+            "GPU-active by events and by torch's profiler, every kernel of a step",
+            [run(GPU_8K, *AT_4K, "--profile", "32"), run(GPU_8K, *AT_4K, "--profile", "32", "--no-cuda-graphs")],
         ),
-        "right": Part("tokens, memory, times and errors of the device", [(*tests, "tests/cbengine", "-m", "gpu")]),
-        "sizes": Part("host copies and attention, size by size", [(*_bench("cuda"), "--kernels")]),
+        "gemms": Part("every matrix product of the model, by rows", [(*_bench("cuda"), "--only", "gemms")]),
+        "sync": Part("8k_b32, synchronous", [run(GPU_8K, "--set", "loop.mode=sync")]),
+        "wait": Part(
+            "waiting asleep and busy",
+            [short("sync"), short("sync", "--wait", "spin"), short("async", "--wait", "spin")],
+        ),
+        "graphs": Part("8k_b32 launched kernel by kernel", [run(GPU_8K, *SHORT, "--no-cuda-graphs")]),
+        "sizes": Part("host copies and attention, size by size", [(*_bench("cuda"), "--only", "sizes")]),
+        "right": Part(
+            "kernels against float64; tokens, memory, times and errors of the device",
+            [
+                (*tests, *(f"tests/cbengine/test_{name}.py" for name in ("kernels", "ops", "standin_kernels"))),
+                (*tests, "tests/cbengine", "-m", "gpu"),
+            ],
+        ),
         "bench": Part("device, kernels, engine and peer against what is possible", [_bench("cuda"), run("tiny_cpu")]),
-        "async": Part("8k_b32, asynchronous", [run(GPU_8K, "--set", "loop.mode=async"), _report()]),
-        "sync": Part("8k_b32, synchronous", [run(GPU_8K, "--set", "loop.mode=sync"), _report()]),
-        "graphs": Part("8k_b32 launched kernel by kernel", [run(GPU_8K, *SHORT, "--no-cuda-graphs"), _report()]),
-        "profile": Part(
-            "GPU-active by events and by torch's profiler",
-            [run(GPU_8K, *SHORTER, "--profile", "50"), run(GPU_8K, *SHORTER, "--profile", "50", "--no-cuda-graphs")],
-        ),
-        "peer-sync": Part("beside transformers' own batching, synchronous", [*peer("sync"), _report()]),
-        "peer-async": Part("beside transformers' own batching, asynchronous", [*peer("async"), _report()]),
-        "prompts": Part("8k_prompt_b32: prefills of 8K tokens", [run("8k_prompt_b32"), _report()]),
-        "predict-reference": Part("8k_b32, simulated and measured", [_predict("cuda", "reference"), _scores()]),
-        "predict-load": Part("arrivals below and at capacity", [_predict("cuda", "load"), _scores()]),
+        "peer-async": peer("async"),
+        "peer-sync": peer("sync"),
+        "prompts": Part("8k_prompt_b32: prefills of 8K tokens", [run("8k_prompt_b32")]),
+        "predict-reference": Part("8k_b32, simulated and measured", [_predict("cuda", "reference")]),
+        "predict-load": Part("arrivals below and at capacity", [_predict("cuda", "load")]),
         "predict-shapes": Part(
             "chunk sizes, small caches, shared prefixes, batch sizes",
-            [_predict("cuda", "chunk", "memory", "prefix", "batch"), _scores()],
+            [_predict("cuda", "chunk", "memory", "prefix", "batch")],
         ),
-        "predict-cpu": Part("async over injected CPU cost, 8B", [_predict("cuda", "cpu"), _scores()]),
-        "predict-1b": Part("the same and arrivals with a 1B model", [_predict("cuda", "1b"), _scores()]),
+        "predict-cpu": Part("async over injected CPU cost, 8B", [_predict("cuda", "cpu")]),
+        "predict-1b": Part("the same and arrivals with a 1B model", [_predict("cuda", "1b")]),
     }
 
 
@@ -90,6 +127,7 @@ def _rehearsal(device: str) -> dict[str, Part]:
         return ("cbengine", "replay", "tiny_cpu", *words, "--device", device, "--out", "{runs}", "--quiet")
 
     found = {
+        "smoke": Part("what a CPU can check", [_smoke("cpu")]),
         "bench": Part("the CPU's work a step", [_bench("modelled")]),
         "loops": Part("tiny_cpu, both loops", [run(), _report()]),
         "peer-sync": Part(
@@ -101,6 +139,10 @@ def _rehearsal(device: str) -> dict[str, Part]:
     if device == "modelled":  # the peer computes: it has no device that only takes time
         del found["peer-sync"]
     return found
+
+
+def _smoke(device: str) -> tuple[str, ...]:
+    return ("cbengine", "smoke", "--device", device, "--out", "{part}")
 
 
 def _bench(device: str) -> tuple[str, ...]:
@@ -122,43 +164,63 @@ def _report() -> tuple[str, ...]:
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
-def campaign(names: Sequence[str], device: str, out: Path, say: Callable[[str], None]) -> list[str]:
-    """Run the parts of these names (all, if none is named), as far as they are not done. Returns the commands that
-    failed. Raises UsageError for an unknown name, MissingError without the device.
+def campaign(
+    names: Sequence[str], device: str, out: Path, say: Callable[[str], None], minutes: float | None = None
+) -> list[str]:
+    """Run the parts of these names (all, if none is named), as far as they are not done and fit into `minutes`. Returns
+    the commands that failed or were not begun. Raises UsageError for an unknown name, MissingError without the device.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise MissingError("--device cuda: torch finds no CUDA device here")
     known = parts(device)
-    for name in names:
-        if name not in known:
-            raise UsageError(f"part {name!r}: expected one of {', '.join(known)}")
+    wanted = _wanted(names, known, CALLS[device])
+    until = time.monotonic() + (minutes * 60 if minutes else float("inf"))
     place = out / provenance.slug(device)
     ledger = Ledger(place / "provenance.json", device)
-    failed = []
-    for name in names or known:
+    left = []
+    for name in wanted:
         say(f"{name}: {known[name].about}")
-        failed += _part(known[name], place / name, ledger, say)
-    return failed
+        left += _part(known[name], place / name, ledger, say, until)
+    return left
 
 
-def _part(part: Part, place: Path, ledger: Ledger, say: Callable[[str], None]) -> list[str]:
-    left_s, failed = part.minutes * 60, []
+def _wanted(names: Sequence[str], known: Mapping[str, Part], calls: Mapping[str, Sequence[str]]) -> list[str]:
+    """Parts in the order in which they are named, each once."""
+    found: dict[str, None] = {}
+    for name in names:
+        if name not in known and name not in calls:
+            raise UsageError(f"part {name!r}: expected one of {', '.join(calls)}, {', '.join(known)}")
+        found |= dict.fromkeys(calls.get(name, (name,)))
+    return list(found or known)
+
+
+def _part(part: Part, place: Path, ledger: Ledger, say: Callable[[str], None], until: float) -> list[str]:
+    """Returns the commands that failed or were not begun before `until`, a moment of the monotonic clock. Commands are
+    told apart with OUT for the folder of all, which may lie elsewhere on the next machine.
+    """
+    log, left = place / "log.txt", []
+    until = min(until, time.monotonic() + part.minutes * 60)
     for command in part.commands:
         words = _filled(command, place)
-        told = shlex.join(["python", "-m", *words])
+        told = shlex.join(["python", "-m", *(word.replace(str(place.parents[1]), "OUT") for word in words)])
         if ledger.done(told):
             say(f"  done before: {told}")
             continue
+        if (rest_s := until - time.monotonic()) < LEAST_S:
+            say(f"  not begun, no time is left: {told}")
+            left.append(told)
+            continue
         say(f"  {told}")
-        code, seconds = _run(_expanded(words), place / "log.txt", left_s)
-        left_s -= seconds
+        code, seconds, printed = _run(_expanded(words), log, rest_s)
         ledger.add(told, code, seconds)
         if code not in ENDED:
-            failed.append(told)
-            say(f"  exit status {code}: {place / 'log.txt'}")
+            left.append(told)
+            say(f"  exit status {code} after {seconds:.0f} s, {log}:")
+            for line in printed:
+                say(f"    {line}")
     for timeline in place.rglob(TIMELINE):
         timeline.unlink()
-    return failed
+    return left
 
 
 def _filled(command: Sequence[str], place: Path) -> list[str]:
@@ -181,19 +243,33 @@ def _expanded(words: Sequence[str]) -> list[str]:
     return found
 
 
-def _run(words: Sequence[str], log: Path, limit_s: float) -> tuple[int, float]:
-    """(exit status, seconds). What it prints goes to the log; 124 is a command that did not fit the time."""
+def _run(words: Sequence[str], log: Path, limit_s: float) -> tuple[int, float, list[str]]:
+    """(exit status, seconds, last lines). What it prints goes to the log; 124 is a command that did not fit the time:
+    it is ended with every process that it started.
+    """
     start = time.perf_counter()
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a", encoding="utf-8") as file:
             file.write(f"$ {shlex.join(words[1:])}\n")
             file.flush()
-            code = subprocess.run(
-                words, stdout=file, stderr=subprocess.STDOUT, timeout=max(1.0, limit_s), check=False
-            ).returncode
-    except subprocess.TimeoutExpired:
-        code = 124
+            begun = log.stat().st_size
+            code = _ended(words, file, limit_s)
+        with log.open("rb") as file:
+            file.seek(begun)
+            printed = file.read().decode(errors="replace").splitlines()
     except OSError as error:
         raise ServerError(f"{log}: cannot be written: {error.strerror or error}") from error
-    return code, time.perf_counter() - start
+    return code, time.perf_counter() - start, printed[-SAID_LINES:]
+
+
+def _ended(words: Sequence[str], file: IO[str], limit_s: float) -> int:
+    """The exit status of a command in a group of processes of its own."""
+    with subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True) as process:
+        try:
+            return process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return 124
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)

@@ -6,6 +6,8 @@ Exit codes: 0 ok, 1 error, 2 bad scenario, weights or arguments, 3 a check faile
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -59,48 +61,107 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 
 
 def _act(arguments: argparse.Namespace) -> int:
+    return ACTIONS[arguments.command](arguments)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
     from cbengine import commands
 
-    if arguments.command == "replay":
-        setup = _setup(arguments)
-        own = _own_words(arguments, setup)
-        options = replace(run_options(arguments), command=("cbengine", "replay"), extra=own)
-        return commands.replay(
-            options,
-            setup,
-            peer=arguments.engine == "transformers",
-            profiled=arguments.profile,
-            stand_in=arguments.flash_attn == "stand-in",
-        )
-    if arguments.command == "calibrate":
-        from cbengine.probes import CPU_REACH, GPU_REACH, Reach
+    setup = _setup(arguments)
+    own = _own_words(arguments, setup)
+    options = replace(run_options(arguments), command=("cbengine", "replay"), extra=own)
+    stand_in = arguments.flash_attn == "stand-in"
+    return commands.replay(
+        options, setup, peer=arguments.engine == "transformers", profiled=arguments.profile, stand_in=stand_in
+    )
 
-        setup = _setup(arguments)
-        name, usual = ("validation", GPU_REACH) if setup.device in ("cuda", "modelled") else ("tiny_cpu", CPU_REACH)
-        given = (arguments.rows, arguments.longest, arguments.tokens, arguments.context)
-        wanted = commands.CalibrateOptions(
-            scenario=arguments.scenario or name,
-            overrides=arguments.set,
-            out=arguments.out,
-            reach=Reach(*(one or other for one, other in zip(given, usual, strict=True))),
-            quick=arguments.quick,
-        )
-        return commands.calibration(wanted, setup)
-    if arguments.command == "hardware":
-        return commands.hardware(arguments.parts, arguments.device, arguments.out)
-    if arguments.command == "bench":
-        return commands.benchmark(
-            arguments.device, arguments.out, kernels=arguments.kernels, quick=arguments.quick, as_json=arguments.json
-        )
-    if arguments.command == "validate":
-        if arguments.again is not None:
-            if arguments.set or arguments.repeat > 1 or arguments.device or arguments.quick:
-                from cbengine.errors import UsageError
 
-                raise UsageError("--again: measures nothing, and takes no --set, --repeat, --device or --quick")
-            return commands.prediction(arguments.cases, arguments.again)
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from cbengine import commands
+    from cbengine.probes import CPU_REACH, GPU_REACH, Reach
+
+    setup = _setup(arguments)
+    name, usual = ("validation", GPU_REACH) if setup.device in ("cuda", "modelled") else ("tiny_cpu", CPU_REACH)
+    given = (arguments.rows, arguments.longest, arguments.tokens, arguments.context)
+    wanted = commands.CalibrateOptions(
+        scenario=arguments.scenario or name,
+        overrides=arguments.set,
+        out=arguments.out,
+        reach=Reach(*(one or other for one, other in zip(given, usual, strict=True))),
+        quick=arguments.quick,
+    )
+    return commands.calibration(wanted, setup)
+
+
+def _hardware(arguments: argparse.Namespace) -> int:
+    from cbengine import commands
+
+    return commands.hardware(arguments.parts, arguments.device, arguments.out, arguments.minutes)
+
+
+def _pack(arguments: argparse.Namespace) -> int:
+    from cbengine import commands, pack
+
+    options = pack.PackOptions(
+        out=arguments.out,
+        max_mb=arguments.max_mb,
+        part_minutes=arguments.part_minutes,
+        max_result_mb=arguments.max_result_mb,
+        python=arguments.python,
+        triton_cache=arguments.triton_cache,
+    )
+    pack.pack(options, commands.say)
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from cbengine import commands
+
+    return commands.benchmark(
+        arguments.device, arguments.out, kernels=arguments.kernels, quick=arguments.quick, as_json=arguments.json
+    )
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from cbengine import commands
+    from cbengine.errors import UsageError
+
+    if arguments.again is None:
         return commands.validation(arguments.cases, _validation(arguments))
+    if arguments.set or arguments.repeat > 1 or arguments.device or arguments.quick:
+        raise UsageError("--again: measures nothing, and takes no --set, --repeat, --device or --quick")
+    return commands.prediction(arguments.cases, arguments.again)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from cbengine import commands
+
     return commands.generate(arguments.prompt, arguments.tokens, _setup(arguments))
+
+
+def _smoke(arguments: argparse.Namespace) -> int:
+    """Needs no more than the standard library until a check does."""
+    from cbengine import smoke
+    from cbengine.smoke_checks import checks
+
+    device = arguments.device or ("cuda" if shutil.which("nvidia-smi") else "cpu")
+    if arguments.worker is not None:
+        return smoke.work(smoke.Place(device, arguments.out), checks()[arguments.worker :])
+    worker = (sys.executable, "-m", "cbengine", "smoke", "--device", device, "--out", str(arguments.out), "--from")
+    ended_well = smoke.smoke(arguments.out, checks(), worker, lambda line: print(line, flush=True))
+    return 0 if ended_well else ERROR
+
+
+ACTIONS = {
+    "replay": _replay,
+    "calibrate": _calibrate,
+    "generate": _generate,
+    "validate": _validate,
+    "smoke": _smoke,
+    "hardware": _hardware,
+    "pack": _pack,
+    "bench": _bench,
+}
 
 
 def _validation(arguments: argparse.Namespace) -> Asked:
@@ -180,8 +241,21 @@ def _parser() -> argparse.ArgumentParser:
     _validate_arguments(
         command("validate", "calibrate on short probes, predict workloads never probed, run them, compare")
     )
+    smoke = command("smoke", "look at everything on a machine once: four minutes at most, a line a check")
+    smoke.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cuda (default), or what a CPU can check"
+    )
+    smoke.add_argument(
+        "--out", type=Path, default=Path("runs/smoke"), metavar="DIR", help="where lines go (runs/smoke)"
+    )
+    smoke.add_argument("--from", type=int, dest="worker", metavar="N", help=argparse.SUPPRESS)
     hardware = command("hardware", "measure a GPU in parts of under ten minutes, resuming where it stopped")
-    hardware.add_argument("parts", nargs="*", metavar="PART", help="parts to run (all): an unknown one lists them")
+    hardware.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help="parts, or one of the calls first, second, third (all): an unknown one lists them",
+    )
     hardware.add_argument(
         "--device",
         choices=("cuda", "process", "modelled"),
@@ -190,6 +264,22 @@ def _parser() -> argparse.ArgumentParser:
     hardware.add_argument(
         "--out", type=Path, default=Path("reports/hardware"), metavar="DIR", help="where all goes (reports/hardware)"
     )
+    hardware.add_argument(
+        "--minutes", type=_positive, metavar="M", help="end after so many minutes; what is left waits for another call"
+    )
+    pack = command("pack", "put what a machine without network needs to be measured into a folder")
+    pack.add_argument("--out", type=Path, default=Path("runs/pack"), metavar="DIR", help="an empty folder (runs/pack)")
+    pack.add_argument("--max-mb", type=_positive, default=64.0, metavar="MB", help="most that it may take (64)")
+    pack.add_argument(
+        "--part-minutes", type=_positive, default=8.0, metavar="M", help="a call ends by itself after M (8)"
+    )
+    pack.add_argument(
+        "--max-result-mb", type=_positive, default=15.0, metavar="MB", help="most of a result archive (15)"
+    )
+    pack.add_argument(
+        "--python", type=_version, default="3.12", metavar="X.Y", help="version there, for the wheels (3.12)"
+    )
+    pack.add_argument("--triton-cache", type=Path, metavar="DIR", help="compiled kernels to take along")
     bench = command("bench", "print how fast the engine is, against what the device could do and transformers")
     bench.add_argument(
         "--device",
@@ -327,6 +417,23 @@ def _phase(text: str) -> tuple[str, int]:
         known = ", ".join(PHASES)
         raise argparse.ArgumentTypeError(f"{text!r}: expected PHASE=MS with a phase of {known} and 0 to 10000 ms")
     return name, round(extra_ms * 1e6)
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number > 0")
+    return number
+
+
+def _version(text: str) -> str:
+    major, _, minor = text.partition(".")
+    if not (major == "3" and minor.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a version of Python 3 such as 3.12")
+    return text
 
 
 def _count(text: str) -> int:

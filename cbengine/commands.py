@@ -102,7 +102,7 @@ def calibration(options: CalibrateOptions, setup: Setup) -> int:
     """Measure the coefficients of a model on a device and write them where the simulator can read them."""
     asked = build.adapted(scenario.load(options.scenario, options.overrides), setup)
     calibrate.check_writable(options.out)
-    found = calibrate.calibrate(asked, setup, _say, reach=options.reach, quick=options.quick)
+    found = calibrate.calibrate(asked, setup, say, reach=options.reach, quick=options.quick)
     calibrate.write(options.out, found, asked, build.device_name(setup))
     print(options.out.read_text(encoding="utf-8"))
     cost = f"cost={{kind: fitted, path: {json.dumps(str(options.out.resolve()), ensure_ascii=False)}}}"
@@ -115,13 +115,13 @@ def validation(names: Sequence[str], asked: validate.Asked) -> int:
     """Simulated against measured; 3 if a bar is missed."""
     if asked.device == "cuda" and not torch.cuda.is_available():
         raise MissingError("--device cuda: torch finds no CUDA device here")
-    return _told(validate.validate(names, asked, maker, _say), absurd_only=asked.device == "process")
+    return _told(validate.validate(names, asked, maker, say), absurd_only=asked.device == "process")
 
 
 def prediction(names: Sequence[str], place: Path) -> int:
     """What was measured before, predicted again; 3 if a bar is missed."""
     shared_cores = place.resolve().name == provenance.slug("process")
-    return _told(validate.again(names, place, _say), absurd_only=shared_cores)
+    return _told(validate.again(names, place, say), absurd_only=shared_cores)
 
 
 def _told(found: Sequence[validate.Scored], *, absurd_only: bool) -> int:
@@ -132,13 +132,13 @@ def _told(found: Sequence[validate.Scored], *, absurd_only: bool) -> int:
     return runs.CHECK_FAILED if failed else runs.OK
 
 
-def hardware(parts: Sequence[str], device: str | None, out: Path) -> int:
-    """Measure a GPU, or rehearse it; 1 if a command failed."""
+def hardware(parts: Sequence[str], device: str | None, out: Path, minutes: float | None) -> int:
+    """Measure a GPU, or rehearse it; 1 if a command failed or was not begun."""
     where = device or ("cuda" if build.default_device() == "cuda" else "process")
-    failed = campaign.campaign(parts, where, out, _say)
-    for command in failed:
-        print(f"failed: {command}", file=sys.stderr)
-    return runs.ERROR if failed else runs.OK
+    left = campaign.campaign(parts, where, out, say, minutes)
+    for command in left:
+        print(f"failed or not begun: {command}", file=sys.stderr)
+    return runs.ERROR if left else runs.OK
 
 
 def benchmark(device: str | None, out: Path, *, kernels: bool, quick: bool, as_json: bool) -> int:
@@ -159,7 +159,7 @@ def maker(setup: Setup, peer: bool = False, stand_in: bool = False) -> Maker:
     return partial(_peer, setup, stand_in=stand_in) if peer else partial(Measured, setup, 0)
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

@@ -227,8 +227,7 @@ def _run(ready: Scenario, loop: str, setup: Setup) -> tuple[list[StepPlan], Step
         engine.run()
     finally:
         engine.close()
-    steps = np.frombuffer(engine.record.steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS))
-    return plans, Steps(steps), device.facts
+    return plans, Steps.of(engine.record), device.facts
 
 
 def _gaps(steps: Steps) -> npt.NDArray[np.int64]:

@@ -9,12 +9,11 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.profiler import ProfilerActivity
 
 from cbsim.metrics import Steps
-from cbsim.record import STEP_COLUMNS, Record
+from cbsim.record import Record
 
 SKIPPED = 20  # steps before the profiler starts
 COPIES = ("Memcpy HtoD", "Memcpy DtoH")  # to and from the host: no kernels, and beside them
@@ -74,7 +73,7 @@ class Profile:
 
     def verdict(self) -> str:
         """Both figures, over the same steps; a profiled step is slower than others."""
-        steps = Steps(np.frombuffer(self._record.steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
+        steps = Steps.of(self._record)
         window = Steps(steps.table[self._first : self._last or 0])
         if len(window) < 2:
             return f"profile: the run has too few steps ({len(steps)}, {SKIPPED} are skipped)"

@@ -27,10 +27,12 @@ class Ledger:
         self._facts = facts(device)
 
     def done(self, command: str) -> bool:
-        """Has this commit run it to its end?"""
+        """Has this commit run it to its end? Where nobody says which commit this is, nothing is known to be done."""
         commit = self._facts["git"]["commit"]
         wanted = (command, commit)
-        return any((c["command"], c["commit"]) == wanted and c["exit"] in ENDED for c in self._commands)
+        return commit is not None and any(
+            (c["command"], c["commit"]) == wanted and c["exit"] in ENDED for c in self._commands
+        )
 
     def add(self, command: str, code: int, seconds: float) -> None:
         entry = {"command": command, "exit": code, "seconds": round(seconds, 1), "commit": self._facts["git"]["commit"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from datetime import UTC, datetime
@@ -9,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+COMMIT = "CBSIM_COMMIT"
 PACKAGES = ("simpy", "pydantic", "ruamel.yaml", "numpy", "pyarrow", "matplotlib", "torch", "triton", "transformers")
 
 
@@ -41,13 +43,15 @@ def _version(package: str) -> str | None:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of the source tree and whether it has uncommitted changes; nulls outside a checkout.
+    """Commit of the source tree and whether it has uncommitted changes. Outside a checkout what the variable
+    CBSIM_COMMIT says: a commit, with a + behind it if there were changes; without it nulls.
 
     What lies in reports/ is output: a report written before does not make the next run's code a changed one.
     """
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
-        return {"commit": None, "dirty": None}
+        said = os.environ.get(COMMIT)
+        return {"commit": said.rstrip("+"), "dirty": said.endswith("+")} if said else {"commit": None, "dirty": None}
     commit = _git(root, "rev-parse", "HEAD")
     status = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!reports")
     return {"commit": commit, "dirty": None if status is None else bool(status)}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cbsim.record import PHASES, STATUSES, STEP_COLUMNS, RequestRow
+from cbsim.record import PHASES, STATUSES, STEP_COLUMNS, Record, RequestRow
 
 PERCENTILE_METHOD = "linear"
 QUANTILES = (50, 90, 95, 99)
@@ -28,6 +28,11 @@ class Steps:
     """The step table as columns."""
 
     table: Ints
+
+    @classmethod
+    def of(cls, record: Record) -> Steps:
+        """Those that a record holds by now: a copy."""
+        return cls(np.frombuffer(bytes(record.steps), dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
 
     def __getitem__(self, column: str) -> Ints:
         values: Ints = self.table[:, STEP_COLUMNS.index(column)]

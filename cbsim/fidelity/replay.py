@@ -19,7 +19,7 @@ from cbsim.machine.device import Device, OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.lockstep import Lockstep, balance
 from cbsim.metrics import Steps
-from cbsim.record import STEP_COLUMNS, Record
+from cbsim.record import Record
 from cbsim.scenario import Scenario, depth
 from cbsim.workload import Workload
 
@@ -143,7 +143,7 @@ def _side_by_side(asked: Scenario, load: Workload, ranks: int) -> list[Record]:
 
 
 def _steps(record: Record) -> Steps:
-    return Steps(np.frombuffer(bytes(record.steps), dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
+    return Steps.of(record)
 
 
 def _served(records: Sequence[Record], tables: Sequence[Steps]) -> Served:

@@ -21,7 +21,6 @@ from cbsim.cost.kernels import Kernels
 from cbsim.markdown import Table
 from cbsim.metrics import Steps
 from cbsim.policy.plan import StepPlan
-from cbsim.record import STEP_COLUMNS
 from cbsim.scenario import Scenario
 from cbsim.study import Study
 from cbsim.timing import TableCost
@@ -111,7 +110,7 @@ def simulated(asked: Scenario, loop: str) -> tuple[float, Steps]:
     """Seconds of a run, and its step table."""
     server = simulate.machine(asked, loop, workload.build(asked))
     simulate.run(server)
-    return server.now_ns / NS, Steps(np.frombuffer(server.record.steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
+    return server.now_ns / NS, Steps.of(server.record)
 
 
 def _rows(one: Served) -> list[tuple[str, Both]]:
