@@ -230,12 +230,12 @@ def decode(
     cut: Tiles,
     splits: int,
     scratch: tuple[Tensor, Tensor],
-) -> None:
+) -> object:
     """Write the answers of the first `rows.decodes` query tokens. `splits` is a power of two; where it is above one,
-    the float32 scratch holds decodes * Hq * splits vectors of D, and as many numbers.
+    the float32 scratch holds decodes * Hq * splits vectors of D, and as many numbers. Returns the compiled kernel.
     """
     (_, heads, width), kv_heads = queries.shape, keys.shape[2]
-    _decode[kv_heads, rows.decodes, splits](
+    launched = _decode[kv_heads, rows.decodes, splits](
         *(queries, keys, values, out, *scratch),
         *(rows.tables, rows.tables.stride(0), rows.slots, rows.kv_tokens, _first(rows)),
         *(width**-0.5 * LOG2_E, sizes(cut, queries, keys, rows), LEAST_PART),
@@ -247,13 +247,16 @@ def decode(
             num_warps=4,
             enable_fp_fusion=True,
         )
+    return launched
 
 
-def prefill(queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, out: Tensor, cut: Tiles) -> None:
-    """Write the answers of all rows after the first `rows.decodes`. Programs past the end of their row return."""
+def prefill(queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, out: Tensor, cut: Tiles) -> object:
+    """Write the answers of all rows after the first `rows.decodes`. Programs past the end of their row return. Returns
+    the compiled kernel.
+    """
     (_, heads, width), kv_heads = queries.shape, keys.shape[2]
     many = triton.cdiv(rows.longest, cut.queries // (heads // kv_heads))
-    _prefill[many, len(rows.slots) - rows.decodes, kv_heads](
+    return _prefill[many, len(rows.slots) - rows.decodes, kv_heads](
         *(queries, keys, values, out),
         *(rows.tables, rows.tables.stride(0), rows.slots, rows.kv_tokens, rows.starts, _first(rows), rows.decodes),
         *(width**-0.5 * LOG2_E, sizes(cut, queries, keys, rows)),

@@ -43,6 +43,7 @@ class TritonOps:
             )
         self._parts = PARTS_PER_MULTIPROCESSOR * multiprocessors
         self._decode, self._prefill, self._given_splits = decode, prefill, splits
+        self.launched: object = None  # attention's last kernel as Triton compiled it: who measures asks its registers
         self._scratch: dict[tuple[torch.device, int, int, int], tuple[Tensor, Tensor]] = {}
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -72,9 +73,10 @@ class TritonOps:
             cut = fitted(self._decode, DECODE, queries, kv_heads)
             splits = self._splits(rows.decodes * kv_heads)
             scratch = self._scratch_for(queries, kv_heads, rows.decodes * kv_heads * splits if splits > 1 else 0)
-            attention.decode(queries, keys, values, rows, out, cut, splits, scratch)
+            self.launched = attention.decode(queries, keys, values, rows, out, cut, splits, scratch)
         if rows.decodes < len(rows.slots):
-            attention.prefill(queries, keys, values, rows, out, fitted(self._prefill, PREFILL, queries, kv_heads))
+            cut = fitted(self._prefill, PREFILL, queries, kv_heads)
+            self.launched = attention.prefill(queries, keys, values, rows, out, cut)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
