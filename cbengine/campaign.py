@@ -62,7 +62,7 @@ def parts(device: str) -> dict[str, Part]:
 CALLS: dict[str, dict[str, tuple[str, ...]]] = {
     "cuda": {
         "first": ("smoke", "async", "tiles"),
-        "second": ("kernels", "gemms", "sync", "wait", "graphs", "sizes", "right"),
+        "second": ("kernels", "gemms", "sync", "wait", "right", "graphs", "sizes"),
         "third": ("predict-1b", "peer-async", "predict-cpu", "peer-sync", "predict-load"),
     },
     "process": {"first": ("smoke", "loops"), "second": ("bench",), "third": ("predict-cpu", "peer-sync")},
@@ -99,7 +99,7 @@ def _on_gpu() -> dict[str, Part]:
             [short("sync"), short("sync", "--wait", "spin"), short("async", "--wait", "spin")],
         ),
         "graphs": Part("8k_b32 launched kernel by kernel", [run(GPU_8K, *SHORT, "--no-cuda-graphs")]),
-        "sizes": Part("host copies and attention, size by size", [(*_bench("cuda"), "--only", "sizes")]),
+        "sizes": Part("host copies and attention, size by size", [(*_bench("cuda"), "--only", "copies", "attention")]),
         "right": Part(
             "kernels against float64; tokens, memory, times and errors of the device",
             [

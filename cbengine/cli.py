@@ -26,6 +26,7 @@ DEVICES = {
     "cuda": "a GPU",
 }
 PHASES = ("schedule", "prepare", "launch", "update")
+BENCH_PARTS = ("copies", "gemms", "attention", "tiles")
 PACKAGES = ("torch", "transformers", "safetensors", "triton")
 SAMPLING = {"temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p", "seed": "--sampling-seed"}
 
@@ -100,7 +101,8 @@ def _hardware(arguments: argparse.Namespace) -> int:
 
 
 def _pack(arguments: argparse.Namespace) -> int:
-    from cbengine import commands, pack
+    from cbengine import pack
+    from cbengine.figures import say
 
     options = pack.PackOptions(
         out=arguments.out,
@@ -110,15 +112,16 @@ def _pack(arguments: argparse.Namespace) -> int:
         python=arguments.python,
         triton_cache=arguments.triton_cache,
     )
-    pack.pack(options, commands.say)
+    pack.pack(options, say)
     return 0
 
 
 def _bench(arguments: argparse.Namespace) -> int:
     from cbengine import commands
 
+    parts = BENCH_PARTS if arguments.kernels else arguments.only
     return commands.benchmark(
-        arguments.device, arguments.out, kernels=arguments.kernels, quick=arguments.quick, as_json=arguments.json
+        arguments.device, arguments.out, parts, arguments.model, quick=arguments.quick, as_json=arguments.json
     )
 
 
@@ -286,7 +289,16 @@ def _parser() -> argparse.ArgumentParser:
         choices=("modelled", "cuda"),
         help="cuda: the GPU; modelled: only the CPU's work a step (default: cuda if there is one, else modelled)",
     )
-    bench.add_argument("--kernels", action="store_true", help="GPU only: host copies and attention, size by size")
+    bench.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        choices=BENCH_PARTS,
+        metavar="PART",
+        help=f"GPU only: {', '.join(BENCH_PARTS[:-1])} or {BENCH_PARTS[-1]}, size by size, a minute each at most",
+    )
+    bench.add_argument("--kernels", action="store_true", help="GPU only: all parts of --only")
+    bench.add_argument("--model", metavar="NAME", help="whose sizes --only and --kernels take (8k_b32's)")
     bench.add_argument("--quick", action="store_true", help="a minute instead of ten")
     bench.add_argument("--json", action="store_true", help="print a list of figures")
     bench.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="where runs go (runs/bench)")

@@ -17,9 +17,10 @@ from cbengine import build, calibrate, campaign, gpu, provenance, tokens, valida
 from cbengine.build import Setup
 from cbengine.content import Prompts
 from cbengine.errors import MissingError, UsageError
+from cbengine.figures import say
 from cbengine.probes import Reach
 from cbengine.profile import Profile
-from cbsim import runs, scenario
+from cbsim import runs, scenario, shapes
 from cbsim.runs import Maker, RunOptions
 from cbsim.scenario import Scenario
 from cbsim.workload import Workload
@@ -141,26 +142,28 @@ def hardware(parts: Sequence[str], device: str | None, out: Path, minutes: float
     return runs.ERROR if left else runs.OK
 
 
-def benchmark(device: str | None, out: Path, *, kernels: bool, quick: bool, as_json: bool) -> int:
-    """Print how fast the engine is, or the device and its kernels size by size."""
+def benchmark(
+    device: str | None, out: Path, parts: Sequence[str], model: str | None, *, quick: bool, as_json: bool
+) -> int:
+    """Print how fast the engine is, or `parts` of what the device and its kernels do, size by size."""
     from cbengine import bench, kernels_bench
 
     where = device or ("cuda" if build.default_device() == "cuda" else "modelled")
+    if (parts or model) and where != "cuda":
+        raise UsageError("--only, --kernels, --model: need --device cuda")
+    if model and not parts:
+        raise UsageError("--model: needs --only or --kernels")
     if where == "cuda" and not torch.cuda.is_available():
         raise MissingError("--device cuda: torch finds no CUDA device here")
-    if kernels and where != "cuda":
-        raise UsageError("--kernels: needs --device cuda")
-    measure = kernels_bench.figures if kernels else None
-    return bench.bench(where, out, maker, quick=quick, as_json=as_json, measure=measure)
+    if parts:
+        shape = shapes.model(model) if model else scenario.load("8k_b32").model
+        return kernels_bench.bench(parts, shape, out, quick=quick, as_json=as_json)
+    return bench.bench(where, out, maker, quick=quick, as_json=as_json)
 
 
 def maker(setup: Setup, peer: bool = False, stand_in: bool = False) -> Maker:
     """What makes servers of a setup: ours, or the peer's, which may have the stand-in for flash_attn."""
     return partial(_peer, setup, stand_in=stand_in) if peer else partial(Measured, setup, 0)
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _peer(setup: Setup, asked: Scenario, loop: str, workload: Workload, *, stand_in: bool = False) -> Any:

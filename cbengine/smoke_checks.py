@@ -7,6 +7,7 @@ on plain torch; the rest says that it needs a GPU.
 
 from __future__ import annotations
 
+import json
 import platform
 from dataclasses import replace
 from functools import partial
@@ -48,6 +49,7 @@ def checks() -> list[Check]:
         Check("8B shape, one layer", 60, smoke_models.one_layer),
         Check("8B, random weights", 90, smoke_models.whole_model),
         Check("8B, kernels of a step", 60, smoke_models.kernels_of_a_step),
+        Check("matrix products", 45, matrix_products),
         Check("state afterwards", 30, state),
     ]
 
@@ -99,6 +101,23 @@ def ceilings(place: Place) -> Found:
         "matmul_tflop_s": timing.matrix_rate() / 1e12,
         "launch_us": timing.launch_latency() * 1e6,
     }
+
+
+def matrix_products(place: Place) -> Found:
+    """Those of a decode step of the 8B model, by rows: milliseconds, and the share of the copy's bandwidth. All of them
+    go to gemms.json.
+    """
+    place.only_on_gpu()
+    from dataclasses import asdict
+
+    from cbengine import gemm_bench, timing
+    from cbsim import scenario
+
+    model, best = scenario.load("8k_b32").model, timing.ceilings()
+    lines = list(gemm_bench.table(model, best, decodes=(1, 8, 32, 128, 256), prefills=(512, 8192), budget_s=30))
+    (place.out / "gemms.json").write_text(json.dumps([asdict(line) for line in lines], indent=1), encoding="utf-8")
+    steps = [line for line in lines if isinstance(line, gemm_bench.StepProducts)]
+    return {f"{step.rows} rows": f"{step.seconds * 1e3:.3f} ms, {step.of_copy:.0%} of the copy" for step in steps}
 
 
 def one_kernel(place: Place) -> Found:
@@ -162,8 +181,8 @@ def streams_and_events(place: Place) -> Found:
     return {
         "h2d_gb_s": there.nbytes / copy_ms / 1e6,
         "overlap": (copy_ms + compute_ms - whole_ms) / min(copy_ms, compute_ms),
-        "wake_blocking_us": timing.wake_up(blocking=True) * 1e6,
-        "wake_spinning_us": timing.wake_up(blocking=False) * 1e6,
+        "launch_and_wake_asleep_us": timing.launch_and_wake(blocking=True) * 1e6,
+        "launch_and_wake_busy_us": timing.launch_and_wake(blocking=False) * 1e6,
     }
 
 

@@ -9,12 +9,13 @@ log-sums (Flash-Decoding). Nothing beyond a row's cached tokens is ever read: it
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from cbengine.kernels.tiles import Tiles
 from cbengine.ops import Rows
 
 LOG2_E = 1.4426950408889634
@@ -22,65 +23,47 @@ LEAST_PART = 256  # cached tokens: a shorter part costs more in partial answers 
 LOWEST = tl.constexpr(-1.0e30)  # below every score, yet finite: a tile of masked scores folds in as zeros, not as NaN
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """How a program is cut: query rows (tokens times heads of a group), cached tokens an iteration, warps, stages."""
+class Sizes(NamedTuple):
+    """What an attention kernel is compiled for, passed as one constant."""
 
-    queries: int
-    cached: int
-    warps: int
-    stages: int
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Launch options; fused multiply-adds by name, since Triton's default differs between versions."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
-
-
-# By (bytes an element, head_dim); narrower heads take the entry of 64. Loading the block table takes pipeline stages of
-# its own, so 5 stages are two buffers of keys and values with a whole iteration to fill one, 3 or 4 stages none.
-DECODE = {
-    (2, 64): Tiles(16, 64, 4, 5),  # 38 KB shared: six programs a multiprocessor keep its memory queue full
-    (2, 128): Tiles(16, 64, 4, 5),  # 73 KB shared: three programs
-    (4, 64): Tiles(16, 16, 4, 2),  # exact float32 products have no tensor cores: small enough not to spill
-    (4, 128): Tiles(16, 16, 4, 2),
-}
-PREFILL = {
-    (2, 64): Tiles(128, 64, 8, 5),  # 128 registers a thread: two programs a multiprocessor; 4 warps spill
-    (2, 128): Tiles(128, 64, 8, 5),  # three buffers, since keys are read while a product runs; 4 warps spill
-    (4, 64): Tiles(32, 16, 8, 2),
-    (4, 128): Tiles(32, 16, 8, 2),
-}
+    kv_heads: int
+    group: int  # query heads that share a key-value head
+    width: int  # elements of a head
+    block_size: int  # cached tokens
+    m: int  # query rows of a program
+    n: int  # cached tokens of a tile
+    padded: bool  # rows may begin with padding
 
 
 @triton.jit
 def _fold(
-    q,  # [M, width]
-    acc,  # [M, width] float32: answer so far, not yet divided by `total`
-    top,  # [M] float32: running maximum, in base 2
-    total,  # [M] float32: running sum
-    keys,  # at the first key of this head
-    values,
-    table,  # at the line of this row
-    at,  # [N]: positions of the tile
-    end,  # from here on there is nothing
-    sees,  # [M]: last position that each query sees
-    first,  # positions before it are seen by themselves only
+    q,  # [m, width]
+    state,  # answer so far, not yet divided by the sum [m, width]; running maximum in base 2 [m]; running sum [m]
+    cache,  # keys and values, at the first one of this head; block table, at the line of this row
+    tile,  # first position of the tile
+    bounds,  # end of the row; last position that each query sees [m]; before `first`, positions see themselves only
     scale,
-    step: tl.constexpr,  # elements from one cached token to the next
-    width: tl.constexpr,
-    block_size: tl.constexpr,
-    masked: tl.constexpr,
-    padded: tl.constexpr,
+    sizes: tl.constexpr,
+    masked: tl.constexpr,  # some query may not see all of the tile
 ):
-    """(acc, top, total) with one tile of cached tokens folded into the running softmax."""
-    d = tl.arange(0, width)
+    """`state` with one tile of cached tokens folded into the running softmax."""
+    acc, top, total = state
+    keys, values, table = cache
+    end, sees, first = bounds
+    step: tl.constexpr = sizes.kv_heads * sizes.width  # elements from one cached token to the next
+    i, d = tl.arange(0, sizes.n), tl.arange(0, sizes.width)
+    at = tile + i
     inside = at < end
-    if masked:
-        block = tl.load(table + at // block_size, mask=inside, other=0)
+    if sizes.block_size % sizes.n == 0:  # tiles start at multiples of n, so the tile lies in one block
+        block = tl.load(table + tile // sizes.block_size).to(tl.int64)
+        begin = (block * sizes.block_size + tile % sizes.block_size) * step
+        keys, values, place = keys + begin, values + begin, i * step
     else:
-        block = tl.load(table + at // block_size)
-    place = (block * block_size + at % block_size).to(tl.int64) * step
+        if masked:
+            block = tl.load(table + at // sizes.block_size, mask=inside, other=0)
+        else:
+            block = tl.load(table + at // sizes.block_size)
+        place = (block * sizes.block_size + at % sizes.block_size).to(tl.int64) * step
     if masked:
         k = tl.load(keys + place[None, :] + d[:, None], mask=inside[None, :], other=0.0)
         v = tl.load(values + place[:, None] + d[None, :], mask=inside[:, None], other=0.0)
@@ -90,7 +73,7 @@ def _fold(
     scores = tl.dot(q, k, input_precision="ieee")
     if masked:
         visible = inside[None, :] & (at[None, :] <= sees[:, None])
-        if padded:
+        if sizes.padded:
             visible = visible & ((at >= first)[None, :] | (at[None, :] == sees[:, None]))
         scores = tl.where(visible, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1) * scale)
@@ -101,12 +84,32 @@ def _fold(
 
 
 @triton.jit
+def _attend(q, cache, low, clear, bounds, scale, sizes: tl.constexpr):
+    """(answers [m, width], log-sums [m] in base 2) of the positions from `low` to the end of the bounds.
+
+    `low` and `clear` are multiples of n; every query sees everything from the one to the other.
+    """
+    m: tl.constexpr = sizes.m
+    width: tl.constexpr = sizes.width
+    state = (tl.zeros((m, width), tl.float32), tl.full((m,), LOWEST, tl.float32), tl.zeros((m,), tl.float32))
+    if not sizes.padded:
+        for tile in range(low, clear, sizes.n):
+            state = _fold(q, state, cache, tile, bounds, scale, sizes, False)
+        low = clear
+    for tile in range(low, bounds[0], sizes.n):
+        state = _fold(q, state, cache, tile, bounds, scale, sizes, True)
+    acc, top, total = state
+    total = tl.where(total > 0, total, 1.0)  # nothing seen: zeros, with a log-sum that weighs nothing
+    return acc / total[:, None], top + tl.log2(total)
+
+
+@triton.jit
 def _part(reach, splits, cached: tl.constexpr, least: tl.constexpr):
     """Cached tokens in one part of a row: whole tiles, and no more parts than pay."""
     return tl.maximum(tl.cdiv(tl.cdiv(reach, splits), cached) * cached, least)
 
 
-@triton.jit(do_not_specialize=["tables", "slots", "kv_tokens", "first"])
+@triton.jit(do_not_specialize=["tables", "line", "slots", "kv_tokens", "first"])
 def _decode(
     queries,
     keys,
@@ -120,47 +123,33 @@ def _decode(
     kv_tokens,
     first,
     scale,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    width: tl.constexpr,
-    block_size: tl.constexpr,
-    m: tl.constexpr,
-    n: tl.constexpr,
+    sizes: tl.constexpr,
     least: tl.constexpr,
-    padded: tl.constexpr,
 ):
     """One part of a row's cached tokens, for a key-value head and the query heads that share it."""
     head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)  # a token's heads together
     splits = tl.num_programs(2)
     reach = tl.load(kv_tokens + row)
-    part = _part(reach, splits, n, least)
+    part = _part(reach, splits, sizes.n, least)
     start = split * part
     if (split > 0) & (start >= reach):
         return
     end = tl.minimum(start + part, reach)
-    g, d = tl.arange(0, m), tl.arange(0, width)
-    real = g < group
-    spots = ((row * kv_heads + head) * group + g)[:, None] * width + d[None, :]
+    g, d = tl.arange(0, sizes.m), tl.arange(0, sizes.width)
+    real = g < sizes.group
+    spots = ((row * sizes.kv_heads + head) * sizes.group + g)[:, None] * sizes.width + d[None, :]
     q = tl.load(queries + spots, mask=real[:, None], other=0.0)
-    since = 0
-    if padded:
-        since = tl.load(first + row)
-    k, v, table = keys + head * width, values + head * width, tables + tl.load(slots + row).to(tl.int64) * line
-    sees = tl.zeros((m,), tl.int32) + (reach - 1)
-    acc, top, total = tl.zeros((m, width), tl.float32), tl.full((m,), LOWEST, tl.float32), tl.zeros((m,), tl.float32)
-    step: tl.constexpr = kv_heads * width
-    for tile in range(start, end, n):
-        at = tile + tl.arange(0, n)
-        acc, top, total = _fold(
-            q, acc, top, total, k, v, table, at, end, sees, since, scale, step, width, block_size, True, padded
-        )
-    total = tl.where(total > 0, total, 1.0)  # nothing seen: zeros, with a log-sum that weighs nothing
+    table = tables + tl.load(slots + row).to(tl.int64) * line
+    cache = (keys + head * sizes.width, values + head * sizes.width, table)
+    bounds = (end, g * 0 + (reach - 1), tl.load(first + row))
+    clear = start + (end - start) // sizes.n * sizes.n
+    answer, log_sum = _attend(q, cache, start, clear, bounds, scale, sizes)
     if part >= reach:  # the only part is the answer, and the reduction skips the row
-        tl.store(out + spots, (acc / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+        tl.store(out + spots, answer.to(out.dtype.element_ty), mask=real[:, None])
     else:
-        place = ((row * kv_heads + head) * splits + split) * group + g
-        tl.store(parts + place[:, None] * width + d[None, :], acc / total[:, None], mask=real[:, None])
-        tl.store(sums + place, top + tl.log2(total), mask=real)
+        place = ((row * sizes.kv_heads + head) * splits + split) * sizes.group + g
+        tl.store(parts + place[:, None] * sizes.width + d[None, :], answer, mask=real[:, None])
+        tl.store(sums + place, log_sum, mask=real)
 
 
 @triton.jit(do_not_specialize=["kv_tokens"])
@@ -192,7 +181,7 @@ def _join(
     tl.store(out + head_at * width + d, answer.to(out.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["tables", "slots", "kv_tokens", "starts", "first", "decodes"])
+@triton.jit(do_not_specialize=["tables", "line", "slots", "kv_tokens", "starts", "first", "decodes"])
 def _prefill(
     queries,
     keys,
@@ -206,16 +195,10 @@ def _prefill(
     first,
     decodes,  # rows before the first one served here
     scale,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    width: tl.constexpr,
-    block_size: tl.constexpr,
-    m: tl.constexpr,
-    n: tl.constexpr,
-    padded: tl.constexpr,
+    sizes: tl.constexpr,
 ):
     """Query tokens of a row, m // group of them, for a key-value head and the query heads that share it."""
-    tokens: tl.constexpr = m // group
+    tokens: tl.constexpr = sizes.m // sizes.group
     row, head = decodes + tl.program_id(1), tl.program_id(2)
     start = tl.load(starts + row)
     count = tl.load(starts + row + 1) - start
@@ -223,90 +206,69 @@ def _prefill(
     if low < 0:
         return
     reach = tl.load(kv_tokens + row)
-    i, d = tl.arange(0, m), tl.arange(0, width)
-    token = low + i // group
-    real = (i < tokens * group) & (token < count)
-    spots = (((start + token).to(tl.int64) * kv_heads + head) * group + i % group)[:, None] * width + d[None, :]
+    i, d = tl.arange(0, sizes.m), tl.arange(0, sizes.width)
+    token = low + i // sizes.group
+    real = (i < tokens * sizes.group) & (token < count)
+    vector = ((start + token).to(tl.int64) * sizes.kv_heads + head) * sizes.group + i % sizes.group
+    spots = vector[:, None] * sizes.width + d[None, :]
     q = tl.load(queries + spots, mask=real[:, None], other=0.0)
     before = reach - count
-    sees = before + token
-    since = 0
-    end = tl.minimum(before + low + tokens, reach)
-    clear = (before + low + 1) // n * n  # every query of the tile sees everything below
-    if padded:
-        since = tl.load(first + row)
-        clear = 0
-    k, v, table = keys + head * width, values + head * width, tables + tl.load(slots + row).to(tl.int64) * line
-    acc, top, total = tl.zeros((m, width), tl.float32), tl.full((m,), LOWEST, tl.float32), tl.zeros((m,), tl.float32)
-    step: tl.constexpr = kv_heads * width
-    for tile in range(0, clear, n):
-        at = tile + tl.arange(0, n)
-        acc, top, total = _fold(
-            q, acc, top, total, k, v, table, at, end, sees, since, scale, step, width, block_size, False, padded
-        )
-    for tile in range(clear, end, n):
-        at = tile + tl.arange(0, n)
-        acc, top, total = _fold(
-            q, acc, top, total, k, v, table, at, end, sees, since, scale, step, width, block_size, True, padded
-        )
-    answer = acc / tl.where(total > 0, total, 1.0)[:, None]
+    table = tables + tl.load(slots + row).to(tl.int64) * line
+    cache = (keys + head * sizes.width, values + head * sizes.width, table)
+    bounds = (tl.minimum(before + low + tokens, reach), before + token, tl.load(first + row))
+    clear = (before + low + 1) // sizes.n * sizes.n  # every query of the tile sees everything below
+    answer, _ = _attend(q, cache, 0, clear, bounds, scale, sizes)
     tl.store(out + spots, answer.to(out.dtype.element_ty), mask=real[:, None])
 
 
-def tiles(table: dict[tuple[int, int], Tiles], queries: Tensor, kv_heads: int) -> Tiles:
-    """The entry of `table` for these queries; one token's heads of a group always fit into a program."""
-    _, heads, width = queries.shape
-    found = table[queries.element_size(), max(width, min(w for _, w in table))]
-    return replace(found, queries=max(found.queries, triton.next_power_of_2(heads // kv_heads)))
-
-
 def decode(
-    queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, out: Tensor, splits: int, scratch: tuple[Tensor, Tensor]
-) -> None:
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Rows,
+    out: Tensor,
+    cut: Tiles,
+    splits: int,
+    scratch: tuple[Tensor, Tensor],
+) -> object:
     """Write the answers of the first `rows.decodes` query tokens. `splits` is a power of two; where it is above one,
-    the float32 scratch holds decodes * Hq * splits vectors of D, and as many numbers.
+    the float32 scratch holds decodes * Hq * splits vectors of D, and as many numbers. Returns the compiled kernel.
     """
-    (_, heads, width), (_, block_size, kv_heads, _) = queries.shape, keys.shape
-    group, cut = heads // kv_heads, tiles(DECODE, queries, kv_heads)
-    first = rows.kv_tokens if rows.first is None else rows.first
-    _decode[kv_heads, rows.decodes, splits](
-        queries,
-        keys,
-        values,
-        out,
-        *scratch,
-        *(rows.tables, rows.tables.stride(0), rows.slots, rows.kv_tokens, first),
-        width**-0.5 * LOG2_E,
-        *(kv_heads, group, width, block_size, cut.queries, cut.cached, LEAST_PART, rows.first is not None),
+    (_, heads, width), kv_heads = queries.shape, keys.shape[2]
+    launched = _decode[kv_heads, rows.decodes, splits](
+        *(queries, keys, values, out, *scratch),
+        *(rows.tables, rows.tables.stride(0), rows.slots, rows.kv_tokens, _first(rows)),
+        *(width**-0.5 * LOG2_E, sizes(cut, queries, keys, rows), LEAST_PART),
         **cut.options,
     )
     if splits > 1:
         _join[rows.decodes, heads](
-            *scratch,
-            rows.kv_tokens,
-            out,
-            group,
-            width,
-            cut.cached,
-            splits,
-            LEAST_PART,
+            *(*scratch, rows.kv_tokens, out, heads // kv_heads, width, cut.cached, splits, LEAST_PART),
             num_warps=4,
             enable_fp_fusion=True,
         )
+    return launched
 
 
-def prefill(queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, out: Tensor) -> None:
-    """Write the answers of all rows after the first `rows.decodes`. Programs past the end of their row return."""
-    (_, heads, width), (_, block_size, kv_heads, _) = queries.shape, keys.shape
-    group, cut = heads // kv_heads, tiles(PREFILL, queries, kv_heads)
-    first = rows.kv_tokens if rows.first is None else rows.first
-    _prefill[triton.cdiv(rows.longest, cut.queries // group), len(rows.slots) - rows.decodes, kv_heads](
-        queries,
-        keys,
-        values,
-        out,
-        *(rows.tables, rows.tables.stride(0), rows.slots, rows.kv_tokens, rows.starts, first, rows.decodes),
-        width**-0.5 * LOG2_E,
-        *(kv_heads, group, width, block_size, cut.queries, cut.cached, rows.first is not None),
+def prefill(queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, out: Tensor, cut: Tiles) -> object:
+    """Write the answers of all rows after the first `rows.decodes`. Programs past the end of their row return. Returns
+    the compiled kernel.
+    """
+    (_, heads, width), kv_heads = queries.shape, keys.shape[2]
+    many = triton.cdiv(rows.longest, cut.queries // (heads // kv_heads))
+    return _prefill[many, len(rows.slots) - rows.decodes, kv_heads](
+        *(queries, keys, values, out),
+        *(rows.tables, rows.tables.stride(0), rows.slots, rows.kv_tokens, rows.starts, _first(rows), rows.decodes),
+        *(width**-0.5 * LOG2_E, sizes(cut, queries, keys, rows)),
         **cut.options,
     )
+
+
+def sizes(cut: Tiles, queries: Tensor, keys: Tensor, rows: Rows) -> Sizes:
+    """What a kernel with these tiles is compiled for."""
+    (_, heads, width), (_, block_size, kv_heads, _) = queries.shape, keys.shape
+    return Sizes(kv_heads, heads // kv_heads, width, block_size, cut.queries, cut.cached, rows.first is not None)
+
+
+def _first(rows: Rows) -> Tensor:
+    return rows.kv_tokens if rows.first is None else rows.first  # a kernel without padding ignores it

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cbengine.errors import UsageError
 from cbengine.kernels import attention, fused
+from cbengine.kernels.tiles import DECODE, PREFILL, Tiles, fitted
 from cbengine.ops import Rows
 
 PARTS_PER_MULTIPROCESSOR = 6  # decode programs wanted: two waves at head_dim 128, of which three fit at a time
@@ -25,15 +26,25 @@ class TritonOps:
 
     A row of few heads is split over its cached tokens until the `multiprocessors` (None: the current CUDA device's) are
     busy. Kernels compile, and scratch is allocated, on the first call of a shape: call once before capturing a graph.
+    Tiles and the number of splits, a power of two, are for measuring others than those chosen here.
     """
 
-    def __init__(self, multiprocessors: int | None = None) -> None:
+    def __init__(
+        self,
+        multiprocessors: int | None = None,
+        *,
+        decode: Tiles | None = None,
+        prefill: Tiles | None = None,
+        splits: int | None = None,
+    ) -> None:
         if multiprocessors is None:
             multiprocessors = (
                 torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
             )
         self._parts = PARTS_PER_MULTIPROCESSOR * multiprocessors
-        self._scratch: dict[tuple[torch.device, int, int], tuple[Tensor, Tensor]] = {}
+        self._decode, self._prefill, self._given_splits = decode, prefill, splits
+        self.launched: object = None  # attention's last kernel as Triton compiled it: who measures asks its registers
+        self._scratch: dict[tuple[torch.device, int, int, int], tuple[Tensor, Tensor]] = {}
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return fused.rms_norm(x, None, weight, eps)
@@ -57,12 +68,15 @@ class TritonOps:
     def attention(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
         _check(keys)
         assert all(t.is_contiguous() for t in (queries, keys, values))
-        out = torch.empty_like(queries)
+        out, kv_heads = torch.empty_like(queries), keys.shape[2]
         if rows.decodes > 0:
-            splits = self._splits(rows.decodes * keys.shape[2])
-            attention.decode(queries, keys, values, rows, out, splits, self._scratch_for(queries, keys.shape[2]))
+            cut = fitted(self._decode, DECODE, queries, kv_heads)
+            splits = self._splits(rows.decodes * kv_heads)
+            scratch = self._scratch_for(queries, kv_heads, rows.decodes * kv_heads * splits if splits > 1 else 0)
+            self.launched = attention.decode(queries, keys, values, rows, out, cut, splits, scratch)
         if rows.decodes < len(rows.slots):
-            attention.prefill(queries, keys, values, rows, out)
+            cut = fitted(self._prefill, PREFILL, queries, kv_heads)
+            self.launched = attention.prefill(queries, keys, values, rows, out, cut)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -70,16 +84,16 @@ class TritonOps:
 
     def _splits(self, programs: int) -> int:
         """The least power of two that makes `programs` at least as many as wanted, hence under twice as many."""
-        return min(triton.next_power_of_2(triton.cdiv(self._parts, programs)), MOST_SPLITS)
+        return self._given_splits or min(triton.next_power_of_2(triton.cdiv(self._parts, programs)), MOST_SPLITS)
 
-    def _scratch_for(self, queries: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+    def _scratch_for(self, queries: Tensor, kv_heads: int, programs: int) -> tuple[Tensor, Tensor]:
         """Partial answers and log-sums of any split batch of this group and head width; kept for good, since captured
-        graphs go on writing there.
+        graphs go on writing there. Only splits that were asked for can take more `programs` than twice those wanted.
         """
         _, heads, width = queries.shape
-        key = (queries.device, heads // kv_heads, width)
+        vectors = max(2 * self._parts, programs) * (heads // kv_heads)
+        key = (queries.device, heads // kv_heads, width, vectors)
         if key not in self._scratch:
-            vectors = 2 * self._parts * (heads // kv_heads)
             parts = torch.empty((vectors, width), dtype=torch.float32, device=queries.device)
             self._scratch[key] = parts, torch.empty(vectors, dtype=torch.float32, device=queries.device)
         return self._scratch[key]

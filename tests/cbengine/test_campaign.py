@@ -31,7 +31,8 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     )
     write(
         tmp_path / "fails.py",
-        f"import sys, pathlib\nsys.exit(not pathlib.Path({str(tmp_path / 'mended')!r}).exists())\n",
+        "import sys, pathlib\nfor i in range(40): print('line', i)\n"
+        f"sys.exit(not pathlib.Path({str(tmp_path / 'mended')!r}).exists())\n",
     )
     write(tmp_path / "sleeps.py", "import time\ntime.sleep(60)\n")
     found = {
@@ -40,6 +41,8 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         "slow": Part("one that takes too long", [("sleeps",)], minutes=0.02),
     }
     monkeypatch.setattr(campaign, "parts", lambda device: found)
+    monkeypatch.setattr(campaign, "CALLS", {"process": {"both": ("second", "first")}, "cuda": {}})
+    monkeypatch.setattr(campaign, "LEAST_S", 0.01)
     return tmp_path / "out"
 
 
@@ -58,7 +61,9 @@ def test_what_is_done_is_not_done_again(small: Path, capsys: pytest.CaptureFixtu
     assert (place / "second" / "runs" / "c" / "kept").exists()  # a failure does not keep the next from running
     assert not list(small.rglob("timeline.json.gz"))
     assert [c["exit"] for c in ledger(small)["commands"]] == [0, 0, 1, 0]
-    assert "failed: python -m fails" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "failed or not begun: python -m fails" in said
+    assert [line.split() for line in said.splitlines() if "line" in line] == [["line", str(i)] for i in range(10, 40)]
     (small.parent / "mended").touch()
     assert cli.main(words) == 0
     assert [c["exit"] for c in ledger(small)["commands"]] == [0, 0, 1, 0, 0]
@@ -69,6 +74,53 @@ def test_a_part_ends_with_its_time(small: Path) -> None:
     """A command that does not fit is ended and recorded as 124, as by `timeout`."""
     assert cli.main(["hardware", "slow", "--device", "process", "--out", str(small)]) == 1
     assert [c["exit"] for c in ledger(small)["commands"]] == [124]
+
+
+def test_what_a_command_started_ends_with_it(small: Path, tmp_path: Path) -> None:
+    """A test that hangs has children; they would keep the GPU."""
+    write(
+        tmp_path / "sleeps.py",
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(child.pid))\ntime.sleep(60)\n",
+    )
+    assert cli.main(["hardware", "slow", "--device", "process", "--out", str(small)]) == 1
+    state = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_a_call_ends_with_its_time(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is not begun by then is said, and is for the next call: a name of its own for parts that go together."""
+    monkeypatch.setattr(campaign, "LEAST_S", 60.0)
+    words = ["hardware", "both", "--device", "process", "--out", str(small)]
+    assert cli.main([*words, "--minutes", "0.5"]) == 1
+    assert "not begun, no time is left: python -m fails" in capsys.readouterr().err
+    assert not (small / "cpu-process" / "provenance.json").exists()
+    (small.parent / "mended").touch()
+    assert cli.main(words) == 0
+    told = [c["command"].split()[2] for c in ledger(small)["commands"]]
+    assert told == ["fails", "says", "says", "says"], "second, then first"
+
+
+def test_an_unknown_commit_has_done_nothing(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without git and without CBSIM_COMMIT two trees may differ: everything is measured again."""
+    words = ["hardware", "first", "--device", "process", "--out", str(small)]
+    monkeypatch.setattr(provenance, "git_state", lambda: {"commit": None, "dirty": None})
+    assert cli.main(words) == cli.main(words) == 0
+    assert len(ledger(small)["commands"]) == 4
+
+
+def test_commands_are_the_same_elsewhere(small: Path) -> None:
+    """Results go on to another machine, where the folder has another path."""
+    words = ["hardware", "first", "--device", "process", "--out"]
+    assert cli.main([*words, str(small)]) == 0
+    assert not any(str(small) in c["command"] for c in ledger(small)["commands"])
+    assert "OUT/cpu-process/first/runs/a" in ledger(small)["commands"][0]["command"]
+    small.rename(small.with_name("moved"))
+    assert cli.main([*words, str(small.with_name("moved"))]) == 0
+    assert len(ledger(small.with_name("moved"))["commands"]) == 2
 
 
 def test_a_rehearsal_says_that_it_is_one(small: Path) -> None:
@@ -92,7 +144,7 @@ def test_another_commit_measures_again(small: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["nothing"], "part 'nothing': expected one of first, second, slow"),
+        (["nothing"], "part 'nothing': expected one of both, first, second, slow"),
         (["first", "--device", "cuda"], "--device cuda: torch finds no CUDA device here"),
     ],
 )
@@ -116,12 +168,14 @@ def test_a_foreign_ledger_is_left_alone(small: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("device", ["cuda", "process", "modelled"])
 def test_every_command_parses(device: str) -> None:
     """Each word of a part is one that the command it names understands; options and scenarios exist."""
+    for call in campaign.CALLS[device].values():
+        assert set(call) <= set(campaign.parts(device))
     for part in campaign.parts(device).values():
         assert 0 < part.minutes < 10
         for command in part.commands:
             if command[0] == "cbengine":
                 arguments = cli._parser().parse_args(list(command[1:]))
-                assert arguments.command in ("replay", "bench", "validate")
+                assert arguments.command in ("replay", "bench", "validate", "smoke")
                 if arguments.command == "validate":
                     assert suite.chosen(arguments.cases, device)
                 if arguments.command == "replay":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ torch = pytest.importorskip("torch", reason="the engine needs torch")
 
 from served import SHAPE  # noqa: E402
 
-from cbengine import bench, build, commands  # noqa: E402
-from cbengine.bench import Figure  # noqa: E402
+from cbengine import attention_bench, bench, build, commands, timing  # noqa: E402
 from cbengine.build import Setup  # noqa: E402
 from cbengine.errors import MissingError, UsageError  # noqa: E402
+from cbengine.figures import Budget, Figure, Group, shown  # noqa: E402
 from cbengine.ops import TorchOps  # noqa: E402
 from cbsim import scenario  # noqa: E402
 from cbsim.metrics import Steps  # noqa: E402
@@ -59,12 +60,12 @@ def test_every_figure_is_printed_before_the_next_is_measured(
     """A call that is killed at a time limit has shown what it had."""
     seen = []
 
-    def measured(out: Path, serve: Any, quick: bool) -> Any:
+    def measured() -> Iterator[Figure]:
         for name in ("first", "second"):
             seen.append(capfd.readouterr().out)
             yield Figure(name, 1.0, "s")
 
-    monkeypatch.setattr(bench, "on_gpu", measured)
+    monkeypatch.setattr(bench, "on_gpu", lambda out, serve, quick: [Group("all", measured)])
     assert bench.bench("cuda", tmp_path, commands.maker, quick=True, as_json=False) == 0
     assert [text.split()[:1] for text in seen] == [[], ["first"]]
     assert capfd.readouterr().out.split()[0] == "second"
@@ -75,11 +76,53 @@ def test_json_is_one_list_on_stdout_and_the_lines_are_on_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     figures = [Figure("first", 1.0, "s"), Figure("second", 2.0, "x", ">= 2", True)]
-    monkeypatch.setattr(bench, "on_gpu", lambda out, serve, quick: iter(figures))
+    monkeypatch.setattr(bench, "on_gpu", lambda out, serve, quick: [Group("all", lambda: figures)])
     assert bench.bench("cuda", tmp_path, commands.maker, quick=True, as_json=True) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)[1] == {"name": "second", "value": 2.0, "unit": "x", "bar": ">= 2", "holds": True}
     assert [line.split()[0] for line in err.splitlines()] == ["first", "second"]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_group_that_fails_is_told_and_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """What it found before it failed stands; the exit status says that something is missing."""
+
+    def failing() -> Iterator[Figure]:
+        yield Figure("before", 1.0, "s")
+        raise RuntimeError("no memory\nfor details see the log")
+
+    groups = [Group("engine", failing), Group("peer", lambda: [Figure("after", 2.0, "s")])]
+    monkeypatch.setattr(bench, "on_gpu", lambda out, serve, quick: groups)
+    assert bench.bench("cuda", tmp_path, commands.maker, quick=True, as_json=False) == 1
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()] == ["before", "after"]
+    assert err.splitlines() == ["failed: engine: RuntimeError: no memory"]
+
+
+def test_an_interrupt_ends_the_bench() -> None:
+    def interrupted() -> Iterator[Figure]:
+        raise KeyboardInterrupt
+        yield
+
+    with pytest.raises(KeyboardInterrupt):
+        shown([Group("a", interrupted), Group("b", pytest.fail)], as_json=False)
+
+
+def test_each_group_keeps_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One file a group; none where nothing was found."""
+    groups = [Group("first", lambda: [Figure("a", 1.0, "s")]), Group("second", list)]
+    assert shown(groups, as_json=False, keep=tmp_path / "kept")
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["first.json"]
+    assert json.loads((tmp_path / "kept" / "first.json").read_text())[0]["name"] == "a"
+
+
+def test_a_budget_names_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """A point that was begun is finished; nothing is begun when the time is over."""
+    now = iter([0.0, 4.0, 9.0, 10.0, 11.0])
+    assert list(Budget(10.0, lambda: next(now)).left([1, 2, 4, 8], "rows")) == [1, 2]
+    assert capsys.readouterr().err == "rows: no time left for 4, 8\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs to find no CUDA device")
@@ -109,33 +152,12 @@ def test_the_floor_reads_each_weight_once_a_step_and_what_is_cached() -> None:
     assert bench.least_bytes(tied, steps) == 3 * tied.weight_bytes + 30 * tied.kv_bytes_per_token
 
 
-def test_attention_has_a_bar_where_there_is_enough_to_read() -> None:
-    assert [bench.attention_share(context, 0.86).holds for context in bench.CONTEXTS] == [None, None, True, True]
-    assert bench.attention_share(8192, 0.84).holds is False
-
-
 # -- the parts of a GPU's bench, on a CPU -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("context", [16, 40, 64])
-def test_the_rows_of_the_attention_bench_are_a_decode_step(context: int) -> None:
-    """Every row's own token lies at the end of its last block, and tables name each block once."""
-    tables = torch.randperm(3 * -(-context // 16)).view(3, -1)
-    rows = bench.decoding(tables, context)
-    assert rows.decodes == len(rows.slots) == 3
-    assert sorted(rows.tables.flatten().tolist()) == list(range(tables.numel()))
-    for row in range(3):
-        position = int(rows.kv_tokens[row]) - 1
-        assert int(rows.positions[row]) == position
-        assert int(rows.kv_places[row]) == int(rows.tables[row, position // 16]) * 16 + position % 16
-
-
-def test_device_and_attention_figures_can_be_measured() -> None:
-    read, seconds = bench.decode_attention(TorchOps(), MODEL, 3, 64, "cpu", span=0)
-    assert read == 2 * 3 * 64 * MODEL.kv_heads * MODEL.head_dim * 2
-    assert seconds > 0
-    assert bench.copy_bandwidth(1 << 12, "cpu") > 0
-    assert bench.matrix_rate(16, "cpu") > 0
+def test_the_device_s_figures_can_be_measured() -> None:
+    assert timing.copy_bandwidth(1 << 12, "cpu") > 0
+    assert timing.matrix_rate(16, "cpu") > 0
 
 
 @pytest.fixture
@@ -155,12 +177,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("loop", ["sync", "async"])
 def test_the_engine_s_figures(loop: str, tmp_path: Path) -> None:
     """Seconds, floor, GPU-active and the CPU's work, without bars at another length."""
-    found = list(bench.engine(tmp_path, commands.maker, INLINE, loop, 6, 1e9))
+    found = list(bench.engine(tmp_path, commands.maker, INLINE, loop, 6, lambda: 1e9))
     assert [figure.name.partition(": ")[2] for figure in found] == [
-        *("seconds", "floor at the copy's bandwidth", "GPU active", "CPU a step"),
+        *("seconds", "GPU active", "CPU a step", "floor at the copy's bandwidth"),
     ]
     assert all(figure.value > 0 for figure in found)
-    assert [figure.bar for figure in found] == ["", "", "", "<= 0.5"]
+    assert [figure.bar for figure in found] == ["", "", "<= 0.5", ""]
 
 
 @pytest.mark.usefixtures("small")
@@ -200,19 +222,22 @@ def test_a_failure_of_ours_is_no_missing_peer(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small")
 def test_the_order_of_a_gpu_s_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Device, kernel, the asynchronous run, the peer, and the longest part that may be cut off last."""
-    monkeypatch.setattr(bench, "copy_bandwidth", lambda: 3e12)
-    monkeypatch.setattr(bench, "matrix_rate", lambda: 8e14)
-    monkeypatch.setattr(bench, "launch_latency", lambda: 1e-5)
-    monkeypatch.setattr(bench, "decode_attention", lambda *_: (100, 1e-9))
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda: 3e12)
+    monkeypatch.setattr(timing, "matrix_rate", lambda: 8e14)
+    monkeypatch.setattr(timing, "launch_latency", lambda: 1e-5)
+    monkeypatch.setattr(timing, "launch_and_wake", lambda *, blocking: 1e-4 if blocking else 1e-5)
+    monkeypatch.setattr(attention_bench, "decodes", lambda *_: iter([Figure("attention", 1.0, "%")]))
     monkeypatch.setattr(bench, "LENGTH", 4)
     monkeypatch.setattr(build, "ops", lambda device: TorchOps())
     monkeypatch.setattr(bench, "Setup", lambda device: INLINE)
     monkeypatch.setattr(bench, "against_peer", lambda *_: iter([Figure("peer", 1.0, "x")]))
-    names = [figure.name for figure in bench.on_gpu(tmp_path, commands.maker, False)]
+    groups = bench.on_gpu(tmp_path, commands.maker, False)
+    names = [figure.name for group in groups for figure in group.measure()]
     assert names[0] == "device copy, read and write"
     assert names[-5:-3] == ["peer", "8k_b32, 4 tokens, sync: seconds"]
     assert "8k_b32, 4 tokens, async: seconds" in names[:-5]
-    assert len(names) == 3 + 4 + 4 + 1 + 4
+    assert len(names) == 5 + 1 + 4 + 1 + 4
+    assert [group.name for group in bench.on_gpu(tmp_path, commands.maker, True)][-1] == "peer"
 
 
 # -- without a GPU ----------------------------------------------------------------------------------------------------
@@ -223,7 +248,7 @@ def test_the_cpu_s_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     steady = bench._steady
     monkeypatch.setattr(bench, "BAR_CPU_S", {2: 0.5e-3, 5: 1.5e-3})
     monkeypatch.setattr(bench, "_steady", lambda rows, policy, steps: steady(rows, policy, 20))
-    found = list(bench.on_cpu(tmp_path, commands.maker, True))
+    found: list[Any] = [one for group in bench.on_cpu(tmp_path, commands.maker, True) for one in group.measure()]
     assert len({figure.name for figure in found}) == len(found) == 8
     assert all(figure.value > 0 and figure.bar for figure in found)
 
@@ -235,12 +260,11 @@ def test_the_cpu_s_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_device_figures_on_a_gpu() -> None:
     """They are numbers, and no kernel reads faster than a copy, give or take."""
-    bandwidth = bench.copy_bandwidth(1 << 28)
+    bandwidth = timing.copy_bandwidth(1 << 28)
     assert bandwidth > 0
-    assert bench.matrix_rate(1024) > 0
-    assert bench.launch_latency(10) > 0
-    model = scenario.load("8k_b32").model
-    read, seconds = bench.decode_attention(build.ops("cuda"), model, 8, 1024)
-    assert 0 < read / seconds < 2 * bandwidth
-    bench.give_back()
+    assert timing.matrix_rate(1024) > 0
+    assert timing.launch_latency(10) > 0
+    case = attention_bench.decode_case(scenario.load("8k_b32").model, 8, 1024)
+    assert 0 < case.read_bytes / case.seconds(build.ops("cuda")) < 2 * bandwidth
+    timing.give_back()
     assert bench.bar_seconds() in (None, *bench.BAR_RUN_S.values())

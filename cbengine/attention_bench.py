@@ -1,0 +1,154 @@
+"""Attention by size: decode against the bandwidth of a copy, prefill against the rate of a matrix product.
+
+Caches lie in scattered blocks. Those of several layers take turns, so that none is found in the GPU's own cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cbengine import timing
+from cbengine.figures import Figure
+from cbengine.ops import Ops, Rows
+from cbsim.shapes import ModelShape
+
+BATCH = 32
+BATCHES = (1, 8, BATCH, 128, 256)
+CONTEXTS = (128, 512, 2048, 4096, 8192, 32768)
+PREFILLS = ((512, 0), (1024, 0), (2048, 0), (4096, 0), (8192, 0), (512, 7680), (2048, 6144), (4096, 4096))
+BLOCK_TOKENS = 16
+MOST_BYTES = 24 << 30
+"""Cache that a point of the grid may take: two copies of it take turns."""
+SPAN_BYTES = 1 << 28
+BARRED = (4096, 8192)
+BAR_DECODE_SHARE = 0.85
+BAR_PREFILL = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Attention of one step, layer by layer, and the least that one layer has to do."""
+
+    queries: Tensor
+    cache: Tensor  # [layers, 2, blocks, block_size, Hk, D]
+    rows: Rows
+    read_bytes: int  # keys and values that some query sees
+    flop: float  # 4 x heads x width for each query and token that it sees
+
+    def answers(self, ops: Ops) -> Tensor:
+        """Of the last layer, after all others were computed."""
+        for keys, values in self.cache:
+            out = ops.attention(self.queries, keys, values, self.rows)
+        return out
+
+    def seconds(self, ops: Ops) -> float:
+        """Of one layer."""
+        return timing.timed(lambda: self.answers(ops), self.queries.device.type) / len(self.cache)
+
+
+def decode_case(
+    model: ModelShape,
+    rows: int,
+    context: int,
+    device: str = "cuda",
+    *,
+    span: int = SPAN_BYTES,
+    block_tokens: int = BLOCK_TOKENS,
+) -> Case:
+    """`rows` requests that decode with `context` cached tokens each; the caches are `span` bytes or more together."""
+    blocks = rows * -(-context // block_tokens)
+    read = 2 * rows * context * model.kv_heads * model.head_dim * 2
+    cached = (max(2, -(-span // read)), 2, blocks, block_tokens, model.kv_heads, model.head_dim)
+    return Case(
+        queries=torch.randn(rows, model.heads, model.head_dim, dtype=torch.bfloat16, device=device),
+        cache=torch.randn(cached, dtype=torch.bfloat16, device=device),
+        rows=decoding(torch.randperm(blocks, device=device).view(rows, -1), context, block_tokens),
+        read_bytes=read,
+        flop=4.0 * model.heads * model.head_dim * rows * context,
+    )
+
+
+def prefill_case(
+    model: ModelShape, tokens: int, cached: int, device: str = "cuda", *, block_tokens: int = BLOCK_TOKENS
+) -> Case:
+    """One prompt's chunk of `tokens` behind `cached` ones."""
+    blocks, pairs = -(-(tokens + cached) // block_tokens), tokens * cached + tokens * (tokens + 1) / 2
+    held = (1, 2, blocks, block_tokens, model.kv_heads, model.head_dim)
+    return Case(
+        queries=torch.randn(tokens, model.heads, model.head_dim, dtype=torch.bfloat16, device=device),
+        cache=torch.randn(held, dtype=torch.bfloat16, device=device),
+        rows=chunk(torch.randperm(blocks, device=device), tokens, cached, block_tokens),
+        read_bytes=2 * (tokens + cached) * model.kv_heads * model.head_dim * 2,
+        flop=4.0 * model.heads * model.head_dim * pairs,
+    )
+
+
+def decodes(
+    ops: Ops, model: ModelShape, bandwidth: float, batches: Sequence[int], contexts: Sequence[int], device: str = "cuda"
+) -> Iterator[Figure]:
+    """Bytes of cache read a second, of what a copy moves. Points whose cache is too large are left out."""
+    for rows in batches:
+        for context in contexts:
+            if 2 * rows * context * model.kv_bytes_per_token // model.layers > MOST_BYTES:
+                continue
+            case = decode_case(model, rows, context, device)
+            yield decode_share(context, case.read_bytes / case.seconds(ops) / bandwidth, rows)
+
+
+def decode_share(context: int, share: float, rows: int = BATCH) -> Figure:
+    """Decode attention's bandwidth. The bar is for 8k_b32's batch where its contexts are long enough to be work."""
+    name = f"decode attention, {rows} requests, {context:,} tokens, of the copy"
+    if rows != BATCH or context not in BARRED:
+        return Figure(name, share * 100, "%")
+    return Figure(name, share * 100, "%", f">= {BAR_DECODE_SHARE:.0%}", share >= BAR_DECODE_SHARE)
+
+
+def prefills(
+    ops: Ops, model: ModelShape, rate: float, points: Sequence[tuple[int, int]], device: str = "cuda"
+) -> Iterator[Figure]:
+    """FLOP/s of causal attention, of what a matrix product reaches."""
+    for tokens, cached in points:
+        case = prefill_case(model, tokens, cached, device)
+        share = case.flop / case.seconds(ops) / rate
+        over = f" over {cached:,} cached" if cached else ""
+        barred = (tokens, cached) == (8192, 0)
+        bar = f">= {BAR_PREFILL:.0%}" if barred else ""
+        name = f"prefill attention, {tokens:,} tokens{over}, of the matrix product"
+        yield Figure(name, share * 100, "%", bar, share >= BAR_PREFILL if barred else None)
+
+
+def decoding(tables: Tensor, context: int, block_tokens: int = BLOCK_TOKENS) -> Rows:
+    """Rows that have `context` tokens each, their own included."""
+    count, device = len(tables), tables.device
+    every = torch.arange(count + 1, dtype=torch.int32, device=device)
+    at = torch.full((count,), context - 1, dtype=torch.int64, device=device)
+    return Rows(
+        tables=tables.int(),
+        slots=every[:count],
+        kv_tokens=torch.full((count,), context, dtype=torch.int32, device=device),
+        starts=every,
+        positions=at,
+        kv_places=tables[:, -1].long() * block_tokens + (context - 1) % block_tokens,
+        decodes=count,
+        longest=1,
+    )
+
+
+def chunk(table: Tensor, tokens: int, cached: int, block_tokens: int = BLOCK_TOKENS) -> Rows:
+    """One row of `tokens` query tokens behind `cached` ones, its blocks those of `table`."""
+    device = table.device
+    at = torch.arange(cached, cached + tokens, dtype=torch.int64, device=device)
+    return Rows(
+        tables=table.int().view(1, -1),
+        slots=torch.zeros(1, dtype=torch.int32, device=device),
+        kv_tokens=torch.full((1,), cached + tokens, dtype=torch.int32, device=device),
+        starts=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+        positions=at,
+        kv_places=table.long()[at // block_tokens] * block_tokens + at % block_tokens,
+        decodes=0,
+        longest=tokens,
+    )
