@@ -1,5 +1,10 @@
-"""Compiles for sm_90, with no GPU, what `TritonOps` launches for a mixed step; prints as JSON the registers, the bytes
-spilt and the bytes of shared memory of every kernel. Run as a script, since Triton's interpreter must be off.
+"""Registers, shared memory, spills and instructions of the kernels as compiled for sm_90, with no GPU.
+
+    python tests/cbengine/compile_kernels.py            compile; print them as JSON
+    python tests/cbengine/compile_kernels.py --check    and compare with kernel_resources.json
+    python tests/cbengine/compile_kernels.py --write    and write this Triton's part of it
+
+A script, since Triton's interpreter must be off. It needs torch, any version, and the Triton that is meant.
 """
 
 from __future__ import annotations
@@ -7,67 +12,97 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
-import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 
-from cbengine.kernels.ops import TritonOps
-from cbengine.ops import Rows
+from cbengine.kernels.precompile import Compiled, Launches, compiled, launch
+from cbsim import shapes
 
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
-
-
-def compiled(kernel: JITFunction, arguments: tuple, options: dict[str, int]) -> triton.compiler.CompiledKernel:
-    """The kernel as a launch with these arguments specialises it: aligned pointers, sizes that 16 divides."""
-    signature, constants, attributes = {}, {}, {}
-    for at, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=True)):
-        if parameter.is_constexpr:
-            signature[parameter.name], constants[at,] = "constexpr", value
-            continue
-        is_tensor = isinstance(value, torch.Tensor)
-        signature[parameter.name] = POINTERS[value.dtype] if is_tensor else {float: "fp32", int: "i32"}[type(value)]
-        if not parameter.do_not_specialize and (is_tensor or (isinstance(value, int) and value % 16 == 0)):
-            attributes[at,] = [["tt.divisibility", 16]]
-    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+TABLE = Path(__file__).with_name("kernel_resources.json")
+SHIPPED = (
+    ("llama-3.1-8b", 256, False),
+    ("llama-3.1-8b", 16, False),
+    ("llama-3.1-8b", 256, True),
+    ("llama-3.2-1b", 256, False),
+    ("llama-3.2-1b", 16, False),
+    ("qwen3-8b", 256, False),  # norms of queries and keys
+)
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
+JUMP = re.compile(r"(?:@!?U?P\d+ )?BRA\S*\s+(?:\S+, )?(0x[0-9a-f]+)")
 
 
-def resources(kernel: triton.compiler.CompiledKernel) -> dict[str, int]:
+def label(of: Compiled) -> str:
+    """The kernel's name, and what tells those of a name apart within a model."""
+    parts = f", {of.constants['splits']} splits" if "splits" in of.constants else ""
+    return of.name + parts + (", added" if of.constants.get("added") else "")
+
+
+def resources(kernel) -> dict[str, int | list[int]]:
+    """What a thread, a program and an issue slot pay: `loops` are the instructions of the innermost loops in order."""
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder, "kernel.cubin")
         binary.write_bytes(kernel.asm["cubin"])
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", binary]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
-    return {"registers": int(registers), "spilt": int(stack), "shared": kernel.metadata.shared}
+        used, listing = (_dumped(option, binary) for option in ("--dump-resource-usage", "--dump-sass"))
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", used).groups()
+    code = [(int(at, 16), text) for at, text in INSTRUCTION.findall(listing)]
+    jumps = [(int(to[1], 16), at) for at, text in code if (to := JUMP.match(text))]
+    last = next(at for to, at in jumps if to == at)  # an endless jump to itself, then padding
+    loops = sorted((to, at) for to, at in jumps if to < at < last)
+    inner = [(to, at) for to, at in loops if not any(to <= a and b <= at and (to, at) != (a, b) for a, b in loops)]
+    return {
+        "registers": int(registers),
+        "shared": kernel.metadata.shared,
+        "spilt": int(stack),
+        "instructions": sum(at < last for at, _ in code),
+        "loops": [sum(to <= at <= end for at, _ in code) for to, end in inner],
+    }
 
 
-def launches(width: int, padded: bool) -> dict[str, dict[str, int]]:
-    """Of a bf16 model with 8 groups of 4 query heads and blocks of 16 tokens, on 132 multiprocessors."""
-    found: dict[str, dict[str, int]] = {}
+def _dumped(option: str, binary: Path) -> str:
+    command = [triton.knobs.nvidia.cuobjdump.path, option, binary]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    def run(self, *arguments, grid, warmup, **options):
-        found[self.__name__] = resources(compiled(self, arguments, options))
 
-    JITFunction.run = run
-    ops, empty = TritonOps(132), torch.zeros(6, dtype=torch.int32)
-    x, norm = torch.zeros(40, 4096).bfloat16(), torch.zeros(4096).bfloat16()
-    cache, places = torch.zeros(4, 16, 8, width).bfloat16(), torch.zeros(40).long()
-    tables = torch.zeros(8, 512, dtype=torch.int32)
-    rows = Rows(tables, empty, empty, empty, places, places, 4, 18, empty if padded else None)
-    qkv, rotation = torch.zeros(40, 48 * width).bfloat16(), torch.zeros(64, 2, width // 2)
-    queries = ops.rotate_and_cache(qkv, rotation, (norm[:width], norm[:width]), 1e-5, cache, cache, rows)
-    ops.attention(queries, cache, cache, rows)
-    ops.rms_norm(x, norm, 1e-5)
-    ops.add_rms_norm(x, x, norm, 1e-5)
-    ops.silu_mul(torch.zeros(40, 2 * 14336).bfloat16())
-    return found
+def found() -> dict[str, dict]:
+    """Each kernel once, under the first launches that have it."""
+    kernels: dict[str, tuple[str, object]] = {}
+    for model, block_size, padded in SHIPPED:
+        launches = Launches(shapes.model(model), block_size, padded)
+        for one in compiled(partial(launch, launches)):
+            kernels.setdefault(one.kernel.hash, (f"{launches}: {label(one)}", one.kernel))
+    return {name: resources(kernel) for name, kernel in kernels.values()}
+
+
+def differences(here: dict[str, dict], kept: dict[str, dict]) -> list[str]:
+    names = dict.fromkeys([*kept, *here])
+    return [
+        f"{name}: kept {kept.get(name)}, now {here.get(name)}" for name in names if kept.get(name) != here.get(name)
+    ]
+
+
+def write(table: dict[str, dict]) -> None:
+    """A kernel a line."""
+    parts = []
+    for version, kernels in sorted(table.items()):
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(used)}" for name, used in kernels.items())
+        parts.append(f" {json.dumps(version)}: {{\n{lines}\n }}")
+    TABLE.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+
+
+def main(words: list[str]) -> int:
+    here, table = found(), json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
+    print(json.dumps({"triton": triton.__version__, "kernels": here}))
+    if "--write" in words:
+        write(table | {triton.__version__: here})
+    wrong = differences(here, table.get(triton.__version__, {})) if "--check" in words else []
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    shipped = {"128": (128, False), "64": (64, False), "128 padded": (128, True)}
-    print(json.dumps({name: launches(*shape) for name, shape in shipped.items()}))
+    raise SystemExit(main(sys.argv[1:]))
