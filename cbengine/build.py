@@ -127,6 +127,8 @@ def _check_heads(shape: ModelShape) -> None:
         raise ScenarioError(f"model.kv_heads: got {shape.kv_heads}, must divide model.heads ({shape.heads})")
     if shape.head_dim % 2:
         raise ScenarioError(f"model.head_dim: got {shape.head_dim}, must be even: rotation pairs the values of a head")
+    if shape.qkv_bias and shape.qk_norm:
+        raise ScenarioError("model.qkv_bias: got true, must be false with model.qk_norm: no model of ours has both")
 
 
 def _fitted(asked: Scenario) -> Scenario:

@@ -198,7 +198,7 @@ def _check_peer(setup: Setup, asked: Scenario) -> None:
         given = ", ".join(option for option, asked_for in ours_alone.items() if asked_for)
         raise UsageError(f"--engine transformers: takes no {given}: it computes greedily, as long as it is asked to")
     heads, hidden = asked.model.heads, asked.model.hidden
-    if hidden % heads and not asked.model.qk_norm:
+    if hidden % heads and not (asked.model.qk_norm or asked.model.qkv_bias):
         text = f"model.hidden: got {hidden}, must be a multiple of model.heads ({heads})"
         raise UsageError(f"--engine transformers: {text} for its Llama")
 
