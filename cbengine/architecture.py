@@ -19,9 +19,10 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A dense decoder: grouped-query attention with rotary positions, RMS norms, gated SiLU feed-forward, no biases.
+    """A dense decoder: grouped-query attention with rotary positions, RMS norms, gated SiLU feed-forward.
 
-    `qk_norm`: queries and keys are RMS-normed a head before the rotation (Qwen3). `end_tokens`: ids that end a text.
+    `qk_norm`: queries and keys are RMS-normed a head before the rotation (Qwen3). `qkv_bias`: queries, keys and values
+    have biases (Qwen2.5); nothing else has. `end_tokens`: ids that end a text.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Architecture:
     rope_theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None
     qk_norm: bool = False
+    qkv_bias: bool = False
     end_tokens: tuple[int, ...] = ()
 
 
@@ -55,4 +57,5 @@ def from_shape(shape: ModelShape) -> Architecture:
         tied_embeddings=shape.tied_embeddings,
         max_position=shape.max_position,
         qk_norm=shape.qk_norm,
+        qkv_bias=shape.qkv_bias,
     )

@@ -8,7 +8,7 @@ input tokens that the host has not seen yet. `layout` says how the arrays lie.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,13 +51,21 @@ class Capacity(NamedTuple):
 
 
 class Decoding:
-    """The rows that go on decoding, in no particular order: one line of two arrays each."""
+    """The rows that go on decoding, in no particular order: one line of a few arrays each. Those that say how tokens
+    are drawn are kept only if `random`.
+    """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, random: bool) -> None:
         self.slots = np.zeros(capacity, dtype=np.int32)
         self.kv_tokens = np.zeros(capacity, dtype=np.int32)
         self.first = np.zeros(capacity, dtype=np.int32)
         self.seeds = np.zeros(capacity, dtype=np.uint64)
+        self.temperature = np.zeros(capacity, dtype=np.float32)
+        self.top_k = np.zeros(capacity, dtype=np.int32)
+        self.top_p = np.zeros(capacity, dtype=np.float64)
+        drawn = (self.seeds, self.temperature, self.top_k, self.top_p) if random else ()
+        self._columns: tuple[npt.NDArray[Any], ...] = (self.slots, self.kv_tokens, self.first, *drawn)
+        self._random = random
         self.sequences: list[Sequence] = []
         self._at: dict[RequestSpec, int] = {}
 
@@ -69,7 +77,9 @@ class Decoding:
         at = self._at[sequence.spec] = len(self.sequences)
         self.sequences = [*self.sequences, sequence]  # a new list: steps in flight hold the old one
         self.slots[at], self.kv_tokens[at], self.first[at] = sequence.slot, kv_tokens, first
-        self.seeds[at] = sequence.seed
+        if self._random:
+            self.seeds[at] = sequence.seed
+            self.temperature[at], self.top_k[at], self.top_p[at] = sequence.sampling.on_device
 
     def leave(self, spec: RequestSpec) -> None:
         """The last row takes its place."""
@@ -78,8 +88,8 @@ class Decoding:
         if at < last:
             moved = sequences[at] = self.sequences[last]
             self._at[moved.spec] = at
-            for array in (self.slots, self.kv_tokens, self.first, self.seeds):
-                array[at] = array[last]
+            for column in self._columns:
+                column[at] = column[last]
         self.sequences = sequences
 
     def clear(self) -> None:
@@ -98,7 +108,7 @@ class Batcher:
         self._scratch_slot = capacity.slots
         self._free = list(range(capacity.slots))[::-1]
         self._sequences = sequences
-        self._decoding = Decoding(capacity.rows)
+        self._decoding = Decoding(capacity.rows, random=random)
         self._padded, self._random = padded, random
         self._places: list[int] = []
         self._blocks: list[int] = []
@@ -208,8 +218,7 @@ class Batcher:
         for row, chunk in rows:
             self._write_chunk(chunk, row, step)
         if self._random and header.sampling:
-            drawn = self._uniforms(header, step.kv_tokens, [*singles, *(c for c in chunks if c.samples)])
-            step.uniforms[:] = drawn.view(np.int32)
+            self._write_draws(header, step, [*singles, *(c for c in chunks if c.samples)])
 
     def _write_chunk(self, chunk: Chunk, row: int, step: Arrays[Ints]) -> None:
         sequence = self._sequences[chunk.spec]
@@ -221,17 +230,24 @@ class Batcher:
         if chunk.samples:
             sequence.expect(end)
 
-    def _uniforms(self, header: Header, kv_tokens: Ints, listed: list[Chunk]) -> npt.NDArray[np.float32]:
-        """A random number for every sampling row: from the request's seed and the position of the token it samples."""
-        going, live, decodes = len(self._decoding), header.live, header.decodes
+    def _write_draws(self, header: Header, step: Arrays[Ints], listed: list[Chunk]) -> None:
+        """How every sampling row's token is drawn: its request's settings, and a random number from the request's seed
+        and the position of the token. Rows that only fill the step up are greedy.
+        """
+        decoding, going, live, decodes = self._decoding, len(self._decoding), header.live, header.decodes
         seeds, positions = np.zeros(header.sampling, dtype=np.uint64), np.zeros(header.sampling, dtype=np.int64)
-        seeds[:going] = self._decoding.seeds[:going]
-        positions[:going] = kv_tokens[:going] - self._decoding.first[:going]
+        temperature, top_k, top_p = step.temperature.view(np.float32), step.top_k, step.top_p.view(np.float64)
+        seeds[:going] = decoding.seeds[:going]
+        positions[:going] = step.kv_tokens[:going] - decoding.first[:going]
+        temperature[:going], top_k[:going] = decoding.temperature[:going], decoding.top_k[:going]
+        top_p[:going] = decoding.top_p[:going]
+        temperature[live:decodes], top_k[live:decodes], top_p[live:decodes] = 0, 0, 1
         rows = [*range(going, live), *range(decodes, header.sampling)]
         for row, chunk in zip(rows, listed, strict=True):
-            seeds[row] = self._sequences[chunk.spec].seed
-            positions[row] = chunk.start + chunk.tokens
-        return uniforms(seeds, positions)
+            sequence = self._sequences[chunk.spec]
+            seeds[row], positions[row] = sequence.seed, chunk.start + chunk.tokens
+            temperature[row], top_k[row], top_p[row] = sequence.sampling.on_device
+        step.uniforms[:] = uniforms(seeds, positions).view(np.int32)
 
     def _go_on(self, plan: StepPlan) -> None:
         """Who decodes unlisted from the next step on."""

@@ -30,6 +30,7 @@ from cbengine.model import Model
 from cbengine.ops import Ops, TorchOps
 from cbengine.process import Process
 from cbengine.sampling import Sampling
+from cbengine.settings import Settings
 from cbsim import assemble
 from cbsim.fields import ScenarioError
 from cbsim.policy.plan import StepPlan
@@ -46,11 +47,14 @@ ACTIVATION_SHARE = 0.1  # of a GPU's memory, left free of weights and cache for 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What `replay` is told besides the scenario. `injected`: nanoseconds of extra CPU work a step, by phase."""
+    """What `replay` is told besides the scenario. `requests` have settings of their own in place of `sampling`;
+    `injected`: nanoseconds of extra CPU work a step, by phase.
+    """
 
     device: DeviceName
     weights: Path | None = None
     sampling: Sampling = field(default_factory=Sampling)
+    requests: Settings = field(default_factory=Settings)
     cuda_graphs: bool = True
     end_tokens: bool = False  # stop at the model's end tokens, too
     injected: tuple[tuple[str, int], ...] = ()
@@ -60,6 +64,10 @@ class Setup:
     @property
     def torch_device(self) -> str:
         return "cuda" if self.device == "cuda" else "cpu"
+
+    def sampling_of(self, spec: RequestSpec) -> Sampling:
+        """How this request's tokens are chosen."""
+        return self.requests.of(spec, self.sampling)
 
 
 def default_device() -> DeviceName:
@@ -127,6 +135,8 @@ def _check_heads(shape: ModelShape) -> None:
         raise ScenarioError(f"model.kv_heads: got {shape.kv_heads}, must divide model.heads ({shape.heads})")
     if shape.head_dim % 2:
         raise ScenarioError(f"model.head_dim: got {shape.head_dim}, must be even: rotation pairs the values of a head")
+    if shape.qkv_bias and shape.qk_norm:
+        raise ScenarioError("model.qkv_bias: got true, must be false with model.qk_norm: no model of ours has both")
 
 
 def _fitted(asked: Scenario) -> Scenario:
@@ -175,7 +185,9 @@ def architecture_of(scenario: Scenario, setup: Setup) -> Architecture:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorPlan:
-    """Everything that an executor is made from: small, so that it can be sent to a worker process."""
+    """Everything that an executor is made from: small, so that it can be sent to a worker process. `random`: some
+    request draws its tokens.
+    """
 
     architecture: Architecture
     weights: Path | None
@@ -186,7 +198,7 @@ class ExecutorPlan:
     num_blocks: int
     block_size: int
     capacity: Capacity
-    sampling: Sampling
+    random: bool
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights under their Hugging Face names. Raises WeightsError."""
@@ -210,7 +222,7 @@ class ExecutorPlan:
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(f"model: the weights do not fit the GPU's memory: {error}") from None
         cache = KvCache(self.architecture, self.num_blocks, self.block_size, dtype, device)
-        return Executor(model, cache, self.capacity, self.sampling)
+        return Executor(model, cache, self.capacity)
 
 
 def ops(device: str) -> Ops:
@@ -276,13 +288,13 @@ def executor_plan(scenario: Scenario, loop: str, specs: list[RequestSpec], setup
         num_blocks=options.num_blocks,
         block_size=options.block_size,
         capacity=sizes,
-        sampling=setup.sampling,
+        random=not all(setup.sampling_of(spec).greedy for spec in specs),
     )
 
 
 def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, clock: Clock) -> Device:
     """The device of one run. Raises DeviceError, DeviceMemoryError, WeightsError."""
-    steps, random = depth(loop), not setup.sampling.greedy
+    steps = depth(loop)
     if setup.device == "modelled":
         graphs = scenario.graph_padding == "cbengine"
         return Modelled(assemble.cost_model(scenario), plan.capacity, steps, clock, graphs=graphs)
@@ -293,7 +305,7 @@ def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, cloc
         return Inline(plan(), plan.capacity, steps)
     graphs = scenario.graph_padding == "cbengine"
     return Cuda(
-        plan(), plan.capacity, steps, graphs=graphs, overlap=scenario.loop.streams, random=random, spin=setup.spin
+        plan(), plan.capacity, steps, graphs=graphs, overlap=scenario.loop.streams, random=plan.random, spin=setup.spin
     )
 
 
@@ -310,23 +322,24 @@ def engine(
     on_token: Callable[[RequestSpec, int], None] | None = None,
 ) -> tuple[Engine, Device]:
     """An engine for one run, and its device. `stops` end a request beside what `setup` says. Raises what `device`
-    does, and ScenarioError.
+    does, ScenarioError, and UsageError for settings of a request that is not there.
     """
     specs = workload.specs()
+    setup.requests.check(specs)
     policy = assemble.scheduler(scenario, loop)
     plan = executor_plan(scenario, loop, specs, setup)
-    padded, random = scenario.scheduler.name == "static", not setup.sampling.greedy
+    padded = scenario.scheduler.name == "static"
     clock = clock or (CpuClock() if setup.device == "modelled" else WallClock())
     made = device(scenario, loop, plan, setup, clock)
     served = Engine(
         policy,
         made,
-        partial(_batcher, plan.capacity, padded, random),
+        partial(_batcher, plan.capacity, padded, plan.random),
         prompts or Prompts(scenario.seed, plan.architecture.vocab),
         workload,
         Record(policy.pool.num_blocks),
         depth=depth(loop),
-        seed=setup.sampling.seed,
+        sampling=setup.sampling_of,
         stops=stops.union(plan.architecture.end_tokens if setup.end_tokens else ()),
         injected=dict(setup.injected),
         clock=clock,

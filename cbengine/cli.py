@@ -184,16 +184,19 @@ def _setup(arguments: argparse.Namespace) -> Setup:
     from cbengine.build import Setup, default_device
     from cbengine.errors import UsageError
     from cbengine.sampling import Sampling
+    from cbengine.settings import Settings, read
 
     try:
         sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.sampling_seed)
     except UsageError as error:
         field, _, text = str(error).removeprefix("sampling.").partition(":")
         raise UsageError(f"{SAMPLING[field]}:{text}") from None
+    apart = getattr(arguments, "sampling", None)
     return Setup(
         device=arguments.device or default_device(),
         weights=arguments.weights,
         sampling=sampling,
+        requests=read(apart, sampling) if apart else Settings(),
         cuda_graphs=not getattr(arguments, "no_cuda_graphs", False),
         end_tokens=getattr(arguments, "stop_at_end_tokens", arguments.command == "generate"),
         injected=tuple(getattr(arguments, "inject", ())),
@@ -214,6 +217,7 @@ def _own_words(arguments: argparse.Namespace, setup: Setup) -> list[str]:
         "--top-k": arguments.top_k or None,
         "--top-p": None if arguments.top_p == 1 else arguments.top_p,
         "--sampling-seed": arguments.sampling_seed or None,
+        "--sampling": arguments.sampling,
         "--profile": arguments.profile or None,
     }
     for option, value in named.items():
@@ -329,6 +333,12 @@ def _replay_arguments(replay: argparse.ArgumentParser) -> None:
         metavar="PHASE=MS",
         help=f"milliseconds of extra CPU work in every step's {', '.join(PHASES[:-1])} or {PHASES[-1]} (repeatable)",
     )
+    replay.add_argument(
+        "--sampling",
+        type=Path,
+        metavar="FILE",
+        help="settings of single requests, JSON Lines: id and any of temperature, top_k, top_p, seed",
+    )
     replay.add_argument("--save-tokens", action="store_true", help="write prompts and outputs to tokens.parquet, too")
     replay.add_argument("--no-cuda-graphs", action="store_true", help="GPU only: launch every step kernel by kernel")
     replay.add_argument(
@@ -404,7 +414,7 @@ def _generate_arguments(generate: argparse.ArgumentParser) -> None:
 def _device_arguments(parser: argparse.ArgumentParser, *devices: str, weights_needed: bool = False) -> None:
     told = "; ".join(f"{name}: {DEVICES[name]}" for name in devices)
     parser.add_argument("--device", choices=devices, help=f"{told} (default: cuda if there is one, else process)")
-    kind = "a local Hugging Face folder of Llama 3 or Qwen3: config.json and safetensors"
+    kind = "a local Hugging Face folder of Llama 3, Qwen2.5 or Qwen3: config.json and safetensors"
     more = ", and a tokenizer" if weights_needed else " (default: random weights of the scenario's shape)"
     parser.add_argument("--weights", type=Path, required=weights_needed, metavar="DIR", help=kind + more)
     parser.add_argument(

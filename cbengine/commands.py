@@ -6,14 +6,14 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cbengine import build, calibrate, campaign, gpu, provenance, tokens, validate, weights
+from cbengine import build, calibrate, campaign, gpu, provenance, settings, tokens, validate, weights
 from cbengine.build import Setup
 from cbengine.content import Prompts
 from cbengine.errors import MissingError, UsageError
@@ -44,7 +44,7 @@ class Measured:
 
     def __init__(self, setup: Setup, profiled: int, asked: Scenario, loop: str, workload: Workload) -> None:
         self._engine, device = build.engine(asked, loop, workload, setup)
-        self._saves = setup.saves_tokens
+        self._saves, self._requests = setup.saves_tokens, setup.requests
         self._profile = Profile(self._engine.record, profiled) if profiled else None
         self.record = self._engine.record
         self._on_gpu = setup.device == "cuda"
@@ -54,6 +54,7 @@ class Measured:
             "engine": "cbengine",
             "weights": str(setup.weights) if setup.weights else "random",
             "dtype": asked.model.dtype,
+            "sampling": {**asdict(setup.sampling), **setup.requests.facts},
             "injected_ms": {phase: extra / 1e6 for phase, extra in setup.injected},
         }
 
@@ -84,6 +85,8 @@ class Measured:
         if self._saves:
             texts = ((s.spec, s.prompt.tolist(), s.outputs) for s in self._engine.sequences.values())
             found[tokens.FILE] = tokens.table(texts)
+        if self._requests.by_id:
+            found[settings.FILE] = self._requests.file()
         return found
 
 
@@ -199,6 +202,7 @@ def _check_peer(setup: Setup, asked: Scenario) -> None:
     ours_alone = {
         "--device modelled": setup.device == "modelled",
         "--temperature": not setup.sampling.greedy,
+        "--sampling": bool(setup.requests.by_id),
         "--inject": any(extra for _, extra in setup.injected),
         "--stop-at-end-tokens": setup.end_tokens,
     }
@@ -206,7 +210,7 @@ def _check_peer(setup: Setup, asked: Scenario) -> None:
         given = ", ".join(option for option, asked_for in ours_alone.items() if asked_for)
         raise UsageError(f"--engine transformers: takes no {given}: it computes greedily, as long as it is asked to")
     heads, hidden = asked.model.heads, asked.model.hidden
-    if hidden % heads and not asked.model.qk_norm:
+    if hidden % heads and not (asked.model.qk_norm or asked.model.qkv_bias):
         text = f"model.hidden: got {hidden}, must be a multiple of model.heads ({heads})"
         raise UsageError(f"--engine transformers: {text} for its Llama")
 

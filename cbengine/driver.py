@@ -14,7 +14,7 @@ from cbengine.batch import Batcher, Sent
 from cbengine.clock import Clock, WallClock
 from cbengine.content import Prompts
 from cbengine.device import Device
-from cbengine.sampling import request_seed
+from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
 from cbsim.inbox import Client, Inbox
 from cbsim.policy.loop import Applied, Await, Effect, Idle, Landed, Launch, Poll, Polled, Refused, serve
@@ -51,7 +51,7 @@ class Engine:
         record: Record,
         *,
         depth: int,
-        seed: int = 0,
+        sampling: Callable[[RequestSpec], Sampling] = lambda _: Sampling(),
         stops: frozenset[int] = frozenset(),
         injected: Mapping[str, int] | None = None,
         clock: Clock | None = None,
@@ -61,7 +61,7 @@ class Engine:
         self.record = record
         self.scheduler = scheduler
         self.sequences: dict[RequestSpec, Sequence] = {}
-        self._device, self._prompts, self._depth, self._seed = device, prompts, depth, seed
+        self._device, self._prompts, self._depth, self._sampling = device, prompts, depth, sampling
         self._batcher = batcher(self.sequences)
         self._inbox = Inbox(client, record)
         self._stops, self._injected, self._clock = stops, dict(injected or {}), clock or WallClock()
@@ -151,8 +151,7 @@ class Engine:
 
     def _known(self, spec: RequestSpec) -> None:
         if spec not in self.sequences:
-            seed = request_seed(self._seed, spec.index)
-            self.sequences[spec] = Sequence(spec, self._prompts.of(spec), seed)
+            self.sequences[spec] = Sequence(spec, self._prompts.of(spec), self._sampling(spec))
 
     def _given_up(self, now_ns: int) -> list[RequestSpec]:
         """Clients that gave up, and requests that failed on the device."""

@@ -13,7 +13,7 @@ from cbengine.kvcache import KvCache
 from cbengine.layout import Arrays, Header
 from cbengine.model import Model
 from cbengine.ops import Rows
-from cbengine.sampling import Sampling, sample
+from cbengine.sampling import Draws, sample
 
 
 class Executor:
@@ -21,9 +21,9 @@ class Executor:
     for is scratch: it takes what padding rows write.
     """
 
-    def __init__(self, model: Model, cache: KvCache, capacity: Capacity, sampling: Sampling) -> None:
+    def __init__(self, model: Model, cache: KvCache, capacity: Capacity) -> None:
         device = cache.keys.device
-        self._model, self._cache, self._sampling = model, cache, sampling
+        self._model, self._cache = model, cache
         self._tables = torch.full((capacity.slots + 1, capacity.width), cache.scratch, dtype=torch.int32, device=device)
         self._last = torch.zeros(capacity.slots + 1, dtype=torch.int64, device=device)
 
@@ -58,8 +58,7 @@ class Executor:
             hidden, slots = hidden[sampling], torch.cat((slots[: header.decodes], slots[step.sampled.long()]))
         if not header.sampling:
             return step.sampled
-        uniforms = step.uniforms.view(torch.float32) if header.random else None
-        sampled = sample(self._model.logits(hidden), uniforms, self._sampling)
+        sampled = sample(self._model.logits(hidden), _draws(step) if header.random else None)
         self._last[slots] = sampled.clamp(min=0).long()
         return sampled
 
@@ -93,3 +92,10 @@ class Executor:
             first=step.first if header.padded else None,
         )
         return rows, owner
+
+
+def _draws(step: Arrays[Tensor]) -> Draws:
+    """What a step's buffer says of its sampling rows."""
+    halves = step.top_p.clone()  # float64 has to lie at an even place, which the buffer's may not be
+    single = torch.float32
+    return Draws(step.uniforms.view(single), step.temperature.view(single), step.top_k, halves.view(torch.float64))

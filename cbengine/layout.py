@@ -28,6 +28,9 @@ class Arrays(NamedTuple, Generic[T]):
     kv_tokens: T  # [rows]: cached tokens, those of this step included
     starts: T  # [rows + 1]: first query token of each row
     uniforms: T  # [sampling rows], if random: the bits of a float32 in [0, 1)
+    temperature: T  # [sampling rows], if random: the bits of a float32; 0: greedy
+    top_k: T  # [sampling rows], if random; 0: all tokens
+    top_p: T  # [2 sampling rows], if random: the bits of a float64
     first: T  # [rows], if padded: tokens before it are padding
     sampled: T  # [further]: the rows behind the decodes that sample
     tokens: T  # [tokens]: ids; the one that the host has not seen is negative
@@ -38,6 +41,7 @@ class Arrays(NamedTuple, Generic[T]):
 class Header(NamedTuple):
     """The lengths of a step's arrays. The first `decodes` rows have one query token each and all sample; `further` of
     the other rows sample. `live` of the decodes are real, the rest pads the step to a captured size.
+    `random`: some request of the run draws its tokens, so every row says how; a row may be greedy all the same.
     """
 
     rows: int
@@ -56,11 +60,15 @@ class Header(NamedTuple):
 
     @property
     def lengths(self) -> Arrays[int]:
+        drawn = self.sampling if self.random else 0
         return Arrays(
             slots=self.rows,
             kv_tokens=self.rows,
             starts=self.rows + 1,
-            uniforms=self.sampling if self.random else 0,
+            uniforms=drawn,
+            temperature=drawn,
+            top_k=drawn,
+            top_p=2 * drawn,
             first=self.rows if self.padded else 0,
             sampled=self.further,
             tokens=self.tokens,

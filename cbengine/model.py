@@ -20,6 +20,7 @@ class Layer:
 
     input_norm: Tensor  # [hidden]
     qkv: Tensor  # [(heads + 2 kv_heads) * head_dim, hidden]: queries, keys, values
+    qkv_bias: Tensor | None  # [(heads + 2 kv_heads) * head_dim]
     qk_norms: tuple[Tensor, Tensor] | None  # [head_dim] each
     o: Tensor  # [hidden, heads * head_dim]
     post_norm: Tensor  # [hidden]
@@ -38,7 +39,7 @@ class Model:
         self.architecture, self.ops = architecture, ops
         self.embedding = tensors.pop("model.embed_tokens.weight")
         self.head = self.embedding if architecture.tied_embeddings else tensors.pop("lm_head.weight")
-        self.layers = [_layer(tensors, f"model.layers.{i}", architecture.qk_norm) for i in range(architecture.layers)]
+        self.layers = [_layer(tensors, f"model.layers.{i}", architecture) for i in range(architecture.layers)]
         self.norm = tensors.pop("model.norm.weight")
         assert not tensors, f"weights without a place: {list(tensors)}"
         self.rotation = rotation(architecture, positions).to(self.embedding.device)
@@ -50,7 +51,7 @@ class Model:
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for i, (layer, norm_after) in enumerate(zip(self.layers, norms_after, strict=True)):
             keys, values = cache.layer(i)
-            qkv = linear(x, layer.qkv)
+            qkv = linear(x, layer.qkv, layer.qkv_bias)
             queries = ops.rotate_and_cache(qkv, self.rotation, layer.qk_norms, eps, keys, values, rows)
             x = linear(ops.attention(queries, keys, values, rows).flatten(1), layer.o)
             x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
@@ -88,14 +89,16 @@ def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
 
 
-def _layer(tensors: dict[str, Tensor], prefix: str, qk_norm: bool) -> Layer:
-    def take(name: str) -> Tensor:
-        return tensors.pop(f"{prefix}.{name}.weight")
+def _layer(tensors: dict[str, Tensor], prefix: str, architecture: Architecture) -> Layer:
+    def take(name: str, kind: str = "weight") -> Tensor:
+        return tensors.pop(f"{prefix}.{name}.{kind}")
 
+    biases = [take(f"self_attn.{part}_proj", "bias") for part in "qkv"] if architecture.qkv_bias else []
     return Layer(
         input_norm=take("input_layernorm"),
         qkv=torch.cat([take(f"self_attn.{part}_proj") for part in "qkv"]),
-        qk_norms=(take("self_attn.q_norm"), take("self_attn.k_norm")) if qk_norm else None,
+        qkv_bias=torch.cat(biases) if biases else None,
+        qk_norms=(take("self_attn.q_norm"), take("self_attn.k_norm")) if architecture.qk_norm else None,
         o=take("self_attn.o_proj"),
         post_norm=take("post_attention_layernorm"),
         gate_up=torch.cat([take(f"mlp.{part}_proj") for part in ("gate", "up")]),

@@ -1,7 +1,8 @@
 """From logits to tokens, on the device and without looking at it: greedy, or drawn with a number for each row.
 
-A row's token follows from its logits and its number alone. So the draw is exact arithmetic: probabilities become whole
-multiples of the likeliest one's 2**-40, and sums of those do not depend on the order in which a device adds them.
+A row's token follows from its logits, its number and its request's settings alone. So the draw is exact arithmetic:
+probabilities become whole multiples of the likeliest one's 2**-40, and sums of those do not depend on the order in
+which a device adds them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,8 @@ from cbengine.errors import UsageError
 
 GOLDEN, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 ONE = float(1 << 40)  # the weight of the likeliest token; a vocabulary of 2**22 sums to less than 2**63
+MOST_TEMPERATURE = float(np.finfo(np.float32).max)
+MOST_TOP_K = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,11 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def on_device(self) -> tuple[float, int, float]:
+        """Temperature, top_k and top_p as the types of `Draws` can hold them; more of the first two changes nothing."""
+        return min(self.temperature, MOST_TEMPERATURE), min(self.top_k, MOST_TOP_K), self.top_p
+
 
 def _check(field: str, value: float, kind: type, bounds: tuple[float, float], expected: str) -> None:
     right = isinstance(value, (int, kind)) and not isinstance(value, bool)
@@ -51,29 +60,41 @@ def _check(field: str, value: float, kind: type, bounds: tuple[float, float], ex
         raise UsageError(f"sampling.{field}: got {value!r}, expected {expected}")
 
 
-def sample(logits: Tensor, uniforms: Tensor | None, how: Sampling) -> Tensor:
-    """Logits float32 [S, V], numbers in [0, 1) float32 [S] (None if greedy) -> tokens int32 [S].
+class Draws(NamedTuple):
+    """What each row's token follows from, beside its logits: [S] each."""
+
+    uniforms: Tensor  # float32, in [0, 1)
+    temperature: Tensor  # float32; 0: greedy
+    top_k: Tensor  # int32; 0: all tokens
+    top_p: Tensor  # float64; 1: all of them
+
+
+def sample(logits: Tensor, draws: Draws | None) -> Tensor:
+    """Logits float32 [S, V] and how each row's token is drawn (None: all rows are greedy) -> tokens int32 [S].
 
     A row that holds a NaN gives -1; so does one without a finite largest logit, unless it is greedy.
     """
-    if how.greedy:
+    if draws is None:
         largest, tokens = logits.max(dim=-1)  # a NaN is larger than all
         return tokens.masked_fill(largest.isnan(), -1).int()
-    assert uniforms is not None, "a row that is not greedy needs a number"
+    uniforms, temperature, top_k, top_p = (one[:, None] for one in draws)
     ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
-    if how.top_k:
-        ordered, tokens = ordered[:, : how.top_k], tokens[:, : how.top_k]
-    largest = ordered[:, :1]
-    broken = ~largest.isfinite()  # a NaN comes first
-    gaps = (ordered - largest).masked_fill(broken, 0.0)
-    reach = ((gaps / how.temperature).exp() * ONE).long().cumsum(dim=-1)  # [S, K]: the weight up to each token
-    kept = reach[:, -1:]
-    if how.top_p < 1:
-        wanted = (kept.double() * how.top_p).ceil().long().minimum(kept)
-        kept = reach.gather(1, torch.searchsorted(reach, wanted))
-    drawn = (kept.double() * uniforms[:, None].double()).floor().long()
+    largest, greedy = ordered[:, :1], temperature == 0
+    infinite = ~largest.isfinite()  # a NaN comes first
+    gaps = (ordered - largest).masked_fill(infinite, 0.0) / temperature.masked_fill(greedy, 1.0)
+    reach = (gaps.exp() * ONE).long().cumsum(dim=-1)  # [S, V]: the weight up to each token
+    drawn = (_kept(reach, top_k, top_p).double() * uniforms.double()).floor().long()
     at = torch.searchsorted(reach, drawn, right=True)  # the first token that reaches beyond what was drawn
-    return tokens.gather(1, at).masked_fill(broken, -1).squeeze(1).int()
+    broken = torch.where(greedy, largest.isnan(), infinite)
+    return tokens.gather(1, at.masked_fill(greedy, 0)).masked_fill(broken, -1).squeeze(1).int()
+
+
+def _kept(reach: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The weight of the tokens that may be drawn: [S, 1]."""
+    vocab = reach.shape[1]
+    likeliest = reach.gather(1, top_k.long().masked_fill(top_k == 0, vocab).clamp(max=vocab) - 1)
+    wanted = (likeliest.double() * top_p).ceil().long().minimum(likeliest)
+    return torch.where(top_p < 1, reach.gather(1, torch.searchsorted(reach, wanted)), likeliest)
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:

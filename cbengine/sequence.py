@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from cbengine.sampling import Sampling, request_seed
 from cbsim.policy.request import RequestSpec
 
 CARRIED = -1
@@ -12,13 +13,16 @@ CARRIED = -1
 
 
 class Sequence:
-    """Prompt and outputs of one request. Outputs are those whose step has landed; later ones may be in flight."""
+    """Prompt and outputs of one request, and how it is sampled. Outputs are those whose step has landed; later ones may
+    be in flight.
+    """
 
-    __slots__ = ("blocks", "outputs", "over", "prompt", "seed", "slot", "spec")
+    __slots__ = ("blocks", "outputs", "over", "prompt", "sampling", "seed", "slot", "spec")
 
-    def __init__(self, spec: RequestSpec, prompt: npt.NDArray[np.int32], seed: int) -> None:
+    def __init__(self, spec: RequestSpec, prompt: npt.NDArray[np.int32], sampling: Sampling) -> None:
         assert len(prompt) == spec.prompt_tokens
-        self.spec, self.prompt, self.seed = spec, prompt, seed
+        self.spec, self.prompt, self.sampling = spec, prompt, sampling
+        self.seed = request_seed(sampling.seed, spec.index)
         self.outputs: list[int] = []
         self.slot = -1  # line of the device's tables, while it has blocks
         self.blocks = 0  # entries of its block table

@@ -45,6 +45,7 @@ def expected(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor, by name. Matrices are [outputs, inputs]; tied embeddings have no `lm_head`."""
     a = architecture
     queries, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    biases = {"self_attn.q_proj": (queries,), "self_attn.k_proj": (kv,), "self_attn.v_proj": (kv,)}
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm": (a.hidden,),
         "self_attn.q_proj": (queries, a.hidden),
@@ -60,6 +61,7 @@ def expected(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return {
         "model.embed_tokens.weight": (a.vocab, a.hidden),
         **{f"model.layers.{i}.{part}.weight": shape for i in range(a.layers) for part, shape in layer.items()},
+        **{f"model.layers.{i}.{part}.bias": biases[part] for i in range(a.layers * a.qkv_bias) for part in biases},
         "model.norm.weight": (a.hidden,),
         **({} if a.tied_embeddings else {"lm_head.weight": (a.vocab, a.hidden)}),
     }
@@ -72,10 +74,10 @@ def random(architecture: Architecture, seed: int, dtype: torch.dtype, device: to
     """Weights that no one trained, as `expected` lists them; each follows from the seed, its name and shape, and the
     kind of device. Raises DeviceMemoryError.
 
-    Norms lie around 1. A matrix keeps the size of what it multiplies; those that end a branch are divided by the root
-    of the number of branches, so that the residual stream ends at about 1 however deep the model is. Embeddings are
-    small beside it and attention is sharp, so greedy text follows from its context more than from its last token and
-    does not stand still.
+    Norms lie around 1, biases around 0. A matrix keeps the size of what it multiplies; those that end a branch are
+    divided by the root of the number of branches, so that the residual stream ends at about 1 however deep the model
+    is. Embeddings are small beside it, attention is sharp and biases are small, so greedy text follows from its context
+    more than from its last token and does not stand still.
     """
     shapes = expected(architecture)
     _fits(architecture, shapes, dtype, device)
@@ -90,7 +92,9 @@ def random(architecture: Architecture, seed: int, dtype: torch.dtype, device: to
 
 def _spread(name: str, shape: tuple[int, ...], branches: int) -> tuple[float, float]:
     """Mean and standard deviation of a tensor's values."""
-    part = name.split(".")[-2]
+    part, kind = name.split(".")[-2:]
+    if kind == "bias":
+        return 0.0, 0.1  # every text changes; at 0.3 many with tied embeddings stand still
     gain = SHARPNESS if part in ("q_proj", "k_proj", "q_norm", "k_norm") else 1.0
     if len(shape) == 1:
         return gain, 0.1
@@ -241,8 +245,8 @@ def architecture(folder: Path) -> Architecture:
     """
     config = _Config(folder / "config.json", _json(folder / "config.json"))
     kind = config.fields.get("model_type")
-    if kind not in ("llama", "qwen3"):
-        raise config.refuse("model_type", "'llama' or 'qwen3'")
+    if kind not in ("llama", "qwen2", "qwen3"):
+        raise config.refuse("model_type", "'llama', 'qwen2' or 'qwen3'")
     for field, only in MODELLED.items():
         if config.fields.get(field) not in (None, only):
             raise config.refuse(field, f"{shown(only)}: nothing else is modelled")
@@ -250,7 +254,8 @@ def architecture(folder: Path) -> Architecture:
     if config.fields.get("layer_types") not in (None, ["full_attention"] * layers):
         raise config.refuse("layer_types", f"'full_attention' {layers} times: nothing else is modelled")
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
-    kv_heads = config.whole("num_key_value_heads", heads)
+    left_out = kind != "llama" and "num_key_value_heads" not in config.fields
+    kv_heads = config.whole("num_key_value_heads", 32 if left_out else heads)
     head_dim = config.whole("head_dim", 128 if kind == "qwen3" else hidden // heads)
     if heads % kv_heads:
         raise config.refuse("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
@@ -272,6 +277,7 @@ def architecture(folder: Path) -> Architecture:
         rope_theta=theta,
         rope_scaling=scaling,
         qk_norm=kind == "qwen3",
+        qkv_bias=kind == "qwen2",
         end_tokens=_end_tokens(config),
     )
 
@@ -321,9 +327,12 @@ def to_transformers(architecture: Architecture, tensors: dict[str, Tensor]) -> P
         rope |= {"rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor}
         rope |= {"high_freq_factor": scaling.high_freq_factor}
         rope |= {"original_max_position_embeddings": scaling.original_max_position}
+    assert not (a.qk_norm and a.qkv_bias), "transformers has no such model"
     kind, model_kind = transformers.LlamaConfig, transformers.LlamaForCausalLM
     if a.qk_norm:
         kind, model_kind = transformers.Qwen3Config, transformers.Qwen3ForCausalLM
+    if a.qkv_bias:
+        kind, model_kind = transformers.Qwen2Config, transformers.Qwen2ForCausalLM
     config = kind(
         hidden_size=a.hidden,
         num_hidden_layers=a.layers,

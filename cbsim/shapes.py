@@ -15,8 +15,8 @@ DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class ModelShape(Frozen):
-    """A decoder: grouped-query attention, gated feed-forward or a mixture of such experts, RMS norms, no biases; one
-    type for all tensors.
+    """A decoder: grouped-query attention, gated feed-forward or a mixture of such experts, RMS norms; one type for
+    all tensors.
     """
 
     name: str
@@ -43,6 +43,8 @@ class ModelShape(Frozen):
     """Does the output layer share the embedding's weights?"""
     qk_norm: bool = False
     """Are the queries and keys of every head RMS-normed (Qwen3)?"""
+    qkv_bias: bool = False
+    """Do queries, keys and values have biases (Qwen2.5)? They take memory, but no time of their own."""
     dtype: Dtype = "bfloat16"
     """Type of weights, activations and KV cache."""
     max_position: Annotated[Whole, Field(ge=1)]
@@ -75,7 +77,8 @@ class ModelShape(Frozen):
         """All weights."""
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
         norms = (2 * self.layers + 1) * self.hidden + 2 * self.layers * self.head_dim * self.qk_norm
-        return self.layers * self.layer_parameters + embeddings + norms
+        biases = self.layers * self.head_dim * (self.heads + 2 * self.kv_heads) * self.qkv_bias
+        return self.layers * self.layer_parameters + embeddings + norms + biases
 
     @property
     def weight_bytes(self) -> int:

@@ -263,11 +263,14 @@ def test_the_summary_keys_are_documented(runs: list[Path]) -> None:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run on the engine, without a GPU, that keeps its tokens."""
+    """The directory of a run on the engine, without a GPU, that keeps its tokens and samples a request apart."""
     pytest.importorskip("torch")
     out = tmp_path_factory.mktemp("measured")
     sets = ["--set", "workload.requests=2", "--set", "workload.output_tokens=3", "--loop", "sync"]
-    words = ["replay", "tiny_cpu", "--device", "modelled", *sets, "--save-tokens", "--out", str(out), "--quiet"]
+    apart = tmp_path_factory.mktemp("apart") / "one.jsonl"
+    apart.write_text('{"id": "1", "temperature": 0.5}\n')
+    more = ["--save-tokens", "--sampling", str(apart)]
+    words = ["replay", "tiny_cpu", "--device", "modelled", *sets, *more, "--out", str(out), "--quiet"]
     assert engine.main(words) == 0
     (path,) = out.iterdir()
     return path

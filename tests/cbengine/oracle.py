@@ -167,7 +167,7 @@ class Checked:
         assert not rows, "rows of the plan are missing"
         assert idle == plan.padding_rows
         assert step["sampled"].tolist() == further
-        self._check_uniforms(step, header, sampling)
+        self._check_draws(step, header, sampling)
         for slot_of, sampled in ((self.texts[s[0]].slot, s) for s in sampling if s):
             self._last[slot_of] = sampled
         return sampling
@@ -200,19 +200,28 @@ class Checked:
         else:
             assert token == self.said[spec, position], (spec.id, position)
 
-    def _check_uniforms(
+    def _check_draws(
         self, step: dict[str, Ints], header: Header, sampling: list[tuple[RequestSpec, int] | None]
     ) -> None:
-        """Each sampling row has the number of its request and position, whatever is beside it."""
+        """Each sampling row has the number of its request and position, and its request's settings, whatever is beside
+        it; rows that only fill a step up are greedy. Where nobody draws there is nothing.
+        """
+        arrays = [step[name] for name in ("uniforms", "temperature", "top_k", "top_p")]
         if not header.random:
-            assert not len(step["uniforms"])
+            assert not any(len(array) for array in arrays)
+            assert all(text.sampling.greedy for text in self.texts.values())
             return
-        drawn = step["uniforms"].view(np.float32)
-        real = np.delete(drawn, np.s_[header.live : header.decodes])
-        for number, sampled in zip(real, sampling, strict=True):
+        types = (np.float32, np.float32, np.int32, np.float64)
+        drawn = [array.view(kind) for array, kind in zip(arrays, types, strict=True)]
+        assert not drawn[1][header.live : header.decodes].any()
+        assert (drawn[3] > 0).all()
+        real = (np.delete(array, np.s_[header.live : header.decodes]).tolist() for array in drawn)
+        for told, sampled in zip(zip(*real, strict=True), sampling, strict=True):
             if sampled:
-                seed, position = self.texts[sampled[0]].seed, sampled[1]
-                assert number == uniforms(np.array([seed], dtype=np.uint64), np.array([position]))[0]
+                text, position = self.texts[sampled[0]], sampled[1]
+                how = text.sampling
+                assert told[0] == uniforms(np.array([text.seed], dtype=np.uint64), np.array([position]))[0]
+                assert told[1:] == (np.float32(how.temperature), how.top_k, how.top_p)
 
     def _check_padding(self, step: dict[str, Ints], header: Header) -> None:
         """Rows that only fill a step up write to the scratch slot, and read it."""

@@ -24,10 +24,17 @@ from cbengine.batch import Capacity
 from cbengine.layout import Header, arrays
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
+from cbengine.settings import Settings
 from cbsim.policy.loop import StuckError
 from cbsim.workload import Workload
 
 DEFECTS = "original_defects"
+HOWS = (
+    Sampling(),
+    Sampling(temperature=0.7, top_k=5, top_p=0.9),
+    Sampling(temperature=1.3, top_p=0.05, seed=1),
+    Sampling(temperature=2.0, top_k=1, seed=9),
+)
 
 
 def check_toy_text(text: Sequence) -> None:
@@ -72,11 +79,16 @@ def odd_cases(draw: st.DrawFn, scheduler: str) -> Case:
 @given(data=st.data())
 @settings(max_examples=60)
 def test_arrays_say_what_plans_say(scheduler: str, loop: str, data: st.DataObject) -> None:
-    """Random loads, caches, options, greedy or sampled: row by row; and every text is that of its request alone."""
+    """Random loads, caches, options, all greedy, all sampled, or each request as it likes: row by row; and every text
+    is that of its request alone.
+    """
     sampling = data.draw(st.sampled_from((Sampling(), Sampling(temperature=1.0))))
     case = data.draw(odd_cases(scheduler))
+    ids = [one.id for one in case.load.specs()]
+    own = data.draw(st.dictionaries(st.sampled_from(ids), st.sampled_from(HOWS)))
+    setup = replace(INLINE, sampling=sampling, requests=Settings(own))
     try:
-        run, checked = toy_run(case, loop, setup=replace(INLINE, sampling=sampling))
+        run, checked = toy_run(case, loop, setup=setup)
     except StuckError:  # one of the original's defects: everybody who ran was given up, admission stays closed
         assert getattr(case.scenario.scheduler, DEFECTS, False)
         assert case.load.cancels
@@ -87,6 +99,7 @@ def test_arrays_say_what_plans_say(scheduler: str, loop: str, data: st.DataObjec
         event(f"{column}: {run.total(column) > 0}")
     event(f"blocks replaced: {run.replaced > 0}")
     event(f"padded to a captured size: {checked.padded_rows > 0}")
+    event(f"of their own: {len(own)} of {len(ids)}")
 
 
 @pytest.mark.parametrize("loop", LOOPS)

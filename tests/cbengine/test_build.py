@@ -144,7 +144,7 @@ BASES = {one: asked(one, "model.dtype=bfloat16") for one in SCHEDULERS}
             "head_dim": st.sampled_from([2, 64, 128]),
             "num_key_value_heads": st.sampled_from([1, 2, 4]),
             "tie_word_embeddings": st.booleans(),
-            "model_type": st.sampled_from(["llama", "qwen3"]),
+            "model_type": st.sampled_from(["llama", "qwen2", "qwen3"]),
             "vocab_size": st.integers(1, 200_000),
         },
     ),
@@ -181,15 +181,16 @@ def test_numbers_that_no_scenario_takes(tmp_path: Path, field: str, value: int, 
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("overrides", "words"),
     [
-        ("model.kv_heads=3", "model.kv_heads: got 3, must divide model.heads (4)"),
-        ("model.head_dim=7", "model.head_dim: got 7, must be even"),
+        (["model.kv_heads=3"], "model.kv_heads: got 3, must divide model.heads (4)"),
+        (["model.head_dim=7"], "model.head_dim: got 7, must be even"),
+        (["model.qkv_bias=true", "model.qk_norm=true"], "model.qkv_bias: got true, must be false with model.qk_norm"),
     ],
 )
-def test_shapes_that_only_a_simulation_can_have(override: str, words: str) -> None:
+def test_shapes_that_only_a_simulation_can_have(overrides: list[str], words: str) -> None:
     """The simulator, and a device that computes nothing, take any."""
-    odd = asked("vllm", override)
+    odd = asked("vllm", *overrides)
     with pytest.raises(ScenarioError) as error:
         build.adapted(odd, INLINE)
     assert str(error.value).startswith(words)

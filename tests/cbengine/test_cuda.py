@@ -9,7 +9,7 @@ import gc
 import math
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from cbengine.layout import arrays  # noqa: E402
 from cbengine.model import Model  # noqa: E402
 from cbengine.ops import Rows, TorchOps  # noqa: E402
 from cbengine.sampling import Sampling  # noqa: E402
+from cbengine.settings import Settings  # noqa: E402
 from cbengine.timeline import Timeline  # noqa: E402
 from cbengine.warmup import scratch_step, warm_ups  # noqa: E402
 from cbsim.machine import invariants  # noqa: E402
@@ -49,6 +50,9 @@ torch.set_num_threads(1)
 TINY = Architecture(name="tiny", tied_embeddings=False, max_position=256, **SHAPE)
 SAMPLED = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=3)
 WAYS = {"greedy": Sampling(), "sampled": SAMPLED}
+MIXED = Settings(
+    {"r1": Sampling(), "r2": Sampling(temperature=1.2, top_p=0.8), "r4": Sampling(temperature=2.0, top_k=3)}
+)
 capacities = st.builds(
     lambda slots, width, rows, tokens: Capacity(slots, width, min(rows, slots), tokens + min(rows, slots) + 64),
     *(st.integers(1, 300), st.integers(1, 40), st.integers(1, 300), st.integers(0, 5000)),
@@ -143,7 +147,7 @@ def test_warm_ups_mix_prefill_and_decode_at_every_size(capacity: Capacity, reach
 def test_warm_ups_are_steps_that_a_model_can_compute(how: Sampling) -> None:
     """Places, positions and tables are within bounds, every row gets a token, and no slot but scratch is touched."""
     capacity = Capacity(slots=3, width=2, rows=3, tokens=70)
-    executor, cache = tiny_executor(how, capacity)
+    executor, cache = tiny_executor(capacity)
     for header, values in warm_ups(capacity, executor.reach, graphs=False, random=not how.greedy):
         step = arrays(torch.from_numpy(values), header)
         executor.update_tables(step)
@@ -154,11 +158,11 @@ def test_warm_ups_are_steps_that_a_model_can_compute(how: Sampling) -> None:
     assert not executor._last[: capacity.slots].any()
 
 
-def tiny_executor(how: Sampling, capacity: Capacity) -> tuple[Executor, KvCache]:
+def tiny_executor(capacity: Capacity) -> tuple[Executor, KvCache]:
     cpu = torch.device("cpu")
     model = Model(TINY, weights.random(TINY, 1, torch.float32, cpu), TorchOps(), 4 * capacity.width)
     cache = KvCache(TINY, capacity.slots * capacity.width, 4, torch.float32, cpu)
-    return Executor(model, cache, capacity, how), cache
+    return Executor(model, cache, capacity), cache
 
 
 # -- what a graph may capture -----------------------------------------------------------------------------------------
@@ -194,7 +198,7 @@ def test_no_step_waits_for_the_device(decodes: int, chunks: list[int], padded: b
     meta, capacity = torch.device("meta"), Capacity(slots=8, width=4, rows=8, tokens=72)
     tensors = {name: torch.empty(shape, device=meta) for name, shape in weights.expected(TINY).items()}
     cache = KvCache(TINY, 32, 4, torch.float32, meta)
-    executor = Executor(Model(TINY, tensors, NoAttention(), 16), cache, capacity, how)
+    executor = Executor(Model(TINY, tensors, NoAttention(), 16), cache, capacity)
     header, values = scratch_step(chunks, capacity.slots, decodes=decodes, random=not how.greedy, padded=padded)
     header = header._replace(updates=2)
     buffer = torch.zeros(len(values) + 4, dtype=torch.int32, device=meta)
@@ -220,14 +224,15 @@ def test_the_check_above_finds_what_it_looks_for() -> None:
 # -- padding ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "mixed"])
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("scheduler", SCHEDULERS[:4])
 def test_padding_rows_change_nobody_s_text(
-    scheduler: str, loop: str, how: Sampling, monkeypatch: pytest.MonkeyPatch
+    scheduler: str, loop: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode steps padded to captured sizes, as for graphs, give every live row the tokens that it has without."""
-    setup = Setup(device="inline", sampling=how)
+    requests = MIXED if way == "mixed" else Settings()
+    setup = Setup(device="inline", sampling=WAYS.get(way, SAMPLED), requests=requests)
     plain = tiny_run(scheduler, loop, setup)
     monkeypatch.setattr(Inline, "bucket", lambda _, rows: bucket(captured_sizes(1024), rows))
     padded = tiny_run(scheduler, loop, setup)
@@ -594,9 +599,12 @@ def test_texts_are_those_of_the_cpu(scheduler: str, loop: str, graphs: bool, fol
 @pytest.mark.gpu
 @GPU
 @each_loop
-def test_replayed_or_launched_sampled_texts_are_the_same(loop: str, folder: Path) -> None:
-    one, other = (tiny_run(SCHEDULERS[0], loop, on(folder, graphs, SAMPLED)) for graphs in (True, False))
-    assert one.texts == other.texts == tiny_run(SCHEDULERS[0], loop, Setup(device="inline", sampling=SAMPLED)).texts
+@pytest.mark.parametrize("requests", [Settings(), MIXED], ids=["alike", "mixed"])
+def test_replayed_or_launched_sampled_texts_are_the_same(loop: str, requests: Settings, folder: Path) -> None:
+    gpu = [replace(on(folder, graphs, SAMPLED), requests=requests) for graphs in (True, False)]
+    cpu = Setup(device="inline", sampling=SAMPLED, requests=requests)
+    one, other, third = (tiny_run(SCHEDULERS[0], loop, setup).texts for setup in (*gpu, cpu))
+    assert one == other == third
 
 
 @pytest.mark.gpu

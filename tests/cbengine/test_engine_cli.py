@@ -31,7 +31,7 @@ import torch
 from served import LOOPS, SCHEDULERS
 
 import cbengine
-from cbengine import build, tokens
+from cbengine import build, settings, tokens
 from cbengine.cli import DEVICES, main
 from cbengine.clock import WallClock
 from cbsim import cli as simulator
@@ -202,7 +202,9 @@ def test_the_printed_command_makes_the_run_again(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(build, "default_device", lambda: "inline")
     odd = shutil.copytree(folder, tmp_path / "it's a {folder} $1")
-    said = call("replay", small.name, *AWKWARD, "--weights", odd.name, "--out", "first")
+    own = tmp_path / "it's #1.jsonl"
+    own.write_text('{"id": "3", "temperature": 0}\n\n{"id": "1", "seed": 4, "top_k": 2, "temperature": 1.5}\n')
+    said = call("replay", small.name, *AWKWARD, "--sampling", own.name, "--weights", odd.name, "--out", "first")
     assert said.status == 0, said
     (line,) = (line for line in said.out.splitlines() if line.startswith("again"))
     words = shlex.split(line.removeprefix("again"))
@@ -212,11 +214,18 @@ def test_the_printed_command_makes_the_run_again(
     assert again.status == 0, again
     assert line in again.out.splitlines()
     (one,), (other,) = runs(Path("first")), runs(Path("second"))
-    for file in ("scenario.resolved.yaml", tokens.FILE):
+    for file in ("scenario.resolved.yaml", tokens.FILE, settings.FILE):
         assert (one / file).read_bytes() == (other / file).read_bytes(), file
     facts, others = (read(path / "env.json") for path in (one, other))
     assert facts["command"] == others["command"] == shlex.join(words)
     assert facts["injected_ms"] == others["injected_ms"] == {"prepare": 0.123457, "launch": 0.001}
+    run = {"temperature": 0.7, "top_k": 5, "top_p": 0.95, "seed": 12345678901234567890}
+    assert facts["sampling"] == others["sampling"] == {**run, "file": own.name, "requests": 2}
+    said_apart = [json.loads(line) for line in (one / settings.FILE).read_text().splitlines()]
+    assert said_apart == [
+        {"id": "3", **run, "temperature": 0},
+        {"id": "1", **run, "temperature": 1.5, "top_k": 2, "seed": 4},
+    ]
 
 
 def test_a_folder_of_weights_gives_its_shape(folder: Path, small: Path, out: Path) -> None:
@@ -347,11 +356,16 @@ def test_a_bad_option_is_named(small: Path, out: Path, words: tuple[str, ...], s
         (("--device", "modelled"), "takes no --device modelled: "),
         (("--temperature", "1", "--inject", "launch=1"), "takes no --temperature, --inject: "),
         (("--stop-at-end-tokens",), "takes no --stop-at-end-tokens: "),
+        (("--sampling", "own.jsonl"), "takes no --sampling: "),
         (("--set", "model.hidden=34"), "model.hidden: got 34, must be a multiple of model.heads (4)"),
     ],
 )
-def test_what_the_peer_cannot_do(small: Path, out: Path, words: tuple[str, ...], says: str) -> None:
+def test_what_the_peer_cannot_do(
+    small: Path, out: Path, words: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Options that Hugging Face's batching would silently ignore, or die of, are refused."""
+    monkeypatch.chdir(small.parent)
+    Path("own.jsonl").write_text('{"id": "0", "temperature": 1}')
     said = call("replay", small, "--device", "inline", "--engine", "transformers", "--out", out, *words)
     refused(said, 2, f"--engine transformers: {says}")
     assert not out.exists()

@@ -24,6 +24,7 @@ from served import INLINE, VOCAB, asked
 from cbengine import build
 from cbengine.batch import Batcher, Capacity, Sent
 from cbengine.device import Device, Inline
+from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
 from cbsim.conformance import check, vllm
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
@@ -71,7 +72,7 @@ class Executed:
         self._plan, self._update = scheduler.schedule, scheduler.update
         scheduler.schedule, scheduler.update = self.schedule, self.update
         texts = {
-            one: Sequence(one, np.array(prompt, dtype=np.int32) % VOCAB, one.index) for one, prompt in prompts.items()
+            one: Sequence(one, np.array(prompt, dtype=np.int32) % VOCAB, Sampling()) for one, prompt in prompts.items()
         }
         sizes = capacity(scheduler.options, list(prompts))
         self.device = Checked(made(scheduler.options, sizes, depth), sizes)

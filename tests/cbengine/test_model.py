@@ -39,6 +39,8 @@ ARCHITECTURES = {
     "llama, one kv head": replace(LLAMA, kv_heads=1),
     "llama, tied": replace(LLAMA, tied_embeddings=True, norm_eps=1e-6),
     "llama 3.1": replace(LLAMA, rope_scaling=SCALED, rope_theta=10_000.0),
+    "qwen2": replace(LLAMA, qkv_bias=True, rope_theta=1e6, norm_eps=1e-6),
+    "qwen2, tied": replace(LLAMA, qkv_bias=True, head_dim=32, kv_heads=1, tied_embeddings=True),
     "qwen3": replace(LLAMA, qk_norm=True, head_dim=32, rope_theta=1e6, norm_eps=1e-6),
     "qwen3, tied": replace(LLAMA, qk_norm=True, kv_heads=1, tied_embeddings=True),
 }
@@ -135,7 +137,7 @@ def test_logits_are_those_of_transformers(name: str, way: Callable[[Cut], list[t
         assert difference(found, reference(ARCHITECTURES[name], tokens)) < BOUND
 
 
-@pytest.mark.parametrize("name", ["llama", "llama 3.1", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "llama 3.1", "qwen2", "qwen3"])
 def test_rotation_is_that_of_transformers_to_the_bit(name: str) -> None:
     architecture = ARCHITECTURES[name]
     model: Any = weights.to_transformers(architecture, weights.random(architecture, 1, torch.float32, CPU))

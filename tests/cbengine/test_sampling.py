@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the engine needs torch")
 
-from cbengine.sampling import GOLDEN, Sampling, _mixed, request_seed, sample, uniforms  # noqa: E402
+from cbengine import sampling  # noqa: E402
+from cbengine.sampling import GOLDEN, Draws, Sampling, _mixed, request_seed, uniforms  # noqa: E402
 
 torch.set_num_threads(1)
 HOWS = [
@@ -23,6 +25,21 @@ HOWS = [
     Sampling(temperature=1.0, top_k=1),
     Sampling(temperature=1.0, top_p=1e-9),
 ]
+
+
+def draws(numbers: Any, hows: Sequence[Sampling]) -> Draws:
+    """What a step says of its rows: a number and settings each."""
+    columns = zip(*(how.on_device for how in hows), strict=True) if hows else ((), (), ())
+    types = (torch.float32, torch.int32, torch.float64)
+    told = (torch.tensor(list(c), dtype=kind, device=numbers.device) for c, kind in zip(columns, types, strict=True))
+    return Draws(numbers, *told)
+
+
+def sample(logits: Any, numbers: Any, how: Sampling) -> Any:
+    """All rows with the same settings, as in a run where no request has its own."""
+    if how.greedy:
+        return sampling.sample(logits, None)
+    return sampling.sample(logits, draws(numbers, [how] * len(logits)))
 
 
 def distribution(logits: Any, how: Sampling) -> Any:
@@ -136,13 +153,75 @@ def test_the_largest_number_and_vocabulary_stay_in_range() -> None:
 def test_a_captured_graph_draws_the_same(how: Sampling) -> None:
     logits = torch.randn((8, 32_000), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     drawn = numbers(8).cuda()
-    eager = sample(logits, drawn, how)
+    told = draws(drawn, [how] * 8)
+    eager = sampling.sample(logits, told)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = sample(logits, drawn, how)
+        captured = sampling.sample(logits, told)
     logits.copy_(logits.flip(0).clone()), drawn.copy_(drawn.flip(0).clone())
     graph.replay()
     assert torch.equal(captured, eager.flip(0))
+
+
+# -- rows with settings of their own ----------------------------------------------------------------------------------
+
+settings_of_rows = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.0, 1e-60, 0.01, 0.7, 1.0, 3.0, 1e300]),
+    top_k=st.sampled_from([0, 0, 1, 2, 7, 10**30]),
+    top_p=st.sampled_from([1.0, 1.0, 0.93, 0.37, 1e-9, 1e-300]),
+)
+ODD = st.sampled_from([-math.inf, math.inf, math.nan, -30.0, -1.5, 0.0, 0.0625, 1.0, 4.0])
+
+
+@given(
+    rows=st.lists(st.tuples(settings_of_rows, st.lists(ODD, min_size=5, max_size=5)), min_size=1, max_size=7),
+    seed=st.integers(0, 99),
+)
+def test_a_row_of_a_mixed_batch_is_that_row_alone(rows: list[tuple[Sampling, list[float]]], seed: int) -> None:
+    """Whatever the settings beside it; a greedy row says what it says where all are greedy, NaN and ties included."""
+    hows, logits, drawn = [how for how, _ in rows], torch.tensor([row for _, row in rows]), numbers(len(rows), seed)
+    mixed = sampling.sample(logits, draws(drawn, hows))
+    assert mixed.dtype == torch.int32
+    for i, how in enumerate(hows):
+        alone = logits[i : i + 1], drawn[i : i + 1]
+        assert mixed[i] == sampling.sample(alone[0], draws(alone[1], [how]))[0] == sample(*alone, how)[0]
+
+
+@given(seed=st.integers(0, 10_000), how=st.sampled_from(HOWS))
+def test_top_k_1_is_greedy(seed: int, how: Sampling) -> None:
+    """Whatever the number, temperature and top_p."""
+    logits = torch.randn((5, 60), generator=torch.Generator().manual_seed(seed)).bfloat16().float()
+    one = Sampling(temperature=how.temperature, top_k=1, top_p=how.top_p)
+    assert torch.equal(sample(logits, numbers(5, seed), one), sample(logits, None, Sampling()))
+
+
+WARPED = [*HOWS[:4], Sampling(temperature=0.05), Sampling(temperature=2.5, top_k=3, top_p=0.99), Sampling(0.9, 25, 0.2)]
+NEAR = 1e-5  # of two cumulative sums in float32
+
+
+@given(seed=st.integers(0, 10_000))
+def test_rows_draw_from_what_the_warpers_of_transformers_leave(seed: int) -> None:
+    """A draw inverts the cumulative distribution in order of likelihood. So each token is drawn for the numbers just
+    inside the edges of its share of what transformers' temperature, top-k and top-p leave, and for none outside: the
+    probabilities are theirs, up to NEAR. Rows of all settings are in one batch.
+    """
+    warpers = pytest.importorskip("transformers").generation.logits_process
+    logits = 2 * torch.randn((len(WARPED), 40), generator=torch.Generator().manual_seed(seed))
+    rows: list[tuple[int, float, int]] = []  # (row of the logits, number, token that it draws)
+    for i, how in enumerate(WARPED):
+        scores = warpers.TemperatureLogitsWarper(how.temperature)(None, logits[i : i + 1])
+        if how.top_k:
+            scores = warpers.TopKLogitsWarper(how.top_k)(None, scores)
+        if how.top_p < 1:
+            scores = warpers.TopPLogitsWarper(how.top_p)(None, scores)
+        shares, tokens = scores.double().softmax(-1)[0].sort(descending=True)
+        edges = shares.cumsum(0).tolist()
+        for low, high, token in zip([0.0, *edges], edges, tokens.tolist(), strict=False):
+            rows += [(i, edge, token) for edge in (low + NEAR, high - NEAR) if high - low > 2 * NEAR]
+    at, edges, wanted = zip(*rows, strict=True)
+    drawn = draws(torch.tensor(edges, dtype=torch.float32), [WARPED[i] for i in at])
+    assert sampling.sample(logits[list(at)], drawn).tolist() == list(wanted)
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------

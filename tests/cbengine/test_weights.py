@@ -43,6 +43,8 @@ ARCHITECTURES = {
     "llama": LLAMA,
     "llama 3.1": replace(LLAMA, rope_scaling=SCALED, end_tokens=(3,)),
     "llama, tied": replace(LLAMA, tied_embeddings=True, end_tokens=()),
+    "qwen2": replace(LLAMA, qkv_bias=True, rope_theta=1e6),
+    "qwen2, tied": replace(LLAMA, qkv_bias=True, head_dim=16, tied_embeddings=True),
     "qwen3": replace(LLAMA, qk_norm=True, head_dim=16, rope_theta=1e6),
     "qwen3, tied": replace(LLAMA, qk_norm=True, tied_embeddings=True),
 }
@@ -101,9 +103,9 @@ def test_tensors_have_the_type_asked_for(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 80])
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_activations_keep_their_size_however_deep(layers: int, qk_norm: bool) -> None:
-    deep = replace(LLAMA, layers=layers, hidden=64, head_dim=16, qk_norm=qk_norm)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_activations_keep_their_size_however_deep(layers: int, kind: str) -> None:
+    deep = replace(ARCHITECTURES[kind], layers=layers, hidden=64, head_dim=16)
     with torch.inference_mode():
         model: Any = weights.to_transformers(deep, drawn(deep))
         states = model(TOKENS, output_hidden_states=True)
@@ -186,6 +188,17 @@ def test_what_config_leaves_out_is_what_transformers_takes(tmp_path: Path) -> No
     assert replace(load(tmp_path)[0], name="tiny") == plain
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_kv_heads_that_a_qwen_leaves_out_are_32(kind: str, tmp_path: Path) -> None:
+    """transformers' default, whatever `num_attention_heads` says; null means as many as those."""
+    plain = replace(ARCHITECTURES[kind], heads=64, kv_heads=32, head_dim=8)
+    saved(tmp_path, plain)
+    edited(tmp_path, num_key_value_heads=...)
+    assert load(tmp_path)[0].kv_heads == 32
+    edited(tmp_path, num_key_value_heads=None)
+    assert weights.architecture(tmp_path).kv_heads == 64
+
+
 def test_known_extra_tensors_are_passed_over(tmp_path: Path) -> None:
     """Old files have the rotary frequencies, some tied ones a copy of the embedding as their output layer."""
     saved(tmp_path, replace(LLAMA, tied_embeddings=True))
@@ -198,8 +211,8 @@ def test_known_extra_tensors_are_passed_over(tmp_path: Path) -> None:
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 FIELDS: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "mistral"}, "model_type: got 'mistral', expected 'llama' or 'qwen3'"),
-    ({"model_type": ...}, "model_type: got nothing, expected 'llama' or 'qwen3'"),
+    ({"model_type": "mistral"}, "model_type: got 'mistral', expected 'llama', 'qwen2' or 'qwen3'"),
+    ({"model_type": ...}, "model_type: got nothing, expected 'llama', 'qwen2' or 'qwen3'"),
     ({"hidden_size": "32"}, "hidden_size: got '32', expected a whole number >= 1"),
     ({"hidden_size": ...}, "hidden_size: got nothing, expected a whole number >= 1"),
     ({"num_hidden_layers": True}, "num_hidden_layers: got true, expected a whole number >= 1"),
@@ -318,6 +331,17 @@ def test_a_broken_folder_says_what_is_wrong(harm: Callable[[Path], None], messag
     with pytest.raises(WeightsError) as raised:
         load(tmp_path)
     assert str(raised.value).startswith(f"{tmp_path}{message}")
+
+
+def test_biases_are_there_if_and_only_if_the_kind_has_them(tmp_path: Path) -> None:
+    """config.json of a Qwen2 says nothing of them; a Llama's may, and then its output matrix has one, too."""
+    edited(saved(tmp_path, ARCHITECTURES["qwen2"]), model_type="llama")
+    with pytest.raises(WeightsError, match=r": tensor \S+\.[qkv]_proj\.bias is not part of a model that config"):
+        load(tmp_path)
+    edited(saved(tmp_path, LLAMA), model_type="qwen2")
+    bias = r"model\.layers\.0\.self_attn\.q_proj\.bias"
+    with pytest.raises(WeightsError, match=rf"tensor {bias} is missing, expected shape \(32,\) \(6 tensors are\)$"):
+        load(tmp_path)
 
 
 def test_a_tensor_that_its_shard_does_not_hold_is_named(tmp_path: Path) -> None:
