@@ -19,8 +19,9 @@ import pytest
 
 from analysis import cli as analysis
 from analysis.trust import RULES
-from cbengine import cli as engine
 from cbengine import tokens
+from cbengine.arguments import command_line
+from cbengine.cli import main as engine_main
 from cbsim import catalog, checks, cli, columns, scenario, tables
 from cbsim.columns import Column
 from cbsim.conformance.check import traces
@@ -76,7 +77,7 @@ def test_commands_are_found() -> None:
     assert len(SHOWN) > 20
 
 
-OTHERS = {"cbengine": engine, "analysis": analysis}
+OTHERS = {"cbengine": command_line, "analysis": analysis._parser}
 
 
 @pytest.mark.parametrize(("page", "words"), SHOWN, ids=lambda part: part if isinstance(part, str) else " ".join(part))
@@ -86,7 +87,7 @@ def test_every_command_shown_is_a_command(page: str, words: list[str]) -> None:
     A scenario file outside scenarios/ is the reader's own, and so is a file of coefficients.
     """
     if words[0] in OTHERS:
-        OTHERS[words[0]]._parser().parse_args(words[1:])
+        OTHERS[words[0]]().parse_args(words[1:])
         return
     arguments = cli._parser().parse_args(words)
     for condition in getattr(arguments, "check", ()):
@@ -271,7 +272,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     apart.write_text('{"id": "1", "temperature": 0.5}\n')
     more = ["--save-tokens", "--sampling", str(apart)]
     words = ["replay", "tiny_cpu", "--device", "modelled", *sets, *more, "--out", str(out), "--quiet"]
-    assert engine.main(words) == 0
+    assert engine_main(words) == 0
     (path,) = out.iterdir()
     return path
 

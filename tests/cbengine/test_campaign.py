@@ -11,7 +11,9 @@ import pytest
 
 pytest.importorskip("torch", reason="needs the engine's extra: pip install -e '.[engine]'")
 from cbengine import campaign, cli, provenance, suite
+from cbengine.arguments import command_line
 from cbengine.campaign import Part
+from cbsim.arguments import run_options
 
 
 def write(path: Path, body: str) -> str:
@@ -174,12 +176,12 @@ def test_every_command_parses(device: str) -> None:
         assert 0 < part.minutes < 10
         for command in part.commands:
             if command[0] == "cbengine":
-                arguments = cli._parser().parse_args(list(command[1:]))
+                arguments = command_line().parse_args(list(command[1:]))
                 assert arguments.command in ("replay", "bench", "validate", "smoke")
                 if arguments.command == "validate":
                     assert suite.chosen(arguments.cases, device)
                 if arguments.command == "replay":
-                    assert cli.run_options(arguments).scenario in ("8k_b32", "8k_prompt_b32", "tiny_cpu")
+                    assert run_options(arguments).scenario in ("8k_b32", "8k_prompt_b32", "tiny_cpu")
             else:
                 assert command[0] in ("pytest", "analysis"), command
     assert sys.executable

@@ -32,7 +32,8 @@ from served import LOOPS, SCHEDULERS
 
 import cbengine
 from cbengine import build, settings, tokens
-from cbengine.cli import DEVICES, main
+from cbengine.arguments import DEVICES
+from cbengine.cli import main
 from cbengine.clock import WallClock
 from cbsim import cli as simulator
 from cbsim import scenario, terminal, trace
