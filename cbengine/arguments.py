@@ -36,7 +36,7 @@ def command_line() -> argparse.ArgumentParser:
     )
     smoke = command("smoke", "look at everything on a machine once: four minutes at most, a line a check")
     smoke.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cuda (default), or what a CPU can check"
+        "--device", choices=("cuda", "cpu"), help="default: cuda if there is a driver, else cpu: what a CPU can check"
     )
     smoke.add_argument(
         "--out", type=Path, default=Path("runs/smoke"), metavar="DIR", help="where lines go (runs/smoke)"
@@ -85,7 +85,7 @@ def command_line() -> argparse.ArgumentParser:
         default=(),
         choices=BENCH_PARTS,
         metavar="PART",
-        help=f"GPU only: {', '.join(BENCH_PARTS[:-1])} or {BENCH_PARTS[-1]}, size by size, a minute each at most",
+        help=f"GPU only: {', '.join(BENCH_PARTS[:-1])} or {BENCH_PARTS[-1]}, size by size, a minute or two each",
     )
     bench.add_argument("--kernels", action="store_true", help="GPU only: all parts of --only")
     bench.add_argument("--model", metavar="NAME", help="whose sizes --only and --kernels take (8k_b32's)")

@@ -20,7 +20,7 @@ BATCH = 32
 BATCHES = (1, 8, BATCH, 128, 256)
 CONTEXTS = (128, 512, 2048, 4096, 8192, 32768)
 PREFILLS = ((512, 0), (1024, 0), (2048, 0), (4096, 0), (8192, 0), (512, 7680), (2048, 6144), (4096, 4096))
-BLOCK_TOKENS = 16
+BLOCK_TOKENS = 256  # as 8k_b32 has them
 MOST_BYTES = 24 << 30
 """Cache that a point of the grid may take: two copies of it take turns."""
 SPAN_BYTES = 1 << 28

@@ -82,13 +82,18 @@ def calibration(table: Table, layers: int) -> Calibration:
 
 
 def _kernels(table: Table) -> tuple[dict[str, Any], Fit]:
-    """Terms of the kernels' time. Steps whose kernels waited for their launches say nothing of it."""
+    """Terms of the kernels' time. Steps whose kernels waited for their launches say nothing of it; of a step that was
+    replayed with nothing before it, what equal steps take less when they are launched ahead was waiting for the launch.
+    """
     tokens, context = table.column("tokens"), table.column("context")
     sizes, contexts = points(tokens, SIZES), points(context, CONTEXTS)
     curves = [*hats(tokens, sizes), *hats(context, [0, *contexts])[1:]]  # without context, nothing is read
     columns = np.column_stack([*curves, *(table.column(name) for name in COUNTED)])
     free = table.column("bound") == 0
-    found = fit(columns[free], table.column("compute")[free], kinds(tokens, context, table.column("chunks"))[free])
+    waited = 1e9 * max(0.0, table.equal.difference_s) if table.equal else 0.0
+    alone = (table.column("eager") == 0) & (table.column("ahead") == 0)
+    compute = np.maximum(table.column("compute") - waited * alone, 1.0)
+    found = fit(columns[free], compute[free], kinds(tokens, context, table.column("chunks"))[free])
     values = iter(map(_rounded, found.coefficients))
     coefficients: dict[str, Any] = {"query_tokens": [{"tokens": size, "s": next(values)} for size in sizes]}
     read = [{"tokens": size, "s": next(values)} for size in contexts]
@@ -167,7 +172,10 @@ def refit(path: Path, layers: int) -> dict[str, Any]:
     try:
         steps = Table.of(pq.read_table(steps_of(path)))
         before = documents.read(path).data
-        steps.gap_s = float(Coefficients.model_validate(before).gap_s)
+        coefficients = Coefficients.model_validate(before)
+        steps.gap_s = float(coefficients.gap_s)
+        if (told := coefficients.calibrated) and told.equal_steps:
+            steps.equal = EqualSteps(**told.equal_steps.model_dump())
         known = Calibrated.model_validate(before["calibrated"]).model_dump(exclude={*RANGE, "fits"})
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
         reason = build.first_complaint(error) if isinstance(error, ValidationError) else error

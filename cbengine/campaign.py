@@ -13,6 +13,7 @@ GPU, and their folder says so.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -28,7 +29,7 @@ import torch
 
 from cbengine import provenance
 from cbengine.errors import MissingError, UsageError
-from cbengine.provenance import ENDED, Ledger
+from cbengine.provenance import Ledger, ended_well
 from cbsim.runs import ServerError
 
 TIMELINE = "timeline.json.gz"
@@ -62,7 +63,7 @@ def parts(device: str) -> dict[str, Part]:
 CALLS: dict[str, dict[str, tuple[str, ...]]] = {
     "cuda": {
         "first": ("smoke", "async", "tiles"),
-        "second": ("kernels", "gemms", "sync", "wait", "right", "graphs", "sizes"),
+        "second": ("kernels", "gemms", "sync", "wait", "graphs", "sizes", "right"),
         "third": ("predict-1b", "peer-async", "predict-cpu", "peer-sync", "predict-load"),
     },
     "process": {"first": ("smoke", "loops"), "second": ("bench",), "third": ("predict-cpu", "peer-sync")},
@@ -165,16 +166,16 @@ def _report() -> tuple[str, ...]:
 
 
 def campaign(
-    names: Sequence[str], device: str, out: Path, say: Callable[[str], None], minutes: float | None = None
+    names: Sequence[str], device: str, out: Path, say: Callable[[str], None], until: float = math.inf
 ) -> list[str]:
-    """Run the parts of these names (all, if none is named), as far as they are not done and fit into `minutes`. Returns
-    the commands that failed or were not begun. Raises UsageError for an unknown name, MissingError without the device.
+    """Run the parts of these names (all, if none is named), as far as they are not done and end before `until`, a
+    moment of the monotonic clock. Returns the commands that failed or were not begun. Raises UsageError for an unknown
+    name, MissingError without the device.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise MissingError("--device cuda: torch finds no CUDA device here")
     known = parts(device)
     wanted = _wanted(names, known, CALLS[device])
-    until = time.monotonic() + (minutes * 60 if minutes else float("inf"))
     place = out / provenance.slug(device)
     ledger = Ledger(place / "provenance.json", device)
     left = []
@@ -195,8 +196,8 @@ def _wanted(names: Sequence[str], known: Mapping[str, Part], calls: Mapping[str,
 
 
 def _part(part: Part, place: Path, ledger: Ledger, say: Callable[[str], None], until: float) -> list[str]:
-    """Returns the commands that failed or were not begun before `until`, a moment of the monotonic clock. Commands are
-    told apart with OUT for the folder of all, which may lie elsewhere on the next machine.
+    """Returns the commands that failed or were not begun before `until`. Commands are told apart with OUT for the
+    folder of all, which may lie elsewhere on the next machine.
     """
     log, left = place / "log.txt", []
     until = min(until, time.monotonic() + part.minutes * 60)
@@ -213,7 +214,7 @@ def _part(part: Part, place: Path, ledger: Ledger, say: Callable[[str], None], u
         say(f"  {told}")
         code, seconds, printed = _run(_expanded(words), log, rest_s)
         ledger.add(told, code, seconds)
-        if code not in ENDED:
+        if not ended_well(told, code):
             left.append(told)
             say(f"  exit status {code} after {seconds:.0f} s, {log}:")
             for line in printed:

@@ -6,8 +6,10 @@ Exit codes: 0 ok, 1 error, 2 bad scenario, weights or arguments, 3 a check faile
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from cbengine.build import Setup
     from cbengine.validate import Asked
 
+BEGUN_S = time.monotonic()  # before anything heavy is imported
 PACKAGES = ("torch", "transformers", "safetensors", "triton")
 SAMPLING = {"temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p", "seed": "--sampling-seed"}
 
@@ -89,7 +92,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 def _hardware(arguments: argparse.Namespace) -> int:
     from cbengine import commands
 
-    return commands.hardware(arguments.parts, arguments.device, arguments.out, arguments.minutes)
+    until = BEGUN_S + arguments.minutes * 60 if arguments.minutes else math.inf
+    return commands.hardware(arguments.parts, arguments.device, arguments.out, until)
 
 
 def _pack(arguments: argparse.Namespace) -> int:

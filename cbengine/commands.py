@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +23,7 @@ from cbengine.probes import Reach
 from cbengine.profile import Profile
 from cbsim import runs, scenario, shapes
 from cbsim.runs import Maker, RunOptions
-from cbsim.scenario import Scenario
+from cbsim.scenario import Scenario, depth
 from cbsim.workload import Workload
 
 
@@ -45,7 +46,7 @@ class Measured:
     def __init__(self, setup: Setup, profiled: int, asked: Scenario, loop: str, workload: Workload) -> None:
         self._engine, device = build.engine(asked, loop, workload, setup)
         self._saves, self._requests = setup.saves_tokens, setup.requests
-        self._profile = Profile(self._engine.record, profiled) if profiled else None
+        self._profile = Profile(self._engine.record, profiled, depth(loop)) if profiled else None
         self.record = self._engine.record
         self._on_gpu = setup.device == "cuda"
         self.facts: dict[str, Any] = {
@@ -136,10 +137,16 @@ def _told(found: Sequence[validate.Scored], *, absurd_only: bool) -> int:
     return runs.CHECK_FAILED if failed else runs.OK
 
 
-def hardware(parts: Sequence[str], device: str | None, out: Path, minutes: float | None) -> int:
-    """Measure a GPU, or rehearse it; 1 if a command failed or was not begun."""
+def hardware(parts: Sequence[str], device: str | None, out: Path, until: float) -> int:
+    """Measure a GPU, or rehearse it, to `until` on the monotonic clock; 1 if a command failed or was not begun. A
+    request to end is an exception, so that the command under way is ended, too.
+    """
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     where = device or ("cuda" if build.default_device() == "cuda" else "process")
-    left = campaign.campaign(parts, where, out, say, minutes)
+    try:
+        left = campaign.campaign(parts, where, out, say, until)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     for command in left:
         print(f"failed or not begun: {command}", file=sys.stderr)
     return runs.ERROR if left else runs.OK
@@ -175,7 +182,7 @@ def _peer(setup: Setup, asked: Scenario, loop: str, workload: Workload, *, stand
     """
     from cbengine.peer import TransformersServer
     from cbsim.record import Record
-    from cbsim.scenario import depth, scheduler_options
+    from cbsim.scenario import scheduler_options
 
     _check_peer(setup, asked)
     torch.set_num_threads(1)  # on a CPU, as our own devices

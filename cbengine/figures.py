@@ -38,7 +38,8 @@ class Group(NamedTuple):
 
 def shown(groups: Iterable[Group], *, as_json: bool, keep: Path | None = None) -> bool:
     """Measure and print group after group; did all of them end well? A failure is one line on stderr, and the next
-    group follows. As JSON, all that was found is one list on stdout. `keep` is a folder for a file a group.
+    group follows. As JSON, all that was found is one list on stdout. `keep` is a folder for a file a group: JSON
+    Lines, each written as it is found.
     """
     found, well = [], True
     for group in groups:
@@ -47,18 +48,24 @@ def shown(groups: Iterable[Group], *, as_json: bool, keep: Path | None = None) -
             for finding in group.measure():
                 mine.append(asdict(finding))
                 print(finding, file=sys.stderr if as_json else sys.stdout, flush=True)
+                if keep is not None:
+                    _add(keep / f"{group.name}.jsonl", mine)
         except Exception as error:  # whatever a device or a library raises: the other groups are measured all the same
             first = next(iter(str(error).splitlines()), "")
             say(f"failed: {group.name}: {type(error).__name__}: {first}")
             well = False
         give_back()
         found += mine
-        if keep is not None and mine:
-            keep.mkdir(parents=True, exist_ok=True)
-            (keep / f"{group.name}.json").write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
     if as_json:
         print(json.dumps(found, indent=2))
     return well
+
+
+def _add(path: Path, mine: list[dict[str, Any]]) -> None:
+    """The last of them to the file, which the first one begins."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w" if len(mine) == 1 else "a", encoding="utf-8") as file:
+        file.write(json.dumps(mine[-1]) + "\n")
 
 
 class Budget:

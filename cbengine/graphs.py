@@ -40,8 +40,8 @@ def captured(act: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) 
         for _ in range(WARM_UPS):
             act()
     graph, first = torch.cuda.CUDAGraph(), None
-    try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+    try:  # on the stream already, since a capture that cannot be ended leaves its own stream current
+        with torch.cuda.stream(stream), torch.cuda.graph(graph, pool=pool, stream=stream):
             try:
                 result = act()
             except Exception as error:

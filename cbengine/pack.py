@@ -22,7 +22,7 @@ from pathlib import Path
 
 from cbengine import pack_run
 from cbengine.errors import UsageError
-from cbsim.environment import git_state
+from cbsim.environment import code_version, git_state
 from cbsim.runs import ServerError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,6 +57,7 @@ def pack(options: PackOptions, say: Callable[[str], None]) -> None:
     shutil.copyfile(Path(pack_run.__file__), options.out / "run.py")
     files = {str(path.relative_to(options.out)): _told(path) for path in _files(options.out)}
     content = {
+        "version": code_version(),
         **git_state(),
         "packed_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": options.python,

@@ -21,13 +21,14 @@ import tarfile
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-MANIFEST = "pack.json"
+MANIFEST, LEFT_OUT = "pack.json", "left_out.txt"
 SAVED_S = 60.0  # how often results are saved while a part runs
-GRACE_S = 20.0  # from the end of a part's time to the end of its processes
+GRACE_S = 60.0  # from the end of a part's time to that of its processes: imports before it, what it ends itself
+ASKED_S = 10.0  # from asking a process to end to ending it
 POLL_S = 0.5
 TIMED_OUT = 124
 
@@ -77,12 +78,11 @@ def unpacked(here: Path, work: Path, manifest: dict[str, Any]) -> dict[str, str]
         with tarfile.open(here / "triton-cache.tar.gz") as archive:
             archive.extractall(cache, filter="data")
     paths = [str(tree), str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
-    dirty = "+" if manifest["dirty"] else ""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
-        "CBSIM_COMMIT": f"{manifest['commit']}{dirty}",
+        "CBSIM_COMMIT": manifest["version"],
         "TRITON_CACHE_DIR": str(cache),
         "HF_HUB_OFFLINE": "1",
     }
@@ -106,12 +106,22 @@ def run(command: Sequence[str], environment: dict[str, str], work: Path, limit_s
                 print(f"run.py: ended after {limit_s / 60:g} minutes", file=sys.stderr, flush=True)
                 return TIMED_OUT
             if time.monotonic() - saved > SAVED_S:
-                save_results()
+                with suppress(OSError):  # the next minute, or the end, may have more luck
+                    save_results()
                 saved = time.monotonic()
             time.sleep(POLL_S)
         return code
     finally:
-        if process.poll() is None:
+        end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ask first: the campaign ends the processes that it has started, which are in groups of their own."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(ASKED_S)
+        except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
@@ -133,11 +143,8 @@ def ended_politely() -> Iterator[None]:
 
 def save(out: Path, results: Path, manifest: dict[str, Any]) -> None:
     """One archive of what was measured: smaller files first, as far as its size allows; what is left out is listed in
-    it. Written beside the old one, then moved in its place.
+    it. Written beside the old one, then moved in its place. Files that come and go meanwhile are no failure.
     """
-    files = sorted(
-        (path for path in out.rglob("*") if path.is_file()), key=lambda path: (path.stat().st_size, str(path))
-    )
     room, omitted = manifest["max_result_bytes"], []
     results.parent.mkdir(parents=True, exist_ok=True)
     unfinished = results.with_name(f"{results.name}.part")
@@ -146,16 +153,24 @@ def save(out: Path, results: Path, manifest: dict[str, Any]) -> None:
         gzip.GzipFile(fileobj=raw, mode="wb") as packed,
         tarfile.open(fileobj=packed, mode="w") as archive,
     ):
-        for path in files:
-            name, content = str(path.relative_to(out)), path.read_bytes()
+        for size, name in sorted(listed(out)):
             packed.flush()  # so that `tell` counts all that was added
-            if raw.tell() + len(content) > room and path.name != "left_out.txt":
-                omitted.append(f"{name} {len(content)} bytes")
-            elif path.name != "left_out.txt":
-                _add(archive, name, content)
+            if raw.tell() + size > room:
+                omitted.append(f"{name} {size} bytes")
+                continue
+            with suppress(FileNotFoundError):
+                _add(archive, name, (out / name).read_bytes())
         if omitted:
-            _add(archive, "left_out.txt", "\n".join(omitted).encode())
+            _add(archive, LEFT_OUT, "\n".join(omitted).encode())
     unfinished.replace(results)
+
+
+def listed(out: Path) -> Iterator[tuple[int, str]]:
+    """(bytes, name) of every file there is."""
+    for path in out.rglob("*"):
+        with suppress(FileNotFoundError):
+            if path.is_file() and path.name != LEFT_OUT:
+                yield path.stat().st_size, str(path.relative_to(out))
 
 
 def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -40,48 +40,55 @@ class Kernel(NamedTuple):
 
 
 class Profile:
-    """Told of every step, as progress is; profiles `count` of them after the first SKIPPED."""
+    """Told of every step, as progress is; profiles `count` of them after the first SKIPPED. `depth` steps are in flight
+    while one is planned.
+    """
 
-    def __init__(self, record: Record, count: int) -> None:
-        self._record, self._count = record, count
+    def __init__(self, record: Record, count: int, depth: int) -> None:
+        self._record, self._count, self._ahead = record, count, depth - 1
         self._profiler: Any = None
         self._first = 0
-        self._last: int | None = None
+        self._stopped = False
 
     def __call__(self) -> None:
         done = self._record.step_count
         if self._profiler is None:
             if done >= SKIPPED:
                 self._start(done)
-        elif self._last is None and done >= self._first + self._count:
+        elif not self._stopped and done >= self._first + self._count - self._ahead:
             self.stop()
 
     def _start(self, done: int) -> None:
-        """Starting takes a while, in which the step that may be in flight ends: the one after it is the first."""
+        """Starting takes a while, in which a step that is in flight ends: the one after it is the first."""
         torch.cuda.synchronize()
         self._profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA])
         self._profiler.start()
-        self._first = done + 1
+        self._first = done + self._ahead
 
     def stop(self) -> None:
-        """End of the run, or of the steps asked for."""
-        if self._profiler is not None and self._last is None:
-            self._last = self._record.step_count
+        """End of the run, or of the steps asked for: what is in flight is the last one."""
+        if self._profiler is not None and not self._stopped:
+            self._stopped = True
             with suppress(RuntimeError):  # of a GPU that has failed, which has been said
                 torch.cuda.synchronize()
                 self._profiler.stop()
 
+    @property
+    def window(self) -> Steps:
+        """The steps that were profiled, of those that the record has by now."""
+        steps = Steps.of(self._record)
+        return Steps(steps.table[self._first : self._first + self._count] if self._profiler else steps.table[:0])
+
     def verdict(self) -> str:
         """Both figures, over the same steps; a profiled step is slower than others."""
-        steps = Steps.of(self._record)
-        window = Steps(steps.table[self._first : self._last or 0])
+        window = self.window
         if len(window) < 2:
-            return f"profile: the run has too few steps ({len(steps)}, {SKIPPED} are skipped)"
+            return f"profile: the run has too few steps ({self._record.step_count}, {SKIPPED} are skipped)"
         return said(window, self._spans())
 
     def files(self) -> dict[str, bytes]:
         """The table of kernels, once the profiler has stopped."""
-        return {FILE: written(by_kernel(self._spans()))} if self._last is not None else {}
+        return {FILE: written(by_kernel(self._spans()))} if self._stopped else {}
 
     def _spans(self) -> list[Span]:
         return kernels(self._profiler.events() or ())

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -149,16 +150,19 @@ def _add(book: Path, line: Line, say: Callable[[str], None]) -> None:
 
 
 def work(place: Place, checks: Sequence[Check]) -> int:
-    """Run checks in this process, a line for each. Returns 0, or BROKEN after one that broke the GPU's context."""
+    """Run checks in this process, a line for each. Returns 0; ends the process with BROKEN after a check that broke the
+    GPU's context, at once: giving memory back would crash it.
+    """
     for check in checks:
         faulthandler.dump_traceback_later(check.limit_s, exit=True)
         line = looked(check, place)
-        broken = line.ended == FAILED and _context_is_broken(place)
+        broken = line.ended == FAILED and ("CUDA error" in line.error or _context_is_broken(place))
         faulthandler.cancel_dump_traceback_later()
         with (place.out / "smoke.jsonl").open("a", encoding="utf-8") as file:
             file.write(line.json() + "\n")
         if broken:
-            return BROKEN
+            sys.stderr.flush()
+            os._exit(BROKEN)
     return 0
 
 

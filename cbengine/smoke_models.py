@@ -50,7 +50,27 @@ def tiny_tokens(place: Place) -> Found:
             found[f"{loop}: texts as generate's"] = f"{same} of {len(texts)}"
             if same < len(texts) - 1:
                 raise AssertionError(f"{loop}: {len(texts) - same} of {len(texts)} texts differ: one may, by rounding")
+        found["sampled: texts as a CPU's"] = _sampled(asked, setup)
     return found
+
+
+def _sampled(asked: Scenario, setup: Setup) -> str:
+    """Sampling on the device, in replayed steps too, draws what a CPU draws."""
+    from dataclasses import replace
+
+    from cbengine import build
+    from cbengine.sampling import Sampling
+
+    drawn = replace(setup, sampling=Sampling(temperature=1.0, top_k=50, top_p=0.9))
+    said = [
+        [text.outputs for text in engine.sequences.values()]
+        for one in (drawn, replace(drawn, device="inline"))
+        for _, engine in served(build.adapted(asked, one), one, only="async")
+    ]
+    same = sum(one == other for one, other in zip(*said, strict=True))
+    if same < len(said[0]) - 1:
+        raise AssertionError(f"sampled: {len(said[0]) - same} of {len(said[0])} texts differ: one may, by rounding")
+    return f"{same} of {len(said[0])}"
 
 
 def _generated(model: Any, prompt: list[int], count: int) -> list[int]:
@@ -132,7 +152,7 @@ def timed_loops(place: Place, *overrides: str) -> Found:
     return found
 
 
-def served(asked: Scenario, setup: Setup) -> Iterator[tuple[str, Engine]]:
+def served(asked: Scenario, setup: Setup, only: str = "") -> Iterator[tuple[str, Engine]]:
     """The scenario under each of its loops, to its end; the device's memory is given back in between."""
     import gc
 
@@ -141,7 +161,7 @@ def served(asked: Scenario, setup: Setup) -> Iterator[tuple[str, Engine]]:
     from cbengine import build
     from cbsim import scenario, workload
 
-    for loop in scenario.loops(asked):
+    for loop in [only] if only else scenario.loops(asked):
         engine, _ = build.engine(asked, loop, workload.build(asked), setup)
         try:
             engine.run()

@@ -43,7 +43,8 @@ def guarded(program: str, command: str, act: Callable[[], int], status: Callable
         return ERROR
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return fail(f"output cannot be written: {error.strerror or error}", ERROR)
+        what = f"{error.filename}" if error.filename else "output cannot be written"
+        return fail(f"{what}: {error.strerror or error}", ERROR)
     except (OverflowError, MemoryError) as error:
         return fail(f"{command}: a number is too large for a run: {error}", USAGE)
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -10,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
 COMMIT = "CBSIM_COMMIT"
 PACKAGES = ("simpy", "pydantic", "ruamel.yaml", "numpy", "pyarrow", "matplotlib", "torch", "triton", "transformers")
 
@@ -44,17 +46,29 @@ def _version(package: str) -> str | None:
 
 def git_state() -> dict[str, Any]:
     """Commit of the source tree and whether it has uncommitted changes. Outside a checkout what the variable
-    CBSIM_COMMIT says: a commit, with a + behind it if there were changes; without it nulls.
+    CBSIM_COMMIT says, as `code_version` does; without it nulls.
 
     What lies in reports/ is output: a report written before does not make the next run's code a changed one.
     """
-    root = Path(__file__).resolve().parents[1]
-    if not (root / ".git").exists():
+    if not (ROOT / ".git").exists():
         said = os.environ.get(COMMIT)
-        return {"commit": said.rstrip("+"), "dirty": said.endswith("+")} if said else {"commit": None, "dirty": None}
-    commit = _git(root, "rev-parse", "HEAD")
-    status = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!reports")
+        return {"commit": said.partition("+")[0], "dirty": "+" in said} if said else {"commit": None, "dirty": None}
+    commit = _git(ROOT, "rev-parse", "HEAD")
+    status = _git(ROOT, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!reports")
     return {"commit": commit, "dirty": None if status is None else bool(status)}
+
+
+def code_version() -> str | None:
+    """What tells one state of the code from another: the commit, and behind a + a hash of the changes to it. None where
+    nobody says.
+    """
+    state = git_state()
+    if not (ROOT / ".git").exists():
+        return os.environ.get(COMMIT) or None
+    if not state["dirty"]:
+        return state["commit"] and str(state["commit"])
+    changes = _git(ROOT, "diff", "HEAD", "--", ".", ":!reports") or ""
+    return f"{state['commit']}+{hashlib.sha256(changes.encode()).hexdigest()[:8]}"
 
 
 def _git(root: Path, *words: str) -> str | None:

@@ -218,11 +218,37 @@ def test_a_report_written_before_does_not_make_the_code_a_changed_one(
         (tmp_path / name).write_text("before")
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "m"]):
         subprocess.run([*git, *words], check=True)
-    monkeypatch.setattr(sources, "__file__", str(tmp_path / "cbsim" / "environment.py"))
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
     (tmp_path / "reports" / "report.md").write_text("after")
     assert sources.git_state()["dirty"] is False
-    (tmp_path / "cbsim" / "environment.py").write_text("after")
-    assert sources.git_state()["dirty"] is True
+    assert sources.code_version() == sources.git_state()["commit"]
+    versions = set()
+    for text in ("after", "later"):
+        (tmp_path / "cbsim" / "environment.py").write_text(text)
+        assert sources.git_state()["dirty"] is True
+        versions.add(sources.code_version())
+    assert len(versions) == 2, "two sets of changes to one commit are two versions"
+    assert all(str(version).startswith(f"{sources.git_state()['commit']}+") for version in versions)
+
+
+@pytest.mark.parametrize(
+    ("said", "state"),
+    [
+        (None, {"commit": None, "dirty": None}),
+        ("", {"commit": None, "dirty": None}),
+        ("abc", {"commit": "abc", "dirty": False}),
+        ("abc+1f", {"commit": "abc", "dirty": True}),
+    ],
+)
+def test_without_git_a_variable_says_the_commit(
+    said: str | None, state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    monkeypatch.delenv("CBSIM_COMMIT", raising=False)
+    if said is not None:
+        monkeypatch.setenv("CBSIM_COMMIT", said)
+    assert sources.git_state() == state
+    assert sources.code_version() == (said or None)
 
 
 def test_the_resolved_scenario_is_the_run(both: Both) -> None:

@@ -22,7 +22,7 @@ from served import INLINE, LOOPS, SCHEDULERS, asked, spec
 
 from cbengine import build, calibrate, cli, probes
 from cbengine.calibrate import CPU_TERMS, GPU_TERMS
-from cbengine.equal_steps import equal_steps
+from cbengine.equal_steps import EqualSteps, equal_steps
 from cbengine.errors import UsageError
 from cbengine.probes import Line, Probe, Reach, Table
 from cbsim import assemble, documents, scenario, workload
@@ -245,6 +245,25 @@ def test_equal_steps_of_both_loops_are_compared() -> None:
     )
     assert equal_steps([(alone, alone)]) is None, "nothing was launched ahead"
     assert equal_steps([]) is None
+
+
+def test_waiting_for_a_launch_is_no_work_of_the_kernels() -> None:
+    """Replayed steps of the synchronous loop are told as longer by what they wait; the fit takes that off, and leaves
+    eager steps and those that were launched ahead as they are.
+    """
+    clean, waited_ns = made_up(600, 1, 0.0), 40_000
+    late = [
+        line._replace(compute=line.compute + waited_ns * (not line.eager and i % 2 == 0), ahead=i % 2 == 1)
+        for i, line in enumerate(clean.lines)
+        if i % 2 == 0 or not line.eager
+    ]
+    table = Table(late, equal=EqualSteps(9, 1e-3, 9.6e-4, waited_ns / 1e9))
+    same = Table(
+        [line._replace(compute=line.compute - waited_ns * (not line.eager and not line.ahead)) for line in late]
+    )
+    found, right = (calibrate.calibration(one, LAYERS).coefficients for one in (table, same))
+    assert found["query_tokens"] == right["query_tokens"]
+    assert found["context_tokens"] == right["context_tokens"]
 
 
 @pytest.mark.parametrize("missing", [(), ("ahead",)])

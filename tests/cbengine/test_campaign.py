@@ -109,7 +109,7 @@ def test_a_call_ends_with_its_time(
 def test_an_unknown_commit_has_done_nothing(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without git and without CBSIM_COMMIT two trees may differ: everything is measured again."""
     words = ["hardware", "first", "--device", "process", "--out", str(small)]
-    monkeypatch.setattr(provenance, "git_state", lambda: {"commit": None, "dirty": None})
+    monkeypatch.setattr(provenance, "code_version", lambda: None)
     assert cli.main(words) == cli.main(words) == 0
     assert len(ledger(small)["commands"]) == 4
 
@@ -138,7 +138,7 @@ def test_another_commit_measures_again(small: Path, monkeypatch: pytest.MonkeyPa
     """A number belongs to the code that made it."""
     words = ["hardware", "first", "--device", "process", "--out", str(small)]
     assert cli.main(words) == 0
-    monkeypatch.setattr(provenance, "git_state", lambda: {"commit": "another", "dirty": False})
+    monkeypatch.setattr(provenance, "code_version", lambda: "another")
     assert cli.main(words) == 0
     assert len(ledger(small)["commands"]) == 4
 
@@ -155,6 +155,13 @@ def test_bad_arguments(small: Path, words: list[str], says: str, capsys: pytest.
         pytest.skip("there is a CUDA device")
     assert cli.main(["hardware", "--device", "process", *words, "--out", str(small)]) in (1, 2)
     assert says in capsys.readouterr().err
+
+
+def test_a_bar_that_is_missed_has_said_so_and_pytest_has_not() -> None:
+    """3 is a measurement that misses its bar; of pytest it is a failure of its own."""
+    assert provenance.ended_well("python -m cbengine validate", 3)
+    assert not provenance.ended_well("python -m pytest tests", 3)
+    assert not provenance.ended_well("python -m cbengine validate", 124)
 
 
 def test_a_foreign_ledger_is_left_alone(small: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,8 +114,8 @@ def test_each_group_keeps_what_it_found(tmp_path: Path, capsys: pytest.CaptureFi
     """One file a group; none where nothing was found."""
     groups = [Group("first", lambda: [Figure("a", 1.0, "s")]), Group("second", list)]
     assert shown(groups, as_json=False, keep=tmp_path / "kept")
-    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["first.json"]
-    assert json.loads((tmp_path / "kept" / "first.json").read_text())[0]["name"] == "a"
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["first.jsonl"]
+    assert json.loads((tmp_path / "kept" / "first.jsonl").read_text().splitlines()[0])["name"] == "a"
 
 
 def test_a_budget_names_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ def second(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_rows_of_the_attention_bench_are_a_decode_step(context: int) -> None:
     """Every row's own token lies at the end of its last block, and tables name each block once."""
     tables = torch.randperm(3 * -(-context // 16)).view(3, -1)
-    rows = attention_bench.decoding(tables, context)
+    rows = attention_bench.decoding(tables, context, 16)
     assert rows.decodes == len(rows.slots) == 3
     assert sorted(rows.tables.flatten().tolist()) == list(range(tables.numel()))
     for row in range(3):
@@ -189,8 +189,8 @@ def test_parts_come_in_their_order_and_ceilings_are_measured_once(
     assert [line.split()[0] for line in out.splitlines()] == ["host", "device", "matrix", "gemm"]
     assert err == "failed: attention: RuntimeError: no kernels\n"
     assert measured == ["cpu"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["copies.json", "gemms.json"]
-    assert json.loads((tmp_path / "gemms.json").read_text())[0]["value"] == BEST.rate
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copies.jsonl", "gemms.jsonl"]
+    assert json.loads((tmp_path / "gemms.jsonl").read_text().splitlines()[0])["value"] == BEST.rate
 
 
 @pytest.mark.parametrize("words", [["--kernels"], ["--only", "gemms"], ["--model", "tiny"]])

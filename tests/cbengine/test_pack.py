@@ -134,8 +134,7 @@ def test_results_come_back_and_the_next_call_finds_them(made: Path, tmp_path: Pa
     )
     done = called(made, "first", "--results", "back.tgz", "--work", "here")
     assert done.returncode == 7, done.stderr
-    commit = environment.git_state()
-    assert done.stdout.split()[0] == f"{commit['commit']}{'+' if commit['dirty'] else ''}"
+    assert done.stdout.split()[0] == environment.code_version()
     assert "False ['hardware', 'first']" in done.stdout, "a package that is installed is not replaced"
     assert called(made, "second", "--results", "back.tgz", "--work", "elsewhere").returncode == 7
     with tarfile.open("back.tgz") as archive:
@@ -176,7 +175,7 @@ def test_a_part_ends_by_itself(made: Path, monkeypatch: pytest.MonkeyPatch) -> N
     manifest = json.loads((made / "pack.json").read_text()) | {"minutes": 0.02}
     (made / "pack.json").write_text(json.dumps(manifest))
     script = (made / "run.py").read_text()
-    (made / "run.py").write_text(script.replace("GRACE_S = 20.0", "GRACE_S = 1.0"))
+    (made / "run.py").write_text(script.replace("GRACE_S = 60.0", "GRACE_S = 1.0"))
     done = called(made, "--results", "back.tgz")
     assert done.returncode == pack_run.TIMED_OUT
     assert "ended after 0.02 minutes" in done.stderr
@@ -195,6 +194,35 @@ def test_a_call_that_is_cut_off_brings_back_what_it_has(made: Path) -> None:
         assert process.wait(30) == 128 + signal.SIGTERM
     with tarfile.open("back.tgz") as archive:
         assert archive.getnames() == ["begun"]
+
+
+def test_what_the_campaign_started_ends_with_it(made: Path, tmp_path: Path) -> None:
+    """Its commands are in groups of their own: it is asked to end them before it is ended itself."""
+    child = tmp_path / "child"
+    replace_engine(
+        made,
+        "import signal, subprocess\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        f"pathlib.Path({str(child)!r}).write_text(str(child.pid))\n"
+        "try:\n    time.sleep(600)\nfinally:\n    child.kill()\n    child.wait()\n",
+    )
+    manifest = json.loads((made / "pack.json").read_text()) | {"minutes": 0.02}
+    (made / "pack.json").write_text(json.dumps(manifest))
+    script = (made / "run.py").read_text()
+    (made / "run.py").write_text(script.replace("GRACE_S = 60.0", "GRACE_S = 2.0"))
+    assert called(made).returncode == pack_run.TIMED_OUT
+    assert not Path(f"/proc/{child.read_text()}").exists()
+
+
+def test_files_that_come_and_go_are_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are saved while the campaign writes and removes files."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "stays").write_text("here")
+    monkeypatch.setattr(pack_run, "listed", lambda _: [(4, "stays"), (4, "gone")])
+    pack_run.save(tmp_path / "out", tmp_path / "back.tgz", {"max_result_bytes": 1000})
+    with tarfile.open(tmp_path / "back.tgz") as archive:
+        assert archive.getnames() == ["stays"]
 
 
 def test_results_are_saved_while_a_part_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,42 +109,52 @@ class Recorded:
 
 
 class Profiler:
-    """Sees one kernel a microsecond of four."""
+    """Sees one kernel, a microsecond of four, for each step that is launched between its start and its stop."""
 
-    def __init__(self, activities: Any) -> None:
-        self.started = self.stopped = 0
+    def __init__(self, launched: list[int]) -> None:
+        self._launched = launched
+        self.first = self.end = -1
 
     def start(self) -> None:
-        self.started += 1
+        assert self.first < 0
+        self.first = self._launched[0]
 
     def stop(self) -> None:
-        self.stopped += 1
+        assert self.end < 0
+        self.end = self._launched[0]
 
     def events(self) -> list[Any]:
-        return [event("_decode", 4 * i, 4 * i + 1) for i in range(5)]
+        return [event("_decode", 4 * i, 4 * i + 1) for i in range(self.end - self.first)]
 
 
-@pytest.mark.parametrize(
-    ("ran", "shown"), [(60, "steps 21 to 30"), (25, "steps 21 to 24"), (22, "too few"), (3, "too few")]
-)
-def test_profiled_are_the_steps_after_the_one_in_flight(ran: int, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting the profiler takes long enough for the step in flight to end unseen. Told once a step, or more often
-    while it waits; ended by the run or by its count, and only once.
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("ran", "last"), [(60, 10), (25, 5), (21, 1), (20, 0), (3, 0)])
+def test_profiled_are_as_many_steps_as_were_asked_for(
+    depth: int, ran: int, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the profiler sees is what the window shows: steps launched after it started, the step in flight at the end
+    included. Told once a step, or more often while it waits; ended by the run or by its count, and only once.
     """
     made: list[Profiler] = []
-    monkeypatch.setattr(profile.torch.profiler, "profile", lambda **given: made.append(Profiler(**given)) or made[-1])
+    launched = [0]
+    monkeypatch.setattr(profile.torch.profiler, "profile", lambda **_: made.append(Profiler(launched)) or made[-1])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     record: Any = Recorded()
-    one = Profile(record, 10)
+    one = Profile(record, 10, depth)
     one()
-    for _ in range(ran):
+    for step in range(ran):
+        launched[0] = min(step + depth, ran)
         record.add()
         one()
         one()
     one.stop()
     one.stop()
-    assert [(p.started, p.stopped) for p in made] == [(1, 1)] * (ran >= SKIPPED)
-    assert shown in one.verdict()
-    if "steps" in shown:
-        assert one.verdict().endswith("profiler 29.41%")
-        assert one.files()["kernels.csv"].decode().splitlines()[1:] == ["_decode,5,5.0,1.0,12.0"]
+    assert len(made) == (ran >= SKIPPED)
+    first, end = (made[0].first, made[0].end) if made else (0, 0)
+    window = one.window
+    assert window["step"].tolist() == list(range(first, end))
+    assert len(window) == max(0, last - (depth - 1 if last < 10 else 0))
+    assert ("too few" in one.verdict()) == (len(window) < 2)
+    if len(window) >= 2:
+        assert f"steps {first} to {end - 1}: " in one.verdict()
+        assert one.files()["kernels.csv"].decode().splitlines()[1].startswith(f"_decode,{end - first},")

@@ -94,6 +94,7 @@ def test_on_a_cpu_it_says_what_it_could_not_check(tmp_path: Path, capsys: pytest
     assert lines["tokens of a tiny model"]["found"] == {
         "sync: texts as generate's": "8 of 8",
         "async: texts as generate's": "8 of 8",
+        "sampled: texts as a CPU's": "8 of 8",
     }
     assert capsys.readouterr().out.count("\n") == len(lines) + 1
 
