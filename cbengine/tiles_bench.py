@@ -87,7 +87,7 @@ def decodes(
     contexts: Sequence[int] = CONTEXTS,
     tiles: Sequence[Tiles] = DECODE_TILES,
     splits: Sequence[int] = SPLITS,
-    budget_s: float = 50.0,
+    budget_s: float = 25.0,
     span: int = SPAN_BYTES,
     multiprocessors: int | None = None,
 ) -> Iterator[Variant]:
@@ -112,7 +112,7 @@ def prefills(
     *,
     points: Sequence[tuple[int, int]] = PREFILLS,
     tiles: Sequence[Tiles] = PREFILL_TILES,
-    budget_s: float = 50.0,
+    budget_s: float = 33.0,
 ) -> Iterator[Variant]:
     """Best first at each point: (query tokens, cached tokens before them)."""
 

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -19,8 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from cbengine.kernels.ops import MOST_SPLITS, TritonOps
@@ -96,13 +99,44 @@ def compiled(act: Callable[[], object]) -> list[Compiled]:
 
 
 def launch(of: Launches) -> None:
-    """Everything that a step launches, for a decode and a chunk, with every number of splits. Sizes that kernels read
-    from the device, or that only the grid depends on, are the least there are.
+    """Everything that a step launches, for a decode and a chunk, with every number of splits."""
+    model, dtype = of.model, getattr(torch, of.model.dtype)
+    x, norm = torch.zeros(3, model.hidden, dtype=dtype), torch.zeros(model.hidden, dtype=dtype)
+    (keys, values), rows = inputs(of)
+    ops, eps = TritonOps(1), 1e-5
+    ops.rms_norm(x, norm, eps)
+    ops.add_rms_norm(x, x, norm, eps)
+    width = model.head_dim
+    qkv = torch.zeros(3, (model.heads + 2 * model.kv_heads) * width, dtype=dtype)
+    norms = (torch.zeros(width, dtype=dtype), torch.zeros(width, dtype=dtype)) if model.qk_norm else None
+    queries = ops.rotate_and_cache(qkv, torch.zeros(4, 2, width // 2), norms, eps, keys, values, rows)
+    ops.attention(queries, keys, values, replace(rows, decodes=0))
+    splits = 1
+    while splits <= MOST_SPLITS:
+        TritonOps(1, splits=splits).attention(queries[:1], keys, values, replace(rows, slots=rows.slots[:1]))
+        splits *= 2
+    ops.silu_mul(torch.zeros(3, 2 * model.intermediate, dtype=dtype))
+
+
+def launch_tiles(of: Launches) -> None:
+    """Attention with every other tile that `bench --only tiles` tries; one that cannot be compiled is left out."""
+    from cbengine.tiles_bench import DECODE_TILES, PREFILL_TILES
+
+    (keys, values), rows = inputs(of)
+    queries = torch.zeros(3, of.model.heads, of.model.head_dim, dtype=keys.dtype)
+    tried = [(TritonOps(1, decode=cut), queries[:1], replace(rows, slots=rows.slots[:1])) for cut in DECODE_TILES]
+    tried += [(TritonOps(1, prefill=cut), queries, replace(rows, decodes=0)) for cut in PREFILL_TILES]
+    for ops, asked, some in tried:
+        with suppress(OutOfResources):
+            ops.attention(asked, keys, values, some)
+
+
+def inputs(of: Launches) -> tuple[tuple[Tensor, Tensor], Rows]:
+    """A cache, and a decode with a chunk on it. Sizes that kernels read from the device, or that only the grid depends
+    on, are the least there are.
     """
     model, dtype = of.model, getattr(torch, of.model.dtype)
-    heads, kv_heads, width = model.heads, model.kv_heads, model.head_dim
-    x, norm = torch.zeros(3, model.hidden, dtype=dtype), torch.zeros(model.hidden, dtype=dtype)
-    keys, values = torch.zeros(2, 2, of.block_size, kv_heads, width, dtype=dtype)
+    keys, values = torch.zeros(2, 2, of.block_size, model.kv_heads, model.head_dim, dtype=dtype)
     counts, places = torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
     rows = Rows(
         tables=torch.zeros(3, 4, dtype=torch.int32),
@@ -115,18 +149,7 @@ def launch(of: Launches) -> None:
         longest=2,
         first=counts[:2] if of.padded else None,
     )
-    ops, eps = TritonOps(1), 1e-5
-    ops.rms_norm(x, norm, eps)
-    ops.add_rms_norm(x, x, norm, eps)
-    qkv = torch.zeros(3, (heads + 2 * kv_heads) * width, dtype=dtype)
-    norms = (torch.zeros(width, dtype=dtype), torch.zeros(width, dtype=dtype)) if model.qk_norm else None
-    queries = ops.rotate_and_cache(qkv, torch.zeros(4, 2, width // 2), norms, eps, keys, values, rows)
-    ops.attention(queries, keys, values, replace(rows, decodes=0))
-    splits = 1
-    while splits <= MOST_SPLITS:
-        TritonOps(1, splits=splits).attention(queries[:1], keys, values, replace(rows, slots=counts[:1]))
-        splits *= 2
-    ops.silu_mul(torch.zeros(3, 2 * model.intermediate, dtype=dtype))
+    return (keys, values), rows
 
 
 def fill(folder: Path, models: Sequence[str] = MODELS, block_sizes: Sequence[int] = BLOCK_SIZES) -> list[str]:
@@ -149,16 +172,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="the cache to fill")
     parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME", help=f"({' '.join(MODELS)})")
     parser.add_argument("--block-sizes", nargs="+", type=int, default=BLOCK_SIZES, metavar="N", help="(16 256)")
+    parser.add_argument("--tiles", action="store_true", help="also what `bench --only tiles` tries, blocks of 256")
     arguments = parser.parse_args(argv)
     os.environ["TRITON_CACHE_DIR"] = str(arguments.folder.resolve())
-    print(
-        json.dumps(
-            [
-                f"{of}: {len(compiled(partial(launch, of)))} launches"
-                for of in every(arguments.models, arguments.block_sizes)
-            ]
-        )
-    )
+    wanted = [(of, launch) for of in every(arguments.models, arguments.block_sizes)]
+    if arguments.tiles:
+        wanted += [(of, launch_tiles) for of in every(arguments.models[:1], (256,)) if not of.padded]
+    print(json.dumps([f"{of}: {len(compiled(partial(act, of)))} launches" for of, act in wanted]))
 
 
 if __name__ == "__main__":
