@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,12 @@ from cbengine.smoke_checks import checks
 
 PROGRAM = Path(__file__).with_name("faulty_checks.py")
 ENDS = ("good", "bad", "hangs", "good", "crashes", "leaves", "breaks", "elsewhere", "good")
+
+
+@pytest.fixture(autouse=True)
+def found_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes find the project, installed or not."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
 
 
 def told(out: Path) -> list[dict[str, Any]]:
