@@ -239,7 +239,7 @@ def _positive(text: str) -> float:
 
 def _version(text: str) -> str:
     major, _, minor = text.partition(".")
-    if not (major == "3" and minor.isdecimal()):
+    if not (major == "3" and minor.isdecimal() and len(minor) <= 2):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a version of Python 3 such as 3.12")
     return text
 

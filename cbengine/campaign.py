@@ -32,7 +32,8 @@ from cbengine.errors import MissingError, UsageError
 from cbengine.provenance import Ledger, ended_well
 from cbsim.runs import ServerError
 
-TIMELINE = "timeline.json.gz"
+TIMELINE, INCOMPLETE = "timeline.json.gz", "INCOMPLETE"
+OUT_OF_TIME = 124
 GPU_8K = "8k_b32"
 SHORT = ("--set", "workload.output_tokens=2048")
 SHORTER = ("--set", "workload.output_tokens=512")
@@ -212,11 +213,13 @@ def _part(part: Part, place: Path, ledger: Ledger, say: Callable[[str], None], u
             left.append(told)
             continue
         say(f"  {told}")
+        ledger.begin()
         code, seconds, printed = _run(_expanded(words), log, rest_s)
         ledger.add(told, code, seconds)
         if not ended_well(told, code):
             left.append(told)
-            say(f"  exit status {code} after {seconds:.0f} s, {log}:")
+            why = "ran out of time" if code == OUT_OF_TIME else f"ended with exit status {code}"
+            say(f"  {why} after {seconds:.0f} s; the last lines of {log}:")
             for line in printed:
                 say(f"    {line}")
     for timeline in place.rglob(TIMELINE):
@@ -240,8 +243,14 @@ def _expanded(words: Sequence[str]) -> list[str]:
     """The command as it is run: by this Python, with what a trailing * stands for."""
     found = [sys.executable, "-m"]
     for word in words:
-        found += sorted(map(str, Path(word[:-1]).iterdir())) if word.endswith("/*") else [word]
+        found += whole_runs(Path(word[:-1])) if word.endswith("/*") else [word]
     return found
+
+
+def whole_runs(folder: Path) -> list[str]:
+    """Run directories, but for those that were cut short; none, if there is no folder."""
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [str(path) for path in found if not (path / INCOMPLETE).exists()]
 
 
 def _run(words: Sequence[str], log: Path, limit_s: float) -> tuple[int, float, list[str]]:
@@ -270,7 +279,7 @@ def _ended(words: Sequence[str], file: IO[str], limit_s: float) -> int:
         try:
             return process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            return 124
+            return OUT_OF_TIME
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

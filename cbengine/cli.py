@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from cbengine.validate import Asked
 
 BEGUN_S = time.monotonic()  # before anything heavy is imported
-PACKAGES = ("torch", "transformers", "safetensors", "triton")
+OURS = ("cbengine", "cbsim", "analysis")
 SAMPLING = {"temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p", "seed": "--sampling-seed"}
 
 
@@ -51,9 +52,10 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         from cbengine.errors import MissingError
 
-        if error.name not in PACKAGES:
+        package = (error.name or "").partition(".")[0]
+        if package in OURS:
             raise
-        raise MissingError(f"{error.name} is not installed: pip install -e '.[engine]'") from None
+        raise MissingError(f"{package} is not installed: pip install -e '.[engine]'") from None
 
 
 def _act(arguments: argparse.Namespace) -> int:
@@ -147,7 +149,17 @@ def _smoke(arguments: argparse.Namespace) -> int:
     if arguments.worker is not None:
         return smoke.work(smoke.Place(device, arguments.out), checks()[arguments.worker :])
     worker = (sys.executable, "-m", "cbengine", "smoke", "--device", device, "--out", str(arguments.out), "--from")
-    ended_well = smoke.smoke(arguments.out, checks(), worker, lambda line: print(line, flush=True))
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        from cbengine.errors import UsageError
+
+        raise UsageError(f"--out: {arguments.out}: {error.strerror or error}") from None
+    try:
+        ended_well = smoke.smoke(arguments.out, checks(), worker, lambda line: print(line, flush=True))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0 if ended_well else ERROR
 
 

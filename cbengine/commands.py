@@ -95,6 +95,8 @@ def replay(options: RunOptions, setup: Setup, *, peer: bool, profiled: int, stan
     """Run a scenario on a device under each of its loops, write the run directories, say what came out. The peer may
     have the stand-in for flash_attn.
     """
+    if setup.spin and (peer or setup.device != "cuda"):
+        raise UsageError("--wait spin: needs --device cuda and our own engine")
     if profiled and (peer or setup.device != "cuda"):
         raise UsageError("--profile: needs --device cuda and our own engine")
     if stand_in and not (peer and setup.device == "cuda"):

@@ -44,18 +44,35 @@ class PackOptions:
 
 
 def pack(options: PackOptions, say: Callable[[str], None]) -> None:
-    """Write the folder. Raises UsageError for a folder that is no earlier pack, for what is too large, and where there
-    is no checkout; ServerError where wheels cannot be had.
+    """Write the folder, in place of an earlier pack. Raises UsageError for a folder that holds anything else, for what
+    is too large, and where there is no checkout; ServerError where wheels cannot be had. Then nothing has changed.
     """
-    _begin(options)
+    _check(options)
+    made = options.out.with_name(f"{options.out.name}.part")
+    try:
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir(parents=True)
+        whole = _fill(made, options, say)
+        shutil.rmtree(options.out, ignore_errors=True)
+        made.rename(options.out)
+    except OSError as error:
+        raise UsageError(f"--out: {error.filename or options.out}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    say(f"{whole / 1e6:.1f} MB in {options.out}; copy it, and run there: python3 {options.out.name}/run.py first")
+
+
+def _fill(out: Path, options: PackOptions, say: Callable[[str], None]) -> int:
+    """Write everything; returns the bytes."""
     say("the project's files")
-    _tree(options.out / "tree.tar.gz")
+    _tree(out / "tree.tar.gz")
     say(f"wheels for Python {options.python}: {', '.join(WHEELS)} and what they need")
-    _wheels(options.out / "wheels", options.python)
+    _wheels(out / "wheels", options.python)
     if options.triton_cache is not None:
-        _archive(options.out / "triton-cache.tar.gz", options.triton_cache, sorted(options.triton_cache.rglob("*")))
-    shutil.copyfile(Path(pack_run.__file__), options.out / "run.py")
-    files = {str(path.relative_to(options.out)): _told(path) for path in _files(options.out)}
+        kernels = [path for path in sorted(options.triton_cache.rglob("*")) if _plain(path)]
+        _archive(out / "triton-cache.tar.gz", options.triton_cache, kernels)
+    shutil.copyfile(Path(pack_run.__file__), out / "run.py")
+    files = {str(path.relative_to(out)): _told(path) for path in _files(out)}
     content = {
         "version": code_version(),
         **git_state(),
@@ -65,32 +82,43 @@ def pack(options: PackOptions, say: Callable[[str], None]) -> None:
         "max_result_bytes": round(options.max_result_mb * 1e6),
         "files": files,
     }
-    (options.out / pack_run.MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (out / pack_run.MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     _check_size(options, files)
-    say(f"{sum(size for size, _ in files.values()) / 1e6:.1f} MB in {options.out}; there: python3 run.py first")
+    return sum(size for size, _ in files.values())
 
 
-def _begin(options: PackOptions) -> None:
+def _check(options: PackOptions) -> None:
     out = options.out
-    if out.exists() and any(out.iterdir()) and not (out / pack_run.MANIFEST).exists():
-        raise UsageError(f"--out: {out} holds other files than a pack's: name an empty folder")
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise UsageError(f"--out: {out} is no folder")
+    others = _others(out)
+    if others:
+        raise UsageError(f"--out: {out} holds other files than a pack's, such as {others[0]}: name an empty folder")
     if git_state()["commit"] is None:
         raise UsageError("pack: needs a git checkout of the project, to say which files belong to it")
     if options.triton_cache is not None and not options.triton_cache.is_dir():
         raise UsageError(f"--triton-cache: {options.triton_cache} is no folder")
-    shutil.rmtree(out, ignore_errors=True)
+
+
+def _others(out: Path) -> list[str]:
+    """Files of a folder that no earlier pack has written."""
     try:
-        out.mkdir(parents=True)
-    except OSError as error:
-        raise UsageError(f"--out: {out} cannot be made: {error.strerror or error}") from None
+        ours = {pack_run.MANIFEST, *json.loads((out / pack_run.MANIFEST).read_text(encoding="utf-8"))["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = set()
+    return [name for path in _files(out) if (name := str(path.relative_to(out))) not in ours]
 
 
 def _tree(path: Path) -> None:
     """Files as they are now, changed ones included."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-    names = sorted(name for name in set(listed) if name and not name.startswith(LEFT_OUT) and (ROOT / name).is_file())
+    names = sorted(name for name in set(listed) if name and not name.startswith(LEFT_OUT) and _plain(ROOT / name))
     _archive(path, ROOT, [ROOT / name for name in names])
+
+
+def _plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def _archive(path: Path, root: Path, files: Sequence[Path]) -> None:

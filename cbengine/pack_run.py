@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import hashlib
 import importlib.metadata
 import io
 import json
@@ -20,6 +21,7 @@ import sys
 import tarfile
 import time
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,8 +35,12 @@ POLL_S = 0.5
 TIMED_OUT = 124
 
 
+class PackError(Exception):
+    """What stands in the way of a call, before anything is measured."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status of the part; 124 if it had to be ended."""
+    """Returns the exit status of the part; 124 if it had to be ended, 2 if it cannot be begun."""
     parser = argparse.ArgumentParser(prog="python3 run.py", description="Run parts of the campaign from this pack.")
     parser.add_argument("parts", nargs="*", metavar="PART", help="first, second, third, or parts by name")
     parser.add_argument("--device", default="cuda", help="cuda (default); process or modelled rehearse on a CPU")
@@ -43,24 +49,68 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--work", type=Path, default=Path("pack-work"), metavar="DIR", help="where the pack is unpacked"
     )
     given = parser.parse_args(argv)
-    here = Path(__file__).resolve().parent
-    manifest = json.loads((here / MANIFEST).read_text(encoding="utf-8"))
-    work, results = given.work.resolve(), given.results.resolve()
-    if (wanted := manifest["python"]) != (has := ".".join(platform.python_version_tuple()[:2])):
-        print(f"run.py: wheels are for Python {wanted}, this is {has}", file=sys.stderr)
-    environment = unpacked(here, work, manifest)
+    here, work, results = Path(__file__).resolve().parent, given.work.resolve(), given.results.resolve()
     out = work / "results"
-    out.mkdir(exist_ok=True)
-    if results.exists():
-        with tarfile.open(results) as archive:
-            archive.extractall(out, filter="data")
+    try:
+        manifest = checked(here)
+        environment = unpacked(here, work, manifest)
+        out.mkdir(exist_ok=True)
+        resume(results, out)
+        save(out, results, manifest)  # if that cannot be done, it is better known now
+    except PackError as error:
+        return refused(str(error))
+    except OSError as error:
+        return refused(f"{error.filename or given.work}: {error.strerror or error}")
     command = [sys.executable, "-m", "cbengine", "hardware", *given.parts, "--device", given.device]
     command += ["--minutes", str(manifest["minutes"]), "--out", str(out)]
     with ended_politely():
         try:
             return run(command, environment, work, manifest["minutes"] * 60, lambda: save(out, results, manifest))
         finally:
-            save(out, results, manifest)
+            omitted = save(out, results, manifest)
+            print(f"run.py: results are in {results}", *omitted, sep="\n  left out: ", file=sys.stderr, flush=True)
+
+
+def refused(reason: str) -> int:
+    print(f"run.py: {reason}", file=sys.stderr)
+    return 2
+
+
+def checked(here: Path) -> dict[str, Any]:
+    """The manifest, once every file is there as it was packed. Raises PackError."""
+    try:
+        manifest: dict[str, Any] = json.loads((here / MANIFEST).read_text(encoding="utf-8"))
+        numbers = float(manifest["minutes"]), int(manifest["max_result_bytes"])
+        sums = {name: str(told[1]) for name, told in manifest["files"].items()}
+        wanted = str(manifest["python"]), str(manifest["version"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise PackError(f"{here / MANIFEST}: no manifest of a pack: {type(error).__name__}: {error}") from None
+    if not all(number > 0 for number in numbers):
+        raise PackError(f"{here / MANIFEST}: minutes, max_result_bytes: got {numbers}, must be > 0")
+    for name, told in sums.items():
+        path = here / name
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != told:
+            raise PackError(f"{path}: is not as it was packed: copy the pack again")
+    has = ".".join(platform.python_version_tuple()[:2])
+    if has != wanted[0] and not all(map(installed, ("pydantic", "pydantic_core"))):
+        raise PackError(f"the wheels are for Python {wanted[0]}, this is {has}: pack with --python {has}")
+    return manifest
+
+
+def resume(results: Path, out: Path) -> None:
+    """Unpack what earlier calls brought back, but for what is here and newer. Raises PackError."""
+    if not results.exists():
+        return
+    try:
+        with tarfile.open(results) as archive:
+            for member in archive:
+                here = out / member.name
+                if not here.exists() or here.stat().st_mtime < member.mtime:
+                    archive.extract(member, out, filter="data")
+    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
+        raise PackError(
+            f"--results: {results}: no archive of results: {error}: move it away, or name another"
+        ) from None
 
 
 def unpacked(here: Path, work: Path, manifest: dict[str, Any]) -> dict[str, str]:
@@ -133,7 +183,7 @@ def ended_politely() -> Iterator[None]:
     def stop(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         yield
     finally:
@@ -141,11 +191,14 @@ def ended_politely() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def save(out: Path, results: Path, manifest: dict[str, Any]) -> None:
-    """One archive of what was measured: smaller files first, as far as its size allows; what is left out is listed in
-    it. Written beside the old one, then moved in its place. Files that come and go meanwhile are no failure.
+def save(out: Path, results: Path, manifest: dict[str, Any]) -> list[str]:
+    """One archive of what was measured: smaller files first, as far as its size allows; what is left out, now or by a
+    call before, is listed in it and returned. Written beside the old one, then moved in its place. Files that come and
+    go meanwhile are no failure.
     """
-    room, omitted = manifest["max_result_bytes"], []
+    room, files = manifest["max_result_bytes"], sorted(listed(out))
+    names = {name for _, name in files}
+    omitted = [line for line in lines(out / LEFT_OUT) if line.rpartition(" ")[0].rpartition(" ")[0] not in names]
     results.parent.mkdir(parents=True, exist_ok=True)
     unfinished = results.with_name(f"{results.name}.part")
     with (
@@ -153,16 +206,21 @@ def save(out: Path, results: Path, manifest: dict[str, Any]) -> None:
         gzip.GzipFile(fileobj=raw, mode="wb") as packed,
         tarfile.open(fileobj=packed, mode="w") as archive,
     ):
-        for size, name in sorted(listed(out)):
+        for size, name in files:
             packed.flush()  # so that `tell` counts all that was added
             if raw.tell() + size > room:
                 omitted.append(f"{name} {size} bytes")
                 continue
             with suppress(FileNotFoundError):
-                _add(archive, name, (out / name).read_bytes())
+                _add(archive, name, (out / name).read_bytes(), (out / name).stat().st_mtime)
         if omitted:
-            _add(archive, LEFT_OUT, "\n".join(omitted).encode())
+            _add(archive, LEFT_OUT, "\n".join(omitted).encode(), time.time())
     unfinished.replace(results)
+    return omitted
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
 def listed(out: Path) -> Iterator[tuple[int, str]]:
@@ -173,9 +231,9 @@ def listed(out: Path) -> Iterator[tuple[int, str]]:
                 yield path.stat().st_size, str(path.relative_to(out))
 
 
-def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+def _add(archive: tarfile.TarFile, name: str, content: bytes, changed_s: float) -> None:
     entry = tarfile.TarInfo(name)
-    entry.size, entry.mtime = len(content), int(time.time())
+    entry.size, entry.mtime = len(content), int(changed_s)
     archive.addfile(entry, io.BytesIO(content))
 
 

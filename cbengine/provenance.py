@@ -36,10 +36,14 @@ class Ledger:
         found = [c for c in self._commands if (c["command"], c["commit"]) == (command, self._version)]
         return self._version is not None and any(ended_well(command, c["exit"]) for c in found)
 
+    def begin(self) -> None:
+        """Say where and by what, whatever becomes of the commands."""
+        _write(self._path, {**self._facts, "commands": self._commands})
+
     def add(self, command: str, code: int, seconds: float) -> None:
         entry = {"command": command, "exit": code, "seconds": round(seconds, 1), "commit": self._version}
         self._commands.append(entry)
-        _write(self._path, {**self._facts, "commands": self._commands})
+        self.begin()
 
 
 def begin(path: Path, device: str) -> None:
@@ -63,8 +67,11 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {"commands": [dict(one) for one in found["commands"]]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        commands = [dict(one) for one in found["commands"]]
+        if lacking := next((one for one in commands if not one.keys() >= {"command", "exit", "commit"}), None):
+            raise ValueError(f"{lacking}: needs command, exit and commit")
+        return {"commands": commands}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{path}: not the record of an earlier call: {error}") from None
 
 

@@ -112,8 +112,8 @@ def _process(
     book, shown, since = out / "smoke.jsonl", begun, time.monotonic()
     with (out / "smoke.log").open("a", encoding="utf-8") as log:
         process = subprocess.Popen([*worker, str(begun)], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    with process:
-        code = None
+    code = None
+    try:
         while code is None:
             code = process.poll()
             lines = book.read_text(encoding="utf-8").split("\n")[:-1]  # the last piece may still be being written
@@ -124,6 +124,9 @@ def _process(
             if code is None and time.monotonic() > until:
                 process.kill()
             time.sleep(POLL_S if code is None else 0)
+    finally:  # also where this one is asked to end
+        process.kill()
+        process.wait()
     if shown == len(checks) or code == BROKEN:
         return shown
     took = time.monotonic() - since

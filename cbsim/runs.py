@@ -136,12 +136,13 @@ def one_loop(asked: Scenario, loop: str, options: RunOptions, serve: Maker) -> F
 
 @contextmanager
 def _interrupted_between_steps(progress: terminal.Progress) -> Iterator[None]:
-    """Ctrl-C ends a run where its state is whole: after a step."""
-    before = signal.signal(signal.SIGINT, progress.interrupt)
+    """Ctrl-C, or a request to end, ends a run where its state is whole: after a step."""
+    before = {number: signal.signal(number, progress.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _write_results(

@@ -29,10 +29,12 @@ from triton.runtime.jit import JITFunction
 from cbengine.kernels.ops import MOST_SPLITS, TritonOps
 from cbengine.ops import Rows
 from cbsim import shapes
+from cbsim.fields import ScenarioError
 from cbsim.shapes import ModelShape
 
 MODELS = ("llama-3.1-8b", "llama-3.2-1b", "tiny")
 BLOCK_SIZES = (16, 256)
+LARGEST_BLOCK = 65536
 TARGET = GPUTarget("cuda", 90, 32)
 
 
@@ -174,6 +176,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--block-sizes", nargs="+", type=int, default=BLOCK_SIZES, metavar="N", help="(16 256)")
     parser.add_argument("--tiles", action="store_true", help="also what `bench --only tiles` tries, blocks of 256")
     arguments = parser.parse_args(argv)
+    try:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
+        for name in arguments.models:
+            shapes.model(name)
+    except OSError as error:
+        parser.error(f"{arguments.folder}: {error.strerror or error}")
+    except ScenarioError as error:
+        parser.error(f"--models: {error}")
+    if not all(1 <= size <= LARGEST_BLOCK for size in arguments.block_sizes):
+        parser.error(f"--block-sizes: got {arguments.block_sizes}, must be from 1 to {LARGEST_BLOCK}")
     os.environ["TRITON_CACHE_DIR"] = str(arguments.folder.resolve())
     wanted = [(of, launch) for of in every(arguments.models, arguments.block_sizes)]
     if arguments.tiles:

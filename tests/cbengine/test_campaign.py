@@ -65,7 +65,7 @@ def test_what_is_done_is_not_done_again(small: Path, capsys: pytest.CaptureFixtu
     assert [c["exit"] for c in ledger(small)["commands"]] == [0, 0, 1, 0]
     said = capsys.readouterr().err
     assert "failed or not begun: python -m fails" in said
-    assert [line.split() for line in said.splitlines() if "line" in line] == [["line", str(i)] for i in range(10, 40)]
+    assert [line.split() for line in said.splitlines() if "line " in line] == [["line", str(i)] for i in range(10, 40)]
     (small.parent / "mended").touch()
     assert cli.main(words) == 0
     assert [c["exit"] for c in ledger(small)["commands"]] == [0, 0, 1, 0, 0]
@@ -162,6 +162,24 @@ def test_a_bar_that_is_missed_has_said_so_and_pytest_has_not() -> None:
     assert provenance.ended_well("python -m cbengine validate", 3)
     assert not provenance.ended_well("python -m pytest tests", 3)
     assert not provenance.ended_well("python -m cbengine validate", 124)
+
+
+def test_runs_that_were_cut_short_are_no_part_of_a_report(tmp_path: Path) -> None:
+    """A part that was ended goes on in the next call: what it left behind is not read."""
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "cut" / "INCOMPLETE").touch()
+    assert campaign.whole_runs(tmp_path) == [str(tmp_path / "whole")]
+    assert campaign.whole_runs(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("content", ["[]", '{"commands": [{"command": "x"}]}', "[" * 100_000])
+def test_a_broken_ledger_is_named(content: str, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = small / "cpu-process" / "provenance.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert cli.main(["hardware", "first", "--device", "process", "--out", str(small)]) == 2
+    assert f"{path}: not the record of an earlier call" in capsys.readouterr().err
 
 
 def test_a_foreign_ledger_is_left_alone(small: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,7 @@ def test_a_run_keeps_its_tokens_when_asked(tmp_path: Path, capsys: pytest.Captur
     [
         (["replay", "tiny_cpu", "--temperature", "-1"], "temperature"),
         (["replay", "tiny_cpu", "--device", "inline", "--profile", "5"], "--profile"),
+        (["replay", "tiny_cpu", "--device", "inline", "--wait", "spin"], "--wait spin: needs --device cuda"),
         (["replay", "tiny_cpu", "--device", "inline", "--weights", "nowhere"], "config.json"),
         (["replay", "nowhere.yaml"], "nowhere.yaml"),
         (["replay", "8k_b32", "--device", "inline", "--set", "kv_cache.num_blocks=9999999"], "GB"),

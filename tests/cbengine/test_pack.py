@@ -76,6 +76,14 @@ def replace_engine(made: Path, body: str) -> None:
     (folder / "__init__.py").touch()
     (folder / "__main__.py").write_text(head + body)
     pack._archive(made / "tree.tar.gz", folder.parent, sorted(folder.parent.rglob("*.py")))
+    sealed(made)
+
+
+def sealed(made: Path, **changes: Any) -> None:
+    """The manifest after files, or fields of it, were changed on purpose."""
+    manifest = json.loads((made / "pack.json").read_text()) | changes
+    manifest["files"] = {name: pack._told(made / name) for name in manifest["files"]}
+    (made / "pack.json").write_text(json.dumps(manifest))
 
 
 def test_a_pack_has_what_is_needed_and_says_what(made: Path, pip: list[list[str]]) -> None:
@@ -147,13 +155,75 @@ def test_results_come_back_and_the_next_call_finds_them(made: Path, tmp_path: Pa
 def test_an_archive_has_a_limit(made: Path) -> None:
     """Small files first; what did not fit is named."""
     replace_engine(made, "(out / 'large').write_bytes(os.urandom(300_000))\n(out / 'small').write_text('x' * 1000)\n")
-    assert called(made, "--results", "back.tgz").returncode == 0
+    done = called(made, "--results", "back.tgz")
+    assert done.returncode == 0
+    assert "left out: large 300000 bytes" in done.stderr
     assert Path("back.tgz").stat().st_size <= 200_000
     with tarfile.open("back.tgz") as archive:
         assert archive.getnames() == ["small", "left_out.txt"]
         left = archive.extractfile("left_out.txt")
         assert left is not None
         assert left.read() == b"large 300000 bytes"
+
+
+def test_what_was_left_out_before_stays_named(made: Path) -> None:
+    """On another machine nobody has it any more."""
+    replace_engine(
+        made,
+        "if not (out / 'small').exists():\n    (out / 'large').write_bytes(os.urandom(300_000))\n"
+        "(out / 'small').write_text('x')\n",
+    )
+    assert called(made, "--results", "back.tgz", "--work", "here").returncode == 0
+    assert "left out: large 300000 bytes" in called(made, "--results", "back.tgz", "--work", "elsewhere").stderr
+
+
+def test_what_is_newer_is_kept(made: Path) -> None:
+    """An archive of an earlier call does not undo a later one on the same machine."""
+    replace_engine(made, "with (out / 'book').open('a') as book: book.write('called\\n')\n")
+    assert called(made, "--results", "old.tgz").returncode == 0
+    Path("new.tgz").write_bytes(Path("old.tgz").read_bytes())
+    assert called(made, "--results", "new.tgz").returncode == 0
+    assert called(made, "--results", "old.tgz").returncode == 0
+    assert Path("pack-work/results/book").read_text() == "called\n" * 3
+
+
+@pytest.mark.parametrize(
+    ("breaks", "says"),
+    [
+        (lambda made: (made / "pack.json").unlink(), "pack.json: no manifest of a pack: FileNotFoundError"),
+        (lambda made: (made / "pack.json").write_text("{}"), "pack.json: no manifest of a pack: KeyError"),
+        (lambda made: (made / "pack.json").write_text("[1"), "pack.json: no manifest of a pack: JSONDecodeError"),
+        (lambda made: sealed(made, minutes="x"), "pack.json: no manifest of a pack: ValueError"),
+        (lambda made: sealed(made, minutes=-1), "minutes, max_result_bytes: got (-1.0, 200000), must be > 0"),
+        (lambda made: (made / "tree.tar.gz").write_bytes(b"x"), "tree.tar.gz: is not as it was packed"),
+        (lambda made: (made / "tree.tar.gz").unlink(), "tree.tar.gz: is not as it was packed"),
+        (lambda made: Path("back.tgz").write_bytes(b"garbage"), "--results: "),
+        (lambda made: Path("back.tgz").write_bytes(b""), "--results: "),
+        (lambda made: Path("back.tgz").mkdir(), "--results: "),
+        (lambda made: Path("pack-work").write_text("a file"), "pack-work"),
+    ],
+)
+def test_what_cannot_be_begun_is_said_at_once(made: Path, breaks: Any, says: str) -> None:
+    """One line, exit status 2, nothing is measured and nothing that was there is lost."""
+    replace_engine(made, "sys.exit(9)\n")
+    breaks(made)
+    done = called(made, "--results", "back.tgz")
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_earlier_pack_is_replaced_whole_or_not_at_all(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files beside a pack's own keep it from being removed; so does a new pack that is too large."""
+    before = (made / "pack.json").read_text()
+    assert cli.main(["pack", "--out", str(made), "--max-mb", "0.1"]) == 2
+    assert (made / "pack.json").read_text() == before
+    (made / "results.tgz").touch()
+    assert cli.main(["pack", "--out", str(made)]) == 2
+    assert "holds other files than a pack's, such as results.tgz" in capsys.readouterr().err
+    (made / "results.tgz").unlink()
+    assert cli.main(["pack", "--out", str(made)]) == 0
+    assert not made.with_name(f"{made.name}.part").exists()
 
 
 def test_many_files_fill_an_archive_and_no_more(tmp_path: Path) -> None:
@@ -172,10 +242,9 @@ def test_many_files_fill_an_archive_and_no_more(tmp_path: Path) -> None:
 def test_a_part_ends_by_itself(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve seconds, and a grace: the engine and its children are ended, and what there is comes back."""
     replace_engine(made, "(out / 'begun').touch()\ntime.sleep(600)\n")
-    manifest = json.loads((made / "pack.json").read_text()) | {"minutes": 0.02}
-    (made / "pack.json").write_text(json.dumps(manifest))
     script = (made / "run.py").read_text()
     (made / "run.py").write_text(script.replace("GRACE_S = 60.0", "GRACE_S = 1.0"))
+    sealed(made, minutes=0.02)
     done = called(made, "--results", "back.tgz")
     assert done.returncode == pack_run.TIMED_OUT
     assert "ended after 0.02 minutes" in done.stderr
@@ -207,10 +276,9 @@ def test_what_the_campaign_started_ends_with_it(made: Path, tmp_path: Path) -> N
         f"pathlib.Path({str(child)!r}).write_text(str(child.pid))\n"
         "try:\n    time.sleep(600)\nfinally:\n    child.kill()\n    child.wait()\n",
     )
-    manifest = json.loads((made / "pack.json").read_text()) | {"minutes": 0.02}
-    (made / "pack.json").write_text(json.dumps(manifest))
     script = (made / "run.py").read_text()
     (made / "run.py").write_text(script.replace("GRACE_S = 60.0", "GRACE_S = 2.0"))
+    sealed(made, minutes=0.02)
     assert called(made).returncode == pack_run.TIMED_OUT
     assert not Path(f"/proc/{child.read_text()}").exists()
 

@@ -82,3 +82,18 @@ def test_a_filled_cache_is_all_that_the_engine_needs(tmp_path):
 def test_every_launch_is_a_model_a_block_size_and_padding_or_none():
     told = [str(launches) for launches in precompile.every(["tiny"], [16, 256])]
     assert told == [f"Tiny, blocks of {size}{padded}" for size in (16, 256) for padded in ("", ", padded")]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--models", "nosuch"], "--models: "),
+        (["--block-sizes", "0"], "--block-sizes: got [0], must be from 1 to 65536"),
+        (["--block-sizes", "99999999999999999999"], "must be from 1 to 65536"),
+    ],
+)
+def test_bad_arguments(words, says, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        precompile.main([str(tmp_path), *words])
+    assert stop.value.code == 2
+    assert says in capsys.readouterr().err

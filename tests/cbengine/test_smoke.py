@@ -106,6 +106,12 @@ def test_on_a_cpu_it_says_what_it_could_not_check(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out.count("\n") == len(lines) + 1
 
 
+def test_a_folder_that_cannot_be_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main(["smoke", "--device", "cpu", "--out", str(tmp_path / "file")]) == 2
+    assert f"--out: {tmp_path / 'file'}: " in capsys.readouterr().err
+
+
 def test_the_first_checks_are_those_that_decide() -> None:
     """Environment, a kernel, a capture, tokens: before anything that takes long."""
     assert [check.name for check in checks()[:4]] == [
