@@ -108,8 +108,9 @@ def resume(results: Path, out: Path) -> None:
                 if not here.exists() or here.stat().st_mtime < member.mtime:
                     archive.extract(member, out, filter="data")
     except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
+        reason = str(error).partition("\n")[0]
         raise PackError(
-            f"--results: {results}: no archive of results: {error}: move it away, or name another"
+            f"--results: {results}: no archive of results: {reason}: move it away, or name another"
         ) from None
 
 
