@@ -18,6 +18,7 @@ BENCH_PARTS = ("copies", "gemms", "attention", "tiles")
 
 
 def command_line() -> argparse.ArgumentParser:
+    """All commands."""
     parser = Parser(
         prog="python -m cbengine",
         description="Run continuous batching for real, with the simulator's own policies.",
@@ -34,7 +35,16 @@ def command_line() -> argparse.ArgumentParser:
     _validate_arguments(
         command("validate", "calibrate on short probes, predict workloads never probed, run them, compare")
     )
-    smoke = command("smoke", "look at everything on a machine once: four minutes at most, a line a check")
+    _smoke_arguments(command("smoke", "look at everything on a machine once: four minutes at most, a line a check"))
+    _hardware_arguments(command("hardware", "measure a GPU in parts of under ten minutes, resuming where it stopped"))
+    _pack_arguments(command("pack", "put what a machine without network needs to be measured into a folder"))
+    _bench_arguments(
+        command("bench", "print how fast the engine is, against what the device could do and transformers")
+    )
+    return parser
+
+
+def _smoke_arguments(smoke: argparse.ArgumentParser) -> None:
     smoke.add_argument(
         "--device", choices=("cuda", "cpu"), help="default: cuda if there is a driver, else cpu: what a CPU can check"
     )
@@ -42,7 +52,9 @@ def command_line() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("runs/smoke"), metavar="DIR", help="where lines go (runs/smoke)"
     )
     smoke.add_argument("--from", type=int, dest="worker", metavar="N", help=argparse.SUPPRESS)
-    hardware = command("hardware", "measure a GPU in parts of under ten minutes, resuming where it stopped")
+
+
+def _hardware_arguments(hardware: argparse.ArgumentParser) -> None:
     hardware.add_argument(
         "parts",
         nargs="*",
@@ -60,7 +72,9 @@ def command_line() -> argparse.ArgumentParser:
     hardware.add_argument(
         "--minutes", type=_positive, metavar="M", help="end after so many minutes; what is left waits for another call"
     )
-    pack = command("pack", "put what a machine without network needs to be measured into a folder")
+
+
+def _pack_arguments(pack: argparse.ArgumentParser) -> None:
     pack.add_argument("--out", type=Path, default=Path("runs/pack"), metavar="DIR", help="an empty folder (runs/pack)")
     pack.add_argument("--max-mb", type=_positive, default=64.0, metavar="MB", help="most that it may take (64)")
     pack.add_argument(
@@ -73,7 +87,9 @@ def command_line() -> argparse.ArgumentParser:
         "--python", type=_version, default="3.12", metavar="X.Y", help="version there, for the wheels (3.12)"
     )
     pack.add_argument("--triton-cache", type=Path, metavar="DIR", help="compiled kernels to take along")
-    bench = command("bench", "print how fast the engine is, against what the device could do and transformers")
+
+
+def _bench_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--device",
         choices=("modelled", "cuda"),
@@ -92,7 +108,6 @@ def command_line() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true", help="a minute instead of ten")
     bench.add_argument("--json", action="store_true", help="print a list of figures")
     bench.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="where runs go (runs/bench)")
-    return parser
 
 
 def _replay_arguments(replay: argparse.ArgumentParser) -> None:

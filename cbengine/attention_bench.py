@@ -60,13 +60,13 @@ def decode_case(
     block_tokens: int = BLOCK_TOKENS,
 ) -> Case:
     """`rows` requests that decode with `context` cached tokens each; the caches are `span` bytes or more together."""
-    blocks = rows * -(-context // block_tokens)
+    step, blocks = ragged([(1, context)] * rows, block_tokens, device)
     read = 2 * rows * context * model.kv_heads * model.head_dim * 2
     cached = (max(2, -(-span // read)), 2, blocks, block_tokens, model.kv_heads, model.head_dim)
     return Case(
         queries=torch.randn(rows, model.heads, model.head_dim, dtype=torch.bfloat16, device=device),
         cache=torch.randn(cached, dtype=torch.bfloat16, device=device),
-        rows=decoding(torch.randperm(blocks, device=device).view(rows, -1), context, block_tokens),
+        rows=step,
         read_bytes=read,
         flop=4.0 * model.heads * model.head_dim * rows * context,
     )
@@ -76,12 +76,13 @@ def prefill_case(
     model: ModelShape, tokens: int, cached: int, device: str = "cuda", *, block_tokens: int = BLOCK_TOKENS
 ) -> Case:
     """One prompt's chunk of `tokens` behind `cached` ones."""
-    blocks, pairs = -(-(tokens + cached) // block_tokens), tokens * cached + tokens * (tokens + 1) / 2
+    step, blocks = ragged([(tokens, cached + tokens)], block_tokens, device)
+    pairs = tokens * cached + tokens * (tokens + 1) / 2
     held = (1, 2, blocks, block_tokens, model.kv_heads, model.head_dim)
     return Case(
         queries=torch.randn(tokens, model.heads, model.head_dim, dtype=torch.bfloat16, device=device),
         cache=torch.randn(held, dtype=torch.bfloat16, device=device),
-        rows=chunk(torch.randperm(blocks, device=device), tokens, cached, block_tokens),
+        rows=step,
         read_bytes=2 * (tokens + cached) * model.kv_heads * model.head_dim * 2,
         flop=4.0 * model.heads * model.head_dim * pairs,
     )
@@ -121,34 +122,24 @@ def prefills(
         yield Figure(name, share * 100, "%", bar, share >= BAR_PREFILL if barred else None)
 
 
-def decoding(tables: Tensor, context: int, block_tokens: int = BLOCK_TOKENS) -> Rows:
-    """Rows that have `context` tokens each, their own included."""
-    count, device = len(tables), tables.device
-    every = torch.arange(count + 1, dtype=torch.int32, device=device)
-    at = torch.full((count,), context - 1, dtype=torch.int64, device=device)
-    return Rows(
-        tables=tables.int(),
-        slots=every[:count],
-        kv_tokens=torch.full((count,), context, dtype=torch.int32, device=device),
-        starts=every,
-        positions=at,
-        kv_places=tables[:, -1].long() * block_tokens + (context - 1) % block_tokens,
-        decodes=count,
-        longest=1,
+def ragged(lengths: Sequence[tuple[int, int]], block_tokens: int, device: str) -> tuple[Rows, int]:
+    """Rows of (query tokens, cached tokens with those), decodes first, in scattered blocks; and how many blocks."""
+    needed, counts = [-(-cached // block_tokens) for _, cached in lengths], [tokens for tokens, _ in lengths]
+    order = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(3)).split(needed)
+    tables = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
+    for line, own in zip(tables, order, strict=True):
+        line[: len(own)] = own
+    at = [torch.arange(cached - tokens, cached) for tokens, cached in lengths]
+    places = [own[i // block_tokens] * block_tokens + i % block_tokens for own, i in zip(order, at, strict=True)]
+    decodes = next((row for row, tokens in enumerate(counts) if tokens > 1), len(counts))
+    rows = Rows(
+        tables=tables.to(device),
+        slots=torch.arange(len(lengths), device=device).int(),
+        kv_tokens=torch.tensor([cached for _, cached in lengths], device=device).int(),
+        starts=torch.tensor([0, *counts], device=device).cumsum(0).int(),
+        positions=torch.cat(at).to(device),
+        kv_places=torch.cat(places).to(device),
+        decodes=decodes,
+        longest=max(counts[decodes:], default=1),
     )
-
-
-def chunk(table: Tensor, tokens: int, cached: int, block_tokens: int = BLOCK_TOKENS) -> Rows:
-    """One row of `tokens` query tokens behind `cached` ones, its blocks those of `table`."""
-    device = table.device
-    at = torch.arange(cached, cached + tokens, dtype=torch.int64, device=device)
-    return Rows(
-        tables=table.int().view(1, -1),
-        slots=torch.zeros(1, dtype=torch.int32, device=device),
-        kv_tokens=torch.full((1,), cached + tokens, dtype=torch.int32, device=device),
-        starts=torch.tensor([0, tokens], dtype=torch.int32, device=device),
-        positions=at,
-        kv_places=table.long()[at // block_tokens] * block_tokens + at % block_tokens,
-        decodes=0,
-        longest=tokens,
-    )
+    return rows, sum(needed)

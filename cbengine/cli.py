@@ -48,7 +48,7 @@ def _status(error: Exception) -> int | None:
 
 def _dispatch(arguments: argparse.Namespace) -> int:
     try:
-        return _act(arguments)
+        return ACTIONS[arguments.command](arguments)
     except ModuleNotFoundError as error:
         from cbengine.errors import MissingError
 
@@ -56,10 +56,6 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         if package in OURS:
             raise
         raise MissingError(f"{package} is not installed: pip install -e '.[engine]'") from None
-
-
-def _act(arguments: argparse.Namespace) -> int:
-    return ACTIONS[arguments.command](arguments)
 
 
 def _replay(arguments: argparse.Namespace) -> int:
@@ -143,23 +139,20 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _smoke(arguments: argparse.Namespace) -> int:
     """Needs no more than the standard library until a check does."""
     from cbengine import smoke
+    from cbengine.pack_run import ended_politely
     from cbengine.smoke_checks import checks
 
     device = arguments.device or ("cuda" if shutil.which("nvidia-smi") else "cpu")
     if arguments.worker is not None:
         return smoke.work(smoke.Place(device, arguments.out), checks()[arguments.worker :])
     worker = (sys.executable, "-m", "cbengine", "smoke", "--device", device, "--out", str(arguments.out), "--from")
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
+        with ended_politely((signal.SIGTERM, signal.SIGHUP)):
+            ended_well = smoke.smoke(arguments.out, checks(), worker, lambda line: print(line, flush=True))
     except OSError as error:
         from cbengine.errors import UsageError
 
-        raise UsageError(f"--out: {arguments.out}: {error.strerror or error}") from None
-    try:
-        ended_well = smoke.smoke(arguments.out, checks(), worker, lambda line: print(line, flush=True))
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        raise UsageError(f"--out: {error.filename or arguments.out}: {error.strerror or error}") from None
     return 0 if ended_well else ERROR
 
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from cbengine import build, calibrate, campaign, gpu, provenance, settings, tokens, validate, weights
+from cbengine import build, calibrate, campaign, gpu, provenance, scores, settings, tokens, validate, weights
 from cbengine.build import Setup
 from cbengine.content import Prompts
 from cbengine.errors import MissingError, UsageError
 from cbengine.figures import say
+from cbengine.pack_run import ended_politely
 from cbengine.probes import Reach
 from cbengine.profile import Profile
 from cbsim import runs, scenario, shapes
@@ -131,9 +132,9 @@ def prediction(names: Sequence[str], place: Path) -> int:
     return _told(validate.again(names, place, say), absurd_only=shared_cores)
 
 
-def _told(found: Sequence[validate.Scored], *, absurd_only: bool) -> int:
-    print(validate.table(found))
-    failed = validate.failures(found, absurd_only=absurd_only)
+def _told(found: Sequence[scores.Scored], *, absurd_only: bool) -> int:
+    print(scores.table(found))
+    failed = scores.failures(found, absurd_only=absurd_only)
     for case, score in failed:
         print(f"missed: {case}, {score.loop}, {score.bar.label}: {score.shown()[-1]}", file=sys.stderr)
     return runs.CHECK_FAILED if failed else runs.OK
@@ -143,12 +144,9 @@ def hardware(parts: Sequence[str], device: str | None, out: Path, until: float) 
     """Measure a GPU, or rehearse it, to `until` on the monotonic clock; 1 if a command failed or was not begun. A
     request to end is an exception, so that the command under way is ended, too.
     """
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     where = device or ("cuda" if build.default_device() == "cuda" else "process")
-    try:
+    with ended_politely((signal.SIGTERM, signal.SIGHUP)):
         left = campaign.campaign(parts, where, out, say, until)
-    finally:
-        signal.signal(signal.SIGTERM, before)
     for command in left:
         print(f"failed or not begun: {command}", file=sys.stderr)
     return runs.ERROR if left else runs.OK

@@ -134,12 +134,12 @@ class Cuda:
         self._in_flight[slot] = marks, header.sampling, at
 
     def _enqueue(self, slot: int, header: Header, marks: Marks) -> None:
-        inbound, outbound = self._inbound[slot], self._outbound[slot][: header.sampling]
+        inbound, outbound, size = self._inbound[slot], self._outbound[slot][: header.sampling], header.size
         graph = self._graphs.get(header.rows) if header.decodes == header.rows and not header.padded else None
         step = arrays(inbound, header) if graph is None or header.updates else None
         with torch.cuda.stream(self._h2d):
             marks.h2d_start.record(self._h2d)
-            inbound[: header.size].copy_(self._pinned[slot][: header.size], non_blocking=True)
+            inbound[:size].copy_(self._pinned[slot][:size], non_blocking=True)
             marks.h2d_end.record(self._h2d)
         with torch.cuda.stream(self._compute):
             self._compute.wait_event(marks.h2d_end)

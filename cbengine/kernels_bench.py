@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from cbengine import attention_bench, build, gemm_bench, timing
+from cbengine.arguments import BENCH_PARTS
 from cbengine.figures import Figure, Group, shown
 from cbengine.timing import Ceilings, timed
 from cbsim import runs
 from cbsim.shapes import ModelShape
 
-PARTS = ("copies", "gemms", "attention", "tiles")
 LARGE, SMALL = 1 << 28, 4
 
 
@@ -38,7 +38,7 @@ def groups(parts: Sequence[str], model: ModelShape, quick: bool, device: str = "
         "attention": partial(_attention, model, best, quick, device),
         "tiles": partial(_tiles, model, best, quick, device),
     }
-    return [Group(name, measures[name]) for name in PARTS if name in parts]
+    return [Group(name, measures[name]) for name in BENCH_PARTS if name in parts]
 
 
 def _copies(best: Callable[[], Ceilings], device: str) -> Iterator[Figure]:

@@ -2,7 +2,7 @@
 
 OUT/run.py            the runner (`pack_run`): standard library only
 OUT/pack.json         commit, date, minutes of a call, most bytes of its results, every file's size and SHA-256
-OUT/tree.tar.gz       the project: what git tracks, and what is new and not ignored; reports and golden traces left out
+OUT/tree.tar.gz       the project: what git tracks, changes included; reports and golden traces left out
 OUT/wheels/*.whl      packages that GPU images rarely have, for their Python
 OUT/triton-cache.tar.gz   compiled kernels, if they were given
 """
@@ -111,7 +111,7 @@ def _others(out: Path) -> list[str]:
 
 def _tree(path: Path) -> None:
     """Files as they are now, changed ones included."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    command = ["git", "ls-files", "-z"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     names = sorted(name for name in set(listed) if name and not name.startswith(LEFT_OUT) and _plain(ROOT / name))
     _archive(path, ROOT, [ROOT / name for name in names])

@@ -177,14 +177,17 @@ def end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
+ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 @contextmanager
-def ended_politely() -> Iterator[None]:
-    """A request to end is an exception, so that results are saved."""
+def ended_politely(signals: Sequence[signal.Signals] = ENDS) -> Iterator[None]:
+    """A request to end is an exception, so that results are saved and processes ended."""
 
     def stop(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    before = {number: signal.signal(number, stop) for number in signals}
     try:
         yield
     finally:

@@ -19,8 +19,7 @@ from pydantic import ValidationError
 
 from cbengine import build
 from cbengine.build import Setup
-from cbengine.equal_steps import SETTLING as WARM_UP
-from cbengine.equal_steps import EqualSteps, equal_steps, launched_ahead
+from cbengine.equal_steps import SETTLING, EqualSteps, equal_steps, launched_ahead
 from cbengine.errors import UsageError
 from cbsim import workload
 from cbsim.cost.cpu import PHASES, size
@@ -139,7 +138,7 @@ def _lines(
     """A line for each of these steps (all), but for the first ones and empty ones."""
     columns = {name: i for i, name in enumerate(STEP_COLUMNS)}
     chosen = np.ones(len(steps), dtype=bool) if which is None else which
-    rows = zip(plans[WARM_UP:], steps.table[WARM_UP:], chosen[WARM_UP:], strict=True)
+    rows = zip(plans[SETTLING:], steps.table[SETTLING:], chosen[SETTLING:], strict=True)
     return [
         _line(plan, {name: int(row[i]) for name, i in columns.items()}, sizes)
         for plan, row, counts in rows

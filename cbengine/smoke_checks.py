@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import platform
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from cbengine.smoke import Check, Found, Place
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from cbengine.ops import Rows
+    from cbengine.timing import Ceilings
 
 NEEDED = ("torch", "numpy", "pydantic", "ruamel.yaml", "pyarrow", "safetensors", "transformers")
 FURTHER = ("triton", "simpy", "pandas", "matplotlib", "pytest", "hypothesis", "pytest_timeout", "flash_attn")
@@ -100,10 +100,18 @@ def ceilings(place: Place) -> Found:
     from cbengine import timing
 
     return {
-        "copy_tb_s": timing.copy_bandwidth() / 1e12,
-        "matmul_tflop_s": timing.matrix_rate() / 1e12,
+        "copy_tb_s": best().bandwidth / 1e12,
+        "matmul_tflop_s": best().rate / 1e12,
         "launch_us": timing.launch_latency() * 1e6,
     }
+
+
+@cache
+def best() -> Ceilings:
+    """Measured once a process."""
+    from cbengine import timing
+
+    return timing.ceilings()
 
 
 def matrix_products(place: Place) -> Found:
@@ -113,11 +121,11 @@ def matrix_products(place: Place) -> Found:
     place.only_on_gpu()
     from dataclasses import asdict
 
-    from cbengine import gemm_bench, timing
+    from cbengine import gemm_bench
     from cbsim import scenario
 
-    model, best = scenario.load("8k_b32").model, timing.ceilings()
-    lines = list(gemm_bench.table(model, best, decodes=(1, 8, 32, 128, 256), prefills=(512, 8192), budget_s=30))
+    model = scenario.load("8k_b32").model
+    lines = list(gemm_bench.table(model, best(), decodes=(1, 8, 32, 128, 256), prefills=(512, 8192), budget_s=30))
     (place.out / "gemms.json").write_text(json.dumps([asdict(line) for line in lines], indent=1), encoding="utf-8")
     steps = [line for line in lines if isinstance(line, gemm_bench.StepProducts)]
     return {f"{step.rows} rows": f"{step.seconds * 1e3:.3f} ms, {step.of_copy:.0%} of the copy" for step in steps}
@@ -212,37 +220,6 @@ def worst(found: Tensor, right: Tensor) -> float:
     return most
 
 
-def ragged(place: Place, lengths: list[tuple[int, int]], block: int, spare: int = 3) -> tuple[Rows, int]:
-    """Rows of (query tokens, cached tokens), decodes first, their blocks scattered; and how many blocks there are."""
-    import torch
-
-    from cbengine.ops import Rows
-
-    needed = [-(-cached // block) for _, cached in lengths]
-    count = sum(needed) + spare
-    draw = torch.Generator().manual_seed(3)
-    order = torch.randperm(count, generator=draw)[: sum(needed)].split(needed)
-    tables = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
-    for line, own in zip(tables, order, strict=True):
-        line[: len(own)] = own
-    counts = [tokens for tokens, _ in lengths]
-    at = [torch.arange(cached - tokens, cached) for tokens, cached in lengths]
-    places = [own[where // block] * block + where % block for own, where in zip(order, at, strict=True)]
-    cached = torch.tensor([cached for _, cached in lengths]).int()
-    decodes = next((i for i, tokens in enumerate(counts) if tokens > 1), len(counts))
-    rows = Rows(
-        tables=tables.to(place.device),
-        slots=torch.arange(len(lengths), device=place.device).int(),
-        kv_tokens=cached.to(place.device),
-        starts=torch.tensor([0, *counts], device=place.device).cumsum(0).int(),
-        positions=torch.cat(at).to(place.device),
-        kv_places=torch.cat(places).to(place.device),
-        decodes=decodes,
-        longest=max(counts[decodes:], default=1),
-    )
-    return rows, count
-
-
 STEPS = {
     "decode, edges": [(1, n) for n in (1, 15, 16, 17, 63, 64, 65, 255, 256, 257)],
     "decode, long": [(1, 4096 + i) for i in range(8)],
@@ -255,12 +232,13 @@ STEPS = {
 def attention(place: Place, shape: tuple[int, int, int]) -> Found:
     """Decode, prefill and both in one step, against float64."""
     from cbengine import build
+    from cbengine.attention_bench import ragged
     from cbengine.ops import TorchOps
 
     (group, width, block), kv_heads = shape, 8 if place.device == "cuda" else 1
     found: Found = {}
     for name, lengths in STEPS.items():
-        rows, blocks = ragged(place, lengths if place.device == "cuda" else lengths[:3], block)
+        rows, blocks = ragged(lengths if place.device == "cuda" else lengths[:3], block, place.device)
         queries = drawn(place, len(rows.positions), group * kv_heads, width)
         keys, values = (drawn(place, blocks, block, kv_heads, width, seed=seed) for seed in (4, 5))
         answer = build.ops(place.device).attention(queries, keys, values, rows)
@@ -275,6 +253,7 @@ def small_kernels(place: Place) -> Found:
     import torch
 
     from cbengine import build
+    from cbengine.attention_bench import ragged
     from cbengine.ops import TorchOps
 
     ours, plain, found = build.ops(place.device), TorchOps(), {}
@@ -286,7 +265,7 @@ def small_kernels(place: Place) -> Found:
         worst(kept, total.double())
         gate_up = drawn(place, tokens, 2 * 14336, seed=4)
         found[f"silu_mul, {tokens}"] = worst(ours.silu_mul(gate_up), plain.silu_mul(gate_up.double()))
-        rows, blocks = ragged(place, [(1, 100 + i) for i in range(31)] + [(tokens - 31, tokens)], 16)
+        rows, blocks = ragged([(1, 100 + i) for i in range(31)] + [(tokens - 31, tokens)], 16, place.device)
         qkv = drawn(place, tokens, 48 * 128, seed=5)
         angles = drawn(place, 8192, 64, seed=6).float()
         rotation = torch.stack((angles.cos(), angles.sin()), dim=1)
@@ -305,10 +284,11 @@ def big_cache(place: Place) -> Found:
     import torch
 
     from cbengine import build
+    from cbengine.attention_bench import ragged
     from cbengine.ops import TorchOps
 
     block, kv_heads, width = 256, 8, 128
-    rows, few = ragged(place, [(1, 700), (1, 300), (90, 1000)], block, spare=0)
+    rows, few = ragged([(1, 700), (1, 300), (90, 1000)], block, place.device)
     blocks = BIG_ELEMENTS // (block * kv_heads * width)
     keys, values = (torch.zeros(blocks, block, kv_heads, width, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     near_keys, near_values = (drawn(place, few, block, kv_heads, width, seed=seed) for seed in (1, 2))

@@ -46,7 +46,7 @@ def tiny_tokens(place: Place) -> Found:
         setup = Setup(device="cuda" if place.device == "cuda" else "inline", weights=Path(folder))
         for loop, engine in served(build.adapted(asked, setup), setup):
             texts = list(engine.sequences.values())
-            same = sum(_generated(model, text.prompt.tolist(), len(text.outputs)) == text.outputs for text in texts)
+            same = sum(generated(model, text.prompt.tolist(), len(text.outputs)) == text.outputs for text in texts)
             found[f"{loop}: texts as generate's"] = f"{same} of {len(texts)}"
             if same < len(texts) - 1:
                 raise AssertionError(f"{loop}: {len(texts) - same} of {len(texts)} texts differ: one may, by rounding")
@@ -73,7 +73,7 @@ def _sampled(asked: Scenario, setup: Setup) -> str:
     return f"{same} of {len(said[0])}"
 
 
-def _generated(model: Any, prompt: list[int], count: int) -> list[int]:
+def generated(model: Any, prompt: list[int], count: int) -> list[int]:
     """What transformers says after a prompt, greedily."""
     import torch
 
@@ -154,11 +154,8 @@ def timed_loops(place: Place, *overrides: str) -> Found:
 
 def served(asked: Scenario, setup: Setup, only: str = "") -> Iterator[tuple[str, Engine]]:
     """The scenario under each of its loops, to its end; the device's memory is given back in between."""
-    import gc
-
-    import torch
-
     from cbengine import build
+    from cbengine.timing import give_back
     from cbsim import scenario, workload
 
     for loop in [only] if only else scenario.loops(asked):
@@ -170,6 +167,4 @@ def served(asked: Scenario, setup: Setup, only: str = "") -> Iterator[tuple[str,
         finally:
             engine.close()
             del engine
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            give_back()

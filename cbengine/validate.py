@@ -29,6 +29,7 @@ from pydantic import Field, ValidationError
 from cbengine import build, calibrate, probes, provenance, suite
 from cbengine.build import Setup
 from cbengine.errors import UsageError
+from cbengine.scores import Scored
 from cbengine.suite import Case
 from cbsim import bars, runs, scenario, trace
 from cbsim.bars import BARS, Score
@@ -38,7 +39,6 @@ from cbsim.runs import Maker, RunOptions
 from cbsim.scenario import Scenario
 from cbsim.terminal import lookup
 
-ABSURD = 0.25  # on a CPU whose own speed wanders a makespan off by more is an error of ours
 CAPACITY_REQUESTS = 4  # times the case's: all at once, so long a queue that its ends do not matter
 LEFT_OUT = ("timeline.json.gz", "figures")  # of a run: both can be drawn again from its tables
 
@@ -67,14 +67,6 @@ class About(Frozen):
     curve: str | None
     rate_per_s: Annotated[Real, Field(gt=0)] | None
     predicted: dict[str, float] = Field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A case and how near its runs are."""
-
-    case: str
-    scores: Sequence[Score]
 
 
 def validate(
@@ -387,30 +379,3 @@ def simulated(asked: Scenario, out: Path, say: Callable[[str], None]) -> dict[st
         _trim(path)
     summaries: dict[str, Any] = json.loads(done.stdout)
     return summaries
-
-
-# -- telling ----------------------------------------------------------------------------------------------------------
-
-
-def failures(found: Sequence[Scored], *, absurd_only: bool) -> list[tuple[str, Score]]:
-    """The bars that were missed; of a CPU under real timing only an absurd makespan."""
-    told = [(one.case, score) for one in found for score in one.scores]
-    if absurd_only:
-        return [
-            (case, score) for case, score in told if score.bar.label == "makespan" and not abs(score.error) <= ABSURD
-        ]
-    return [(case, score) for case, score in told if score.verdict == "missed"]
-
-
-def table(found: Sequence[Scored]) -> str:
-    """The scores as a Markdown table."""
-    rows = [
-        "| workload | loop | metric | simulated | measured | error | repeats | bar |",
-        "|---|---|---|---:|---:|---:|---:|---|",
-    ]
-    for one in found:
-        for score in one.scores:
-            apart = "" if score.spread is None else f"{score.spread * 100:.1f} {'pt' if score.bar.points else '%'}"
-            cells = (one.case, score.loop, score.bar.label, *score.shown(), apart, score.verdict)
-            rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)

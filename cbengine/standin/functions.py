@@ -12,7 +12,12 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from cbengine.errors import UsageError
 from cbengine.standin import plain
+
+
+class UnsupportedCallError(UsageError):
+    """A call that continuous batching never makes: the stand-in is for nothing else."""
 
 
 class Attention(Protocol):
@@ -83,7 +88,7 @@ class FlashAttention:
         """One new token a row: its key and value go to the cache, its query sees all that is there. [rows, 1, H, D]."""
         _check(q, softmax_scale, causal, window_size)
         if q.shape[1] != 1:
-            raise NotImplementedError(f"the stand-in for flash_attn appends one token a row, not {q.shape[1]}")
+            raise UnsupportedCallError(f"the stand-in for flash_attn appends one token a row, not {q.shape[1]}")
         q, k, v = (new.squeeze(1).contiguous() for new in (q, k, v))
         return self._attention.decode(q, k, v, k_cache, v_cache, cache_seqlens, block_table).unsqueeze(1)
 
@@ -99,11 +104,13 @@ def for_device(device: torch.device) -> FlashAttention:
 
 def missing(*_: Any, **__: Any) -> NoReturn:
     """In place of the functions that transformers imports and continuous batching never calls."""
-    raise NotImplementedError("the stand-in for flash_attn serves transformers' continuous batching only")
+    raise UnsupportedCallError("the stand-in for flash_attn serves transformers' continuous batching only")
 
 
 def _check(q: Tensor, scale: float | None, causal: bool, window: tuple[int, int]) -> None:
     usual = q.shape[-1] ** -0.5
     if not causal or tuple(window) != (-1, -1) or not math.isclose(usual if scale is None else scale, usual):
         given = f"causal={causal}, window_size={tuple(window)}, softmax_scale={scale}"
-        raise NotImplementedError(f"the stand-in for flash_attn is causal, without a window, scaled by D^-0.5: {given}")
+        raise UnsupportedCallError(
+            f"the stand-in for flash_attn is causal, without a window, scaled by D^-0.5: {given}"
+        )

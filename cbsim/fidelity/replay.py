@@ -112,7 +112,7 @@ def replay(case: Case, asked: Scenario) -> Replayed:
         records = _side_by_side(asked, load, case.ranks)
     for spec, reason in (refusal for record in records for refusal in record.refusals.items()):
         raise ScenarioError(f"kv_cache, scheduler: request {spec.id} cannot be served: {reason}")
-    tables = [_steps(record) for record in records]
+    tables = [Steps.of(record) for record in records]
     return Replayed(_served(records, tables), tables, records[0].total_blocks)
 
 
@@ -140,10 +140,6 @@ def _side_by_side(asked: Scenario, load: Workload, ranks: int) -> list[Record]:
     env.process(balance(env, load.open, inboxes, policies))
     env.run()
     return [machine.record for machine in machines]
-
-
-def _steps(record: Record) -> Steps:
-    return Steps.of(record)
 
 
 def _served(records: Sequence[Record], tables: Sequence[Steps]) -> Served:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from cbengine import build, weights
+from cbengine import build, smoke_models, weights
 from cbengine.build import Setup
 from cbengine.device import Device
 from cbengine.driver import Engine
@@ -257,16 +257,7 @@ def transformers_model(dtype: torch.dtype = torch.float32) -> Any:
 @cache
 def generated(prompt: tuple[int, ...]) -> list[int]:
     """What transformers' `generate` says after a prompt, alone, greedily: MOST_OUTPUTS tokens."""
-    ids, count = torch.tensor([prompt]), MOST_OUTPUTS
-    said = transformers_model().generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        min_new_tokens=count,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    return list(said[0, len(prompt) :].tolist())
+    return smoke_models.generated(transformers_model(), list(prompt), MOST_OUTPUTS)
 
 
 def check_text(text: Text) -> None:

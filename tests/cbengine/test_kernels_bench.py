@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -31,30 +32,31 @@ def second(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("context", [16, 40, 64])
-def test_the_rows_of_the_attention_bench_are_a_decode_step(context: int) -> None:
-    """Every row's own token lies at the end of its last block, and tables name each block once."""
-    tables = torch.randperm(3 * -(-context // 16)).view(3, -1)
-    rows = attention_bench.decoding(tables, context, 16)
-    assert rows.decodes == len(rows.slots) == 3
-    assert sorted(rows.tables.flatten().tolist()) == list(range(tables.numel()))
-    for row in range(3):
-        position = int(rows.kv_tokens[row]) - 1
-        assert int(rows.positions[row]) == position
-        assert int(rows.kv_places[row]) == int(rows.tables[row, position // 16]) * 16 + position % 16
-
-
 @pytest.mark.parametrize("block_tokens", [16, 32])
-@pytest.mark.parametrize(("tokens", "cached"), [(5, 0), (7, 21), (16, 16)])
-def test_a_chunk_is_what_attention_takes(tokens: int, cached: int, block_tokens: int) -> None:
-    """Positions go on where the cache ends, every query token has its own place, in the blocks of the table."""
-    table, own = torch.randperm(-(-(tokens + cached) // block_tokens)), range(cached, cached + tokens)
-    rows = attention_bench.chunk(table, tokens, cached, block_tokens)
-    assert rows.positions.tolist() == list(own)
-    assert int(rows.kv_tokens[0]) == tokens + cached
-    assert (rows.decodes, rows.longest, rows.starts.tolist()) == (0, tokens, [0, tokens])
-    places = [int(table[at // block_tokens]) * block_tokens + at % block_tokens for at in own]
-    assert rows.kv_places.tolist() == places
+@pytest.mark.parametrize(
+    "lengths",
+    [[(1, 16)] * 3, [(1, 40)] * 3, [(5, 5)], [(7, 28)], [(16, 32)], [(1, 3), (1, 70), (9, 50), (2, 2)]],
+    ids=["decodes", "decodes across blocks", "prompt", "chunk", "whole blocks", "mixed"],
+)
+def test_rows_are_what_attention_takes(lengths: list[tuple[int, int]], block_tokens: int) -> None:
+    """Positions go on where the cache ends, every query token has its own place, in the blocks of its row's table, and
+    each block is named once.
+    """
+    rows, blocks = attention_bench.ragged(lengths, block_tokens, "cpu")
+    assert rows.starts.tolist() == [0, *accumulate(tokens for tokens, _ in lengths)]
+    assert rows.kv_tokens.tolist() == [cached for _, cached in lengths]
+    assert rows.decodes == sum(tokens == 1 for tokens, _ in lengths)
+    assert rows.longest == max((tokens for tokens, _ in lengths if tokens > 1), default=1)
+    named = []
+    for row, (tokens, cached) in enumerate(lengths):
+        table, own = rows.tables[int(rows.slots[row])].tolist(), range(cached - tokens, cached)
+        mine = slice(int(rows.starts[row]), int(rows.starts[row + 1]))
+        assert rows.positions[mine].tolist() == list(own)
+        assert rows.kv_places[mine].tolist() == [
+            table[i // block_tokens] * block_tokens + i % block_tokens for i in own
+        ]
+        named += table[: -(-cached // block_tokens)]
+    assert sorted(named) == list(range(blocks))
 
 
 def test_operations_count_every_pair_once() -> None:

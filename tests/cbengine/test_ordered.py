@@ -74,6 +74,51 @@ def test_every_order_that_a_gpu_may_take_is_the_same(
     check_texts(run)
 
 
+class Told:
+    """Notes the order of what `launch` queues, by name."""
+
+    def __init__(self, device: Cuda) -> None:
+        self.said: list[str] = []
+        device.launch = self.noting("launch", device.launch)  # type: ignore[method-assign]
+        tables = device._executor.update_tables
+        device._executor.update_tables = self.noting("tables", tables)  # type: ignore[method-assign]
+        for rows, graph in device._graphs.items():
+            device._graphs[rows] = graph._replace(inputs=Inputs(graph.inputs, self))  # type: ignore[arg-type]
+        for marks in device._marks:
+            marks.start.record = self.noting("start", marks.start.record)  # type: ignore[method-assign]
+            marks.end.record = self.noting("end", marks.end.record)  # type: ignore[method-assign]
+
+    def noting(self, name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*given: Any) -> Any:
+            self.said.append(name)
+            return act(*given)
+
+        return noted
+
+
+class Inputs:
+    """A graph's inputs, whose filling is noted."""
+
+    def __init__(self, inputs: Any, told: Told) -> None:
+        self._inputs = inputs
+        self.copy_ = told.noting("inputs", inputs.copy_)
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+
+@each_loop
+@each_graphs
+def test_a_step_s_time_is_that_of_its_kernels(graphs: bool, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables and inputs are queued before its first event: with an idle GPU it would count the CPU's queueing."""
+    found: list[Told] = []
+    served(monkeypatch, loop, graphs=graphs, plant=lambda device, _: found.append(Told(device)))
+    steps = " ".join(found[0].said).split("launch ")[1:]
+    assert all(step.strip().endswith("start end") for step in steps)
+    assert any(step.startswith("tables") for step in steps)
+    assert any("inputs" in step for step in steps) == graphs
+
+
 # -- planted ----------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from flash_calls import AS_THE_LIBRARY, varlen, with_cache  # noqa: E402
 from ragged import BOUND, attended, lengths_of, step, worst  # noqa: E402
 
 from cbengine import standin  # noqa: E402
-from cbengine.standin.functions import FlashAttention, for_device, missing  # noqa: E402
+from cbengine.standin.functions import FlashAttention, UnsupportedCallError, for_device, missing  # noqa: E402
 
 CPU = torch.device("cpu")
 SHAPE = st.fixed_dictionaries(
@@ -60,7 +60,7 @@ def test_a_new_token_is_cached_and_sees_itself(cached, shape, padding, seed):
 @pytest.mark.parametrize("other", [{"causal": False}, {"window_size": (127, 0)}, {"softmax_scale": 0.5}])
 def test_other_attention_is_refused_and_not_computed_wrongly(other):
     flash, x, at = for_device(CPU), torch.zeros(3, 1, 16), torch.tensor([0, 3]).int()
-    with pytest.raises(NotImplementedError, match="is causal, without a window, scaled by"):
+    with pytest.raises(UnsupportedCallError, match="is causal, without a window, scaled by"):
         flash.flash_attn_varlen_func(x, x, x, at, at, 3, 3, **AS_THE_LIBRARY | other)
     with pytest.raises(TypeError, match="softcap"):
         flash.flash_attn_varlen_func(x, x, x, at, at, 3, 3, softcap=1.0)
@@ -68,9 +68,9 @@ def test_other_attention_is_refused_and_not_computed_wrongly(other):
 
 def test_one_token_a_row_is_appended():
     flash, x = for_device(CPU), torch.zeros(1, 2, 1, 16)
-    with pytest.raises(NotImplementedError, match="one token a row, not 2"):
+    with pytest.raises(UnsupportedCallError, match="one token a row, not 2"):
         flash.flash_attn_with_kvcache(x, x, x, x, x, cache_seqlens=x, block_table=x, causal=True)
-    with pytest.raises(NotImplementedError, match="serves transformers' continuous batching only"):
+    with pytest.raises(UnsupportedCallError, match="serves transformers' continuous batching only"):
         missing(x)
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="the engine needs torch")
 
 from served import asked
 
-from cbengine import build, calibrate, cli, probes, suite, validate
+from cbengine import build, calibrate, cli, probes, scores, suite, validate
 from cbengine.build import Setup
 from cbengine.errors import UsageError
 from cbengine.suite import Case
@@ -285,11 +285,11 @@ def test_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
         (0.3, "process", 3),
     ):
         ours, theirs = summary | {"makespan_s": 1 + error}, summary | {"makespan_s": 1.0}
-        found = [validate.Scored("plain", bars.scores({"sync": ours}, {"sync": [theirs]}, None))]
+        found = [scores.Scored("plain", bars.scores({"sync": ours}, {"sync": [theirs]}, None))]
         monkeypatch.setattr(validate, "validate", lambda *_, found=found: found)
         assert cli.main(["validate", "--device", device, "--out", str(tmp_path)]) == status
         said = capsys.readouterr()
-        assert said.out == validate.table(found) + "\n"
+        assert said.out == scores.table(found) + "\n"
         assert said.err == (f"missed: plain, sync, makespan: {error:+.1%}\n" if status else "")
 
 
