@@ -2,7 +2,7 @@
 
 import sys
 
-from cbengine.cli import main
+from cbengine.cli.parser import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cbengine.layout import Arrays, Header, arrays
+from cbengine.device.layout import Arrays, Header, arrays
 from cbengine.sampling import uniforms
 from cbengine.sequence import CARRIED, Sequence
 from cbsim.policy.plan import Chunk, StepPlan

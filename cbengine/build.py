@@ -15,30 +15,30 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from cbengine import weights
-from cbengine.architecture import Architecture, from_shape
 from cbengine.batch import Batcher, Capacity
-from cbengine.clock import Clock, CpuClock, WallClock
 from cbengine.content import Prompts
-from cbengine.cuda import Cuda
-from cbengine.device import Device, Inline, Modelled
+from cbengine.device.base import Device, Inline, Modelled
+from cbengine.device.clock import Clock, CpuClock, WallClock
+from cbengine.device.cuda import Cuda
+from cbengine.device.executor import Executor
+from cbengine.device.process import Process
 from cbengine.driver import Engine
 from cbengine.errors import MissingError, UsageError
-from cbengine.executor import Executor
-from cbengine.kvcache import DeviceMemoryError, KvCache
-from cbengine.model import Model
-from cbengine.ops import Ops, TorchOps
-from cbengine.process import Process
+from cbengine.model import weights
+from cbengine.model.architecture import Architecture, from_shape
+from cbengine.model.decoder import Model
+from cbengine.model.kvcache import DeviceMemoryError, KvCache
+from cbengine.model.ops import Ops, TorchOps
 from cbengine.sampling import Sampling
 from cbengine.settings import Settings
-from cbsim import assemble
-from cbsim.fields import ScenarioError
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.record import Record
-from cbsim.scenario import Scenario, depth, loops, scheduler_options
-from cbsim.shapes import ModelShape
-from cbsim.workload import Workload
+from cbsim.results.record import Record
+from cbsim.scenario.fields import ScenarioError
+from cbsim.scenario.scenario import Scenario, depth, loops, scheduler_options
+from cbsim.scenario.shapes import ModelShape
+from cbsim.server import assemble
+from cbsim.workload.generators import Workload
 
 DeviceName = Literal["inline", "process", "modelled", "cuda"]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -229,7 +229,7 @@ def ops(device: str) -> Ops:
     """Kernels on a GPU, plain torch elsewhere."""
     if device == "cpu":
         return TorchOps()
-    from cbengine.kernels.ops import TritonOps
+    from cbengine.model.kernels.triton_ops import TritonOps
 
     return TritonOps()
 

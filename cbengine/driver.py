@@ -11,16 +11,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from cbengine.batch import Batcher, Sent
-from cbengine.clock import Clock, WallClock
 from cbengine.content import Prompts
-from cbengine.device import Device
+from cbengine.device.base import Device
+from cbengine.device.clock import Clock, WallClock
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
-from cbsim.inbox import Client, Inbox
 from cbsim.policy.loop import Applied, Await, Effect, Idle, Landed, Launch, Poll, Polled, Refused, serve
 from cbsim.policy.plan import NOTHING_STOPPED, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
-from cbsim.record import Record, StepTimes
+from cbsim.results.record import Record, StepTimes
+from cbsim.server.inbox import Client, Inbox
 
 OnStep = Callable[[int], None]
 OPEN, CLOSED = Polled(), Polled(closed=True)

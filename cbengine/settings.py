@@ -13,10 +13,10 @@ from typing import Any
 
 from cbengine.errors import UsageError
 from cbengine.sampling import Sampling
-from cbsim import rows
-from cbsim.fields import near, shown
 from cbsim.policy.request import RequestSpec
-from cbsim.rows import Line
+from cbsim.scenario import rows
+from cbsim.scenario.fields import near, shown
+from cbsim.scenario.rows import Line
 
 FILE = "sampling.jsonl"  # of a run directory
 FIELDS = tuple(one.name for one in fields(Sampling))

@@ -12,11 +12,11 @@ from cbengine import build
 from cbengine.build import Setup
 from cbengine.content import Ids, Prompts
 from cbengine.errors import UsageError
-from cbsim.fields import shown
 from cbsim.policy.request import RequestSpec
-from cbsim.scenario import Scenario
-from cbsim.shapes import ModelShape
-from cbsim.workload import Workload
+from cbsim.scenario.fields import shown
+from cbsim.scenario.scenario import Scenario
+from cbsim.scenario.shapes import ModelShape
+from cbsim.workload.generators import Workload
 
 BLOCK_TOKENS = 16
 HALF = "\ufffd"  # what a tokenizer makes of a character whose bytes are not all there

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cbsim import tables
-from cbsim.columns import Column
 from cbsim.policy.request import RequestSpec
+from cbsim.results import parquet
+from cbsim.results.columns import Column
 
 FILE = "tokens.parquet"
 COLUMNS = (
@@ -20,7 +20,7 @@ COLUMNS = (
 def table(said: Iterable[tuple[RequestSpec, Sequence[int], Sequence[int]]]) -> bytes:
     """(request, prompt, output) -> a parquet table of COLUMNS, in order of index."""
     rows = sorted(said, key=lambda one: one[0].index)
-    return tables.encoded(
+    return parquet.encoded(
         COLUMNS,
         {
             "index": [spec.index for spec, _, _ in rows],

@@ -2,6 +2,6 @@
 
 import sys
 
-from cbsim.cli import main
+from cbsim.cli.parser import main
 
 sys.exit(main())

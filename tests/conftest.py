@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from calls import out, small  # noqa: F401 - fixtures
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cbsim import vllm_bench
-from cbsim.fidelity import case
-from cbsim.fidelity.case import Case
-from cbsim.fidelity.replay import Replayed, replay
+from cbsim.proof.recorded import case
+from cbsim.proof.recorded.case import Case
+from cbsim.proof.recorded.reenactment import Replayed, replay
+from cbsim.workload import vllm_bench
 
 LAYERS, HIDDEN, BYTES = 2, 64, 2
 EXPERTS, PER_TOKEN = 8, 2

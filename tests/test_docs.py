@@ -17,20 +17,22 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from analysis import cli as analysis
-from analysis.trust import RULES
+from analysis.cli import parser as analysis
+from analysis.statistics.trust import RULES
 from cbengine import tokens
-from cbengine.arguments import command_line
-from cbengine.cli import main as engine_main
-from cbsim import catalog, checks, cli, columns, scenario, tables
-from cbsim.columns import Column
-from cbsim.conformance.check import traces
-from cbsim.metrics import SAMPLES_NEEDED
+from cbengine.cli.arguments import command_line
+from cbengine.cli.parser import main as engine_main
+from cbsim.cli import parser
 from cbsim.policy.schedulers.registry import SCHEDULERS
 from cbsim.policy.schedulers.static import StaticOptions
 from cbsim.policy.schedulers.transformers import TransformersOptions
 from cbsim.policy.schedulers.vllm import VllmOptions
-from cbsim.serving import PRESETS
+from cbsim.proof.conformance.check import traces
+from cbsim.results import checks, columns, parquet
+from cbsim.results.columns import Column
+from cbsim.results.metrics import SAMPLES_NEEDED
+from cbsim.scenario import catalog, scenario
+from cbsim.scenario.serving import PRESETS
 
 ROOT = catalog.ROOT
 PAGES = sorted(page for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")) if page.is_file())
@@ -89,7 +91,7 @@ def test_every_command_shown_is_a_command(page: str, words: list[str]) -> None:
     if words[0] in OTHERS:
         OTHERS[words[0]]().parse_args(words[1:])
         return
-    arguments = cli._parser().parse_args(words)
+    arguments = parser._parser().parse_args(words)
     for condition in getattr(arguments, "check", ()):
         checks.parse(condition)
     if arguments.command == "run" and (not arguments.scenario.endswith(".yaml") or "scenarios/" in arguments.scenario):
@@ -236,7 +238,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     out = tmp_path_factory.mktemp("runs")
     small = ["workload.requests=2", "workload.output_tokens=3", "slo={preset: llama3.1-8b-server, e2e_s: 9}"]
     sets = [word for override in small for word in ("--set", override)]
-    assert cli.main(["run", "worked_example", *sets, "--out", str(out), "--quiet"]) == 0
+    assert parser.main(["run", "worked_example", *sets, "--out", str(out), "--quiet"]) == 0
     return sorted(out.iterdir())
 
 
@@ -304,7 +306,7 @@ def test_the_column_tables_are_the_declaration_s() -> None:
 def in_file(path: Path) -> list[list[str]]:
     """Name, type, unit and definition of every column, from the file alone."""
     found = pq.read_schema(path)
-    assert found.metadata[b"schema_version"] == str(tables.SCHEMA_VERSION).encode()
+    assert found.metadata[b"schema_version"] == str(parquet.SCHEMA_VERSION).encode()
     cells = []
     for field in found:
         kind = str(field.type).replace("element: ", "").replace("item: ", "")

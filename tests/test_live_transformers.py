@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cbsim.conformance.check import TRANSFORMERS_VERSIONS, compare
-from cbsim.conformance.transformers import Line
+from cbsim.proof.conformance.check import TRANSFORMERS_VERSIONS, compare
+from cbsim.proof.conformance.transformers_traces import Line
 
 
 def installed() -> str:

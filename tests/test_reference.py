@@ -14,13 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cbsim import catalog, demand, metrics, scenario, simulate, traces, workload
-from cbsim.fields import ScenarioError
-from cbsim.metrics import Steps
+from cbsim.machine import simulate
 from cbsim.policy.graphs import CAPTURED
-from cbsim.record import STEP_COLUMNS, RequestRow
-from cbsim.scenario import Scenario
-from cbsim.timing import ConstantCost, RooflineCost
+from cbsim.results import metrics
+from cbsim.results.metrics import Steps
+from cbsim.results.record import STEP_COLUMNS, RequestRow
+from cbsim.scenario import catalog, demand, scenario
+from cbsim.scenario.costs import ConstantCost, RooflineCost
+from cbsim.scenario.fields import ScenarioError
+from cbsim.scenario.scenario import Scenario
+from cbsim.workload import generators, traces
 
 CONV = "traces/azure2023/AzureLLMInferenceTrace_conv.csv"
 CODE = "traces/azure2023/AzureLLMInferenceTrace_code.csv"
@@ -45,7 +48,7 @@ class Ran(NamedTuple):
 def ran(name: str, loop: str, *overrides: str) -> Ran:
     """Simulated in this process; nothing is written."""
     asked = scenario.load(name, overrides)
-    load = workload.build(asked)
+    load = generators.build(asked)
     server = simulate.machine(asked, loop, load)
     simulate.run(server)
     steps = Steps(np.frombuffer(server.record.steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
@@ -364,7 +367,7 @@ def test_a_trace_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("CBSIM_DATA", str(tmp_path / "empty"))
     monkeypatch.setattr(catalog, "data_folders", lambda: [tmp_path / "empty"])
     with pytest.raises(ScenarioError) as error:
-        workload.build(scenario.load(name))
+        generators.build(scenario.load(name))
     text = str(error.value)
     assert text.startswith("workload.path: ")
     assert TRACES[name] in text
@@ -382,7 +385,7 @@ def test_the_user_s_data_folder_comes_first(tmp_path: Path, monkeypatch: pytest.
         "2023-11-16 18:17:03.9799600,374,44\n2023-11-16 18:17:05.4799600,396,109\n"
     )
     monkeypatch.setenv("CBSIM_DATA", str(tmp_path))
-    specs = workload.build(scenario.load("azure_conv")).specs()
+    specs = generators.build(scenario.load("azure_conv")).specs()
     assert [(s.arrival_ns, s.prompt_tokens, s.output_tokens) for s in specs] == [
         (0, 374, 44),
         (1_500_000_000, 396, 109),

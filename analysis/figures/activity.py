@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 
 from analysis.figures.axis import NS, Frames, band, bubbles, longest, over_time, ran, seconds, thinned, unit, without
-from analysis.thin import Binned
-from cbsim.chart import Chart, Floats, Mark, Panel, series
+from analysis.statistics.thin import Binned
+from cbsim.draw.chart import Chart, Floats, Mark, Panel, series
 
 AT_MOST_SHADED = 2  # runs; the ranges of more would hide each other
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from analysis.thin import Binned, binned, filled
-from cbsim.chart import Area, Floats, Line, Mark, Style
-from cbsim.metrics import Steps
+from analysis.statistics.thin import Binned, binned, filled
+from cbsim.draw.chart import Area, Floats, Line, Mark, Style
+from cbsim.results.metrics import Steps
 
 Frames = Mapping[str, pd.DataFrame]
 NS = 1e9
@@ -72,7 +72,7 @@ def ran(steps: pd.DataFrame) -> pd.DataFrame:
 def held(steps: pd.DataFrame) -> tuple[Floats, Floats]:
     """From when to when (s) a step's numbers hold: to the next one's planning, or its own end if nothing follows it.
 
-    As in `cbsim.metrics`, but that a sync loop which has requests left is not idle between two steps.
+    As in `cbsim.results.metrics`, but that a sync loop which has requests left is not idle between two steps.
     """
     start, end = seconds(steps, "schedule_start_ns"), seconds(steps, "update_end_ns")
     following = np.append(start[1:], end[-1:])

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from analysis.thin import Ints
-from cbsim.chart import GREY, Bars, Chart, Floats, Line, Mark, Panel, Points, Style, series
-from cbsim.terminal import lookup
+from analysis.statistics.thin import Ints
+from cbsim.draw.chart import GREY, Bars, Chart, Floats, Line, Mark, Panel, Points, Style, series
+from cbsim.results.terminal import lookup
 
 Summaries = Mapping[str, Mapping[str, Any]]
 COSTS = (("usd_per_million_output_tokens", "output tokens"), ("usd_per_million_tokens", "input and output tokens"))

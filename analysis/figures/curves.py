@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from analysis.figures.axis import spread, unit
-from analysis.sweep import Group, Knee, Sweep, knee, rates
-from cbsim.chart import GREY, Chart, Edge, Floats, Line, Mark, Panel, Points, Style, series
-from cbsim.terminal import lookup
+from analysis.statistics.sweeps import Group, Knee, Sweep, knee, rates
+from cbsim.draw.chart import GREY, Chart, Edge, Floats, Line, Mark, Panel, Points, Style, series
+from cbsim.results.terminal import lookup
 
 DASHES = {"p50": "solid", "p95": "dashed", "p99": "dotted"}
 

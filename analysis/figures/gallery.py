@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from analysis.figures import activity, cost, curves, lanes, latency, memory, queues, requests, steps
-from analysis.load import Run
-from analysis.sweep import Sweep
-from cbsim.chart import Chart
-from cbsim.metrics import Requests, token_times
+from analysis.statistics.loading import Run
+from analysis.statistics.sweeps import Sweep
+from cbsim.draw.chart import Chart
+from cbsim.results.metrics import Requests, token_times
 
 
 def latencies(runs: Sequence[Run]) -> Chart:

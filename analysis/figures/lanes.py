@@ -8,10 +8,10 @@ import numpy as np
 import pandas as pd
 
 from analysis.figures.axis import NS, Frames, Unit, pipelined, unit, without
-from cbsim.chart import BLACK, LANE_STYLES, Chart, Floats, Mark, Panel, Points, Spans, Style
-from cbsim.figures import STEPS_SHOWN
-from cbsim.record import LANES, PHASES
-from cbsim.terminal import shown
+from cbsim.draw.chart import BLACK, LANE_STYLES, Chart, Floats, Mark, Panel, Points, Spans, Style
+from cbsim.draw.figures import STEPS_SHOWN
+from cbsim.results.record import LANES, PHASES
+from cbsim.results.terminal import shown
 
 ROWS = ("CPU", "H2D", "compute", "D2H")
 COMPUTE = ROWS.index("compute")

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from analysis.figures.axis import NS, Frames, Unit, column, spread, unit
-from analysis.thin import Ints, cdf
-from cbsim import metrics
-from cbsim.chart import Chart, Floats, Line, Mark, Panel, Points, Style, series
-from cbsim.terminal import shown
+from analysis.statistics.thin import Ints, cdf
+from cbsim.draw.chart import Chart, Floats, Line, Mark, Panel, Points, Style, series
+from cbsim.results import metrics
+from cbsim.results.terminal import shown
 
 QUANTITIES = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("itl_s", "ITL"), ("e2e_s", "E2E"))
 MARKED = (50, 95, 99)

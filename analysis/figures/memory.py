@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 from analysis.figures.axis import Frames, Unit, column, held, longest, over_time, stack, thinned, unit, without
-from analysis.thin import Binned
-from cbsim.chart import BLACK, BLUE, ORANGE, PALE, Chart, Level, Line, Mark, Panel, Style
+from analysis.statistics.thin import Binned
+from cbsim.draw.chart import BLACK, BLUE, ORANGE, PALE, Chart, Level, Line, Mark, Panel, Style
 
 USED, CACHED, EMPTY = Style(BLUE), Style(ORANGE), Style(PALE)
 

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 
 from analysis.figures.axis import Frames, Unit, band, column, held, longest, over_time, seconds, thinned, unit, without
-from analysis.thin import chosen
-from cbsim.chart import BLUE, RED, Chart, Line, Mark, Panel, Style, series
+from analysis.statistics.thin import chosen
+from cbsim.draw.chart import BLUE, RED, Chart, Line, Mark, Panel, Style, series
 
 LINES = (("running", Style(BLUE)), ("waiting", Style(RED, "dashed")))
 MOST_POINTS = 800

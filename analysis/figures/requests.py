@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 
 from analysis.figures.axis import Frames, Unit, longest, seconds, unit, without
-from analysis.thin import Ints, chosen
-from cbsim.chart import BLACK, BLUE, ORANGE, Chart, Floats, Mark, Panel, Points, Spans, Style
-from cbsim.terminal import shown
+from analysis.statistics.thin import Ints, chosen
+from cbsim.draw.chart import BLACK, BLUE, ORANGE, Chart, Floats, Mark, Panel, Points, Spans, Style
+from cbsim.results.terminal import shown
 
 MOST_NAMED = 40  # more rows than this are labelled by their place in order of arrival, every so often
 STYLES = {"queue": Style("#C8C8C8"), "prefill": Style(BLUE), "decode": Style(ORANGE)}

@@ -25,8 +25,8 @@ from analysis.figures.axis import (
     unit,
     without,
 )
-from analysis.thin import Binned, chosen
-from cbsim.chart import BLACK, BLUE, GREY, ORANGE, PALE, Area, Chart, Level, Mark, Panel, Points, Style, series
+from analysis.statistics.thin import Binned, chosen
+from cbsim.draw.chart import BLACK, BLUE, GREY, ORANGE, PALE, Area, Chart, Level, Mark, Panel, Points, Style, series
 
 PARTS = (("prefill", Style(BLUE)), ("decode", Style(ORANGE)), ("padding", Style(GREY)))
 MOST_POINTS = 1000  # of a run's steps with prefill, and likewise of its others

@@ -19,11 +19,11 @@ from math import log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cbsim import documents
 from cbsim.cost.ladder import Ladder
-from cbsim.cost.tables import Attention
-from cbsim.fields import ScenarioError, shown
-from cbsim.rows import Table, text
+from cbsim.cost.lookup import Attention
+from cbsim.scenario import documents
+from cbsim.scenario.fields import ScenarioError, shown
+from cbsim.scenario.rows import Table, text
 
 NS = 1000.0  # of a microsecond
 ONCE = ("prologue", "head")

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cbsim.cost.ladder import Ladder
-from cbsim.cost.tables import Attention
-from cbsim.fields import ScenarioError
-from cbsim.rows import Table, text
-from cbsim.shapes import ModelShape
+from cbsim.cost.lookup import Attention
+from cbsim.scenario.fields import ScenarioError
+from cbsim.scenario.rows import Table, text
+from cbsim.scenario.shapes import ModelShape
 
 NS = 1e6  # of a millisecond
 

@@ -16,7 +16,7 @@ from math import sqrt
 from typing import NamedTuple
 
 from cbsim.cost.cpu import CpuCost
-from cbsim.cost.tables import Attention, Tables
+from cbsim.cost.lookup import Attention, Tables
 from cbsim.policy.plan import StepPlan
 
 

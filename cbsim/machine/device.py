@@ -10,7 +10,7 @@ from cbsim.cost.base import Cost
 from cbsim.machine.graphs import Shape
 from cbsim.machine.lanes import Slots, lanes
 from cbsim.policy.plan import StepPlan
-from cbsim.record import StepTimes
+from cbsim.results.record import StepTimes
 
 
 class Device(Protocol):

@@ -15,13 +15,13 @@ from typing import Any
 import simpy
 
 from cbsim.cost.base import Cost
-from cbsim.inbox import NEVER_NS, Inbox
 from cbsim.machine.device import Device
 from cbsim.machine.graphs import Graphs
 from cbsim.policy.loop import Applied, Await, Idle, Landed, Launch, Poll, Polled, Refused, Scheduler, serve
 from cbsim.policy.plan import NOTHING_STOPPED, StepResult
 from cbsim.policy.request import RequestSpec
-from cbsim.record import Record, StepTimes
+from cbsim.results.record import Record, StepTimes
+from cbsim.server.inbox import NEVER_NS, Inbox
 
 OPEN, CLOSED = Polled(), Polled(closed=True)
 LONGEST_NS = 1 << 61  # 73 years: beyond, times would not fit their columns

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, Protocol
 
 import simpy
 
-from cbsim.inbox import Inbox
 from cbsim.machine.graphs import Shape
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.record import StepTimes
+from cbsim.results.record import StepTimes
+from cbsim.server.inbox import Inbox
 
 WAITING_WEIGHT = 4
 

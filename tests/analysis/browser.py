@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from analysis.content import Caveat, Report, Source, Tile
-from cbsim.chart import (
+from analysis.statistics.content import Caveat, Report, Source, Tile
+from cbsim.draw.chart import (
     BLACK,
     BLUE,
     LANE_STYLES,
@@ -30,7 +30,7 @@ from cbsim.chart import (
     Style,
     series,
 )
-from cbsim.markdown import Table
+from cbsim.draw.markdown import Table
 
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cbsim.cli import main
+from cbsim.cli.parser import main
 
 GPU = "a GPU"
 FEW = ("workload.requests=12", "workload.output_tokens=8")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from cbengine.architecture import from_shape
-from cbengine.kernels.ops import TritonOps
-from cbengine.kernels.precompile import compiled
-from cbengine.kvcache import KvCache
-from cbengine.model import Model
-from cbengine.ops import Rows
-from cbengine.weights import expected
-from cbsim import shapes
+from cbengine.first.precompile import compiled
+from cbengine.model.architecture import from_shape
+from cbengine.model.decoder import Model
+from cbengine.model.kernels.triton_ops import TritonOps
+from cbengine.model.kvcache import KvCache
+from cbengine.model.ops import Rows
+from cbengine.model.weights import expected
+from cbsim.scenario import shapes
 
 BLOCK_SIZE = 16
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import triton
 
-from cbengine.kernels.precompile import Compiled, Launches, compiled, launch
-from cbsim import shapes
+from cbengine.first.precompile import Compiled, Launches, compiled, launch
+from cbsim.scenario import shapes
 
 TABLE = Path(__file__).with_name("kernel_resources.json")
 SHIPPED = (

@@ -17,9 +17,9 @@ from served import VOCAB, Case, Run
 
 from cbengine import build
 from cbengine.batch import Capacity, Ints
-from cbengine.device import Device, Lanes, staging
+from cbengine.device.base import Device, Lanes, staging
+from cbengine.device.layout import Header, arrays
 from cbengine.driver import Engine
-from cbengine.layout import Header, arrays
 from cbengine.sampling import uniforms
 from cbengine.sequence import CARRIED
 from cbengine.sequence import Sequence as Text

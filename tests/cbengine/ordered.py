@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cbengine import gpu, graphs
-from cbengine.ops import Rows, TorchOps
+from cbengine.device import gpu, graphs
+from cbengine.model.ops import Rows, TorchOps
 
 HOST = "host"
 Clock = dict[str, int]

@@ -18,14 +18,14 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 if not transformers.__version__.startswith("5.17."):
     pytest.skip(f"transformers {transformers.__version__} is installed, the peer is 5.17", allow_module_level=True)
 
-from cbengine.peer import TransformersServer  # noqa: E402
-from cbsim import workload  # noqa: E402
-from cbsim.machine.invariants import check  # noqa: E402
-from cbsim.metrics import Steps  # noqa: E402
-from cbsim.policy.request import RequestSpec  # noqa: E402
-from cbsim.record import STEP_COLUMNS, Record, RequestRow  # noqa: E402
-from cbsim.scenario import Scenario, depth, scheduler_options  # noqa: E402
-from cbsim.workload import Workload  # noqa: E402
+from cbengine.peer.transformers_server import TransformersServer
+from cbsim.policy.request import RequestSpec
+from cbsim.results.invariants import check
+from cbsim.results.metrics import Steps
+from cbsim.results.record import STEP_COLUMNS, Record, RequestRow
+from cbsim.scenario.scenario import Scenario, depth, scheduler_options
+from cbsim.workload import generators
+from cbsim.workload.generators import Workload
 
 LOOPS = ("sync", "async")
 VOCAB = 128
@@ -87,7 +87,7 @@ def fifo(**more: Any) -> dict[str, Any]:
 
 def server(asked: Scenario, loop: str, load: Workload | None = None, **more: Any) -> TransformersServer:
     record = Record(scheduler_options(asked, depth(loop)).num_blocks)
-    served = load or workload.build(asked)
+    served = load or generators.build(asked)
     return TransformersServer(asked, loop, served, tiny(), prompt, record, cuda_graphs=True, **more)
 
 

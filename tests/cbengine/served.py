@@ -14,18 +14,22 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from cbengine import build, smoke_models, weights
+from cbengine import build
 from cbengine.build import Setup
-from cbengine.device import Device
+from cbengine.device.base import Device
 from cbengine.driver import Engine
+from cbengine.first import smoke_models
+from cbengine.model import weights
 from cbengine.sequence import Sequence as Text
-from cbsim import assemble, replay, scenario, trace
-from cbsim.metrics import Steps
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.record import STEP_COLUMNS, RequestRow
-from cbsim.scenario import Scenario, depth
-from cbsim.workload import Users, Workload
+from cbsim.results import directory
+from cbsim.results.metrics import Steps
+from cbsim.results.record import STEP_COLUMNS, RequestRow
+from cbsim.scenario import scenario
+from cbsim.scenario.scenario import Scenario, depth
+from cbsim.server import assemble, replan
+from cbsim.workload.generators import Users, Workload
 
 torch.set_num_threads(1)
 SCHEDULERS = ("vllm 0.33", "vllm 0.19", "transformers_fifo", "transformers_prefill_first", "static")
@@ -109,11 +113,11 @@ class Run:
 
     def written(self, folder: Path) -> Path:
         """The run directory of what was recorded."""
-        writer = trace.RunWriter(folder, "run", "0" * 8)
+        writer = directory.RunWriter(folder, "run", "0" * 8)
         writer.scenario(scenario.dump(self.scenario))
         writer.environment({})
         writer.tables(self.engine.record)
-        writer.summary({"schema_version": trace.SCHEMA_VERSION})
+        writer.summary({"schema_version": directory.SCHEMA_VERSION})
         writer.complete()
         return writer.path
 
@@ -300,7 +304,7 @@ def check_texts(run: Run, check: Callable[[Text], None] = check_text) -> None:
 
 def check_derived(run: Run, loop: str) -> None:
     """What `cbsim derive` does: the recorded polls lead to the recorded plans, without a device or a clock."""
-    recorded = trace.Run(Path(), "", {}, {}, run.steps, list(run.rows.values()), None)
+    recorded = directory.Run(Path(), "", {}, {}, run.steps, list(run.rows.values()), None)
     specs = {one.index: one for one in run.engine.sequences}
-    verdict = replay._compare(recorded, assemble.scheduler(run.scenario, loop), depth(loop), specs)
+    verdict = replan._compare(recorded, assemble.scheduler(run.scenario, loop), depth(loop), specs)
     assert verdict == (len(run.steps), len(run.steps), None)

@@ -21,12 +21,12 @@ from served import INLINE, LOOPS, MS, SCHEDULERS, VOCAB, Case, cases, check_deri
 
 from cbengine import build
 from cbengine.batch import Capacity
-from cbengine.layout import Header, arrays
+from cbengine.device.layout import Header, arrays
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
 from cbengine.settings import Settings
 from cbsim.policy.loop import StuckError
-from cbsim.workload import Workload
+from cbsim.workload.generators import Workload
 
 DEFECTS = "original_defects"
 HOWS = (

@@ -21,20 +21,21 @@ import numpy as np
 import torch
 from served import INLINE, LOOPS, SCHEDULERS, SHAPE, Case, asked, cases, spec
 
-from cbengine import build, weights
+from cbengine import build
 from cbengine.batch import Capacity, Ints
 from cbengine.build import Setup
-from cbengine.device import Lanes, staging
+from cbengine.device.base import Lanes, staging
+from cbengine.device.layout import Header, arrays
 from cbengine.errors import MissingError, UsageError
-from cbengine.kvcache import DeviceMemoryError
-from cbengine.layout import Header, arrays
+from cbengine.model import weights
+from cbengine.model.kvcache import DeviceMemoryError
 from cbengine.sampling import Sampling
-from cbsim import scenario
-from cbsim.fields import ScenarioError
 from cbsim.policy.graphs import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan
-from cbsim.scenario import Scenario
-from cbsim.workload import Workload
+from cbsim.scenario import scenario
+from cbsim.scenario.fields import ScenarioError
+from cbsim.scenario.scenario import Scenario
+from cbsim.workload.generators import Workload
 
 CONFIG = {
     "model_type": "llama",

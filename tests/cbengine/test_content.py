@@ -18,9 +18,9 @@ from served import LOOPS, MS, SCHEDULERS, Case, check_texts, server, shared, spe
 
 from cbengine.content import Prompts
 from cbengine.sequence import Sequence
-from cbsim import workload
 from cbsim.policy.request import RequestSpec
-from cbsim.workload import Sessions, Workload
+from cbsim.workload import generators
+from cbsim.workload.generators import Sessions, Workload
 
 VOCAB = 100_000  # large, so that a few equal tokens are no accident
 
@@ -134,7 +134,7 @@ def test_sessions_in_a_tight_cache(scheduler: str, loop: str, tmp_path: Path) ->
     file = tmp_path / "sessions.jsonl"
     file.write_text("".join(f"{json.dumps(turn)}\n" for turn in TURNS))
     given = with_load(server(scheduler, 8, 150, 300, 4, sharing=True), kind="agentic", path=str(file))
-    run, _ = toy_run(Case(given, workload.build(given)), loop)
+    run, _ = toy_run(Case(given, generators.build(given)), loop)
     check_texts(run, check_toy_text)
     texts = {one.id: text for one, text in run.engine.sequences.items()}
     for before, after in (("a/0", "a/1"), ("a/1", "a/2"), ("b/0", "b/1")):

@@ -46,20 +46,22 @@ from served import (
     steps,
 )
 
-from cbengine import build, weights
+from cbengine import build
 from cbengine.build import Setup
-from cbengine.commands import Measured
 from cbengine.content import Prompts
-from cbengine.device import DeviceError
-from cbengine.layout import Header
-from cbengine.process import Process
-from cbsim import figures, replay, runs, trace
-from cbsim.machine import invariants
+from cbengine.device.base import DeviceError
+from cbengine.device.layout import Header
+from cbengine.device.process import Process
+from cbengine.model import weights
+from cbengine.servers import Measured
+from cbsim.draw import figures
 from cbsim.policy.request import RequestSpec
-from cbsim.record import PHASES
-from cbsim.runs import RunOptions
-from cbsim.scenario import Scenario, depth
-from cbsim.workload import Workload
+from cbsim.results import directory, invariants
+from cbsim.results.record import PHASES
+from cbsim.scenario.scenario import Scenario, depth
+from cbsim.server import replan, running
+from cbsim.server.running import RunOptions
+from cbsim.workload.generators import Workload
 
 WHY = "the logits of a token were not numbers"
 PROCESS, MODELLED = Setup(device="process"), Setup(device="modelled")
@@ -231,8 +233,8 @@ def kill(measured: Any, _: Any) -> None:
 def cut_short(folder: Path, given: Scenario, loop: str, setup: Setup, stop: Callable[[Any, Any], None]) -> str:
     """Run until step 5, or so; returns what is said of it."""
     options = RunOptions("tiny", (), folder, (0, 100), None, (), as_json=False, quiet=True)
-    with mock.patch.object(figures, "lanes_png", return_value=b""), pytest.raises(trace.RunError) as error:
-        runs.one_loop(given, loop, options, partial(Stopped, 5, stop, setup))
+    with mock.patch.object(figures, "lanes_png", return_value=b""), pytest.raises(directory.RunError) as error:
+        running.one_loop(given, loop, options, partial(Stopped, 5, stop, setup))
     return str(error.value)
 
 
@@ -243,10 +245,10 @@ def test_an_interrupted_run_is_readable(scheduler: str, loop: str, tmp_path: Pat
     said = cut_short(tmp_path, asked(scheduler, "workload.requests=8"), loop, INLINE, interrupt)
     (path,) = tmp_path.iterdir()
     assert said == f"interrupted: what was measured until then is in {path}"
-    run = trace.load(path)
+    run = directory.load(path)
     assert run.incomplete == "interrupted, after 5 steps"
     assert not run.summary["complete"]
-    assert replay.rederive(path) == (5, 5, None)
+    assert replan.rederive(path) == (5, 5, None)
     assert len(run.requests) == 8
     assert gc.isenabled()
 
@@ -314,9 +316,9 @@ def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
     said = cut_short(tmp_path, asked("vllm", "workload.requests=8"), "async", PROCESS, kill)
     assert said.startswith("the worker process was killed by signal 9: what was measured until then is in ")
     (path,) = tmp_path.iterdir()
-    run = trace.load(path)
+    run = directory.load(path)
     assert "killed by signal 9" in str(run.incomplete)
-    assert replay.rederive(path) == (len(run.steps), len(run.steps), None)
+    assert replan.rederive(path) == (len(run.steps), len(run.steps), None)
 
 
 def executor_plan() -> build.ExecutorPlan:

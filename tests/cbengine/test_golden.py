@@ -23,12 +23,12 @@ from served import INLINE, VOCAB, asked
 
 from cbengine import build
 from cbengine.batch import Batcher, Capacity, Sent
-from cbengine.device import Device, Inline
+from cbengine.device.base import Device, Inline
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
-from cbsim.conformance import check, vllm
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
+from cbsim.proof.conformance import check, vllm_traces
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 TRACES = (
@@ -103,7 +103,7 @@ class Executed:
 
 def prompts(replay: check.Replay, workload: dict[str, Any]) -> dict[RequestSpec, list[int]]:
     """The recorded prompt of every request of a replay."""
-    if isinstance(replay, vllm.Replay):
+    if isinstance(replay, vllm_traces.Replay):
         specs, field = [one for one, _ in replay._coming], "prompt_token_ids"
     else:
         specs, field = [one for arriving in replay._arriving.values() for one in arriving], "prompt"
@@ -118,7 +118,7 @@ def executed(trace: Path, monkeypatch: pytest.MonkeyPatch, made: Made) -> tuple[
 
     def replay(trace: Path, kind: Any, header: dict[str, Any], workload: dict[str, Any]) -> check.Replay:
         made_here = build_replay(trace, kind, header, workload)
-        asynchronous = header["mode"] == "async" if kind is vllm.Replay else header["resolved"]["async"]
+        asynchronous = header["mode"] == "async" if kind is vllm_traces.Replay else header["resolved"]["async"]
         done.append(Executed(made_here.scheduler, 1 + asynchronous, prompts(made_here, workload), made))
         return made_here
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the engine needs torch")
 
-from cbengine import sampling  # noqa: E402
-from cbengine.sampling import GOLDEN, Draws, Sampling, _mixed, request_seed, uniforms  # noqa: E402
+from cbengine import sampling
+from cbengine.sampling import GOLDEN, Draws, Sampling, _mixed, request_seed, uniforms
 
 torch.set_num_threads(1)
 HOWS = [

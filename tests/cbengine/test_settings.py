@@ -36,15 +36,15 @@ from served import (
 )
 
 from cbengine import build
-from cbengine.cli import main
+from cbengine.cli.parser import main
+from cbengine.device.layout import Header
 from cbengine.errors import UsageError
-from cbengine.layout import Header
 from cbengine.sampling import Sampling
 from cbengine.settings import Settings, read
-from cbsim.fields import ScenarioError
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.workload import Workload
+from cbsim.scenario.fields import ScenarioError
+from cbsim.workload.generators import Workload
 
 USUAL = Sampling(temperature=0.9, top_k=50, top_p=0.9, seed=5)
 GREEDY = {

@@ -42,10 +42,12 @@ from served import (
 from cbengine import build
 from cbengine.build import Setup
 from cbengine.sampling import Sampling
-from cbsim import replay, scenario, workload
 from cbsim.policy.request import RequestSpec
-from cbsim.scenario import Scenario
-from cbsim.workload import Workload
+from cbsim.scenario import scenario
+from cbsim.scenario.scenario import Scenario
+from cbsim.server import replan
+from cbsim.workload import generators
+from cbsim.workload.generators import Workload
 
 Specs = list[RequestSpec]
 SAMPLED = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=3)
@@ -154,7 +156,7 @@ def test_chunked_prompts(scheduler: str) -> None:
 def test_sessions(scheduler: str, loop: str, tmp_path: Path) -> None:
     """A turn's prompt repeats what was said before. Its text follows from that, found in the cache or not."""
     given = sessions(tmp_path, scheduler)
-    run = Case(given, workload.build(given)).run(loop)
+    run = Case(given, generators.build(given)).run(loop)
     check_texts(run)
     first, second = (run.engine.sequences[s] for s in run.engine.sequences if s.id in ("a/0", "a/1"))
     assert second.prompt[: 520 + 20].tolist() == [*first.prompt.tolist(), *first.outputs]
@@ -192,7 +194,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 def check_replayed(run: Run, folder: Path) -> None:
     """The same polls lead to the same plans, without a device or a clock."""
     count = len(run.steps)
-    assert replay.rederive(run.written(folder)) == (count, count, None)
+    assert replan.rederive(run.written(folder)) == (count, count, None)
     assert count > 15
 
 
@@ -203,7 +205,7 @@ def test_plans_follow_from_the_record(scheduler: str, loop: str, tmp_path: Path)
     file = tmp_path / "asked.yaml"
     file.write_text(scenario.dump(server(scheduler, 4, 16, 24, 5, sharing=True)))
     given = scenario.load(file, POISSON)
-    run = Case(given, workload.build(given)).run(loop)
+    run = Case(given, generators.build(given)).run(loop)
     check_texts(run)
     assert run.statuses["stop"] > 5
     assert run.total("preempted") > 0 or scheduler == "static"
@@ -218,7 +220,7 @@ def test_plans_with_cancellations_follow_from_the_record(scheduler: str, loop: s
     """
     sizes = server(scheduler, 4, 18, 16, 5, sharing=True)
     given = with_load(sizes, kind="golden", path=str(GOLDEN / "vllm" / "workloads" / "p013.json.gz"))
-    run = Case(given, workload.build(given)).run(loop, tick_ns=100_000)
+    run = Case(given, generators.build(given)).run(loop, tick_ns=100_000)
     assert run.statuses["aborted"] > 10
     assert run.total("wasted_rows") > 0 or loop == "sync"
     check_replayed(run, tmp_path)
@@ -234,7 +236,7 @@ def test_end_tokens(scheduler: str, loop: str, tmp_path: Path, monkeypatch: pyte
     ends = tuple(range(0, 199, 8))
     made = build.architecture_of
     monkeypatch.setattr(build, "architecture_of", lambda *of: replace(made(*of), end_tokens=ends))
-    run = Case(given, workload.build(given)).run(loop, Setup(device="inline", end_tokens=True))
+    run = Case(given, generators.build(given)).run(loop, Setup(device="inline", end_tokens=True))
     for one, text in run.engine.sequences.items():
         check_text(text)
         wanted = generated(tuple(text.prompt.tolist()))[: one.output_tokens]

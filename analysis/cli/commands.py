@@ -1,0 +1,182 @@
+"""What the commands do. Arguments come in parsed; a number goes out, the exit status."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from analysis.cli import published
+from analysis.page import index, markdown, webpage
+from analysis.page import report as reports
+from analysis.statistics import compare as comparison
+from analysis.statistics import landscape as side_by_side
+from analysis.statistics import loading, pairing
+from analysis.statistics.condition import Condition, parse
+from analysis.statistics.condition import verdict as judge
+from analysis.statistics.content import Caveat, Report
+from analysis.statistics.loading import Run
+from analysis.statistics.trust import caveats
+from analysis.validation import cases, tally
+from analysis.validation import many_workloads as hardware_report
+from cbsim.draw import folder, render
+from cbsim.draw.markdown import Table
+from cbsim.results.directory import RunError
+from cbsim.results.terminal import aligned
+
+OK, DRIFTED = 0, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What `compare` and `validate` have in common."""
+
+    conditions: Sequence[str]
+    sure: bool
+    everything: bool
+    out: Path | None
+
+
+def report(paths: Sequence[Path], out: Path) -> int:
+    """Write the report of one or more runs."""
+    folder.check(out)
+    _write(loading.read(paths), _command("report", *paths, "--out", out), out)
+    return OK
+
+
+def hardware(place: Path, out: Path | None, *, strict: bool) -> int:
+    """Write the report of a validation folder; if `strict`, 3 if a bar is missed or a run does not replay."""
+    out = place / "report" if out is None else out
+    folder.check(out)
+    found = cases.read(place)
+    made = hardware_report.build(found, _command("hardware", place, "--out", out))
+    _write_report(made, out)
+    for sentence in made.findings:
+        print(_wrapped(sentence))
+    return DRIFTED if strict and not tally.holds(found.cases) else OK
+
+
+def _write(runs: Sequence[Run], command: str, out: Path) -> None:
+    _write_report(reports.build(runs, command), out)
+
+
+def _write_report(made: Report, out: Path) -> None:
+    """Every file of a report, or none; says where it is."""
+    folder.clear(out)
+    try:
+        has_page = _write_files(made, out)
+    except BaseException:  # interrupted, too: no half of a report passes for a whole one
+        folder.clear(out)
+        raise
+    print(f"report    {out / 'report.md'}, {len(made.charts)} figures")
+    print(f"page      {out / 'report.html'}" if has_page else "page      none: needs `pip install plotly`")
+
+
+def _write_files(made: Report, out: Path) -> bool:
+    """Is there a page among them?"""
+    folder.write(out, {folder.FACTS: reports.facts(made)})
+    folder.write(out, {"report.md": markdown.text(made).encode(errors="replace")})
+    for chart in made.charts:
+        png, svg = render.both(chart)
+        folder.write(out, {f"figures/{chart.key}.png": png, f"figures/{chart.key}.svg": svg})
+    script = webpage.plotly_script()
+    if script is not None:
+        folder.write(out, {"report.html": webpage.html(made, script).encode(errors="replace")})
+    return script is not None
+
+
+def compare(first: Path, second: Path, options: Judged) -> int:
+    """Say how the second run differs from the first."""
+    conditions = [parse(text) for text in options.conditions]
+    a, b = _pair("compare", first, second, options)
+    found = comparison.differences(a, b)
+    print(f"A  {a.path}\nB  {b.path}\n")
+    print(_text(comparison.table(found, a.label, b.label, everything=options.everything)))
+    for sentence in comparison.verdict(found):
+        print(_wrapped(sentence))
+    _say_caveats(caveats([a, b]))
+    return _judge(conditions, found, options)
+
+
+def validate(first: Path, second: Path, options: Judged) -> int:
+    """Say how wrong a simulated run is against a measured one."""
+    conditions = [parse(text) for text in options.conditions]
+    sim, measured = _pair("validate", first, second, options)
+    found = pairing.errors(sim, measured)
+    print(f"simulated  {sim.path}\nmeasured   {measured.path}\n")
+    for table in pairing.tables(sim, measured, everything=options.everything, found=found):
+        print(f"{table.title}\n{_text(table)}")
+    print(_wrapped(pairing.summary_line(found)))
+    _say_caveats(caveats([sim, measured]))
+    return _judge(conditions, [error.difference for error in found], options)
+
+
+def landscape(paths: Sequence[Path], out: Path | None) -> int:
+    """Runs side by side, best first."""
+    if out is not None:
+        folder.check(out)
+    runs = loading.read(paths)
+    found = reports.checked(runs)
+    if out is not None:
+        _write(runs, _command("landscape", *paths, "--out", out), out)
+    print(_text(side_by_side.landscape(runs, by_rate=found is not None and found.by_rate)))
+    _say_caveats(caveats(runs))
+    return OK
+
+
+def drift(file: Path, paths: Sequence[Path]) -> int:
+    """Compare runs with published numbers; 3 if one has drifted."""
+    numbers = published.read(file)
+    findings = published.compared(numbers, loading.read(paths))
+    for finding in findings:
+        print(finding.line)
+    drifted = sum(not finding.holds for finding in findings)
+    print(f"{len(findings) - drifted} of {len(findings)} published numbers hold")
+    return DRIFTED if drifted else OK
+
+
+def index_of(place: Path) -> int:
+    """Write the list of reports."""
+    if not place.is_dir():
+        raise RunError(f"{place}: no such folder")
+    folder.write(place, {"README.md": index.readme(place).encode()})
+    print(place / "README.md")
+    return OK
+
+
+def _pair(command: str, first: Path, second: Path, options: Judged) -> list[Run]:
+    if options.out is not None:
+        folder.check(options.out)
+    runs = loading.read([first, second])
+    if options.out is not None:
+        _write(runs, _command(command, first, second, "--out", options.out), options.out)
+    return runs
+
+
+def _judge(conditions: Sequence[Condition], found: Sequence[comparison.Difference], options: Judged) -> int:
+    verdicts = [judge(condition, found, sure=options.sure) for condition in conditions]
+    for _, line in verdicts:
+        print(line)
+    return DRIFTED if any(failed for failed, _ in verdicts) else OK
+
+
+def _say_caveats(found: Sequence[Caveat]) -> None:
+    if found:
+        print("\nwhen not to trust this:")
+    for one in found:
+        print(_wrapped(f"{one.run}: {one.text}" if one.run else one.text, "  - ", "    "))
+
+
+def _text(table: Table) -> str:
+    says = f"{_wrapped(table.says)}\n\n" if table.says else ""
+    return f"{says}{aligned([list(table.header), *map(list, table.rows)])}\n"
+
+
+def _wrapped(text: str, first: str = "", others: str = "") -> str:
+    return textwrap.fill(text, 118, initial_indent=first, subsequent_indent=others)
+
+
+def _command(*words: object) -> str:
+    return shlex.join(["python", "-m", "analysis", *map(str, words)])

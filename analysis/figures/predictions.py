@@ -1,0 +1,173 @@
+"""Simulated against measured over many workloads: speed-ups, requests, and the errors beside what is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from analysis.figures.axis import column, spread, unit
+from cbsim.draw.chart import (
+    BLACK,
+    GREEN,
+    ORANGE,
+    RED,
+    SERIES,
+    Chart,
+    Floats,
+    Level,
+    Line,
+    Mark,
+    Panel,
+    Points,
+    Style,
+    series,
+)
+from cbsim.proof.bars import BARS, BOTH, Bar, Score
+
+MOST_POINTS = 3_000  # requests of the scatter
+VERDICTS = {  # how a score is drawn
+    "met": Style(GREEN, marker="circle"),
+    "missed": Style(RED, marker="cross"),
+    "undecided": Style(ORANGE, marker="diamond"),
+}
+REACH = 0.4  # of a metric's place, to either side
+LOOP_PLACES = {"sync": 0.25, BOTH: 0.5, "async": 0.75}  # in the place of a case
+EDGE = 5.0  # multiples of what is asked; what lies beyond is drawn there
+MARGIN = 1.08
+
+
+class Dot(NamedTuple):
+    """A score: where it is drawn, and what it says when it is pointed at."""
+
+    x: float
+    y: float
+    verdict: str
+    text: str
+
+
+class Point(NamedTuple):
+    """A case on a curve: the CPU work added to a step, the simulated speed-up, and that of each repeat, if any."""
+
+    case: str
+    injected_ms: float
+    simulated: float
+    measured: Sequence[float]
+
+
+def speed_up(curves: Mapping[str, Sequence[Point]]) -> Chart:
+    """The speed-up of async over sync by the CPU work added: simulated as lines, measured as points."""
+    marks: list[Mark] = []
+    for index, (name, points) in enumerate(curves.items()):
+        marks += _curve(name, sorted(points, key=lambda one: one.injected_ms), series(index))
+    says = (
+        "How much faster the async loop is than the sync one, over the CPU work added to every step. Lines and crosses "
+    )
+    says += "are simulated, other markers measured, one for each pair of measured runs."
+    says += " Colours repeat." if len(curves) > len(SERIES) else ""
+    axes = Panel(marks, "CPU work added, ms a step", "async faster by, %")
+    return Chart("speedup", "Speed-up of the async loop", says, [axes])
+
+
+def _curve(name: str, points: Sequence[Point], style: Style) -> list[Mark]:
+    x = np.array([one.injected_ms for one in points])
+    y = np.array([one.simulated * 100 for one in points])
+    pairs = [(one, value) for one in points for value in one.measured]
+    texts = [f"{one.case}: {value:.1%} measured, {one.simulated:.1%} simulated" for one, value in pairs]
+    at, values = np.array([one.injected_ms for one, _ in pairs]), np.array([value * 100 for _, value in pairs])
+    marker = "circle" if style.marker == "cross" else style.marker
+    return [
+        Line(f"{name}: simulated", x, y, style),
+        Points(f"{name}: simulated", x, y, Style(style.colour, marker="cross")),
+        Points(f"{name}: measured", at, values, style._replace(marker=marker), texts=texts),
+    ]
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+def matched(measured: pd.DataFrame, simulated: pd.DataFrame) -> pd.DataFrame:
+    """TTFT and TPOT of the requests that both runs have, by their index."""
+    columns = ["index", "ttft_s", "tpot_s"]
+    return measured[columns].merge(simulated[columns], on="index", suffixes=("_measured", "_simulated"))
+
+
+def scatter(loops: Mapping[str, Sequence[pd.DataFrame]]) -> Chart:
+    """TTFT and TPOT of every request, simulated over measured: by loop, the `matched` frames of all cases."""
+    frames = {loop: pd.concat(some, ignore_index=True) for loop, some in loops.items() if some}
+    total = sum(map(len, frames.values()))
+    every = -(-total // MOST_POINTS) or 1
+    kept = {loop: frame.iloc[::every] for loop, frame in frames.items()}
+    panels = [_fit(title, name, kept) for title, name in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"))]
+    says = "One point a request of any workload; on the line the simulated run is right. TTFT counts from the arrival."
+    says += f" One in {every} of {total:,} requests is drawn." if every > 1 else ""
+    return Chart("scatter", "Requests, simulated over measured", says, panels, columns=2)
+
+
+def _fit(title: str, name: str, frames: Mapping[str, pd.DataFrame]) -> Panel:
+    pairs = {loop: _finite(column(f, f"{name}_measured"), column(f, f"{name}_simulated")) for loop, f in frames.items()}
+    values = np.concatenate([np.empty(0), *(part for pair in pairs.values() for part in pair)])
+    if not len(values):
+        return Panel([], "", title=f"{title}: no request has one in both runs")
+    log, scale = spread([values]), unit(float(values.max()))
+    low, high = (
+        (values.min() / MARGIN if log else 0.0) / scale.seconds,
+        max(values.max(), 1e-9) * MARGIN / scale.seconds,
+    )
+    ends = np.array([low, high])
+    marks: list[Mark] = [Line("simulated as measured", ends, ends, Style(BLACK, "dashed"))]
+    for index, (loop, (x, y)) in enumerate(pairs.items()):
+        marks.append(Points(loop, x / scale.seconds, y / scale.seconds, series(index)))
+    x_axis, y_axis = f"measured, {scale.name}", f"simulated, {scale.name}"
+    whole = (float(low), float(high))
+    return Panel(marks, x_axis, y_axis, title=title, x_log=log, y_log=log, x_range=whole, y_range=whole)
+
+
+def _finite(measured: Floats, simulated: Floats) -> tuple[Floats, Floats]:
+    there = np.isfinite(measured) & np.isfinite(simulated)
+    return measured[there], simulated[there]
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def errors(cases: Mapping[str, Sequence[Score]]) -> Chart:
+    """The error of each metric in every case, as multiples of what is asked: between the lines the bar is met."""
+    asked = Style(BLACK, "dashed")
+    marks: list[Mark] = [Level("asked", 1.0, asked), Level("asked", -1.0, asked)]
+    dots = [dot for index, case in enumerate(cases) for dot in _dots(case, cases[case], index, len(cases))]
+    for verdict, style in VERDICTS.items():
+        own = [dot for dot in dots if dot.verdict == verdict]
+        if own:
+            x, y = np.array([dot.x for dot in own]), np.array([dot.y for dot in own])
+            marks.append(Points(verdict, x, np.clip(y, -EDGE, EDGE), style, texts=[dot.text for dot in own]))
+    says = "Error over what is asked of the metric, one point a workload and loop, in the order of the table. "
+    says += "1: as far above the measured run as the bar allows. "
+    says += f"Where a bar is not asked nothing is drawn.{_beyond(dots)}"
+    reach = max(1.5, *(min(EDGE, abs(dot.y)) for dot in dots), 0.0) * MARGIN
+    panel = Panel(marks, "", "error / asked", categories=[_category(bar) for bar in BARS], y_range=(-reach, reach))
+    return Chart("errors", "Errors, as multiples of what is asked", says, [panel])
+
+
+def _category(bar: Bar) -> str:
+    name = bar.label.removeprefix("async ").removeprefix("output ")
+    return f"{name} ±{bar.bound * 100:g}{'pt' if bar.points else '%'}"
+
+
+def _dots(case: str, scores: Sequence[Score], index: int, count: int) -> list[Dot]:
+    """Of the scores that are asked and are numbers; cases and loops stand beside each other in a metric's place."""
+    dots = []
+    for score in scores:
+        if score.asked and np.isfinite(score.error):
+            at = REACH * (2 * (index + LOOP_PLACES[score.loop]) / count - 1)
+            simulated, measured, error = score.shown()
+            text = f"{case}, {score.loop}: {score.bar.label} {error} ({simulated} simulated, {measured} measured)"
+            dots.append(Dot(BARS.index(score.bar) + at, score.error / score.bar.bound, score.verdict, text))
+    return dots
+
+
+def _beyond(dots: Sequence[Dot]) -> str:
+    beyond = sum(abs(dot.y) > EDGE for dot in dots)
+    return f" Drawn at the edge, as they lie beyond {EDGE:g}: {beyond:,}." if beyond else ""

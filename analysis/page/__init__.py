@@ -1,0 +1,1 @@
+"""A report as a folder: Markdown and a page with interactive figures."""

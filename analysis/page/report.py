@@ -1,0 +1,143 @@
+"""A report of one or more runs: what to say and what to draw, in the order in which it is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from analysis.figures import gallery
+from analysis.statistics import comparable, compare, landscape, pairing, sweeps, trust
+from analysis.statistics.compare import Difference
+from analysis.statistics.content import Report, Source, Tile
+from analysis.statistics.loading import Run
+from analysis.statistics.pairing import Error
+from cbsim.draw.chart import SERIES, Chart
+from cbsim.draw.markdown import Table
+from cbsim.results.metrics import SAMPLES_NEEDED
+from cbsim.results.terminal import QUANTITIES, lookup, shown
+from cbsim.scenario import documents
+
+Pair = tuple[Run, Run]
+MOST_IN_DETAIL = 4  # runs whose steps and requests are drawn; the figures of more could not be read
+TILES = (
+    *("makespan_s", "output_tokens_per_s", "gpu_active", "ttft_s.p50", "ttft_s.p99", "tpot_s.p50", "tpot_s.p99"),
+    *("e2e_s.p50", "preemptions", "slo.attainment", "cost.usd_per_million_output_tokens"),
+)
+UNITS = {metric: (label, unit) for label, metric, unit in QUANTITIES}
+
+
+def build(runs: Sequence[Run], command: str) -> Report:
+    """The report of runs of one workload, or of a sweep. Raises Incomparable for any others."""
+    found, pair = checked(runs), _pair(runs)
+    errors = pairing.errors(*pair) if pair else []
+    differences = compare.differences(*runs) if len(runs) == 2 and not pair else []
+    title = ", ".join(dict.fromkeys(run.name for run in runs))
+    questions = list(dict.fromkeys(str(run.summary.get("question", "")) for run in runs))
+    return Report(
+        title=f"{title}: {found.field} from {found.values[0]:g} to {found.values[-1]:g}" if found else title,
+        question=questions[0] if len(questions) == 1 else "",
+        sources=[source(run) for run in runs],
+        caveats=trust.caveats(runs),
+        findings=findings(found, errors, differences),
+        tables=tables(runs, pair, errors, differences, by_rate=found is not None and found.by_rate),
+        charts=charts(runs, found),
+        command=command,
+    )
+
+
+def checked(runs: Sequence[Run]) -> sweeps.Sweep | None:
+    """The sweep that the runs are, if they are one. Raises Incomparable if their numbers must not stand together."""
+    if len(runs) == 1:
+        return None
+    found = sweeps.sweep(runs)
+    comparable.check(runs, swept=found is not None)
+    return found
+
+
+def source(run: Run) -> Source:
+    """A run as the report names it."""
+    kind = f"measured on {run.environment.get('device')}" if run.measured else "simulated"
+    return Source(
+        label=run.label,
+        folder=run.path.name,
+        kind=kind,
+        tiles=[tile for metric in TILES if (tile := _tile(run, metric)) is not None],
+        scenario=documents.write(dict(run.scenario)),
+        environment=json.dumps(run.environment, indent=2),
+        command=str(run.environment.get("command", "")),
+    )
+
+
+def _tile(run: Run, metric: str) -> Tile | None:
+    value = lookup(run.summary, metric)
+    if value is None:
+        return None
+    label, unit = UNITS[metric]
+    distribution, _, statistic = metric.partition(".")
+    few = statistic in SAMPLES_NEEDED and statistic in run.summary[distribution].get("too_few_for", ())
+    note = f"of {run.summary[distribution]['n']}, needs {SAMPLES_NEEDED[statistic]}" if few else ""
+    return Tile(metric, label, shown(value, unit), note)
+
+
+def findings(found: sweeps.Sweep | None, errors: Sequence[Error], differences: Sequence[Difference]) -> list[str]:
+    """What the runs say together, in sentences."""
+    if found is not None:
+        return sweeps.findings(found)
+    return [pairing.summary_line(errors)] if errors else compare.verdict(differences) if differences else []
+
+
+def tables(
+    runs: Sequence[Run],
+    pair: Pair | None,
+    errors: Sequence[Error],
+    differences: Sequence[Difference],
+    *,
+    by_rate: bool,
+) -> list[Table]:
+    """Errors if one of two runs was measured, else how they differ; others side by side."""
+    if pair:
+        return pairing.tables(*pair, found=errors)
+    if differences:
+        return [compare.table(differences, runs[0].label, runs[1].label)]
+    several = [landscape.landscape(runs, by_rate=by_rate)] if len(runs) > 2 else []
+    return [*several, side_by_side(runs)] if len(runs) <= MOST_IN_DETAIL else several
+
+
+def _pair(runs: Sequence[Run]) -> Pair | None:
+    """(simulated, measured), if that is what the two runs are."""
+    if len(runs) != 2 or runs[0].measured == runs[1].measured:
+        return None
+    return (runs[1], runs[0]) if runs[0].measured else (runs[0], runs[1])
+
+
+def side_by_side(runs: Sequence[Run]) -> Table:
+    """The main numbers of every run."""
+    rows = []
+    for label, metric, unit in QUANTITIES:
+        values = [lookup(run.summary, metric) for run in runs]
+        if any(value is not None for value in values):
+            rows.append((label, *(shown(value, unit) for value in values)))
+    return Table("All numbers", ("", *(run.label for run in runs)), rows, "As summary.json of each run has them.")
+
+
+def charts(runs: Sequence[Run], found: sweeps.Sweep | None) -> list[Chart]:
+    """Figures in the order in which practitioners look at them."""
+    several = gallery.swept(found) if found is not None else []
+    if len(runs) > 2 and found is None:
+        several = [landscape.chart(runs)]
+    if len(runs) > len(SERIES):
+        return several
+    if found is not None or len(runs) > MOST_IN_DETAIL:
+        return [*several, gallery.latencies(runs)]
+    return [*several, *gallery.details(runs)]
+
+
+def facts(report: Report) -> bytes:
+    """report.json: what the index says of the report, its tiles, the keys of its figures, its own facts."""
+    runs = [
+        {"label": one.label, "kind": one.kind, "folder": one.folder, "tiles": {t.metric: t.value for t in one.tiles}}
+        for one in report.sources
+    ]
+    about = {"title": report.title, "question": report.question, "command": report.command}
+    everything = {**about, "runs": runs, "figures": [chart.key for chart in report.charts], **report.facts}
+    return (json.dumps(everything, indent=2, allow_nan=False) + "\n").encode()

@@ -1,0 +1,253 @@
+"""A report as one HTML file that opens from disk: nothing is fetched, and nothing that it did not bring can run.
+
+The drawing library is embedded once, packed. Charts are drawn one after the other in order of reading. Equal reports
+give equal bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import string
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib import resources, util
+from pathlib import Path
+
+from analysis.page import interactive
+from analysis.statistics.content import Caveat, Report, Source, Tile
+from cbsim.draw.chart import Chart, series
+from cbsim.draw.markdown import Table
+
+MOST_IN_TILES = 4  # runs; more make a table
+MOST_LISTED = 24  # runs; more are folded
+KEYS = (  # what a button does, its sign, its name
+    *(("+", "+", "Zoom in"), ("-", "&minus;", "Zoom out")),
+    *(("ArrowLeft", "&larr;", "Move left"), ("ArrowRight", "&rarr;", "Move right")),
+    ("0", "Reset", "Reset"),
+)
+
+
+def plotly_script() -> str | None:
+    """The plotly.min.js of the installed plotly, which is not imported; None if there is none."""
+    found = util.find_spec("plotly")
+    if found is None or found.origin is None:
+        return None
+    file = Path(found.origin).parent / "package_data" / "plotly.min.js"
+    return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
+def html(report: Report, script: str) -> str:
+    """The page. `script` is the text of plotly.min.js."""
+    own = _file("page.js")
+    parts = [(title, name, content) for title, name, content in _parts(report) if content]
+    links = [f'<a href="#{name}">{title}</a>' for title, name, _ in parts]
+    question = f'<p class="question">{escape(report.question)}</p>' if report.question else ""
+    return string.Template(_file("page.html")).substitute(
+        policy=_policy(own, script),
+        title=escape(report.title),
+        style=_file("page.css"),
+        question=question,
+        runs=_runs(report),
+        sections="\n".join(links),
+        main="\n".join(content for _, _, content in parts),
+        library=base64.b64encode(gzip.compress(script.encode(), 9, mtime=0)).decode(),
+        script=own,
+    )
+
+
+def _file(name: str) -> str:
+    return (resources.files("analysis.page") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _policy(*scripts: str) -> str:
+    """Only these scripts run and nothing is loaded. Styles must be free: plotly.js sets them on what it draws."""
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    sources = " ".join(f"'sha256-{value}'" for value in hashes)
+    others = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; script-src {sources}; {others}"
+
+
+def _parts(report: Report) -> Iterable[tuple[str, str, str]]:
+    """(title, id, HTML) of each section in the order of reading; one without content is left out."""
+    yield _section("Numbers", _numbers(report.sources))
+    yield "Caveats", "caveats", _caveats(report.caveats)
+    yield _section("Findings", _list(report.findings))
+    yield _section("Tables", "".join(_table(table, index) for index, table in enumerate(report.tables)))
+    yield _section("Charts", _charts(report.charts))
+    scenarios = (_folded("Scenario", one.label, one.scenario) for one in report.sources if one.scenario)
+    yield _section("Scenarios", "".join(scenarios))
+    environments = (_folded("Environment", one.label, one.environment) for one in report.sources if one.environment)
+    yield _section("Environments", "".join(environments))
+    yield _section("Commands", _commands(report))
+
+
+def _section(title: str, content: str) -> tuple[str, str, str]:
+    name = title.lower()
+    head = f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>'
+    return title, name, f"{head}\n{content}</section>" if content else ""
+
+
+def _list(sentences: Sequence[str]) -> str:
+    lines = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    return f'<ul class="findings">{lines}</ul>' if lines else ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def _mark(index: int) -> str:
+    """The colour of a run in the charts."""
+    return f'<span class="mark" style="background:{series(index).colour}" aria-hidden="true"></span>'
+
+
+def _runs(report: Report) -> str:
+    """The list of the runs, folded if it would fill the screen."""
+    sources, marked = report.sources, report.coloured and len(report.sources) > 1
+    runs = (
+        f"<li>{_mark(index) if marked else ''}<span>{escape(source.label)}"
+        f' <span class="soft">{escape(source.kind)}, {escape(source.folder)}</span></span></li>'
+        for index, source in enumerate(sources)
+    )
+    listed = f'<ul class="plain runs" aria-label="Runs">{"".join(runs)}</ul>'
+    many = len(sources) > MOST_LISTED
+    return f"<details><summary>{len(sources):,} runs</summary>{listed}</details>" if many else listed
+
+
+def _numbers(sources: Sequence[Source]) -> str:
+    metrics = {tile.metric: tile.label for source in sources for tile in source.tiles}
+    if not metrics:
+        return ""
+    if len(sources) == 1:
+        return f'<dl class="tiles">{"".join(map(_tile, sources[0].tiles))}</dl>'
+    if len(sources) > MOST_IN_TILES:
+        return _table_of_runs(sources, metrics)
+    return f'<div class="tiles several">{"".join(_shared(sources, *metric) for metric in metrics.items())}</div>'
+
+
+def _tile(tile: Tile) -> str:
+    return f'<div class="tile"><dt>{escape(tile.label)}</dt>{_value(tile, "dd")}</div>'
+
+
+def _value(tile: Tile, tag: str) -> str:
+    note = f' <span class="note">{escape(tile.note)}</span>' if tile.note else ""
+    return f'<{tag} data-metric="{escape(tile.metric)}"><span class="value">{escape(tile.value)}</span>{note}</{tag}>'
+
+
+def _found(source: Source, metric: str) -> Tile | None:
+    return next((tile for tile in source.tiles if tile.metric == metric), None)
+
+
+def _shared(sources: Sequence[Source], metric: str, label: str) -> str:
+    """One metric of a few runs."""
+    rows = "".join(
+        f"<div>{_mark(index)}<dt>{escape(source.label)}</dt>{_value(tile, 'dd') if tile else '<dd>none</dd>'}</div>"
+        for index, source in enumerate(sources)
+        for tile in [_found(source, metric)]
+    )
+    return f'<div class="tile"><h3>{escape(label)}</h3><dl>{rows}</dl></div>'
+
+
+def _table_of_runs(sources: Sequence[Source], metrics: dict[str, str]) -> str:
+    """Metrics of many runs: a run a row."""
+    head = "".join(f'<th scope="col">{escape(label)}</th>' for label in ("run", *metrics.values()))
+    rows = "".join(
+        f'<tr><th scope="row">{escape(source.label)}</th>'
+        + "".join(_value(tile, "td") if (tile := _found(source, metric)) else "<td>none</td>" for metric in metrics)
+        + "</tr>"
+        for source in sources
+    )
+    return _scroll(f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>", 'aria-label="Numbers of all runs"')
+
+
+def _caveats(caveats: Sequence[Caveat]) -> str:
+    lines = "".join(
+        f"<li>{f'<strong>{escape(one.run)}</strong>: ' if one.run else ''}{escape(one.text)}"
+        f' <span class="kind">{escape(one.kind)}</span></li>'
+        for one in caveats
+    )
+    looks, content = ("caveats", f"<ul>{lines}</ul>") if caveats else ("caveats none", "<p>No caveat found.</p>")
+    title = '<h2 id="caveats-title">When not to trust this</h2>'
+    return f'<section id="caveats" class="{looks}" aria-labelledby="caveats-title">{title}\n{content}</section>'
+
+
+def _table(table: Table, index: int) -> str:
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.header)
+    rows = "".join(
+        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        for first, *cells in table.rows
+    )
+    says = f"<p>{escape(table.says)}</p>" if table.says else ""
+    body = _scroll(f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>", f'aria-labelledby="table-{index}"')
+    return f'<h3 id="table-{index}">{escape(table.title)}</h3>{says}{body}'
+
+
+def _scroll(table: str, name: str) -> str:
+    """A table in a box of its own, which scrolls by keyboard too."""
+    return f'<div class="scroll" role="region" tabindex="0" {name}><table>{table}</table></div>'
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Charts
+
+
+def _charts(charts: Sequence[Chart]) -> str:
+    if not charts:
+        return ""
+    hint = (
+        '<p class="soft hint" id="keys">Drag to zoom, double click to reset. With a chart in focus: <kbd>+</kbd> and '
+        "<kbd>-</kbd> zoom, <kbd>&larr;</kbd> and <kbd>&rarr;</kbd> move, <kbd>0</kbd> resets.</p>"
+    )
+    links = "".join(f'<li><a href="#{_anchor(chart)}">{escape(chart.title)}</a></li>' for chart in charts)
+    listed = f'<nav aria-label="Charts"><ol class="charts">{links}</ol></nav>' if len(charts) > 1 else ""
+    return hint + listed + "\n".join(_chart(chart, f"figure-{index}") for index, chart in enumerate(charts))
+
+
+def _anchor(chart: Chart) -> str:
+    return escape(f"chart-{chart.key}")
+
+
+def _chart(chart: Chart, data: str) -> str:
+    """A box that the page's script draws in, and what it draws."""
+    name, file = _anchor(chart), escape(f"figures/{chart.key}.png")
+    moves = any(not panel.categories for panel in chart.panels)
+    buttons = " ".join(
+        f'<button type="button" data-key="{key}" aria-label="{says}" title="{says}">{sign}</button>'
+        for key, sign, says in KEYS
+    )
+    tools = f'<div class="tools" role="group" aria-label="Zoom: {escape(chart.title)}">{buttons}</div>' if moves else ""
+    return f"""<figure id="{name}" aria-labelledby="{name}-title">
+<div class="top"><h3 id="{name}-title">{escape(chart.title)}</h3>{tools}</div>
+<div class="plot" tabindex="0" role="group" aria-roledescription="chart" aria-label="Chart: {escape(chart.title)}"
+ aria-describedby="{name}-says keys" data-figure="{data}" data-file="{file}"></div>
+<noscript><p>This chart needs JavaScript. The same figure is {file}.</p></noscript>
+<figcaption id="{name}-says">{escape(chart.says)}</figcaption>
+<script type="application/json" id="{data}">{_json(chart)}</script>
+</figure>"""
+
+
+def _json(chart: Chart) -> str:
+    text = json.dumps(interactive.figure(chart), separators=(",", ":"), sort_keys=True, allow_nan=False)
+    return text.replace("<", "\\u003c")  # ends no script element and starts no comment
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sources
+
+
+def _folded(what: str, label: str, text: str) -> str:
+    content = f'<pre tabindex="0" role="region" aria-label="{what} of {escape(label)}">{escape(text)}</pre>'
+    return f"<details><summary>{escape(label)}</summary>{content}</details>"
+
+
+def _commands(report: Report) -> str:
+    named = [("This report", report.command)] + [(source.label, source.command) for source in report.sources]
+    return "".join(
+        f'<h3>{escape(name)}</h3><div class="command"><pre id="command-{index}"><code>{escape(command)}</code></pre>'
+        f'<button type="button" data-copy="command-{index}" aria-live="polite">Copy</button></div>'
+        for index, (name, command) in enumerate(named)
+        if command
+    )

@@ -1,0 +1,1 @@
+"""What runs say beside each other: loading, comparing, intervals, sweeps, when not to trust them."""

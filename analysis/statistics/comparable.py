@@ -1,0 +1,69 @@
+"""Which runs may be compared: those that were asked the same and counted alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from analysis.statistics.loading import Run, flat
+
+COUNTED_ALIKE = ("schema_version", "percentile_method", "window_s")
+AT_MOST_NAMED = 5  # fields of a workload
+ABSENT = object()
+
+
+class Incomparable(ValueError):  # noqa: N818  # reads as what is said of the runs
+    """Runs whose numbers must not be put side by side; the message names both and every reason, one a line."""
+
+
+def check(runs: Sequence[Run], *, swept: bool = False) -> None:
+    """Raises Incomparable unless all runs are complete, of one workload, and counted alike.
+
+    Those of a sweep may have been `swept` over their workloads.
+    """
+    reasons = [f"{run.label} ({run.path}): incomplete: {run.incomplete}" for run in runs if run.incomplete]
+    for run in runs[1:]:
+        both = f"{runs[0].label} and {run.label}"
+        reasons += [f"{both}: {reason}" for reason in _differences(runs[0], run, swept)]
+    if reasons:
+        raise Incomparable("\n".join(["these runs cannot be compared:", *reasons]))
+
+
+def same_workload(runs: Sequence[Run]) -> bool:
+    """Were all runs asked the very same requests, with the same arrivals? False if one does not say."""
+    return all(_workload(a) is not None and _workload(a) == _workload(b) for a, b in pairwise(runs))
+
+
+def _workload(run: Run) -> Any:
+    return run.environment.get("workload_hash")
+
+
+def _differences(a: Run, b: Run, swept: bool) -> Iterator[str]:
+    if not swept and not same_workload((a, b)):
+        yield f"the workload differs: {_changed(a, b)}"
+    for key in COUNTED_ALIKE:
+        ours, theirs = a.summary.get(key), b.summary.get(key)
+        if ours != theirs:
+            yield f"{key} is {_said(ours)} and {_said(theirs)}"
+
+
+def _changed(a: Run, b: Run) -> str:
+    """The scenario's fields that make the workloads differ."""
+    if None in (_workload(a), _workload(b)):
+        return "env.json has no workload_hash to tell by"
+    ours, theirs = (_asked(run) for run in (a, b))
+    names = [name for name in {**ours, **theirs} if ours.get(name, ABSENT) != theirs.get(name, ABSENT)]
+    texts = [f"{name} is {_said(ours.get(name, ABSENT))} and {_said(theirs.get(name, ABSENT))}" for name in names]
+    more = len(texts) - AT_MOST_NAMED
+    texts = [*texts[:AT_MOST_NAMED], *([f"{more} more fields"] if more > 0 else [])]
+    return ", ".join(texts) or "no field of it does, so the data that it was made from or the code that made it"
+
+
+def _asked(run: Run) -> dict[str, Any]:
+    fields = flat(run.scenario)
+    return {name: value for name, value in fields.items() if name == "seed" or name.startswith("workload.")}
+
+
+def _said(value: Any) -> str:
+    return "not there" if value is ABSENT else "null" if value is None else str(value)

@@ -1,0 +1,252 @@
+"""Two runs of one workload, number by number: how B differs from A, and whether that can be told from chance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from analysis.statistics import intervals
+from analysis.statistics.comparable import check
+from analysis.statistics.intervals import CONFIDENCE, Interval, Intervals
+from analysis.statistics.loading import Run
+from cbsim.draw.markdown import Table
+from cbsim.results.checks import DISTRIBUTIONS, NAMES, SINGLE
+from cbsim.results.metrics import SAMPLES_NEEDED
+from cbsim.results.terminal import QUANTITIES, lookup, shown
+
+FEW = 30  # samples, below which no interval is worth much
+ONE_VALUE, TOO_FEW = "one value a run", "too few samples"
+NOT_SEEN, MARK = "no difference seen", "*"
+LEVEL = f"{CONFIDENCE * 100:.0f} %"
+SHARES = (*intervals.SHARES, "prefix_hit_rate", "kv_utilisation.mean", "kv_utilisation.max", "slo.attainment")
+WORDS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E", "kv_utilisation": "KV used,"}
+WORDS |= {"queue_s": "queue time", "prefill_s": "prefill time", "decode_s": "decode time", "step_time_s": "step time"}
+LABELS = {metric: label for label, metric, _ in QUANTITIES}
+
+
+def unit(metric: str) -> str:
+    """The unit of a metric, as `cbsim.results.terminal.shown` wants it."""
+    given = {known: one for _, known, one in QUANTITIES}.get(metric)
+    head, _, statistic = metric.partition(".")
+    if given or metric in SHARES:
+        return given or "share"
+    if head in DISTRIBUTIONS:
+        return "count" if statistic == "n" else "s"
+    if metric.endswith("_per_s") or metric.startswith("cost.") or metric in _MEANS:
+        return "number"
+    return "s" if metric.endswith("_s") else "count"
+
+
+_MEANS = ("rows_per_step", "tokens_per_step", "waiting.mean")
+
+
+def label(metric: str) -> str:
+    """What a person calls a metric."""
+    head, _, rest = metric.partition(".")
+    words = (WORDS.get(head, head.removesuffix("_s") if head in DISTRIBUTIONS else head), rest)
+    return LABELS.get(metric) or " ".join(words).strip().replace("_", " ")
+
+
+def _shown() -> Iterator[str]:
+    """What the terminal's table has, with all percentiles of the main latencies and of ITL."""
+    for _, metric, _ in QUANTITIES:
+        head, _, statistic = metric.partition(".")
+        for name in ("itl_s", head) if head == "e2e_s" else (head,):
+            if statistic == "p50":
+                yield from (f"{name}.{one}" for one in intervals.STATISTICS[1:])
+        if not statistic.startswith("p"):
+            yield metric
+
+
+SHOWN = tuple(_shown())
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One metric of two runs. `metric` is its dotted key in summary.json, `unit` as `terminal.QUANTITIES` has it.
+
+    `a` and `b` are those of the summaries: of all requests of each run, while the interval may rest on fewer, which
+    `method` says. `n` is the smaller run's samples. `few`: too few of them for this percentile, or for any interval.
+    """
+
+    metric: str
+    label: str
+    unit: str
+    a: float
+    b: float
+    interval: Interval | None
+    n: int
+    method: str
+    few: bool
+
+    @property
+    def is_share(self) -> bool:
+        return self.unit.endswith("share")
+
+    @property
+    def delta(self) -> float:
+        """B - A, in the metric's unit; of shares, 0.02 is 2 points."""
+        return self.b - self.a
+
+    @property
+    def relative(self) -> float | None:
+        """B / A - 1; None where A is not above 0."""
+        return 0.0 if self.a == self.b else self.b / self.a - 1 if self.a > 0 else None
+
+    @property
+    def change(self) -> float | None:
+        """`delta` of a share, `relative` of anything else."""
+        return self.delta if self.is_share else self.relative
+
+    @property
+    def range(self) -> tuple[float, float] | None:
+        """The interval of `change`, None without one."""
+        return self.interval and (self.interval.delta if self.is_share else self.interval.relative)
+
+    @property
+    def low(self) -> float | None:
+        return self.range[0] if self.range else None
+
+    @property
+    def high(self) -> float | None:
+        return self.range[1] if self.range else None
+
+    @property
+    def seen(self) -> bool | None:
+        """Is 0 outside the interval? None without one."""
+        return self.interval.seen if self.interval else None
+
+
+def differences(a: Run, b: Run) -> list[Difference]:
+    """Every metric that `--check` knows and both runs have. Raises Incomparable if they must not be compared."""
+    check((a, b))
+    requests, steps = intervals.of_requests(a, b), intervals.of_steps(a, b)
+    left_out = ", ".join(
+        f"{count - requests.units:,} of {count:,} in {side}"
+        for side, run in (("A", a), ("B", b))
+        if (count := int(run.counted["done"].sum())) > requests.units
+    )
+    methods = {
+        True: _method("paired bootstrap over", requests, "requests", left_out),
+        False: _method("block bootstrap over", steps, "steps", ""),
+    }
+    found = []
+    for metric in NAMES:
+        before, after = (lookup(run.summary, metric) for run in (a, b))
+        if before is not None and after is not None:
+            of_requests = metric not in SINGLE and not metric.startswith("step_time_s")
+            source = requests if of_requests else steps
+            interval = source.found.get(metric)
+            method = methods[of_requests] if interval else _no_interval(metric)
+            n = _samples(metric, (a.summary, b.summary), source if interval else None)
+            few = _few(metric, n, source.units)
+            found.append(Difference(metric, label(metric), unit(metric), before, after, interval, n, method, few))
+    return found
+
+
+def _no_interval(metric: str) -> str:
+    statistic = "" if metric in SINGLE else metric.rpartition(".")[2]
+    resampled = metric in intervals.SHARES or statistic in intervals.STATISTICS
+    return TOO_FEW if resampled else ONE_VALUE
+
+
+def _method(how: str, source: Intervals, noun: str, left_out: str) -> str:
+    return f"{how} {source.units:,} {noun}, {source.replicates:,} draws{f'; without {left_out}' * bool(left_out)}"
+
+
+def _samples(metric: str, summaries: Sequence[Mapping[str, object]], source: Intervals | None) -> int:
+    """Values that a distribution has in the smaller run; units that a share's interval rests on; else 1."""
+    if metric in SINGLE:
+        return source.units if source else 1
+    return min(int(lookup(summary, f"{metric.partition('.')[0]}.n")) for summary in summaries)
+
+
+def _few(metric: str, n: int, units: int) -> bool:
+    """Gaps of few requests are few samples, however many they are."""
+    if metric in SINGLE or metric.endswith(".n"):
+        return False
+    return min(n, units) < SAMPLES_NEEDED.get(metric.rpartition(".")[2], FEW)
+
+
+def table(differences: Sequence[Difference], a: str, b: str, *, everything: bool = False) -> Table:
+    """A row a metric, `a` and `b` naming the runs; without `everything`, those that a reader looks at first."""
+    chosen = {one.metric: one for one in differences}
+    rows = [_row(chosen[name]) for name in (chosen if everything else SHOWN) if name in chosen]
+    return Table("Differences", ("metric", a, b, "change", f"{LEVEL} interval"), rows, _says(differences))
+
+
+def _row(one: Difference) -> tuple[str, ...]:
+    name = f"{one.label} {MARK}" if one.few else one.label
+    return (name, shown(one.a, one.unit), shown(one.b, one.unit), change_text(one), range_text(one))
+
+
+def _says(differences: Sequence[Difference]) -> str:
+    methods = sorted({one.method for one in differences if one.interval}, reverse=True)
+    text = f"Change of B against A, with {LEVEL} intervals: {'; '.join(methods) or 'none, for want of samples'}. "
+    text += (
+        "They know how much requests and steps vary within these runs, not another seed or another run of the same, "
+    )
+    return text + f"and are too narrow where requests share a queue. {MARK}: too few samples to rely on."
+
+
+def change_text(one: Difference) -> str:
+    """Like "+6.1 %" or "-2.0 pt"; "=" if nothing changed; in the metric's unit where A is 0."""
+    if one.a == one.b:
+        return "="
+    if one.change is None:
+        return signed(one.delta, one.unit)
+    return f"{one.change * 100:+z.{_digits(one.change)}f} {'pt' if one.is_share else '%'}"
+
+
+def range_text(one: Difference) -> str:
+    """Like "+5.2 .. +7.0 %", and what follows from it; or why there is none."""
+    if not one.interval:
+        return one.method
+    if not any(one.interval.delta):
+        return NOT_SEEN
+    if one.range is None:
+        text = " .. ".join(signed(edge, one.unit) for edge in one.interval.delta)
+    else:
+        digits = _digits(*one.range)
+        text = " .. ".join(f"{edge * 100:+z.{digits}f}" for edge in one.range) + (" pt" if one.is_share else " %")
+    return text if one.seen else f"{text}: {NOT_SEEN}"
+
+
+def _digits(*changes: float) -> int:
+    return 1 if max(abs(change) for change in changes) >= 0.01 else 2
+
+
+def signed(value: float, unit: str) -> str:
+    """A difference in a metric's own unit; of shares, in points."""
+    if unit.endswith("share"):
+        return f"{value * 100:+z.{_digits(value)}f} pt"
+    return f"{'-' if value < 0 else '+'}{shown(abs(value), unit)}"
+
+
+def verdict(differences: Sequence[Difference]) -> list[str]:
+    """What changed, in two or three sentences: throughput and makespan, TTFT and TPOT, and how much is to be seen."""
+    known = {one.metric: one for one in differences}
+    totals = [known[name] for name in ("output_tokens_per_s", "makespan_s") if name in known]
+    sentences = ["; ".join(f"{one.label}: {_words(one)}" for one in totals) + f" ({ONE_VALUE})."] if totals else []
+    main = [one for name in ("ttft_s", "tpot_s") for one in [_most(differences, name)] if one]
+    if main:
+        sentences.append("; ".join(f"{one.label}: {_words(one)}" for one in main) + ".")
+    seen = [one.seen for one in differences if one.interval]
+    if seen:
+        by_chance = f"one in {round(1 / (1 - CONFIDENCE))} does by chance alone, or more where requests share a queue"
+        sentences.append(f"{sum(map(bool, seen))} of {len(seen)} intervals leave out 0; {by_chance}.")
+    return [sentence[0].upper() + sentence[1:] for sentence in sentences]
+
+
+def _most(differences: Sequence[Difference], name: str) -> Difference | None:
+    """Of a latency's percentiles, the one that changed most; those with enough samples come first."""
+    own = [d for d in differences if d.metric in (f"{name}.p50", f"{name}.p99") and d.interval]
+    return max(own, key=lambda one: (not one.few, abs(one.change or 0.0)), default=None)
+
+
+def _words(one: Difference) -> str:
+    if one.a == one.b:
+        return "no change"
+    if not one.interval:
+        return change_text(one)
+    return f"{change_text(one)} ({range_text(one)}){' of few samples' * one.few}"

@@ -1,0 +1,296 @@
+"""How sure a difference of two runs is: bootstrap intervals over their requests, or over their steps.
+
+Requests are drawn with replacement, the same for both runs (Efron and Tibshirani 1993, ch. 8: the pair is the unit),
+so that what both runs share cancels. A request brings all its token gaps along: for ITL, requests are the clusters.
+Steps follow from one another and are drawn in blocks, for each run on its own (Kunsch 1989; circular: Politis and
+Romano 1992). Nothing is copied: a draw is how often each unit counts, and statistics are those of
+`cbsim.results.metrics.distribution` under such counts. Intervals are percentile intervals: too narrow for means of few,
+skewed values, too wide for percentiles of runs that are much alike. They know how much the units of these runs vary,
+not other seeds or machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isqrt
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from analysis.statistics.loading import LATENCIES, Run
+from cbsim.results.metrics import NS, PERCENTILE_METHOD, QUANTILES
+from cbsim.results.record import PHASES
+
+Ints = npt.NDArray[np.integer]
+Floats = npt.NDArray[np.float64]
+SEED = 20_110_527  # of all draws: the same runs always have the same intervals
+CONFIDENCE = 0.95
+MOST, LEAST = 2000, 200  # replicates
+WORK = 20_000_000  # units drawn in all, beyond which replicates become fewer
+CHUNK = 1_000_000  # counts in memory at a time
+FEWEST = 5  # units; below, draws say nothing
+STATISTICS = ("mean", *(f"p{q}" for q in QUANTILES))
+SHARES = ("gpu_active", "cpu_busy", "padding_share")  # sums over steps by sums over steps
+assert PERCENTILE_METHOD == "linear"
+
+
+class Interval(NamedTuple):
+    """B against A: `delta` is of B - A, `relative` of B / A - 1, None where A may be 0."""
+
+    delta: tuple[float, float]
+    relative: tuple[float, float] | None
+
+    @property
+    def seen(self) -> bool:
+        """Is no difference outside the interval?"""
+        return not self.delta[0] <= 0 <= self.delta[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """Intervals by dotted metric, and what they rest on. Empty with fewer than FEWEST units."""
+
+    found: Mapping[str, Interval]
+    units: int  # requests or steps drawn from; of the smaller run, if runs have their own
+    replicates: int
+
+
+class Sample(Protocol):
+    """What a draw of units has statistics of."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the statistics."""
+
+    def statistics(self, units: Ints) -> Floats:
+        """A row for each row of `units`, which says how often each unit counts; a column for each name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """A value a unit, in order of size; `unit` says whose each is. NaN has been left out."""
+
+    values: Floats
+    unit: Ints
+    names: tuple[str, ...] = STATISTICS
+
+    @classmethod
+    def of(cls, values: Floats) -> Values:
+        order = np.argsort(values, kind="stable")[: int(np.count_nonzero(~np.isnan(values)))]  # NaN is sorted last
+        return cls(values[order], order)
+
+    def statistics(self, units: Ints) -> Floats:
+        return weighted(self.values, units.take(self.unit, axis=1))
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Token gaps of requests, in order of size. `runs` of steps that delivered tokens each have an owner among them.
+
+    A gap inside runs is shared by all requests that decode in its step; a gap between two runs is its owner's alone.
+    """
+
+    values: Floats
+    order: Ints
+    inside: Ints  # steps with shared gaps
+    first: Ints
+    last: Ints
+    owner: Ints  # of each run
+    between: Ints  # owners of gaps between runs
+    steps: int
+    names: tuple[str, ...] = STATISTICS
+
+    @classmethod
+    def of(cls, run: Run, rows: Ints) -> Gaps:
+        """The gaps of the requests at these positions of the table."""
+        told = [run.times.rows[row].token_runs for row in rows]
+        flat = np.array([number for runs in told for number in runs], dtype=np.int64).reshape(-1, 2)
+        owner = np.repeat(np.arange(len(told)), [len(runs) // 2 for runs in told])
+        first, last, ended = flat[:, 0], flat.sum(axis=1) - 1, run.table["update_end_ns"]
+        inside = np.flatnonzero(_covered(first, last, np.ones(len(first)), len(ended)))
+        same = np.flatnonzero(owner[1:] == owner[:-1])
+        gaps = np.concatenate([ended[inside] - ended[inside - 1], ended[first[same + 1]] - ended[last[same]]]) / NS
+        order = np.argsort(gaps, kind="stable")
+        return cls(gaps[order], order, inside, first, last, owner, owner[same], len(ended))
+
+    def statistics(self, units: Ints) -> Floats:
+        counts = np.empty((len(units), len(self.values)), dtype=np.int64)
+        for row, drawn in enumerate(units):
+            shared = _covered(self.first, self.last, drawn[self.owner], self.steps)[self.inside]
+            counts[row] = np.concatenate([shared, drawn[self.between]])[self.order]
+        return weighted(self.values, counts)
+
+
+def _covered(first: Ints, last: Ints, weight: npt.NDArray[np.generic], steps: int) -> Ints:
+    """By step, the weight of the runs with a token in it and in the step before."""
+    change = np.bincount(first + 1, weight, steps + 1) - np.bincount(last + 1, weight, steps + 1)
+    return np.cumsum(change)[:steps].astype(np.int64)  # whole numbers are exact in floats up to 2**53
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """Sums over units by sums over units, each `parts` above and below, of every name."""
+
+    parts: Sequence[tuple[Floats, Floats]]
+    names: tuple[str, ...]
+
+    def statistics(self, units: Ints) -> Floats:
+        sums = {id(part): np.einsum("ij,j->i", units, part) for both in self.parts for part in both}
+        above, below = (np.stack([sums[id(both[side])] for both in self.parts], axis=1) for side in (0, 1))
+        shares: Floats = np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)
+        return shares
+
+
+def weighted(values: Floats, counts: Ints) -> Floats:
+    """STATISTICS of sorted `values`, each occurring `counts` times, for every row of counts; NaN where all are 0."""
+    result = np.full((len(counts), len(STATISTICS)), np.nan)
+    if not len(values):
+        return result
+    part = isqrt(len(values))  # sums of parts, then one part: a search without summing everything
+    upto = np.cumsum(np.add.reduceat(counts, np.arange(0, len(values), part), axis=1, dtype=np.int64), axis=1)
+    rows = np.flatnonzero(upto[:, -1])
+    total = upto[rows, -1]
+    result[rows, 0] = np.einsum("ij,j->i", counts, values)[rows] / total
+    for column, q in enumerate(QUANTILES, start=1):
+        rank = q / 100 * (total - 1)
+        below = rank.astype(np.int64)
+        ranks = (below, np.minimum(below + 1, total - 1))
+        low, high = (values[_at(counts, upto, rows, one, part)] for one in ranks)
+        result[rows, column] = low + (high - low) * (rank - below)
+    return result
+
+
+def _at(counts: Ints, upto: Ints, rows: Ints, rank: Ints, part: int) -> Ints:
+    """Where the value stands that has `rank` before it, by row."""
+    whole = (upto[rows] <= rank[:, None]).sum(axis=1)
+    before = np.where(whole > 0, upto[rows, whole - 1], 0)
+    inside = np.minimum(whole[:, None] * part + np.arange(part), counts.shape[1] - 1)
+    within = np.cumsum(counts[rows[:, None], inside], axis=1, dtype=np.int64)
+    found: Ints = whole * part + (within <= (rank - before)[:, None]).sum(axis=1)
+    return found
+
+
+def replicates(size: int) -> int:
+    """How many draws: MOST, or so many fewer that no more than WORK units are drawn, but at least LEAST."""
+    return int(np.clip(WORK // max(size, 1), LEAST, MOST))
+
+
+def pairs(a: Run, b: Run) -> tuple[Ints, Ints]:
+    """Positions in both request tables of the requests that ended with their last token, and count, in both runs."""
+    ours, theirs = (run.counted[run.counted["done"]] for run in (a, b))
+    _, left, right = np.intersect1d(ours["index"], theirs["index"], assume_unique=True, return_indices=True)
+    return np.asarray(ours.index)[left], np.asarray(theirs.index)[right]
+
+
+def of_requests(a: Run, b: Run) -> Intervals:
+    """Of every latency and of ITL; a request's part in both runs is drawn together."""
+    left, right = pairs(a, b)
+    size = max(len(left), *(len(gaps) for run in (a, b) for gaps in (run.table, run.times.gaps_ns)))
+    ours, theirs = (_of_requests(run, rows) for run, rows in ((a, left), (b, right)))
+    return paired(ours, theirs, len(left), size)
+
+
+def _of_requests(run: Run, rows: Ints) -> dict[str, Sample]:
+    columns = {name: run.requests[name].to_numpy(dtype=np.float64)[rows] for name in LATENCIES}
+    return {**{name: Values.of(column) for name, column in columns.items()}, "itl_s": Gaps.of(run, rows)}
+
+
+def paired(a: Mapping[str, Sample], b: Mapping[str, Sample], units: int, size: int = 0) -> Intervals:
+    """Of samples of the same `units`, drawn together. `size`: numbers that a draw makes, if more than units."""
+    draws = replicates(max(units, size))
+    seed = np.random.SeedSequence(SEED)  # one for both: the same draws
+    return _compared([Drawn(samples, at_random, units, max(units, size), seed) for samples in (a, b)], draws)
+
+
+def of_steps(a: Run, b: Run) -> Intervals:
+    """Of step time and of the SHARES. Each run's steps are drawn on their own: there is no telling which is which."""
+    draws, seeds = replicates(max(len(a.steps), len(b.steps))), np.random.SeedSequence(SEED).spawn(2)
+    both = [
+        Drawn(_of_steps(run), in_blocks, len(run.steps), len(run.steps), seed)
+        for run, seed in zip((a, b), seeds, strict=True)
+    ]
+    return _compared(both, draws)
+
+
+def _of_steps(run: Run) -> dict[str, Sample]:
+    steps = run.table
+    lasted = np.diff(steps["update_end_ns"], prepend=run.start_ns).astype(np.float64)  # their sum is the span
+    busy = steps.lane("compute").astype(np.float64)
+    working: Floats = np.sum([steps.lane(name) for name in PHASES if name != "await"], axis=0).astype(np.float64)
+    computed = steps["padded_tokens"].astype(np.float64)
+    parts = ((busy, lasted), (working, lasted), (computed - steps["tokens"], computed))
+    time = np.where(steps["rows"] > 0, busy / NS, np.nan)
+    return {"step_time_s": Values.of(time), "": Ratios(parts, SHARES)}
+
+
+class Drawn(NamedTuple):
+    """Samples of `units` units, and how to draw from them."""
+
+    samples: Mapping[str, Sample]
+    draw: Callable[[np.random.Generator, int, int], Ints]
+    units: int
+    size: int
+    seed: np.random.SeedSequence
+
+    def statistics(self, draws: int) -> dict[str, Floats]:
+        """Of every sample, over all draws; they are made some at a time."""
+        found: dict[str, list[Floats]] = {name: [] for name in self.samples}
+        rng, rows = np.random.default_rng(self.seed), max(CHUNK // self.size, 1)
+        for start in range(0, draws, rows):
+            units = self.draw(rng, min(rows, draws - start), self.units)
+            for name, sample in self.samples.items():
+                found[name].append(sample.statistics(units))
+        return {
+            f"{name}.{statistic}" if name else statistic: column
+            for name, sample in self.samples.items()
+            for statistic, column in zip(sample.names, np.concatenate(found[name]).T, strict=True)
+        }
+
+
+def _compared(both: Sequence[Drawn], draws: int) -> Intervals:
+    units = min(one.units for one in both)
+    if units < FEWEST:
+        return Intervals({}, units, 0)
+    ours, theirs = (one.statistics(draws) for one in both)
+    found = {name: interval(ours[name], theirs[name]) for name in ours}
+    return Intervals({name: one for name, one in found.items() if one is not None}, units, draws)
+
+
+def at_random(rng: np.random.Generator, rows: int, units: int) -> Ints:
+    """How often each unit is drawn, for `rows` draws of as many units as there are."""
+    return _counted(rng.integers(units, size=(rows, units)), units).astype(np.int32)
+
+
+def in_blocks(rng: np.random.Generator, rows: int, units: int) -> Ints:
+    """Likewise, but drawn are blocks of about the cube root of `units` successive ones, until there are enough.
+
+    The first unit follows the last (circular blocks), so that all are drawn equally often.
+    """
+    length = max(round(units ** (1 / 3)), 1)
+    starts = rng.integers(units, size=(rows, -(-units // length)))
+    change = _counted(starts, units + length + 1) - _counted(starts + length, units + length + 1)
+    counts = np.cumsum(change, axis=1, dtype=np.int32)[:, : units + length]
+    counts[:, :length] += counts[:, units:]
+    return counts[:, :units]
+
+
+def _counted(chosen: Ints, units: int) -> Ints:
+    rows = len(chosen)
+    own = chosen + np.arange(rows)[:, None] * units
+    return np.bincount(own.ravel(), minlength=rows * units).reshape(rows, units)
+
+
+def interval(a: Floats, b: Floats) -> Interval | None:
+    """The middle CONFIDENCE of the differences of replicates; None if not one has a value. Exact for equal runs."""
+    known = ~(np.isnan(a) | np.isnan(b))
+    a, b = a[known], b[known]
+    if not len(a):
+        return None
+    return Interval(_middle(b - a), _middle(b / a - 1) if a.min() > 0 else None)
+
+
+def _middle(values: Floats) -> tuple[float, float]:
+    low, high = np.quantile(values, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)

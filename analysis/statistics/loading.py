@@ -1,0 +1,181 @@
+"""A run directory as frames: one row a step, one row a request, with the latencies of `cbsim.results.metrics`.
+
+Frames have the columns of the run directory, in its units (docs/run_directory.md), and latencies in seconds beside
+them. A request that did not end with its last token has no latency: NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis.statistics import declared
+from cbsim.results import directory, metrics
+from cbsim.results.directory import RunError
+from cbsim.results.metrics import Requests, Steps
+from cbsim.results.record import STEP_COLUMNS, RequestRow
+from cbsim.scenario import documents
+
+LATENCIES = ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s", "queue_s", "prefill_s", "decode_s")
+SIMULATED = "simulated"
+UNTOLD = ("cost.cpu", "scheduler.name", "name")  # what says too little for its length, or is told already
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run directory. `label` tells it from the others that were read with it.
+
+    `table` and `times` are what the frames were made of, as `cbsim.results.metrics` wants them.
+    """
+
+    path: Path
+    label: str
+    scenario: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    incomplete: str | None
+    steps: pd.DataFrame
+    requests: pd.DataFrame
+    table: Steps
+    times: Requests
+
+    @property
+    def measured(self) -> bool:
+        """On a real clock? What was simulated says so."""
+        return self.environment.get("device") != SIMULATED
+
+    @property
+    def loop(self) -> str:
+        return str(self.summary["loop"])
+
+    @property
+    def name(self) -> str:
+        return str(self.summary["name"])
+
+    @property
+    def start_ns(self) -> int:
+        """When the span of the run begins: its first arrival."""
+        return int(self.times.arrival_ns.min()) if len(self.times.rows) else 0
+
+    @property
+    def end_ns(self) -> int:
+        """When it ends: the end of its last step."""
+        return max(int(self.table["update_end_ns"].max()), self.start_ns) if len(self.table) else self.start_ns
+
+    @property
+    def window_ns(self) -> tuple[float, float]:
+        """Requests that arrive from the first to before the second of these times count in latencies."""
+        low, high = self.summary.get("window_s") or (None, None)
+        return (-np.inf if low is None else low * 1e9, np.inf if high is None else high * 1e9)
+
+    @property
+    def counted(self) -> pd.DataFrame:
+        """The requests whose latencies count: those that arrive in the window."""
+        low, high = self.window_ns
+        arrival = self.requests["arrival_ns"]
+        return self.requests[(arrival >= low) & (arrival < high)]
+
+
+def read(paths: Sequence[Path]) -> list[Run]:
+    """Run directories, labelled by what distinguishes them. Raises RunError naming the file that cannot be read."""
+    return labelled([_read(path) for path in paths])
+
+
+def _read(path: Path) -> Run:
+    found = directory.load(path)
+    scenario = _scenario(found, path / "scenario.resolved.yaml")
+    declared.check(path / "env.json", found.environment, declared.ENVIRONMENT)
+    declared.check(path / "summary.json", found.summary, declared.SUMMARY)
+    _check_whole(found, scenario["loop"]["mode"])
+    times = metrics.token_times(found.requests, found.steps)
+    return Run(
+        path=path,
+        label=path.name,
+        scenario=scenario,
+        environment=found.environment,
+        summary=found.summary,
+        incomplete=found.incomplete,
+        steps=pd.DataFrame(found.steps.table, columns=list(STEP_COLUMNS), copy=False),
+        requests=request_frame(times),
+        table=found.steps,
+        times=times,
+    )
+
+
+def _scenario(found: directory.Run, file: Path) -> dict[str, Any]:
+    scenario = documents.parse(found.scenario, str(file))
+    if not isinstance(scenario, dict):
+        raise RunError(f"{file}: not a scenario")
+    declared.check(file, scenario, declared.SCENARIO)
+    try:
+        flat(scenario)
+    except RecursionError:
+        raise RunError(f"{file}: holds itself") from None
+    return scenario
+
+
+def _check_whole(found: directory.Run, loop: str) -> None:
+    """Raises RunError if the summary is not that of the tables and the scenario beside it."""
+    beside = (("steps", len(found.steps), "steps.parquet"), ("requests", len(found.requests), "requests.parquet"))
+    for key, value, file in (*beside, ("loop", loop, "scenario.resolved.yaml")):
+        if found.summary[key] != value:
+            raise RunError(f"{found.path / 'summary.json'}: {key} is {found.summary[key]}, that of {file} is {value}")
+
+
+def request_frame(times: Requests) -> pd.DataFrame:
+    """The request table but for its token runs, `done`, and the latencies. Times that never happened are -1."""
+    rows = times.rows
+    names = [name for name in RequestRow._fields if name not in ("arrival_ns", "queued_ns", "token_runs")]
+    columns: dict[str, Any] = {name: [getattr(row, name) for row in rows] for name in names}
+    for name in ("arrival_ns", "queued_ns", "scheduled_ns", "first_token_ns", "last_token_ns"):
+        columns[name] = getattr(times, name)
+    columns["generated_tokens"] = times.generated
+    columns["done"] = done = times.done
+    for name, values in metrics.latencies(times).items():
+        column = np.full(len(rows), np.nan)
+        column[done & (times.generated > 1) if name == "tpot_s" else done] = values
+        columns[name] = column
+    return pd.DataFrame(columns)
+
+
+def labelled(runs: Sequence[Run]) -> list[Run]:
+    """Each run with a label of its own: its loop, and whatever else sets it apart from the others."""
+    flats = [flat(run.scenario) for run in runs]
+    fields = sorted({field for one in flats for field in one if len({repr(other.get(field)) for other in flats}) > 1})
+    words = [[run.loop] for run in runs]
+    if len({run.measured for run in runs}) > 1:
+        words = [[*one, "measured" if run.measured else SIMULATED] for one, run in zip(words, runs, strict=True)]
+    for field in ("scheduler.name", "name", *(field for field in fields if not field.startswith(UNTOLD))):
+        told = field in fields and field not in ("loop.mode", "question")
+        if told and (field == "scheduler.name" or len({*map(tuple, words)}) < len(words)):
+            words = [_with(one, field, flat_.get(field)) for one, flat_ in zip(words, flats, strict=True)]
+    labels: list[str] = []
+    for one in words:
+        label = " ".join(one)
+        count = sum(label == other or other.startswith(f"{label} #") for other in labels)
+        labels.append(f"{label} #{count + 1}" if count else label)
+    return [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
+
+
+def _with(words: list[str], field: str, value: Any) -> list[str]:
+    """A label's words with a field's value: names in front, others as `field=value` behind."""
+    if field in ("scheduler.name", "name"):
+        return [str(value), *words]
+    text = f"{value:g}" if isinstance(value, float) else value
+    return words if value is None else [*words, f"{field.rpartition('.')[2]}={text}"]
+
+
+def flat(scenario: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """A scenario's fields by dotted name."""
+    fields: dict[str, Any] = {}
+    for key, value in scenario.items():
+        if isinstance(value, Mapping):
+            fields |= flat(value, f"{path}{key}.")
+        else:
+            fields[f"{path}{key}"] = value
+    return fields

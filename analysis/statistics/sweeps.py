@@ -1,0 +1,198 @@
+"""Runs that differ in one swept field: which field it is, and how much load they bore."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from analysis.statistics.loading import Run, flat
+from cbsim.results.terminal import lookup
+
+RATES = ("workload.arrivals.rate_per_s", "workload.time_scale")
+IGNORED = ("name", "question", "seed")  # seeds make repetitions
+FEWEST = 3  # values; two make no curve
+KEPT_UP = 0.95
+NEARLY = 0.99  # of the most is as good
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Runs that differ in nothing but the swept field (and the seed), by ascending value."""
+
+    label: str
+    values: Sequence[float]
+    runs: Sequence[Run]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """`field` is the dotted name of what was swept, `values` are all its values, ascending."""
+
+    field: str
+    values: Sequence[float]
+    groups: Sequence[Group]
+
+    @property
+    def by_rate(self) -> bool:
+        """Was the load swept, by how many requests arrive in a second?"""
+        return self.field in RATES
+
+
+def sweep(runs: Sequence[Run]) -> Sweep | None:
+    """The sweep that the runs are, or None. There are at least three values of the field, and two in each group.
+
+    If several fields were swept, the groups are those of one of them: of a rate if there is one, else of the one that
+    leaves the fewest groups.
+    """
+    flats = [_facts(run) for run in runs]
+    names = {name: None for one in flats for name in one}
+    differing = [name for name in names if len({repr(one.get(name)) for one in flats}) > 1]
+    found = [one for name in differing if (one := _by(name, differing, runs, flats)) is not None]
+    return min(found, key=lambda one: (not one.by_rate, len(one.groups), -len(one.values), one.field), default=None)
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    fields = {name: value for name, value in flat(run.scenario).items() if name not in IGNORED}
+    return fields | {"loop.mode": run.loop, "measured": run.measured}
+
+
+def _by(field: str, differing: Sequence[str], runs: Sequence[Run], flats: Sequence[Mapping[str, Any]]) -> Sweep | None:
+    """The sweep of this field, if it is one."""
+    given = [one.get(field) for one in flats]
+    values = [value for value in given if isinstance(value, int | float) and not isinstance(value, bool)]
+    if len(values) < len(given):
+        return None
+    groups: dict[tuple[str, ...], list[int]] = {}
+    others = [name for name in differing if name != field]
+    for i, one in enumerate(flats):
+        groups.setdefault(tuple(repr(one.get(name)) for name in others), []).append(i)
+    distinct = [len({values[i] for i in rows}) for rows in groups.values()]
+    if min(distinct) < 2 or max(distinct) < FEWEST:
+        return None
+    labels = _labels(others, [flats[rows[0]] for rows in groups.values()])
+    made = []
+    for rows, label in zip(groups.values(), labels, strict=True):
+        ordered = sorted(rows, key=lambda i: values[i])
+        made.append(Group(label, [values[i] for i in ordered], [runs[i] for i in ordered]))
+    return Sweep(field, sorted(set(values)), made)
+
+
+def _labels(differing: Sequence[str], flats: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What tells groups apart: scheduler, loop, kind, and of the other fields no more than are needed."""
+    words = [[str(one["scheduler.name"])] if "scheduler.name" in differing else [] for one in flats]
+    words = [[*some, str(one["loop.mode"])] for some, one in zip(words, flats, strict=True)]
+    for name in ("measured", *(name for name in differing if name not in ("measured", "scheduler.name", "loop.mode"))):
+        if name in differing and (name == "measured" or len({*map(tuple, words)}) < len(words)):
+            words = [[*some, _word(name, one.get(name))] for some, one in zip(words, flats, strict=True)]
+    return [" ".join(filter(None, some)) for some in words]
+
+
+def _word(name: str, value: Any) -> str:
+    if name == "measured":
+        return "measured" if value else "simulated"
+    if value is None:
+        return ""
+    return f"{name.rpartition('.')[2]}={f'{value:g}' if isinstance(value, float) else value}"
+
+
+# -- load -------------------------------------------------------------------------------------------------------------
+
+
+def offered(run: Run) -> float | None:
+    """Requests a second that arrive from the first to the last arrival; None if that takes no time."""
+    arrival = run.times.arrival_ns
+    span = int(np.ptp(arrival)) if len(arrival) else 0
+    return (len(arrival) - 1) / (span / 1e9) if span else None
+
+
+def keeps_up(run: Run) -> bool | None:
+    """Do requests end as fast as they arrive, from the middle arrival to the last: at least 95 % as many?
+
+    A queue is stable if departures keep up with arrivals (rate stability: El-Taha and Stidham, Sample-Path Analysis of
+    Queueing Systems, 1999). The first half is start-up; after the last arrival the queue empties at any rate. None if
+    all arrive at once.
+    """
+    gone = run.requests["status"].isin(("refused", "aborted", "failed")).to_numpy()
+    arrival = np.sort(run.times.arrival_ns[~gone])
+    if not len(arrival) or arrival[0] == arrival[-1]:
+        return None
+    middle, last = arrival[len(arrival) // 2], arrival[-1]
+    ended = run.times.last_token_ns[run.times.done]
+    arrived = int(((arrival > middle) & (arrival <= last)).sum())
+    return int(((ended > middle) & (ended <= last)).sum()) >= KEPT_UP * arrived if arrived else None
+
+
+def waits(run: Run) -> bool:
+    """Is the wait for a seat, more than the work, what makes TTFT? At p95, `queue_s` is over half of `ttft_s`."""
+    queue, ttft = (lookup(run.summary, f"{name}.p95") or 0.0 for name in ("queue_s", "ttft_s"))
+    return bool(queue > ttft / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Knee:
+    """Where a group's latency turns up: `rate` is the highest rate (requests/s) up to which all keep up and none waits,
+    if the range shows it. `says` is a sentence in any case.
+
+    Keeping up alone would be too kind to short runs: a queue that grows slowly is long before 5 % are missing.
+    """
+
+    rate: float | None
+    says: str
+
+
+def knee(group: Group, rates: Sequence[float]) -> Knee:
+    """The knee of a group whose runs have these rates. Between repetitions of a rate the majority decides."""
+    votes: dict[float, list[bool]] = {}
+    for rate, run in zip(rates, group.runs, strict=True):
+        if (stable := keeps_up(run)) is not None:
+            votes.setdefault(rate, []).append(stable and not waits(run))
+    borne = [rate for rate, given in sorted(votes.items()) if 2 * sum(given) > len(given)]
+    too_much = min((rate for rate in votes if rate not in borne), default=None)
+    if too_much is None:
+        most = f"{max(borne):.4g}/s is sustained" if borne else "no run has a rate"
+        return Knee(None, f"{group.label}: no knee in this range, {most}.")
+    below = [rate for rate in borne if rate < too_much]
+    if not below:
+        return Knee(None, f"{group.label}: no knee in this range, {too_much:.4g}/s is too much already.")
+    return Knee(max(below), f"{group.label}: sustains {max(below):.4g}/s, not {too_much:.4g}/s.")
+
+
+def rates(found: Sweep, group: Group) -> list[float]:
+    """The rate of each run of a group, requests/s: as asked for, or as the trace had it."""
+    if found.field == RATES[0]:
+        return [float(value) for value in group.values]
+    return [offered(run) or 0.0 for run in group.runs]
+
+
+# -- what a report says -----------------------------------------------------------------------------------------------
+
+
+def findings(found: Sweep) -> list[str]:
+    """What the sweep shows, a sentence a group."""
+    if found.by_rate:
+        knees = [knee(group, rates(found, group)).says for group in found.groups]
+        return [*knees, *(_slo(group, rates(found, group)) for group in found.groups if _met(group))]
+    return [_best(found.field, group) for group in found.groups]
+
+
+def _met(group: Group) -> bool:
+    return all("slo" in run.summary for run in group.runs)
+
+
+def _slo(group: Group, rates: Sequence[float]) -> str:
+    """Up to which rate the scenario's service level holds; it may allow for a long wait, which a knee does not."""
+    runs = sorted(zip(rates, group.runs, strict=True), key=lambda pair: pair[0])
+    met = {rate: run.summary["slo"]["attainment"] for rate, run in runs}
+    missed = [rate for rate, share in met.items() if share < NEARLY]
+    kept = [rate for rate in met if not missed or rate < min(missed)]
+    until = f"up to {max(kept):.4g}/s" if kept else "at none of these rates"
+    return f"{group.label}: SLO met by at least {NEARLY:.0%} of the requests {until}."
+
+
+def _best(field: str, group: Group) -> str:
+    rates = [run.summary["output_tokens_per_s"] for run in group.runs]
+    least = min(value for value, rate in zip(group.values, rates, strict=True) if rate >= NEARLY * max(rates))
+    return f"{group.label}: most output tokens/s ({max(rates):,.4g}), within 1 %, from {field} = {least:g} on."

@@ -1,0 +1,328 @@
+"""Reasons not to trust a number, each with the figures that make it one. None found is no proof that there is none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from analysis.statistics import sweeps
+from analysis.statistics.content import Caveat
+from analysis.statistics.loading import Run, flat
+from cbsim.results import coverage
+from cbsim.results.metrics import SAMPLES_NEEDED
+
+OPEN_LOOP = ("constant", "poisson", "gamma")  # kinds of arrivals that do not wait for the server ...
+TIMED = ("azure", "mooncake", "csv", "golden", "vllm_bench")  # ... and of workloads that say when they arrive
+ENDED = ("length", "stop")
+ENOUGH = 20  # arrivals or steps from which a trend can be read
+LAG, GROWTH = 0.05, 1.2
+"""Overload: completions fall short of arrivals by LAG and by two roots of their number; the queue grows by GROWTH."""
+USUAL, EARLY = 0.9, 0.05
+"""Warm-up: until USUAL of the median occupancy is reached; worth a word if that takes EARLY of the requests."""
+FIRST, SLOW, ALIKE = 5, 3.0, 2.0
+"""Slow start: one of the FIRST steps lasts SLOW times the median of later ones whose tokens differ by at most ALIKE."""
+TAIL = 0.1
+NEAR_FULL = 0.9
+"""Capacity: share of the KV blocks in use above which their number decides who waits and who is preempted."""
+MOST_TOLD = 3  # caveats of one kind in full
+Floats = npt.NDArray[np.float64]
+
+
+def caveats(runs: Sequence[Run]) -> list[Caveat]:
+    """What a reader must know before believing, the gravest first; one a kind and run, the same text said once."""
+    among = [Caveat(kind, "", text) for kind, rule in AMONG for text in [rule(runs)] if text]
+    single = [one for kind, rule in RULES.items() for one in _of_kind(kind, rule, runs)]
+    return sorted([*among, *single], key=lambda one: list(RULES).index(one.kind))
+
+
+def _of_kind(kind: str, rule: Callable[[Run], str | None], runs: Sequence[Run]) -> list[Caveat]:
+    """What a rule says of the runs: in full of a few, of more only that it is so."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        if text := rule(run):
+            found.setdefault(text, []).append(run.label)
+    told = [Caveat(kind, _whose(labels, runs), text) for text, labels in found.items()]
+    others = [label for labels in list(found.values())[MOST_TOLD:] for label in labels]
+    return [*told[:MOST_TOLD], Caveat(kind, ", ".join(others), f"{kind}, too, with other figures.")] if others else told
+
+
+def _whose(labels: Sequence[str], runs: Sequence[Run]) -> str:
+    return "" if len(labels) == len(runs) > 1 else ", ".join(labels)
+
+
+# -- what happened ----------------------------------------------------------------------------------------------------
+
+
+def _incomplete(run: Run) -> str | None:
+    if run.incomplete or not run.summary.get("complete", True):
+        return f"the run is incomplete: {run.incomplete or 'it was cut short'}. Its numbers are those of what there is."
+    return None
+
+
+def _overload(run: Run) -> str | None:
+    """Over the second half of the arrivals: fewer requests end than come, and the queue grows to the last."""
+    sent = run.requests[~run.requests["status"].isin(("refused", "aborted", "failed"))]
+    arrival, ended = (sent[name].to_numpy() / 1e9 for name in ("arrival_ns", "last_token_ns"))
+    if not is_open(run) or len(arrival) < ENOUGH:
+        return None
+    low, high = (arrival.min() + arrival.max()) / 2, arrival.max()
+    came = int(((arrival > low) & (arrival <= high)).sum())
+    done = int(((ended > low) & (ended <= high) & sent["done"].to_numpy()).sum())
+    middle = (low + high) / 2
+    before, after = (_mean_queue(run, *edges) for edges in ((low, middle), (middle, high)))
+    if came < ENOUGH or came - done <= max(LAG * came, 2 * came**0.5) or after < max(GROWTH * before, 1):
+        return None
+    rates = (
+        f"{came:,} requests came and {done:,} ended ({came / (high - low):.3g} and {done / (high - low):.3g} a second)"
+    )
+    queue = f"the mean queue grew from {before:,.1f} to {after:,.1f} between its quarters"
+    return (
+        f"in the second half of the arrivals {rates}, and {queue}: overload. Latencies grow with the length of the run."
+    )
+
+
+def _near_capacity(run: Run) -> str | None:
+    """The wait makes TTFT, though the queue does not grow for certain: at such a load it is long and varies slowly."""
+    if not is_open(run) or _overload(run) or not sweeps.waits(run):
+        return None
+    queue, ttft = (run.summary[name]["p95"] for name in ("queue_s", "ttft_s"))
+    said = f"at p95 {queue:.3g} s of {ttft:.3g} s TTFT are the wait for a seat"
+    return f"{said}: the server is near its capacity or beyond, and a longer run may well give other latencies."
+
+
+def _mean_queue(run: Run, low: float, high: float) -> float:
+    """Requests that have arrived and never been scheduled, averaged over the time from `low` to `high`, seconds."""
+    if high <= low:
+        return 0.0
+    table = run.requests[run.requests["status"] != "refused"]
+    scheduled = table["scheduled_ns"].to_numpy() / 1e9
+    leaves = np.where(scheduled < 0, np.inf, scheduled)
+    waited = np.clip(leaves, low, high) - np.clip(table["arrival_ns"].to_numpy() / 1e9, low, high)
+    return float(waited.clip(min=0).sum() / (high - low))
+
+
+def _calibration(run: Run) -> str | None:
+    """A fit is used beyond what it was fitted to."""
+    if run.measured or run.scenario["cost"]["kind"] != "fitted":
+        return None
+    return "; ".join(coverage.warnings(run.scenario, run.table)) or None
+
+
+def _not_done(run: Run) -> str | None:
+    others = run.summary["requests_by_status"]
+    told = [f"{count:,} {status}" for status, count in others.items() if count and status not in ENDED]
+    total = run.summary["requests"]
+    reasons = run.requests["reason"][run.requests["reason"] != ""]
+    why = f" Most often: {reasons.mode()[0]}." if len(reasons) else ""
+    return f"of {total:,} requests {', '.join(told)}: they are in no latency of a request.{why}" if told else None
+
+
+def _window(run: Run) -> str | None:
+    if not run.summary.get("window_s"):
+        return None
+    low, high = ("" if edge is None else f"{edge:g}" for edge in run.summary["window_s"])
+    counted = f"{len(run.counted):,} of {len(run.requests):,} requests, those that arrive in {low}:{high} s"
+    return f"latencies and SLO are of {counted}; all other numbers are the whole run's."
+
+
+def _arrivals_limit(run: Run) -> str | None:
+    """Throughput of a server that keeps up is that of the traffic: no scheduler or loop could raise it much."""
+    if not is_open(run) or not sweeps.keeps_up(run) or sweeps.waits(run):
+        return None
+    return "requests end as fast as they come: throughput and cost are the traffic's, not the server's limit."
+
+
+def _warm_up(run: Run) -> str | None:
+    """Arrivals before the server first holds its usual number of requests: those meet an emptier one than the rest."""
+    if not is_open(run) or run.summary.get("window_s") or len(run.steps) < ENOUGH:
+        return None
+    arrival, start = run.requests["arrival_ns"].to_numpy(), run.table["schedule_start_ns"]
+    later = (start > (arrival.min() + arrival.max()) / 2) & (start <= arrival.max())
+    if not later.any():
+        return None
+    usual = float(np.median(run.table["running"][later]))
+    reached = int(start[np.argmax(run.table["running"] >= USUAL * usual)])
+    early, total = int((arrival < reached).sum()), len(arrival)
+    if early <= EARLY * total:
+        return None
+    texts = f"{early:,} of {total:,} requests came before the server ran its usual {usual:g} requests, at"
+    at = f"{(reached - run.start_ns) / 1e9:.3g} s"
+    return f"{texts} {at}; they count in latencies, and `cbsim run --window` would leave them out."
+
+
+def _slow_start(run: Run) -> str | None:
+    """Steps early in a measured run that took far longer than later ones of about as many tokens."""
+    lasted = (run.table["update_end_ns"] - run.table["schedule_start_ns"]) / 1e6
+    tokens = run.table["tokens"]
+    if not run.measured or len(lasted) < FIRST + ENOUGH:
+        return None
+    worst = max(((_factor(lasted, tokens, step), step) for step in range(FIRST)), default=(0.0, 0))
+    if worst[0] <= SLOW:
+        return None
+    factor, step = worst
+    return f"step {step} took {lasted[step]:.3g} ms, {factor:.3g} times later ones of as many tokens."
+
+
+def _factor(lasted: Floats, tokens: npt.NDArray[np.int64], step: int) -> float:
+    later = slice(FIRST, None)
+    alike = (tokens[later] * ALIKE >= tokens[step]) & (tokens[later] <= ALIKE * tokens[step]) & (tokens[step] > 0)
+    return float(lasted[step] / np.median(lasted[later][alike])) if alike.sum() >= FIRST else 0.0
+
+
+def _tail(run: Run) -> str | None:
+    """From the last step that ran half of the most requests, to the end; where requests do not come over time."""
+    span = run.end_ns - run.start_ns
+    if _arrivals(run) not in ("at_once", "closed_loop") or len(run.steps) < ENOUGH or not span:
+        return None
+    running, ends = run.table["running"], run.table["update_end_ns"]
+    most = int(running.max())
+    rest = run.end_ns - int(ends[np.flatnonzero(running >= most / 2)[-1]])
+    if rest <= TAIL * span:
+        return None
+    lasted = f"{rest / 1e9:.3g} s, {rest / span:.0%} of the span"
+    return f"for the last {lasted}, fewer than half of at most {most:,} requests ran; rates are over the whole span."
+
+
+def _few(run: Run) -> str | None:
+    n = int(run.summary["ttft_s"]["n"])
+    short = [f"{name} wants {needed}" for name, needed in SAMPLES_NEEDED.items() if n < needed]
+    return f"{n:,} requests are in the latencies: {', '.join(short)}." if short else None
+
+
+# -- where it was run -------------------------------------------------------------------------------------------------
+
+
+def _modelled(run: Run) -> str | None:
+    """What stands behind the times of the device."""
+    device = str(run.environment.get("device"))
+    if device == "modelled":
+        return "the loop was measured, but its kernels take the scenario's cost model: nothing was computed."
+    if run.measured and device.startswith("cpu"):
+        return f"measured on a CPU ({device}): its times are not those of a GPU."
+    return None
+
+
+def _capacity(run: Run) -> str | None:
+    """The cache was nearly full, and how large it is was worked out from the memory."""
+    if run.measured or (run.scenario.get("kv_cache") or {}).get("num_blocks") is not None or not len(run.table):
+        return None
+    total = run.summary["total_blocks"]
+    share = int(run.table["used_blocks"].max()) / total
+    if share < NEAR_FULL:
+        return None
+    told = f"KV use reaches {share:.0%} of {total:,} blocks, which are derived from the memory and not measured"
+    return f"{told}: with another number others wait or are preempted."
+
+
+def _hardware(run: Run) -> str | None:
+    """The scenario's GPU is another model than the one measured on."""
+    device, asked = str(run.environment.get("device")), str(run.scenario.get("hardware", {}).get("name"))
+    if run.measured and models(device) and models(asked) and not models(device) & models(asked):
+        return f"measured on {device}, while the scenario's hardware is {asked}: price and memory are the latter's."
+    return None
+
+
+def models(name: str) -> set[str]:
+    """The words of a device's name that tell its model: those with digits that are neither a memory nor a socket."""
+    words = re.findall(r"[a-z]*\d+[a-z]*\d*[a-z]*", name.lower())
+    return {
+        word for word in words if not re.fullmatch(r"(\d+(g|gb|gib)|hbm\d+e?|gddr\d+x?|sxm\d*|pcie\d*|mig\d*)", word)
+    }
+
+
+def _injected(run: Run) -> str | None:
+    extra = {phase: ms for phase, ms in (run.environment.get("injected_ms") or {}).items() if ms}
+    told = ", ".join(f"{ms:g} ms to {phase}" for phase, ms in extra.items())
+    return f"CPU work was added to every step on purpose: {told}." if told else None
+
+
+def _notes(run: Run) -> str | None:
+    notes = run.environment.get("notes") or ()
+    return f"{run.environment.get('engine', 'the engine')} ran with: {'; '.join(map(str, notes))}." if notes else None
+
+
+def _assumed(run: Run) -> str | None:
+    """Step times of a roofline are data sheet rates times shares that nobody has measured; tables leave things out."""
+    cost = run.scenario.get("cost", {})
+    if run.measured or cost.get("kind") not in ("roofline", "table"):
+        return None
+    if cost["kind"] == "table":
+        added = ", ".join(f"{cost.get(f'{what}_s', 0) * 1e6:g} us a {what}" for what in ("step", "layer", "row"))
+        return f"simulated times rest on kernel tables that others measured, on {added} and CPU times as stated."
+    shares = flat({name: cost.get(f"{name}_efficiency", {}) for name in ("compute", "memory")})
+    told = ", ".join(f"{name.replace('.', ' of ')} {share:.0%}" for name, share in shares.items())
+    given = f"shares of the data sheet's peak ({told}) and CPU times as the scenario gives them"
+    return f"simulated times rest on {given}, not on coefficients fitted to a measured engine."
+
+
+def _code(run: Run) -> str | None:
+    git = run.environment.get("git") or {}
+    if not git.get("commit"):
+        return "the commit of the code is not known: the run cannot be traced to it."
+    return f"made by changed code: the tree of commit {git['commit'][:10]} was dirty." if git.get("dirty") else None
+
+
+# -- among runs -------------------------------------------------------------------------------------------------------
+
+
+def _devices(runs: Sequence[Run]) -> str | None:
+    devices = {str(run.environment.get("device")) for run in runs if run.measured}
+    return f"measured on different devices: {', '.join(sorted(devices))}." if len(devices) > 1 else None
+
+
+def _commits(runs: Sequence[Run]) -> str | None:
+    commits = {str(commit)[:10] for run in runs if (commit := (run.environment.get("git") or {}).get("commit"))}
+    return f"made by different commits: {', '.join(sorted(commits))}." if len(commits) > 1 else None
+
+
+def _packages(runs: Sequence[Run]) -> str | None:
+    facts = [{"python": run.environment.get("python"), **(run.environment.get("packages") or {})} for run in runs]
+    told = [f"{name} {', '.join(seen)}" for name, seen in _versions(facts) if len(seen) > 1]
+    return f"made with different versions: {'; '.join(told)}." if told else None
+
+
+def _versions(facts: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    """What is missing in a run was not loaded by it: only two known versions are a difference."""
+    for name in dict.fromkeys(name for fact in facts for name in fact):
+        yield name, sorted({str(fact[name]) for fact in facts if fact.get(name)})
+
+
+def is_open(run: Run) -> bool:
+    """Do requests come whether or not the server keeps up, over time?"""
+    return run.scenario.get("workload", {}).get("kind") in TIMED or _arrivals(run) in OPEN_LOOP
+
+
+def _arrivals(run: Run) -> str | None:
+    kind: str | None = (run.scenario.get("workload", {}).get("arrivals") or {}).get("kind")
+    return kind
+
+
+RULES: dict[str, Callable[[Run], str | None]] = {  # by weight
+    "incomplete": _incomplete,
+    "overload": _overload,
+    "near capacity": _near_capacity,
+    "capacity": _capacity,
+    "window": _window,
+    "calibration": _calibration,
+    "not done": _not_done,
+    "device": _modelled,
+    "hardware": _hardware,
+    "injected": _injected,
+    "slow start": _slow_start,
+    "warm-up": _warm_up,
+    "arrival-limited": _arrivals_limit,
+    "few requests": _few,
+    "tail": _tail,
+    "assumed": _assumed,
+    "engine": _notes,
+    "code": _code,
+}
+AMONG: tuple[tuple[str, Callable[[Sequence[Run]], str | None]], ...] = (
+    ("hardware", _devices),
+    ("code", _commits),
+    ("code", _packages),
+)

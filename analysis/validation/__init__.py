@@ -1,0 +1,1 @@
+"""Many workloads, simulated against measured: cases, causes, tally."""

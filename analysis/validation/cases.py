@@ -1,0 +1,263 @@
+"""A validation folder: workloads that were measured and simulated, each a case with its runs and what they score.
+
+validation/<case>/case.json says what a case is; the run directories beside it, in measured/ and simulated/, are one or
+more runs of each loop and one of each. What is not there yet is told and left out; what is wrong is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from analysis.statistics import comparable, declared, loading, pairing
+from analysis.statistics.content import Caveat
+from analysis.statistics.declared import Kind
+from analysis.statistics.loading import Run
+from analysis.statistics.pairing import NotAPair, Replay
+from cbsim.proof import bars
+from cbsim.proof.bars import Score
+from cbsim.results.directory import MARKER, RunError
+from cbsim.scenario.fields import LARGEST_REAL, shown
+
+LOOPS = ("sync", "async")
+MEASURED, SIMULATED = KINDS = ("measured", "simulated")
+LACKS = {MEASURED: "not measured yet", SIMULATED: "not simulated"}
+EXPECTED = "expected validation/CASE/ with case.json, measured/ and simulated/"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One loop of a case: the simulated run, and the measured ones in the order in which they were made."""
+
+    simulated: Run
+    measured: Sequence[Run]
+
+    @property
+    def middle(self) -> Run:
+        """The measured run of median makespan; of an even number the faster one in the middle."""
+        ordered = sorted(self.measured, key=lambda run: float(run.summary["makespan_s"]))
+        return ordered[(len(ordered) - 1) // 2]
+
+    @property
+    def runs(self) -> list[Run]:
+        return [*self.measured, self.simulated]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A workload with its runs by loop. `load` is the rate of arrivals as a share of the capacity, None: all at once.
+
+    `predicted`: simulated speed-ups for other CPU work, by its milliseconds. `replays`: of the measured runs, by loop.
+    """
+
+    name: str
+    about: str
+    model: str
+    scheduler: str
+    injected_ms: float
+    load: float | None
+    curve: str | None
+    predicted: Mapping[str, float]
+    loops: Mapping[str, Pair]
+    scores: Sequence[Score]
+    replays: Mapping[str, Sequence[Replay]]
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for pair in self.loops.values() for run in pair.runs]
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """Every case that has runs to compare, and what was left out. `device`: as provenance.json names it."""
+
+    place: Path
+    device: str | None
+    cases: Sequence[Case]
+    left_out: Sequence[Caveat]
+
+
+def read(place: Path) -> Validation:
+    """The cases of a validation folder. Raises RunError naming file, field and what is expected; NotAPair and
+    Incomparable naming runs that do not belong together.
+    """
+    found = [_read_case(folder) for folder in _folders(place / "validation")]
+    cases = [case for case, _ in found if case is not None]
+    left_out = [one for _, told in found for one in told]
+    if not cases:
+        told = "; ".join(f"{one.run}: {one.text}" for one in left_out)
+        raise RunError(f"{place}: {told or 'holds no case'}; {EXPECTED}")
+    return Validation(place, _device(place / "provenance.json"), cases, left_out)
+
+
+def _folders(place: Path) -> list[Path]:
+    """The folders in a folder, those with numbers in their names by number; none if it is not there."""
+    try:
+        return sorted((path for path in place.iterdir() if _is_folder(path)), key=_natural)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunError(f"{place}: cannot be read: {error.strerror or error}; {EXPECTED}") from None
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.name.startswith(".")
+
+
+def _natural(path: Path) -> list[str | int]:
+    """Words and numbers in turn, so that 8k comes before 32k."""
+    return [int(part) if at % 2 else part for at, part in enumerate(re.split("([0-9]+)", path.name))]
+
+
+# -- documents --------------------------------------------------------------------------------------------------------
+
+
+def _is_line(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable() and bool(value.strip())
+
+
+def _is_between(value: Any, low: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= LARGEST_REAL
+
+
+def _are_speed_ups(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        re.fullmatch(r"\d{1,9}(\.\d{1,9})?", at) and _is_between(gain, -1) for at, gain in value.items()
+    )
+
+
+LINE = Kind("a line of text", _is_line)
+ABOUT = dict.fromkeys(("name", "about", "model", "scheduler"), LINE) | {
+    "injected_ms": Kind("milliseconds, 0 or more", lambda value: _is_between(value, 0)),
+    "load": Kind("null or a share of the capacity above 0", lambda value: _is_between(value, 1e-9), needed=False),
+    "curve": Kind("null or a line of text", _is_line, needed=False),
+    "predicted": Kind("milliseconds with the speed-up there", _are_speed_ups),
+}
+
+
+def _about(file: Path) -> dict[str, Any]:
+    """case.json, whole. null is said, not left out: a forgotten load would leave bars out unseen."""
+    document = _json(file)
+    missing = [f"{name} is missing, expected {kind.words}" for name, kind in ABOUT.items() if name not in document]
+    if missing:
+        raise RunError(f"{file}: {'; '.join(missing)}")
+    declared.check(file, document, ABOUT)
+    if document["name"] != file.parent.name:
+        raise RunError(f"{file}: name is {shown(document['name'])}, expected that of its folder, {file.parent.name!r}")
+    return {name: document[name] for name in ABOUT}
+
+
+def _device(file: Path) -> str | None:
+    if not file.exists():
+        return None
+    document = _json(file)
+    declared.check(file, document, {"device": LINE._replace(needed=False)})
+    device: str | None = document.get("device")
+    return device
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes().decode())
+    except OSError as error:
+        raise RunError(f"{file}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise RunError(f"{file}: not UTF-8 text") from None
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{file}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RunError(f"{file}: is {shown(value)}, expected a JSON object")
+    return value
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def _read_case(folder: Path) -> tuple[Case | None, list[Caveat]]:
+    """The case, None if there is nothing to compare, and what was left out of it."""
+    about, told = _about(folder / "case.json"), [*_cut_short(folder)]
+    runs = {kind: _runs(folder, kind) for kind in KINDS}
+    told += _lacking(folder.name, runs)
+    loops = {loop: Pair(_one(ours), theirs) for loop in LOOPS for theirs, ours in [_of(loop, runs)] if ours and theirs}
+    if not loops:
+        return None, told
+    _check(list(loops.values()))
+    return _case(about, loops), told
+
+
+def _case(about: Mapping[str, Any], loops: Mapping[str, Pair]) -> Case:
+    simulated = {loop: pair.simulated.summary for loop, pair in loops.items()}
+    measured = {loop: [run.summary for run in pair.measured] for loop, pair in loops.items()}
+    found = bars.scores(simulated, measured, about["load"])
+    replays = {loop: pairing.replays(pair.measured) for loop, pair in loops.items()}
+    return Case(**about, loops=loops, scores=found, replays=replays)
+
+
+def _cut_short(folder: Path) -> Iterator[Caveat]:
+    for path in (path for kind in KINDS for path in _folders(folder / kind)):
+        if (path / MARKER).exists():
+            where = path.relative_to(folder).as_posix()
+            yield Caveat("incomplete", folder.name, f"{where} is incomplete and left out: {_reason(path / MARKER)}")
+
+
+def _reason(marker: Path) -> str:
+    try:
+        return marker.read_text(errors="replace").strip() or "no reason was written"
+    except OSError:
+        return "its reason cannot be read"
+
+
+def _runs(folder: Path, kind: str) -> list[Run]:
+    """The complete runs of a kind, labelled with case, loop and kind, and a number if there are several."""
+    runs = loading.read([path for path in _folders(folder / kind) if not (path / MARKER).exists()])
+    for run in runs:
+        _check_kind(run, kind)
+    named = []
+    for run in runs:
+        alike = [other for other in runs if other.loop == run.loop]
+        number = f" #{alike.index(run) + 1}" if len(alike) > 1 else ""
+        named.append(replace(run, label=f"{folder.name} {run.loop} {kind}{number}"))
+    return named
+
+
+def _check_kind(run: Run, kind: str) -> None:
+    is_one, other = (MEASURED, SIMULATED) if run.measured else (SIMULATED, MEASURED)
+    if is_one != kind:
+        raise NotAPair(f"{run.path}: is {is_one}, expected a {other} run; those that were {is_one} go to {is_one}/")
+    makespan = run.summary.get("makespan_s")
+    if not makespan or makespan < 0:
+        raise RunError(f"{run.path / 'summary.json'}: makespan_s is {shown(makespan)}, expected seconds above 0")
+
+
+def _of(loop: str, runs: Mapping[str, Sequence[Run]]) -> list[list[Run]]:
+    return [[run for run in runs[kind] if run.loop == loop] for kind in KINDS]
+
+
+def _lacking(case: str, runs: Mapping[str, Sequence[Run]]) -> Iterator[Caveat]:
+    """What there is no run of: in a case as a whole, else in one of its loops."""
+    for kind in KINDS:
+        if not runs[kind]:
+            yield Caveat(LACKS[kind], case, f"{LACKS[kind]}, left out")
+            continue
+        missing = [loop for loop in LOOPS if all(run.loop != loop for run in runs[kind])]
+        yield from (Caveat(LACKS[kind], case, f"the {loop} loop is {LACKS[kind]}, left out") for loop in missing)
+
+
+def _one(simulated: Sequence[Run]) -> Run:
+    if len(simulated) > 1:
+        names = ", ".join(run.path.name for run in simulated)
+        raise RunError(
+            f"{simulated[0].path.parent}: {names} are of the {simulated[0].loop} loop, expected one run of it"
+        )
+    return simulated[0]
+
+
+def _check(loops: Sequence[Pair]) -> None:
+    for pair in loops:
+        for run in pair.measured:
+            pairing.check(pair.simulated, run)
+    comparable.check([pair.simulated for pair in loops])

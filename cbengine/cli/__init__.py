@@ -1,0 +1,1 @@
+"""The command line of the engine: arguments and exit codes only."""

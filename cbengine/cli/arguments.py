@@ -1,0 +1,269 @@
+"""The command line of `python -m cbengine`: commands, their arguments, what each takes. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cbengine.bench import BENCH_PARTS
+from cbsim.cli.arguments import Parser, run_arguments
+
+DEVICES = {
+    "inline": "a step is computed while it is launched",
+    "process": "a worker process computes",
+    "modelled": "nothing is computed, a step takes the scenario's cost model",
+    "cuda": "a GPU",
+}
+PHASES = ("schedule", "prepare", "launch", "update")
+
+
+def command_line() -> argparse.ArgumentParser:
+    """All commands."""
+    parser = Parser(
+        prog="python -m cbengine",
+        description="Run continuous batching for real, with the simulator's own policies.",
+        epilog="Exit status: 0 ok, 1 error, 2 bad scenario, weights or arguments, 3 a check failed.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, text: str) -> Parser:
+        return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+
+    _replay_arguments(command("replay", "serve a scenario on a device and write a run directory for each loop"))
+    _calibrate_arguments(command("calibrate", "measure the coefficients of the simulator's fitted cost model"))
+    _generate_arguments(command("generate", "print how the model in a local Hugging Face folder continues a text"))
+    _validate_arguments(
+        command("validate", "calibrate on short probes, predict workloads never probed, run them, compare")
+    )
+    _smoke_arguments(command("smoke", "look at everything on a machine once: four minutes at most, a line a check"))
+    _hardware_arguments(command("hardware", "measure a GPU in parts of under ten minutes, resuming where it stopped"))
+    _pack_arguments(command("pack", "put what a machine without network needs to be measured into a folder"))
+    _bench_arguments(
+        command("bench", "print how fast the engine is, against what the device could do and transformers")
+    )
+    return parser
+
+
+def _smoke_arguments(smoke: argparse.ArgumentParser) -> None:
+    smoke.add_argument(
+        "--device", choices=("cuda", "cpu"), help="default: cuda if there is a driver, else cpu: what a CPU can check"
+    )
+    smoke.add_argument(
+        "--out", type=Path, default=Path("runs/smoke"), metavar="DIR", help="where lines go (runs/smoke)"
+    )
+    smoke.add_argument("--from", type=int, dest="worker", metavar="N", help=argparse.SUPPRESS)
+
+
+def _hardware_arguments(hardware: argparse.ArgumentParser) -> None:
+    hardware.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help="parts, or one of the calls first, second, third (all): an unknown one lists them",
+    )
+    hardware.add_argument(
+        "--device",
+        choices=("cuda", "process", "modelled"),
+        help="cuda: the GPU; the others rehearse on the CPU (default: cuda if there is one, else process)",
+    )
+    hardware.add_argument(
+        "--out", type=Path, default=Path("reports/hardware"), metavar="DIR", help="where all goes (reports/hardware)"
+    )
+    hardware.add_argument(
+        "--minutes", type=_positive, metavar="M", help="end after so many minutes; what is left waits for another call"
+    )
+
+
+def _pack_arguments(pack: argparse.ArgumentParser) -> None:
+    pack.add_argument("--out", type=Path, default=Path("runs/pack"), metavar="DIR", help="an empty folder (runs/pack)")
+    pack.add_argument("--max-mb", type=_positive, default=64.0, metavar="MB", help="most that it may take (64)")
+    pack.add_argument(
+        "--part-minutes", type=_positive, default=8.0, metavar="M", help="a call ends by itself after M (8)"
+    )
+    pack.add_argument(
+        "--max-result-mb", type=_positive, default=15.0, metavar="MB", help="most of a result archive (15)"
+    )
+    pack.add_argument(
+        "--python", type=_version, default="3.12", metavar="X.Y", help="version there, for the wheels (3.12)"
+    )
+    pack.add_argument("--triton-cache", type=Path, metavar="DIR", help="compiled kernels to take along")
+
+
+def _bench_arguments(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument(
+        "--device",
+        choices=("modelled", "cuda"),
+        help="cuda: the GPU; modelled: only the CPU's work a step (default: cuda if there is one, else modelled)",
+    )
+    bench.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        choices=BENCH_PARTS,
+        metavar="PART",
+        help=f"GPU only: {', '.join(BENCH_PARTS[:-1])} or {BENCH_PARTS[-1]}, size by size, a minute or two each",
+    )
+    bench.add_argument("--kernels", action="store_true", help="GPU only: all parts of --only")
+    bench.add_argument("--model", metavar="NAME", help="whose sizes --only and --kernels take (8k_b32's)")
+    bench.add_argument("--quick", action="store_true", help="a minute instead of ten")
+    bench.add_argument("--json", action="store_true", help="print a list of figures")
+    bench.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="where runs go (runs/bench)")
+
+
+def _replay_arguments(replay: argparse.ArgumentParser) -> None:
+    run_arguments(replay)
+    _device_arguments(replay, *DEVICES)
+    replay.add_argument(
+        "--engine",
+        choices=("cbengine", "transformers"),
+        default="cbengine",
+        help="who serves: cbengine (default), or Hugging Face's own continuous batching with the same weights",
+    )
+    replay.add_argument(
+        "--flash-attn",
+        choices=("package", "stand-in"),
+        default="package",
+        help="where --engine transformers on a GPU gets flash attention: the flash_attn package if it is installed "
+        "(default), or else our stand-in, whose figures are not the package's",
+    )
+    replay.add_argument(
+        "--inject",
+        action="append",
+        default=[],
+        type=_phase,
+        metavar="PHASE=MS",
+        help=f"milliseconds of extra CPU work in every step's {', '.join(PHASES[:-1])} or {PHASES[-1]} (repeatable)",
+    )
+    replay.add_argument(
+        "--sampling",
+        type=Path,
+        metavar="FILE",
+        help="settings of single requests, JSON Lines: id and any of temperature, top_k, top_p, seed",
+    )
+    replay.add_argument("--save-tokens", action="store_true", help="write prompts and outputs to tokens.parquet, too")
+    replay.add_argument("--no-cuda-graphs", action="store_true", help="GPU only: launch every step kernel by kernel")
+    replay.add_argument(
+        "--wait",
+        choices=("block", "spin"),
+        default="block",
+        help="GPU only: how the CPU waits for a step: asleep (default), or busy, which wakes up sooner",
+    )
+    replay.add_argument(
+        "--stop-at-end-tokens", action="store_true", help="let the end tokens of --weights end a request early"
+    )
+    replay.add_argument(
+        "--profile",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="GPU only: profile N steps with torch: their kernels go to kernels.csv, their GPU-active beside ours",
+    )
+
+
+def _calibrate_arguments(calibrate: argparse.ArgumentParser) -> None:
+    calibrate.add_argument("scenario", nargs="?", help="whose model and scheduler (validation on a GPU, else tiny_cpu)")
+    calibrate.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field (repeatable)"
+    )
+    calibrate.add_argument("--out", type=Path, required=True, metavar="FILE", help="the coefficient file to write")
+    calibrate.add_argument("--rows", type=_count, metavar="N", help="most requests in a step (256 on a GPU, else 32)")
+    calibrate.add_argument(
+        "--longest", type=_count, metavar="N", help="longest sequence, tokens (8192 on a GPU, else 320)"
+    )
+    calibrate.add_argument(
+        "--tokens", type=_count, metavar="N", help="query tokens of a step (8192 on a GPU, else 128)"
+    )
+    calibrate.add_argument(
+        "--context", type=_count, metavar="N", help="cached tokens of all requests (300000 on a GPU, else 5000)"
+    )
+    calibrate.add_argument("--quick", action="store_true", help="shorter outputs, less precise")
+    _device_arguments(calibrate, "process", "modelled", "cuda")
+
+
+def _validate_arguments(validate: argparse.ArgumentParser) -> None:
+    validate.add_argument(
+        "cases", nargs="*", metavar="CASE", help="workloads or groups (all): an unknown one lists them"
+    )
+    validate.add_argument(
+        "--device",
+        choices=("cuda", "process", "modelled"),
+        help="cuda: a GPU; process: a tiny model in a worker process; modelled: a GPU's workloads, their kernels "
+        "take what the cost model says (default: cuda if there is one, else process)",
+    )
+    validate.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field of every case (repeatable)"
+    )
+    validate.add_argument("--repeat", type=_count, default=1, metavar="N", help="measure each loop N times (1)")
+    validate.add_argument("--quick", action="store_true", help="calibrate with shorter outputs, less precise")
+    validate.add_argument(
+        "--again",
+        type=Path,
+        metavar="DIR",
+        help="measure nothing: fit and predict again what was measured into this folder",
+    )
+    validate.add_argument(
+        "--out", type=Path, default=Path("reports/hardware"), metavar="DIR", help="where all goes (reports/hardware)"
+    )
+
+
+def _generate_arguments(generate: argparse.ArgumentParser) -> None:
+    generate.add_argument("--prompt", required=True, help="the text to go on from; --prompt=TEXT if it begins with -")
+    generate.add_argument("--tokens", type=_count, default=64, metavar="N", help="most tokens to generate (64)")
+    _device_arguments(generate, "inline", "process", "cuda", weights_needed=True)
+
+
+def _device_arguments(parser: argparse.ArgumentParser, *devices: str, weights_needed: bool = False) -> None:
+    told = "; ".join(f"{name}: {DEVICES[name]}" for name in devices)
+    parser.add_argument("--device", choices=devices, help=f"{told} (default: cuda if there is one, else process)")
+    kind = "a local Hugging Face folder of Llama 3, Qwen2.5 or Qwen3: config.json and safetensors"
+    more = ", and a tokenizer" if weights_needed else " (default: random weights of the scenario's shape)"
+    parser.add_argument("--weights", type=Path, required=weights_needed, metavar="DIR", help=kind + more)
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 (default): the likeliest token; else sampled"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest; 0 (default): all"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest of mass P; 1 (default): all"
+    )
+    parser.add_argument("--sampling-seed", type=int, default=0, metavar="SEED", help="seed of the sampling (0)")
+
+
+def _phase(text: str) -> tuple[str, int]:
+    name, _, value = text.partition("=")
+    try:
+        extra_ms = float(value)
+    except ValueError:
+        extra_ms = -1.0
+    if name not in PHASES or not 0 <= extra_ms <= 10_000:
+        known = ", ".join(PHASES)
+        raise argparse.ArgumentTypeError(f"{text!r}: expected PHASE=MS with a phase of {known} and 0 to 10000 ms")
+    return name, round(extra_ms * 1e6)
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number > 0")
+    return number
+
+
+def _version(text: str) -> str:
+    major, _, minor = text.partition(".")
+    if not (major == "3" and minor.isdecimal() and len(minor) <= 2):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a version of Python 3 such as 3.12")
+    return text
+
+
+def _count(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number >= 1")
+    return count

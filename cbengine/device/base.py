@@ -1,0 +1,139 @@
+"""Where steps are computed: what the driver asks of a device, and the two that need no hardware.
+
+A device has a staging buffer for each step in flight. The driver writes a step into it, launches it, and later waits
+for its tokens, in order. Times are those of the engine's clock: `perf_counter_ns` where a device is real.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cbengine.batch import Capacity
+from cbengine.device.clock import Clock
+from cbengine.device.executor import Executor
+from cbengine.device.layout import Header, arrays
+from cbsim.cost.base import Cost
+from cbsim.policy.graphs import bucket, captured_sizes
+from cbsim.policy.plan import StepPlan
+from cbsim.server.running import ServerError
+
+Ints = npt.NDArray[np.int32]
+COMPUTE = 1  # of the lanes H2D, kernels, D2H
+
+
+class DeviceError(ServerError):
+    """A device that failed while a run was under way: out of memory, or a worker that died."""
+
+
+class Lanes(NamedTuple):
+    """When a step's copies and kernels ran."""
+
+    h2d_start_ns: int
+    h2d_end_ns: int
+    compute_start_ns: int
+    compute_end_ns: int
+    d2h_start_ns: int
+    d2h_end_ns: int
+
+
+class Device(Protocol):
+    """A device made for one run."""
+
+    staging: list[Ints]  # one buffer for each step in flight
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What env.json says of it."""
+
+    def bucket(self, rows: int) -> int:
+        """The size at which a step of so many decoding rows is computed."""
+
+    def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
+        """Start the step that staging buffer `slot` holds, after those launched before."""
+
+    def wait(self, slot: int) -> tuple[Ints, Lanes]:
+        """Block until that step is done: a token for each sampling row, -1 if it has none. Raises DeviceError."""
+
+    def close(self) -> None:
+        """Give back everything that was taken. May be called twice."""
+
+
+def staging(capacity: Capacity, depth: int) -> list[Ints]:
+    """Buffers in ordinary memory."""
+    return [np.zeros(capacity.staging, dtype=np.int32) for _ in range(depth)]
+
+
+class Inline:
+    """Computes a step while it is launched, in order: deterministic, nothing overlaps."""
+
+    def __init__(self, executor: Executor, capacity: Capacity, depth: int) -> None:
+        torch.set_num_threads(1)  # the order of sums, and so every last bit, does not depend on the machine
+        self.staging = staging(capacity, depth)
+        self.facts: dict[str, Any] = {"device": "cpu, inline", "threads": 1}
+        self._executor = executor
+        self._done: dict[int, tuple[Ints, Lanes]] = {}
+
+    def bucket(self, rows: int) -> int:
+        return rows
+
+    def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
+        del plan
+        start = time.perf_counter_ns()
+        step = arrays(torch.from_numpy(self.staging[slot]), header)
+        self._executor.update_tables(step)
+        tokens = self._executor.run(step, header).numpy().copy()
+        end = time.perf_counter_ns()
+        self._done[slot] = tokens, Lanes(start, start, start, end, end, end)
+
+    def wait(self, slot: int) -> tuple[Ints, Lanes]:
+        return self._done.pop(slot)
+
+    def close(self) -> None:
+        self._done.clear()
+
+
+class Modelled:
+    """Computes nothing: a step takes the nanoseconds of a cost model, on lanes as a GPU's. Every token is 0.
+
+    For the timing of the loop and the CPU's work without hardware: what the loop does is real, and on a `CpuClock` the
+    time it takes is the CPU's own. With `graphs` decoding steps are padded to a captured size, and the CPU launches all
+    others kernel by kernel, as `Cuda` does; else every step is launched in one go, at its own size.
+    """
+
+    def __init__(self, cost: Cost, capacity: Capacity, depth: int, clock: Clock, *, graphs: bool) -> None:
+        self.staging = staging(capacity, depth)
+        self.facts: dict[str, Any] = {"device": "modelled", "clock": "CPU time of the loop, waiting skipped"}
+        self._cost, self._clock = cost, clock
+        self._sizes = captured_sizes(capacity.rows) if graphs else []
+        self._free = [0, 0, 0]  # when each lane has done what it was given
+        self._done: dict[int, tuple[Ints, Lanes]] = {}
+
+    def bucket(self, rows: int) -> int:
+        return bucket(self._sizes, rows)
+
+    def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
+        begun = at = self._clock.now_ns()
+        captured = header.decodes == header.rows <= max(self._sizes, default=header.rows)
+        if self._sizes and not captured:
+            self._clock.work_until(begun + self._cost.eager_launch_ns(plan))
+        launched, edges = self._clock.now_ns(), []
+        for lane, duration in enumerate(self._cost.gpu_ns(plan, header.tokens)):
+            start = max(at, self._free[lane])
+            end = start + duration
+            at = self._free[lane] = max(end, launched) if lane == COMPUTE else end
+            edges += [start, at]
+        self._done[slot] = np.zeros(header.sampling, dtype=np.int32), Lanes(*edges)
+
+    def wait(self, slot: int) -> tuple[Ints, Lanes]:
+        tokens, lanes = self._done.pop(slot)
+        while self._clock.now_ns() < lanes.d2h_end_ns:
+            self._clock.wait_until(lanes.d2h_end_ns)
+        return tokens, lanes
+
+    def close(self) -> None:
+        self._done.clear()

@@ -1,0 +1,212 @@
+"""A CUDA GPU as a device: three streams tied by events, decode steps replayed as graphs, one CPU block a step.
+
+    h2d       pinned staging -> inbound[slot]
+    compute   waits for it; tables; a decode step: inbound -> the graph's inputs, replay; else kernel by kernel;
+              the tokens -> outbound[slot]
+    d2h       waits for that; outbound[slot] -> pinned; the CPU blocks on the end of this copy
+
+A step's time on the device is that of its replay or its kernels alone: inputs and tables are written before `start`.
+A slot's buffers are written again only after its step was awaited, and are given back only when everything has ended.
+All other memory is taken and used on the compute stream alone. The last sampled token of every request stays on the
+device, so a step never waits for the host to know what it computes on.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cbengine.batch import Capacity
+from cbengine.device import gpu
+from cbengine.device.base import Ints, Lanes
+from cbengine.device.executor import Executor
+from cbengine.device.faults import STUCK_S, Watchdog, guarded
+from cbengine.device.graphs import Graph, captured, streams
+from cbengine.device.layout import Arrays, Header, arrays
+from cbengine.device.timeline import Timeline
+from cbengine.device.warmup import scratch_step, warm_ups
+from cbsim.policy.graphs import bucket, captured_sizes
+from cbsim.policy.plan import StepPlan
+
+
+class Marks(NamedTuple):
+    """Events at the edges of one step's copies and kernels."""
+
+    h2d_start: torch.cuda.Event
+    h2d_end: torch.cuda.Event
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    done: torch.cuda.Event
+
+    @classmethod
+    def new(cls, *, spin: bool) -> Marks:
+        """`spin`: the CPU is kept busy while it waits for a step, and wakes up sooner."""
+        first, second, third, fourth = (torch.cuda.Event(enable_timing=True) for _ in range(4))
+        return cls(first, second, third, fourth, torch.cuda.Event(enable_timing=True, blocking=not spin))
+
+
+class Cuda:
+    """`graphs`: capture decode steps. `overlap`: copies have streams of their own. `spin`: wait without sleeping."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        capacity: Capacity,
+        depth: int,
+        *,
+        graphs: bool,
+        overlap: bool,
+        random: bool,
+        spin: bool = False,
+    ) -> None:
+        """Captures every graph that the run may need, and runs every kind of step once. Raises DeviceError."""
+        self._executor, self._capacity, self._random, self._overlap = executor, capacity, random, overlap
+        self._spin = spin
+        self._compute, self._h2d, self._d2h = streams() if overlap else (streams()[0],) * 3
+        self._sizes = captured_sizes(capacity.rows) if graphs else []
+        self._graphs: dict[int, Graph] = {}
+        self._capture_s = 0.0  # of one graph, the kernels' compilation included
+        self.staging: list[Ints] = []
+        self._pinned: list[Tensor] = []
+        self._received: list[Tensor] = []
+        self._inbound: list[Tensor] = []
+        self._outbound: list[Tensor] = []
+        self._marks = [Marks.new(spin=spin) for _ in range(depth + 1)]
+        self._launched = 0
+        self._in_flight: dict[int, tuple[Marks, int, int]] = {}  # slot -> events, sampling rows, time of launch
+        self._anchor: torch.cuda.Event  # a step's edges are measured from here
+        self._timeline: Timeline
+        self._watchdog = Watchdog(STUCK_S)
+        try:
+            guarded(lambda: "a step's inputs and outputs", partial(self._allocate, depth))
+            self._warm_up()
+        except BaseException:
+            self.close()
+            raise
+        self.facts = self._describe()
+
+    def bucket(self, rows: int) -> int:
+        return bucket(self._sizes, rows)
+
+    def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
+        del plan
+        self._launch(slot, header)
+
+    def wait(self, slot: int) -> tuple[Ints, Lanes]:
+        marks, sampling, launched = self._in_flight.pop(slot)
+        with self._watchdog:
+            guarded(lambda: "a step that had been launched", marks.done.synchronize)
+        awaited = time.perf_counter_ns()
+        edges = [round(self._anchor.elapsed_time(mark) * 1e6) for mark in marks]
+        self._anchor = marks.h2d_start
+        tokens: Ints = self._received[slot][:sampling].numpy().copy()
+        return tokens, self._timeline.place(edges, launched, awaited)
+
+    def close(self) -> None:
+        if self._watchdog.closed:
+            return
+        with suppress(RuntimeError), self._watchdog:  # a GPU that has failed for good has nothing to give back
+            torch.cuda.synchronize()
+        self._watchdog.close()
+        self._graphs.clear()
+        self._in_flight.clear()
+        self.staging, self._pinned, self._received, self._inbound, self._outbound = [], [], [], [], []
+        del self._executor
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def _launch(self, slot: int, header: Header) -> None:
+        at = time.perf_counter_ns()
+        marks = self._marks[self._launched % len(self._marks)]
+        self._launched += 1
+        guarded(
+            lambda: f"a step of {header.tokens} query tokens in {header.rows} rows",
+            lambda: self._enqueue(slot, header, marks),
+        )
+        self._in_flight[slot] = marks, header.sampling, at
+
+    def _enqueue(self, slot: int, header: Header, marks: Marks) -> None:
+        inbound, outbound, size = self._inbound[slot], self._outbound[slot][: header.sampling], header.size
+        graph = self._graphs.get(header.rows) if header.decodes == header.rows and not header.padded else None
+        step = arrays(inbound, header) if graph is None or header.updates else None
+        with torch.cuda.stream(self._h2d):
+            marks.h2d_start.record(self._h2d)
+            inbound[:size].copy_(self._pinned[slot][:size], non_blocking=True)
+            marks.h2d_end.record(self._h2d)
+        with torch.cuda.stream(self._compute):
+            self._compute.wait_event(marks.h2d_end)
+            if step is not None:
+                self._executor.update_tables(step)
+            if graph is not None:
+                graph.inputs.copy_(inbound[: len(graph.inputs)])
+            marks.start.record(self._compute)
+            outbound.copy_(self._computed(graph, step, header))
+            marks.end.record(self._compute)
+        with torch.cuda.stream(self._d2h):
+            self._d2h.wait_event(marks.end)
+            self._received[slot][: header.sampling].copy_(outbound, non_blocking=True)
+            marks.done.record(self._d2h)
+
+    def _computed(self, graph: Graph | None, step: Arrays[Tensor] | None, header: Header) -> Tensor:
+        """The tokens of a step whose tables and inputs are in place. `step` may be left out of a graph's."""
+        if graph is not None:
+            graph.graph.replay()
+            return graph.tokens
+        assert step is not None
+        return self._executor.run(step, header)
+
+    # -- before the first one -----------------------------------------------------------------------------------------
+
+    def _allocate(self, depth: int) -> None:
+        torch.cuda.empty_cache()  # what is left of putting weights together
+        size, sampling, device = self._capacity.staging, self._capacity.sampling, self._executor.device
+        self._pinned = [gpu.pinned(size) for _ in range(depth)]
+        self._received = [gpu.pinned(sampling) for _ in range(depth)]
+        self._inbound = [torch.zeros(size, dtype=torch.int32, device=device) for _ in range(depth)]
+        self._outbound = [torch.zeros(sampling, dtype=torch.int32, device=device) for _ in range(depth)]
+        self.staging = [buffer.numpy() for buffer in self._pinned]
+        self._anchor = torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()  # weights, cache and buffers were written on another stream
+        self._timeline = Timeline(time.perf_counter_ns(), overlap=self._overlap)
+        self._anchor.record(self._h2d)
+
+    def _warm_up(self) -> None:
+        """No kernel is compiled and no memory asked for the first time in a run."""
+        if self._sizes:
+            gc.collect()  # graphs of runs before must not be destroyed while another one is captured
+            pool = torch.cuda.graph_pool_handle()
+            began = time.perf_counter()
+            for rows in reversed(self._sizes):  # the smaller ones find room in the largest one's memory
+                capture = partial(self._capture, rows, pool)
+                self._graphs[rows] = guarded(partial("capturing a decode step of {} requests".format, rows), capture)
+            self._capture_s = (time.perf_counter() - began) / len(self._sizes)
+        reach, graphs = self._executor.reach, bool(self._sizes)
+        for header, values in warm_ups(self._capacity, reach, graphs=graphs, random=self._random):
+            self.staging[0][: len(values)] = values
+            self._launch(0, header)
+            self.wait(0)
+
+    def _capture(self, rows: int, pool: Any) -> Graph:
+        header, values = scratch_step([], self._capacity.slots, decodes=rows, random=self._random, padded=False)
+        with torch.cuda.stream(self._compute):
+            inputs = torch.from_numpy(values).to(self._executor.device)
+        step = arrays(inputs, header)
+        graph, tokens = captured(lambda: self._executor.run(step, header), self._compute, pool)
+        return Graph(graph, inputs, tokens)
+
+    def _describe(self) -> dict[str, Any]:
+        return {
+            **gpu.facts(),
+            "wait": "spin" if self._spin else "block",
+            "captured_batches": sorted(self._graphs),
+            "capture_s": self._capture_s,
+            "allocated_bytes": torch.cuda.memory_allocated(),
+        }

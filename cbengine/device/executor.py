@@ -1,0 +1,101 @@
+"""The state of the model on one device, and the computation of a step on it: everything between two copies.
+
+Its owner says when: at once, in a worker process, or on a CUDA stream, where a decode step may be captured as a graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cbengine.batch import Capacity
+from cbengine.device.layout import Arrays, Header
+from cbengine.model.decoder import Model
+from cbengine.model.kvcache import KvCache
+from cbengine.model.ops import Rows
+from cbengine.sampling import Draws, sample
+
+
+class Executor:
+    """Block tables and the last sampled token of every slot, beside the model and its cache. One slot more than asked
+    for is scratch: it takes what padding rows write.
+    """
+
+    def __init__(self, model: Model, cache: KvCache, capacity: Capacity) -> None:
+        device = cache.keys.device
+        self._model, self._cache = model, cache
+        self._tables = torch.full((capacity.slots + 1, capacity.width), cache.scratch, dtype=torch.int32, device=device)
+        self._last = torch.zeros(capacity.slots + 1, dtype=torch.int64, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        return self._tables.device
+
+    @property
+    def reach(self) -> int:
+        """Tokens that the longest block table can hold."""
+        return self._tables.shape[1] * self._cache.keys.shape[2]
+
+    @torch.inference_mode()
+    def update_tables(self, step: Arrays[Tensor]) -> None:
+        """Write what has changed in the block tables; comes before `run`."""
+        if len(step.places):
+            self._tables.view(-1)[step.places.long()] = step.blocks
+
+    @torch.inference_mode()
+    def run(self, step: Arrays[Tensor], header: Header) -> Tensor:
+        """Compute a step: int32 [sampling rows], -1 where the logits were not numbers."""
+        if not header.rows:
+            return step.tokens
+        rows, owner = self._rows(step, header)
+        slots = rows.slots.long()
+        tokens = step.tokens.long()
+        tokens = torch.where(tokens < 0, self._last[slots if owner is None else slots[owner]], tokens)
+        hidden = self._model.forward(tokens, self._cache, rows)
+        if header.further or header.decodes < header.rows:
+            read = rows.starts[1:].long() - 1
+            sampling = torch.cat((read[: header.decodes], read[step.sampled.long()]))
+            hidden, slots = hidden[sampling], torch.cat((slots[: header.decodes], slots[step.sampled.long()]))
+        if not header.sampling:
+            return step.sampled
+        sampled = sample(self._model.logits(hidden), _draws(step) if header.random else None)
+        self._last[slots] = sampled.clamp(min=0).long()
+        return sampled
+
+    def _rows(self, step: Arrays[Tensor], header: Header) -> tuple[Rows, Tensor | None]:
+        """What the model needs to know of the rows, and the row of every token (None: row i has token i alone)."""
+        slots, kv_tokens, starts = step.slots.long(), step.kv_tokens.long(), step.starts.long()
+        owner = None
+        if header.decodes == header.rows:
+            cached = kv_tokens - 1
+        else:
+            counts = starts[1:] - starts[:-1]
+            each = torch.arange(header.rows, device=starts.device)
+            owner = torch.repeat_interleave(each, counts, output_size=header.tokens)
+            cached = torch.arange(header.tokens, device=starts.device) + (kv_tokens - starts[1:])[owner]
+            slots = slots[owner]
+        size = self._cache.keys.shape[2]
+        places = self._tables[slots, cached // size].long() * size + cached % size
+        positions = cached
+        if header.padded:
+            first = step.first.long()
+            positions = (cached - (first if owner is None else first[owner])).clamp(min=0)
+        rows = Rows(
+            tables=self._tables,
+            slots=step.slots,
+            kv_tokens=step.kv_tokens,
+            starts=step.starts,
+            positions=positions,
+            kv_places=places,
+            decodes=header.decodes,
+            longest=header.longest,
+            first=step.first if header.padded else None,
+        )
+        return rows, owner
+
+
+def _draws(step: Arrays[Tensor]) -> Draws:
+    """What a step's buffer says of its sampling rows."""
+    halves = step.top_p.clone()  # float64 has to lie at an even place, which the buffer's may not be
+    single = torch.float32
+    return Draws(step.uniforms.view(single), step.temperature.view(single), step.top_k, halves.view(torch.float64))

@@ -1,0 +1,131 @@
+"""A worker process as a device: real overlap with the driver on two cores, as between a CPU and a GPU.
+
+Steps and results cross in shared memory; a pipe carries which buffer and the lengths. Nobody waits for ever: whoever
+waits looks at the other side's life every now and then. The worker ends when its pipe closes, so it never outlives the
+driver.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import numpy as np
+import torch
+
+from cbengine.batch import Capacity
+from cbengine.device.base import DeviceError, Ints, Lanes
+from cbengine.device.executor import Executor
+from cbengine.device.layout import Header, arrays
+from cbsim.policy.plan import StepPlan
+
+LOOK_S = 0.2  # how often the other side's life is looked at
+START_S = 120.0  # the longest that a worker may take to load its model
+Build = Callable[[], Executor]
+
+
+class Process:
+    """`build` makes the executor, in the worker: it must be picklable."""
+
+    def __init__(self, build: Build, capacity: Capacity, depth: int) -> None:
+        """Starts the worker and waits until it is ready. Raises DeviceError."""
+        spawning = multiprocessing.get_context("spawn")
+        shared = [spawning.RawArray("i", size) for size in (capacity.staging, capacity.sampling) * depth]
+        views = [np.frombuffer(memory, dtype=np.int32) for memory in shared]
+        self.staging, self._results = views[0::2], views[1::2]
+        self._sampling: dict[int, tuple[int, int]] = {}  # staging buffer -> (sampling rows, when it was sent)
+        self._idle_ns = self._arrived_ns = 0  # end of the last step known of, and when its result came
+        self._pipe, theirs = spawning.Pipe()
+        self._worker: SpawnProcess = spawning.Process(target=_work, args=(build, shared, theirs), daemon=True)
+        held = signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGINT}
+        )  # inherited: an interrupt is the driver's alone
+        try:
+            self._worker.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        theirs.close()
+        self.facts: dict[str, Any] = {"device": "cpu, worker process", "threads": 1}
+        self._receive(START_S)
+
+    def bucket(self, rows: int) -> int:
+        return rows
+
+    def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
+        del plan
+        self._sampling[slot] = header.sampling, time.perf_counter_ns()
+        try:
+            self._pipe.send((slot, tuple(header)))
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._died() from None
+
+    def wait(self, slot: int) -> tuple[Ints, Lanes]:
+        sampling, sent = self._sampling.pop(slot)
+        asked = time.perf_counter_ns()
+        done, start, end = self._receive(None)
+        assert done == slot, (done, slot)
+        arrived = time.perf_counter_ns() if asked < end else end  # a result that lay waiting took no time to come
+        d2h_start = max(end, self._arrived_ns)
+        self._arrived_ns = max(arrived, d2h_start)
+        lanes = Lanes(max(sent, self._idle_ns), start, start, end, d2h_start, self._arrived_ns)
+        self._idle_ns = end
+        return self._results[slot][:sampling].copy(), lanes
+
+    def _receive(self, limit_s: float | None) -> tuple[int, int, int]:
+        """The worker's next word. A worker that is dead or silent for longer than `limit_s` is an error."""
+        waited = 0.0
+        while not self._pipe.poll(LOOK_S):
+            waited += LOOK_S
+            if not self._worker.is_alive():
+                raise self._died()
+            if limit_s is not None and waited > limit_s:
+                raise DeviceError(f"the worker process was not ready after {limit_s:.0f} s")
+        try:
+            word = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise self._died() from None
+        if isinstance(word, str):
+            raise DeviceError(f"the worker process failed: {word}")
+        return int(word[0]), int(word[1]), int(word[2])
+
+    def _died(self) -> DeviceError:
+        self._worker.join(1.0)
+        code = self._worker.exitcode
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+        return DeviceError(f"the worker process {how}")
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._worker.join(2.0)
+        if self._worker.is_alive():
+            self._worker.kill()
+            self._worker.join()
+        self.staging, self._results = [], []
+
+
+def _work(build: Build, shared: list[Any], pipe: Connection) -> None:
+    """The worker: one step after the other until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides when to stop
+    torch.set_num_threads(1)
+    try:
+        executor = build()
+        buffers = [torch.from_numpy(np.frombuffer(memory, dtype=np.int32)) for memory in shared]
+        pipe.send((0, 0, 0))
+        while True:
+            slot, lengths = pipe.recv()
+            header = Header(*lengths)
+            start = time.perf_counter_ns()
+            step = arrays(buffers[2 * slot], header)
+            executor.update_tables(step)
+            tokens = executor.run(step, header)
+            buffers[2 * slot + 1][: header.sampling] = tokens
+            pipe.send((slot, start, time.perf_counter_ns()))
+    except (EOFError, BrokenPipeError):
+        return
+    except Exception as error:  # whatever it is, the driver is to say it
+        pipe.send(f"{type(error).__name__}: {error}")

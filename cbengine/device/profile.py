@@ -1,0 +1,162 @@
+"""What torch.profiler saw of some steps: every kernel's time, and GPU-active against the events around the steps."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from cbsim.results.metrics import Steps
+from cbsim.results.record import Record
+
+SKIPPED = 20  # steps before the profiler starts
+COPIES = ("Memcpy HtoD", "Memcpy DtoH")  # to and from the host: no kernels, and beside them
+FILE = "kernels.csv"
+SHOWN = 25  # kernels of a table that is printed
+
+
+class Span(NamedTuple):
+    """One execution of a kernel, microseconds on the profiler's clock."""
+
+    name: str
+    start_us: float
+    end_us: float
+
+
+class Kernel(NamedTuple):
+    """All executions of one kernel. `gap_us`: how long the GPU was idle before them, together."""
+
+    name: str
+    launches: int
+    total_us: float
+    share: float  # of the time of all kernels
+    gap_us: float
+
+
+class Profile:
+    """Told of every step, as progress is; profiles `count` of them after the first SKIPPED. `depth` steps are in flight
+    while one is planned.
+    """
+
+    def __init__(self, record: Record, count: int, depth: int) -> None:
+        self._record, self._count, self._ahead = record, count, depth - 1
+        self._profiler: Any = None
+        self._first = 0
+        self._stopped = False
+
+    def __call__(self) -> None:
+        done = self._record.step_count
+        if self._profiler is None:
+            if done >= SKIPPED:
+                self._start(done)
+        elif not self._stopped and done >= self._first + self._count - self._ahead:
+            self.stop()
+
+    def _start(self, done: int) -> None:
+        """Starting takes a while, in which a step that is in flight ends: the one after it is the first."""
+        torch.cuda.synchronize()
+        self._profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA])
+        self._profiler.start()
+        self._first = done + self._ahead
+
+    def stop(self) -> None:
+        """End of the run, or of the steps asked for: what is in flight is the last one."""
+        if self._profiler is not None and not self._stopped:
+            self._stopped = True
+            with suppress(RuntimeError):  # of a GPU that has failed, which has been said
+                torch.cuda.synchronize()
+                self._profiler.stop()
+
+    @property
+    def window(self) -> Steps:
+        """The steps that were profiled, of those that the record has by now."""
+        steps = Steps.of(self._record)
+        return Steps(steps.table[self._first : self._first + self._count] if self._profiler else steps.table[:0])
+
+    def verdict(self) -> str:
+        """Both figures, over the same steps; a profiled step is slower than others."""
+        window = self.window
+        if len(window) < 2:
+            return f"profile: the run has too few steps ({self._record.step_count}, {SKIPPED} are skipped)"
+        return said(window, self._spans())
+
+    def files(self) -> dict[str, bytes]:
+        """The table of kernels, once the profiler has stopped."""
+        return {FILE: written(by_kernel(self._spans()))} if self._stopped else {}
+
+    def _spans(self) -> list[Span]:
+        return kernels(self._profiler.events() or ())
+
+
+def said(window: Steps, spans: Sequence[Span]) -> str:
+    """What is shown of two steps or more and the kernels seen in that time."""
+    span = int(window["compute_end_ns"].max() - window["compute_start_ns"].min())
+    busy, reach = union(spans)
+    other = f"profiler {busy / reach:.2%}" if reach else "the profiler saw no kernels"
+    first, last = int(window["step"][0]), int(window["step"][-1])
+    return f"GPU active over steps {first} to {last}: events {window.lane('compute').sum() / span:.2%}, {other}"
+
+
+def kernels(events: Iterable[Any]) -> list[Span]:
+    """What ran on the GPU's multiprocessors, of all that a profiler tells, in order of time."""
+    found = [
+        Span(event.name, event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type.name == "CUDA"
+        and not event.name.startswith(COPIES)
+        and not getattr(event, "is_user_annotation", False)
+    ]
+    return sorted(found, key=attrgetter("start_us"))
+
+
+def union(spans: Sequence[Span]) -> tuple[float, float]:
+    """(time covered by at least one span, time from the first start to the last end); spans in order of time."""
+    covered, reach = 0.0, float("-inf")
+    for _, start, end in spans:
+        covered += max(0.0, end - max(start, reach))
+        reach = max(reach, end)
+    return covered, reach - spans[0].start_us if spans else 0.0
+
+
+def by_kernel(spans: Sequence[Span]) -> list[Kernel]:
+    """A line for each kernel, the one that took longest first; spans in order of time."""
+    counts: dict[str, list[float]] = {}
+    reach = spans[0].start_us if spans else 0.0
+    for name, start, end in spans:
+        line = counts.setdefault(name, [0, 0.0, 0.0])
+        line[0] += 1
+        line[1] += end - start
+        line[2] += max(0.0, start - reach)
+        reach = max(reach, end)
+    whole = sum(line[1] for line in counts.values()) or 1.0
+    found = [Kernel(name, int(n), total, total / whole, gap) for name, (n, total, gap) in counts.items()]
+    return sorted(found, key=lambda kernel: (-kernel.total_us, kernel.name))
+
+
+def table(lines: Sequence[Kernel]) -> str:
+    """For a terminal: the longest SHOWN, and the sum of the others."""
+    rows = [f"{'launches':>8} {'total us':>11} {'share':>7} {'gap us':>9}  kernel"]
+    shown = [*lines[:SHOWN], *([_others(lines[SHOWN:])] if len(lines) > SHOWN else [])]
+    for name, count, total, share, gap in shown:
+        rows.append(f"{count:>8} {total:>11,.1f} {share:>7.2%} {gap:>9,.1f}  {name[:90]}")
+    return "\n".join(rows)
+
+
+def _others(lines: Sequence[Kernel]) -> Kernel:
+    count, total, share, gap = (sum(column) for column in list(zip(*lines, strict=True))[1:])
+    return Kernel(f"{len(lines)} others", count, total, share, gap)
+
+
+def written(lines: Sequence[Kernel]) -> bytes:
+    """As CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(Kernel._fields)
+    writer.writerows((name, n, round(total, 3), round(share, 6), round(gap, 3)) for name, n, total, share, gap in lines)
+    return text.getvalue().encode()

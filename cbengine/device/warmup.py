@@ -1,0 +1,77 @@
+"""What a GPU does before a run: steps after which nothing is done for the first time. Nothing here needs a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+import numpy as np
+
+from cbengine.batch import Capacity
+from cbengine.device.base import Ints
+from cbengine.device.layout import Header, arrays
+
+LEAST_TOKENS = 64  # of a warm-up that mixes prefill and decode; then twice as many, and so on
+
+
+def warm_ups(capacity: Capacity, reach: int, *, graphs: bool, random: bool) -> Iterator[tuple[Header, Ints]]:
+    """Steps that between them need every kernel of a run, but for decode steps that were replayed as graphs, and as
+    much memory as its largest step, which comes last: every row samples, and together they have all query tokens there
+    can be, though no row more than the `reach` of a slot.
+    """
+    most = capacity.rows
+    sizes = sorted({most, *(1 << i for i in range(most.bit_length()))})  # twice the rows, half the splits of each
+    for tokens in mixed_sizes(capacity.tokens):
+        decodes, chunks = mixed(tokens, most, reach)
+        yield scratch_step(chunks, capacity.slots, decodes=decodes, random=random, padded=False)
+    for padded in (False,) if graphs else (False, True):
+        for rows in () if graphs else sizes:
+            yield scratch_step([], capacity.slots, decodes=rows, random=random, padded=padded)
+        largest = spread(capacity.tokens, most, reach)
+        if max(largest) > 1:
+            yield scratch_step(largest, capacity.slots, random=random, padded=padded)
+        else:
+            yield scratch_step([], capacity.slots, decodes=most, random=random, padded=padded)
+
+
+def mixed_sizes(budget: int) -> list[int]:
+    """Query tokens of the steps that warm up matrix products: a library loads other kernels for other sizes."""
+    return [LEAST_TOKENS << i for i in range(64) if LEAST_TOKENS << i < budget]
+
+
+def mixed(tokens: int, rows: int, reach: int) -> tuple[int, list[int]]:
+    """(decoding rows, tokens of each chunk) of a step with about so many query tokens: as many decodes as leave half of
+    the tokens and one of the rows to chunks. Few rows or a short reach allow fewer tokens.
+    """
+    decodes = min(rows - 1, tokens // 2)
+    chunks = min(rows - decodes, max(1, -(-(tokens - decodes) // reach)))
+    return decodes, spread(tokens - decodes, chunks, reach)
+
+
+def spread(tokens: int, rows: int, reach: int) -> list[int]:
+    """`tokens` over so many rows, evenly, none above `reach`."""
+    return [min(reach, (tokens + i) // rows) for i in range(rows)]
+
+
+def scratch_step(chunks: list[int], slot: int, *, decodes: int = 0, random: bool, padded: bool) -> tuple[Header, Ints]:
+    """A step on the scratch slot, which nobody reads: decoding rows, then chunks of so many tokens, all the first of
+    their sequences. Every row samples.
+    """
+    counts = [1] * decodes + chunks
+    header = Header(
+        rows=len(counts),
+        decodes=decodes,
+        live=decodes,
+        tokens=sum(counts),
+        longest=max(chunks, default=1),
+        further=len(chunks),
+        updates=0,
+        random=random,
+        padded=padded,
+    )
+    values: Ints = np.zeros(header.size, dtype=np.int32)
+    step = arrays(values, header)
+    step.slots[:], step.kv_tokens[:] = slot, counts
+    step.starts[:] = [0, *accumulate(counts)]
+    step.sampled[:] = range(decodes, header.rows)
+    return header, values

@@ -1,0 +1,1 @@
+"""Probes, calibration, prediction, campaigns: what is measured, and what is made of it."""

@@ -1,0 +1,248 @@
+"""Coefficients for the simulator's `fitted` cost model, measured in minutes on short probes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import ValidationError
+
+from cbengine import build
+from cbengine.build import Setup
+from cbengine.errors import UsageError
+from cbengine.measure import probes
+from cbengine.measure.equal_steps import EqualSteps
+from cbengine.measure.fit import Fit, fit
+from cbengine.measure.probes import Reach, Table
+from cbsim.cost.cpu import PHASES, PhaseCost
+from cbsim.results import environment
+from cbsim.scenario import documents
+from cbsim.scenario.costs import Calibrated, Coefficients
+from cbsim.scenario.scenario import Scenario, ScenarioError
+
+Floats = npt.NDArray[np.float64]
+GPU_TERMS = ("per_chunk_s", "per_cached_token_s", "per_prefill_attention_s", "per_decode_row_s")
+COUNTED = ("chunks", "cached", "pairs", "decodes")  # columns of these terms
+SIZED = ("requests", "query_tokens", "blocks", "chunks", "changes")  # columns of the CPU's terms, as Size has them
+CPU_TERMS = tuple(f"{term}_s" for term in PhaseCost._fields)
+SIZES = (1, 2, 4, *range(8, 128, 8), *range(128, 256, 32), *(size << i for i in range(7) for size in (256, 384)))
+CONTEXTS = tuple(size << i for i in range(18) for size in (256, 384))
+"""Where a curve may have points: dense where captured batch sizes lie, then two to an octave."""
+FEW = 8  # steps between two points of a curve, at least
+ENOUGH = 24  # steps in all
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was measured: the coefficients as the simulator reads them, and how well each group fits."""
+
+    coefficients: dict[str, Any]
+    fits: dict[str, Fit]
+    table: Table
+
+
+def calibrate(base: Scenario, setup: Setup, say: Callable[[str], None], *, reach: Reach, quick: bool) -> Calibration:
+    """Probe and fit, up to `reach`. Raises UsageError."""
+    if reach.longest > base.model.max_position:
+        raise UsageError(f"--longest: got {reach.longest}, must be <= {base.model.max_position}, model.max_position")
+    if setup.device == "cuda" and (room := probes.room(base)) < reach.context:
+        say(f"the cache holds {room:,} tokens: probing up to that instead of {reach.context:,}")
+        reach = reach._replace(context=room, longest=min(reach.longest, room))
+    table = probes.measure(base, setup, probes.probes(reach, quick=quick), say)
+    return calibration(table, base.model.layers)
+
+
+def calibration(table: Table, layers: int) -> Calibration:
+    """Fit everything. Raises UsageError if the probes were too short for it."""
+    if len(table.lines) < ENOUGH:
+        text = f"{len(table.lines)} steps are too few, {ENOUGH} would do"
+        raise UsageError(f"calibrate: {text}: give a larger --rows or --longest")
+    coefficients, kernels = _kernels(table)
+    alone = table.alone()
+    coefficients |= {f"{lane}_s": _rounded(float(np.median(alone.column(lane)))) for lane in ("h2d", "d2h")}
+    coefficients["gap_s"] = float(f"{table.gap_s:.6g}")
+    eager, fits = alone.column("eager"), {"kernels": kernels}
+    cpu: dict[str, dict[str, float]] = {}
+    for phase in PHASES:
+        columns = [np.ones(len(alone.lines)), *(alone.column(name) for name in SIZED)]
+        if phase == "launch":
+            columns.append(eager)
+        fits[phase] = fit(np.column_stack(columns), alone.column(phase))
+        cpu[phase] = dict(zip(CPU_TERMS, map(_rounded, fits[phase].coefficients), strict=False))
+    coefficients["launch_s_per_layer"] = _rounded(fits["launch"].coefficients[-1] / layers)
+    return Calibration(coefficients | {"cpu": cpu}, fits, table)
+
+
+def _kernels(table: Table) -> tuple[dict[str, Any], Fit]:
+    """Terms of the kernels' time. Steps whose kernels waited for their launches say nothing of it; of a step that was
+    replayed with nothing before it, what equal steps take less when they are launched ahead was waiting for the launch.
+    """
+    tokens, context = table.column("tokens"), table.column("context")
+    sizes, contexts = points(tokens, SIZES), points(context, CONTEXTS)
+    curves = [*hats(tokens, sizes), *hats(context, [0, *contexts])[1:]]  # without context, nothing is read
+    columns = np.column_stack([*curves, *(table.column(name) for name in COUNTED)])
+    free = table.column("bound") == 0
+    waited = 1e9 * max(0.0, table.equal.difference_s) if table.equal else 0.0
+    alone = (table.column("eager") == 0) & (table.column("ahead") == 0)
+    compute = np.maximum(table.column("compute") - waited * alone, 1.0)
+    found = fit(columns[free], compute[free], kinds(tokens, context, table.column("chunks"))[free])
+    values = iter(map(_rounded, found.coefficients))
+    coefficients: dict[str, Any] = {"query_tokens": [{"tokens": size, "s": next(values)} for size in sizes]}
+    read = [{"tokens": size, "s": next(values)} for size in contexts]
+    coefficients["context_tokens"] = [{"tokens": 0, "s": 0.0}, *read]
+    return coefficients | {name: next(values) for name in GPU_TERMS}, found
+
+
+def kinds(tokens: Floats, context: Floats, chunks: Floats) -> Floats:
+    """A weight for each step, such that every kind of step counts alike, however often it came: kinds are octaves of
+    query tokens and of context, with chunks or without.
+    """
+    cells = np.column_stack([np.log2(tokens + 1).round(), np.log2(context + 1).round(), chunks > 0])
+    _, which, counts = np.unique(cells, axis=0, return_inverse=True, return_counts=True)
+    weights: Floats = 1.0 / counts[which.ravel()]
+    return weights
+
+
+def points(counted: Floats, allowed: Sequence[int]) -> list[int]:
+    """Those of `allowed` up to which FEW more steps lie, and the largest size that was measured."""
+    largest, found, below = int(counted.max()), [], 0.0
+    for size in allowed:
+        if size < largest and np.count_nonzero((counted > below) & (counted <= size)) >= FEW:
+            found.append(size)
+            below = size
+    if found and np.count_nonzero(counted > below) < FEW:
+        found.pop()
+    return [*found, max(largest, 1)]
+
+
+def hats(counted: Floats, at: Sequence[int]) -> list[Floats]:
+    """The weight of each point in what lies between: 1 there, 0 at its neighbours, 1 beyond the ends."""
+    return [np.interp(counted, at, one) for one in np.eye(len(at))]
+
+
+def _rounded(nanoseconds: float) -> float:
+    """In seconds, to six digits."""
+    return float(f"{nanoseconds / 1e9:.6g}")
+
+
+def _told(equal: EqualSteps | None) -> dict[str, Any] | None:
+    """With the digits that a file has."""
+    return (
+        {name: float(f"{one:.6g}") if isinstance(one, float) else one for name, one in equal._asdict().items()}
+        if equal
+        else None
+    )
+
+
+def write(path: Path, found: Calibration, base: Scenario, device: str) -> dict[str, Any]:
+    """Write the coefficient file, and the steps that it rests on beside it; returns what the file holds. Raises
+    UsageError if that cannot be done.
+    """
+    git = environment.git_state()
+    origin = {
+        "device": device,
+        "model": base.model.name,
+        "dtype": base.model.dtype,
+        "scheduler": base.scheduler.name,
+        "commit": f"{(git['commit'] or 'unknown')[:12]}{'+' if git['dirty'] else ''}",
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "settings": settings(base, device),
+        "capture_s": round(found.table.capture_s, 6),
+        "equal_steps": _told(found.table.equal),
+    }
+    raw = io.BytesIO()
+    pq.write_table(found.table.arrow(), raw)
+    try:
+        steps_of(path).write_bytes(raw.getvalue())
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    return _written(path, origin, found)
+
+
+def refit(path: Path, layers: int) -> dict[str, Any]:
+    """Derive a coefficient file again from the steps beside it; returns what it holds. Raises UsageError."""
+    try:
+        steps = Table.of(pq.read_table(steps_of(path)))
+        before = documents.read(path).data
+        coefficients = Coefficients.model_validate(before)
+        steps.gap_s = float(coefficients.gap_s)
+        if (told := coefficients.calibrated) and told.equal_steps:
+            steps.equal = EqualSteps(**told.equal_steps.model_dump())
+        known = Calibrated.model_validate(before["calibrated"]).model_dump(exclude={*RANGE, "fits"})
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
+        reason = build.first_complaint(error) if isinstance(error, ValidationError) else error
+        raise UsageError(f"{path}, {steps_of(path).name}: not a calibration: {reason}") from None
+    return _written(path, known, calibration(steps, layers))
+
+
+def settings(base: Scenario, device: str) -> str:
+    """Fingerprint of what coefficients depend on besides names: shape, block size, graphs, kernels that are made up."""
+    cost = base.cost.model_dump(mode="json") if "modelled" in device else None
+    shape = base.model.model_dump(mode="json")
+    if not base.model.qkv_bias:
+        del shape["qkv_bias"]  # a file probed before there was such a field keeps its fingerprint
+    told = [shape, base.block_size, base.graph_padding, cost]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
+
+
+def check_settings(path: Path, base: Scenario, device: str) -> None:
+    """Raises UsageError if a coefficient file was probed with other settings than these."""
+    try:
+        known = documents.read(path).data["calibrated"].get("settings", "")
+    except (ScenarioError, KeyError, TypeError, AttributeError):
+        return  # that it is no calibration is said when it is read as one
+    if known and known != settings(base, device):
+        raise UsageError(
+            f"{path}: was probed with another model, block size or cost than this call's: name another --out"
+        )
+
+
+def _written(path: Path, origin: dict[str, Any], found: Calibration) -> dict[str, Any]:
+    calibrated = {**origin, **_range(found.table), "fits": {name: one.errors() for name, one in found.fits.items()}}
+    content = {"calibrated": calibrated, **found.coefficients}
+    said = "# Measured with `python -m cbengine calibrate`. Errors are shares of a step's time.\n"
+    try:
+        path.write_text(said + documents.write(content), encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    return content
+
+
+RANGE = ("rows", "tokens", "context_tokens")
+
+
+def _range(table: Table) -> dict[str, int]:
+    """The largest that was measured."""
+    columns = dict(zip(RANGE, ("requests", "query_tokens", "read"), strict=True))
+    return {name: int(table.column(column).max()) for name, column in columns.items()}
+
+
+def steps_of(path: Path) -> Path:
+    """Where the measured steps of a coefficient file lie."""
+    return path.with_name(f"{path.name.removesuffix('.yaml').removesuffix('.fitted')}.probes.parquet")
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder of a file that is to be written when all is measured. Raises UsageError if it could not be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        path.open("ab").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"{path}: cannot be written: {error.strerror or error}")

@@ -1,0 +1,385 @@
+"""Simulated against measured: calibrate on short probes, predict workloads that no probe has seen, run them.
+
+    OUT/<device>/provenance.json                         device, driver, versions, commit
+    OUT/<device>/calibration/<model>-<scheduler>.fitted.yaml, .probes.parquet
+    OUT/<device>/validation/<case>/case.json             what it is, the rate of its arrivals
+    OUT/<device>/validation/<case>/measured/<run>        one or more of each loop
+    OUT/<device>/validation/<case>/simulated/<run>       one of each loop, and the scenario they come from
+
+What has been measured is not measured again: a call goes on where another stopped. What is predicted is derived anew
+from the probes' steps that lie there, and `again` does only that: a better fit or simulator needs no device. The
+simulator is started as a user would start it, on the same scenario with the calibrated coefficients in it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from cbengine import build
+from cbengine.build import Setup
+from cbengine.errors import UsageError
+from cbengine.measure import calibrate, probes, provenance, suite
+from cbengine.measure.scores import Scored
+from cbengine.measure.suite import Case
+from cbsim.proof import bars
+from cbsim.proof.bars import BARS, Score
+from cbsim.results import directory
+from cbsim.results.terminal import lookup
+from cbsim.scenario import scenario
+from cbsim.scenario.demand import Synthetic
+from cbsim.scenario.fields import Frozen, Real, ScenarioError, shown
+from cbsim.scenario.scenario import Scenario
+from cbsim.server import running
+from cbsim.server.running import Maker, RunOptions
+
+CAPACITY_REQUESTS = 4  # times the case's: all at once, so long a queue that its ends do not matter
+LEFT_OUT = ("timeline.json.gz", "figures")  # of a run: both can be drawn again from its tables
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """`validate`, parsed: where, on what, with which changes to every case, how often."""
+
+    device: build.DeviceName
+    out: Path
+    overrides: Sequence[str]
+    repeat: int
+    quick: bool
+
+
+class About(Frozen):
+    """case.json: what a case is, and what was decided for it when it was measured."""
+
+    name: str
+    group: str
+    about: str
+    model: str
+    scheduler: str
+    injected_ms: Annotated[Real, Field(ge=0, le=10_000)]
+    load: Annotated[Real, Field(gt=0)] | None
+    curve: str | None
+    rate_per_s: Annotated[Real, Field(gt=0)] | None
+    predicted: dict[str, float] = Field(default_factory=dict)
+
+
+def validate(
+    names: Sequence[str], asked: Asked, maker: Callable[[Setup], Maker], say: Callable[[str], None]
+) -> list[Scored]:
+    """Predict and run every case of these names and groups. Raises UsageError, ScenarioError, ServerError, RunError."""
+    wanted = suite.chosen(names, asked.device)
+    place = asked.out / provenance.slug(asked.device)
+    session = _Session(asked, place, maker, say)
+    for case in wanted:  # what cannot be is refused before anything is measured
+        session.scenario(*case.overrides)
+    provenance.begin(place / "provenance.json", asked.device)
+    return [Scored(case.name, session.case(case)) for case in wanted]
+
+
+def again(names: Sequence[str], place: Path, say: Callable[[str], None]) -> list[Scored]:
+    """Predict the cases that were measured into this folder once more, from what lies there. Raises UsageError for one
+    that is no such folder, and for a name that is none of its cases or groups.
+    """
+    folders = sorted(path for path in (place / "validation").glob("*/") if path.is_dir())
+    found = {folder.name: about for folder in folders if (about := _about(folder / "case.json"))}
+    known = {word for name, about in found.items() for word in (name, about.group)}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"case {name!r}: {place} has {', '.join(found) or 'none'}")
+    if not found:
+        raise UsageError(f"{place}: holds no validation/CASE/case.json")
+    done = []
+    for name, about in found.items():
+        if names and not {name, about.group} & set(names):
+            continue
+        say(name)
+        folder = place / "validation" / name
+        measured = {one["loop"]: path for path, one in _runs(folder / "measured")}
+        for loop in sorted({"sync", "async"} - measured.keys()):
+            say(f"  the {loop} loop was not measured: left out")
+        if measured:
+            ready = _both(next(iter(measured.values())) / "scenario.resolved.yaml")
+            done.append(Scored(name, _predict(folder, about, ready, _refitted(place, ready), say)))
+    return done
+
+
+def _both(file: Path) -> Scenario:
+    """What a run served, under both loops. Raises UsageError."""
+    try:
+        return scenario.load(str(file), ["loop.mode=both"])
+    except ScenarioError as error:
+        raise UsageError(str(error)) from None
+
+
+def _predict(
+    place: Path, about: About, ready: Scenario, coefficients: Mapping[str, Any], say: Callable[[str], None]
+) -> list[Score]:
+    """Simulate a case, and the other points of its curve; how near it is to what was measured."""
+    curve = {}
+    if about.curve is not None and not about.injected_ms:
+        curve = {f"{ms:g}": round(_gain(predictable(ready, coefficients, ms)), 6) for ms in suite.PREDICTED_MS}
+    _tell(place, about.model_copy(update={"predicted": curve}))
+    summaries = simulated(predictable(ready, coefficients, about.injected_ms), place / "simulated", say)
+    return bars.scores(summaries, _summaries(place / "measured"), about.load)
+
+
+def _tell(place: Path, about: About) -> None:
+    _write(place / "case.json", json.dumps(about.model_dump(), indent=2) + "\n")
+
+
+def _gain(asked: Scenario) -> float:
+    """What the asynchronous loop gains, simulated and forgotten; warnings have been said of the case itself."""
+    with TemporaryDirectory() as folder:
+        return bars.speed_up(simulated(asked, Path(folder) / "run", lambda _: None))
+
+
+class _Session:
+    """One call: what it was asked for, and the coefficients it has found so far."""
+
+    def __init__(self, asked: Asked, place: Path, maker: Callable[[Setup], Maker], say: Callable[[str], None]) -> None:
+        self._asked, self._place, self._maker, self._say = asked, place, maker, say
+        self._setup = Setup(device=asked.device)
+        self._found: dict[str, dict[str, Any]] = {}
+
+    def case(self, case: Case) -> list[Score]:
+        place = self._place / "validation" / case.name
+        self._say(f"{case.name}: {case.about}")
+        known, ready = _about(place / "case.json"), self.scenario(*case.overrides)
+        rate = known.rate_per_s if known and case.load is not None else None
+        if rate is not None:  # what was measured with before
+            case, ready = self._arriving(case, rate)
+        for loop in scenario.loops(ready):  # runs of another scenario are refused before anything is written
+            _complete(place / "measured", loop, ready)
+        coefficients = self._coefficients(ready)
+        if case.load is not None and rate is None:
+            rate = self._rate(case, ready, coefficients, place)
+            case, ready = self._arriving(case, rate)
+        about = _facts(case, ready, rate)
+        _tell(place, about.model_copy(update={"predicted": known.predicted if known else {}}))
+        self._measure(case, ready, place / "measured")
+        return _predict(place, about, ready, coefficients, self._say)
+
+    def _arriving(self, case: Case, rate: float) -> tuple[Case, Scenario]:
+        """The case with random arrivals at so many requests a second."""
+        arrivals = f"workload.arrivals={{kind: poisson, rate_per_s: {rate}}}"
+        case = replace(case, overrides=(*case.overrides, arrivals))
+        return case, self.scenario(*case.overrides)
+
+    def scenario(self, *overrides: str) -> Scenario:
+        asked = scenario.load(suite.base(self._asked.device), [*overrides, *self._asked.overrides])
+        return build.adapted(asked, self._setup)
+
+    def _coefficients(self, ready: Scenario) -> dict[str, Any]:
+        """Those of the model and the family of schedulers, from probes that were run before if there are any."""
+        file = _coefficient_file(self._place, ready)
+        if file.name not in self._found:
+            self._found[file.name] = self._calibrated(file, ready)
+        return self._found[file.name]
+
+    def _calibrated(self, file: Path, ready: Scenario) -> dict[str, Any]:
+        steps, device = calibrate.steps_of(file), build.device_name(self._setup)
+        if steps.exists() != file.exists():
+            lost, there = (file, steps) if steps.exists() else (steps, file)
+            raise UsageError(f"{lost}: no such file, but {there.name} is there: put it back, or remove that, too")
+        if file.exists():
+            calibrate.check_settings(file, ready, device)
+            return calibrate.refit(file, ready.model.layers)
+        calibrate.check_writable(file)
+        name, small = suite.base(self._asked.device), self._asked.device == "process"
+        changes = [f"model={_model(ready)}", f"scheduler={{name: {ready.scheduler.name}}}"]
+        probed = build.adapted(scenario.load(name, [*changes, *self._asked.overrides]), self._setup)
+        reach = probes.CPU_REACH if small else probes.GPU_REACH
+        found = calibrate.calibrate(probed, self._setup, self._say, reach=reach, quick=self._asked.quick)
+        return calibrate.write(file, found, probed, device)
+
+    def _rate(self, case: Case, ready: Scenario, coefficients: dict[str, Any], place: Path) -> float:
+        """Requests a second of a case under load: its share of the capacity, simulated."""
+        assert case.load is not None
+        if not isinstance(ready.workload, Synthetic):
+            raise UsageError(
+                f"workload.kind: got {ready.workload.kind}, must be synthetic for {case.name}, which is a load"
+            )
+        count = ready.workload.requests * CAPACITY_REQUESTS
+        flood = self.scenario(*case.overrides, f"workload.requests={count}", "loop.mode=sync")
+        summary = simulated(predictable(flood, coefficients, case.injected_ms), place / "capacity", self._say)["sync"]
+        return float(f"{case.load * summary['requests_per_s']:.4g}")
+
+    def _measure(self, case: Case, ready: Scenario, out: Path) -> None:
+        """As many runs of each loop as were asked for, less those that are there. Forth and back, so that a machine
+        that becomes slower does so for both loops.
+        """
+        setup = replace(self._setup, injected=(("prepare", round(case.injected_ms * 1e6)),))
+        loops = scenario.loops(ready)
+        for turn in range(self._asked.repeat):
+            for loop in loops if turn % 2 == 0 else loops[::-1]:
+                if len(_complete(out, loop, ready)) > turn:
+                    continue
+                self._say(f"  measuring {loop}")
+                options = _options(self._asked.device, case, self._asked.overrides, out)
+                _trim(running.one_loop(ready, loop, options, self._maker(setup)).path)
+
+
+def _coefficient_file(place: Path, ready: Scenario) -> Path:
+    """One for each model and family of schedulers."""
+    words = re.findall(r"[a-z0-9.]+", f"{ready.model.name} {ready.scheduler.name.partition('_')[0]}".lower())
+    return place / "calibration" / f"{'-'.join(words)}.fitted.yaml"
+
+
+def _refitted(place: Path, ready: Scenario) -> dict[str, Any]:
+    file = _coefficient_file(place, ready)
+    if not calibrate.steps_of(file).exists():
+        raise UsageError(f"{calibrate.steps_of(file)}: no such file: nothing has been probed there")
+    return calibrate.refit(file, ready.model.layers)
+
+
+def _model(ready: Scenario) -> str:
+    """As an override takes it: every field, so that any model will do."""
+    return json.dumps(ready.model.model_dump(mode="json"))
+
+
+def _facts(case: Case, ready: Scenario, rate: float | None) -> About:
+    facts = {name: value for name, value in asdict(case).items() if name != "overrides"}
+    return About(**facts, model=ready.model.name, scheduler=ready.scheduler.name, rate_per_s=rate)
+
+
+def _options(device: str, case: Case, overrides: Sequence[str], out: Path) -> RunOptions:
+    injected = ("--inject", f"prepare={case.injected_ms:g}") if case.injected_ms else ()
+    return RunOptions(
+        scenario=suite.base(device),
+        overrides=(*case.overrides, *overrides),
+        out=out,
+        window=(0, 1),
+        span_s=None,
+        conditions=(),
+        as_json=False,
+        quiet=True,
+        command=("cbengine", "replay"),
+        extra=("--device", device, *injected),
+    )
+
+
+# -- what lies there --------------------------------------------------------------------------------------------------
+
+
+def _complete(out: Path, loop: str, ready: Scenario) -> list[Path]:
+    """Whole runs of this loop. Raises UsageError for one of another scenario."""
+    found = [path for path, one in _runs(out) if one["loop"] == loop]
+    for path in found:
+        if _served(_both(path / "scenario.resolved.yaml")) != _served(ready):
+            raise UsageError(f"{path}: was measured on another scenario than this call's: name another --out")
+    return found
+
+
+def _served(asked: Scenario) -> dict[str, Any]:
+    """What a scenario says of a measured run: not which of both loops, and not the simulated CPU's cost."""
+    return asked.model_dump(mode="json", exclude={"loop": {"mode"}, "cost": {"cpu"}})
+
+
+def _runs(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Whole run directories with their summaries, in the order in which they were made."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.is_dir() and not (path / directory.MARKER).exists():
+            yield path, _summary(path / "summary.json")
+
+
+def _summary(file: Path) -> dict[str, Any]:
+    """The summary of a run, as far as it is scored. Raises UsageError."""
+    found = _read(file)
+    if found.get("loop") not in ("sync", "async"):
+        raise UsageError(f"{file}: loop is {shown(found.get('loop'))}, expected sync or async")
+    for bar in BARS:
+        value = lookup(found, bar.metric) if bar.metric else None
+        least = value is None or (isinstance(value, int | float) and value >= 0)
+        if not least or (bar.metric == "makespan_s" and not value):
+            raise UsageError(f"{file}: {bar.metric} is {shown(value)}, expected a number >= 0")
+    return found
+
+
+def _about(file: Path) -> About | None:
+    """What case.json says; None if there is none. Raises UsageError."""
+    if not file.exists():
+        return None
+    try:
+        return About.model_validate(_read(file))
+    except ValidationError as error:
+        raise UsageError(f"{file}: {build.first_complaint(error)}") from None
+
+
+def _summaries(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Of the measured runs, by loop."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for _, summary in _runs(folder):
+        found.setdefault(summary["loop"], []).append(summary)
+    return found
+
+
+def _trim(path: Path) -> None:
+    """Without what is large and can be made again."""
+    for name in LEFT_OUT:
+        thing = path / name
+        shutil.rmtree(thing) if thing.is_dir() else thing.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises UsageError."""
+    try:
+        found = json.loads(_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: is {shown(found)}, expected a JSON object")
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise running.ServerError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+# -- predicting -------------------------------------------------------------------------------------------------------
+
+
+def predictable(asked: Scenario, coefficients: Mapping[str, Any], injected_ms: float) -> Scenario:
+    """The scenario with what was measured in it, and the injected work in the phase that was made longer."""
+    cpu: dict[str, Any] = {name: dict(terms) for name, terms in coefficients["cpu"].items()}
+    cpu["prepare"]["base_s"] += injected_ms / 1e3
+    data = asked.model_dump(mode="json")
+    data["cost"] = {"kind": "fitted", **coefficients, "cpu": cpu}
+    return Scenario.model_validate(data)
+
+
+def simulated(asked: Scenario, out: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Summaries by loop, from `python -m cbsim run` on a scenario file that stays beside `out`. What was there goes."""
+    file = out.with_name(f"{out.name}.yaml")
+    shutil.rmtree(out, ignore_errors=True)
+    _write(file, scenario.dump(asked))
+    words = [sys.executable, "-m", "cbsim", "run", str(file), "--out", str(out), "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise running.ServerError(f"the simulator failed: {done.stderr.strip()}")
+    for line in done.stderr.splitlines():
+        say(f"  {line}")
+    for path, _ in _runs(out):
+        _trim(path)
+    summaries: dict[str, Any] = json.loads(done.stdout)
+    return summaries

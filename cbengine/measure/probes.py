@@ -1,0 +1,269 @@
+"""Short runs that show what a step costs: which, and the table of their steps.
+
+A probe is a scenario of its own, run by the engine with the synchronous loop. Its prompts and outputs have all lengths,
+so that one run passes through many batch sizes, contexts and chunks. Every step gives one line: what it did and how
+long its kernels, its copies and each CPU phase took. Some probes run with two steps in flight, too: the kernels of a
+step that was launched ahead do not wait for the CPU, so their times are the kernels' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pydantic import ValidationError
+
+from cbengine import build
+from cbengine.build import Setup
+from cbengine.errors import UsageError
+from cbengine.measure.equal_steps import SETTLING, EqualSteps, equal_steps, launched_ahead
+from cbsim.cost.cpu import PHASES, size
+from cbsim.cost.fitted import work
+from cbsim.policy.graphs import captured, captured_sizes
+from cbsim.policy.plan import StepPlan
+from cbsim.results.metrics import Steps
+from cbsim.results.record import STEP_COLUMNS
+from cbsim.scenario.fields import LARGEST_WHOLE
+from cbsim.scenario.scenario import Scenario, ScenarioError, depth, scheduler_options
+from cbsim.workload import generators
+
+SHORTEST = 8  # tokens of the longest sequence, at least
+SPREAD = 1.2  # of the logarithm of prompts: many short ones and some as long as may be
+Ints = npt.NDArray[np.int64]
+
+
+class Reach(NamedTuple):
+    """How far the probes go: requests in a step, tokens of a sequence, query tokens of a step, KV tokens of all."""
+
+    rows: int
+    longest: int
+    tokens: int
+    context: int
+
+
+GPU_REACH, CPU_REACH = Reach(256, 8192, 8192, 300_000), Reach(32, 320, 128, 5000)
+
+
+class Probe(NamedTuple):
+    """A short run: prompts of `low` to `prompt` tokens, outputs of up to so many, `chunk` query tokens a step."""
+
+    about: str
+    requests: int
+    seats: int
+    low: int
+    prompt: int
+    output: int
+    chunk: int
+    ahead: bool = False  # run with two steps in flight, too
+
+
+class Line(NamedTuple):
+    """A step of a probe: what it did, its size, and nanoseconds."""
+
+    tokens: int  # computed, padding included, as are decodes
+    chunks: int
+    prefill_tokens: int
+    cached: int
+    pairs: float
+    decodes: int
+    context: int
+    requests: int
+    query_tokens: int  # without padding
+    blocks: int  # in the tables of its rows
+    changes: int  # decoding requests that got a block, left or ended
+    read: int  # KV tokens, as the step table counts them
+    eager: bool  # launched kernel by kernel
+    bound: bool  # and so slowly that the kernels waited for it
+    schedule: int
+    prepare: int
+    launch: int
+    update: int
+    h2d: int  # from the end of the launch to the start of the kernels
+    compute: int
+    d2h: int  # from the end of the kernels until the CPU has the result
+    ahead: bool = False  # launched while the step before it computed: only its kernels' time is used
+
+
+@dataclass(slots=True)
+class Table:
+    """A line for each step of all probes, the gaps between steps that followed each other at once, how long a graph
+    took to capture, and how equal steps of both loops compare.
+    """
+
+    lines: list[Line] = field(default_factory=list)
+    gap_s: float = 0.0
+    capture_s: float = 0.0
+    equal: EqualSteps | None = None
+
+    def add(self, plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int]) -> None:
+        """Steps of the synchronous loop. `sizes` are those with a graph; none: every step is launched in one go."""
+        self.lines += _lines(plans, steps, sizes)
+
+    def add_ahead(self, plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int]) -> None:
+        """Steps of the asynchronous loop: those that were launched ahead and in one go."""
+        found = _lines(plans, steps, sizes, launched_ahead(steps))
+        self.lines += [line._replace(ahead=True) for line in found if not line.eager]
+
+    def column(self, name: str) -> npt.NDArray[np.float64]:
+        return np.array([getattr(line, name) for line in self.lines], dtype=np.float64)
+
+    def alone(self) -> Table:
+        """The steps of the synchronous loop, on which the CPU's times rest."""
+        return Table([line for line in self.lines if not line.ahead])
+
+    @classmethod
+    def of(cls, table: pa.Table) -> Table:
+        """From such a file. Raises KeyError for a missing column, ValueError for what is no count or time."""
+        names = [name for name in Line._fields if name != "ahead" or name in table.column_names]  # older files lack it
+        columns = [table.column(name).to_pylist() for name in names]
+        for name, values in zip(names, columns, strict=True):
+            numbers = np.array(values, dtype=np.float64)
+            least = 1 if name in ("tokens", "compute") else 0
+            if not ((numbers >= least) & (numbers <= LARGEST_WHOLE)).all():
+                raise ValueError(f"{name}: expected numbers from {least} to {LARGEST_WHOLE:,}")
+        return cls([Line(*values) for values in zip(*columns, strict=True)])
+
+    def arrow(self) -> pa.Table:
+        """For a file: whoever wants to fit other terms need not measure again."""
+        return pa.table({name: [getattr(line, name) for line in self.lines] for name in Line._fields})
+
+
+def _lines(
+    plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int], which: npt.NDArray[np.bool_] | None = None
+) -> list[Line]:
+    """A line for each of these steps (all), but for the first ones and empty ones."""
+    columns = {name: i for i, name in enumerate(STEP_COLUMNS)}
+    chosen = np.ones(len(steps), dtype=bool) if which is None else which
+    rows = zip(plans[SETTLING:], steps.table[SETTLING:], chosen[SETTLING:], strict=True)
+    return [
+        _line(plan, {name: int(row[i]) for name, i in columns.items()}, sizes)
+        for plan, row, counts in rows
+        if counts and plan.rows
+    ]
+
+
+def _line(plan: StepPlan, at: dict[str, int], sizes: Sequence[int]) -> Line:
+    has = size(plan)
+    eager = bool(sizes) and captured(plan, sizes) is None
+    compute = at["compute_end_ns"] - at["compute_start_ns"]
+    return Line(
+        *work(plan, at["padded_tokens"]),
+        requests=has.requests,
+        query_tokens=has.tokens,
+        blocks=has.blocks,
+        changes=has.changes,
+        read=at["context_tokens"],
+        eager=eager,
+        bound=eager and at["compute_end_ns"] - at["launch_end_ns"] < 0.05 * compute,
+        **{phase: at[f"{phase}_end_ns"] - at[f"{phase}_start_ns"] for phase in PHASES},
+        h2d=max(0, at["compute_start_ns"] - at["launch_end_ns"]),
+        compute=compute,
+        d2h=at["await_end_ns"] - at["compute_end_ns"],
+        ahead=False,
+    )
+
+
+def room(base: Scenario) -> int:
+    """Tokens that the cache of a scenario holds, less what blocks that are not full may waste."""
+    options: Any = scheduler_options(base, depth("sync"))
+    return max(SHORTEST, int(0.9 * options.num_blocks) * base.block_size)
+
+
+def probes(reach: Reach, *, quick: bool) -> list[Probe]:
+    """What is run to see steps of all kinds up to `reach`."""
+    rows, tokens = reach.rows, max(reach.tokens, SHORTEST)
+    longest = max(reach.longest, SHORTEST)
+    output = min(longest // 2, 48 if quick else 192)
+    prompt = longest - output
+    seats = max(1, min(rows, reach.context // prompt))
+    short, few, half = max(4, prompt // 32), max(1, seats // 4), max(1, rows // 2)
+    least, long = max(1, prompt // 64), max(1, 15 * prompt // 16)
+    return [
+        Probe("prompts, one a step", 16, 1, least, min(prompt, tokens), 4, tokens),
+        Probe("long prompts, then a batch that shrinks", seats, seats, long, prompt, output, tokens, ahead=True),
+        Probe("prompts half as long, likewise", seats, seats, long // 2 or 1, prompt // 2, output, tokens),
+        Probe("chunks of long prompts beside decodes", 2 * few, few, least, prompt, output // 4, tokens // 16),
+        Probe("small chunks beside many decodes", 2 * half, half, 1, max(1, prompt // 8), output // 2, tokens // 4),
+        Probe("a large batch of short requests that shrinks", rows, rows, 1, short, output, tokens, ahead=True),
+        Probe("one request alone", 2, 1, long, prompt, output // 2, tokens, ahead=True),
+    ]
+
+
+def measure(base: Scenario, setup: Setup, runs: Sequence[Probe], say: Callable[[str], None]) -> Table:
+    """Run all probes on the device of `setup`, with the model and the scheduler of `base`."""
+    table, gaps = Table(), []
+    equal: list[tuple[Steps, Steps]] = []
+    for number, probe in enumerate(runs, start=1):
+        say(f"probe {number} of {len(runs)}: {probe.about}{', in both loops' if probe.ahead else ''}")
+        ready = build.adapted(_scenario(base, probe), setup)
+        rows = build.capacity(ready, "sync", generators.build(ready).specs()).rows
+        sizes = captured_sizes(rows) if ready.graph_padding == "cbengine" else []
+        plans, steps, facts = _run(ready, "sync", setup)
+        table.add(plans, steps, sizes)
+        table.capture_s = max(table.capture_s, facts.get("capture_s", 0.0))
+        if probe.ahead:
+            plans, others, _ = _run(ready, "async", setup)
+            table.add_ahead(plans, others, sizes)
+            gaps.append(_gaps(others))
+            equal.append((steps, others))
+    followed = np.concatenate([*gaps, np.zeros(0)])
+    table.gap_s = float(np.median(followed)) / 1e9 if len(followed) else 0.0
+    table.equal = equal_steps(equal)
+    if table.equal:
+        say(str(table.equal))
+    return table
+
+
+def _run(ready: Scenario, loop: str, setup: Setup) -> tuple[list[StepPlan], Steps, dict[str, Any]]:
+    """Plans and steps of a run, and what the device says of itself."""
+    plans: list[StepPlan] = []
+    engine, device = build.engine(ready, loop, generators.build(ready), setup, on_plan=plans.append)
+    try:
+        engine.run()
+    finally:
+        engine.close()
+    return plans, Steps.of(engine.record), device.facts
+
+
+def _gaps(steps: Steps) -> npt.NDArray[np.int64]:
+    """Nanoseconds from the kernels of one step to those of the next, where the next one had been launched by then."""
+    ends, starts = steps["compute_end_ns"][:-1], steps["compute_start_ns"][1:]
+    middle = steps["compute_start_ns"][:-1] + (ends - steps["compute_start_ns"][:-1]) // 2
+    gaps: npt.NDArray[np.int64] = (starts - ends)[steps["launch_end_ns"][1:] < middle]
+    return gaps
+
+
+def _scenario(base: Scenario, probe: Probe) -> Scenario:
+    """The probe on the model, the device and the kind of scheduler of `base`, with a cache that always suffices. Raises
+    UsageError for a probe beyond what a scenario may be.
+    """
+    size = base.block_size
+    blocks = probe.seats * (-(-(probe.prompt + probe.output) // size) + 2) + 2
+    tokens = {"vllm": "max_num_batched_tokens", "static": None}.get(base.scheduler.name, "max_batch_tokens")
+    seats = {"vllm": "max_num_seqs", "static": "batch_size"}.get(base.scheduler.name, "max_requests_per_batch")
+    changes: dict[str, Any] = {seats: probe.seats}
+    if tokens:
+        changes[tokens] = max(probe.chunk, probe.seats)
+    if base.scheduler.name == "vllm":
+        changes |= {"max_model_len": None, "enable_prefix_caching": False, "enable_chunked_prefill": True}
+    data = base.model_dump(mode="json")
+    data["scheduler"] |= changes
+    data["kv_cache"] |= {"num_blocks": blocks, "block_size": size}
+    mean = max(1.0, (probe.low + probe.prompt) / 2)
+    data["workload"] = {
+        "kind": "synthetic",
+        "requests": probe.requests,
+        "prompt_tokens": {"lognormal": {"mean": mean, "sigma": SPREAD, "low": probe.low, "high": probe.prompt}},
+        "output_tokens": {"uniform": {"low": max(1, probe.output // 3), "high": max(1, probe.output)}},
+    }
+    try:
+        ready = Scenario.model_validate(data)
+        scheduler_options(ready, depth("sync"))
+    except (ScenarioError, ValidationError) as error:
+        reason = build.first_complaint(error) if isinstance(error, ValidationError) else error
+        raise UsageError(f"calibrate: --rows, --longest or --tokens is too large: {reason}") from None
+    return ready

@@ -1,0 +1,1 @@
+"""The model on a device: weights, KV cache, operations, kernels."""

@@ -1,0 +1,274 @@
+# ruff: noqa: PLR0917 - a kernel takes what it needs one by one
+"""Attention over a paged cache: split decode with its reduction, and ragged prefill.
+
+Caches are [blocks, block_size, Hk, D], queries and answers [T, Hq, D], all contiguous. What varies from step to step is
+read from device tensors, and grids depend on shapes only, so launches can be captured in CUDA graphs. Softmax runs in
+base 2 with a running maximum (Milakov and Gimelshein, arXiv:1805.02867); the parts of a split row are joined by their
+log-sums (Flash-Decoding). Nothing beyond a row's cached tokens is ever read: it may be NaN.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cbengine.model.kernels.tiles import Tiles
+from cbengine.model.ops import Rows
+
+LOG2_E = 1.4426950408889634
+LEAST_PART = 256  # cached tokens: a shorter part costs more in partial answers than it gains in parallel reads
+LOWEST = tl.constexpr(-1.0e30)  # below every score, yet finite: a tile of masked scores folds in as zeros, not as NaN
+
+
+class Sizes(NamedTuple):
+    """What an attention kernel is compiled for, passed as one constant."""
+
+    kv_heads: int
+    group: int  # query heads that share a key-value head
+    width: int  # elements of a head
+    block_size: int  # cached tokens
+    m: int  # query rows of a program
+    n: int  # cached tokens of a tile
+    padded: bool  # rows may begin with padding
+
+
+@triton.jit
+def _fold(
+    q,  # [m, width]
+    state,  # answer so far, not yet divided by the sum [m, width]; running maximum in base 2 [m]; running sum [m]
+    cache,  # keys and values, at the first one of this head; block table, at the line of this row
+    tile,  # first position of the tile
+    bounds,  # end of the row; last position that each query sees [m]; before `first`, positions see themselves only
+    scale,
+    sizes: tl.constexpr,
+    masked: tl.constexpr,  # some query may not see all of the tile
+):
+    """`state` with one tile of cached tokens folded into the running softmax."""
+    acc, top, total = state
+    keys, values, table = cache
+    end, sees, first = bounds
+    step: tl.constexpr = sizes.kv_heads * sizes.width  # elements from one cached token to the next
+    i, d = tl.arange(0, sizes.n), tl.arange(0, sizes.width)
+    at = tile + i
+    inside = at < end
+    if sizes.block_size % sizes.n == 0:  # tiles start at multiples of n, so the tile lies in one block
+        block = tl.load(table + tile // sizes.block_size).to(tl.int64)
+        begin = (block * sizes.block_size + tile % sizes.block_size) * step
+        keys, values, place = keys + begin, values + begin, i * step
+    else:
+        if masked:
+            block = tl.load(table + at // sizes.block_size, mask=inside, other=0)
+        else:
+            block = tl.load(table + at // sizes.block_size)
+        place = (block * sizes.block_size + at % sizes.block_size).to(tl.int64) * step
+    if masked:
+        k = tl.load(keys + place[None, :] + d[:, None], mask=inside[None, :], other=0.0)
+        v = tl.load(values + place[:, None] + d[None, :], mask=inside[:, None], other=0.0)
+    else:
+        k = tl.load(keys + place[None, :] + d[:, None])
+        v = tl.load(values + place[:, None] + d[None, :])
+    scores = tl.dot(q, k, input_precision="ieee")
+    if masked:
+        visible = inside[None, :] & (at[None, :] <= sees[:, None])
+        if sizes.padded:
+            visible = visible & ((at >= first)[None, :] | (at[None, :] == sees[:, None]))
+        scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1) * scale)
+    p = tl.exp2(scores * scale - higher[:, None])
+    fade = tl.exp2(top - higher)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return acc, higher, total * fade + tl.sum(p, 1)
+
+
+@triton.jit
+def _attend(q, cache, low, clear, bounds, scale, sizes: tl.constexpr):
+    """(answers [m, width], log-sums [m] in base 2) of the positions from `low` to the end of the bounds.
+
+    `low` and `clear` are multiples of n; every query sees everything from the one to the other.
+    """
+    m: tl.constexpr = sizes.m
+    width: tl.constexpr = sizes.width
+    state = (tl.zeros((m, width), tl.float32), tl.full((m,), LOWEST, tl.float32), tl.zeros((m,), tl.float32))
+    if not sizes.padded:
+        for tile in range(low, clear, sizes.n):
+            state = _fold(q, state, cache, tile, bounds, scale, sizes, False)
+        low = clear
+    for tile in range(low, bounds[0], sizes.n):
+        state = _fold(q, state, cache, tile, bounds, scale, sizes, True)
+    acc, top, total = state
+    total = tl.where(total > 0, total, 1.0)  # nothing seen: zeros, with a log-sum that weighs nothing
+    return acc / total[:, None], top + tl.log2(total)
+
+
+@triton.jit
+def _part(reach, splits, cached: tl.constexpr, least: tl.constexpr):
+    """Cached tokens in one part of a row: whole tiles, and no more parts than pay."""
+    return tl.maximum(tl.cdiv(tl.cdiv(reach, splits), cached) * cached, least)
+
+
+@triton.jit(do_not_specialize=["tables", "line", "slots", "kv_tokens", "first"])
+def _decode(
+    queries,
+    keys,
+    values,
+    out,
+    parts,  # [rows, Hk, splits, group, width] float32
+    sums,  # [rows, Hk, splits, group] float32: log-sums, in base 2
+    tables,
+    line,  # entries in a line of `tables`
+    slots,
+    kv_tokens,
+    first,
+    scale,
+    sizes: tl.constexpr,
+    least: tl.constexpr,
+):
+    """One part of a row's cached tokens, for a key-value head and the query heads that share it."""
+    head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)  # a token's heads together
+    splits = tl.num_programs(2)
+    reach = tl.load(kv_tokens + row)
+    part = _part(reach, splits, sizes.n, least)
+    start = split * part
+    if (split > 0) & (start >= reach):
+        return
+    end = tl.minimum(start + part, reach)
+    g, d = tl.arange(0, sizes.m), tl.arange(0, sizes.width)
+    real = g < sizes.group
+    spots = ((row * sizes.kv_heads + head) * sizes.group + g)[:, None] * sizes.width + d[None, :]
+    q = tl.load(queries + spots, mask=real[:, None], other=0.0)
+    table = tables + tl.load(slots + row).to(tl.int64) * line
+    cache = (keys + head * sizes.width, values + head * sizes.width, table)
+    bounds = (end, g * 0 + (reach - 1), tl.load(first + row))
+    clear = start + (end - start) // sizes.n * sizes.n
+    answer, log_sum = _attend(q, cache, start, clear, bounds, scale, sizes)
+    if part >= reach:  # the only part is the answer, and the reduction skips the row
+        tl.store(out + spots, answer.to(out.dtype.element_ty), mask=real[:, None])
+    else:
+        place = ((row * sizes.kv_heads + head) * splits + split) * sizes.group + g
+        tl.store(parts + place[:, None] * sizes.width + d[None, :], answer, mask=real[:, None])
+        tl.store(sums + place, log_sum, mask=real)
+
+
+@triton.jit(do_not_specialize=["kv_tokens"])
+def _join(
+    parts,
+    sums,
+    kv_tokens,
+    out,
+    group: tl.constexpr,
+    width: tl.constexpr,
+    n: tl.constexpr,
+    splits: tl.constexpr,
+    least: tl.constexpr,
+):
+    """The parts of a row weighed by their sums into the answer of one query head."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    reach = tl.load(kv_tokens + row)
+    part = _part(reach, splits, n, least)
+    if part >= reach:
+        return
+    s, d = tl.arange(0, splits), tl.arange(0, width)
+    live = s * part < reach
+    head_at = row * tl.num_programs(1) + head
+    place = (head_at // group * splits + s) * group + head_at % group
+    weight = tl.load(sums + place, mask=live, other=float("-inf"))
+    weight = tl.exp2(weight - tl.max(weight, 0))
+    each = tl.load(parts + place[:, None] * width + d[None, :], mask=live[:, None], other=0.0)
+    answer = tl.sum(each * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(out + head_at * width + d, answer.to(out.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["tables", "line", "slots", "kv_tokens", "starts", "first", "decodes"])
+def _prefill(
+    queries,
+    keys,
+    values,
+    out,
+    tables,
+    line,
+    slots,
+    kv_tokens,
+    starts,
+    first,
+    decodes,  # rows before the first one served here
+    scale,
+    sizes: tl.constexpr,
+):
+    """Query tokens of a row, m // group of them, for a key-value head and the query heads that share it."""
+    tokens: tl.constexpr = sizes.m // sizes.group
+    row, head = decodes + tl.program_id(1), tl.program_id(2)
+    start = tl.load(starts + row)
+    count = tl.load(starts + row + 1) - start
+    low = (tl.cdiv(count, tokens) - 1 - tl.program_id(0)) * tokens  # the longest tiles of a row start first
+    if low < 0:
+        return
+    reach = tl.load(kv_tokens + row)
+    i, d = tl.arange(0, sizes.m), tl.arange(0, sizes.width)
+    token = low + i // sizes.group
+    real = (i < tokens * sizes.group) & (token < count)
+    vector = ((start + token).to(tl.int64) * sizes.kv_heads + head) * sizes.group + i % sizes.group
+    spots = vector[:, None] * sizes.width + d[None, :]
+    q = tl.load(queries + spots, mask=real[:, None], other=0.0)
+    before = reach - count
+    table = tables + tl.load(slots + row).to(tl.int64) * line
+    cache = (keys + head * sizes.width, values + head * sizes.width, table)
+    bounds = (tl.minimum(before + low + tokens, reach), before + token, tl.load(first + row))
+    clear = (before + low + 1) // sizes.n * sizes.n  # every query of the tile sees everything below
+    answer, _ = _attend(q, cache, 0, clear, bounds, scale, sizes)
+    tl.store(out + spots, answer.to(out.dtype.element_ty), mask=real[:, None])
+
+
+def decode(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Rows,
+    out: Tensor,
+    cut: Tiles,
+    splits: int,
+    scratch: tuple[Tensor, Tensor],
+) -> object:
+    """Write the answers of the first `rows.decodes` query tokens. `splits` is a power of two; where it is above one,
+    the float32 scratch holds decodes * Hq * splits vectors of D, and as many numbers. Returns the compiled kernel.
+    """
+    (_, heads, width), kv_heads = queries.shape, keys.shape[2]
+    launched = _decode[kv_heads, rows.decodes, splits](
+        *(queries, keys, values, out, *scratch),
+        *(rows.tables, rows.tables.stride(0), rows.slots, rows.kv_tokens, _first(rows)),
+        *(width**-0.5 * LOG2_E, sizes(cut, queries, keys, rows), LEAST_PART),
+        **cut.options,
+    )
+    if splits > 1:
+        _join[rows.decodes, heads](
+            *(*scratch, rows.kv_tokens, out, heads // kv_heads, width, cut.cached, splits, LEAST_PART),
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return launched
+
+
+def prefill(queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, out: Tensor, cut: Tiles) -> object:
+    """Write the answers of all rows after the first `rows.decodes`. Programs past the end of their row return. Returns
+    the compiled kernel.
+    """
+    (_, heads, width), kv_heads = queries.shape, keys.shape[2]
+    many = triton.cdiv(rows.longest, cut.queries // (heads // kv_heads))
+    return _prefill[many, len(rows.slots) - rows.decodes, kv_heads](
+        *(queries, keys, values, out),
+        *(rows.tables, rows.tables.stride(0), rows.slots, rows.kv_tokens, rows.starts, _first(rows), rows.decodes),
+        *(width**-0.5 * LOG2_E, sizes(cut, queries, keys, rows)),
+        **cut.options,
+    )
+
+
+def sizes(cut: Tiles, queries: Tensor, keys: Tensor, rows: Rows) -> Sizes:
+    """What a kernel with these tiles is compiled for."""
+    (_, heads, width), (_, block_size, kv_heads, _) = queries.shape, keys.shape
+    return Sizes(kv_heads, heads // kv_heads, width, block_size, cut.queries, cut.cached, rows.first is not None)
+
+
+def _first(rows: Rows) -> Tensor:
+    return rows.kv_tokens if rows.first is None else rows.first  # a kernel without padding ignores it

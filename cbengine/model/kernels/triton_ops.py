@@ -1,0 +1,106 @@
+"""The operations of `model.ops.Ops` as Triton kernels, for CUDA devices (and for Triton's interpreter, slowly)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from cbengine.errors import UsageError
+from cbengine.model.kernels import attention, fused
+from cbengine.model.kernels.tiles import DECODE, PREFILL, Tiles, fitted
+from cbengine.model.ops import Rows
+
+PARTS_PER_MULTIPROCESSOR = 6  # decode programs wanted: two waves at head_dim 128, of which three fit at a time
+MOST_SPLITS = 64  # the reduction holds that many partial answers of a head in registers
+WIDTHS = (16, 32, 64, 128)
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class UnsupportedShapeError(UsageError):
+    """A head width or a type that the kernels were not written for; `TorchOps` takes them all."""
+
+
+class TritonOps:
+    """Triton's answer to the protocol `Ops`, for one stream: its scratch memory is shared by all calls.
+
+    A row of few heads is split over its cached tokens until the `multiprocessors` (None: the current CUDA device's) are
+    busy. Kernels compile, and scratch is allocated, on the first call of a shape: call once before capturing a graph.
+    Tiles and the number of splits, a power of two, are for measuring others than those chosen here.
+    """
+
+    def __init__(
+        self,
+        multiprocessors: int | None = None,
+        *,
+        decode: Tiles | None = None,
+        prefill: Tiles | None = None,
+        splits: int | None = None,
+    ) -> None:
+        if multiprocessors is None:
+            multiprocessors = (
+                torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
+            )
+        self._parts = PARTS_PER_MULTIPROCESSOR * multiprocessors
+        self._decode, self._prefill, self._given_splits = decode, prefill, splits
+        self.launched: object = None  # attention's last kernel as Triton compiled it: who measures asks its registers
+        self._scratch: dict[tuple[torch.device, int, int, int], tuple[Tensor, Tensor]] = {}
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return fused.rms_norm(x, None, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return fused.rms_norm(x, residual, weight, eps), residual
+
+    def rotate_and_cache(
+        self,
+        qkv: Tensor,
+        rotation: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        keys: Tensor,
+        values: Tensor,
+        rows: Rows,
+    ) -> Tensor:
+        _check(keys)
+        return fused.rotate_and_cache(qkv, rotation, norms, eps, keys, values, rows)
+
+    def attention(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
+        _check(keys)
+        assert all(t.is_contiguous() for t in (queries, keys, values))
+        out, kv_heads = torch.empty_like(queries), keys.shape[2]
+        if rows.decodes > 0:
+            cut = fitted(self._decode, DECODE, queries, kv_heads)
+            splits = self._splits(rows.decodes * kv_heads)
+            scratch = self._scratch_for(queries, kv_heads, rows.decodes * kv_heads * splits if splits > 1 else 0)
+            self.launched = attention.decode(queries, keys, values, rows, out, cut, splits, scratch)
+        if rows.decodes < len(rows.slots):
+            cut = fitted(self._prefill, PREFILL, queries, kv_heads)
+            self.launched = attention.prefill(queries, keys, values, rows, out, cut)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return fused.silu_mul(gate_up)
+
+    def _splits(self, programs: int) -> int:
+        """The least power of two that makes `programs` at least as many as wanted, hence under twice as many."""
+        return self._given_splits or min(triton.next_power_of_2(triton.cdiv(self._parts, programs)), MOST_SPLITS)
+
+    def _scratch_for(self, queries: Tensor, kv_heads: int, programs: int) -> tuple[Tensor, Tensor]:
+        """Partial answers and log-sums of any split batch of this group and head width; kept for good, since captured
+        graphs go on writing there. Only splits that were asked for can take more `programs` than twice those wanted.
+        """
+        _, heads, width = queries.shape
+        vectors = max(2 * self._parts, programs) * (heads // kv_heads)
+        key = (queries.device, heads // kv_heads, width, vectors)
+        if key not in self._scratch:
+            parts = torch.empty((vectors, width), dtype=torch.float32, device=queries.device)
+            self._scratch[key] = parts, torch.empty(vectors, dtype=torch.float32, device=queries.device)
+        return self._scratch[key]
+
+
+def _check(keys: Tensor) -> None:
+    if keys.shape[3] not in WIDTHS:
+        raise UnsupportedShapeError(f"head_dim: {keys.shape[3]}, where the kernels take {WIDTHS}; TorchOps takes any")
+    if keys.dtype not in TYPES:
+        raise UnsupportedShapeError(f"keys: of {keys.dtype}, where the kernels take {TYPES}; TorchOps takes any")

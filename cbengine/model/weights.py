@@ -1,0 +1,359 @@
+"""Weights under the names and shapes that Hugging Face gives them: drawn from a seed, read from a folder, or lent to
+transformers' own model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cbengine.errors import UsageError
+from cbengine.model.architecture import Architecture, RopeScaling
+from cbengine.model.kvcache import DeviceMemoryError, free_bytes
+from cbsim.scenario.fields import shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARPNESS = 1.5  # of random queries and keys; at 1 greedy texts stand still, at 2 rounding decides what they say
+READABLE = ("F64", "F32", "F16", "BF16")
+MODELLED: dict[str, object] = {  # fields of config.json that must be absent, null or this
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+
+
+class WeightsError(UsageError):
+    """A folder of weights that cannot be used: which file, which field or tensor, what it is, what it should be."""
+
+
+def expected(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor, by name. Matrices are [outputs, inputs]; tied embeddings have no `lm_head`."""
+    a = architecture
+    queries, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    biases = {"self_attn.q_proj": (queries,), "self_attn.k_proj": (kv,), "self_attn.v_proj": (kv,)}
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (a.hidden,),
+        "self_attn.q_proj": (queries, a.hidden),
+        "self_attn.k_proj": (kv, a.hidden),
+        "self_attn.v_proj": (kv, a.hidden),
+        "self_attn.o_proj": (a.hidden, queries),
+        **({"self_attn.q_norm": (a.head_dim,), "self_attn.k_norm": (a.head_dim,)} if a.qk_norm else {}),
+        "post_attention_layernorm": (a.hidden,),
+        "mlp.gate_proj": (a.intermediate, a.hidden),
+        "mlp.up_proj": (a.intermediate, a.hidden),
+        "mlp.down_proj": (a.hidden, a.intermediate),
+    }
+    return {
+        "model.embed_tokens.weight": (a.vocab, a.hidden),
+        **{f"model.layers.{i}.{part}.weight": shape for i in range(a.layers) for part, shape in layer.items()},
+        **{f"model.layers.{i}.{part}.bias": biases[part] for i in range(a.layers * a.qkv_bias) for part in biases},
+        "model.norm.weight": (a.hidden,),
+        **({} if a.tied_embeddings else {"lm_head.weight": (a.vocab, a.hidden)}),
+    }
+
+
+# -- drawn ------------------------------------------------------------------------------------------------------------
+
+
+def random(architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Weights that no one trained, as `expected` lists them; each follows from the seed, its name and shape, and the
+    kind of device. Raises DeviceMemoryError.
+
+    Norms lie around 1, biases around 0. A matrix keeps the size of what it multiplies; those that end a branch are
+    divided by the root of the number of branches, so that the residual stream ends at about 1 however deep the model
+    is. Embeddings are small beside it, attention is sharp and biases are small, so greedy text follows from its context
+    more than from its last token and does not stand still.
+    """
+    shapes = expected(architecture)
+    _fits(architecture, shapes, dtype, device)
+    tensors = {}
+    for name, shape in shapes.items():
+        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little", signed=True))
+        mean, std = _spread(name, shape, 2 * architecture.layers)
+        tensors[name] = torch.empty(shape, dtype=dtype, device=device).normal_(mean, std, generator=generator)
+    return tensors
+
+
+def _spread(name: str, shape: tuple[int, ...], branches: int) -> tuple[float, float]:
+    """Mean and standard deviation of a tensor's values."""
+    part, kind = name.split(".")[-2:]
+    if kind == "bias":
+        return 0.0, 0.1  # every text changes; at 0.3 many with tied embeddings stand still
+    gain = SHARPNESS if part in ("q_proj", "k_proj", "q_norm", "k_norm") else 1.0
+    if len(shape) == 1:
+        return gain, 0.1
+    if part == "embed_tokens":
+        gain = 0.5  # as a tied output layer it makes the last token likely again; twice this is enough to repeat it
+    fan_in = shape[1] * branches if part in ("o_proj", "down_proj") else shape[1]
+    return 0.0, gain * fan_in**-0.5
+
+
+def _fits(
+    architecture: Architecture, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> None:
+    needed, free = sum(map(math.prod, shapes.values())) * dtype.itemsize, free_bytes(device)
+    if free is not None and needed > free:
+        raise DeviceMemoryError(
+            f"model {architecture.name}: its weights take {needed:,} bytes, {free:,} are free on {device}"
+        )
+
+
+# -- read -------------------------------------------------------------------------------------------------------------
+
+
+def load(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Architecture, dict[str, Tensor]]:
+    """A model as transformers saves it: config.json and safetensors, in one file or many. Raises WeightsError for what
+    is broken or not modelled, DeviceMemoryError if it does not fit.
+    """
+    described = architecture(folder)
+    shapes, tensors = expected(described), {}
+    files = _files(folder, described, shapes)
+    _fits(described, shapes, dtype, device)
+    for path in sorted(set(files.values())):
+        with _opened(path) as file:
+            held = set(file.keys())
+            for name in [name for name in shapes if files[name] == path]:
+                if name not in held:
+                    raise WeightsError(f"{path}: tensor {name} is missing, though {INDEX} says that it is here")
+                _check(path, name, file.get_slice(name), shapes[name])
+                tensors[name] = file.get_tensor(name).to(device=device, dtype=dtype)
+    return described, {name: tensors[name] for name in shapes}
+
+
+def _files(folder: Path, architecture: Architecture, shapes: dict[str, tuple[int, ...]]) -> dict[str, Path]:
+    """Which file has which tensor: all that are expected, and nothing that we would have to ignore."""
+    single, index = folder / SINGLE, folder / INDEX
+    if single.exists():
+        source = single
+        with _opened(single) as file:
+            files = dict.fromkeys(file.keys(), single)
+    elif index.exists():
+        source, places = index, _json(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
+            raise WeightsError(f"{index}: weight_map: got {shown(places)}, expected the file name of every tensor")
+        files = {name: _beside(index, name, place) for name, place in places.items()}
+    else:
+        raise WeightsError(f"{folder}: holds neither {SINGLE} nor {INDEX}")
+    missing = [name for name in shapes if name not in files]
+    if missing:
+        more = f" ({len(missing)} tensors are)" if len(missing) > 1 else ""
+        raise WeightsError(f"{source}: tensor {missing[0]} is missing, expected shape {shapes[missing[0]]}{more}")
+    for name in files:
+        tied = architecture.tied_embeddings and name == "lm_head.weight"  # a copy of the embedding
+        if name not in shapes and not tied and not name.endswith("rotary_emb.inv_freq"):
+            raise WeightsError(f"{source}: tensor {name} is not part of a model that config.json describes")
+    return files
+
+
+def _beside(index: Path, name: str, place: str) -> Path:
+    if Path(place).name != place:
+        raise WeightsError(f"{index}: weight_map.{name}: got {place!r}, expected the name of a file in this folder")
+    return index.parent / place
+
+
+def _check(path: Path, name: str, found: Any, shape: tuple[int, ...]) -> None:
+    if tuple(found.get_shape()) != shape:
+        raise WeightsError(f"{path}: tensor {name} has shape {tuple(found.get_shape())}, expected {shape}")
+    if found.get_dtype() not in READABLE:
+        raise WeightsError(f"{path}: tensor {name} is {found.get_dtype()}, expected one of {', '.join(READABLE)}")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{path}: cannot be read as safetensors: {error}") from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise WeightsError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise WeightsError(f"{path}: got {shown(data)}, expected an object")
+    return data
+
+
+# -- config.json ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """The fields of config.json, or of an object in it; each is asked for by what it must be. Null is absent."""
+
+    where: Path | str
+    fields: dict[str, Any]
+
+    def refuse(self, field: str, expected: str) -> WeightsError:
+        found = shown(self.fields[field]) if field in self.fields else "nothing"
+        return WeightsError(f"{self.where}: {field}: got {found}, expected {expected}")
+
+    def whole(self, field: str, default: int | None = None) -> int:
+        value = self.fields.get(field)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.refuse(field, "a whole number >= 1")
+        return value
+
+    def real(self, field: str, default: float | None = None) -> float:
+        value = self.fields.get(field)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.refuse(field, "a number > 0")
+        return float(value)
+
+    def flag(self, field: str) -> bool:
+        value = self.fields.get(field)
+        value = False if value is None else value
+        if not isinstance(value, bool):
+            raise self.refuse(field, "true or false")
+        return value
+
+    def part(self, field: str) -> _Config | None:
+        value = self.fields.get(field)
+        if value is not None and not isinstance(value, dict):
+            raise self.refuse(field, "an object")
+        return _Config(f"{self.where}: {field}", value) if value else None
+
+
+def architecture(folder: Path) -> Architecture:
+    """What a folder's config.json says, with transformers' defaults where it says nothing; called by the folder's name.
+    Raises WeightsError.
+    """
+    config = _Config(folder / "config.json", _json(folder / "config.json"))
+    kind = config.fields.get("model_type")
+    if kind not in ("llama", "qwen2", "qwen3"):
+        raise config.refuse("model_type", "'llama', 'qwen2' or 'qwen3'")
+    for field, only in MODELLED.items():
+        if config.fields.get(field) not in (None, only):
+            raise config.refuse(field, f"{shown(only)}: nothing else is modelled")
+    layers = config.whole("num_hidden_layers")
+    if config.fields.get("layer_types") not in (None, ["full_attention"] * layers):
+        raise config.refuse("layer_types", f"'full_attention' {layers} times: nothing else is modelled")
+    hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
+    left_out = kind != "llama" and "num_key_value_heads" not in config.fields
+    kv_heads = config.whole("num_key_value_heads", 32 if left_out else heads)
+    head_dim = config.whole("head_dim", 128 if kind == "qwen3" else hidden // heads)
+    if heads % kv_heads:
+        raise config.refuse("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
+    if head_dim % 2:
+        raise config.refuse("head_dim", "an even number: rotation pairs the values of a head")
+    theta, scaling = _rope(config)
+    return Architecture(
+        name=folder.resolve().name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=config.whole("intermediate_size"),
+        vocab=config.whole("vocab_size"),
+        tied_embeddings=config.flag("tie_word_embeddings"),
+        max_position=config.whole("max_position_embeddings"),
+        norm_eps=config.real("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        qk_norm=kind == "qwen3",
+        qkv_bias=kind == "qwen2",
+        end_tokens=_end_tokens(config),
+    )
+
+
+def _rope(config: _Config) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling, from `rope_scaling` and beside it, or from transformers 5's `rope_parameters`."""
+    theta = config.real("rope_theta", 10_000.0)
+    rope = config.part("rope_scaling") or config.part("rope_parameters")
+    if rope is None:
+        return theta, None
+    theta = rope.real("rope_theta", theta)
+    field = "rope_type" if "rope_type" in rope.fields else "type"
+    kind = rope.fields.get(field, "default")
+    if kind not in ("default", "llama3"):
+        raise rope.refuse(field, "'default' or 'llama3': nothing else is modelled")
+    if rope.fields.get("partial_rotary_factor") not in (None, 1.0):
+        raise rope.refuse("partial_rotary_factor", "1.0: nothing else is modelled")
+    if kind == "default":
+        return theta, None
+    low, high = rope.real("low_freq_factor"), rope.real("high_freq_factor")
+    if low >= high:
+        raise rope.refuse("low_freq_factor", f"a number < high_freq_factor, {high:g}")
+    original = rope.whole("original_max_position_embeddings", config.whole("max_position_embeddings"))
+    return theta, RopeScaling(rope.real("factor"), low, high, original)
+
+
+def _end_tokens(config: _Config) -> tuple[int, ...]:
+    given = config.fields.get("eos_token_id")
+    tokens = [] if given is None else given if isinstance(given, list) else [given]
+    if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in tokens):
+        raise config.refuse("eos_token_id", "a token id or a list of them")
+    return tuple(tokens)
+
+
+# -- lent -------------------------------------------------------------------------------------------------------------
+
+
+def to_transformers(architecture: Architecture, tensors: dict[str, Tensor]) -> PreTrainedModel:
+    """The model that transformers makes of these very tensors: nothing is copied. It generates for as long as it is
+    asked to, because it is told of no token that ends a text.
+    """
+    import transformers
+
+    a, scaling = architecture, architecture.rope_scaling
+    rope: dict[str, Any] = {"rope_theta": a.rope_theta, "rope_type": "default"}
+    if scaling is not None:
+        rope |= {"rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor}
+        rope |= {"high_freq_factor": scaling.high_freq_factor}
+        rope |= {"original_max_position_embeddings": scaling.original_max_position}
+    assert not (a.qk_norm and a.qkv_bias), "transformers has no such model"
+    kind, model_kind = transformers.LlamaConfig, transformers.LlamaForCausalLM
+    if a.qk_norm:
+        kind, model_kind = transformers.Qwen3Config, transformers.Qwen3ForCausalLM
+    if a.qkv_bias:
+        kind, model_kind = transformers.Qwen2Config, transformers.Qwen2ForCausalLM
+    config = kind(
+        hidden_size=a.hidden,
+        num_hidden_layers=a.layers,
+        num_attention_heads=a.heads,
+        num_key_value_heads=a.kv_heads,
+        head_dim=a.head_dim,
+        intermediate_size=a.intermediate,
+        vocab_size=a.vocab,
+        tie_word_embeddings=a.tied_embeddings,
+        max_position_embeddings=a.max_position,
+        rms_norm_eps=a.norm_eps,
+        rope_parameters=rope,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    weight = tensors["model.embed_tokens.weight"]
+    with torch.device("meta"):
+        model = model_kind._from_config(config, dtype=weight.dtype, attn_implementation="sdpa")
+    model.load_state_dict(tensors, strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(weight.device)  # its buffers are no weights
+    assert not any(part.is_meta for part in (*model.parameters(), *model.buffers())), "a tensor was left without data"
+    return model.requires_grad_(False).eval()

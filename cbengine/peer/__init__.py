@@ -1,0 +1,1 @@
+"""Hugging Face transformers' own continuous batching, served and recorded like ours."""

@@ -1,0 +1,122 @@
+"""What the command lines of simulator and engine have in common: arguments of a run, errors, exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from cbsim.server.running import RunOptions
+
+ERROR, USAGE = 1, 2
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong and how the command is used; exits 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {message}\n{self.format_usage()}")
+
+
+def guarded(program: str, command: str, act: Callable[[], int], status: Callable[[Exception], int | None]) -> int:
+    """The exit status of `act`. What `status` knows to be a user's mistake or the system refuses is one message."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a name that the terminal cannot show is no reason to fail
+
+    def fail(message: str, code: int) -> int:
+        print(f"{program}: {message}", file=sys.stderr)
+        return code
+
+    try:
+        code = act()
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return fail("interrupted", ERROR)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ERROR
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        what = f"{error.filename}" if error.filename else "output cannot be written"
+        return fail(f"{what}: {error.strerror or error}", ERROR)
+    except (OverflowError, MemoryError) as error:
+        return fail(f"{command}: a number is too large for a run: {error}", USAGE)
+    except Exception as error:
+        known = status(error)
+        if known is None:
+            raise
+        return fail(str(error), known)
+
+
+def run_options(arguments: argparse.Namespace) -> RunOptions:
+    """What such arguments mean."""
+    from cbsim.results import checks
+    from cbsim.server import running
+
+    overrides = list(arguments.set)
+    if arguments.seed is not None:
+        overrides.append(f"seed={arguments.seed}")
+    if arguments.loop is not None:
+        overrides.append(f"loop.mode={arguments.loop}")
+    return running.RunOptions(
+        scenario=arguments.scenario,
+        overrides=overrides,
+        out=arguments.out,
+        window=arguments.trace_steps,
+        span_s=arguments.window,
+        conditions=[checks.parse(text) for text in arguments.check],
+        as_json=arguments.json,
+        quiet=arguments.quiet,
+    )
+
+
+def run_arguments(run: argparse.ArgumentParser) -> None:
+    """The arguments of a command that runs a scenario."""
+    run.add_argument("scenario", help="a scenario file, or the name of one that comes with the project")
+    run.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field (repeatable)"
+    )
+    run.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where run directories go (runs)")
+    run.add_argument("--seed", type=int, help="root of all random numbers")
+    run.add_argument("--loop", choices=("sync", "async", "both"), help="serving loop; both writes two directories")
+    run.add_argument(
+        "--trace-steps",
+        type=_steps,
+        default=(0, 2000),
+        metavar="A:B",
+        help="steps that the timeline shows (0:2000)",
+    )
+    run.add_argument(
+        "--window", type=_seconds, metavar="A:B", help="latencies of requests arriving between these seconds only"
+    )
+    run.add_argument("--check", action="append", default=[], metavar="COND", help="e.g. 'ttft.p99<500ms' (repeatable)")
+    run.add_argument("--json", action="store_true", help="print one object: loop name -> that run's summary.json")
+    run.add_argument("--quiet", action="store_true", help="no progress line and no table")
+
+
+def _steps(text: str) -> tuple[int, int]:
+    low, colon, high = text.partition(":")
+    try:
+        first, last = int(low or 0), int(high) if high else sys.maxsize
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected A:B, two step numbers") from None
+    if not colon or not 0 <= first < last:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected A:B with 0 <= A < B")
+    return first, last
+
+
+def _seconds(text: str) -> tuple[float, float]:
+    low, colon, high = text.partition(":")
+    try:
+        first, last = float(low or 0), float(high or "inf")
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected A:B, two times in seconds") from None
+    if not colon or not 0 <= first < last:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected A:B with 0 <= A < B")
+    return first, last

@@ -1,0 +1,189 @@
+"""What the commands do. Arguments come in parsed; a number goes out, the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cbsim.machine import simulate
+from cbsim.results import directory
+from cbsim.scenario import scenario
+from cbsim.scenario.scenario import Scenario
+from cbsim.server import running
+from cbsim.server.running import ERROR, OK, RunOptions
+from cbsim.workload.generators import Workload
+
+if TYPE_CHECKING:
+    from cbsim.draw.study import Study
+
+
+class Simulation:
+    """A simulated server, as `runs` wants one."""
+
+    measured = False
+
+    def __init__(self, asked: Scenario, loop: str, workload: Workload) -> None:
+        self._machine = simulate.machine(asked, loop, workload)
+        self.record = self._machine.record
+        self.facts: Mapping[str, object] = {"device": "simulated"}
+
+    @property
+    def now_ns(self) -> int:
+        return self._machine.now_ns
+
+    def run(self, on_step: Callable[[int], None]) -> None:
+        simulate.run(self._machine, on_step)
+
+    def files(self) -> Mapping[str, bytes]:
+        return {}
+
+
+def run(options: RunOptions) -> int:
+    """Simulate a scenario under each of its loops, write the run directories, say what came out."""
+    return running.run(options, Simulation)
+
+
+def conformance(paths: Sequence[Path]) -> int:
+    """Compare our policies with recorded traces of the originals."""
+    from cbsim.proof.conformance import check
+
+    return check.run(paths, print)
+
+
+def replay(paths: Sequence[Path]) -> int:
+    """Derive recorded plans again; 1 if one differs."""
+    from cbsim.server.replan import rederive
+
+    status = OK
+    for path in paths:
+        verdict = rederive(path)
+        if verdict.difference is None:
+            print(f"{path}: {verdict.matched} of {verdict.steps} plans identical")
+        else:
+            print(f"{path}: {verdict.matched} of {verdict.steps} plans identical, then {verdict.difference}")
+            status = ERROR
+    return status
+
+
+def schema(folder: Path) -> int:
+    """Write the JSON schemas that editors use."""
+    try:
+        written = scenario.write_schemas(folder)
+    except OSError as error:
+        raise directory.RunError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    for path in written:
+        print(path)
+    return OK
+
+
+def cache_curve(name: str, listed: str | None, block_tokens: int, as_json: bool) -> int:
+    """How much of its prompts a Mooncake trace finds again in a prefix cache, by capacity."""
+    from cbsim.proof.studies import cache_curve
+    from cbsim.results import terminal
+    from cbsim.workload import traces
+
+    sizes = cache_curve.PAPER_TOKENS if listed is None else cache_curve.capacities(listed)
+    curve = cache_curve.curve(traces.mooncake(cache_curve.find(name)), sizes, block_tokens)
+    if as_json:
+        print(json.dumps({"trace": name, **curve._asdict(), "points": [point._asdict() for point in curve.points]}))
+        return OK
+    about = f"{curve.distinct_blocks:,} distinct blocks of {block_tokens:,}"
+    print(f"{name}: {curve.requests:,} requests, {curve.prompt_tokens:,} prompt tokens, {about}")
+    rows = [("capacity, tokens", "whole blocks", "next block shared")]
+    for capacity, *rates in curve.points:
+        whole, following = (terminal.shown(rate, "fine share") for rate in rates)
+        rows.append(("infinite" if capacity is None else f"{capacity:,}", whole, following))
+    print(terminal.aligned(rows))
+    return OK
+
+
+def catalogue() -> int:
+    """Everything that can be named in a scenario."""
+    from cbsim.policy.schedulers.registry import SCHEDULERS
+    from cbsim.scenario import catalog, documents
+
+    _section("schedulers", {name: about for name, (_, about) in SCHEDULERS.items()})
+    _section("cost models", COST_MODELS)
+    for folder, title in (("hardware", "hardware"), ("models", "models")):
+        _section(title, {name: _about(folder, name) for name in catalog.names(folder)})
+    questions = {}
+    for name in catalog.names():
+        questions[name] = str(documents.read(catalog.scenario(name)).data.get("question", ""))
+    _section("scenarios", questions)
+    return OK
+
+
+def study(name: str, out: Path | None, *, as_json: bool) -> int:
+    """Answer one of the questions in cbsim.proof.studies, and say or write the answer."""
+    from importlib import import_module
+
+    answer: Study = import_module(f"cbsim.proof.studies.{name}").study()
+    return _answer(answer, out, ["study", name], "simulated", as_json=as_json)
+
+
+def validate(arguments: argparse.Namespace) -> int:
+    """Replay a recorded run and say how far off the simulator is."""
+    from cbsim.draw import folder
+    from cbsim.proof.recorded import verdict as validation
+
+    out: Path | None = arguments.out
+    if out is None and not arguments.json:
+        out = Path("runs") / "validation" / arguments.case.resolve().name
+    if out is not None:
+        folder.check(out)  # before the work, not after it
+    found = validation.validate(
+        arguments.case,
+        pack=arguments.data,
+        hardware=arguments.hardware,
+        overrides=arguments.set,
+        ablate=arguments.ablate,
+    )
+    words = ["validate", str(arguments.case), *(["--data", str(arguments.data)] if arguments.data else [])]
+    words += ["--hardware", arguments.hardware] if arguments.hardware else []
+    words += [word for change in arguments.set for word in ("--set", change)]
+    words += ["--ablate"] if arguments.ablate else []
+    return _answer(validation.study(found), out, words, "simulated against a recorded run", as_json=arguments.json)
+
+
+def _answer(answer: Study, out: Path | None, words: Sequence[str], kind: str, *, as_json: bool) -> int:
+    from cbsim.draw import study as studies
+
+    if out is not None:
+        studies.write(answer, out, shlex.join(["python", "-m", "cbsim", *words, "--out", str(out)]), kind)
+    if as_json:
+        print(json.dumps(answer.data, indent=2, allow_nan=False))
+    else:
+        studies.say(answer)
+        if out is not None:
+            print(f"\nfigures   {out / 'report.md'}")
+    return OK
+
+
+COST_MODELS = {
+    "constant": "a fixed time a step plus linear terms",
+    "roofline": "FLOPs and bytes of the model's shape against the GPU's data sheet",
+    "fitted": "coefficients calibrated on an engine's own run, from a YAML file",
+    "table": "measured kernel times: vLLM layer profiles, or GEMM and attention tables",
+}
+
+
+def _about(folder: str, name: str) -> str:
+    from cbsim.scenario import shapes
+
+    if folder == "models":
+        model = shapes.model(name)
+        return f"{model.parameters / 1e9:.2f} B parameters, {model.kv_bytes_per_token / 1024:g} KiB of KV a token"
+    gpu = shapes.hardware(name)
+    return f"{gpu.memory_bytes / 1e9:.0f} GB at {gpu.memory_bandwidth_bytes_s / 1e12:.2f} TB/s"
+
+
+def _section(title: str, entries: Mapping[str, str]) -> None:
+    print(f"{title}:")
+    width = max((len(name) for name in entries), default=0)
+    for name, about in entries.items():
+        print(f"  {name:<{width}}  {about}")
+    print()

@@ -1,0 +1,1 @@
+"""Charts as values, how they are drawn, and the folders that reports go to."""

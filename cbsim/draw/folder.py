@@ -1,0 +1,57 @@
+"""A report's folder: what is written, and that nothing else is written over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from cbsim.results.directory import RunError
+
+FACTS = "report.json"
+OURS = ("report.md", "report.html")
+KINDS = ("png", "svg")  # of a figure's files
+
+
+def check(folder: Path) -> None:
+    """Raises RunError if there is such a folder and it is neither empty nor that of a report, or cannot be read."""
+    try:
+        present = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    except OSError as error:
+        raise RunError(f"--out {folder}: cannot be written: {error.strerror or error}") from None
+    if present and not _written(folder):
+        raise RunError(f"--out {folder}: holds {min(present)}, which is no report; name a new or an empty folder")
+
+
+def _written(folder: Path) -> set[str]:
+    """The files that the report in this folder says are its own; none if it is not one of ours."""
+    try:
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        ours = facts["command"].startswith(("python -m analysis ", "python -m cbsim "))
+        figures = {f"figures/{Path(key).name}.{kind}" for key in facts["figures"] for kind in KINDS}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
+    return {*OURS, *figures, FACTS} if ours else set()
+
+
+def clear(folder: Path) -> None:
+    """Remove an earlier report, so that none of its figures passes for one of the next. Nothing else is touched."""
+    for path in (folder / name for name in sorted(_written(folder))):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise RunError(f"{path}: cannot be removed: {error.strerror or error}") from None
+    with contextlib.suppress(OSError):  # somebody's own files may be in it
+        (folder / "figures").rmdir()
+
+
+def write(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files by their name in the folder. Raises RunError naming the one that cannot be written."""
+    for name, content in files.items():
+        path = folder / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        except OSError as error:
+            raise RunError(f"{path}: cannot be written: {error.strerror or error}") from None

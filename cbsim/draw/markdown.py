@@ -1,0 +1,49 @@
+"""Tables, figures and code in Markdown that no reader takes for anything else."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cbsim.draw.chart import Chart
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text under a header; all columns but the first are numbers, right-aligned. `says` stands above it."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    says: str = ""
+
+
+def table(content: Table) -> list[str]:
+    """A Markdown table: the first column left, the others right."""
+    lines = [plain(content.says), ""] if content.says else []
+    lines.append(_row(content.header))
+    lines.append("|---" + "|---:" * (len(content.header) - 1) + "|")
+    return [*lines, *(_row(row) for row in content.rows), ""]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(plain(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def figure(chart: Chart) -> list[str]:
+    """A figure that lies at figures/KEY.png, with its caption."""
+    title = plain(chart.title)
+    return [f"### {title}", "", f"![{title}](figures/{chart.key}.png)", "", plain(chart.says), ""]
+
+
+def plain(text: str) -> str:
+    """Text on one line that no reader of Markdown takes for HTML."""
+    return html.escape(" ".join(text.split()), quote=False)
+
+
+def fenced(kind: str, code: str) -> list[str]:
+    """A block of code, whatever backticks are in it."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", code)), default=0))
+    return [f"{fence}{kind}", code, fence]

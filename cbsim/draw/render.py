@@ -1,0 +1,284 @@
+"""Charts for print: matplotlib draws a `Chart` as PNG or SVG. Equal charts give equal bytes."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cbsim.draw.chart import Area, Bars, Chart, Edge, Level, Line, Mark, Panel, Points, Spans, Style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH_IN, DPI = 10.0, 110
+PNG = {"format": "png", "dpi": DPI, "metadata": {"Software": None}}  # nothing that differs from run to run
+SVG = {"format": "svg", "metadata": {"Date": None, "Creator": None}}
+DASHES: dict[str, Any] = {"solid": "-", "dashed": (0, (5, 2)), "dotted": (0, (1, 1.5)), "dashdot": "-."}
+MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "cross": "x"}
+SETTINGS: Any = {
+    "font.size": 8.5,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.6,
+    "hatch.linewidth": 0.6,
+    "legend.frameon": False,
+    "lines.linewidth": 1.2,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "cbsim",
+    "path.simplify_threshold": 0.5,
+}
+LEGEND_LETTERS = 150  # that fit into a line of the legend
+WIDE_ENOUGH = 1 / 40  # of the panel, for a label inside a span
+
+
+def png(chart: Chart) -> bytes:
+    """The chart as a PNG."""
+    return _drawn(chart, PNG)
+
+
+def svg(chart: Chart) -> bytes:
+    """The chart as an SVG whose texts are text."""
+    return _drawn(chart, SVG)
+
+
+def both(chart: Chart) -> tuple[bytes, bytes]:
+    """(PNG, SVG) of one drawing, in less time than one after the other."""
+    with _settings():
+        drawn = figure(chart)
+        return _saved(drawn, PNG), _saved(drawn, SVG)
+
+
+def _settings() -> Any:
+    import matplotlib
+
+    return matplotlib.rc_context(SETTINGS)
+
+
+def _drawn(chart: Chart, options: Any) -> bytes:
+    with _settings():
+        return _saved(figure(chart), options)
+
+
+def _saved(drawn: Figure, options: Any) -> bytes:
+    buffer = io.BytesIO()
+    drawn.savefig(buffer, **options)
+    return buffer.getvalue()
+
+
+def figure(chart: Chart) -> Figure:
+    """The chart as a figure of matplotlib, for use in a notebook."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines = [chart.panels[i : i + chart.columns] for i in range(0, len(chart.panels), chart.columns)]
+    heights = [max(_height(panel) for panel in line) for line in lines]
+    drawn = Figure(figsize=(WIDTH_IN, sum(heights) + 0.8), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(drawn)
+    axes = drawn.subplots(len(lines), chart.columns, sharex=chart.share_x, squeeze=False, height_ratios=heights)
+    for axis, panel in zip(axes.flat, chart.panels, strict=False):
+        _panel(axis, panel)
+    for axis in axes.flat[len(chart.panels) :]:
+        axis.set_axis_off()
+    if chart.share_x:
+        for axis in axes[:-1].flat:
+            axis.set_xlabel("")
+    drawn.suptitle(_plain(chart.title), x=0.01, ha="left", fontsize=11, fontweight="bold")
+    entries = _legend(chart)
+    if entries:
+        longest = max(len(str(entry.get_label())) for entry in entries)
+        columns = max(min(len(entries), LEGEND_LETTERS // (longest + 6)), 1)
+        drawn.legend(handles=entries, loc="outside lower center", ncols=columns, fontsize=8)
+    drawn.draw_without_rendering()
+    drawn.set_layout_engine("none")  # laid out once, so that PNG and SVG agree
+    return drawn
+
+
+def _plain(text: str) -> str:
+    """Text that matplotlib writes as it is, not as mathematics."""
+    return text.replace("$", r"\$")
+
+
+def _height(panel: Panel) -> float:
+    if panel.rows:
+        return 0.8 + min(0.34 * len(panel.rows), 4.5)
+    if any(isinstance(mark, Spans) for mark in panel.marks):
+        return 3.4
+    return 2.3
+
+
+def _panel(axis: Axes, panel: Panel) -> None:
+    """Axes of a panel, then its marks."""
+    axis.set_title(_plain(panel.title))
+    axis.set_xlabel(_plain(panel.x))
+    axis.set_ylabel(_plain(panel.y))
+    _scales(axis, panel)
+    bars = [mark for mark in panel.marks if isinstance(mark, Bars)]
+    for mark in panel.marks:
+        if isinstance(mark, Bars):
+            _bars(axis, mark, next(i for i, one in enumerate(bars) if one is mark), len(bars))
+        else:
+            DRAWN[type(mark)](axis, mark)
+    _limits(axis, panel)
+    for mark in panel.marks:
+        if isinstance(mark, Spans) and mark.labels:
+            _write_labels(axis, mark)
+
+
+def _scales(axis: Axes, panel: Panel) -> None:
+    if panel.x_log:
+        axis.set_xscale("log")
+    if panel.y_log:
+        axis.set_yscale("log")
+    if panel.rows:
+        axis.set_yticks(range(len(panel.rows)), list(map(_plain, panel.rows)))
+        axis.grid(visible=False, axis="y")
+    if panel.categories:
+        longest = max(map(len, panel.categories))
+        crowded = longest * len(panel.categories) > 110
+        turned: dict[str, Any] = {"rotation": 25, "ha": "right"} if crowded else {}
+        axis.set_xticks(range(len(panel.categories)), list(map(_plain, panel.categories)), **turned)
+        axis.grid(visible=False, axis="x")
+
+
+def _limits(axis: Axes, panel: Panel) -> None:
+    spans = any(isinstance(mark, Spans) for mark in panel.marks)
+    if spans or panel.rows:
+        axis.autoscale_view()
+    if panel.x_range is not None and panel.x_range[0] < panel.x_range[1]:
+        axis.set_xlim(*panel.x_range)
+    if panel.rows:
+        axis.set_ylim(len(panel.rows) - 0.5, -0.5)
+    elif panel.y_range is not None and panel.y_range[0] < panel.y_range[1]:
+        axis.set_ylim(*panel.y_range)
+    elif spans:
+        axis.invert_yaxis()
+    elif not panel.y_log:
+        low, high = axis.get_ylim()
+        below = bool(axis.dataLim.y0 < 0 and np.isfinite(axis.dataLim.y0))
+        axis.set_ylim(low if below else 0.0, high if high > 0 else 1.0)
+
+
+def _line(axis: Axes, mark: Line) -> None:
+    stepped: Any = "steps-post" if mark.step else "default"
+    axis.plot(mark.x, mark.y, color=mark.style.colour, linestyle=DASHES[mark.style.dash], drawstyle=stepped)
+
+
+def _area(axis: Axes, mark: Area) -> None:
+    stepped: Any = "post" if mark.step else None
+    opaque = 1.0 if mark.style.colour.startswith("#F") or mark.style.colour == "#EEEEEE" else 0.35
+    axis.fill_between(mark.x, mark.low, mark.high, step=stepped, facecolor=mark.style.colour, alpha=opaque, linewidth=0)
+
+
+def _spans(axis: Axes, mark: Spans) -> None:
+    from matplotlib.collections import PolyCollection
+
+    low, high = mark.row - 0.4, mark.row + 0.4
+    corners = [(mark.start, low), (mark.start, high), (mark.end, high), (mark.end, low)]
+    boxes = np.stack([np.stack([np.asarray(x, dtype=float), y], axis=1) for x, y in corners], axis=1)
+    wide = mark.end - mark.start
+    thin = len(wide) > 0 and len(mark.row) > 0 and _reach(mark) > 0 and float(wide.max()) < _reach(mark) / 100
+    edge = mark.style.colour if thin or mark.hatched else "#444444"  # a line keeps what is thinner than a pixel visible
+    many = len(mark.row) > 100
+    axis.add_collection(
+        PolyCollection(
+            list(boxes),
+            facecolors=mark.style.colour,
+            edgecolors="#D55E00" if mark.hatched else (mark.style.colour if many else edge),
+            linewidths=0 if mark.hatched else 0.5,
+            hatch="////" if mark.hatched else None,
+        )
+    )
+
+
+def _reach(mark: Spans) -> float:
+    return float(mark.end.max() - mark.start.min()) if len(mark.end) else 0.0
+
+
+def _points(axis: Axes, mark: Points) -> None:
+    edge: dict[str, Any] = {} if mark.style.marker == "cross" else {"edgecolors": "white", "linewidths": 0.3}
+    size = 30 if len(mark.x) <= 50 else 9
+    axis.scatter(mark.x, mark.y, s=size, color=mark.style.colour, marker=MARKERS[mark.style.marker], zorder=3, **edge)
+    for x, y, text in zip(mark.x, mark.y, mark.labels, strict=False):
+        if math.isfinite(x) and math.isfinite(y):
+            axis.annotate(_plain(text), (x, y), xytext=(5, 3), textcoords="offset points", fontsize=7)
+
+
+def _level(axis: Axes, mark: Level) -> None:
+    axis.axhline(mark.y, color=mark.style.colour, linestyle=DASHES[mark.style.dash], linewidth=1)
+
+
+def _edge(axis: Axes, mark: Edge) -> None:
+    axis.axvline(mark.x, color=mark.style.colour, linestyle=DASHES[mark.style.dash], linewidth=1)
+
+
+DRAWN: dict[type[Any], Callable[[Axes, Any], None]] = {
+    Line: _line,
+    Area: _area,
+    Spans: _spans,
+    Points: _points,
+    Level: _level,
+    Edge: _edge,
+}
+
+
+def _bars(axis: Axes, mark: Bars, index: int, count: int) -> None:
+    width = 0.8 / count
+    places = mark.x - 0.4 + width * (index + 0.5)
+    hatch = ("", "//", "..", "xx")[index % 4]
+    drawn = axis.bar(places, mark.height, width * 0.94, color=mark.style.colour, hatch=hatch, edgecolor="white")
+    if mark.labels:
+        axis.bar_label(drawn, labels=list(map(_plain, mark.labels)), fontsize=7, padding=2)
+        axis.margins(y=0.12)
+
+
+def _write_labels(axis: Axes, mark: Spans) -> None:
+    low, high = sorted(axis.get_xlim())
+    for row, start, end, text in zip(mark.row, mark.start, mark.end, mark.labels, strict=True):
+        left, right = max(start, low), min(end, high)
+        if right - left > (high - low) * WIDE_ENOUGH:
+            colour = "white" if _dark(mark.style) else "#222222"
+            axis.text((left + right) / 2, row, _plain(text), ha="center", va="center", fontsize=7, color=colour)
+
+
+def _dark(style: Style) -> bool:
+    red, green, blue = (int(style.colour[i : i + 2], 16) for i in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue < 140
+
+
+def _legend(chart: Chart) -> list[Any]:
+    """One entry a name, in order of appearance."""
+    marks = {mark.name: mark for panel in reversed(chart.panels) for mark in reversed(panel.marks) if mark.name}
+    named = {mark.name: marks[mark.name] for mark in _in_order(chart)}
+    return [_entry(mark) for mark in named.values()]
+
+
+def _in_order(chart: Chart) -> Iterator[Mark]:
+    panels: Iterable[Panel] = chart.panels
+    return (mark for panel in panels for mark in panel.marks if mark.name)
+
+
+def _entry(mark: Mark) -> Any:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    style = mark.style
+    if isinstance(mark, Points):
+        return Line2D(
+            [], [], color=style.colour, marker=MARKERS[style.marker], linestyle="none", label=_plain(mark.name)
+        )
+    if isinstance(mark, Line | Level | Edge):
+        return Line2D([], [], color=style.colour, linestyle=DASHES[style.dash], label=_plain(mark.name))
+    if isinstance(mark, Spans) and mark.hatched:
+        return Patch(facecolor=style.colour, hatch="////", edgecolor="#D55E00", linewidth=0, label=_plain(mark.name))
+    alpha = 0.35 if isinstance(mark, Area) and _dark(style) else 1.0
+    return Patch(facecolor=style.colour, edgecolor="#444444", linewidth=0.4, alpha=alpha, label=_plain(mark.name))

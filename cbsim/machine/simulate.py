@@ -1,0 +1,70 @@
+"""A scenario and a loop in, a record out: a run is a pure function of the two.
+
+Everything a run needs is built from the scenario, which alone has defaults; nothing is shared between two runs.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import simpy
+
+from cbsim.machine.device import OneGpu
+from cbsim.machine.driver import Machine
+from cbsim.machine.graphs import Graphs, engine_buckets, transformers_buckets, unpadded, vllm_buckets
+from cbsim.policy.graphs import CAPTURED
+from cbsim.results.record import Record
+from cbsim.scenario.scenario import Scenario, depth, scheduler_options
+from cbsim.server.assemble import NS, cost_model, scheduler
+from cbsim.server.inbox import Inbox
+from cbsim.workload.generators import Workload
+
+
+def machine(scenario: Scenario, loop: str, workload: Workload) -> Machine:
+    """The simulated server. Its record is empty."""
+    policy, cost = scheduler(scenario, loop), cost_model(scenario)
+    record, steps = Record(policy.pool.num_blocks), depth(loop)
+    gap_ns = round(getattr(scenario.cost, "gap_s", 0.0) * NS)
+    device = OneGpu(cost, depth=steps, overlap=scenario.loop.streams, gap_ns=gap_ns)
+    return Machine(policy, cost, graphs(scenario, loop), device, Inbox(workload, record), record, steps)
+
+
+def run(server: Machine, on_step: Callable[[int], None] | None = None) -> None:
+    """Run a server to the end of its workload. Interrupted, its record holds what happened until then."""
+    env = simpy.Environment()
+    env.process(server.run(env, on_step))
+    with _no_collections():
+        env.run()
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """A run makes millions of small objects and no cycles: looking for cycles would take a sixth of its time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def graphs(scenario: Scenario, loop: str) -> Graphs:
+    """The CUDA graphs of a fresh server."""
+    settings, options = scenario.loop.cuda_graphs, scheduler_options(scenario, depth(loop))
+    capture_ns = round(settings.capture_s * NS)
+    if not settings.enabled:
+        return Graphs(None, 0)
+    if scenario.graph_padding == "vllm":
+        return Graphs(vllm_buckets(settings.vllm_capture_sizes), capture_ns)
+    if scenario.graph_padding == "cbengine":
+        seats = getattr(options, "max_num_seqs", None) or getattr(options, "max_requests_per_batch", CAPTURED[-1])
+        return Graphs(engine_buckets(seats), capture_ns)
+    if scenario.graph_padding == "transformers":
+        rows = getattr(options, "max_requests_per_batch", 1024)
+        tokens = getattr(options, "max_batch_tokens", getattr(options, "max_num_batched_tokens", 1 << 30))
+        cache_tokens = options.num_blocks * options.block_size
+        return Graphs(transformers_buckets(min(rows, tokens), tokens, cache_tokens), capture_ns)
+    return Graphs(unpadded, capture_ns)

@@ -1,0 +1,1 @@
+"""What proves the rest: conformance, recorded runs, studies, bars, the benchmark. Only the command line imports it."""

@@ -1,0 +1,147 @@
+"""How fast the simulator is: seconds, steps, requests and peak memory a case, each in a fresh process.
+
+A case is timed from its scenario to its run directory: reading or drawing the workload, simulating, computing every
+metric, writing every table and the timeline. Only the picture is left out, and so is the interpreter's start.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cbsim.machine import simulate
+from cbsim.machine.driver import Machine
+from cbsim.results import directory, metrics, timeline
+from cbsim.scenario import scenario
+from cbsim.scenario.fields import ScenarioError, near
+from cbsim.workload import generators
+
+TRACE = "traces/speed/splitwise_conv_q6.45_n19366.csv"
+DECODE_STEPS = 2000
+LARGE, SMALL = 1024, 64
+REPEATS = 7
+
+SERVER: dict[str, Any] = {
+    "model": "llama-3.1-8b",
+    "hardware": "a100-80gb",
+    "kv_cache": {"block_size": 16, "num_blocks": 29697},  # 29,696 and vLLM's null block
+    "loop": {"mode": "sync"},
+    "cost": {"kind": "roofline", "compute_efficiency": {"prefill": 0.565}},
+}
+
+
+def chat() -> dict[str, Any]:
+    """19,366 chat requests, Poisson 6.45 a second, on vLLM with 512 tokens and 512 seats."""
+    settings = {"name": "vllm", "max_num_batched_tokens": 512, "max_num_seqs": 512}
+    asked: dict[str, Any] = {"kind": "csv", "path": TRACE}
+    try:
+        from cbsim.scenario import catalog
+
+        catalog.data(TRACE)
+    except ScenarioError:
+        asked = chat_like()
+    return {"name": "splitwise_conv", "question": "Speed.", **SERVER, "workload": asked, "scheduler": settings}
+
+
+def chat_like() -> dict[str, Any]:
+    """A generated workload of the same size and statistics as the trace, for where that is not at hand."""
+    return {
+        "kind": "synthetic",
+        "requests": 19366,
+        "prompt_tokens": {"lognormal": {"mean": 1155, "sigma": 1.0, "low": 3, "high": 8192}},
+        "output_tokens": {"lognormal": {"mean": 211, "sigma": 0.9, "low": 1, "high": 1200}},
+        "arrivals": {"kind": "poisson", "rate_per_s": 6.45},
+    }
+
+
+def decode(running: int) -> dict[str, Any]:
+    """`running` requests that do nothing but decode."""
+    asked = {"kind": "synthetic", "requests": running, "prompt_tokens": 16, "output_tokens": DECODE_STEPS}
+    cache = {"block_size": 16, "num_blocks": 1 + running * (2 + DECODE_STEPS // 16)}
+    settings = {"name": "vllm", "max_num_batched_tokens": 32768, "max_num_seqs": running}
+    about = {"name": f"decode_{running}", "question": "Cost of a decode step."}
+    return {**about, **SERVER, "kv_cache": cache, "workload": asked, "scheduler": settings}
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "splitwise_conv": chat,
+    f"decode_{SMALL}": lambda: decode(SMALL),
+    f"decode_{LARGE}": lambda: decode(LARGE),
+}
+
+
+def bench(names: Sequence[str], *, as_json: bool) -> int:
+    """Run the cases called `names`, all by default, and print what they took."""
+    for name in names:
+        if name not in CASES:
+            raise ScenarioError(f"unknown case {name!r}{near(name, CASES)} (known: {', '.join(CASES)})")
+    results = {}
+    for name in names or CASES:
+        results[name] = _in_fresh_process(name)
+        if not as_json:
+            print(_line(name, results[name]), flush=True)
+    if as_json:
+        print(json.dumps(results, indent=2))
+    elif {f"decode_{SMALL}", f"decode_{LARGE}"} <= results.keys():
+        small, large = (results[f"decode_{n}"]["us_per_step"] for n in (SMALL, LARGE))
+        print(f"a decode step with {LARGE} running requests costs {large / small:.2f}x one with {SMALL}")
+    return 0
+
+
+def _in_fresh_process(name: str) -> dict[str, Any]:
+    program = f"import json; from cbsim.proof.bench import measure; print(json.dumps(measure({name!r})))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise directory.RunError(f"bench case {name} failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Run one case in this process. The short ones are simulated REPEATS times and their best time a step is taken."""
+    wanted = CASES[name]()
+    asked = scenario.Scenario.model_validate(wanted)
+    warm_up = [_simulate(asked)[1] for _ in range(REPEATS - 1)] if name.startswith("decode") else []
+    begun, begun_cpu = time.perf_counter(), time.process_time()
+    server, simulated = _simulate(asked)
+    simulated = min(simulated, *warm_up) if warm_up else simulated
+    with tempfile.TemporaryDirectory() as folder:
+        writer = directory.RunWriter(Path(folder), asked.name, "0" * 8)
+        writer.scenario(scenario.dump(asked))
+        rows, steps = writer.tables(server.record)
+        writer.summary(metrics.summarise(rows, steps, total_blocks=server.record.total_blocks))
+        writer.file("timeline.json.gz", timeline.chrome_trace(steps, (0, 2000), name))
+        writer.complete()
+    seconds, cpu_s = time.perf_counter() - begun, time.process_time() - begun_cpu
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu_s,
+        "steps": len(steps),
+        "requests": len(rows),
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "steps_per_s": len(steps) / seconds,
+        "requests_per_s": len(rows) / seconds,
+        "us_per_step": simulated / len(steps) * 1e6,
+        "workload": wanted["workload"]["kind"],
+    }
+
+
+def _simulate(asked: scenario.Scenario) -> tuple[Machine, float]:
+    """A server that has run, and the seconds that running took."""
+    server = simulate.machine(asked, "sync", generators.build(asked))
+    begun = time.perf_counter()
+    simulate.run(server)
+    return server, time.perf_counter() - begun
+
+
+def _line(name: str, result: dict[str, Any]) -> str:
+    counts = f"{result['requests']:,} requests, {result['steps']:,} steps"
+    rates = f"{result['steps_per_s']:,.0f} steps/s, {result['requests_per_s']:,.0f} requests/s"
+    return f"{name:<15} {result['seconds']:6.2f} s  {counts}; {rates}; peak {result['peak_mb']:.0f} MB"

@@ -1,0 +1,362 @@
+"""Golden traces of transformers' continuous batching: our lines for the same workload, pass by pass.
+
+The format is described beside the traces. One line is one pass of the generation loop. Our scheduler runs with the
+original's defects, and is watched from outside: what the trace calls events are calls of its own methods.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+from cbsim.policy.graphs import up_to_multiple, up_to_power
+from cbsim.policy.loop import Applied, Await, Effect, Idle, Landed, Launch, Poll, Polled, serve
+from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
+from cbsim.policy.request import Finish, Request, RequestSpec, Status
+from cbsim.policy.schedulers.transformers import TransformersOptions, TransformersScheduler, _Landing, _Step
+from cbsim.proof.conformance.shared import ChainedKeys
+
+Line = dict[str, Any]
+STATUS = {Status.PREFILL: "PREFILLING", Status.DECODE: "DECODING"}
+
+
+def unsupported(workload: Line) -> str | None:
+    """Why a workload is outside what this policy models, or None."""
+    if any(r.get("num_children") for r in workload["requests"]):
+        return "forks (num_children) are not modelled"
+    if workload.get("model", {}).get("layer_types"):
+        return "hybrid layer groups (layer_types) are not modelled"
+    if workload["cb"].get("cpu_offload_space"):
+        return "CPU offload (cpu_offload_space) is not modelled"
+    return None
+
+
+def options(resolved: Line) -> TransformersOptions:
+    """Scheduler options of a trace's `resolved` header."""
+    return TransformersOptions(
+        scheduler_type="fifo" if resolved["scheduler"] == "FIFOScheduler" else "prefill_first",
+        block_size=resolved["block_size"],
+        num_blocks=resolved["num_blocks"],
+        max_batch_tokens=resolved["max_batch_tokens"],
+        max_requests_per_batch=resolved["max_requests_per_batch"],
+        max_blocks_per_request=resolved["max_blocks_per_request"],
+        safety_margin=resolved["safety_margin"],
+        allow_block_sharing=resolved["allow_block_sharing"],
+        original_defects=True,
+    )
+
+
+class Tokens:
+    """The fake tokens of a workload, a function of request and position."""
+
+    def __init__(self, workload: Line) -> None:
+        self._vocab: int = workload.get("model", {}).get("vocab_size", 512)
+        self._eos = workload.get("eos_token_id")
+        self._requests = {r["id"]: r for r in workload["requests"]}
+
+    def at(self, request_id: str, position: int) -> int:
+        request = self._requests[request_id]
+        eos_after, eos = request.get("eos_after"), self._eos
+        if eos is not None and eos_after is not None and position == len(request["prompt"]) + eos_after - 1:
+            return int(eos)
+        digest = hashlib.blake2b(f"{request_id}:{position}".encode(), digest_size=4).digest()
+        token: int = int.from_bytes(digest, "little") % self._vocab
+        return (token + 1) % self._vocab if token == eos else token
+
+    def outputs(self, request_id: str) -> int:
+        """How many tokens the request generates."""
+        request = self._requests[request_id]
+        eos_after = request.get("eos_after") if self._eos is not None else None
+        outputs: int = min(eos_after or request["max_new_tokens"], request["max_new_tokens"])
+        return outputs
+
+
+class Workload:
+    """Requests by the pass in which they arrive, and the content of their blocks."""
+
+    def __init__(self, workload: Line, block_size: int) -> None:
+        self.tokens = Tokens(workload)
+        self.arriving: dict[int, list[RequestSpec]] = {}
+        self._size = block_size
+        self._keys = ChainedKeys(block_size)
+        self._texts: dict[RequestSpec, list[int]] = {}
+        self._misnamed: dict[tuple[Request, int], dict[int, int]] = {}  # (request, admission) -> block -> id
+        for index, request in enumerate(workload["requests"]):
+            self._add(index, request)
+
+    def _add(self, index: int, request: Line) -> None:
+        prompt, outputs = request["prompt"], self.tokens.outputs(request["id"])
+        text = [*prompt, *(self.tokens.at(request["id"], len(prompt) + i) for i in range(outputs))]
+        spec = RequestSpec(
+            index=index,
+            id=request["id"],
+            arrival_ns=request.get("arrival_step", 0),
+            prompt_tokens=len(prompt),
+            output_tokens=outputs,
+            max_tokens=request["max_new_tokens"],
+            prefix=self._keys.of(text),
+            prefix_block_tokens=self._size,
+            prefix_tokens=len(text),
+        )
+        self._texts[spec] = text
+        self.arriving.setdefault(spec.arrival_ns, []).append(spec)
+
+    def key(self, request: Request, block: int) -> int:
+        """Content key of a block at the moment the original computes its hash: perhaps before the block is full."""
+        misnamed = self._misnamed.setdefault((request, request.order), {})
+        known, size = request.known, self._size
+        if block - 1 in misnamed or known < (block + 1) * size:
+            parent = misnamed.get(block - 1, request.spec.prefix[block - 1] if block else -1)
+            text = self._texts[request.spec][block * size : min(known, (block + 1) * size)]
+            misnamed[block] = self._keys.after(parent, text)
+            return (misnamed[block] << 24) + block
+        return request.spec.block_key(block, size)
+
+
+class Watched(TransformersScheduler):
+    """The scheduler, with the calls that a trace records noted in `events`."""
+
+    def __init__(self, options: TransformersOptions, workload: Workload) -> None:
+        super().__init__(options)
+        self.pool.key = workload.key  # type: ignore[method-assign]
+        self.events: list[Line] = []
+        self.objects: dict[RequestSpec, Request] = {}
+        self._grow, self._release = self.pool.grow, self.pool.release
+        self.pool.grow = self._watched_grow  # type: ignore[method-assign]
+        self.pool.grow_each = lambda requests: [  # type: ignore[method-assign]
+            self._watched_grow(request, 1)[0] for request in requests
+        ]
+        self.pool.release = self._watched_release  # type: ignore[method-assign]
+
+    def add(self, spec: RequestSpec) -> None:
+        super().add(spec)
+        self.objects[spec] = self.requests[spec]
+
+    def cancel(self, spec: RequestSpec) -> None:
+        known = spec in self.requests
+        super().cancel(spec)
+        if not known:
+            self.events.append({"op": "free", "req": spec.id, "blocks": []})
+
+    def _watched_grow(self, request: Request, count: int) -> list[int]:
+        cached = list(self.free_list.cached)[::-1]
+        evicted = cached[: max(0, count - len(self.free_list.plain))]
+        blocks = self._grow(request, count)
+        if evicted:
+            self.events.append({"op": "evict", "blocks": evicted})
+        self.events.append({"op": "alloc", "req": request.spec.id, "n": count, "blocks": blocks})
+        return blocks
+
+    def _watched_release(self, request: Request, *, returns: bool = False) -> int:
+        blocks = list(self.pool.tables.get(request, ()))
+        held = self._release(request, returns=returns)
+        self.events.append({"op": "free", "req": request.spec.id, "blocks": blocks})
+        return held
+
+    def _match_prefix(self, request: Request) -> None:
+        looked_up = request.target
+        super()._match_prefix(request)
+        blocks = list(self.pool.tables.get(request, ()))
+        line = {"op": "prefix_lookup", "req": request.spec.id, "lookup_tokens": looked_up}
+        self.events.append({**line, "matched_tokens": len(blocks) * self.options.block_size, "blocks": blocks})
+
+    def _allocate(self, request: Request, step: _Step) -> list[int] | None:
+        blocks = super()._allocate(request, step)
+        if blocks is None:
+            reach = request.computed + self._query(request, step)
+            needed = self._table_size(reach) - self.pool.held(request)
+            self.events.append({"op": "alloc_fail", "req": request.spec.id, "n": needed, "free": self.pool.free})
+        return blocks
+
+    def _attempt(self) -> _Step:
+        step = super()._attempt()
+        if step.empty and step.failed:
+            starved = [r.spec.id for r, _ in step.starved]
+            self.events.append({"op": "schedule_returned_none", "starved": starved})
+        return step
+
+    def _offload(self, step: _Step) -> bool:
+        line: Line = {"op": "offload", "starved": [r.spec.id for r, _ in step.starved]}
+        self.events.append(line)
+        before, waited = list(self.active), len(self.waiting)
+        done = super()._offload(step)
+        line["soft_reset"] = [r.spec.id for r in before if r not in self.active]
+        line["cpu_offloaded"] = []
+        line["requeue_order"] = [r.spec.id for r in list(self.waiting)[waited:]]
+        return done
+
+    def _haunt(self, landing: _Landing, step: int) -> list[tuple[RequestSpec, Finish]]:
+        finished = super()._haunt(landing, step)
+        for spec, _ in finished:
+            if landing.completes:
+                self.events.append({"op": "complete", "req": spec.id, "n": landing.completes, "hashed": []})
+            self.events.append({"op": "free", "req": spec.id, "blocks": []})
+        return finished
+
+    def _complete(self, landing: _Landing, over: bool) -> None:
+        request, keys = landing.request, set(self.pool._key_of)
+        before = list(self.pool.tables[request])
+        super()._complete(landing, over)
+        if not landing.completes or not (landing.samples or request.status is Status.PREFILL):
+            return
+        hashed = sorted(set(self.pool._key_of) - keys)
+        line = {"op": "complete", "req": request.spec.id, "n": int(landing.completes), "hashed": hashed}
+        replaced = [[own, now] for own, now in zip(before, self.pool.tables[request], strict=True) if own != now]
+        self.events.append(line | ({"dedup": replaced} if replaced else {}))
+
+
+class Replay:
+    """One workload and mode; `lines()` are our trace lines in order, the footer last."""
+
+    def __init__(self, header: Line, workload: Line) -> None:
+        self.resolved = resolved = header["resolved"]
+        ours = Workload(workload, resolved["block_size"])
+        self.scheduler = Watched(options(resolved), ours)
+        self._tokens, self._arriving = ours.tokens, ours.arriving
+        by_id = {s.id: s for group in self._arriving.values() for s in group}
+        self._cancels: dict[int, list[RequestSpec]] = {}
+        for cancel in workload.get("cancels", []):
+            self._cancels.setdefault(cancel["step"], []).append(by_id[cancel["id"]])
+        self._last = max([*self._arriving, *self._cancels, 0])
+        self._batch = Batch()
+        self._in_flight: list[tuple[list[Row], dict[RequestSpec, int]]] = []
+        self._landing: list[tuple[str, RequestSpec, int]] = []  # (fate, request, position) of the sampling rows
+        self._line: Line = {}
+        self._pass = -1
+        self._updated = 0
+        self._generated: dict[str, list[int]] = {s.id: [] for s in by_id.values()}
+        self._outputs: dict[str, Line] = {}
+
+    def lines(self) -> Iterator[Line]:
+        loop = serve(self.scheduler, 2 if self.resolved["async"] else 1)
+        answer: Any = None
+        while True:
+            try:
+                effect = loop.send(answer)
+            except StopIteration:
+                yield from self._close()
+                yield {"footer": True, "outputs": self._outputs}
+                return
+            if isinstance(effect, Poll):
+                yield from self._close()
+                answer = self._open()
+            else:
+                if isinstance(effect, Await) and not self._line["scheduled"]:
+                    yield from self._after_the_loop()
+                answer = self._do(effect)
+
+    def _open(self) -> Polled:
+        self._pass += 1
+        arrivals, cancels = self._arriving.get(self._pass, []), self._cancels.get(self._pass, [])
+        self._line = {"step": self._pass, "scheduled": False, "arrivals": [s.id for s in arrivals]}
+        if cancels:
+            self._line["cancels"] = [s.id for s in cancels]
+        return Polled(arrivals, cancels, closed=self._pass >= self._last)
+
+    def _close(self) -> Iterator[Line]:
+        if self._line:
+            if "after_schedule" not in self._line and "final_update_only" not in self._line:
+                self._line |= {"schedule_events": self._take_events(), "after_schedule": self._state()}
+            yield self._line
+        self._line = {}
+
+    def _do(self, effect: Effect) -> Any:
+        if isinstance(effect, Launch | Idle):
+            if isinstance(effect, Launch):
+                self._line |= self._planned(effect.plan)
+                self._line["batch_no"] = effect.plan.step
+            self._line |= {"schedule_events": self._take_events(), "after_schedule": self._state()}
+        elif isinstance(effect, Await):
+            return self._await(effect.plan)
+        else:
+            assert isinstance(effect, Applied), effect
+            self._line |= self._applied(effect)
+        return None
+
+    def _take_events(self) -> list[Line]:
+        events, self.scheduler.events = self.scheduler.events, []
+        return events
+
+    def _planned(self, plan: StepPlan) -> Line:
+        rows, size = self._batch.rows(plan), self.resolved["block_size"]
+        objects = self.scheduler.objects
+        self._in_flight.append((rows, {row.spec: objects[row.spec].epoch for row in rows}))
+        sharing = self.resolved["allow_block_sharing"]
+        read = sum(row.start for row in rows)
+        return {
+            "scheduled": True,
+            "batch": [
+                {
+                    "req": row.spec.id,
+                    "q": row.tokens,
+                    "past": row.start,
+                    "new_token": row.chunk is None or row.chunk.samples,
+                    "complete_blocks": (row.start % size + row.tokens) // size if sharing else 0,
+                }
+                for row in rows
+            ],
+            "decode_fast_path": plan.fast_decode,
+            "num_q_tokens": plan.tokens,
+            "kv_read_charged": read,
+            "padded_if_graphs": self._padded(plan, read),
+        }
+
+    def _padded(self, plan: StepPlan, read: int) -> list[int]:
+        resolved = self.resolved
+        if plan.fast_decode:
+            return [up_to_power(plan.tokens, resolved["max_requests_per_batch"]), 0]
+        query = up_to_multiple(plan.tokens, 64, resolved["max_batch_tokens"])
+        return [query, up_to_multiple(read, 16384, resolved["cache_budget"])]
+
+    def _state(self) -> Line:
+        scheduler, free = self.scheduler, self.scheduler.free_list
+        return {
+            "active": [[r.spec.id, STATUS[r.status]] for r in scheduler.active],
+            "waiting": [r.spec.id for r in scheduler.waiting],
+            "block_new_requests": scheduler.block_new_requests,
+            "free": free.free,
+            "uninit": len(free.plain),
+            "init": len(free.cached),
+            "uninit_order": list(free.plain),
+            "init_order": list(free.cached),
+            "block_tables": {r.spec.id: list(table) for r, table in scheduler.pool.tables.items()},
+        }
+
+    def _await(self, plan: StepPlan) -> Landed:
+        """Note what each sampling row is worth just before its result is applied."""
+        rows, epochs = self._in_flight.pop(0)
+        self._landing = []
+        for row in rows:
+            if row.chunk is not None and not row.chunk.samples:
+                continue
+            request = self.scheduler.objects[row.spec]
+            dead = request.finish is not None and request.finish is not Finish.ABORTED
+            fate = "discarded" if dead or request.epoch != epochs[row.spec] else "new"
+            self._landing.append((fate, row.spec, row.start + row.tokens))
+        return Landed(StepResult(tuple(s for s in plan.ends if s.output_tokens < s.max_tokens)))
+
+    def _applied(self, effect: Applied) -> Line:
+        new = {}
+        for fate, spec, position in self._landing:
+            if fate == "new":
+                new[spec.id] = self._tokens.at(spec.id, position)
+                self._generated[spec.id].append(new[spec.id])
+        finished = [spec.id for spec, _ in effect.outcome.finished]
+        for spec, _ in effect.outcome.finished:
+            output = {"generated": self._generated[spec.id], "status": "FINISHED", "prompt_len": spec.prompt_tokens}
+            self._outputs[spec.id] = output
+        self._updated += 1
+        return {
+            "updated_batch_no": self._updated - 1,
+            "new_tokens": new,
+            "finished": finished,
+            "discarded_tokens": [spec.id for fate, spec, _ in self._landing if fate == "discarded"],
+            "update_events": self._take_events(),
+            "after_update": self._state(),
+        }
+
+    def _after_the_loop(self) -> Iterator[Line]:
+        """The result still in flight when the loop has ended gets a line of its own."""
+        yield from self._close()
+        self._line = {"step": self._pass, "scheduled": False, "final_update_only": True}

@@ -1,0 +1,215 @@
+"""Golden traces of vLLM's scheduler: our lines for the same workload, on the same virtual clock.
+
+The format, and the engine loop whose clock this is, are described beside the traces. Times are integer microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from cbsim.policy.loop import Applied, Await, Effect, Landed, Launch, Poll, Polled, serve
+from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
+from cbsim.policy.request import RequestSpec
+from cbsim.policy.schedulers.vllm import VllmOptions, VllmScheduler
+from cbsim.proof.conformance.shared import ChainedKeys
+
+Line = dict[str, Any]
+STOP_TOKEN = 2
+
+
+def options(version: str, config: Line) -> VllmOptions:
+    """Scheduler options of a workload's `config`."""
+    return VllmOptions(
+        version="0.19" if version.startswith("0.19") else "0.33",
+        policy=config["policy"],
+        block_size=config["block_size"],
+        num_blocks=config["num_blocks"],
+        max_model_len=config["max_model_len"],
+        max_num_seqs=config["max_num_seqs"],
+        max_num_batched_tokens=config["max_num_batched_tokens"],
+        enable_chunked_prefill=config["enable_chunked_prefill"],
+        enable_prefix_caching=config["enable_prefix_caching"],
+        long_prefill_token_threshold=config["long_prefill_token_threshold"],
+        adaptive_long_prefill_threshold=config.get("long_prefill_token_threshold_adaptive", False),
+        scheduler_reserve_full_isl=config["scheduler_reserve_full_isl"],
+        watermark=config.get("watermark", 0.0),
+        prefill_schedule_interval=config.get("prefill_schedule_interval", 1),
+    )
+
+
+def requests(workload: Line) -> list[tuple[RequestSpec, int | None]]:
+    """(spec, abort time) in arrival order, then file order. Arrival times are microseconds throughout."""
+    size = workload["config"]["block_size"]
+    keys = ChainedKeys(size)
+    specs = []
+    for index, r in enumerate(workload["requests"]):
+        output = r["output_token_ids"]
+        if r.get("stop") and STOP_TOKEN in output:
+            output = output[: output.index(STOP_TOKEN) + 1]
+        tokens, outputs = [*r["prompt_token_ids"], *output], len(output)
+        spec = RequestSpec(
+            index=index,
+            id=r["id"],
+            arrival_ns=r["arrival_us"],
+            prompt_tokens=len(r["prompt_token_ids"]),
+            output_tokens=outputs,
+            max_tokens=r.get("max_tokens", len(r["output_token_ids"])),
+            priority=r.get("priority", 0),
+            prefix=keys.of(tokens),
+            prefix_block_tokens=size,
+            prefix_tokens=len(tokens),
+        )
+        specs.append((spec, r.get("abort_us")))
+    return sorted(specs, key=lambda entry: entry[0].arrival_ns)
+
+
+class Watched(VllmScheduler):
+    """The scheduler, with the free blocks noted after each cancellation: planning follows in the same breath."""
+
+    free_after_cancel = 0
+
+    def cancel(self, spec: RequestSpec) -> None:
+        super().cancel(spec)
+        self.free_after_cancel = self.pool.free
+
+
+class Replay:
+    """One workload, one version and mode; `lines()` are our trace lines in order, the summary last."""
+
+    def __init__(self, header: Line, workload: Line) -> None:
+        self.scheduler = Watched(options(header["vllm"], header["config"]))
+        self._depth = 2 if header["mode"] == "async" else 1
+        self._timing = header["config"]["timing"]
+        self._coming = requests(workload)[::-1]
+        aborts = [(abort, spec) for spec, abort in self._coming if abort is not None]
+        self._aborts = sorted(aborts, key=lambda entry: (entry[0], entry[1].index))
+        self._added: list[str] = []
+        self._aborted: list[str] = []
+        self._batch = Batch()
+        self._rows: dict[int, list[Row]] = {}
+        self._alive: dict[RequestSpec, None] = {}
+        self._now = self._gpu_free = self._steps = 0
+        self._stats: dict[str, Line] = {}
+
+    def lines(self) -> Iterator[Line]:
+        loop = serve(self.scheduler, self._depth)
+        answer: Any = None
+        while True:
+            try:
+                effect = loop.send(answer)
+            except StopIteration:
+                yield self._summary()
+                return
+            if self._aborted:
+                free, ids = self.scheduler.free_after_cancel, self._aborted
+                self._aborted = []
+                yield {"ev": "abort", "t": self._now, "ids": ids, "free": free}
+            line, answer = self._do(effect)
+            if line:
+                yield line
+
+    def _summary(self) -> Line:
+        line = {"ev": "summary", "steps": self._steps, "end_us": self._now, "requests": self._stats}
+        return line | {"prefix_cache_final_cached_blocks": len(self.scheduler.pool._index)}
+
+    def _do(self, effect: Effect) -> tuple[Line | None, Any]:
+        if isinstance(effect, Poll):
+            return self._poll(effect)
+        if isinstance(effect, Launch):
+            line = self._schedule(effect.plan)
+            end = max(self._now, self._gpu_free) + self._step_us(effect.plan)
+            self._gpu_free = end
+            return line, end
+        if isinstance(effect, Await):
+            self._now = max(self._now, effect.ticket)
+            stops = tuple(s for s in effect.plan.ends if s.output_tokens < s.max_tokens)
+            return None, Landed(StepResult(stops), self._due_aborts())
+        assert isinstance(effect, Applied), effect
+        return self._update(effect), None
+
+    def _step_us(self, plan: StepPlan) -> int:
+        if not plan.rows:
+            return 0
+        timing = self._timing
+        context = plan.decode_context + plan.decodes + sum(c.start + c.tokens for c in plan.chunks)
+        tokens: int = timing["per_token_us"] * plan.tokens
+        return int(timing["base_us"] + tokens + timing["per_kv_token_us"] * context)
+
+    def _poll(self, effect: Poll) -> tuple[Line | None, Polled]:
+        if effect.wait and self._coming:
+            self._now = max(self._now, self._coming[-1][0].arrival_ns)
+        arrivals = []
+        while self._coming and self._coming[-1][0].arrival_ns <= self._now:
+            spec, _ = self._coming.pop()
+            arrivals.append(spec)
+            self._added.append(spec.id)
+            self._alive[spec] = None
+            stats = {"arrival": spec.arrival_ns, "preemptions": 0, "n_out": 0, "queued_ts": self._now}
+            self._stats[spec.id] = stats
+        return None, Polled(arrivals, self._due_aborts(), closed=not self._coming)
+
+    def _due_aborts(self) -> list[RequestSpec]:
+        """Requests that are to be aborted by now and are alive; an abort that comes too early is lost."""
+        due = [s for at, s in self._aborts if at <= self._now]
+        self._aborts = [(at, s) for at, s in self._aborts if at > self._now]
+        due = [s for s in due if s in self._alive]
+        for spec in due:
+            del self._alive[spec]
+        self._aborted = [s.id for s in due]
+        return due
+
+    def _schedule(self, plan: StepPlan) -> Line:
+        self._steps += 1
+        rows = self._rows[plan.step] = self._batch.rows(plan)
+        for row in rows:
+            self._stats[row.spec.id].setdefault("scheduled_ts", self._now)
+        for preempted in plan.preempted:
+            self._stats[preempted.spec.id]["preemptions"] += 1
+        line = {
+            "ev": "schedule",
+            "step": plan.step + 1,
+            "t": self._now,
+            "added": self._added,
+            "total": plan.tokens,
+            "reqs": [self._row(row) for row in rows],
+            "preempted": [[p.spec.id, p.lost_tokens, p.blocks] for p in plan.preempted],
+            "finished": sorted(s.id for s in plan.ended),
+            "running": [r.spec.id for r in self.scheduler.running],
+            "waiting": [r.spec.id for r in self.scheduler.waiting],
+            "free": plan.free_blocks,
+        }
+        self._added = []
+        self._now += self._timing["sched_us"]
+        return line
+
+    def _row(self, row: Row) -> Line:
+        chunk, request = row.chunk, self.scheduler.requests[row.spec]
+        kind = "running" if not (chunk and chunk.admitted) else "resumed" if chunk.resumed else "new"
+        held = self.scheduler.pool.held(request)
+        line = {"id": row.spec.id, "kind": kind, "n": row.tokens, "computed": row.start, "held": held}
+        line["blocks"] = list(row.blocks)
+        if chunk and chunk.admitted:
+            line["cached"] = chunk.cached
+        if self._depth > 1:
+            line["ph"] = request.promised - request.seen
+        return line
+
+    def _update(self, effect: Applied) -> Line:
+        finished = [spec.id for spec, _ in effect.outcome.finished]
+        got = [
+            row.spec
+            for row in self._rows.pop(effect.plan.step)
+            if row.spec in self._alive and (row.chunk is None or row.chunk.samples)
+        ]
+        line = {"ev": "update", "step": effect.plan.step + 1, "t": self._now, "tokens": [s.id for s in got]}
+        line |= {"finished": finished, "free": self.scheduler.pool.free}
+        self._now += self._timing["update_us"]
+        for spec in got:
+            stats = self._stats[spec.id]
+            stats["n_out"] += 1
+            stats.setdefault("first_token_ts", self._now)
+            stats["last_token_ts"] = self._now
+        for spec, _ in effect.outcome.finished:
+            del self._alive[spec]
+        return line

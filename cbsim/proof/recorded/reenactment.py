@@ -1,0 +1,167 @@
+"""A case replayed: its requests through the simulated servers, and what is compared of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import simpy
+
+from cbsim.cost.table import TableCost
+from cbsim.machine import simulate
+from cbsim.machine.device import Device, OneGpu
+from cbsim.machine.driver import Machine
+from cbsim.machine.lockstep import Lockstep, balance
+from cbsim.proof.recorded.case import Case
+from cbsim.results import metrics
+from cbsim.results.metrics import Steps
+from cbsim.results.record import Record
+from cbsim.scenario.fields import ScenarioError
+from cbsim.scenario.scenario import Scenario, depth
+from cbsim.server import assemble
+from cbsim.server.inbox import Inbox
+from cbsim.workload import generators
+from cbsim.workload.generators import Workload
+
+NS = 1e9
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Requests by index, seconds since the first was queued; each TTFT counts from when the engine took it in."""
+
+    queued_s: Floats
+    scheduled_s: Floats
+    first_token_s: Floats
+    last_token_s: Floats
+    output_tokens: npt.NDArray[np.int64]
+
+    @property
+    def ttft_s(self) -> Floats:
+        return self.first_token_s - self.queued_s
+
+    @property
+    def queue_s(self) -> Floats:
+        """Until a step first has the request in it."""
+        return self.scheduled_s - self.queued_s
+
+    @property
+    def prefill_s(self) -> Floats:
+        """From there to the first token."""
+        return self.first_token_s - self.scheduled_s
+
+    @property
+    def e2e_s(self) -> Floats:
+        return self.last_token_s - self.queued_s
+
+    @property
+    def tpot_s(self) -> Floats:
+        return (self.last_token_s - self.first_token_s) / np.maximum(1, self.output_tokens - 1)
+
+    @property
+    def makespan_s(self) -> float:
+        return float(self.last_token_s.max() - self.queued_s.min())
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What the simulated servers did. `steps` has a table a rank."""
+
+    served: Served
+    steps: Sequence[Steps]
+    total_blocks: int  # of a rank
+
+    @property
+    def preemptions(self) -> int:
+        return sum(int(table["preempted"].sum()) for table in self.steps)
+
+    @property
+    def recomputed_tokens(self) -> int:
+        return sum(int(table["recomputed_tokens"].sum()) for table in self.steps)
+
+    def at(self, seconds: Floats, column: str) -> Floats:
+        """A step column as of each of these times after the first token, summed over ranks; 0 before a rank's
+        first step and after its last.
+        """
+        start = min(int(table["await_end_ns"][0]) for table in self.steps if len(table))
+        total: Floats = np.sum([_at(table, seconds, column, start) for table in self.steps], axis=0)
+        return total
+
+
+def recorded(case: Case) -> Served:
+    """What the real run recorded."""
+    columns = np.array(case.taken, dtype=np.int64).T / NS
+    outputs = np.array([row.output_tokens for row in case.asked], dtype=np.int64)
+    queued, scheduled, first, last = columns
+    return Served(queued, scheduled, first, last, outputs)
+
+
+def replay(case: Case, asked: Scenario) -> Replayed:
+    """Serve the case's requests by `asked`, one of its scenarios. Raises ScenarioError."""
+    load = generators.build(asked)
+    if load.total != len(case.asked):
+        raise ScenarioError(f"workload: got {load.total} requests, the recorded run has {len(case.asked)}")
+    if asked.loop.mode == "both":
+        raise ScenarioError("loop.mode: got 'both', expected sync or async: a recorded run has one loop")
+    if case.ranks == 1:
+        server = simulate.machine(asked, asked.loop.mode, load)
+        simulate.run(server)
+        records = [server.record]
+    else:
+        records = _side_by_side(asked, load, case.ranks)
+    for spec, reason in (refusal for record in records for refusal in record.refusals.items()):
+        raise ScenarioError(f"kv_cache, scheduler: request {spec.id} cannot be served: {reason}")
+    tables = [Steps.of(record) for record in records]
+    return Replayed(_served(records, tables), tables, records[0].total_blocks)
+
+
+def _side_by_side(asked: Scenario, load: Workload, ranks: int) -> list[Record]:
+    """Data-parallel servers: in step with each other if they share experts, else each at its own pace."""
+    env, loop, cost = simpy.Environment(), asked.loop.mode, assemble.cost_model(asked)
+    devices: Sequence[Device]
+    if asked.model.experts:
+        if not isinstance(cost, TableCost):
+            raise ScenarioError(f"cost.kind: got {asked.cost.kind!r}, expected table: the servers share experts")
+        devices = Lockstep(env, cost, ranks).ranks
+    else:
+        devices = [OneGpu(cost, depth=depth(loop), overlap=asked.loop.streams) for _ in range(ranks)]
+    machines, inboxes, policies = [], [], []
+    for device in devices:
+        policy = assemble.scheduler(asked, loop)
+        record = Record(policy.pool.num_blocks)
+        inbox = Inbox(Workload([], 0), record)
+        inbox.news = env.event()
+        machine = Machine(policy, cost, simulate.graphs(asked, loop), device, inbox, record, depth(loop))
+        env.process(machine.run(env))
+        machines.append(machine)
+        inboxes.append(inbox)
+        policies.append(policy)
+    env.process(balance(env, load.open, inboxes, policies))
+    env.run()
+    return [machine.record for machine in machines]
+
+
+def _served(records: Sequence[Record], tables: Sequence[Steps]) -> Served:
+    """All requests of all ranks, by index. Every one is served: a recorded run has no others."""
+    found: list[tuple[Any, ...]] = []
+    for record, table in zip(records, tables, strict=True):
+        rows = record.requests()
+        columns = metrics.token_times(rows, table)
+        marks = (columns.queued_ns, columns.scheduled_ns, columns.first_token_ns, columns.last_token_ns)
+        found += zip([row.index for row in rows], *(part.tolist() for part in (*marks, columns.generated)), strict=True)
+    _, *times, generated = (np.array(part) for part in zip(*sorted(found), strict=True))
+    queued, scheduled, first, last = ((part - times[0].min()) / NS for part in times)
+    return Served(queued, scheduled, first, last, generated)
+
+
+def _at(table: Steps, seconds: Floats, column: str, start_ns: int) -> Floats:
+    ends, at_ns = table["await_end_ns"], start_ns + seconds * NS
+    if not len(ends):
+        return np.zeros_like(at_ns)
+    place = np.searchsorted(ends, at_ns, side="right") - 1
+    values: Floats = table[column][place].astype(float)
+    return np.where((place < 0) | (at_ns > ends[-1]), 0.0, values)

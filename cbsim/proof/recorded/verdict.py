@@ -1,0 +1,243 @@
+"""`python -m cbsim validate CASE`: a recorded run replayed and scored, as tables, figures and data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cbsim.draw.markdown import Table
+from cbsim.draw.study import Study
+from cbsim.proof.recorded import ablation, case, case_figures, score
+from cbsim.proof.recorded.ablation import Ablated
+from cbsim.proof.recorded.case import Case
+from cbsim.proof.recorded.reenactment import Replayed, recorded, replay
+from cbsim.proof.recorded.score import Score, Series
+from cbsim.scenario import scenario
+from cbsim.scenario.costs import TableCost
+from cbsim.scenario.scenario import Scenario
+from cbsim.scenario.serving import VllmScheduler
+
+NEAR_LIMIT = 0.9
+"""Share of the KV cache above which the number of blocks decides who waits."""
+ADDED = "Added: {row_us:g} us a request and step, and the CPU cost of vLLM's loop; both are priors (docs/fidelity.md)."
+SCORED = ("", "simulated", "measured", "error")
+UNITS = {
+    "ttft": ("TTFT", "ms", 1e3),
+    "tpot": ("TPOT", "ms", 1e3),
+    "e2e": ("E2E", "ms", 1e3),
+    "makespan": ("makespan", "s", 1.0),
+    "queue": ("queue", "ms", 1e3),
+    "prefill": ("prefill", "ms", 1e3),
+}
+
+
+class Validation(NamedTuple):
+    """Everything that one case says."""
+
+    case: Case
+    asked: Scenario
+    replayed: Replayed
+    scores: Sequence[Score]
+    parts: Sequence[Score]
+    series: Series
+    ablated: Sequence[Ablated]
+
+
+def validate(
+    folder: Path, *, pack: Path | None, hardware: str | None, overrides: Sequence[str], ablate: bool
+) -> Validation:
+    """Replay and score a case. Raises ScenarioError."""
+    found = case.read(folder, pack, hardware, overrides)
+    asked = found.scenario()
+    done = replay(found, asked)
+    return Validation(
+        found,
+        asked,
+        done,
+        score.scores(done.served, recorded(found)),
+        score.parts(done.served, recorded(found)),
+        score.series(found, done),
+        ablation.ablate(found) if ablate else (),
+    )
+
+
+def study(validation: Validation) -> Study:
+    """What to print, draw and keep of it."""
+    tables = [_errors(validation), _parts(validation), _run(validation)]
+    real = recorded(validation.case)
+    name = validation.case.name
+    charts = [
+        case_figures.series(name, validation.series),
+        case_figures.latencies(name, validation.replayed.served, real),
+    ]
+    if validation.ablated:
+        tables.append(_ablation(validation.ablated))
+        charts.append(case_figures.ablation(name, validation.ablated))
+    return Study(
+        title=f"{validation.case.name} against a recorded vLLM run",
+        question=str(validation.case.settings["question"]),
+        findings=_findings(validation),
+        tables=tables,
+        charts=charts,
+        data=data(validation),
+    )
+
+
+def data(validation: Validation) -> dict[str, Any]:
+    """The numbers, as plain values: seconds, and errors relative to what was measured."""
+    series = validation.series
+    return {
+        "case": validation.case.name,
+        "errors": [_plain(one) for one in validation.scores],
+        "parts_of_ttft": [_plain(one) for one in validation.parts],
+        "steps": sum(len(table) for table in validation.replayed.steps),
+        "preemptions": validation.replayed.preemptions,
+        "recomputed_tokens": validation.replayed.recomputed_tokens,
+        "kv_blocks": _blocks(validation),
+        "kv_blocks_source": _source(validation),
+        "kv_use_peak": peak(validation.replayed),
+        "mean_absolute_difference": {name: series.difference(name) for name in series.measured},
+        "scenario": validation.case.settings,
+        "set": list(validation.case.overrides),
+        "ablation": [
+            {
+                "name": one.name,
+                "changes": one.changes,
+                "errors": [_plain(part) for part in one.scores],
+                "preemptions": one.preemptions,
+                "steps": one.steps,
+            }
+            for one in validation.ablated
+        ],
+    }
+
+
+def _plain(one: Score) -> dict[str, Any]:
+    return {**one._asdict(), "error": one.error if isfinite(one.error) else None}
+
+
+def peak(replayed: Replayed) -> float:
+    """Largest share of a rank's cache blocks in use."""
+    return max(int(table["used_blocks"].max()) for table in replayed.steps if len(table)) / replayed.total_blocks
+
+
+def _blocks(validation: Validation) -> int:
+    """KV blocks of a server, as its scheduler counts them."""
+    asked = validation.asked
+    return scenario.scheduler_options(asked, scenario.depth(asked.loop.mode)).num_blocks
+
+
+def _source(validation: Validation) -> str:
+    """Where the number of blocks comes from."""
+    if validation.asked.kv_cache.num_blocks != validation.case.settings["kv_cache"]["num_blocks"]:
+        return "given"
+    return "recorded" if validation.case.blocks_measured else "derived"
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _errors(validation: Validation) -> Table:
+    says = f"{len(validation.case.asked)} requests. TTFT and E2E count from when the engine took a request in."
+    return Table("Latencies", SCORED, [_row(one) for one in validation.scores], says)
+
+
+def _parts(validation: Validation) -> Table:
+    says = "In the queue, and from the first step that has the request to its first token."
+    return Table("The two parts of TTFT", SCORED, [_row(one) for one in validation.parts], says)
+
+
+def _row(one: Score) -> tuple[str, ...]:
+    name, unit, factor = UNITS[one.metric]
+    shown = [f"{value * factor:,.2f}" for value in (one.simulated_s, one.measured_s)]
+    return (f"{name} {one.statistic}".strip() + f", {unit}", *shown, f"{one.error:+.2%}")
+
+
+def _run(validation: Validation) -> Table:
+    done, series = validation.replayed, validation.series
+    names = {"running": "requests running", "waiting": "requests waiting", "kv_use": "KV cache in use"}
+    rows = []
+    for name, text in names.items():
+        if name in series.measured:
+            means = [float(part[name].mean()) for part in (series.simulated, series.measured)]
+            form = "{:.1%}" if name == "kv_use" else "{:.2f}"
+            rows.append((f"{text}, mean", *map(form.format, (*means, series.difference(name)))))
+    rows.append(("KV blocks a server", f"{_blocks(validation):,}", _source(validation), ""))
+    rows.append(("KV cache in use, peak", f"{peak(done):.1%}", "", ""))
+    rows.append(("preemptions", f"{done.preemptions:,}", "not recorded", ""))
+    rows.append(("recomputed tokens", f"{done.recomputed_tokens:,}", "not recorded", ""))
+    rows.append(("steps", f"{sum(len(table) for table in done.steps):,}", "not recorded", ""))
+    header = ("once a second", "simulated", "measured", "mean difference")
+    return Table("The run", header, rows)
+
+
+def _ablation(ablated: Sequence[Ablated]) -> Table:
+    header = ("replayed with", "TTFT mean", "TPOT mean", "E2E mean", "makespan", "largest", "preemptions")
+    rows = [
+        (one.name, *(f"{part:+.2%}" for part in _means(one)), f"{_largest(one.scores):.2%}", str(one.preemptions))
+        for one in ablated
+    ]
+    says = "Errors with one part changed at a time; `largest` is over all means and percentiles."
+    return Table("What carries the result", header, rows, says)
+
+
+def _means(one: Ablated) -> list[float]:
+    return [part.error for part in one.scores if part.statistic in ("mean", "")]
+
+
+def _largest(scores: Sequence[Score]) -> float:
+    return max(abs(one.error) for one in scores if one.statistic)
+
+
+# -- what it says -----------------------------------------------------------------------------------------------------
+
+
+def _findings(validation: Validation) -> list[str]:
+    means = {one.metric: one.error for one in validation.scores if one.statistic == "mean"}
+    worst = max((one for one in validation.scores if one.statistic), key=lambda one: abs(one.error))
+    said = ", ".join(f"{UNITS[metric][0]} {error:+.2%}" for metric, error in means.items())
+    name = f"{UNITS[worst.metric][0]} {worst.statistic}"
+    return [
+        f"Errors of the means: {said}; the largest of all is that of {name}, {worst.error:+.2%}.",
+        *_caveats(validation),
+        _basis(validation),
+    ]
+
+
+def _basis(validation: Validation) -> str:
+    """What the answer rests on, and what was changed by hand."""
+    cost, asked = validation.asked.cost, validation.asked.workload
+    times = (
+        f"those of {'/'.join(Path(cost.path).parts[-4:])}"
+        if isinstance(cost, TableCost)
+        else f"the cost model {cost.kind}'s"
+    )
+    taken = ["when its engine took each request in"] if getattr(asked, "recorded", None) else []
+    taken += ["the number of cache blocks"] if _source(validation) == "recorded" else []
+    told = f"Kernel times are {times}. Of the run itself: {' and '.join(taken) or 'nothing'}."
+    if isinstance(cost, TableCost):
+        told += f" {ADDED.format(row_us=cost.row_s * 1e6)}"
+    changed = ", ".join(validation.case.overrides)
+    return f"{told} Changed: {changed}." if changed else told
+
+
+def _caveats(validation: Validation) -> list[str]:
+    found = []
+    share = peak(validation.replayed)
+    if share >= NEAR_LIMIT and _source(validation) == "derived":
+        found.append(
+            f"Capacity: KV use reaches {share:.0%} of {_blocks(validation):,} blocks, which are "
+            "derived from the memory and not measured. vLLM finds fewer: then more requests wait or are preempted."
+        )
+    if validation.case.link_assumed:
+        rate, latency = case.LINK["bytes_s"] / case.GIB, case.LINK["latency_s"] * 1e6
+        found.append(
+            f"config.json names no link between the GPUs: {rate:g} GiB/s and {latency:g} us a message are assumed."
+        )
+    version, asked = validation.case.version, validation.asked.scheduler
+    rules = asked.version if isinstance(asked, VllmScheduler) else asked.name
+    if not version.startswith(rules):
+        found.append(f"The run is of vLLM {version}; it was replayed by the rules of {rules}.")
+    return found

@@ -1,0 +1,1 @@
+"""What happened: the record, its columns, the run directory, and the numbers made of it."""

@@ -1,0 +1,93 @@
+"""Conditions on a run's metrics: `ttft.p99<500ms`, `gpu_active>=0.9`, `preemptions==0`."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cbsim.results.record import STATUSES
+from cbsim.scenario.fields import near
+
+OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+UNITS = {"": 1.0, "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "%": 0.01}
+FORM = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(<=|>=|==|<|>)\s*([-+.\deE]+?)\s*([a-z%]*)\s*")
+STATISTICS = ("mean", "std", "min", "max", "p50", "p90", "p95", "p99", "n")
+DISTRIBUTIONS = (
+    *("ttft_s", "tpot_s", "itl_s", "e2e_s", "normalized_latency_s"),
+    *("queue_s", "prefill_s", "decode_s", "step_time_s"),
+)
+SINGLE = (
+    *("makespan_s", "steps", "requests", "gpu_active", "bubble_s", "cpu_busy", "rows_per_step", "tokens_per_step"),
+    *("input_tokens", "output_tokens", "input_tokens_per_s", "output_tokens_per_s", "total_tokens_per_s"),
+    *("requests_per_s", "steps_per_s", "computed_tokens", "padding_tokens", "padding_share", "recomputed_tokens"),
+    *("wasted_rows", "preemptions", "prefix_hit_tokens", "prefix_hit_rate", "kv_utilisation.mean"),
+    *("kv_utilisation.max", "waiting.mean", "slo.met", "slo.attainment", "slo.goodput_requests_per_s"),
+    *(f"requests_by_status.{status}" for status in STATUSES),
+    *("cost.usd_per_million_output_tokens", "cost.usd_per_million_tokens", "cost.idle_usd_hour"),
+)
+NAMES = (*SINGLE, *(f"{d}.{s}" for d in DISTRIBUTIONS for s in STATISTICS))
+
+
+class CheckError(ValueError):
+    """A condition that cannot be understood; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One condition; `text` is what the user wrote."""
+
+    text: str
+    metric: str
+    compare: str
+    bound: float
+
+    def value(self, summary: Mapping[str, Any]) -> float | None:
+        """The metric's value in a summary; None if the run has no sample of it."""
+        value: Any = summary
+        for part in self.metric.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return None if value is None else float(value)
+
+    def verdict(self, summary: Mapping[str, Any]) -> tuple[bool, str]:
+        """(holds, a line that says so). A metric without a sample fails."""
+        value = self.value(summary)
+        if value is None:
+            return False, f"FAILED  {self.text}: the run has no {self.metric}"
+        holds = OPERATORS[self.compare](value, self.bound)
+        return holds, f"{'ok    ' if holds else 'FAILED'}  {self.text}: {self.metric} is {value:.6g}"
+
+
+def parse(text: str) -> Check:
+    """Understand a condition. Raises CheckError; durations need no `_s`, and `%` is a hundredth."""
+    match = FORM.fullmatch(text)
+    if not match:
+        raise CheckError(f"--check {text!r}: expected METRIC<VALUE[UNIT], for example ttft.p99<500ms")
+    metric, compare, number, unit = match.groups()
+    try:
+        bound = float(number)
+    except ValueError:
+        raise CheckError(f"--check {text!r}: {number!r} is not a number") from None
+    if unit not in UNITS:
+        raise CheckError(f"--check {text!r}: unknown unit {unit!r} (known: {', '.join(u for u in UNITS if u)})")
+    return Check(text, named(metric, f"--check {text!r}"), compare, bound * UNITS[unit])
+
+
+def named(name: str, source: str) -> str:
+    """The metric of that name; of a distribution `_s` may be left out. Raises CheckError, its text led by `source`."""
+    head, dot, tail = name.partition(".")
+    for candidate in (name, f"{head}_s{dot}{tail}"):
+        if candidate in NAMES:
+            return candidate
+    if head in DISTRIBUTIONS or f"{head}_s" in DISTRIBUTIONS:
+        raise CheckError(f"{source}: {head} needs one of {', '.join(f'{head}.{s}' for s in STATISTICS)}")
+    hints = [n.replace("_s.", ".") for n in NAMES]
+    raise CheckError(f"{source}: unknown metric {name!r}{near(name, hints)}")

@@ -1,0 +1,238 @@
+"""The run directory: its writer and its reader. Analysis reads nothing else. docs/run_directory.md has the schema.
+
+    scenario.resolved.yaml   every field written out
+    env.json                 command, git commit and dirty flag, package versions, device, workload hash
+    steps.parquet            one row a step, columns.STEPS
+    requests.parquet         one row a request, columns.REQUESTS
+    summary.json             the metrics, with schema_version, percentile method and n
+    timeline.json.gz         Chrome trace of a window of steps, one lane a tid
+    figures/                 drawings
+    INCOMPLETE               only while the run is under way or if it was cut short; says why
+
+The marker is the first file written and the last one removed, so a run that dies at any moment, a full disk included,
+leaves a directory that says so, with whatever was complete by then. Tables of the same scenario and seed are
+byte-identical.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from cbsim.results import columns, parquet
+from cbsim.results.columns import Column
+from cbsim.results.metrics import Requests, Steps, token_times
+from cbsim.results.parquet import Ints, Table, TableError
+from cbsim.results.record import STATUSES, STEP_COLUMNS, Record, RequestRow
+
+SCHEMA_VERSION = parquet.SCHEMA_VERSION
+MARKER = "INCOMPLETE"
+T = TypeVar("T")
+
+
+class RunError(ValueError):
+    """A run directory that cannot be written or read; the message names file and reason."""
+
+
+class RunWriter:
+    """Writes one run directory. It is marked as incomplete from its first moment until `complete` is called."""
+
+    def __init__(self, out: Path, name: str, digest: str, clock: datetime | None = None) -> None:
+        """Creates `out`/<UTC>-<name>-<hash8>. Raises RunError if that cannot be done."""
+        stamp = (clock or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
+        self.path = _fresh(out / f"{stamp}-{name}-{digest[:8]}")
+        self.note("the run is under way, or died without a word")
+
+    def note(self, reason: str) -> None:
+        """Mark the directory as incomplete, with the reason."""
+        self._write(MARKER, (reason + "\n").encode())
+
+    def scenario(self, text: str) -> None:
+        self._write("scenario.resolved.yaml", text.encode())
+
+    def environment(self, facts: Mapping[str, Any]) -> None:
+        self._json("env.json", facts)
+
+    def tables(self, record: Record) -> tuple[list[RequestRow], Steps]:
+        """Write both tables; returns what was written."""
+        steps = Steps(np.frombuffer(record.steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
+        rows = record.requests()
+        counters = {"use_dictionary": False, "column_encoding": "DELTA_BINARY_PACKED"}  # most columns count upwards
+        values = {name: steps[name] for name in STEP_COLUMNS}
+        self._write("steps.parquet", parquet.encoded(columns.STEPS, values, **counters))
+        self._write("requests.parquet", parquet.encoded(columns.REQUESTS, request_columns(token_times(rows, steps))))
+        return rows, steps
+
+    def summary(self, metrics: Mapping[str, Any]) -> None:
+        self._json("summary.json", metrics)
+
+    def file(self, name: str, content: bytes) -> Path:
+        """Write any other file of the directory, `figures/...` included."""
+        return self._write(name, content)
+
+    def complete(self) -> None:
+        (self.path / MARKER).unlink(missing_ok=True)
+
+    def _json(self, name: str, value: Mapping[str, Any]) -> None:
+        self._write(name, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+    def _write(self, name: str, content: bytes) -> Path:
+        path = self.path / name
+        try:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+        except OSError as error:
+            if name != MARKER:
+                path.unlink(missing_ok=True)  # no half-written file passes for a whole one
+            raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
+        return path
+
+
+def _fresh(path: Path) -> Path:
+    """Make a directory that did not exist: `path`, or `path`-2, -3 and so on."""
+    for attempt in range(1, 1000):
+        candidate = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
+        try:
+            candidate.mkdir(parents=True)
+        except FileExistsError:
+            if not candidate.is_dir():
+                raise RunError(f"{candidate}: is in the way") from None
+        except OSError as error:
+            raise RunError(f"{candidate}: cannot be created: {error.strerror or error}") from error
+        else:
+            return candidate
+    raise RunError(f"{path}: too many runs of that name")
+
+
+def request_columns(requests: Requests) -> dict[str, Any]:
+    """The request table's values by column; times that never happened are null."""
+    values: dict[str, Any] = {name: [getattr(row, name) for row in requests.rows] for name in RequestRow._fields}
+    for name in ("scheduled_ns", "first_token_ns", "last_token_ns"):
+        times = getattr(requests, name)
+        values[name] = pa.array(times, mask=times < 0)
+    return values | {"generated_tokens": requests.generated}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run directory that has been read. `incomplete` holds the marker's text."""
+
+    path: Path
+    scenario: str
+    environment: dict[str, Any]
+    summary: dict[str, Any]
+    steps: Steps
+    requests: list[RequestRow]
+    incomplete: str | None
+
+
+def load(path: Path) -> Run:
+    """Read a run directory. Raises RunError naming the file that is missing or broken, and what is wrong with it."""
+    if not path.is_dir():
+        raise RunError(f"{path}: no such run directory")
+    marker = path / MARKER
+    if marker.exists() and not (path / "summary.json").exists():
+        raise RunError(f"{path}: incomplete, nothing to read yet: {_reason(marker)}")
+    summary = _read_json(path / "summary.json")
+    version = summary.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise RunError(f"{path / 'summary.json'}: schema_version {version!r}, this version reads {SCHEMA_VERSION}")
+    steps = _read_table(path / "steps.parquet", columns.STEPS, _steps)
+    return Run(
+        path,
+        _read_text(path / "scenario.resolved.yaml"),
+        _read_json(path / "env.json"),
+        summary,
+        steps,
+        _read_table(path / "requests.parquet", columns.REQUESTS, lambda table: _requests(table, len(steps))),
+        _reason(marker) if marker.exists() else None,
+    )
+
+
+def _reason(marker: Path) -> str:
+    return _read_text(marker).strip() or "no reason was written"
+
+
+def _unreadable(path: Path, error: OSError) -> RunError:
+    return RunError(f"{path}: cannot be read: {error.strerror or error}")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except UnicodeDecodeError:
+        raise RunError(f"{path}: not UTF-8 text") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    text = _read_text(path)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise RunError(f"{path}: not a JSON object")
+    return value
+
+
+def _read_table(path: Path, declared: Sequence[Column], make: Callable[[Table], T]) -> T:
+    """What `make` makes of a table."""
+    try:
+        with path.open("rb") as file:
+            return make(Table(file, declared))
+    except TableError as error:
+        raise RunError(f"{path}: {error}") from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _steps(table: Table) -> Steps:
+    """Column by column into one array, so that a long run is in memory once."""
+    values = np.empty((len(table["step"]), len(STEP_COLUMNS)), dtype=np.int64, order="F")
+    for i, name in enumerate(STEP_COLUMNS):
+        values[:, i] = table[name].to_numpy()
+    return Steps(values)
+
+
+def _requests(table: Table, steps: int) -> list[RequestRow]:
+    """Rows that agree with a step table of so many steps."""
+    values = {name: table[name].to_numpy().tolist() for name in RequestRow._fields if name != "token_runs"}
+    names, index = values["id"], np.array(values["index"], dtype=np.int64)
+    for at in np.flatnonzero(index[1:] <= index[:-1])[:1]:
+        raise TableError(f"index of request {names[at + 1]} is {index[at + 1]}, expected more than {index[at]}")
+    for name, first, status in zip(names, values["first_step"], values["status"], strict=True):
+        if not -1 <= first < steps:
+            raise TableError(f"first_step of request {name} is {first}, expected -1 to {steps - 1}")
+        if status not in STATUSES:
+            raise TableError(f"status of request {name} is {status!r}, expected one of {', '.join(STATUSES)}")
+    lengths, flat = table.lists("token_runs")
+    _check_runs(names, lengths, flat, steps)
+    ends = np.cumsum(lengths)
+    values["token_runs"] = [flat[end - n : end].tolist() for end, n in zip(ends, lengths, strict=True)]
+    return [RequestRow(*row) for row in zip(*(values[name] for name in RequestRow._fields), strict=True)]
+
+
+def _check_runs(names: list[str], lengths: Ints, flat: Ints, steps: int) -> None:
+    """Token runs are pairs of a first step and a count, at least 1, one behind the other, inside the step table."""
+    odd = np.flatnonzero(lengths % 2)
+    if len(odd):
+        raise TableError(f"token_runs of request {names[odd[0]]} has {lengths[odd[0]]} numbers, expected pairs")
+    first, count, owner = flat[::2], flat[1::2], np.repeat(np.arange(len(names)), lengths // 2)
+    same, least = owner[1:] == owner[:-1], np.zeros_like(first)
+    least[1:][same] = (first + count)[:-1][same]
+    wrong = np.flatnonzero((count < 1) | (first < least) | (count > steps - first))
+    if len(wrong):
+        at = wrong[0]
+        raise TableError(
+            f"token_runs of request {names[owner[at]]} has {count[at]} steps from step {first[at]} on, "
+            f"expected 1 or more between {least[at]} and {steps - 1}"
+        )

@@ -1,0 +1,114 @@
+"""What must hold of every step table, simulated or measured, finished or cut short. Callable: `check(steps, ...)`.
+
+A failure is an AssertionError that names the rule and the step and prints both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from cbsim.results.metrics import Steps
+from cbsim.results.record import LANES, PHASES
+
+Ints = npt.NDArray[np.int64]
+Checked = Ints | npt.NDArray[np.bool_]
+
+
+def check(steps: Steps, *, depth: int, overlap: bool, total_blocks: int) -> None:
+    """Raise AssertionError unless the table can be that of a server with `depth` steps in flight, as many I/O buffers,
+    and copies that run beside kernels only with `overlap`.
+    """
+    _numbers(steps)
+    _intervals(steps)
+    _lanes(steps, overlap)
+    _dependencies(steps)
+    _flight(steps, depth)
+    _rows(steps)
+    _blocks(steps, total_blocks)
+
+
+def _require(rule: str, left: Ints, right: Ints | int, holds: Checked) -> None:
+    """`holds` says for which steps the rule does; the first other one is shown with both of its sides."""
+    if not holds.all():
+        at = int(np.flatnonzero(~holds.astype(bool))[0])
+        sides = int(left[at]), int(np.broadcast_to(right, left.shape)[at])
+        raise AssertionError(f"{rule}: row {at} has {sides[0]} against {sides[1]}")
+
+
+def _at_most(rule: str, left: Ints, right: Ints | int) -> None:
+    _require(rule, left, right, left <= right)
+
+
+def _equal(rule: str, left: Ints, right: Ints | int) -> None:
+    _require(rule, left, right, left == right)
+
+
+def _numbers(steps: Steps) -> None:
+    _equal("steps are numbered 0, 1, 2 ...", steps["step"], np.arange(len(steps), dtype=np.int64))
+
+
+def _intervals(steps: Steps) -> None:
+    for name in (*PHASES, *LANES):
+        _at_most(f"{name} ends at or after its start", steps[f"{name}_start_ns"], steps[f"{name}_end_ns"])
+    for before, after in pairwise(PHASES):
+        _at_most(f"{after} follows {before}", steps[f"{before}_end_ns"], steps[f"{after}_start_ns"])
+
+
+def _lanes(steps: Steps, overlap: bool) -> None:
+    """The CPU is one lane for all phases; without `overlap` copies and kernels are one lane, too."""
+    groups: list[Sequence[str]] = [PHASES, *([lane] for lane in LANES)]
+    for names in groups if overlap else [PHASES, LANES]:
+        starts = np.concatenate([steps[f"{name}_start_ns"] for name in names])
+        ends = np.concatenate([steps[f"{name}_end_ns"] for name in names])
+        order = np.lexsort((ends, starts))
+        lane = " + ".join(names)
+        _at_most(f"{lane}: one thing at a time, in order of start", ends[order][:-1], starts[order][1:])
+
+
+def _dependencies(steps: Steps) -> None:
+    compute_start, compute_end = steps["compute_start_ns"], steps["compute_end_ns"]
+    _at_most("the H2D copy waits for what it copies", steps["prepare_end_ns"], steps["h2d_start_ns"])
+    _at_most("compute waits for its inputs", steps["h2d_end_ns"], compute_start)
+    _at_most("compute waits for the step before", compute_end[:-1], compute_start[1:])
+    _at_most("the D2H copy waits for compute", compute_end, steps["d2h_start_ns"])
+    _at_most("the CPU waits for the outputs", steps["d2h_end_ns"], steps["await_end_ns"])
+
+
+def _flight(steps: Steps, depth: int) -> None:
+    """At most `depth` steps are in flight, so a buffer is written again only after the CPU has read it."""
+    later, earlier = slice(depth, None), slice(None, max(len(steps) - depth, 0))
+    h2d = steps["h2d_start_ns"][later]
+    _at_most("a buffer is written after its last outputs were copied", steps["d2h_end_ns"][earlier], h2d)
+    _at_most("a buffer is written after the CPU has read it", steps["await_end_ns"][earlier], h2d)
+    planned = steps["schedule_start_ns"][later]
+    _at_most(f"{depth} steps in flight at most", steps["update_end_ns"][earlier], planned)
+
+
+def _rows(steps: Steps) -> None:
+    rows, decodes, prefill = steps["rows"], steps["decode_rows"], steps["prefill_tokens"]
+    for name in ("decode_rows", "prefill_tokens", "context_tokens", "waiting", "preempted", "cached_tokens"):
+        _at_most(f"{name} is not negative", np.zeros_like(rows), steps[name])
+    listed = rows - decodes
+    _at_most("decoding rows are rows", decodes, rows)
+    _at_most("a listed row has a token", listed, prefill)
+    _require("tokens are listed for rows only", prefill, listed, (prefill > 0) == (listed > 0))
+    _equal("tokens = prefill_tokens + decode_rows", steps["tokens"], prefill + decodes)
+    _at_most("padding is not negative", steps["tokens"], steps["padded_tokens"])
+    _at_most("every decoding row samples", decodes, steps["sampled_rows"])
+    _at_most("only rows sample", steps["sampled_rows"], rows)
+    _at_most("only running requests have rows", rows, steps["running"])
+    _at_most("only sampling ends a request", steps["finished"], steps["sampled_rows"])
+    _at_most("only rows are wasted", steps["wasted_rows"], rows)
+    _at_most("only listed tokens are recomputed", steps["recomputed_tokens"], prefill)
+
+
+def _blocks(steps: Steps, total: int) -> None:
+    used, new, cached = steps["used_blocks"], steps["new_blocks"], steps["cached_blocks"]
+    _at_most("blocks in use are not negative", np.zeros_like(used), used)
+    _at_most("cached blocks are not negative", np.zeros_like(used), cached)
+    _at_most("blocks in use and cached blocks exist", used + cached, total)
+    _at_most("new blocks are in use", new, used)

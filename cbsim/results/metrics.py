@@ -1,0 +1,271 @@
+"""From what happened to numbers: one definition of every metric, for simulated and measured runs alike.
+
+Percentiles are numpy's `linear`. A request's token times are the ends of the steps that delivered them. The span of a
+run is from the first arrival to the end of the last step. All results are plain numbers in seconds, tokens and shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cbsim.results.record import PHASES, STATUSES, STEP_COLUMNS, Record, RequestRow
+
+PERCENTILE_METHOD = "linear"
+QUANTILES = (50, 90, 95, 99)
+SAMPLES_NEEDED = {"p95": 72, "p99": 368}  # below, the percentile is marked: its interval is too wide to be quoted
+NS = 1e9
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The step table as columns."""
+
+    table: Ints
+
+    @classmethod
+    def of(cls, record: Record) -> Steps:
+        """Those that a record holds by now: a copy."""
+        return cls(np.frombuffer(bytes(record.steps), dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
+
+    def __getitem__(self, column: str) -> Ints:
+        values: Ints = self.table[:, STEP_COLUMNS.index(column)]
+        return values
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def lane(self, name: str) -> Ints:
+        """Busy nanoseconds of a lane or phase, step by step."""
+        return self[f"{name}_end_ns"] - self[f"{name}_start_ns"]
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """The request table as columns, in order of index. Times that never happened are -1."""
+
+    rows: Sequence[RequestRow]
+    arrival_ns: Ints
+    queued_ns: Ints
+    scheduled_ns: Ints
+    first_token_ns: Ints
+    last_token_ns: Ints
+    generated: Ints
+    gaps_ns: Ints  # distinct gaps between tokens of a request ...
+    gap_counts: Ints  # ... and how often each occurred
+
+    @property
+    def done(self) -> npt.NDArray[np.bool_]:
+        """Requests that ended with their last token."""
+        return np.array([row.status in ("length", "stop") for row in self.rows], dtype=bool)
+
+
+def token_times(rows: Sequence[RequestRow], steps: Steps) -> Requests:
+    """Derive every time of a request from the steps whose tokens it received."""
+    started, ended = steps["schedule_start_ns"], steps["update_end_ns"]
+    lengths = np.array([len(row.token_runs) // 2 for row in rows], dtype=np.int64)
+    flat = np.array([n for row in rows for n in row.token_runs], dtype=np.int64).reshape(-1, 2)
+    first, last = flat[:, 0], flat.sum(axis=1) - 1
+    ends = np.cumsum(lengths)
+    has = lengths > 0
+    column = np.full(len(rows), -1, dtype=np.int64)
+    first_token, last_token, scheduled = column.copy(), column.copy(), column.copy()
+    first_token[has] = ended[first[(ends - lengths)[has]]]
+    last_token[has] = ended[last[ends[has] - 1]]
+    admitted = np.array([row.first_step for row in rows], dtype=np.int64)
+    scheduled[admitted >= 0] = started[admitted[admitted >= 0]]
+    owner = np.repeat(np.arange(len(rows)), lengths)
+    gaps, counts = _gaps(first, last, owner, ended)
+    generated = np.bincount(owner, weights=flat[:, 1], minlength=len(rows)).astype(np.int64)
+    arrival = np.array([row.arrival_ns for row in rows], dtype=np.int64)
+    queued = np.array([row.queued_ns for row in rows], dtype=np.int64)
+    return Requests(rows, arrival, queued, scheduled, first_token, last_token, generated, gaps, counts)
+
+
+def _gaps(first: Ints, last: Ints, owner: Ints, ended: Ints) -> tuple[Ints, Ints]:
+    """Gaps between successive tokens: inside a run of steps by counting runs, between runs one by one."""
+    change = np.zeros(len(ended) + 1, dtype=np.int64)
+    np.add.at(change, first + 1, 1)
+    np.add.at(change, last + 1, -1)
+    weight = np.cumsum(change)[: len(ended)]
+    inside = np.flatnonzero(weight)
+    same = np.flatnonzero(owner[1:] == owner[:-1])
+    between = ended[first[same + 1]] - ended[last[same]]
+    gaps = np.concatenate([ended[inside] - ended[inside - 1], between])
+    return gaps, np.concatenate([weight[inside], np.ones(len(between), dtype=np.int64)])
+
+
+def distribution(values: Floats, counts: Ints | None = None) -> dict[str, Any]:
+    """n, mean, std, min, max and percentiles of `values`, each occurring `counts` times; {"n": 0} if there are none."""
+    counts = np.ones(len(values), dtype=np.int64) if counts is None else counts
+    total = int(counts.sum())
+    if not total:
+        return {"n": 0}
+    order = np.argsort(values, kind="stable")
+    values, upto = values[order], np.cumsum(counts[order])
+    mean = float(np.average(values, weights=counts[order]))
+    spread = float(np.sqrt(np.average((values - mean) ** 2, weights=counts[order])))
+    result: dict[str, Any] = {
+        "n": total,
+        "mean": mean,
+        "std": spread,
+        "min": float(values[0]),
+        "max": float(values[-1]),
+    }
+    for q in QUANTILES:
+        rank = q / 100 * (total - 1)
+        low, high = values[np.searchsorted(upto, [int(rank), min(int(rank) + 1, total - 1)], side="right")]
+        result[f"p{q}"] = float(low + (high - low) * (rank - int(rank)))
+    result["too_few_for"] = [name for name, needed in SAMPLES_NEEDED.items() if total < needed]
+    return result
+
+
+def summarise(
+    rows: Sequence[RequestRow],
+    steps: Steps,
+    *,
+    total_blocks: int,
+    slo: Mapping[str, float] | None = None,
+    price_usd_hour: float | None = None,
+    window_s: tuple[float, float] | None = None,
+) -> dict[str, Any]:
+    """All metrics of a run. `slo` maps ttft_s, tpot_s, e2e_s to bounds.
+
+    Latencies and SLOs are those of requests arriving in `window_s`, everything else is the whole run's. The summary
+    names the window, null for an open end.
+    """
+    requests = counted = token_times(rows, steps)
+    start = int(requests.arrival_ns.min()) if len(requests.rows) else 0
+    end = max(int(steps["update_end_ns"].max()), start) if len(steps) else start
+    span_ns, counted_ns = end - start, float(end - start)
+    if window_s is not None:
+        low, high = (edge * NS for edge in window_s)
+        counted = token_times([row for row in rows if low <= row.arrival_ns < high], steps)
+        counted_ns = max(min(high, end) - max(low, start), 0.0)
+    latency = latencies(counted)
+    summary: dict[str, Any] = {"percentile_method": PERCENTILE_METHOD, "total_blocks": total_blocks}
+    summary |= {"window_s": window_s and [edge if np.isfinite(edge) else None for edge in window_s]}
+    summary |= {"makespan_s": span_ns / NS, "steps": len(steps)}
+    summary |= _counts(requests)
+    summary |= _throughput(requests, steps, span_ns / NS)
+    summary |= {name: distribution(values) for name, values in latency.items()}
+    summary["itl_s"] = distribution(counted.gaps_ns / NS, counted.gap_counts)
+    summary |= _machine(steps, span_ns, total_blocks)
+    summary |= _waste(requests, steps)
+    if slo:
+        summary["slo"] = attainment(counted, slo, counted_ns / NS)
+    if price_usd_hour is not None:
+        summary["cost"] = _price(summary, price_usd_hour)
+    return summary
+
+
+def latencies(requests: Requests) -> dict[str, Floats]:
+    """Per request that ended with its last token: its latencies in seconds. A request of one token has no TPOT."""
+    done = requests.done
+    arrival, first, last = requests.arrival_ns[done], requests.first_token_ns[done], requests.last_token_ns[done]
+    queued, scheduled, tokens = requests.queued_ns[done], requests.scheduled_ns[done], requests.generated[done]
+    several = tokens > 1
+    return {
+        "ttft_s": (first - arrival) / NS,
+        "tpot_s": ((last - first)[several] / (tokens[several] - 1)) / NS,
+        "e2e_s": (last - arrival) / NS,
+        "normalized_latency_s": (last - arrival) / np.maximum(tokens, 1) / NS,
+        "queue_s": np.maximum(scheduled - queued, 0) / NS,
+        "prefill_s": (first - scheduled) / NS,
+        "decode_s": (last - first) / NS,
+    }
+
+
+def attainment(requests: Requests, slo: Mapping[str, float], span_s: float) -> dict[str, Any]:
+    """Goodput: requests a second that meet all bounds. Attainment: their share of all sent. TPOT of one token is 0."""
+    latency = latencies(requests)
+    values = dict(latency)
+    values["tpot_s"] = latency["decode_s"] / np.maximum(requests.generated[requests.done] - 1, 1)
+    met = np.ones(int(requests.done.sum()), dtype=bool)
+    for name, bound in slo.items():
+        met &= values[name] <= bound
+    count, sent = int(met.sum()), len(requests.rows)
+    share, rate = (count / sent if sent else 0.0), (count / span_s if span_s else 0.0)
+    return {"bounds": dict(slo), "met": count, "attainment": share, "goodput_requests_per_s": rate}
+
+
+def _counts(requests: Requests) -> dict[str, Any]:
+    """Requests that the server has got, by how they ended."""
+    by_status = dict.fromkeys(STATUSES, 0)
+    for row in requests.rows:
+        by_status[row.status] += 1
+    return {"requests": len(requests.rows), "requests_by_status": by_status}
+
+
+def _throughput(requests: Requests, steps: Steps, span_s: float) -> dict[str, Any]:
+    prompt = sum(row.prompt_tokens for row in requests.rows if row.status in ("length", "stop"))
+    output = int(requests.generated.sum())
+    rate = 1 / span_s if span_s else 0.0
+    return {
+        "input_tokens": prompt,
+        "output_tokens": output,
+        "input_tokens_per_s": prompt * rate,
+        "output_tokens_per_s": output * rate,
+        "total_tokens_per_s": (prompt + output) * rate,
+        "requests_per_s": int(requests.done.sum()) * rate,
+        "steps_per_s": len(steps) * rate,
+    }
+
+
+def _machine(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
+    """Shares of the span. KV use lasts from one plan to the next, or to the end of the step if nothing follows it."""
+    if not len(steps) or not span_ns:
+        return {"gpu_active": 0.0, "cpu_busy": 0.0, "bubble_s": 0.0}
+    compute = steps.lane("compute")
+    phases = {name: int(steps.lane(name).sum()) / span_ns for name in PHASES}
+    ran = steps["rows"] > 0
+    reach = int(np.ptp(np.append(steps["compute_end_ns"][ran], steps["compute_start_ns"][ran]))) if ran.any() else 0
+    used = steps["used_blocks"] / max(total_blocks, 1)
+    starts, ends = steps["schedule_start_ns"], steps["update_end_ns"]
+    lasted = np.minimum(np.append(starts[1:], ends[-1]), ends) - starts
+    return {
+        "gpu_active": int(compute.sum()) / span_ns,
+        "bubble_s": (reach - int(compute.sum())) / NS,
+        "cpu_busy": sum(share for name, share in phases.items() if name != "await"),
+        "cpu_shares": phases,
+        "step_time_s": distribution(compute[ran] / NS),
+        "rows_per_step": float(steps["rows"].mean()),
+        "tokens_per_step": float(steps["tokens"].mean()),
+        "kv_utilisation": {"mean": float(used @ lasted) / span_ns, "max": float(used.max())},
+        "waiting": {"mean": int(steps["waiting"] @ lasted) / span_ns},
+    }
+
+
+def _waste(requests: Requests, steps: Steps) -> dict[str, Any]:
+    """Work that produced nothing, and work that was spared."""
+    computed, asked = int(steps["padded_tokens"].sum()), int(steps["tokens"].sum())
+    prompts = sum(row.prompt_tokens for row in requests.rows if row.first_step >= 0)
+    hits = sum(row.cached_tokens for row in requests.rows)
+    return {
+        "computed_tokens": computed,
+        "padding_tokens": computed - asked,
+        "padding_share": (computed - asked) / computed if computed else 0.0,
+        "recomputed_tokens": int(steps["recomputed_tokens"].sum()),
+        "wasted_rows": int(steps["wasted_rows"].sum()),
+        "preemptions": int(steps["preempted"].sum()),
+        "prefix_hit_tokens": hits,
+        "prefix_hit_rate": hits / prompts if prompts else 0.0,
+    }
+
+
+def _price(summary: Mapping[str, Any], price_usd_hour: float) -> dict[str, Any]:
+    """What the span costs a million tokens, and what an hour pays for an idle GPU."""
+    spent = price_usd_hour * summary["makespan_s"] / 3600
+    output, total = summary["output_tokens"], summary["output_tokens"] + summary["input_tokens"]
+    return {
+        "price_usd_hour": price_usd_hour,
+        "usd_per_million_output_tokens": spent / output * 1e6 if output else None,
+        "usd_per_million_tokens": spent / total * 1e6 if total else None,
+        "idle_usd_hour": price_usd_hour * (1 - summary["gpu_active"]),
+    }

@@ -1,0 +1,113 @@
+"""Parquet tables with declared columns: written with units and definitions, read one column at a time, checked.
+
+Pages carry checksums, so a file that was damaged is noticed. The same values give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from cbsim.results.columns import Column
+
+SCHEMA_VERSION = 3  # of the run directory: raised whenever a reader of the version before would misread it
+_VERSION_KEY = b"schema_version"
+COUNTED = ("tokens", "blocks", "rows", "requests")  # units of what cannot be less than nothing
+BROKEN = (pa.ArrowException, OSError, ValueError)  # what pyarrow raises when it reads no or a damaged file
+Ints = npt.NDArray[np.int64]
+
+
+class TableError(ValueError):
+    """A table that is not what was declared; the message says what was found and what was expected."""
+
+
+def schema(columns: Sequence[Column]) -> pa.Schema:
+    """The declaration as a schema: unit and definition are metadata of the field, the version that of the table."""
+    fields = [
+        pa.field(
+            column.name, _arrow(column.type), column.nullable, {"unit": column.unit, "definition": column.definition}
+        )
+        for column in columns
+    ]
+    return pa.schema(fields, metadata={_VERSION_KEY: str(SCHEMA_VERSION)})
+
+
+def encoded(columns: Sequence[Column], values: Mapping[str, Any], **options: Any) -> bytes:
+    """A parquet file of `values`, a sequence or array for each column."""
+    sink = pa.BufferOutputStream()
+    table = pa.table({column.name: values[column.name] for column in columns}, schema=schema(columns))
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True, **options)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+class Table:
+    """A parquet file, column by column. Columns beside the declared ones are ignored.
+
+    Raises TableError: not a parquet file, damaged, another version, a column missing, of another type, with nulls, or
+    with numbers of things below 0.
+    """
+
+    def __init__(self, file: IO[bytes], columns: Sequence[Column]) -> None:
+        self._columns = {column.name: column for column in columns}
+        try:
+            self._file = pq.ParquetFile(file, page_checksum_verification=True)
+            self._rows: int = self._file.metadata.num_rows
+            found = self._file.schema_arrow
+        except BROKEN as error:
+            raise _broken(error) from error
+        self._check(found)
+
+    def __getitem__(self, name: str) -> pa.ChunkedArray:
+        try:
+            values = self._file.read(columns=[name]).column(name)
+        except BROKEN as error:
+            raise _broken(error) from error
+        if len(values) != self._rows:
+            raise TableError(f"column {name} has {len(values)} values, expected {self._rows}")
+        if values.null_count and not self._columns[name].nullable:
+            raise TableError(f"column {name} has {values.null_count} nulls, expected none")
+        if self._columns[name].unit in COUNTED and self._rows and (least := pc.min(values).as_py()) < 0:
+            raise TableError(f"column {name} has {least}, expected 0 or more {self._columns[name].unit}")
+        return values
+
+    def lists(self, name: str) -> tuple[Ints, Ints]:
+        """A column of lists of integers, as the length of each list and the items of all."""
+        values = self[name]
+        items = pc.list_flatten(values)
+        if items.null_count:
+            raise TableError(f"column {name} has {items.null_count} nulls in its lists, expected none")
+        return pc.list_value_length(values).to_numpy(), items.to_numpy()
+
+    def _check(self, found: pa.Schema) -> None:
+        version = (found.metadata or {}).get(_VERSION_KEY, str(SCHEMA_VERSION).encode()).decode(errors="replace")
+        if version != str(SCHEMA_VERSION):
+            raise TableError(f"schema_version {version}, this version reads {SCHEMA_VERSION}")
+        for column in self._columns.values():
+            count = found.names.count(column.name)
+            if count != 1:
+                raise TableError(f"column {column.name} is {'there twice' if count else 'missing'}")
+            kind = _name(found.field(column.name).type)
+            if kind != column.type:
+                raise TableError(f"column {column.name} is {kind}, expected {column.type}")
+
+
+def _broken(error: Exception) -> TableError:
+    return TableError(f"not a parquet table: {error}")
+
+
+def _arrow(name: str) -> pa.DataType:
+    inner = name.removeprefix("list<").removesuffix(">")
+    kind = pa.type_for_alias(inner)
+    return kind if inner == name else pa.list_(kind)
+
+
+def _name(kind: pa.DataType) -> str:
+    """As `Column.type` has it: what the items of a list are called does not matter."""
+    return f"list<{_name(kind.value_type)}>" if pa.types.is_list(kind) else str(kind)

@@ -1,0 +1,207 @@
+"""What happened in a run, as a driver reports it: one row a step, one row a request. Numbers come later (metrics.py).
+
+Both worlds fill the same record, so a simulated and a measured run have the same columns; columns.py says what each
+holds. All times are integer nanoseconds since the start of the run. Step rows are kept packed, because a run may have a
+million of them.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from struct import Struct
+from typing import NamedTuple
+
+from cbsim.policy.plan import Outcome, StepPlan
+from cbsim.policy.request import Finish, Request, RequestSpec
+from cbsim.results import columns
+
+PHASES, LANES = columns.PHASES, columns.LANES
+STEP_COLUMNS = tuple(column.name for column in columns.STEPS)
+STEP_TIMES = tuple(column.name for column in columns.STEPS if column.unit == "ns")
+STEP_COUNTS = tuple(name for name in STEP_COLUMNS if name not in STEP_TIMES)
+FAILED = "failed"
+STATUSES = (*(finish.value for finish in Finish), FAILED, "unfinished", "waiting")
+
+
+class StepTimes:
+    """When a step's phases and lanes started and ended. Filled in by the driver while the step is under way."""
+
+    __slots__ = (*STEP_TIMES, "padded_tokens", "update_ns")
+    schedule_start_ns: int
+    schedule_end_ns: int
+    prepare_start_ns: int
+    prepare_end_ns: int
+    launch_start_ns: int
+    launch_end_ns: int
+    await_start_ns: int
+    await_end_ns: int
+    update_start_ns: int
+    update_end_ns: int
+    h2d_start_ns: int
+    h2d_end_ns: int
+    compute_start_ns: int
+    compute_end_ns: int
+    d2h_start_ns: int
+    d2h_end_ns: int
+    padded_tokens: int
+    update_ns: int  # CPU time that applying the result will take
+
+    def __init__(self, now_ns: int) -> None:
+        self.schedule_start_ns = now_ns
+
+
+_TIMES = attrgetter(*STEP_TIMES)
+_PACK = Struct(f"={len(STEP_COLUMNS)}q").pack
+
+
+class RequestRow(NamedTuple):
+    """A request at the end of the run. `token_runs` is [first step, steps, ...]: the steps whose token it received."""
+
+    index: int  # type: ignore[assignment]  # a column's name; tuple.index is not called
+    id: str
+    arrival_ns: int
+    queued_poll: int
+    queued_ns: int
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+    priority: int
+    first_step: int
+    status: str
+    reason: str
+    cancelled_poll: int
+    preemptions: int
+    cached_tokens: int
+    token_runs: list[int]
+
+
+class Record:
+    """The run so far. `total_blocks` is the size of the KV cache."""
+
+    def __init__(self, total_blocks: int) -> None:
+        self.total_blocks = total_blocks
+        self.steps = bytearray()  # rows of STEP_COLUMNS, each a native 64-bit integer
+        self.refusals: dict[RequestSpec, str] = {}
+        self.failures: dict[RequestSpec, str] = {}
+        self.cancels: dict[RequestSpec, int] = {}
+        self.polls = 0
+        self.sampled_tokens = 0  # output tokens that steps have delivered
+        self._queued: dict[RequestSpec, tuple[int, int]] = {}  # -> (poll, time)
+        self._first_step: dict[RequestSpec, int] = {}
+        self._requests: dict[RequestSpec, Request] = {}
+
+    @property
+    def step_count(self) -> int:
+        return len(self.steps) // (8 * len(STEP_COLUMNS))
+
+    @property
+    def finished_count(self) -> int:
+        never_admitted = sum(spec not in self._requests for spec in {**self.refusals, **self.cancels})
+        return sum(r.finish is not None for r in self._requests.values()) + never_admitted
+
+    def queued(self, spec: RequestSpec, now_ns: int) -> None:
+        """The scheduler got a request, in poll number `polls`."""
+        self._queued[spec] = (self.polls, now_ns)
+
+    def knows(self, spec: RequestSpec) -> bool:
+        """Has the scheduler got this request?"""
+        return spec in self._queued
+
+    def cancelled(self, spec: RequestSpec) -> bool:
+        """A client gave a request up, in poll number `polls`. False if it is over already, or has not come yet."""
+        request = self._requests.get(spec)
+        over = spec in self.refusals or spec in self.cancels or (request is not None and request.finish is not None)
+        if over or spec not in self._queued:
+            return False
+        self.cancels[spec] = self.polls
+        return True
+
+    def failed(self, spec: RequestSpec, reason: str) -> bool:
+        """The engine could not go on with a request. If it is not over, it is cancelled in poll number `polls`."""
+        self.failures[spec] = reason
+        return self.cancelled(spec)
+
+    def refused(self, spec: RequestSpec, reason: str) -> None:
+        self.refusals[spec] = reason
+
+    def admitted(self, request: Request, step: int) -> None:
+        """First row of a request since it was queued or preempted."""
+        self._first_step.setdefault(request.spec, step)
+        self._requests[request.spec] = request
+
+    def applied(self, plan: StepPlan, outcome: Outcome, times: StepTimes) -> None:
+        """A step is over."""
+        chunks = plan.chunks
+        prefill, context = plan.prefill_tokens, plan.decode_context
+        sampled, recomputed, cached = plan.decodes, 0, 0
+        for chunk in chunks:
+            sampled += chunk.samples
+            recomputed += chunk.recomputed
+            cached += chunk.cached
+            context += chunk.start
+        self.sampled_tokens += sampled - outcome.wasted_rows
+        counts = (
+            plan.step,
+            len(chunks) + plan.decodes,
+            plan.decodes,
+            prefill,
+            prefill + plan.decodes,
+            times.padded_tokens,
+            context + plan.padding_context,
+            sampled,
+            plan.new_blocks,
+            self.total_blocks - plan.free_blocks,
+            plan.cached_blocks,
+            plan.running,
+            plan.waiting,
+            len(plan.preempted),
+            recomputed,
+            cached,
+            len(outcome.finished),
+            outcome.wasted_rows,
+            hash(plan),
+        )
+        self.steps += _PACK(*counts, *_TIMES(times))
+
+    def requests(self) -> list[RequestRow]:
+        """A row for every request that was queued or refused, in order of index."""
+        rows = [self._row(spec) for spec in self._queued]
+        return sorted(rows)
+
+    def _row(self, spec: RequestSpec) -> RequestRow:
+        """Of steps that were cut short nothing shows: the tables of an interrupted run agree."""
+        request, (poll, queued_ns) = self._requests.get(spec), self._queued[spec]
+        runs, first_step = self._delivered(request), self._first_step.get(spec, -1)
+        status, reason = "waiting", self.refusals.get(spec) or self.failures.get(spec, "")
+        if spec in self.refusals:
+            status = Finish.REFUSED.value
+        elif spec in self.failures:
+            status = FAILED
+        elif spec in self.cancels:
+            status = Finish.ABORTED.value
+        elif request is not None:
+            whole = sum(runs[1::2]) == request.seen
+            status = request.finish.value if request.finish and whole else "unfinished"
+        return RequestRow(
+            spec.index,
+            spec.id,
+            spec.arrival_ns,
+            poll,
+            queued_ns,
+            spec.prompt_tokens,
+            spec.output_tokens,
+            spec.max_tokens,
+            spec.priority,
+            first_step if first_step < self.step_count else -1,
+            status,
+            reason,
+            self.cancels.get(spec, -1),
+            request.preemptions if request else 0,
+            (request.cached or 0) if request else 0,
+            runs,
+        )
+
+    def _delivered(self, request: Request | None) -> list[int]:
+        delivered = request.delivered() if request else []
+        within = ((first, min(count, self.step_count - first)) for first, count in delivered)
+        return [number for first, count in within if count > 0 for number in (first, count)]

@@ -1,0 +1,1 @@
+"""What is asked: a YAML file becomes one frozen Scenario; the only defaults, the only validation."""

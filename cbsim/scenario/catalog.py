@@ -1,0 +1,83 @@
+"""Files found by name: scenarios, model and hardware shapes, and data that is too large to ship."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cbsim.scenario.fields import ScenarioError, near
+
+ROOT = Path(__file__).resolve().parents[2]
+SCENARIOS = ROOT / "scenarios"
+
+
+def names(folder: str = "") -> list[str]:
+    """Names that `scenario` or `shape` finds, in order. Calibrations (`*.fitted.yaml`) are named by their path."""
+    return sorted(path.stem for path in (SCENARIOS / folder).glob("*.yaml") if not path.stem.endswith(".fitted"))
+
+
+def scenario(name_or_path: str | Path) -> Path:
+    """The scenario file meant: a path, or the name of one that comes with the project."""
+    path = Path(name_or_path)
+    if path.is_file():
+        return path
+    if path.is_dir() and (path.suffix or len(path.parts) > 1):
+        raise ScenarioError(f"{path}: is a folder, expected a scenario file")
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        raise ScenarioError(f"{path}: no such file{near(path.stem, names())}")
+    return _named("", str(name_or_path), "scenario")
+
+
+def shape(folder: str, name: str, base: Path | None = None) -> Path:
+    """The file of a model (`models`) or of a GPU (`hardware`): a name, or a path from the folder `base`."""
+    if name.endswith((".yaml", ".yml")):
+        path = (base or Path()) / name
+        if not path.is_file():
+            raise ScenarioError(f"{path}: no such file")
+        return path
+    return _named(folder, name, folder.removesuffix("s"))
+
+
+def _named(folder: str, name: str, noun: str) -> Path:
+    known = names(folder)
+    for candidate in known:
+        if plain(candidate) == plain(name):
+            return SCENARIOS / folder / f"{candidate}.yaml"
+    raise ScenarioError(f"unknown {noun} {name!r}{near(name, known)} (known: {', '.join(known) or 'none'})")
+
+
+def plain(name: str) -> str:
+    """A name without case and separators: `H100 SXM` is `h100-sxm`."""
+    return "".join(letter for letter in name.lower() if letter.isalnum() or letter == ".")
+
+
+def data_folders() -> list[Path]:
+    """Where data files are looked for when they do not lie beside the scenario."""
+    given = os.environ.get("CBSIM_DATA")
+    return [*([Path(given)] if given else []), ROOT.parent / "shared" / "data"]
+
+
+def tables(path: str) -> Path:
+    """The folder of kernel tables that a scenario names, or how their file names begin. Raises ScenarioError."""
+    candidates = [Path(path), *(folder / path for folder in data_folders())]
+    for candidate in candidates:
+        if candidate.is_dir() or (candidate.parent.is_dir() and any(candidate.parent.glob(f"{candidate.name}_*"))):
+            return candidate
+    raise _missing("cost.path", f"no tables {path!r}", candidates)
+
+
+def data(path: str, field: str = "workload.path") -> Path:
+    """The data file that a scenario names. Raises ScenarioError with all places looked at."""
+    candidates = [folder / path for folder in data_folders()]  # an absolute path stays what it is
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise _missing(field, f"no file {path!r}", candidates)
+
+
+def _missing(field: str, what: str, candidates: list[Path]) -> ScenarioError:
+    looked = "; ".join(str(place) for place in dict.fromkeys(candidates))
+    unset = "" if os.environ.get("CBSIM_DATA") else " ($CBSIM_DATA is not set)"
+    return ScenarioError(
+        f"{field}: {what} beside the scenario, nor at {looked}{unset}; docs/data.md says where to get it"
+    )

@@ -1,0 +1,343 @@
+"""The cost part of a scenario: which model turns a step into seconds, and with which coefficients."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from cbsim.scenario import documents
+from cbsim.scenario.fields import By, Frozen, Real, ScenarioError, Whole, as_tuple, complaint
+
+Seconds = Annotated[Real, Field(ge=0)]
+Efficiency = Annotated[Real, Field(gt=0, le=1)]
+
+
+class PhaseCost(Frozen):
+    """CPU seconds of one phase of a step, linear in what the step holds."""
+
+    base_s: Seconds = 0.0
+    """Seconds a step."""
+    per_request_s: Seconds = 0.0
+    """Seconds a row (request) of the step."""
+    per_token_s: Seconds = 0.0
+    """Seconds a query token."""
+    per_block_s: Seconds = 0.0
+    """Seconds a cache block in the tables of the step."""
+    per_chunk_s: Seconds = 0.0
+    """Seconds a request that is listed by itself: a chunk of its prompt, a first or a resumed row."""
+    per_change_s: Seconds = 0.0
+    """Seconds a decoding request that gets a block, leaves the others or ends."""
+
+
+class Cpu(Frozen):
+    """CPU time of the loop's phases; nothing by default."""
+
+    schedule: PhaseCost = PhaseCost()
+    """Planning a step."""
+    prepare: PhaseCost = PhaseCost()
+    """Building its input tensors."""
+    launch: PhaseCost = PhaseCost()
+    """Queueing its copies and its graph or kernels."""
+    update: PhaseCost = PhaseCost()
+    """Applying its result."""
+
+
+class MeasuredCpu(Cpu):
+    """CPU time of the loop's phases. schedule and update: vLLM 0.33 measured on a shared 2-core Xeon (an upper guess);
+    prepare and launch: assumptions, to be replaced by a calibration.
+    """
+
+    schedule: PhaseCost = PhaseCost(base_s=20e-6, per_request_s=6.8e-6)
+    """Planning a step."""
+    prepare: PhaseCost = PhaseCost(base_s=300e-6, per_request_s=5e-6)
+    """Building its input tensors."""
+    launch: PhaseCost = PhaseCost(base_s=200e-6)
+    """Queueing its copies and its graph or kernels."""
+    update: PhaseCost = PhaseCost(base_s=10e-6, per_request_s=3.3e-6)
+    """Applying its result."""
+
+
+class ConstantCost(Frozen):
+    """A fixed time a step, and so much more for each thing in it: the textbook's model."""
+
+    kind: Literal["constant"]
+    """constant"""
+    step_s: Seconds
+    """Seconds a step."""
+    per_token_s: Seconds = 0.0
+    """Seconds a query token."""
+    per_prefill_token_s: Seconds = 0.0
+    """Seconds a query token of a prefill, on top."""
+    per_context_token_s: Seconds = 0.0
+    """Seconds a token of context after the step: those in the cache and the row's own."""
+    cpu: Cpu = Cpu()
+    """CPU time of the loop."""
+
+
+class ComputeEfficiency(Frozen):
+    """Share of the peak FLOP/s that is reached."""
+
+    prefill: Efficiency = 0.6
+    """By the matrix products and attention of prefills."""
+    decode: Efficiency = 0.5
+    """By those of decodes."""
+
+
+class MemoryEfficiency(Frozen):
+    """Share of the peak bandwidth that is reached."""
+
+    weights: Efficiency = 0.85
+    """Reading weights and activations."""
+    kv: Efficiency = 0.7
+    """Reading the KV cache."""
+
+
+class RooflineCost(Frozen):
+    """Bytes and operations of the model's shape, over the data sheet's rates. Efficiencies are assumptions."""
+
+    kind: Literal["roofline"]
+    """roofline"""
+    compute_efficiency: ComputeEfficiency = ComputeEfficiency()
+    """Share of the peak FLOP/s."""
+    memory_efficiency: MemoryEfficiency = MemoryEfficiency()
+    """Share of the peak bandwidth."""
+    step_overhead_s: Seconds = 0.0
+    """Seconds on the device that every step costs, whatever it holds."""
+    launch_s_per_layer: Seconds = 50e-6
+    """CPU seconds to launch one layer's kernels, when no graph is used: about ten kernels of 5 us."""
+    cpu: MeasuredCpu = MeasuredCpu()
+    """CPU time of the loop."""
+
+
+class Point(Frozen):
+    """A measured value of a function of tokens. Straight lines join them; below the first it is flat, and above the
+    last it goes on as between the last two.
+    """
+
+    tokens: Annotated[Whole, Field(ge=0)]
+    """At so many tokens."""
+    s: Seconds
+    """Seconds."""
+
+
+def _ascending(value: tuple[Point, ...]) -> tuple[Point, ...]:
+    for one, other in pairwise(value):
+        if one.tokens >= other.tokens:
+            raise complaint(f"{one.tokens} tokens come before {other.tokens}, expected ascending numbers")
+    return value
+
+
+Points = Annotated[tuple[Point, ...], BeforeValidator(as_tuple), AfterValidator(_ascending)]
+
+
+class FitErrors(Frozen):
+    """How well one group of coefficients fits the steps it was measured on. Errors are shares of the measured time."""
+
+    steps: Whole
+    """Steps that were measured."""
+    used: Whole
+    """Steps that the fit rests on; the others are outliers."""
+    median: Real
+    """Median of a step's absolute error."""
+    p95: Real
+    """95th percentile of a step's absolute error."""
+    total: Real
+    """Error of the sum over the steps used."""
+
+
+class Fits(Frozen):
+    """Errors of a fit, by what was fitted."""
+
+    kernels: FitErrors
+    """Kernels of a step."""
+    schedule: FitErrors
+    """CPU: planning a step."""
+    prepare: FitErrors
+    """CPU: building its input tensors."""
+    launch: FitErrors
+    """CPU: queueing its copies and kernels."""
+    update: FitErrors
+    """CPU: applying its result."""
+
+
+class EqualSteps(Frozen):
+    """Decode steps that were measured in both loops. Synchronous ones may be told as longer: see docs/calibrate.md."""
+
+    steps: Whole
+    """Kinds of steps that both loops ran."""
+    sync_s: Real
+    """Median of their kernels' seconds with one step in flight."""
+    async_s: Real
+    """The same with two, of steps that were launched ahead."""
+    difference_s: Real
+    """Median of the differences, synchronous less asynchronous."""
+
+
+class Calibrated(Frozen):
+    """Where the coefficients come from, the range they were measured in, and how well they fit there."""
+
+    device: str
+    """What they were measured on."""
+    model: str
+    """Of which model."""
+    dtype: str
+    """In which type."""
+    scheduler: str
+    """With whose planning."""
+    commit: str
+    """By which version of the engine; + for one with changes."""
+    date: str
+    """When, UTC."""
+    rows: Annotated[Whole, Field(ge=0)]
+    """Requests of the largest step."""
+    tokens: Annotated[Whole, Field(ge=0)]
+    """Query tokens of the largest step."""
+    context_tokens: Annotated[Whole, Field(ge=0)]
+    """KV tokens read by the step that read most."""
+    settings: str = ""
+    """Fingerprint of what else was probed: the model's shape, block size, graphs, made-up kernels. Empty: unknown."""
+    capture_s: Seconds = 0.0
+    """Seconds to capture a CUDA graph, which is done before a run."""
+    equal_steps: EqualSteps | None = None
+    """Do equal steps take equally long in both loops?"""
+    fits: Fits | None = None
+    """How well they fit the steps that were measured."""
+
+
+class Coefficients(Frozen):
+    """Seconds on the device that a step costs, a sum of terms in what it holds; from a calibration."""
+
+    calibrated: Calibrated | None = None
+    """Where they come from. A scenario that leaves the range is told so."""
+    base_s: Seconds = 0.0
+    """Seconds a step."""
+    query_tokens: Points = ()
+    """Seconds by the step's query tokens, padding included."""
+    context_tokens: Points = ()
+    """Seconds by the cached tokens that its decoding requests read."""
+    per_chunk_s: Seconds = 0.0
+    """Seconds a request that is being prefilled, whatever the size of its chunk."""
+    per_prefill_token_s: Seconds = 0.0
+    """Seconds a query token of a prefill."""
+    per_prefill_attention_s: Seconds = 0.0
+    """Seconds a pair of a prefill's query token and a token of its context."""
+    per_cached_token_s: Seconds = 0.0
+    """Seconds a token in the cache before a prefill's chunk."""
+    per_decode_row_s: Seconds = 0.0
+    """Seconds a decoding request, those that pad a CUDA graph included."""
+    per_context_token_s: Seconds = 0.0
+    """Seconds a cached token read by a decoding request."""
+    h2d_s: Seconds = 0.0
+    """Seconds from the launch of a step to the start of its kernels on an idle device."""
+    d2h_s: Seconds = 0.0
+    """Seconds from the end of its kernels until the CPU has the result."""
+    gap_s: Seconds = 0.0
+    """Seconds between the kernels of two steps, even if the second one has been waiting."""
+    launch_s_per_layer: Seconds = 50e-6
+    """CPU seconds to launch one layer's kernels, when no graph is used."""
+    cpu: MeasuredCpu = MeasuredCpu()
+    """CPU time of the loop."""
+
+
+class FittedCost(Coefficients):
+    """Coefficients calibrated from a run: given here, or read from the file at `path` and overridden here."""
+
+    kind: Literal["fitted"]
+    """fitted"""
+    path: str | None = None
+    """YAML file of coefficients, from the scenario's or the current folder. Once read they stand here, this is null."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_file(cls, data: Any, info: ValidationInfo) -> Any:
+        path = data.get("path") if isinstance(data, dict) else None
+        if not isinstance(path, str):
+            return data
+        base: Path = (info.context or {}).get("base") or Path()
+        file = base / path
+        if not file.is_file() and Path(path).is_file():  # given with --set, beside whoever gives it
+            file = Path(path)
+        return coefficients(file) | {key: value for key, value in data.items() if key != "path"}
+
+
+def coefficients(path: Path) -> dict[str, Any]:
+    """The coefficients in a file, checked. Raises ScenarioError."""
+    try:
+        document = documents.read(path)
+    except ScenarioError as error:
+        raise ValueError(str(error)) from None
+    try:
+        return Coefficients.model_validate(document.data).model_dump()
+    except ValidationError as error:
+        raise document.explain(error) from None
+
+
+def _anchored(path: str, info: ValidationInfo) -> str:
+    """Tables beside the scenario file: their absolute path, as with other data."""
+    base = (info.context or {}).get("base")
+    beside = Path(base) / path if base is not None and not Path(path).is_absolute() else None
+    return str(beside.resolve()) if beside is not None and next(beside.parent.glob(f"{beside.name}*"), None) else path
+
+
+class Link(Frozen):
+    """What joins the GPUs of a group."""
+
+    latency_s: Seconds
+    """Seconds that a message takes whatever its size."""
+    bytes_s: Annotated[Real, Field(gt=0)]
+    """Bytes a second in each direction."""
+
+
+class TableCost(Frozen):
+    """Measured kernel times, looked up and summed; what is not measured is stated here and added."""
+
+    kind: Literal["table"]
+    """table"""
+    path: Annotated[str, AfterValidator(_anchored)]
+    """Folder of vLLM layer profiles, or how the names of GEMM and attention tables begin; found as other data are."""
+    tensor_parallel: Annotated[Whole, Field(ge=1)] = 1
+    """GPUs that share every layer."""
+    link: Link | None = None
+    """What joins them; required if there are several."""
+    skew: bool = True
+    """Let attention wait for the longest decoding request, where the tables have measured that."""
+    step_s: Seconds = 0.0
+    """Seconds on the device that every step costs on top of the tables."""
+    layer_s: Seconds = 0.0
+    """Seconds a layer on top of the tables: kernels that they leave out, gaps between kernels."""
+    row_s: Seconds = 0.0
+    """Seconds a request of the step on top of the tables: inputs, block tables, bookkeeping that the device awaits."""
+    launch_s_per_layer: Seconds = 50e-6
+    """CPU seconds to launch one layer's kernels, when no graph is used."""
+    cpu: MeasuredCpu = MeasuredCpu()
+    """CPU time of the loop."""
+
+    @model_validator(mode="after")
+    def _joined(self) -> TableCost:
+        if self.tensor_parallel > 1 and self.link is None:
+            raise complaint(f"is required with tensor_parallel {self.tensor_parallel}: latency_s and bytes_s", "link")
+        return self
+
+
+cost_by = By("kind", ConstantCost, RooflineCost, FittedCost, TableCost)
+
+Cost = Annotated[
+    Annotated[ConstantCost, Tag("<ConstantCost>")]
+    | Annotated[RooflineCost, Tag("<RooflineCost>")]
+    | Annotated[FittedCost, Tag("<FittedCost>")]
+    | Annotated[TableCost, Tag("<TableCost>")],
+    Discriminator(cost_by),
+    BeforeValidator(cost_by.check),
+]

@@ -1,0 +1,298 @@
+"""The workload part of a scenario: what is asked of the server, and when. Only its form; workload.py makes requests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from cbsim.scenario.fields import By, DataPath, Frozen, Real, Whole, Wholes, as_tuple, complaint, near, shown
+
+Tokens = Annotated[Whole, Field(ge=1)]
+
+
+# -- lengths ----------------------------------------------------------------------------------------------------------
+
+
+class Range(Frozen):
+    """Whole numbers of tokens from low to high, all equally likely, both ends included."""
+
+    low: Tokens
+    """Least tokens."""
+    high: Tokens
+    """Most tokens."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Range:
+        if self.high < self.low:
+            raise complaint(f"got {self.high}, must be >= low ({self.low})", "high")
+        return self
+
+
+class Lognormal(Frozen):
+    """Log-normal lengths, rounded, then clipped to low .. high (which moves the mean that is given here)."""
+
+    mean: Annotated[Real, Field(gt=0)]
+    """Mean of the distribution before clipping, tokens."""
+    sigma: Annotated[Real, Field(ge=0, le=5)]
+    """Standard deviation of the logarithm."""
+    low: Tokens = 1
+    """Shorter draws become this many tokens."""
+    high: Tokens | None = None
+    """Longer draws become this many tokens; null for no bound."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Lognormal:
+        if self.high is not None and self.high < self.low:
+            raise complaint(f"got {self.high}, must be >= low ({self.low})", "high")
+        return self
+
+
+class Sample(Frozen):
+    """Draws with replacement from given lengths: either `values`, or a `column` of the CSV file at `path`."""
+
+    values: Annotated[tuple[Tokens, ...], BeforeValidator(as_tuple)] = ()
+    """Lengths in tokens."""
+    path: DataPath | None = None
+    """CSV file with a header."""
+    column: str | None = None
+    """Its column of lengths in tokens."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Sample:
+        if bool(self.values) == bool(self.path) or bool(self.path) != bool(self.column):
+            raise complaint("needs either `values`, or `path` and `column`")
+        return self
+
+
+class Uniform(Frozen):
+    """Uniform lengths."""
+
+    uniform: Range
+    """Bounds in tokens."""
+
+
+class LognormalLength(Frozen):
+    """Log-normal lengths."""
+
+    lognormal: Lognormal
+    """Mean and spread."""
+
+
+class Empirical(Frozen):
+    """Lengths drawn from a sample."""
+
+    empirical: Sample
+    """Where the sample comes from."""
+
+
+_LENGTHS: dict[str, type[Frozen]] = {"uniform": Uniform, "lognormal": LognormalLength, "empirical": Empirical}
+
+
+def _length_tag(value: Any) -> str:
+    if isinstance(value, Frozen):
+        return By.tag(type(value))
+    return By.tag(_LENGTHS[next(iter(value))]) if isinstance(value, dict) else "<tokens>"
+
+
+def _check_length(value: Any) -> Any:
+    if isinstance(value, dict) and not (len(value) == 1 and next(iter(value)) in _LENGTHS):
+        hint = near(next(iter(value)), _LENGTHS) if len(value) == 1 else ""
+        raise complaint(f"got {shown(value)}, expected a number of tokens or one of {', '.join(_LENGTHS)}{hint}")
+    return value
+
+
+Length = Annotated[
+    Annotated[Tokens, Tag("<tokens>")]
+    | Annotated[Uniform, Tag("<Uniform>")]
+    | Annotated[LognormalLength, Tag("<LognormalLength>")]
+    | Annotated[Empirical, Tag("<Empirical>")],
+    Discriminator(_length_tag),
+    BeforeValidator(_check_length),
+]
+
+
+# -- arrivals ---------------------------------------------------------------------------------------------------------
+
+Rate = Annotated[Real, Field(gt=0)]
+
+
+class AtOnce(Frozen):
+    """All requests arrive at the start."""
+
+    kind: Literal["at_once"]
+    """at_once"""
+
+
+class Constant(Frozen):
+    """Evenly spaced arrivals, the first at the start."""
+
+    kind: Literal["constant"]
+    """constant"""
+    rate_per_s: Rate
+    """Requests a second."""
+
+
+class Poisson(Frozen):
+    """Independent exponential gaps."""
+
+    kind: Literal["poisson"]
+    """poisson"""
+    rate_per_s: Rate
+    """Mean requests a second."""
+
+
+class Gamma(Frozen):
+    """Independent gamma gaps, as vLLM and aiperf define burstiness."""
+
+    kind: Literal["gamma"]
+    """gamma"""
+    rate_per_s: Rate
+    """Mean requests a second."""
+    burstiness: Annotated[Real, Field(gt=0)]
+    """Shape of the gamma: 1 is Poisson, less is burstier; the gaps' coefficient of variation is its root's inverse."""
+
+
+class ClosedLoop(Frozen):
+    """A fixed number of users, each with one request at a time."""
+
+    kind: Literal["closed_loop"]
+    """closed_loop"""
+    users: Annotated[Whole, Field(ge=1)]
+    """Requests in progress or being thought about."""
+    think_s: Annotated[Real, Field(ge=0)] = 0.0
+    """Seconds from the end of a request to the user's next one."""
+
+
+arrivals_by = By("kind", AtOnce, Constant, Poisson, Gamma, ClosedLoop)
+
+Arrivals = Annotated[
+    Annotated[AtOnce, Tag("<AtOnce>")]
+    | Annotated[Constant, Tag("<Constant>")]
+    | Annotated[Poisson, Tag("<Poisson>")]
+    | Annotated[Gamma, Tag("<Gamma>")]
+    | Annotated[ClosedLoop, Tag("<ClosedLoop>")],
+    Discriminator(arrivals_by),
+    BeforeValidator(arrivals_by.check),
+]
+
+
+# -- workloads --------------------------------------------------------------------------------------------------------
+
+
+class Synthetic(Frozen):
+    """Requests drawn from distributions."""
+
+    kind: Literal["synthetic"]
+    """synthetic"""
+    requests: Annotated[Whole, Field(ge=1)]
+    """How many requests in all."""
+    prompt_tokens: Length
+    """Prompt length: a number, or {uniform}, {lognormal}, {empirical}. It includes the shared prefix."""
+    output_tokens: Length
+    """Output length: a number, or {uniform}, {lognormal}, {empirical}."""
+    arrivals: Arrivals = AtOnce(kind="at_once")
+    """When they arrive."""
+    shared_prefix_tokens: Annotated[Whole, Field(ge=0)] = 0
+    """All prompts begin with the same so many tokens (a system prompt)."""
+    stop_early: bool = False
+    """The end is a stop token, a surprise to the scheduler, which knows `max_tokens` only."""
+    max_tokens: Tokens | None = None
+    """No output is longer; with stop_early also the limit that the scheduler knows (null: the longest drawn)."""
+    priorities: Annotated[Wholes, Field(min_length=1)] | None = None
+    """Priorities drawn from, all equally likely; the least is the most urgent. Null: all 0."""
+
+
+Limit = Annotated[Whole, Field(ge=1)] | None
+Scale = Annotated[Real, Field(gt=0)]
+
+
+class Trace(Frozen):
+    """What all traces have."""
+
+    path: DataPath
+    """The file: beside the scenario, or below $CBSIM_DATA or the project's data folder."""
+    limit: Limit = None
+    """Read no more than so many of its first requests; null for all."""
+
+
+class Timed(Trace):
+    """A trace that says when its requests arrived."""
+
+    time_scale: Scale = 1.0
+    """All times of the trace are multiplied by it: 2 halves the load."""
+
+
+class Azure(Timed):
+    """Azure's 2023 traces: TIMESTAMP, ContextTokens, GeneratedTokens. The first request arrives at 0."""
+
+    kind: Literal["azure"]
+    """azure"""
+
+
+class Mooncake(Timed):
+    """Mooncake's JSONL: timestamp (ms), input_length, output_length, hash_ids of 512-token prefix blocks."""
+
+    kind: Literal["mooncake"]
+    """mooncake"""
+    spread: bool = True
+    """Timestamps on a 3 s grid: spread the requests of a cell evenly at random over its 3 s, order kept."""
+
+
+class Csv(Timed):
+    """A CSV file with columns id, arrival_s, prefill_tokens, decode_tokens."""
+
+    kind: Literal["csv"]
+    """csv"""
+
+
+class Lengths(Trace):
+    """A CSV file with columns num_prefill_tokens, num_decode_tokens; arrivals are generated."""
+
+    kind: Literal["lengths"]
+    """lengths"""
+    arrivals: Arrivals = AtOnce(kind="at_once")
+    """When they arrive."""
+
+
+class Golden(Trace):
+    """Requests of a recorded scheduler test of vLLM or transformers, with prompt contents, aborts and stop tokens."""
+
+    kind: Literal["golden"]
+    """golden"""
+    step_s: Annotated[Real, Field(gt=0)] = 0.01
+    """The transformers files count arrivals in loop passes: so many seconds each."""
+
+
+class Agentic(Timed):
+    """Sessions of turns, each with the whole conversation as its context; a turn comes its delay after the last one."""
+
+    kind: Literal["agentic"]
+    """agentic"""
+    limit: Limit = None
+    """Read no more than so many of its first sessions; null for all."""
+
+
+class VllmBench(Timed):
+    """Requests of a recorded vLLM run: JSON lines of id, arrival_ns, input_toks, output_toks, prompt_block_runs."""
+
+    kind: Literal["vllm_bench"]
+    """vllm_bench"""
+    recorded: DataPath | None = None
+    """requests.jsonl of the run: requests arrive when its engine took them in (queued_ts). Null: as they were sent."""
+
+
+workload_by = By("kind", Synthetic, Azure, Mooncake, Csv, Lengths, Golden, Agentic, VllmBench)
+
+Demand = Annotated[
+    Annotated[Synthetic, Tag("<Synthetic>")]
+    | Annotated[Azure, Tag("<Azure>")]
+    | Annotated[Mooncake, Tag("<Mooncake>")]
+    | Annotated[Csv, Tag("<Csv>")]
+    | Annotated[Lengths, Tag("<Lengths>")]
+    | Annotated[Golden, Tag("<Golden>")]
+    | Annotated[Agentic, Tag("<Agentic>")]
+    | Annotated[VllmBench, Tag("<VllmBench>")],
+    Discriminator(workload_by),
+    BeforeValidator(workload_by.check),
+]

@@ -1,0 +1,142 @@
+"""YAML files as users write them: read as plain values, and traced back to a line when something in them is wrong."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from cbsim.scenario.fields import ScenarioError, near, shown
+
+PathParts = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """The values of one YAML file, and its text to find lines in. `overrides` are (path, text as given)."""
+
+    file: str
+    text: str
+    data: dict[str, Any]
+    overrides: tuple[tuple[PathParts, str], ...] = ()
+
+    def line(self, path: PathParts) -> int | None:
+        """Line, from 1, of the key that `path` leads to or of the nearest one around it; None if there is none."""
+        node, line = YAML(typ="rt").load(self.text), None
+        for part in path:
+            if isinstance(node, dict) and part in node:
+                line = node.lc.key(part)[0] + 1  # type: ignore[attr-defined]
+            elif isinstance(node, list) and isinstance(part, int) and part < len(node):
+                line = node.lc.item(part)[0] + 1  # type: ignore[attr-defined]
+            else:
+                break
+            node = node[part]
+        return line
+
+    def explain(self, error: ValidationError) -> ScenarioError:
+        """The same errors in our words, one line each."""
+        lines = [self._complaint(dict(entry)) for entry in error.errors(include_url=False)]
+        return ScenarioError("\n".join(dict.fromkeys(lines)))
+
+    def _complaint(self, entry: dict[str, Any]) -> str:
+        path = tuple(part for part in entry["loc"] if not re.fullmatch(r"<.*>", str(part)))
+        field = entry.get("ctx", {}).get("field")
+        path += (field,) if field else ()
+        text = wording(entry)
+        where = self.where(path)
+        dotted = ".".join(map(str, path))
+        return f"{where}: {dotted}: {text}" if dotted else f"{where}: {text}"
+
+    def where(self, path: PathParts) -> str:
+        """The override that wrote `path`, or file and line."""
+        for written, text in reversed(self.overrides):
+            if path[: len(written)] == written or (path and written[: len(path)] == path):
+                return f"--set {text}"
+        line = self.line(path)
+        return f"{self.file}:{line}" if line else self.file
+
+
+def wording(entry: dict[str, Any]) -> str:
+    """What is wrong with a value and what would be right, from one entry of a ValidationError."""
+    kind, ctx, got = entry["type"], entry.get("ctx", {}), f"got {shown(entry['input'])}"
+    if kind == "complaint":
+        return str(ctx["text"])
+    if kind == "value_error":
+        return str(ctx["error"])
+    if kind == "missing":
+        return "is required"
+    if kind == "literal_error":
+        allowed = re.findall(r"'([^']*)'", ctx["expected"])
+        return f"{got}, expected one of {', '.join(allowed)}{near(entry['input'], allowed)}"
+    expected = _EXPECTED.get(kind)
+    return f"{got}, {expected.format(**ctx)}" if expected else f"{got}, {entry['msg'].lower()}"
+
+
+_EXPECTED = {
+    "int_type": "expected a whole number",
+    "float_type": "expected a number",
+    "bool_type": "expected true or false",
+    "string_type": "expected text",
+    "tuple_type": "expected a list",
+    "dict_type": "expected fields",
+    "model_type": "expected fields",
+    "finite_number": "expected a finite number",
+    "greater_than": "must be > {gt}",
+    "greater_than_equal": "must be >= {ge}",
+    "less_than": "must be < {lt}",
+    "less_than_equal": "must be <= {le}",
+    "too_short": "needs at least {min_length} entries",
+    "string_pattern_mismatch": "must match {pattern}",
+}
+
+
+def read(path: Path) -> Document:
+    """The YAML file at `path`, which must hold fields."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ScenarioError(f"{path}: cannot be read: {reason}") from None
+    data = parse(text, str(path))
+    if not isinstance(data, dict):
+        raise ScenarioError(f"{path}: got {shown(data)}, expected fields such as `name: value`")
+    return Document(str(path), text, data)
+
+
+def parse(text: str, source: str, *, lines: bool = True) -> Any:
+    """Plain values of YAML 1.2 text, so that 1e6 is a number. Errors name the source, and the line if `lines`."""
+    try:
+        return YAML(typ="safe", pure=True).load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark is not None and lines else ""
+        raise ScenarioError(
+            f"{source}{line}: not valid YAML: {(error.problem or str(error)).splitlines()[0]}"
+        ) from None
+    except (YAMLError, ValueError) as error:
+        raise ScenarioError(f"{source}: not valid YAML: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise ScenarioError(f"{source}: not valid YAML: nested too deeply") from None
+
+
+def write(values: dict[str, Any]) -> str:
+    """Block-style YAML of plain values, keys in the order given."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    yaml.width = 4096
+    yaml.allow_unicode = True
+    out = StringIO()
+    yaml.dump(values, out)
+    return out.getvalue()
+
+
+def split(dotted: str) -> PathParts:
+    """`a.0.b` -> ("a", 0, "b")."""
+    return tuple(int(part) if part.isdecimal() else part for part in dotted.split("."))

@@ -1,0 +1,283 @@
+"""A scenario file becomes one frozen value: every default written out, every rule checked, every error in plain words.
+
+Nothing else in the project has defaults of its own or checks what a user wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from cbsim.scenario import catalog, documents, sizing
+from cbsim.scenario.costs import Coefficients, Cost, RooflineCost, TableCost
+from cbsim.scenario.demand import Demand
+from cbsim.scenario.documents import Document
+from cbsim.scenario.fields import Frozen, ScenarioError, complaint
+from cbsim.scenario.overrides import apply
+from cbsim.scenario.serving import KvCache, Loop, Scheduler, Slo, StaticScheduler, TransformersScheduler, VllmScheduler
+from cbsim.scenario.shapes import Hardware, ModelShape, NamedHardware, NamedModel
+
+if TYPE_CHECKING:
+    from cbsim.policy.schedulers.static import StaticOptions
+    from cbsim.policy.schedulers.transformers import TransformersOptions
+    from cbsim.policy.schedulers.vllm import VllmOptions
+
+__all__ = ["Scenario", "ScenarioError", "dump", "json_schema", "load", "loops", "scheduler_options", "write_schemas"]
+
+MOST_BLOCKS = 10_000_000
+"""Blocks that are kept track of one by one; more would only cost memory."""
+STATIC_PROFILE_TOKENS = 8192
+"""Query tokens of the step that sizes a static batch's memory."""
+
+
+class Scenario(Frozen):
+    """One question to the simulator, completely specified."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "scenario"
+    """Names the run; the file's name by default."""
+    question: Annotated[str, Field(pattern=r"^[^\n]*\S[^\n]*$")]
+    """What the scenario is meant to answer, in one line."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Root of all random numbers."""
+    model: NamedModel
+    """A model's shape: a name in scenarios/models, a path, or the fields themselves."""
+    hardware: NamedHardware
+    """A GPU: a name in scenarios/hardware, a path, or the fields themselves."""
+    workload: Demand
+    """What is asked of the server, and when."""
+    scheduler: Scheduler = VllmScheduler(name="vllm")
+    """Which rules form the batches."""
+    kv_cache: KvCache = KvCache()
+    """Size of the KV cache."""
+    loop: Loop = Loop()
+    """The serving loop."""
+    cost: Cost = RooflineCost(kind="roofline")
+    """How long a step takes."""
+    slo: Slo = Slo()
+    """What users are promised."""
+
+    @model_validator(mode="after")
+    def _block_size_allowed(self) -> Scenario:
+        if isinstance(self.scheduler, TransformersScheduler) and self.block_size < 4:
+            raise complaint(f"got {self.block_size}, must be >= 4 for transformers", "kv_cache.block_size")
+        return self
+
+    @model_validator(mode="after")
+    def _cost_knows_experts(self) -> Scenario:
+        if self.model.experts and self.cost.kind == "roofline":
+            raise complaint("the roofline knows dense models only; use measured tables (table)", "cost.kind")
+        return self
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a cache block."""
+        default = 256 if isinstance(self.scheduler, TransformersScheduler) else 16
+        return default if self.kv_cache.block_size is None else self.kv_cache.block_size
+
+    @property
+    def graph_padding(self) -> str:
+        """Rule by which step shapes are padded to captured ones: transformers, vllm, cbengine or none."""
+        graphs, name = self.loop.cuda_graphs, self.scheduler.name
+        if not graphs.enabled:
+            return "none"
+        own = "none" if name == "static" else "vllm" if name == "vllm" else "transformers"
+        return own if graphs.padding == "auto" else graphs.padding
+
+
+def loops(scenario: Scenario) -> tuple[str, ...]:
+    """The serving loops to run, by name: `sync` has one step in flight, `async` two."""
+    return ("sync", "async") if scenario.loop.mode == "both" else (scenario.loop.mode,)
+
+
+def depth(loop: str) -> int:
+    """Steps in flight of a loop called by its name."""
+    return {"sync": 1, "async": 2}[loop]
+
+
+# -- reading and writing ----------------------------------------------------------------------------------------------
+
+
+def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Scenario:
+    """The scenario in a file, or the one of that name that comes with the project. Raises ScenarioError.
+
+    Each override is `field=value` with a dotted field and a YAML value; where the file leaves out what the field
+    belongs to, the defaults stand for it. An override of a `name` or `kind` turns that part into another one and drops
+    the fields of the file that the other one does not have.
+    """
+    path = catalog.scenario(path_or_name)
+    document = documents.read(path)
+    document.data.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "scenario")
+    if overrides:
+        document = apply(document, overrides, _defaults(document.data, path.parent), path.parent)
+    scenario = _validated(document, path.parent)
+    _check_sizes(scenario, document)
+    return scenario
+
+
+def parse(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Scenario:
+    """The scenario that plain values describe; `where` is what messages call their place. Overrides as for `load`.
+
+    Raises ScenarioError.
+    """
+    document = Document(where, "", data)  # nobody wrote its lines
+    if overrides:
+        document = apply(document, overrides, _defaults(data, Path()), Path())
+    scenario = _validated(document, Path())
+    _check_sizes(scenario, document)
+    return scenario
+
+
+def dump(scenario: Scenario) -> str:
+    """The scenario as YAML with every default written out; loading it gives an equal scenario."""
+    return documents.write(scenario.model_dump(mode="json"))
+
+
+def _validated(document: Document, base: Path) -> Scenario:
+    try:
+        return Scenario.model_validate(document.data, context={"base": base})
+    except ValidationError as error:
+        raise document.explain(error) from None
+
+
+def _check_sizes(scenario: Scenario, document: Document) -> None:
+    for loop in loops(scenario):
+        try:
+            scheduler_options(scenario, depth(loop))
+        except ScenarioError as error:
+            field = str(error).partition(":")[0]
+            raise ScenarioError(f"{document.where(documents.split(field))}: {error}") from None
+
+
+def _defaults(data: dict[str, Any], base: Path) -> dict[str, Any]:
+    """Every field's value if the file alone is a scenario, else the defaults of the parts that have one."""
+    try:
+        return Scenario.model_validate(data, context={"base": base}).model_dump(mode="json")
+    except ValidationError:
+        parts = {name: field.default for name, field in Scenario.model_fields.items()}
+        return {name: part.model_dump(mode="json") for name, part in parts.items() if isinstance(part, Frozen)}
+
+
+# -- what follows from it ---------------------------------------------------------------------------------------------
+
+
+def scheduler_options(scenario: Scenario, depth: int) -> VllmOptions | TransformersOptions | StaticOptions:
+    """All options of the scheduler resolved, sizes solved from memory where they are not given; `depth` steps in
+    flight. Raises ScenarioError if the model does not fit or sizes contradict each other.
+    """
+    scheduler = scenario.scheduler
+    options: VllmOptions | TransformersOptions | StaticOptions
+    if isinstance(scheduler, VllmScheduler):
+        options = _vllm(scenario, scheduler)
+    elif isinstance(scheduler, TransformersScheduler):
+        options = _transformers(scenario, scheduler, depth)
+    else:
+        options = _static(scenario, scheduler)
+    if options.num_blocks > MOST_BLOCKS:
+        text = f"got {options.num_blocks:,}, must be <= {MOST_BLOCKS:,}; fewer blocks or a larger block_size would do"
+        raise ScenarioError(f"kv_cache.num_blocks: {text}")
+    return options
+
+
+def _fitting_blocks(scenario: Scenario, tokens: int, requests: int) -> int:
+    cache = scenario.kv_cache
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    fraction, size = cache.memory_fraction, scenario.block_size
+    model, hardware = scenario.model, scenario.hardware
+    tensor = scenario.cost.tensor_parallel if isinstance(scenario.cost, TableCost) else 1
+    step = sizing.Step(tokens, requests)
+    return sizing.fit_vllm(model, hardware, fraction=fraction, block_size=size, step=step, tensor=tensor)
+
+
+def _static(scenario: Scenario, scheduler: StaticScheduler) -> StaticOptions:
+    from cbsim.policy.schedulers.static import StaticOptions
+
+    blocks = _fitting_blocks(scenario, STATIC_PROFILE_TOKENS, scheduler.batch_size)
+    return StaticOptions(batch_size=scheduler.batch_size, block_size=scenario.block_size, num_blocks=blocks)
+
+
+def _vllm(scenario: Scenario, scheduler: VllmScheduler) -> VllmOptions:
+    from cbsim.policy.schedulers.vllm import VllmOptions
+
+    blocks = _fitting_blocks(scenario, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+    usable = (blocks - 1) * scenario.block_size
+    longest = scheduler.max_model_len or min(scenario.model.max_position, usable)
+    if not scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens < longest:
+        text = f"got {scheduler.max_num_batched_tokens}, must be >= max_model_len ({longest}) without chunked prefill"
+        raise ScenarioError(f"scheduler.max_num_batched_tokens: {text}")
+    settings = scheduler.model_dump(exclude={"name"}) | {"max_model_len": longest}
+    return VllmOptions(block_size=scenario.block_size, num_blocks=blocks, **settings)
+
+
+def _transformers(scenario: Scenario, scheduler: TransformersScheduler, depth: int) -> TransformersOptions:
+    from cbsim.policy.schedulers.transformers import TransformersOptions
+
+    cache = scenario.kv_cache
+    size = sizing.fit_transformers(
+        scenario.model,
+        scenario.hardware,
+        fraction=cache.memory_fraction,
+        block_size=scenario.block_size,
+        depth=depth,
+        max_blocks_per_request=scheduler.max_blocks_per_request,
+        max_batch_tokens=scheduler.max_batch_tokens,
+        num_blocks=cache.num_blocks,
+    )
+    return TransformersOptions(
+        scheduler_type="fifo" if scheduler.name == "transformers_fifo" else "prefill_first",
+        block_size=scenario.block_size,
+        num_blocks=size.num_blocks,
+        max_batch_tokens=size.max_batch_tokens,
+        max_requests_per_batch=scheduler.max_requests_per_batch,
+        max_blocks_per_request=scheduler.max_blocks_per_request,
+        safety_margin=scheduler.margin,
+        allow_block_sharing=scheduler.allow_block_sharing,
+        original_defects=scheduler.original_defects,
+    )
+
+
+# -- for editors ------------------------------------------------------------------------------------------------------
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of a scenario file, a description on every field."""
+    return _schema(Scenario)
+
+
+def _schema(part: type[Frozen]) -> dict[str, Any]:
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_standard(part.model_json_schema())}
+
+
+KEYWORDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+
+
+def _standard(node: Any) -> Any:
+    """A schema with bounds under JSON Schema's own keywords: pydantic leaves its own where a validator comes first."""
+    if isinstance(node, list):
+        return [_standard(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    known = {KEYWORDS.get(key, key): _standard(value) for key, value in node.items()}
+    if known.get("type") == "array" and "minLength" in known:
+        known["minItems"] = known.pop("minLength")
+    return known
+
+
+def write_schemas(folder: Path) -> list[Path]:
+    """Write the schemas of scenario, model, hardware and coefficient files; returns the files."""
+    parts: dict[str, type[Frozen]] = {
+        "scenario": Scenario,
+        "model": ModelShape,
+        "hardware": Hardware,
+        "coefficients": Coefficients,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{name}.schema.json" for name in parts]
+    for file, part in zip(files, parts.values(), strict=True):
+        file.write_text(json.dumps(_schema(part), indent=2) + "\n", encoding="utf-8")
+    return files

@@ -1,0 +1,161 @@
+"""What a model and a GPU are to the simulator: the few numbers that memory and time follow from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, model_validator
+
+from cbsim.scenario import catalog, documents
+from cbsim.scenario.fields import Frozen, Real, Whole, complaint
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class ModelShape(Frozen):
+    """A decoder: grouped-query attention, gated feed-forward or a mixture of such experts, RMS norms; one type for
+    all tensors.
+    """
+
+    name: str
+    """What reports call it."""
+    layers: Annotated[Whole, Field(ge=1)]
+    """Number of decoder layers."""
+    hidden: Annotated[Whole, Field(ge=1)]
+    """Width of the residual stream."""
+    heads: Annotated[Whole, Field(ge=1)]
+    """Query heads."""
+    kv_heads: Annotated[Whole, Field(ge=1)]
+    """Key and value heads."""
+    head_dim: Annotated[Whole, Field(ge=1)]
+    """Width of a head."""
+    intermediate: Annotated[Whole, Field(ge=1)]
+    """Width of the feed-forward layer, or of one expert."""
+    experts: Annotated[Whole, Field(ge=0)] = 0
+    """Experts of a layer; 0: the feed-forward layer is dense."""
+    experts_per_token: Annotated[Whole, Field(ge=0)] = 0
+    """Experts that a token goes through."""
+    vocab: Annotated[Whole, Field(ge=1)]
+    """Rows of the embedding."""
+    tied_embeddings: bool = False
+    """Does the output layer share the embedding's weights?"""
+    qk_norm: bool = False
+    """Are the queries and keys of every head RMS-normed (Qwen3)?"""
+    qkv_bias: bool = False
+    """Do queries, keys and values have biases (Qwen2.5)? They take memory, but no time of their own."""
+    dtype: Dtype = "bfloat16"
+    """Type of weights, activations and KV cache."""
+    max_position: Annotated[Whole, Field(ge=1)]
+    """Longest sequence that the model is made for, in tokens."""
+
+    @model_validator(mode="after")
+    def _experts_chosen(self) -> ModelShape:
+        if not min(self.experts, 1) <= self.experts_per_token <= self.experts:
+            text = f"got {self.experts_per_token}, must be between {min(self.experts, 1)} and experts ({self.experts})"
+            raise complaint(text, "experts_per_token")
+        return self
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of the matrices of one layer: q, k, v, o; gate, up and down of every expert; what chooses experts."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate * max(1, self.experts) + self.hidden * self.experts
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of one layer's experts; 0 for a dense model."""
+        return 3 * self.hidden * self.intermediate * self.experts
+
+    @property
+    def parameters(self) -> int:
+        """All weights."""
+        embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
+        norms = (2 * self.layers + 1) * self.hidden + 2 * self.layers * self.head_dim * self.qk_norm
+        biases = self.layers * self.head_dim * (self.heads + 2 * self.kv_heads) * self.qkv_bias
+        return self.layers * self.layer_parameters + embeddings + norms + biases
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * self.dtype_bytes
+
+    def shard_bytes(self, tensor: int, ranks: int = 1) -> int:
+        """Weights on one GPU of `tensor` that share every layer and of `ranks` that share the experts."""
+        experts = self.layers * self.expert_parameters
+        return ((self.parameters - experts) // tensor + experts // (tensor * ranks)) * self.dtype_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+
+
+class Flops(Frozen):
+    """Peak dense rate by type, FLOP/s."""
+
+    bfloat16: Annotated[Real, Field(gt=0)]
+    """FLOP/s in bfloat16."""
+    float16: Annotated[Real, Field(gt=0)]
+    """FLOP/s in float16."""
+    float32: Annotated[Real, Field(gt=0)]
+    """FLOP/s in float32."""
+
+
+class Hardware(Frozen):
+    """One GPU, by its data sheet."""
+
+    name: str
+    """What reports call it."""
+    memory_bytes: Annotated[Whole, Field(ge=1)]
+    """Memory that a process can see on the empty device, bytes."""
+    memory_bandwidth_bytes_s: Annotated[Real, Field(gt=0)]
+    """Peak memory bandwidth, bytes/s."""
+    flops: Flops
+    """Peak dense FLOP/s (no sparsity) by type."""
+    pcie_bytes_s: Annotated[Real, Field(gt=0)]
+    """Host link, bytes/s in each direction."""
+    price_usd_hour: Annotated[Real, Field(ge=0)] | None = None
+    """Price of one GPU for an hour, USD; an assumption, dated in `source`."""
+    source: str = ""
+    """Where the numbers come from."""
+
+
+_Shape = TypeVar("_Shape", ModelShape, Hardware)
+
+
+def load(folder: str, shape: type[_Shape], name: str, base: Path | None = None) -> _Shape:
+    """The model or GPU called `name`, or in the file of that path from `base`. Raises ScenarioError."""
+    document = documents.read(catalog.shape(folder, name, base))
+    try:
+        return shape.model_validate(document.data)
+    except ValidationError as error:
+        raise document.explain(error) from None
+
+
+def model(name: str, base: Path | None = None) -> ModelShape:
+    """The model of that name or path. Raises ScenarioError."""
+    return load("models", ModelShape, name, base)
+
+
+def hardware(name: str, base: Path | None = None) -> Hardware:
+    """The GPU of that name or path. Raises ScenarioError."""
+    return load("hardware", Hardware, name, base)
+
+
+def named(field: str, name: str, base: Path | None) -> ModelShape | Hardware:
+    """What `name` means in a scenario's field `model` or `hardware`."""
+    return model(name, base) if field == "model" else hardware(name, base)
+
+
+def _read(value: Any, info: ValidationInfo) -> Any:
+    base: Path | None = (info.context or {}).get("base")
+    return named(str(info.field_name), value, base) if isinstance(value, str) else value
+
+
+NamedModel = Annotated[ModelShape, BeforeValidator(_read, json_schema_input_type=str | ModelShape)]
+NamedHardware = Annotated[Hardware, BeforeValidator(_read, json_schema_input_type=str | Hardware)]

@@ -1,0 +1,136 @@
+"""How many cache blocks fit a GPU's memory, by the rules of the system that is simulated.
+
+transformers 5.17 solves an equation: M query tokens in a step and N tokens of cache cost
+
+    memory = cm * M + cn * N + cmn * M * N + cmm * M^2  bytes
+
+at each of two peaks of a step (output layer, attention), and the smaller solution counts. With flash attention there
+are no masks and cmn = cmm = 0. vLLM takes what a trial run leaves free; the trial run is estimated here.
+"""
+
+from __future__ import annotations
+
+from math import floor
+from typing import NamedTuple
+
+from cbsim.scenario.fields import ScenarioError
+from cbsim.scenario.shapes import Hardware, ModelShape
+
+INDEX_BYTES = 4  # int32
+LEAST_BATCH_TOKENS, MOST_BATCH_TOKENS = 256, 8192
+VLLM_RUNTIME_BYTES = 600_000_000
+"""CUDA context, libraries, graphs and fragmentation: what a real vLLM 0.19 on an RTX 4090 with Llama-3.1-8B (2,588
+blocks of 16 at fraction 0.9, 2,048 tokens, 256 requests) leaves unexplained by weights and activations."""
+LOGIT_COPIES = 4  # float32 logits, their sorted copy, probabilities and their sum: the sampler's peak
+
+
+class Peak(NamedTuple):
+    """Bytes a batch token and bytes a cache token, at one of the peaks of a step."""
+
+    per_batch_token: int
+    per_cache_token: int
+
+
+class Size(NamedTuple):
+    """A solution: query tokens in a step, cache blocks."""
+
+    max_batch_tokens: int
+    num_blocks: int
+
+
+def transformers_peaks(model: ModelShape, depth: int, max_blocks_per_request: int) -> tuple[Peak, Peak]:
+    """The equation's coefficients at the output layer and in attention; inputs and outputs exist `depth` times."""
+    width, page = model.dtype_bytes, model.kv_heads * model.head_dim
+    per_batch = depth * (7 * INDEX_BYTES + INDEX_BYTES + max_blocks_per_request * INDEX_BYTES + 8 + 8)
+    per_cache = model.kv_bytes_per_token + depth * 8
+    logits = model.hidden * width + model.vocab * 4
+    states = width * (model.hidden + model.heads * model.head_dim + 2 * page)
+    return Peak(logits + per_batch, per_cache), Peak(states + per_batch, per_cache + 2 * page * width)
+
+
+def transformers_size(
+    available_bytes: int, block_size: int, peaks: tuple[Peak, ...], max_batch_tokens: int | None, num_blocks: int | None
+) -> Size:
+    """Transformers' solution: one number is found from the other, or both if neither is given."""
+    if max_batch_tokens is None and num_blocks is None:
+        tenth = min(int(int(available_bytes / (p.per_cache_token + 0.1 * p.per_batch_token)) * 0.1) for p in peaks)
+        max_batch_tokens = max(min(MOST_BATCH_TOKENS, tenth), LEAST_BATCH_TOKENS)
+    if num_blocks is None:
+        assert max_batch_tokens is not None
+        left = [(available_bytes - p.per_batch_token * max_batch_tokens) / p.per_cache_token for p in peaks]
+        num_blocks = min(floor(tokens) // block_size for tokens in left)
+    if max_batch_tokens is None:
+        tokens = num_blocks * block_size
+        max_batch_tokens = min(int((available_bytes - p.per_cache_token * tokens) / p.per_batch_token) for p in peaks)
+    return Size(max_batch_tokens, num_blocks)
+
+
+def footprint_bytes(size: Size, block_size: int, peaks: tuple[Peak, ...]) -> int:
+    """Memory that a solution takes at its worse peak."""
+    tokens = size.num_blocks * block_size
+    return max(p.per_batch_token * size.max_batch_tokens + p.per_cache_token * tokens for p in peaks)
+
+
+def fit_transformers(
+    model: ModelShape,
+    hardware: Hardware,
+    *,
+    fraction: float,
+    block_size: int,
+    depth: int,
+    max_blocks_per_request: int,
+    max_batch_tokens: int | None,
+    num_blocks: int | None,
+) -> Size:
+    """What transformers would choose, the weights being all that is allocated before. Raises ScenarioError."""
+    free = hardware.memory_bytes - model.weight_bytes
+    available = int(free * fraction)
+    peaks = transformers_peaks(model, depth, max_blocks_per_request)
+    size = transformers_size(available, block_size, peaks, max_batch_tokens, num_blocks)
+    needed = footprint_bytes(size, block_size, peaks)
+    if min(size) < 1 or needed > available:
+        raise _misfit(model, hardware, fraction, available, num_blocks, needed)
+    return size
+
+
+class Step(NamedTuple):
+    """The largest step: query tokens, and rows that sample."""
+
+    tokens: int
+    requests: int
+
+
+def activation_bytes(model: ModelShape, step: Step) -> int:
+    """Estimated peak of a step: hidden states, queries, keys and values, the feed-forward's two inputs and its product;
+    then the sampler's copies of the logits.
+    """
+    states = 2 * model.hidden + (model.heads + 2 * model.kv_heads) * model.head_dim + 3 * model.intermediate
+    return step.tokens * states * model.dtype_bytes + LOGIT_COPIES * step.requests * model.vocab * 4
+
+
+def fit_vllm(
+    model: ModelShape, hardware: Hardware, *, fraction: float, block_size: int, step: Step, tensor: int = 1
+) -> int:
+    """Blocks in `fraction` of the memory beside weights and a step's peak, on each of `tensor` GPUs that share weights
+    and heads (activations are counted whole). Raises ScenarioError.
+    """
+    peak = activation_bytes(model, step) + VLLM_RUNTIME_BYTES
+    left = int(hardware.memory_bytes * fraction) - model.shard_bytes(tensor) - peak
+    blocks = left * tensor // (block_size * model.kv_bytes_per_token)
+    if blocks < 2:
+        raise _misfit(model, hardware, fraction, left)
+    return blocks
+
+
+def _misfit(
+    model: ModelShape, hardware: Hardware, fraction: float, left_bytes: int, blocks: int | None = None, needed: int = 0
+) -> ScenarioError:
+    memory, weights, left = (_gb(size) for size in (hardware.memory_bytes, model.weight_bytes, left_bytes))
+    text = f"{hardware.name} has {memory} and {model.name} {weights} of weights; fraction {fraction} leaves {left}"
+    if blocks is None:
+        return ScenarioError(f"kv_cache.memory_fraction: got {fraction}, too little for a cache: {text}")
+    return ScenarioError(f"kv_cache.num_blocks: got {blocks}, which need {_gb(needed)}: {text}")
+
+
+def _gb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.2f} GB"

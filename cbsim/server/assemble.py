@@ -1,0 +1,145 @@
+"""From a scenario to the parts of a server that both worlds share: its scheduler and its cost model.
+
+Everything is built from the scenario, which alone has defaults; nothing is shared between two runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cbsim.cost.base import Cost
+from cbsim.cost.constant import ConstantCost
+from cbsim.cost.cpu import CpuCost, PhaseCost
+from cbsim.cost.fitted import Curve, FittedCost
+from cbsim.cost.lookup import Tables
+from cbsim.cost.roofline import Rates, RooflineCost, Weights
+from cbsim.cost.table import Added, Group, Link, TableCost
+from cbsim.policy.schedulers.registry import SCHEDULERS
+from cbsim.scenario import catalog, documents
+from cbsim.scenario.costs import ConstantCost as ConstantSettings
+from cbsim.scenario.costs import Cpu, Point
+from cbsim.scenario.costs import RooflineCost as RooflineSettings
+from cbsim.scenario.costs import TableCost as TableSettings
+from cbsim.scenario.fields import ScenarioError
+from cbsim.scenario.scenario import Scenario, depth, scheduler_options
+from cbsim.scenario.shapes import ModelShape
+
+NS = 1e9
+
+
+def scheduler(scenario: Scenario, loop: str) -> Any:
+    """A fresh scheduler for one loop, `sync` or `async`. Raises ScenarioError if the model does not fit."""
+    make, _ = SCHEDULERS[scenario.scheduler.name]
+    return make(scheduler_options(scenario, depth(loop)))
+
+
+def cost_model(scenario: Scenario) -> Cost:
+    """The scenario's cost model, seconds turned into the clock's nanoseconds."""
+    settings, layers = scenario.cost, scenario.model.layers
+    cpu = cpu_cost(settings.cpu)
+    if isinstance(settings, ConstantSettings):
+        return ConstantCost(
+            cpu,
+            step=settings.step_s * NS,
+            per_token=settings.per_token_s * NS,
+            per_prefill_token=settings.per_prefill_token_s * NS,
+            per_context=settings.per_context_token_s * NS,
+        )
+    if isinstance(settings, RooflineSettings):
+        return _roofline(scenario, settings, cpu)
+    if isinstance(settings, TableSettings):
+        _check_profiled(scenario, settings)
+        return table_cost(scenario.model, settings)
+    return FittedCost(
+        cpu_ns=cpu,
+        base=settings.base_s * NS,
+        query_tokens=_curve(settings.query_tokens),
+        context_tokens=_curve(settings.context_tokens),
+        per_chunk=settings.per_chunk_s * NS,
+        per_prefill_token=settings.per_prefill_token_s * NS,
+        per_cached_token=settings.per_cached_token_s * NS,
+        per_prefill_pair=settings.per_prefill_attention_s * NS,
+        per_decode_row=settings.per_decode_row_s * NS,
+        per_context_token=settings.per_context_token_s * NS,
+        h2d=settings.h2d_s * NS,
+        d2h=settings.d2h_s * NS,
+        launch=settings.launch_s_per_layer * layers * NS,
+    )
+
+
+def _curve(points: Sequence[Point]) -> Curve:
+    return Curve([one.tokens for one in points], [one.s * NS for one in points])
+
+
+def cpu_cost(settings: Cpu) -> CpuCost:
+    """CPU coefficients in nanoseconds."""
+    phases = {}
+    for name in ("schedule", "prepare", "launch", "update"):
+        phase = getattr(settings, name)
+        phases[name] = PhaseCost(*(getattr(phase, f"{term}_s") * NS for term in PhaseCost._fields))
+    return CpuCost(phases)
+
+
+def table_cost(model: ModelShape, settings: TableSettings) -> TableCost:
+    """A cost model from the measured tables that `settings` name. Raises ScenarioError."""
+    link = settings.link
+    group = Group(
+        tensor=settings.tensor_parallel,
+        layers=model.layers,
+        row_bytes=model.hidden * model.dtype_bytes,
+        link=Link(link.latency_s * NS, link.bytes_s / NS) if link else None,
+    )
+    return TableCost(
+        cpu_cost(settings.cpu),
+        _tables(model, settings),
+        group,
+        Added((settings.step_s + settings.layer_s * model.layers) * NS, settings.row_s * NS),
+        skew=settings.skew,
+        launch_ns=settings.launch_s_per_layer * model.layers * NS,
+    )
+
+
+def _check_profiled(scenario: Scenario, settings: TableSettings) -> None:
+    """Raises ScenarioError if the tables say that they are of another model or GPU than the scenario's."""
+    meta = catalog.tables(settings.path) / "meta.yaml"
+    if not meta.is_file():
+        return
+    found = documents.read(meta).data
+    for field, of, name in (("model", "model", scenario.model.name), ("hardware", "hardware", scenario.hardware.name)):
+        profiled = str(found.get(field, "")).rsplit("/", maxsplit=1)[-1]
+        if catalog.plain(profiled) not in catalog.plain(name):
+            raise ScenarioError(f"cost.path: {meta} is of {profiled}, but {of}.name is {name!r}")
+
+
+def _tables(model: ModelShape, settings: TableSettings) -> Tables:
+    """Layer profiles if the path is a folder, else tables of single kernels whose names begin so."""
+    from cbsim.cost import bundle, kernels
+
+    place = catalog.tables(settings.path)
+    if not place.is_dir():
+        return kernels.Kernels(place, settings.tensor_parallel, model)
+    experts = bundle.Experts(model.experts, model.experts_per_token) if model.experts else None
+    return bundle.Bundle(place, settings.tensor_parallel, model.layers, experts)
+
+
+def _roofline(scenario: Scenario, settings: RooflineSettings, cpu: CpuCost) -> RooflineCost:
+    model, gpu = scenario.model, scenario.hardware
+    flops = getattr(gpu.flops, model.dtype)
+    compute, memory, bandwidth = settings.compute_efficiency, settings.memory_efficiency, gpu.memory_bandwidth_bytes_s
+    rates = Rates(
+        flops_prefill=flops * compute.prefill,
+        flops_decode=flops * compute.decode,
+        bytes_weights=bandwidth * memory.weights,
+        bytes_kv=bandwidth * memory.kv,
+        bytes_pcie=gpu.pcie_bytes_s,
+    )
+    weights = Weights(
+        linear=model.layers * model.layer_parameters,
+        head=model.vocab * model.hidden,
+        hidden=model.hidden,
+        attention_flop=4 * model.layers * model.heads * model.head_dim,
+        bytes=model.dtype_bytes,
+        kv_bytes=model.kv_bytes_per_token,
+    )
+    return RooflineCost(cpu, rates, weights, settings.step_overhead_s, settings.launch_s_per_layer * model.layers)

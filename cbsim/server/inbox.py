@@ -1,0 +1,87 @@
+"""What has not reached the server yet: requests that will arrive and clients that will give up, in order of time.
+
+Every driver takes its polls from here, so who comes in when is decided once for simulated and real clocks.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from typing import Any, Protocol
+
+from cbsim.policy.request import RequestSpec
+from cbsim.results.record import Record
+
+NEVER_NS = 1 << 200
+
+
+class Client(Protocol):
+    """Where requests come from. The workload of a scenario is one."""
+
+    @property
+    def open(self) -> list[RequestSpec]:
+        """Requests whose arrival does not depend on the server."""
+
+    @property
+    def cancels(self) -> list[tuple[int, RequestSpec]]:
+        """(time, request) of clients that give up, in order of time."""
+
+    def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
+        """Requests that follow the end of `spec`, with arrivals at or after `now_ns`. Called once for each end."""
+
+
+class Inbox:
+    """The requests and cancellations of one run. What is handed out is noted in the record, under its poll number."""
+
+    def __init__(self, client: Client, record: Record) -> None:
+        self._client, self._record = client, record
+        self._waiting = [(s.arrival_ns, s.index, s) for s in client.open]
+        heapify(self._waiting)
+        self._cancels = client.cancels[::-1]
+        self.due_ns = self._waiting[0][0] if self._waiting else NEVER_NS  # earliest arrival
+        self.quits = bool(self._cancels)  # may anybody still give up?
+        self.news: Any = None  # of an inbox that is fed while the server runs: an event, the next request or the end
+
+    def __bool__(self) -> bool:
+        """May anybody still arrive?"""
+        return bool(self._waiting) or self.news is not None
+
+    def __len__(self) -> int:
+        """Requests that have been sent and not taken in, or will be sent at a known time."""
+        return len(self._waiting)
+
+    def put(self, spec: RequestSpec) -> None:
+        """A request that arrives at its `arrival_ns`."""
+        heappush(self._waiting, (spec.arrival_ns, spec.index, spec))
+        self.due_ns = self._waiting[0][0]
+
+    def arrived(self, now_ns: int) -> list[RequestSpec]:
+        """Requests that have arrived until now."""
+        arrived = []
+        while self.due_ns <= now_ns:
+            spec = heappop(self._waiting)[2]
+            self.due_ns = self._waiting[0][0] if self._waiting else NEVER_NS
+            self._record.queued(spec, now_ns)
+            arrived.append(spec)
+        return arrived
+
+    def given_up(self, now_ns: int) -> list[RequestSpec]:
+        """Requests cancelled until now. One that waits to be taken in is given up by the poll that does; one that was
+        cancelled before it arrived is not: its client had nothing to give up.
+        """
+        due: list[RequestSpec] = []
+        early: list[tuple[int, RequestSpec]] = []
+        while self._cancels and self._cancels[-1][0] <= now_ns:
+            at_ns, spec = self._cancels.pop()
+            if self._record.cancelled(spec):
+                due.append(spec)
+                self.ended(spec, now_ns)
+            elif at_ns >= spec.arrival_ns and not self._record.knows(spec):
+                early.append((at_ns, spec))
+        self._cancels += reversed(early)
+        self.quits = bool(self._cancels)
+        return sorted(due, key=lambda spec: (spec.arrival_ns, spec.index))  # as a replay can tell them
+
+    def ended(self, spec: RequestSpec, now_ns: int) -> None:
+        """A request has ended, for whatever reason: queue those that its client sends next."""
+        for follower in self._client.on_finish(spec, now_ns):
+            self.put(follower)

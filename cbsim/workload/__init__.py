@@ -1,0 +1,1 @@
+"""The requests of a scenario: generators, and readers of traces."""

@@ -1,0 +1,334 @@
+"""Scenario and seed -> the requests of a run, and those that follow the end of others.
+
+Every kind of random number has a generator of its own, spawned from the one seed: scenarios that differ in their
+scheduler, or only in their arrivals, share the others' numbers exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbsim.policy.request import RequestSpec
+from cbsim.scenario import catalog, demand
+from cbsim.scenario.scenario import Scenario
+from cbsim.workload import traces, vllm_bench
+
+Ints = NDArray[np.int64]
+GRID_NS = 3_000_000_000
+"""Mooncake's timestamps are multiples of this, give or take GRID_SLACK_NS."""
+GRID_SLACK_NS = 10_000_000
+
+
+class Streams(NamedTuple):
+    """The random generators of a run."""
+
+    arrivals: np.random.Generator
+    prompts: np.random.Generator
+    outputs: np.random.Generator
+    priorities: np.random.Generator
+    spread: np.random.Generator
+
+    @classmethod
+    def of(cls, seed: int) -> Streams:
+        return cls(*map(np.random.default_rng, np.random.SeedSequence(seed).spawn(5)))
+
+
+@dataclass
+class Workload:
+    """What is sent to the server. One object is good for one run: it remembers what has been sent.
+
+    `open` holds the requests whose arrival does not depend on the server, by (arrival_ns, index). The others come out
+    of `on_finish`; `total` counts both. `cancels` are (time in ns, request) in order of time.
+    """
+
+    open: list[RequestSpec]
+    total: int
+    cancels: list[tuple[int, RequestSpec]] = field(default_factory=list)
+    follow: Users | Sessions | None = None
+
+    def __post_init__(self) -> None:
+        self.open.sort(key=lambda spec: (spec.arrival_ns, spec.index))
+        later = self.follow.drafts() if self.follow else ()
+        self._asked = (*((spec, -1) for spec in self.open), *later)
+
+    def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
+        """Requests that follow `spec`, which ended at `now_ns`. To be called once for every request that ends, for
+        whatever reason: one that is refused is followed too.
+        """
+        return self.follow.after(spec, now_ns) if self.follow else []
+
+    def specs(self) -> list[RequestSpec]:
+        """All requests as they were before the run; those that follow others have no arrival time of their own yet."""
+        return [spec for spec, _ in self._asked]
+
+    def fingerprint(self) -> str:
+        """SHA-256 over all fields of all requests as they were before the run; equal workloads have equal ones."""
+        digest = hashlib.sha256()
+        for spec, delay_ns in self._asked:
+            lengths = (spec.arrival_ns, spec.prompt_tokens, spec.output_tokens, spec.max_tokens, spec.priority)
+            shared = (spec.prefix, spec.prefix_block_tokens, spec.prefix_tokens)
+            digest.update(f"{spec.index} {spec.id!r} {lengths} {shared} {delay_ns}\n".encode())
+        for at_ns, spec in self.cancels:
+            digest.update(f"cancel {spec.index} {at_ns}\n".encode())
+        return digest.hexdigest()
+
+
+class Users:
+    """A closed loop: whoever's request ends sends the next one of the list, after thinking."""
+
+    def __init__(self, waiting: Sequence[RequestSpec], think_ns: int) -> None:
+        self._waiting = list(waiting)[::-1]
+        self._think_ns = think_ns
+
+    def after(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
+        del spec
+        return [replace(self._waiting.pop(), arrival_ns=now_ns + self._think_ns)] if self._waiting else []
+
+    def drafts(self) -> Iterator[tuple[RequestSpec, int]]:
+        return ((spec, self._think_ns) for spec in reversed(self._waiting))
+
+
+class Sessions:
+    """Conversations: the end of a turn is followed by the next turn of its session, after the delay of that turn."""
+
+    def __init__(self, following: dict[int, tuple[RequestSpec, int]]) -> None:
+        self._following = following  # index of a turn -> the next turn, its delay in ns
+
+    def after(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
+        following = self._following.pop(spec.index, None)
+        return [replace(following[0], arrival_ns=now_ns + following[1])] if following else []
+
+    def drafts(self) -> Iterator[tuple[RequestSpec, int]]:
+        return iter(self._following.values())
+
+
+def build(scenario: Scenario) -> Workload:
+    """The workload of a scenario. Raises ScenarioError if a trace is missing or has a bad row."""
+    wanted, streams = scenario.workload, Streams.of(scenario.seed)
+    builders: dict[type, Callable[[Any, Streams], Workload]] = {
+        demand.Synthetic: _synthetic,
+        demand.Azure: _azure,
+        demand.Mooncake: _mooncake,
+        demand.Csv: _csv,
+        demand.Lengths: _lengths,
+        demand.Golden: _golden,
+        demand.Agentic: _agentic,
+        demand.VllmBench: _vllm_bench,
+    }
+    return builders[type(wanted)](wanted, streams)
+
+
+# -- synthetic --------------------------------------------------------------------------------------------------------
+
+
+def draw(length: object, count: int, rng: np.random.Generator, name: str = "workload") -> Ints:
+    """`count` lengths in tokens."""
+    if isinstance(length, demand.Uniform):
+        return rng.integers(length.uniform.low, length.uniform.high, count, endpoint=True)
+    if isinstance(length, demand.LognormalLength):
+        return _lognormal(length.lognormal, count, rng)
+    if isinstance(length, demand.Empirical):
+        return rng.choice(np.array(_sample(length.empirical, name), dtype=np.int64), count)
+    assert isinstance(length, int)
+    return np.full(count, length, dtype=np.int64)
+
+
+def _lognormal(shape: demand.Lognormal, count: int, rng: np.random.Generator) -> Ints:
+    mu = np.log(shape.mean) - shape.sigma**2 / 2
+    drawn = np.rint(rng.lognormal(mu, shape.sigma, count))
+    return np.clip(drawn, shape.low, shape.high or 2**31).astype(np.int64)
+
+
+def _sample(sample: demand.Sample, name: str) -> Sequence[int]:
+    if sample.path is None or sample.column is None:
+        return sample.values
+    return traces.column(catalog.data(sample.path, f"{name}.empirical.path"), sample.column)
+
+
+def arrival_times(arrivals: object, count: int, rng: np.random.Generator) -> list[int]:
+    """Arrival times in ns of open-loop arrivals; all 0 for those that come at once or depend on the server."""
+    if isinstance(arrivals, demand.Constant):
+        times = np.arange(count) / arrivals.rate_per_s
+    elif isinstance(arrivals, demand.Poisson):
+        times = np.cumsum(rng.exponential(1 / arrivals.rate_per_s, count))
+    elif isinstance(arrivals, demand.Gamma):
+        scale = 1 / (arrivals.rate_per_s * arrivals.burstiness)
+        times = np.cumsum(rng.gamma(arrivals.burstiness, scale, count))
+    else:
+        return [0] * count
+    return [round(seconds * 1e9) for seconds in times.tolist()]
+
+
+def _synthetic(wanted: demand.Synthetic, streams: Streams) -> Workload:
+    count = wanted.requests
+    prompts = draw(wanted.prompt_tokens, count, streams.prompts, "workload.prompt_tokens").tolist()
+    outputs = draw(wanted.output_tokens, count, streams.outputs, "workload.output_tokens").tolist()
+    most = wanted.max_tokens or max(outputs)
+    outputs = [min(tokens, most) for tokens in outputs]
+    priorities = streams.priorities.choice(wanted.priorities, count).tolist() if wanted.priorities else [0] * count
+    times = arrival_times(wanted.arrivals, count, streams.arrivals)
+    shared = wanted.shared_prefix_tokens
+    specs = [
+        RequestSpec(
+            index=i,
+            id=str(i),
+            arrival_ns=times[i],
+            prompt_tokens=prompts[i],
+            output_tokens=outputs[i],
+            max_tokens=most if wanted.stop_early else outputs[i],
+            priority=priorities[i],
+            prefix=(0,) if shared else (),
+            prefix_block_tokens=max(shared, 1),
+            prefix_tokens=min(shared, prompts[i]),
+        )
+        for i in range(count)
+    ]
+    return _arriving(specs, wanted.arrivals)
+
+
+def _arriving(specs: list[RequestSpec], arrivals: object) -> Workload:
+    if not isinstance(arrivals, demand.ClosedLoop):
+        return Workload(specs, len(specs))
+    users = Users(specs[arrivals.users :], round(arrivals.think_s * 1e9))
+    return Workload(specs[: arrivals.users], len(specs), follow=users)
+
+
+# -- traces -----------------------------------------------------------------------------------------------------------
+
+
+def _spec(index: int, row: traces.Arrival) -> RequestSpec:
+    return RequestSpec(
+        index=index,
+        id=row.id or str(index),
+        arrival_ns=row.arrival_ns,
+        prompt_tokens=row.prompt_tokens,
+        output_tokens=row.output_tokens,
+        max_tokens=row.output_tokens,
+        prefix=row.hash_ids,
+        prefix_block_tokens=traces.BLOCK_TOKENS if row.hash_ids else 1,
+        prefix_tokens=row.prompt_tokens if row.hash_ids else 0,
+    )
+
+
+def _timed(rows: Iterable[traces.Arrival], scale: float) -> Workload:
+    scaled = rows if scale == 1 else (row._replace(arrival_ns=round(row.arrival_ns * scale)) for row in rows)
+    specs = [_spec(index, row) for index, row in enumerate(scaled)]
+    return Workload(specs, len(specs))
+
+
+def _azure(wanted: demand.Azure, streams: Streams) -> Workload:
+    del streams
+    return _timed(traces.azure(catalog.data(wanted.path), wanted.limit), wanted.time_scale)
+
+
+def _csv(wanted: demand.Csv, streams: Streams) -> Workload:
+    del streams
+    return _timed(traces.plain(catalog.data(wanted.path), wanted.limit), wanted.time_scale)
+
+
+def _mooncake(wanted: demand.Mooncake, streams: Streams) -> Workload:
+    rows = traces.mooncake(catalog.data(wanted.path), wanted.limit)
+    return _timed(spread(rows, streams.spread) if wanted.spread else rows, wanted.time_scale)
+
+
+def spread(rows: list[traces.Arrival], rng: np.random.Generator) -> list[traces.Arrival]:
+    """Requests stamped with a multiple of 3 s, moved to random moments of the 3 s that follow, order kept. A trace
+    with a timestamp off the grid has real times and is left as it is.
+    """
+    off = [(row.arrival_ns + GRID_SLACK_NS) % GRID_NS for row in rows]
+    if max(off) > 2 * GRID_SLACK_NS:
+        return rows
+    moved: list[traces.Arrival] = []
+    for cell, group in groupby(rows, key=lambda row: (row.arrival_ns + GRID_SLACK_NS) // GRID_NS):
+        members = list(group)
+        offsets = np.sort(rng.integers(0, GRID_NS, len(members))).tolist()
+        moved += [row._replace(arrival_ns=cell * GRID_NS + at) for row, at in zip(members, offsets, strict=True)]
+    return moved
+
+
+def _lengths(wanted: demand.Lengths, streams: Streams) -> Workload:
+    rows = traces.lengths(catalog.data(wanted.path), wanted.limit)
+    times = arrival_times(wanted.arrivals, len(rows), streams.arrivals)
+    specs = [_spec(i, traces.Arrival(times[i], prompt, output)) for i, (prompt, output) in enumerate(rows)]
+    return _arriving(specs, wanted.arrivals)
+
+
+def _golden(wanted: demand.Golden, streams: Streams) -> Workload:
+    del streams
+    recorded = traces.golden(catalog.data(wanted.path), wanted.step_s, wanted.limit)
+    return Workload(recorded.specs, len(recorded.specs), cancels=recorded.cancels)
+
+
+def _vllm_bench(wanted: demand.VllmBench, streams: Streams) -> Workload:
+    del streams
+    rows = vllm_bench.requests(catalog.data(wanted.path), wanted.limit)
+    if wanted.recorded is not None:
+        taken = vllm_bench.recorded(catalog.data(wanted.recorded, "workload.recorded"), rows)
+        rows = [row._replace(arrival_ns=one.queued_ns) for row, one in zip(rows, taken, strict=True)]
+    specs = [
+        RequestSpec(
+            index=index,
+            id=row.id,
+            arrival_ns=round(row.arrival_ns * wanted.time_scale),
+            prompt_tokens=row.prompt_tokens,
+            output_tokens=row.output_tokens,
+            max_tokens=row.output_tokens,
+            prefix=row.hash_ids,
+            prefix_block_tokens=vllm_bench.BLOCK_TOKENS,
+            prefix_tokens=len(row.hash_ids) * vllm_bench.BLOCK_TOKENS,
+        )
+        for index, row in enumerate(rows)
+    ]
+    return Workload(specs, len(specs))
+
+
+def _agentic(wanted: demand.Agentic, streams: Streams) -> Workload:
+    """Turns are numbered through, session by session; a session's turns share all of what was said before."""
+    del streams
+    sessions = traces.agentic(catalog.data(wanted.path), wanted.limit)
+    own = 1 + max(max(turn.hash_ids) for session in sessions for turn in session.turns)
+    first: list[RequestSpec] = []
+    following: dict[int, tuple[RequestSpec, int]] = {}
+    index = 0
+    for session in sessions:
+        specs = _turns(session, index, own, wanted.time_scale)
+        first.append(specs[0])
+        for before, spec, turn in zip(specs, specs[1:], session.turns[1:], strict=False):
+            following[before.index] = (spec, round(turn.delay_ns * wanted.time_scale))
+        index += len(specs)
+        own += len(specs[-1].prefix)
+    return Workload(first, index, follow=Sessions(following))
+
+
+def _turns(session: traces.Session, index: int, own: int, scale: float) -> list[RequestSpec]:
+    """Requests of one session. Its text only grows, so a block of 512 tokens has the same id in all turns: the
+    trace's where the first turn fills the block, else one of the session's own, counted from `own`.
+    """
+    given = session.turns[0].hash_ids[: session.turns[0].new_tokens // traces.BLOCK_TOKENS]
+    text = sum(turn.new_tokens + turn.output_tokens for turn in session.turns)
+    ids = (*given, *range(own + len(given), own + -(-text // traces.BLOCK_TOKENS)))
+    specs, said = [], 0
+    for number, turn in enumerate(session.turns):
+        prompt = said + turn.new_tokens
+        said = prompt + turn.output_tokens
+        specs.append(
+            RequestSpec(
+                index=index + number,
+                id=f"{session.id}/{number}",
+                arrival_ns=round(session.arrival_ns * scale),
+                prompt_tokens=prompt,
+                output_tokens=turn.output_tokens,
+                max_tokens=turn.output_tokens,
+                prefix=ids[: -(-said // traces.BLOCK_TOKENS)],
+                prefix_block_tokens=traces.BLOCK_TOKENS,
+                prefix_tokens=said,
+            )
+        )
+    return specs

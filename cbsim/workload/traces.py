@@ -1,0 +1,262 @@
+"""Readers of recorded workloads. A row that cannot be used is an error that names file, line and field; none is dropped
+and none repaired. Blank lines say nothing and are passed over. Rows must be in order of time.
+
+A request that generated nothing (0 output tokens) is refused too: it would have no first token to wait for. The public
+traces that we know have none.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import lru_cache
+from itertools import islice
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cbsim.policy.request import RequestSpec
+from cbsim.scenario.fields import ScenarioError, shown
+from cbsim.scenario.rows import Line, Table, lines, text
+
+BLOCK_TOKENS = 512
+"""Tokens that one hash id stands for, in Mooncake's and aiperf's files."""
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+CSV_COLUMNS = ("id", "arrival_s", "prefill_tokens", "decode_tokens")
+LENGTH_COLUMNS = ("num_prefill_tokens", "num_decode_tokens")
+
+
+class Arrival(NamedTuple):
+    """One row: when, how long, and for traces that say so the ids of its prefix's blocks of 512 tokens."""
+
+    arrival_ns: int
+    prompt_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...] = ()
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a session: tokens new to the conversation, and how long after the end of the turn before it comes."""
+
+    new_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...]
+    delay_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A conversation. Its first turn arrives at `arrival_ns`."""
+
+    id: str
+    arrival_ns: int
+    turns: tuple[Turn, ...]
+
+
+def _not_empty(path: Path, rows: list[Any]) -> None:
+    if not rows:
+        raise ScenarioError(f"{path}: holds no requests")
+
+
+# -- CSV --------------------------------------------------------------------------------------------------------------
+
+
+def azure(path: Path, limit: int | None = None) -> list[Arrival]:
+    """Azure's LLM inference traces of 2023; arrivals count from the first request, exact to the 100 ns given."""
+    rows: list[Arrival] = []
+    with text(path) as file:
+        table = Table(path, file, AZURE_COLUMNS)
+        first = last = None
+        for stamp, prompt, output in table.rows(limit):
+            try:
+                now = _stamp_ns(stamp)
+            except ValueError:
+                raise table.bad(0, stamp, "a time such as 2023-11-16 18:17:03.9799600") from None
+            first = now if first is None else first
+            if last is not None and now < last:
+                raise table.bad(0, stamp, "a time not before the row above")
+            last = now
+            rows.append(Arrival(now - first, table.count(1, prompt), table.count(2, output)))
+    _not_empty(path, rows)
+    return rows
+
+
+def _stamp_ns(stamp: str) -> int:
+    fraction = stamp[20:]
+    if stamp[19:20] not in ("", ".") or (fraction and not fraction.isdecimal()):
+        raise ValueError(stamp)
+    return _second(stamp[:19]) * 10**9 + int(fraction.ljust(9, "0")[:9])
+
+
+@lru_cache(maxsize=4096)
+def _second(stamp: str) -> int:
+    return int(datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp())
+
+
+def plain(path: Path, limit: int | None = None) -> list[Arrival]:
+    """id, arrival_s, prefill_tokens, decode_tokens; arrivals count from the start of the run."""
+    rows: list[Arrival] = []
+    ids: set[str] = set()
+    with text(path) as file:
+        table = Table(path, file, CSV_COLUMNS)
+        last = 0.0
+        for name, arrival, prompt, output in table.rows(limit):
+            now = _seconds(table, arrival)
+            if now < last:
+                raise table.bad(1, arrival, f"seconds not before those of the row above ({last})")
+            if not name or name in ids:
+                raise table.bad(0, name, "an id that no row above has" if name else "an id")
+            ids.add(name)
+            last = now
+            rows.append(Arrival(round(now * 1e9), table.count(2, prompt), table.count(3, output), id=name))
+    _not_empty(path, rows)
+    return rows
+
+
+def _seconds(table: Table, cell: str) -> float:
+    try:
+        value = float(cell)
+    except ValueError:
+        value = float("nan")
+    if not isfinite(value) or not 0 <= value < 1e9:
+        raise table.bad(1, cell, "seconds >= 0, less than 30 years")
+    return value
+
+
+def lengths(path: Path, limit: int | None = None) -> list[tuple[int, int]]:
+    """num_prefill_tokens, num_decode_tokens: prompt and output lengths without times."""
+    with text(path) as file:
+        table = Table(path, file, LENGTH_COLUMNS)
+        rows = [(table.count(0, prompt), table.count(1, output)) for prompt, output in table.rows(limit)]
+    _not_empty(path, rows)
+    return rows
+
+
+def column(path: Path, name: str) -> list[int]:
+    """One column of lengths."""
+    with text(path) as file:
+        table = Table(path, file, (name,))
+        rows = [table.count(0, cell) for (cell,) in table.rows(None)]
+    _not_empty(path, rows)
+    return rows
+
+
+# -- JSON lines -------------------------------------------------------------------------------------------------------
+
+
+def _hash_ids(line: Line, tokens: int) -> tuple[int, ...]:
+    """Ids of the 512-token blocks of `tokens` tokens, the last block perhaps short."""
+    ids, blocks = line.values.get("hash_ids"), -(-tokens // BLOCK_TOKENS)
+    if not isinstance(ids, list) or len(ids) != blocks:
+        got = f"{len(ids)} ids" if isinstance(ids, list) else shown(ids)
+        text = f"expected {blocks} whole numbers, one for every {BLOCK_TOKENS} of {tokens} tokens"
+        raise ScenarioError(f"{line.path}:{line.number}: hash_ids: got {got}, {text}")
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise line.bad("hash_ids", "whole numbers >= 0")
+    return tuple(ids)
+
+
+def mooncake(path: Path, limit: int | None = None) -> list[Arrival]:
+    """Mooncake's traces. A hash id stands for a 512-token block of the prompt and everything before it."""
+    rows: list[Arrival] = []
+    with text(path) as file:
+        for line in islice(lines(path, file), limit):
+            now, prompt = line.milliseconds("timestamp"), line.count("input_length")
+            if rows and now < rows[-1].arrival_ns:
+                raise line.bad("timestamp", f"not less than in the row above ({rows[-1].arrival_ns // 1_000_000})")
+            rows.append(Arrival(now, prompt, line.count("output_length"), _hash_ids(line, prompt)))
+    _not_empty(path, rows)
+    return rows
+
+
+def agentic(path: Path, limit: int | None = None) -> list[Session]:
+    """Sessions of aiperf's agentic traces, at most `limit`, in order of their first lines.
+
+    `input_length` counts the tokens that a turn adds to the conversation, and `hash_ids` names the 512-token blocks of
+    these new tokens, the last one short. A first turn (it has `timestamp`, in ms, and `group_id`) is chained from the
+    start of the prompt: all sessions share their first blocks (tools and system prompt), sessions of one `group_id`
+    the next ones (a repository), and the rest is the session's own. Later turns (they have `delay`, in ms after the
+    turn before has ended) share no id with anything.
+    """
+    firsts: dict[str, int] = {}
+    turns: dict[str, list[Turn]] = {}
+    with text(path) as file:
+        for line in lines(path, file):
+            name = line.values.get("session_id")
+            if not isinstance(name, str) or not name:
+                raise line.bad("session_id", "text")
+            if name not in firsts:
+                if len(firsts) == limit:
+                    continue
+                firsts[name], turns[name] = line.milliseconds("timestamp"), []
+            turns[name].append(_turn(line, first=not turns[name]))
+    sessions = [Session(name, arrival, tuple(turns[name])) for name, arrival in firsts.items()]
+    _not_empty(path, sessions)
+    return sessions
+
+
+def _turn(line: Line, first: bool) -> Turn:
+    new = line.count("input_length")
+    delay = 0 if first else line.milliseconds("delay")
+    return Turn(new, line.count("output_length"), _hash_ids(line, new), delay)
+
+
+# -- recorded scheduler tests -----------------------------------------------------------------------------------------
+
+
+class Recorded(NamedTuple):
+    """Requests of a scheduler test in arrival order, and the moments at which some of them are cancelled."""
+
+    specs: list[RequestSpec]
+    cancels: list[tuple[int, RequestSpec]]
+
+
+def golden(path: Path, step_s: float, limit: int | None = None) -> Recorded:
+    """Requests of a vLLM test (times in microseconds) or a transformers one (times in loop passes of `step_s`).
+
+    Prompt and output contents become chained content ids, so prefixes are shared exactly where they were.
+    """
+    with text(path) as file:
+        try:
+            workload = json.load(file)
+        except ValueError as error:
+            raise ScenarioError(f"{path}: not valid JSON: {error}") from None
+    read = {"config": _vllm, "cb": _transformers}
+    layout = next((key for key in read if isinstance(workload, dict) and key in workload), None)
+    if layout is None or not workload.get("requests"):
+        raise ScenarioError(f"{path}: expected `requests`, and `config` (vLLM) or `cb` (transformers)")
+    try:
+        recorded = read[layout](workload, step_s)
+    except KeyError as error:
+        raise ScenarioError(f"{path}: not a recorded workload: {error.args[0]} is missing") from None
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ScenarioError(f"{path}: cannot be used: {error}") from None
+    kept = recorded.specs[:limit]
+    chosen = set(kept)
+    return Recorded(kept, [(at, spec) for at, spec in recorded.cancels if spec in chosen])
+
+
+def _vllm(workload: dict[str, Any], step_s: float) -> Recorded:
+    from cbsim.proof.conformance import vllm_traces
+
+    del step_s
+    scaled = [(replace(s, arrival_ns=s.arrival_ns * 1000), abort) for s, abort in vllm_traces.requests(workload)]
+    cancels = [(abort * 1000, spec) for spec, abort in scaled if abort is not None]
+    return Recorded([spec for spec, _ in scaled], sorted(cancels, key=lambda c: (c[0], c[1].index)))
+
+
+def _transformers(workload: dict[str, Any], step_s: float) -> Recorded:
+    from cbsim.proof.conformance import transformers_traces
+
+    reason = transformers_traces.unsupported(workload)
+    if reason:
+        raise ValueError(reason)
+    arriving = transformers_traces.Workload(workload, workload["cb"]["block_size"]).arriving
+    step_ns = round(step_s * 1e9)
+    specs = [replace(s, arrival_ns=at * step_ns) for at in sorted(arriving) for s in arriving[at]]
+    by_id = {spec.id: spec for spec in specs}
+    cancels = [(c["step"] * step_ns, by_id[c["id"]]) for c in workload.get("cancels", [])]
+    return Recorded(specs, sorted(cancels, key=lambda c: (c[0], c[1].index)))

@@ -1,0 +1,149 @@
+"""Reports of one, two and more runs: whole, honest, the same when made again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from analysis.cli import parser
+from analysis.page import report, webpage
+from analysis.statistics import loading
+from analysis.statistics.comparable import Incomparable
+from analysis.statistics.content import Report
+from cbsim.cli.parser import main
+from cbsim.draw import folder, render
+from cbsim.draw.chart import Chart
+from cbsim.results.metrics import SAMPLES_NEEDED
+from cbsim.results.terminal import lookup, shown
+
+FIELDS = ("workload.output_tokens=8", "workload.requests=12")
+Simulate = Callable[..., list[Path]]
+
+
+@pytest.fixture(scope="module")
+def simulate(tmp_path_factory: pytest.TempPathFactory) -> Simulate:
+    def run(*overrides: str) -> list[Path]:
+        out = tmp_path_factory.mktemp("runs")
+        words = [word for field in (*FIELDS, *overrides) for word in ("--set", field)]
+        assert main(["run", "worked_example", "--quiet", *words, "--out", str(out)]) == 0
+        return sorted(out.iterdir(), key=lambda path: "-async-" in path.name)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def paths(simulate: Simulate) -> list[Path]:
+    return simulate()
+
+
+@pytest.fixture(scope="module")
+def written(paths: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("reports") / "both"
+    assert parser.main(["report", *map(str, paths), "--out", str(out)]) == 0
+    return out
+
+
+def _tables(made: Report) -> list[str]:
+    return [table.title for table in made.tables]
+
+
+def test_what_a_report_holds_follows_from_how_many_runs_there_are(paths: list[Path], simulate: Simulate) -> None:
+    """One: its numbers. Two: how they differ. More: side by side. A sweep: curves over the field that was swept."""
+    runs = loading.read(paths)
+    one, two = report.build(runs[:1], "c"), report.build(runs, "c")
+    more = report.build(loading.read([*paths, paths[0]]), "c")
+    assert (_tables(one), _tables(two)) == (["All numbers"], ["Differences"])
+    assert _tables(more)[0] == "Side by side" and more.charts[0].key == "landscape"
+    assert not one.findings and two.findings
+    rates = [f"workload.arrivals={{kind: constant, rate_per_s: {rate}}}" for rate in (5, 10, 20)]
+    swept = report.build(loading.read([simulate(rate, "loop.mode=sync")[0] for rate in rates]), "c")
+    assert swept.title == "worked_example: workload.arrivals.rate_per_s from 5 to 20"
+    assert {"pareto", "sweep"} <= {chart.key for chart in swept.charts}
+
+
+def test_tiles_are_the_numbers_of_the_summary(paths: list[Path]) -> None:
+    """Nothing is computed again or rounded otherwise than on the terminal; a percentile of too few says so."""
+    for run in loading.read(paths):
+        for tile in report.source(run).tiles:
+            assert tile.value == shown(lookup(run.summary, tile.metric), report.UNITS[tile.metric][1])
+            statistic = tile.metric.rpartition(".")[2]
+            assert tile.note == ("of 12, needs 368" if statistic in SAMPLES_NEEDED else "")
+
+
+def test_every_figure_is_there_as_png_and_svg_and_linked(written: Path) -> None:
+    names = re.findall(r"\]\(figures/(.+)\.png\)", (written / "report.md").read_text())
+    assert names and sorted(path.stem for path in (written / "figures").glob("*.png")) == sorted(names)
+    for name in names:
+        assert (written / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (written / "figures" / f"{name}.svg").read_text()
+
+
+def test_report_json_names_the_runs_and_the_index_lists_the_report(written: Path, paths: list[Path]) -> None:
+    facts = json.loads((written / folder.FACTS).read_text())
+    assert [run["folder"] for run in facts["runs"]] == [path.name for path in paths]
+    assert parser.main(["index", str(written.parent)]) == 0
+    assert "| [worked_example](both/report.md) |" in (written.parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"title": "", "question": "", "runs": [1]}', "\0"])
+def test_facts_that_are_none_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
+    (tmp_path / folder.FACTS).write_text(content)
+    assert parser.main(["index", str(tmp_path)]) == 2
+    assert str(tmp_path / folder.FACTS) in capsys.readouterr().err
+
+
+def test_a_report_made_twice_is_the_same_bytes_and_keeps_nothing_of_the_one_before(
+    written: Path, paths: list[Path]
+) -> None:
+    """So a diff of two reports shows what changed in the runs, and nothing else."""
+    files = {path: path.read_bytes() for path in written.rglob("*") if path.is_file()}
+    facts = json.loads((written / folder.FACTS).read_text())
+    (written / "figures" / "old.png").write_bytes(b"")
+    (written / folder.FACTS).write_text(json.dumps({**facts, "figures": [*facts["figures"], "old"]}))
+    assert parser.main(["report", *map(str, paths), "--out", str(written)]) == 0
+    assert {path: path.read_bytes() for path in written.rglob("*") if path.is_file()} == files
+
+
+def test_without_plotly_the_report_is_whole_but_for_the_page(
+    paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(webpage, "plotly_script", lambda: None)
+    assert parser.main(["report", str(paths[0]), "--out", str(tmp_path / "r")]) == 0
+    assert "pip install plotly" in capsys.readouterr().out
+    text = (tmp_path / "r" / "report.md").read_text()
+    assert not (tmp_path / "r" / "report.html").exists()
+    assert all((tmp_path / "r" / file).is_file() for file in re.findall(r"\]\(([^)]+\.png)\)", text))
+
+
+def test_an_interrupted_run_is_reported_alone_and_compared_with_none(paths: list[Path], tmp_path: Path) -> None:
+    """Its numbers are those of what there is, which the report says; beside a whole run they would mislead."""
+    cut = Path(shutil.copytree(paths[0], tmp_path / "cut"))
+    (cut / "INCOMPLETE").write_text("interrupted, after 5 steps\n")
+    made = report.build(loading.read([cut]), "c")
+    assert made.caveats[0].kind == "incomplete" and "interrupted, after 5 steps" in made.caveats[0].text
+    with pytest.raises(Incomparable, match="incomplete: interrupted, after 5 steps"):
+        report.build(loading.read([cut, paths[1]]), "c")
+
+
+def test_an_interrupted_report_leaves_nothing(
+    paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of a report would pass for a whole one; its folder can be used again."""
+    drawn = render.both
+    calls = iter((drawn, drawn))
+
+    def both(chart: Chart) -> tuple[bytes, bytes]:
+        act = next(calls, None)
+        if act is None:
+            raise KeyboardInterrupt
+        return act(chart)
+
+    monkeypatch.setattr(render, "both", both)
+    assert parser.main(["report", str(paths[0]), "--out", str(tmp_path / "r")]) == 1
+    assert "interrupted" in capsys.readouterr().err
+    assert list((tmp_path / "r").iterdir()) == []

@@ -1,0 +1,219 @@
+"""Differences of two runs: what is covered, what is sure, and how it reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from analysis.statistics import compare, intervals
+from analysis.statistics.comparable import Incomparable
+from analysis.statistics.compare import MARK, NOT_SEEN, ONE_VALUE, SHOWN, TOO_FEW, Difference
+from analysis.statistics.intervals import Interval
+from analysis.statistics.loading import Run, read
+from cbsim.cli.parser import main
+from cbsim.results.checks import NAMES
+from cbsim.results.terminal import QUANTITIES, lookup, shown
+
+
+def _runs(out: Path, *words: str) -> list[Run]:
+    """Sync, then async."""
+    assert main(["run", *words, "--quiet", "--out", str(out)]) == 0
+    return read(sorted(out.iterdir(), key=lambda path: "-async-" in path.name))
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    return _runs(tmp_path_factory.mktemp("example"), "worked_example", "--set", "workload.output_tokens=50")
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    return _runs(tmp_path_factory.mktemp("mixed"), "tiny_cpu", "--set", "workload.requests=80")
+
+
+def _by_name(found: list[Difference]) -> dict[str, Difference]:
+    return {one.metric: one for one in found}
+
+
+def test_every_metric_that_both_runs_have_is_there_with_the_summaries_values(mixed: list[Run]) -> None:
+    a, b = mixed
+    found = _by_name(compare.differences(a, b))
+    both = [name for name in NAMES if None not in (lookup(a.summary, name), lookup(b.summary, name))]
+    assert list(found) == both
+    for name, one in found.items():
+        assert (one.a, one.b) == (lookup(a.summary, name), lookup(b.summary, name))
+        assert one.delta == one.b - one.a
+
+
+def test_what_planning_meanwhile_saves_is_exact(example: list[Run]) -> None:
+    """Theory: 50 steps of 42 ms against 50 of 32 ms and one plan before the first; all requests are alike, so there is
+    no doubt about any latency, and the GPU's share is near 32 / 42 in all blocks of steps.
+    """
+    found = _by_name(compare.differences(*example))
+    assert found["makespan_s"].change == pytest.approx((50 * 0.032 + 0.010 + 0.032) / (50 * 0.042) - 1, abs=0.02)
+    tpot = found["tpot_s.p50"]
+    assert tpot.change == pytest.approx(32 / 42 - 1)
+    assert (tpot.low, tpot.high) == pytest.approx((32 / 42 - 1, 32 / 42 - 1))
+    assert tpot.seen
+    assert found["ttft_s.p50"].seen is False
+    active = found["gpu_active"]
+    assert active.a == pytest.approx(32 / 42)
+    assert active.low is not None
+    assert 0.15 < active.low <= active.delta <= (active.high or 0) < 0.25
+
+
+def test_a_run_does_not_differ_from_itself(mixed: list[Run]) -> None:
+    """Latencies are paired: no doubt at all. Steps are not, but their interval holds 0."""
+    for one in compare.differences(mixed[0], mixed[0]):
+        assert one.delta == 0
+        assert one.change == 0
+        assert compare.change_text(one) == "="
+        if one.interval:
+            assert one.seen is False
+            assert compare.range_text(one).endswith(NOT_SEEN)
+
+
+def test_runs_of_other_workloads_have_no_differences(mixed: list[Run], example: list[Run]) -> None:
+    with pytest.raises(Incomparable):
+        compare.differences(mixed[0], example[0])
+
+
+def test_totals_are_one_value_a_run(mixed: list[Run]) -> None:
+    """One makespan from one run says nothing of the next one."""
+    found = _by_name(compare.differences(*mixed))
+    for name in ("makespan_s", "output_tokens_per_s", "preemptions", "steps", "ttft_s.max", "itl_s.n"):
+        assert found[name].interval is None
+        assert found[name].seen is None
+        assert compare.range_text(found[name]) == found[name].method == ONE_VALUE
+
+
+def test_small_samples_are_marked(mixed: list[Run], example: list[Run]) -> None:
+    """80 requests are enough for p95 (72), not for p99 (368); 32 only for what needs 30; a total is no sample."""
+    found = _by_name(compare.differences(*mixed))
+    assert not found["ttft_s.p95"].few
+    assert found["ttft_s.p99"].few
+    assert found["ttft_s.p99"].n == 80
+    found = _by_name(compare.differences(*example))
+    assert not found["ttft_s.mean"].few
+    assert found["ttft_s.p95"].few
+    assert not found["makespan_s"].few
+    rows = compare.table(list(found.values()), "A", "B").rows
+    assert [row[0] for row in rows if row[0].startswith("TTFT")] == [
+        "TTFT p50",
+        "TTFT p90",
+        *(f"TTFT p{q} *" for q in (95, 99)),
+    ]
+
+
+def test_requests_that_one_run_did_not_finish_are_left_out_and_counted(mixed: list[Run]) -> None:
+    """The values stay those of all requests; only the interval rests on those that can be paired."""
+    a, b = mixed
+    requests = b.requests.copy()
+    requests.loc[:4, "done"] = False
+    cut = replace(b, requests=requests)
+    one = _by_name(compare.differences(a, cut))["ttft_s.p50"]
+    assert "over 75 requests" in one.method
+    assert "without 5 of 80 in A" in one.method
+    assert one.a == a.summary["ttft_s"]["p50"]
+
+
+def test_only_requests_of_the_window_are_paired(mixed: list[Run]) -> None:
+    a, b = mixed
+    late = [replace(run, summary={**run.summary, "window_s": [1.0, None]}) for run in (a, b)]
+    assert len(intervals.pairs(*late)[0]) == 0
+    whole = [replace(run, summary={**run.summary, "window_s": [0.0, 1.0]}) for run in (a, b)]
+    assert len(intervals.pairs(*whole)[0]) == 80
+
+
+def test_requests_are_paired_by_index_not_by_row(mixed: list[Run]) -> None:
+    """Two runs may list other requests: the third row of one is not the third of the other."""
+    a, b = mixed
+    fewer = replace(b, requests=b.requests.iloc[3:].reset_index(drop=True))
+    left, right = intervals.pairs(a, fewer)
+    assert left.tolist() == list(range(3, 80))
+    assert right.tolist() == list(range(77))
+
+
+@pytest.mark.parametrize("metric", NAMES)
+def test_every_metric_has_a_unit_and_a_label(metric: str) -> None:
+    given = {name: (label, unit) for label, name, unit in QUANTITIES}.get(metric)
+    assert shown(3, compare.unit(metric))
+    assert compare.label(metric)
+    if given:
+        assert (compare.label(metric), compare.unit(metric)) == given
+
+
+def test_the_table_has_what_the_terminal_shows_and_everything_when_asked(mixed: list[Run]) -> None:
+    found = compare.differences(*mixed)
+    table = compare.table(found, "one", "other")
+    assert list(table.header[1:3]) == ["one", "other"]
+    assert {metric for _, metric, _ in QUANTITIES} <= set(SHOWN)
+    assert {f"itl_s.p{q}" for q in (50, 90, 95, 99)} <= set(SHOWN)
+    assert len(SHOWN) == len(set(SHOWN))
+    assert all(len(row) == len(table.header) for row in table.rows)
+    assert len(compare.table(found, "one", "other", everything=True).rows) == len(found)
+    assert "bootstrap over 80 requests" in table.says
+
+
+def _difference(
+    a: float, b: float, unit: str, delta: tuple[float, float] | None, relative: tuple[float, float] | None
+) -> Difference:
+    interval = Interval(delta, relative) if delta else None
+    return Difference("x", "X", unit, a, b, interval, 100, "how" if interval else ONE_VALUE, few=False)
+
+
+@pytest.mark.parametrize(
+    ("one", "change", "interval"),
+    [
+        (_difference(1.0, 1.061, "s", (0.05, 0.07), (0.052, 0.07)), "+6.1 %", "+5.2 .. +7.0 %"),
+        (_difference(1.0, 0.9996, "s", (-0.001, 0.002), (-0.001, 0.002)), "-0.04 %", f"-0.10 .. +0.20 %: {NOT_SEEN}"),
+        (_difference(0.5, 0.48, "share", (-0.03, -0.01), (-0.06, -0.02)), "-2.0 pt", "-3.0 .. -1.0 pt"),
+        (_difference(0.0, 0.012, "s", (0.01, 0.02), None), "+12 ms", "+10 ms .. +20 ms"),
+        (_difference(0, 7, "count", None, None), "+7", ONE_VALUE),
+        (_difference(7, 7, "count", None, None), "=", ONE_VALUE),
+        (_difference(1.0, 1.0, "s", (0.0, 0.0), (0.0, 0.0)), "=", NOT_SEEN),
+    ],
+)
+def test_cells_read_well(one: Difference, change: str, interval: str) -> None:
+    assert compare.change_text(one) == change
+    assert compare.range_text(one) == interval
+
+
+def test_the_verdict_is_short_and_says_what_is_sure(mixed: list[Run], example: list[Run]) -> None:
+    sentences = compare.verdict(compare.differences(*example))
+    assert 2 <= len(sentences) <= 3
+    assert "makespan: -21.8 %" in sentences[0]
+    assert ONE_VALUE in sentences[0]
+    assert "TPOT p50: -23.8 %" in sentences[1]
+    same = compare.verdict(compare.differences(mixed[0], mixed[0]))
+    assert "no change" in same[0]
+    assert same[2].startswith("0 of ")
+
+
+def test_the_verdict_prefers_percentiles_with_enough_samples() -> None:
+    """A p99 of ten requests changes a lot, and says little."""
+    small = replace(_difference(1, 2, "s", (0.5, 1.5), (0.5, 1.5)), metric="ttft_s.p99", label="TTFT p99", few=True)
+    large = replace(_difference(1, 1.1, "s", (0.05, 0.15), (0.05, 0.15)), metric="ttft_s.p50", label="TTFT p50")
+    assert compare.verdict([small, large])[0].startswith("TTFT p50: +10.0 %")
+    assert MARK == "*"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "latencies"),
+    [(["workload.prompt_tokens=3000"], False), (["workload.output_tokens=1"], True)],
+)
+def test_runs_with_next_to_nothing_in_them_can_be_compared(
+    tmp_path: Path, overrides: list[str], latencies: bool
+) -> None:
+    """All requests refused, or two of one token: no interval, and a reason; never an error."""
+    words = [word for field in ("workload.requests=2", *overrides) for word in ("--set", field)]
+    found = _by_name(compare.differences(*_runs(tmp_path, "tiny_cpu", *words)))
+    assert all(one.interval is None for one in found.values())
+    assert ("ttft_s.p50" in found) is latencies
+    assert "tpot_s.p50" not in found
+    assert compare.range_text(found["gpu_active"]) == TOO_FEW
+    assert compare.range_text(found["makespan_s"]) == ONE_VALUE
+    assert compare.verdict(list(found.values()))
+    assert compare.table(list(found.values()), "A", "B").rows

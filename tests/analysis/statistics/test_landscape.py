@@ -1,0 +1,107 @@
+"""Runs side by side: order, factors and gains are those of the summaries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from analysis.statistics import landscape
+from analysis.statistics.loading import Run, read
+from cbsim.cli.parser import main
+from cbsim.draw.chart import Bars
+from cbsim.results.terminal import shown
+
+SCHEDULERS = ("{name: vllm, max_num_seqs: 16}", "{name: static, batch_size: 16}", "{name: transformers_fifo}")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    """Three schedulers, both loops, one workload of mixed lengths."""
+    out = tmp_path_factory.mktemp("runs")
+    words = ["run", "landscape", "--quiet", "--out", str(out), "--set", "workload.requests=48"]
+    for scheduler in SCHEDULERS:
+        assert main([*words, "--set", f"scheduler={scheduler}"]) == 0
+    return read(sorted(out.iterdir()))
+
+
+def _rate(run: Run) -> float:
+    return float(run.summary["output_tokens_per_s"])
+
+
+def test_a_sweep_of_what_arrives_is_no_ranking(runs: list[Run]) -> None:
+    """More traffic is not a better server: the order stays, and there is no factor and no gain."""
+    table = landscape.landscape(runs, by_rate=True)
+    assert [row[0] for row in table.rows] == [run.label for run in runs]
+    assert not {"factor", "async gain"} & set(table.header)
+    assert {len(row) for row in table.rows} == {len(table.header)}
+
+
+def test_best_throughput_first_with_its_factor(runs: list[Run]) -> None:
+    table = landscape.landscape(runs)
+    ordered = sorted(runs, key=_rate, reverse=True)
+    assert [row[0] for row in table.rows] == [run.label for run in ordered]
+    assert {len(row) for row in table.rows} == {len(table.header)}
+    factors = [row[table.header.index("factor")] for row in table.rows]
+    assert factors == [f"{_rate(run) / _rate(ordered[-1]):.2f}x" for run in ordered]
+
+
+def test_an_async_loop_gains_over_the_sync_loop_of_the_same_scheduler(runs: list[Run]) -> None:
+    table = landscape.landscape(runs)
+    gains = {row[0]: row[-1] for row in table.rows}
+    sync = {run.scenario["scheduler"]["name"]: run for run in runs if run.loop == "sync"}
+    for run in runs:
+        base = sync[run.scenario["scheduler"]["name"]]
+        assert gains[run.label] == ("" if run is base else f"{_rate(run) / _rate(base) - 1:+.1%}")
+
+
+def test_nothing_is_gained_over_another_configuration(runs: list[Run]) -> None:
+    """A measured loop is not compared with a simulated one, nor a scheduler with another."""
+    one = next(run for run in runs if run.loop == "async")
+    other = next(run for run in runs if run.loop == "sync" and run.scenario["scheduler"] == one.scenario["scheduler"])
+    real = replace(other, environment=dict(other.environment) | {"device": "a GPU"})
+    assert all(not row[-1] for row in landscape.landscape([one, real]).rows)
+    stranger = next(
+        run for run in runs if run.loop == "sync" and run.scenario["scheduler"] != one.scenario["scheduler"]
+    )
+    assert all(not row[-1] for row in landscape.landscape([one, stranger]).rows)
+
+
+def test_a_percentile_of_too_few_is_marked(runs: list[Run]) -> None:
+    table = landscape.landscape(runs)
+    for row, run in zip(table.rows, sorted(runs, key=_rate, reverse=True), strict=True):
+        cells = dict(zip(table.header, row, strict=True))
+        assert cells["TTFT p99"] == shown(run.summary["ttft_s"]["p99"], "s") + "*"
+        assert not cells["TTFT p50"].endswith("*")
+    assert "368" in table.says
+
+
+def test_bars_are_the_summaries_static_first_sync_before_async(runs: list[Run]) -> None:
+    chart = landscape.chart(runs[::-1])
+    for panel, metric in zip(chart.panels, ("output_tokens_per_s", "gpu_active"), strict=True):
+        assert panel.categories[0] == "static"
+        assert [mark.name for mark in panel.marks] == ["sync", "async"]
+        for mark in panel.marks:
+            assert isinstance(mark, Bars)
+            for x, height in zip(mark.x, mark.height, strict=True):
+                (run,) = (
+                    r for r in runs if r.loop == mark.name and r.scenario["scheduler"]["name"] in panel.categories[x]
+                )
+                assert height == run.summary[metric]
+
+
+def test_repetitions_have_bars_of_their_own(runs: list[Run]) -> None:
+    pair = [runs[0], replace(runs[0], label="again")]
+    chart = landscape.chart(pair)
+    assert len(set(chart.panels[0].categories)) == 2
+    assert sum(len(mark.x) for mark in chart.panels[0].marks if isinstance(mark, Bars)) == 2
+
+
+def test_runs_without_an_output_token_have_a_row(tmp_path: Path, runs: list[Run]) -> None:
+    empty = dict(runs[0].summary) | {"output_tokens_per_s": 0.0, "tpot_s": {"n": 0}, "ttft_s": {"n": 0}}
+    table = landscape.landscape([replace(runs[0], summary=empty)])
+    cells = dict(zip(table.header, table.rows[0], strict=True))
+    assert cells["factor"] == "-"
+    assert "TTFT p50" not in cells
+    assert landscape.landscape([]).rows == []

@@ -1,0 +1,139 @@
+"""Run directories as frames: labels tell runs apart, columns are the documented ones, and what is broken is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from analysis.statistics import loading
+from analysis.statistics.loading import LATENCIES, flat
+from cbsim.cli.parser import main
+from cbsim.results import metrics
+from cbsim.results.directory import RunError
+from cbsim.results.record import STEP_COLUMNS
+
+FIELDS = ("workload.output_tokens=8", "workload.requests=12", "workload.arrivals={kind: constant, rate_per_s: 20}")
+
+
+@pytest.fixture(scope="module")
+def simulate(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Path]]:
+    def run(*overrides: str, window: str = "") -> list[Path]:
+        out = tmp_path_factory.mktemp("runs")
+        words = [word for field in (*FIELDS, *overrides) for word in ("--set", field)]
+        extra = ["--window", window] if window else []
+        assert main(["run", "worked_example", "--quiet", *words, *extra, "--out", str(out)]) == 0
+        return sorted(out.iterdir(), key=lambda path: "-async-" in path.name)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def paths(simulate: Callable[..., list[Path]]) -> list[Path]:
+    return simulate()
+
+
+def _copy(path: Path, to: Path, file: str = "", **changes: Any) -> Path:
+    """A run with other values in one of its JSON files."""
+    copy = Path(shutil.copytree(path, to / "copy"))
+    if file:
+        values = json.loads((copy / file).read_text()) | changes
+        (copy / file).write_text(json.dumps(values))
+    return copy
+
+
+def test_frames_have_the_documented_columns_and_the_latencies_of_metrics(paths: list[Path]) -> None:
+    """One definition of every latency: the frame's columns are those of `cbsim.results.metrics`, request by request."""
+    (run,) = loading.read(paths[:1])
+    assert tuple(run.steps.columns) == STEP_COLUMNS
+    assert {"index", "status", "arrival_ns", "last_token_ns", "done", *LATENCIES} <= set(run.requests.columns)
+    for name, values in metrics.latencies(run.times).items():
+        np.testing.assert_array_equal(run.requests[name].dropna().to_numpy(), values)
+        assert metrics.distribution(values) == run.summary[name]
+
+
+def test_labels_are_unique_and_say_what_differs(paths: list[Path], simulate: Callable[..., list[Path]]) -> None:
+    other = simulate("workload.output_tokens=9", "loop.mode=sync")
+    labels = [run.label for run in loading.read([*paths, *other, *other])]
+    assert labels[:2] == ["sync output_tokens=8", "async output_tokens=8"]
+    assert labels[2:] == ["sync output_tokens=9", "sync output_tokens=9 #2"]
+    assert [run.label for run in loading.read(paths)] == ["sync", "async"]
+
+
+def test_a_window_counts_the_requests_that_arrive_in_it(simulate: Callable[..., list[Path]]) -> None:
+    """From A to before B: of a request every 50 ms those of 0.1, 0.15, 0.2 s; `summary.json` counts the same."""
+    run = loading.read(simulate("loop.mode=sync", window="0.1:0.25"))[0]
+    assert run.window_ns == (0.1e9, 0.25e9)
+    assert len(run.counted) == run.summary["ttft_s"]["n"]
+    assert ((run.counted["arrival_ns"] >= 0.1e9) & (run.counted["arrival_ns"] < 0.25e9)).all()
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "said"),
+    [
+        ("summary.json", {"loop": 3}, "loop is 3, expected sync or async"),
+        ("summary.json", {"requests": None}, "requests is missing or null"),
+        ("summary.json", {"ttft_s": None}, "ttft_s is missing or null"),
+        ("summary.json", {"gpu_active": "0.7"}, "gpu_active is '0.7', expected a number"),
+        ("summary.json", {"gpu_active": float("nan")}, "gpu_active is nan, expected a number"),
+        ("summary.json", {"requests": True}, "requests is true, expected a whole number"),
+        ("summary.json", {"window_s": [1]}, "window_s is [1], expected a list of two"),
+        ("summary.json", {"steps": 1}, "steps is 1, that of steps.parquet is"),
+        ("summary.json", {"schema_version": 1}, "schema_version 1, this version reads 3"),
+        ("env.json", {"device": None}, "device is missing or null, expected text"),
+        ("env.json", {"git": "main"}, "git is 'main', expected fields"),
+        ("env.json", {"injected_ms": {"launch": "1"}}, "injected_ms is {'launch': '1'}, expected names with numbers"),
+    ],
+)
+def test_a_wrong_value_is_named(paths: list[Path], tmp_path: Path, file: str, changes: Any, said: str) -> None:
+    """File, key, value and what it has to be: a directory that was edited by hand is a user's mistake, no crash."""
+    with pytest.raises(RunError) as error:
+        loading.read([_copy(paths[0], tmp_path, file, **changes)])
+    assert str(error.value).startswith(str(tmp_path / "copy" / file)) and said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1, 2]", "not a scenario"),
+        ("name: a\nscheduler: null\n", "scheduler is missing or null"),
+        ("{", "not valid YAML"),
+    ],
+)
+def test_a_scenario_that_is_none_is_refused(paths: list[Path], tmp_path: Path, text: str, said: str) -> None:
+    copy = _copy(paths[0], tmp_path)
+    (copy / "scenario.resolved.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"scenario\.resolved\.yaml") as error:
+        loading.read([copy])
+    assert said in str(error.value)
+
+
+def test_a_scenario_that_holds_itself_is_refused(paths: list[Path], tmp_path: Path) -> None:
+    copy = _copy(paths[0], tmp_path)
+    with (copy / "scenario.resolved.yaml").open("a") as file:
+        file.write("more: &self {inner: *self}\n")
+    with pytest.raises(RunError, match="holds itself"):
+        loading.read([copy])
+
+
+@pytest.mark.parametrize(
+    "name", ["summary.json", "env.json", "scenario.resolved.yaml", "steps.parquet", "requests.parquet"]
+)
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\x00garbage"])
+def test_a_broken_file_is_named(paths: list[Path], tmp_path: Path, name: str, content: bytes | None) -> None:
+    file = _copy(paths[0], tmp_path) / name
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(RunError) as error:
+        loading.read([file.parent])
+    assert str(error.value).startswith(str(file))
+
+
+def test_fields_are_told_by_dotted_name() -> None:
+    assert flat({"a": {"b": 1, "c": {"d": None}}, "e": [1]}) == {"a.b": 1, "a.c.d": None, "e": [1]}

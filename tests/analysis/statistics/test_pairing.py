@@ -1,0 +1,190 @@
+"""Simulated against measured: errors with a known answer, where plans part, what cannot be replayed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.statistics import condition, pairing
+from analysis.statistics.comparable import Incomparable
+from analysis.statistics.loading import Run, read
+from analysis.statistics.pairing import NotAPair
+from cbsim.cli.parser import main
+from cbsim.results.checks import SINGLE
+
+GPU = "a GPU"
+COST = "cost={{kind: constant, step_s: {0}, cpu: {{schedule: {{base_s: {1}}}, update: {{base_s: {1}}}}}}}"
+SLOW, FAST = COST.format(0.02, 0.004), COST.format(0.01, 0.002)
+
+
+def _served(out: Path, *overrides: str, device: str | None = None, **facts: Any) -> Path:
+    """The directory of a run; with a device, one that says it was measured on it."""
+    words = [word for field in overrides for word in ("--set", field)]
+    assert main(["run", "tiny_cpu", "--loop", "async", "--quiet", *words, "--out", str(out)]) == 0
+    (folder,) = out.iterdir()
+    if device:
+        file = folder / "env.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "device": device, **facts}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    """Everything in the simulated run takes twice as long."""
+    out = tmp_path_factory.mktemp("pair")
+    sim, measured = read([_served(out / "sim", SLOW), _served(out / "measured", FAST, device=GPU)])
+    return sim, measured
+
+
+def test_twice_as_slow_is_an_error_of_100_percent(pair: tuple[Run, Run]) -> None:
+    """Theory: with every time doubled, times are +100 %, rates -50 %; counts and shares are right. It is certain."""
+    for one in pairing.errors(*pair):
+        difference = one.difference
+        assert (one.simulated, one.measured) == (difference.b, difference.a)
+        if one.measured == 0:
+            assert one.simulated == 0
+        elif one.metric.startswith("cost."):
+            continue
+        elif difference.unit == "s":
+            assert one.error == pytest.approx(1.0)
+            if (
+                difference.interval
+                and difference.interval.relative
+                and one.metric not in SINGLE
+                and "step" not in one.metric
+            ):
+                assert difference.interval.relative == pytest.approx((1.0, 1.0))
+        elif one.metric.endswith("_per_s"):
+            assert one.error == pytest.approx(-0.5)
+        else:
+            assert one.error == pytest.approx(0.0, abs=1e-9)
+
+
+def test_phases_and_lanes_are_compared_in_microseconds(pair: tuple[Run, Run]) -> None:
+    phases = {one.name: one for one in pairing.phases(*pair)}
+    assert list(phases) == ["schedule", "prepare", "launch", "await", "update", "h2d", "compute", "d2h"]
+    compute = phases["compute"]
+    assert (compute.simulated_mean_us, compute.measured_p50_us) == (20_000, 10_000)
+    assert phases["schedule"].error == pytest.approx(1.0)
+    assert phases["h2d"].error is None or phases["h2d"].measured_mean_us > 0
+
+
+def test_conditions_apply_to_errors(pair: tuple[Run, Run]) -> None:
+    """An error of +100 % is beyond 5 % either way; what is judged is simulated against measured."""
+    found = [one.difference for one in pairing.errors(*pair)]
+    assert condition.verdict(condition.parse("tpot.p50>±5%"), found)[0]
+    assert condition.verdict(condition.parse("tpot.p50>+99%"), found)[0]
+    assert not condition.verdict(condition.parse("tpot.p50<-5%"), found)[0]
+    assert not condition.verdict(condition.parse("gpu_active>±1pt"), found)[0]
+
+
+def test_the_summary_has_the_largest_and_the_median_error(pair: tuple[Run, Run]) -> None:
+    sim, measured = pair
+    text = pairing.summary_line(pairing.errors(sim, measured))
+    assert "times and rates: median 100.0 %, largest +100.0 %" in text
+    equal = replace(sim, environment={**sim.environment, "device": GPU})
+    assert "median 0.0 %, largest =" in pairing.summary_line(pairing.errors(sim, equal))
+    assert pairing.summary_line([]) == "no metric to tell by"
+
+
+def test_zero_of_zero_does_not_make_the_median_small(pair: tuple[Run, Run]) -> None:
+    """Counts that agree because nothing happened are no merit of the simulator."""
+    errors = pairing.errors(*pair)
+    some = [one for one in errors if one.metric in ("makespan_s", "preemptions", "wasted_rows", "padding_share")]
+    assert "of 1 times and rates: median 100.0 %" in pairing.summary_line(some)
+    assert "share" not in pairing.summary_line(some)
+
+
+def test_runs_that_are_no_pair_are_refused_by_name(pair: tuple[Run, Run]) -> None:
+    sim, measured = pair
+    with pytest.raises(NotAPair, match="is measured, expected a simulated run; put the simulated run first") as caught:
+        pairing.errors(measured, sim)
+    assert str(measured.path) in str(caught.value)
+    with pytest.raises(NotAPair, match="is simulated, expected a measured run; use compare"):
+        pairing.tables(sim, sim)
+    with pytest.raises(NotAPair, match="is measured, expected a simulated run; use compare"):
+        pairing.tables(measured, measured)
+
+
+def test_another_workload_is_no_measure_of_error(pair: tuple[Run, Run], tmp_path: Path) -> None:
+    (other,) = read([_served(tmp_path / "other", "seed=4", device=GPU)])
+    with pytest.raises(Incomparable, match="seed is 0 and 4"):
+        pairing.errors(pair[0], other)
+
+
+def test_all_at_once_the_same_plans_are_made_at_any_speed(pair: tuple[Run, Run]) -> None:
+    found = pairing.divergence(*pair)
+    steps = len(pair[0].steps)
+    assert (found.agreed, found.simulated_steps, found.measured_steps, found.step) == (steps, steps, steps, None)
+
+
+def test_arrivals_that_meet_other_steps_part_the_plans(tmp_path: Path) -> None:
+    """With time between arrivals, a slower server takes more requests in at a poll: normal, and said so."""
+    arrivals = "workload.arrivals={kind: constant, rate_per_s: 30}"
+    sim, measured = read(
+        [_served(tmp_path / "sim", SLOW, arrivals), _served(tmp_path / "measured", FAST, arrivals, device=GPU)]
+    )
+    found = pairing.divergence(sim, measured)
+    assert found.step is not None
+    hashes = [run.table["plan_hash"] for run in (sim, measured)]
+    assert (hashes[0][: found.step] == hashes[1][: found.step]).all()
+    assert hashes[0][found.step] != hashes[1][found.step]
+    assert "had been taken in by then in the simulated run only" in found.reason
+    assert "normal" in found.reason
+
+
+def test_other_settings_are_named_before_anything_else(pair: tuple[Run, Run], tmp_path: Path) -> None:
+    (other,) = read([_served(tmp_path / "other", FAST, "scheduler.max_num_seqs=8", device=GPU)])
+    found = pairing.divergence(pair[0], other)
+    assert "scheduler.max_num_seqs" in found.reason
+    assert "cost" not in found.reason
+
+
+def test_a_run_with_more_steps_parts_where_the_other_ends(pair: tuple[Run, Run]) -> None:
+    sim, measured = pair
+    short = replace(measured, table=type(measured.table)(measured.table.table[:10]))
+    found = pairing.divergence(sim, short)
+    assert (found.agreed, found.step) == (10, 10)
+    assert "more steps" in found.reason
+
+
+def test_both_runs_are_replayed(pair: tuple[Run, Run]) -> None:
+    for run, one in zip(pair, pairing.replays(pair), strict=True):
+        assert (one.run, one.matched, one.steps, one.says) == (run.label, len(run.steps), len(run.steps), "identical")
+
+
+def test_what_cannot_be_replayed_says_why(pair: tuple[Run, Run], tmp_path: Path) -> None:
+    """Another engine decides by itself; a broken directory is named. Neither stops the report."""
+    sim, measured = pair
+    peer = Path(shutil.copytree(measured.path, tmp_path / "peer"))
+    (peer / "env.json").write_text(json.dumps({**measured.environment, "engine": "transformers 5.17.0"}))
+    copy = Path(shutil.copytree(sim.path, tmp_path / "copy"))
+    (copy / "steps.parquet").unlink()
+    served, broken = pairing.replays([replace(measured, path=peer), replace(sim, path=copy)])
+    assert served.matched is None
+    assert "transformers 5.17.0" in served.says
+    assert broken.matched is None
+    assert "steps.parquet" in broken.says
+
+
+def test_tables_are_whole(pair: tuple[Run, Run]) -> None:
+    tables = pairing.tables(*pair)
+    assert [table.title for table in tables] == ["Errors", "Time in a step", "Decisions"]
+    for table in tables:
+        assert table.rows
+        assert all(len(row) == len(table.header) for row in table.rows)
+    makespan = next(row for row in tables[0].rows if row[0] == "makespan")
+    assert makespan[3] == "+100.0 %"
+    assert len(pairing.tables(*pair, everything=True)[0].rows) == len(pairing.errors(*pair))
+
+
+def test_runs_without_steps_have_no_phases(pair: tuple[Run, Run]) -> None:
+    sim, measured = pair
+    empty = replace(measured, table=type(measured.table)(measured.table.table[:0]))
+    assert pairing.phases(sim, empty) == []
+    assert pairing.divergence(empty, empty).step is None

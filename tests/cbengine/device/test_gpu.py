@@ -1,0 +1,82 @@
+"""What the system says of a GPU, asked of a stand-in for nvidia-smi; and that a run keeps it, before and after."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the engine needs torch")
+
+from cbengine import build, servers
+from cbengine.build import Setup
+from cbengine.cli.arguments import command_line
+from cbengine.device import gpu
+from cbsim.cli.arguments import run_options
+from cbsim.scenario import scenario
+from cbsim.server import running
+
+SAID = "1980, 1980, 2619, 412.50, 700.00, 54, 0x0000000000000004"
+
+
+@pytest.fixture
+def says(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets what nvidia-smi prints, or raises; returns the commands that were run."""
+
+    def given(answer: str | Exception) -> list[list[str]]:
+        asked: list[list[str]] = []
+
+        def run(words: list[str], **_: Any) -> Any:
+            asked.append(words)
+            if isinstance(answer, Exception):
+                raise answer
+            return subprocess.CompletedProcess(words, 0, answer, "")
+
+        monkeypatch.setattr(gpu.subprocess, "run", run)
+        return asked
+
+    return given
+
+
+def test_clocks_power_and_throttling_have_their_names(says: Any) -> None:
+    """Numbers as numbers, in the units of their names; a bit mask stays text."""
+    asked = says(SAID + "\n")
+    found = gpu.state()
+    assert found is not None
+    assert list(found) == list(gpu.STATE)
+    assert found["sm_clock_mhz"] == 1980.0
+    assert found["power_w"] == 412.5
+    assert found["throttle_reasons"] == "0x0000000000000004"
+    assert f"--query-gpu={','.join(gpu.STATE.values())}" in asked[0]
+
+
+@pytest.mark.parametrize(
+    "answer", [FileNotFoundError("nvidia-smi"), subprocess.CalledProcessError(9, "nvidia-smi"), "", "No devices\n"]
+)
+def test_where_nobody_says_there_is_none(answer: str | Exception, says: Any) -> None:
+    says(answer)
+    assert gpu.state() is None
+
+
+def test_a_run_keeps_the_state_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """env.json is written again when the run is over; all that was said before stays."""
+    states = iter(({"sm_clock_mhz": 345.0}, {"sm_clock_mhz": 1980.0}))
+    words = ["replay", "tiny_cpu", "--set", "workload.requests=2", "--out", str(tmp_path), "--quiet"]
+    options = run_options(command_line().parse_args(words))
+    setup = Setup(device="inline")
+
+    def serve(*given: Any) -> servers.Measured:
+        server = servers.Measured(setup, 0, *given)
+        server._on_gpu = True
+        server.facts["gpu_before"] = gpu.state()
+        return server
+
+    monkeypatch.setattr(gpu, "state", lambda: next(states))
+    asked = build.adapted(scenario.load("tiny_cpu", options.overrides), setup)
+    done = running.one_loop(asked, "sync", options, serve)
+    facts = json.loads((done.path / "env.json").read_text())
+    assert (facts["gpu_before"], facts["gpu_after"]) == ({"sm_clock_mhz": 345.0}, {"sm_clock_mhz": 1980.0})
+    assert facts["engine"] == "cbengine"

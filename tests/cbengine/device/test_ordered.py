@@ -1,0 +1,273 @@
+"""Streams, events, graphs and pinned buffers of the CUDA device, without a GPU: whatever order a GPU takes, the result
+is the same. `ordered` notes every access; here the whole engine runs on it, and planted faults must be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the engine needs torch")
+pytest.importorskip("transformers", reason="the text is compared with transformers'")
+
+from ordered import Event, Stream, WholeTables, World, ordered
+from served import INLINE, LOOPS, MS, SCHEDULERS, Run, asked, check_texts, spec
+
+from cbengine import build
+from cbengine.device.cuda import Cuda
+from cbsim.scenario.scenario import depth
+from cbsim.workload.generators import Workload
+
+GRAPHS = {"graphs": True, "kernel by kernel": False}
+each_loop = pytest.mark.parametrize("loop", LOOPS)
+each_graphs = pytest.mark.parametrize("graphs", GRAPHS.values(), ids=GRAPHS)
+Plant = Callable[[Cuda, World], None]
+
+
+def served(
+    monkeypatch: pytest.MonkeyPatch,
+    loop: str,
+    *,
+    graphs: bool,
+    scheduler: str = SCHEDULERS[0],
+    overlap: bool = True,
+    before: Callable[[World], None] = lambda _: None,
+    plant: Plant = lambda *_: None,
+    requests: int = 3,
+) -> tuple[Run, list[str]]:
+    """A run on the stand-in, and what was out of order. `before` the device is made and after it a fault is planted."""
+    specs = [spec(i, *((13, 9), (30, 5), (8, 14), (1, 20))[i % 4], arrival_ns=6 * MS * i) for i in range(requests)]
+    budget = ["scheduler.max_num_batched_tokens=24", "scheduler.max_num_seqs=4"]
+    limits = budget if scheduler.startswith("vllm") else []
+    server = asked(scheduler, "kv_cache={block_size: 4, num_blocks: 60}", "model.dtype=float32", *limits)
+    with ordered() as world:
+
+        def device(scenario: Any, loop: str, plan: Any, *_: Any) -> Cuda:
+            before(world)
+            made = Cuda(plan(), plan.capacity, depth(loop), graphs=graphs, overlap=overlap, random=False)
+            for name in ("_pinned", "_received", "_inbound", "_outbound"):
+                for slot, buffer in enumerate(getattr(made, name)):
+                    world.call(f"{name.strip('_')}[{slot}]", buffer)
+            world.running = True
+            plant(made, world)
+            return made
+
+        monkeypatch.setattr(build, "ops", lambda _: WholeTables())
+        run = Run(server, loop, Workload(specs, len(specs)), INLINE, device=device)
+    return run, world.races
+
+
+@each_loop
+@each_graphs
+@pytest.mark.parametrize("overlap", [True, False], ids=["three streams", "one stream"])
+@pytest.mark.parametrize("scheduler", [SCHEDULERS[0], "transformers_fifo", "static"])
+def test_every_order_that_a_gpu_may_take_is_the_same(
+    scheduler: str, overlap: bool, graphs: bool, loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each access of a buffer is ordered after those that it depends on; and the tokens are those of `generate`."""
+    captures = graphs and scheduler != "static"
+    run, races = served(monkeypatch, loop, graphs=captures, scheduler=scheduler, overlap=overlap, requests=6)
+    assert races == []
+    assert bool(run.device.facts["captured_batches"]) == captures
+    check_texts(run)
+
+
+class Told:
+    """Notes the order of what `launch` queues, by name."""
+
+    def __init__(self, device: Cuda) -> None:
+        self.said: list[str] = []
+        device.launch = self.noting("launch", device.launch)  # type: ignore[method-assign]
+        tables = device._executor.update_tables
+        device._executor.update_tables = self.noting("tables", tables)  # type: ignore[method-assign]
+        for rows, graph in device._graphs.items():
+            device._graphs[rows] = graph._replace(inputs=Inputs(graph.inputs, self))  # type: ignore[arg-type]
+        for marks in device._marks:
+            marks.start.record = self.noting("start", marks.start.record)  # type: ignore[method-assign]
+            marks.end.record = self.noting("end", marks.end.record)  # type: ignore[method-assign]
+
+    def noting(self, name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*given: Any) -> Any:
+            self.said.append(name)
+            return act(*given)
+
+        return noted
+
+
+class Inputs:
+    """A graph's inputs, whose filling is noted."""
+
+    def __init__(self, inputs: Any, told: Told) -> None:
+        self._inputs = inputs
+        self.copy_ = told.noting("inputs", inputs.copy_)
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+
+@each_loop
+@each_graphs
+def test_a_step_s_time_is_that_of_its_kernels(graphs: bool, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables and inputs are queued before its first event: with an idle GPU it would count the CPU's queueing."""
+    found: list[Told] = []
+    served(monkeypatch, loop, graphs=graphs, plant=lambda device, _: found.append(Told(device)))
+    steps = " ".join(found[0].said).split("launch ")[1:]
+    assert all(step.strip().endswith("start end") for step in steps)
+    assert any(step.startswith("tables") for step in steps)
+    assert any("inputs" in step for step in steps) == graphs
+
+
+# -- planted ----------------------------------------------------------------------------------------------------------
+
+
+def compute_does_not_wait(device: Cuda, world: World) -> None:
+    device._compute.wait_event = lambda event: None  # type: ignore[method-assign]
+
+
+def results_do_not_wait(device: Cuda, world: World) -> None:
+    device._d2h.wait_event = lambda event: None  # type: ignore[method-assign]
+
+
+def nobody_waits_for_the_step(device: Cuda, world: World) -> None:
+    """The slot's buffers are taken again before its step has ended."""
+    for marks in device._marks:
+        marks.done.synchronize = lambda: None  # type: ignore[method-assign]
+
+
+def staging_is_rewritten_in_flight(device: Cuda, world: World) -> None:
+    launch = device.launch
+
+    def launched(slot: int, *given: Any) -> None:
+        launch(slot, *given)
+        device.staging[slot][0] = device.staging[slot][0]
+
+    device.launch = launched  # type: ignore[method-assign]
+
+
+def tables_are_written_beside_the_step(device: Cuda, world: World) -> None:
+    executor, update = device._executor, device._executor.update_tables
+
+    def on_the_copies_stream(step: Any) -> None:
+        with torch.cuda.stream(device._h2d):
+            update(step)
+
+    executor.update_tables = on_the_copies_stream  # type: ignore[method-assign]
+
+
+def an_event_is_recorded_too_early(device: Cuda, world: World) -> None:
+    """`end` lies before the kernels: the copy out may overtake them."""
+    for marks in device._marks:
+        marks.start.record = marks.end.record  # type: ignore[method-assign]
+        marks.end.record = lambda stream: None  # type: ignore[method-assign]
+
+
+def two_slots_share(name: str) -> Plant:
+    def plant(device: Cuda, world: World) -> None:
+        buffers = getattr(device, name)
+        buffers[-1] = buffers[0]
+        if name == "_pinned":
+            device.staging[-1] = device.staging[0]
+
+    return plant
+
+
+def the_graph_reads_what_is_copied_in(device: Cuda, world: World) -> None:
+    """Its inputs are filled by the copies' stream, behind nothing."""
+    for rows, graph in device._graphs.items():
+        inputs = Filled(graph.inputs, device._h2d)
+        device._graphs[rows] = graph._replace(inputs=inputs)  # type: ignore[arg-type]
+
+
+class Filled:
+    """A graph's inputs, filled on a stream of their own."""
+
+    def __init__(self, inputs: Any, stream: Any) -> None:
+        self._inputs, self._stream = inputs, stream
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def copy_(self, source: Any) -> None:
+        with torch.cuda.stream(self._stream):
+            self._inputs.copy_(source)
+
+
+FAULTS: dict[str, tuple[Plant, str]] = {
+    "compute does not wait": (compute_does_not_wait, "compute reads inbound"),
+    "results do not wait": (results_do_not_wait, "d2h reads outbound"),
+    "nobody waits": (nobody_waits_for_the_step, "host reads received"),
+    "staging rewritten": (staging_is_rewritten_in_flight, "host writes pinned"),
+    "tables beside": (tables_are_written_beside_the_step, "nothing orders the two"),
+    "event too early": (an_event_is_recorded_too_early, "d2h reads outbound"),
+}
+AT_DEPTH_2: dict[str, tuple[Plant, str]] = {
+    "one staging buffer": (two_slots_share("_pinned"), "host writes pinned"),
+    "one inbound buffer": (two_slots_share("_inbound"), "h2d writes inbound"),
+    "one outbound buffer": (two_slots_share("_outbound"), "compute writes outbound"),
+}
+
+
+@each_loop
+@each_graphs
+@pytest.mark.parametrize(("plant", "found"), FAULTS.values(), ids=FAULTS)
+def test_planted_faults_are_found(
+    plant: Plant, found: str, graphs: bool, loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing wait, a buffer taken again too early, work on the wrong stream: told by buffer and stream."""
+    _, races = served(monkeypatch, loop, graphs=graphs, plant=plant)
+    assert any(found in race for race in races), races[:5]
+
+
+@each_graphs
+@pytest.mark.parametrize(("plant", "found"), AT_DEPTH_2.values(), ids=AT_DEPTH_2)
+def test_two_steps_in_flight_need_two_of_every_buffer(
+    plant: Plant, found: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, races = served(monkeypatch, "async", graphs=graphs, plant=plant)
+    assert any(found in race for race in races), races[:5]
+
+
+@each_loop
+def test_a_graph_whose_inputs_come_unordered_is_found(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, races = served(monkeypatch, loop, graphs=True, plant=the_graph_reads_what_is_copied_in)
+    assert any("nothing orders the two" in race for race in races), races[:5]
+
+
+def test_weights_must_be_there_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were written on another stream: without the wait at the start, the first step may not see them."""
+    _, races = served(
+        monkeypatch,
+        "sync",
+        graphs=False,
+        before=lambda _: monkeypatch.setattr(torch.cuda, "synchronize", lambda: None),
+    )
+    assert any("compute reads a buffer, which default wrote" in race for race in races), races[:5]
+
+
+def test_what_one_stream_frees_another_must_not_use() -> None:
+    """The caching allocator gives memory out again on the stream that took it, whatever others are doing with it."""
+    with ordered() as world:
+        one, other, done = Stream(world, "one"), Stream(world, "other"), Event(world)
+        world.running = True
+        with torch.cuda.stream(one):
+            made = torch.ones(3)
+            done.record(one)
+        other.wait_event(done)
+        with torch.cuda.stream(other):
+            made.add_(1)
+    assert world.races == ["other writes a buffer, which one's allocator may give out again"]
+
+
+def test_a_time_is_read_only_of_what_has_happened() -> None:
+    with ordered() as world:
+        stream, first, last = Stream(world, "one"), Event(world), Event(world)
+        first.record(stream)
+        last.record(stream)
+        first.synchronize()
+        first.elapsed_time(last)
+        assert world.races == ["host reads the time of an event that need not have happened"]
+        last.synchronize()
+        assert first.elapsed_time(last) > 0
+    assert len(world.races) == 1

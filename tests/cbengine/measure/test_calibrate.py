@@ -1,0 +1,450 @@
+"""Calibration: coefficients that are known come back from made-up steps, the file is one the simulator reads, and the
+probes are scenarios on every scheduler. How long anything took here is never looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torch", reason="the engine needs torch")
+
+from served import INLINE, LOOPS, SCHEDULERS, asked, spec
+
+from cbengine import build
+from cbengine.cli import parser
+from cbengine.errors import UsageError
+from cbengine.measure import calibrate, probes
+from cbengine.measure.calibrate import CPU_TERMS, GPU_TERMS
+from cbengine.measure.equal_steps import EqualSteps, equal_steps
+from cbengine.measure.probes import Line, Probe, Reach, Table
+from cbsim.cli import parser as simulator
+from cbsim.cost.cpu import PHASES
+from cbsim.cost.fitted import Curve
+from cbsim.policy.plan import Chunk, StepPlan
+from cbsim.results.metrics import Steps
+from cbsim.results.record import STEP_COLUMNS
+from cbsim.scenario import documents, scenario
+from cbsim.scenario.costs import Coefficients
+from cbsim.scenario.scenario import Scenario
+from cbsim.server import assemble
+from cbsim.workload import generators
+
+KERNELS = {  # seconds
+    "per_chunk_s": 3e-4,
+    "per_cached_token_s": 2e-7,
+    "per_prefill_attention_s": 4e-8,
+    "per_decode_row_s": 5e-5,
+}
+MATRICES = Curve([1, 64, 128], [2e-3, 2.5e-3, 6e-3])  # flat, then steep
+READS = Curve([0, 512, 4096], [0.0, 1e-3, 2e-3])
+CPU = {
+    phase: {"base_s": 1e-4 * (i + 1), "per_request_s": 1e-6 * i, "per_chunk_s": 3e-5, "per_change_s": 2e-5}
+    for i, phase in enumerate(PHASES)
+}
+LAYERS, EAGER_S = 2, 3e-4
+H2D, D2H = 7e-6, 9e-6
+
+
+def compute_s(tokens: int, chunks: int, cached: int, pairs: float, decodes: int, context: int) -> float:
+    """What the kernels of made-up steps take."""
+    counts = (chunks, cached, pairs, decodes)
+    linear = sum(each * count for each, count in zip(KERNELS.values(), counts, strict=True))
+    return linear + MATRICES(tokens) + READS(context)
+
+
+def made_up(count: int, seed: int, noise: float) -> Table:
+    """Steps that take what KERNELS, both curves and CPU say, give or take `noise`; those with chunks are eager."""
+    rng = np.random.default_rng(seed)
+
+    def ns(seconds: float) -> int:
+        return round(seconds * 1e9 * (1 + noise * rng.standard_normal()))
+
+    table = Table()
+    for _ in range(count):
+        chunks, decodes = int(rng.integers(0, 3)), int(rng.integers(1, 17))
+        prefill, cached = chunks * int(rng.integers(2, 64)), chunks * int(rng.integers(0, 90))
+        pairs, context = prefill * float(rng.integers(1, 80)), decodes * int(rng.integers(8, 320))
+        tokens, rows, blocks = prefill + decodes, chunks + decodes, context // 16 + 1
+        changes = int(rng.integers(0, 3))
+        counts = (1, rows, chunks, changes)
+        phases = {name: float(np.dot(list(CPU[name].values()), counts)) for name in PHASES}
+        phases["launch"] += EAGER_S * (chunks > 0)
+        table.lines.append(
+            Line(
+                *(tokens, chunks, prefill, cached, pairs, decodes, context, rows, tokens, blocks, changes, context),
+                eager=chunks > 0,
+                bound=False,
+                **{name: ns(seconds) for name, seconds in phases.items()},
+                h2d=ns(H2D),
+                compute=ns(compute_s(tokens, chunks, cached, pairs, decodes, context)),
+                d2h=ns(D2H),
+            )
+        )
+    return table
+
+
+def plan(chunks: tuple[Chunk, ...], **counts: int) -> StepPlan:
+    """A plan of these chunks and counts, and nothing else."""
+    tuples = ("grown", "joined", "left", "ends", "ended", "preempted", "replaced")
+    fields: dict[str, Any] = {name: () if name in tuples else 0 for name in StepPlan._fields}
+    return StepPlan(**(fields | {"chunks": chunks, "prefill_tokens": sum(c.tokens for c in chunks)} | counts))
+
+
+def simulated(table: Table) -> Any:
+    """The simulator's cost model with what a calibration makes of these steps."""
+    found = calibrate.calibration(table, LAYERS)
+    base = asked("vllm").model_dump(mode="json")
+    return assemble.cost_model(Scenario.model_validate(base | {"cost": {"kind": "fitted", **found.coefficients}}))
+
+
+def test_known_coefficients_come_back() -> None:
+    """Without noise: the CPU's and the copies' to the file's digits, and what eager steps cost more."""
+    found = calibrate.calibration(made_up(400, 1, 0.0), LAYERS)
+    assert (found.coefficients["h2d_s"], found.coefficients["d2h_s"]) == (H2D, D2H)
+    assert found.coefficients["launch_s_per_layer"] == pytest.approx(EAGER_S / LAYERS, rel=1e-3)
+    for phase, terms in found.coefficients["cpu"].items():
+        assert tuple(terms) == CPU_TERMS
+        assert {term: terms[term] for term in CPU[phase]} == pytest.approx(CPU[phase], rel=1e-3)
+    assert tuple(found.fits) == ("kernels", *PHASES)
+    assert set(GPU_TERMS) < set(found.coefficients)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_simulator_makes_of_them_what_was_measured(seed: int) -> None:
+    """5 % of noise a step leaves 2.5 % in the simulator's time of a step, prefilling or decoding, left and right of the
+    bend in the matrix products.
+    """
+    model = simulated(made_up(900, seed, 0.05))
+    few, many = (plan((), decodes=n, decode_context=n * 200) for n in (4, 16))
+    mixed = plan((Chunk(spec(0, 90, 4), 0, 20, 90, (), False),), decodes=4, decode_context=4 * 100)
+    for step, work in (
+        (few, (4, 0, 0, 0, 4, 804)),
+        (many, (16, 0, 0, 0, 16, 3216)),
+        (mixed, (94, 1, 20, 5895, 4, 404)),
+    ):
+        h2d, kernels, d2h = model.gpu_ns(step, work[0])
+        assert kernels == pytest.approx(compute_s(*work) * 1e9, rel=0.025)
+        assert (h2d, d2h) == pytest.approx((H2D * 1e9, D2H * 1e9), rel=0.01)
+
+
+def test_a_larger_batch_may_be_the_faster_one() -> None:
+    """Matrix products go in tiles: 24 rows may take less than 16. A curve through measured sizes shows it."""
+    table = made_up(600, 1, 0.0)
+    slower = Curve([8, 16, 24], [0, 1e6, 0])
+    slow = [line._replace(compute=line.compute + round(slower(min(line.tokens, 24)))) for line in table.lines]
+    curve = calibrate.calibration(Table(slow), LAYERS).coefficients["query_tokens"]
+    at = {point["tokens"]: point["s"] for point in curve}
+    assert at[16] > at[24] > 0
+
+
+def test_steps_that_waited_for_their_launches_do_not_count() -> None:
+    """Their kernels would have been faster."""
+    table = made_up(600, 1, 0.0)
+    waited = [
+        line._replace(compute=line.compute * 3, bound=True) if i % 3 == 0 else line
+        for i, line in enumerate(table.lines)
+    ]
+    assert calibrate.calibration(Table(waited), LAYERS).fits["kernels"].steps == 400
+    step = plan((), decodes=8, decode_context=800)
+    assert simulated(Table(waited)).gpu_ns(step, 8)[1] == pytest.approx(simulated(table).gpu_ns(step, 8)[1], rel=0.01)
+
+
+def test_a_curve_has_points_only_where_steps_are() -> None:
+    """FEW steps between two points, and the last one is the largest size; hats add up to 1 everywhere."""
+    counted = np.array([3.0] * 20 + [30.0] * 2 + [100.0] * 20)
+    assert calibrate.points(counted, calibrate.SIZES) == [4, 100]
+    assert calibrate.points(np.array([0.0] * 30), calibrate.SIZES) == [1]
+    assert sum(calibrate.hats(counted, [4, 50, 100])) == pytest.approx(np.ones(len(counted)))
+
+
+def test_too_few_steps() -> None:
+    with pytest.raises(UsageError, match="calibrate: 23 steps are too few, 24 would do: give a larger"):
+        calibrate.calibration(made_up(23, 1, 0.0), LAYERS)
+    calibrate.calibration(made_up(24, 1, 0.0), LAYERS)
+
+
+# -- the steps --------------------------------------------------------------------------------------------------------
+
+
+def steps_of(**edges: list[int]) -> Steps:
+    """A step table with these columns, 0 in all others."""
+    rows = np.zeros((len(next(iter(edges.values()))), len(STEP_COLUMNS)), dtype=np.int64)
+    for name, values in edges.items():
+        rows[:, list(STEP_COLUMNS).index(name)] = values
+    return Steps(rows)
+
+
+def test_a_line_counts_from_launch_to_kernels_and_from_kernels_to_the_cpu() -> None:
+    """Kernels begin 5 after the launch and end at 40; the CPU has the result at 47. Padding counts as decoding rows."""
+    steps = steps_of(
+        padded_tokens=[8], launch_start_ns=[10], launch_end_ns=[15], compute_start_ns=[20], compute_end_ns=[40],
+        await_end_ns=[47], context_tokens=[99],
+    )  # fmt: skip
+    at = {name: int(steps.table[0][i]) for i, name in enumerate(STEP_COLUMNS)}
+    line = probes._line(plan((), decodes=5, decode_context=94), at, [8, 16])
+    assert (line.launch, line.h2d, line.compute, line.d2h, line.read) == (5, 5, 20, 7, 99)
+    assert (line.tokens, line.decodes, line.query_tokens, line.eager) == (8, 8, 5, False)
+
+
+@pytest.mark.parametrize(("end", "bound"), [(1010, True), (1400, False)])
+def test_kernels_that_end_with_their_launch_were_bound_by_it(end: int, bound: bool) -> None:
+    steps = steps_of(padded_tokens=[20], launch_end_ns=[1000], compute_start_ns=[0], compute_end_ns=[end])
+    at = {name: int(steps.table[0][i]) for i, name in enumerate(STEP_COLUMNS)}
+    line = probes._line(plan((Chunk(spec(0, 90, 4), 0, 0, 20, (), False),)), at, [8, 16])
+    assert (line.eager, line.bound, line.h2d) == (True, bound, 0)
+    assert not probes._line(plan((Chunk(spec(0, 90, 4), 0, 0, 20, (), False),)), at, []).eager, "launched in one go"
+
+
+def test_the_gap_is_that_of_steps_which_waited() -> None:
+    """Steps 1 and 2 were launched while the one before ran and began 3 and 5 later; step 3 was late itself."""
+    steps = steps_of(
+        launch_end_ns=[0, 12, 112, 400], compute_start_ns=[10, 103, 205, 450], compute_end_ns=[100, 200, 300, 500]
+    )
+    assert probes._gaps(steps).tolist() == [3, 5]
+    assert len(probes._gaps(steps_of(launch_end_ns=[5]))) == 0
+
+
+def test_of_the_asynchronous_loop_count_kernels_that_did_not_wait() -> None:
+    """Steps that were launched in one go while the one before ran: not the late one, not the eager one. What the CPU
+    took in that loop is not used.
+    """
+    table, n = Table(), 7
+    plans = [plan((), decodes=4, decode_context=400)] * (n - 1)
+    plans.append(plan((Chunk(spec(0, 90, 4), 0, 0, 20, (), False),)))
+    start = np.arange(n) * 100
+    launched = start - 50
+    launched[5] = 499  # after the kernels of step 4 had ended
+    times = {"launch_end_ns": launched, "compute_start_ns": start, "compute_end_ns": start + 80}
+    table.add_ahead(plans, steps_of(rows=[4] * n, padded_tokens=[8] * 6 + [20], **times), [8, 16])
+    assert [(line.tokens, line.compute, line.ahead) for line in table.lines] == [(8, 80, True)] * 2
+    assert table.alone().lines == []
+
+
+def test_equal_steps_of_both_loops_are_compared() -> None:
+    """By what they computed. Kernels that waited for their launch are longer, and only synchronous ones may wait: of
+    the asynchronous loop only steps that were launched ahead count.
+    """
+    n = 12
+    start = np.arange(n) * 1000
+    context = np.arange(n) // 2 * 16
+    same = {"rows": [4] * n, "padded_tokens": [8] * n, "context_tokens": context, "compute_start_ns": start}
+    alone = steps_of(**same, launch_end_ns=start + 20, compute_end_ns=start + 530)
+    ahead = steps_of(**same, launch_end_ns=start - 600, compute_end_ns=start + 500)
+    found = equal_steps([(alone, ahead)])
+    assert found is not None
+    assert (found.steps, found.sync_s, found.async_s) == pytest.approx((5, 530e-9, 500e-9))
+    assert found.difference_s == pytest.approx(30e-9)
+    assert str(found) == (
+        "kernels of 5 equal steps: 0.5 us synchronous, 0.5 us asynchronous, difference +0.0 us (+6.00%)"
+    )
+    assert equal_steps([(alone, alone)]) is None, "nothing was launched ahead"
+    assert equal_steps([]) is None
+
+
+def test_waiting_for_a_launch_is_no_work_of_the_kernels() -> None:
+    """Replayed steps of the synchronous loop are told as longer by what they wait; the fit takes that off, and leaves
+    eager steps and those that were launched ahead as they are.
+    """
+    clean, waited_ns = made_up(600, 1, 0.0), 40_000
+    late = [
+        line._replace(compute=line.compute + waited_ns * (not line.eager and i % 2 == 0), ahead=i % 2 == 1)
+        for i, line in enumerate(clean.lines)
+        if i % 2 == 0 or not line.eager
+    ]
+    table = Table(late, equal=EqualSteps(9, 1e-3, 9.6e-4, waited_ns / 1e9))
+    same = Table(
+        [line._replace(compute=line.compute - waited_ns * (not line.eager and not line.ahead)) for line in late]
+    )
+    found, right = (calibrate.calibration(one, LAYERS).coefficients for one in (table, same))
+    assert found["query_tokens"] == right["query_tokens"]
+    assert found["context_tokens"] == right["context_tokens"]
+
+
+@pytest.mark.parametrize("missing", [(), ("ahead",)])
+def test_steps_of_older_files_are_those_of_the_synchronous_loop(missing: tuple[str, ...]) -> None:
+    made = made_up(30, 1, 0.0)
+    assert Table.of(made.arrow().drop_columns(list(missing))).lines == made.lines
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_one_that_the_simulator_reads(tmp_path: Path) -> None:
+    """It is what the coefficients' schema wants, comments say where it comes from, and a scenario with it simulates."""
+    base = asked("vllm")
+    file = tmp_path / "a new" / "folder" / "fitted.yaml"
+    calibrate.check_writable(file)
+    assert not file.exists()
+    found = calibrate.calibration(made_up(100, 1, 0.01), LAYERS)
+    held = calibrate.write(file, found, base, "a device")
+    read = Coefficients.model_validate(documents.read(file).data)
+    assert read == Coefficients.model_validate(held)
+    told = read.calibrated
+    assert told is not None
+    assert (told.device, told.model, told.dtype, told.scheduler) == ("a device", "Tiny", "float32", "vllm")
+    assert (told.rows, told.tokens) == (18, max(line.tokens for line in found.table.lines))
+    assert told.fits is not None and told.fits.kernels.steps == 100
+    assert file.read_text().startswith("# Measured with `python -m cbengine calibrate`.")
+    cost = f"cost={{kind: fitted, path: {json.dumps(str(file))}}}"
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = simulator.main(["run", "tiny_cpu", "--set", cost, "--out", str(tmp_path / "runs"), "--json"])
+    assert status == 0
+    summary = json.loads(out.getvalue())["sync"]
+    assert summary["makespan_s"] > summary["steps"] * MATRICES(1)
+
+
+def test_a_file_is_fitted_again_from_the_steps_beside_it(tmp_path: Path) -> None:
+    """A better fit needs no device: origin and range stay, and so do the coefficients, as long as the fit does."""
+    file = tmp_path / "8b.fitted.yaml"
+    held = calibrate.write(file, calibrate.calibration(made_up(100, 1, 0.01), LAYERS), asked("vllm"), "a device")
+    assert calibrate.steps_of(file) == tmp_path / "8b.probes.parquet"
+    assert calibrate.refit(file, LAYERS) == held == documents.read(file).data
+    calibrate.steps_of(file).write_bytes(b"no table")
+    with pytest.raises(UsageError, match=r"8b\.probes\.parquet: not a calibration: "):
+        calibrate.refit(file, LAYERS)
+
+
+@pytest.mark.parametrize("place", ["file/fitted.yaml", "file/deeper/fitted.yaml", "."])
+def test_where_nothing_can_be_written(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("kept")
+    found = calibrate.calibration(made_up(30, 1, 0.0), LAYERS)
+    for attempt in (
+        lambda: calibrate.check_writable(tmp_path / place),
+        lambda: calibrate.write(tmp_path / place, found, asked("vllm"), "process"),
+    ):
+        with pytest.raises(UsageError, match="cannot be written: "):
+            attempt()
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_file_that_is_there_is_kept_until_the_end(tmp_path: Path) -> None:
+    """Looking whether it could be written does not touch it."""
+    file = tmp_path / "fitted.yaml"
+    file.write_text("the last one")
+    calibrate.check_writable(file)
+    assert file.read_text() == "the last one"
+
+
+# -- probes -----------------------------------------------------------------------------------------------------------
+
+HOSTILE = (  # what a base scenario may say, and a probe has to do without
+    "workload.requests=3",
+    "kv_cache.num_blocks=2",
+    "slo={ttft_s: 1}",
+)
+VLLM = (
+    "scheduler.enable_chunked_prefill=false",
+    "scheduler.max_model_len=20",
+    "scheduler.max_num_seqs=1",
+    "scheduler.max_num_batched_tokens=8192",
+    "scheduler.enable_prefix_caching=true",
+)
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 80), longest=st.integers(1, 500), tokens=st.integers(1, 300), context=st.integers(1, 9000),
+    quick=st.booleans(),
+)  # fmt: skip
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_probes_are_scenarios(scheduler: str, rows: int, longest: int, tokens: int, context: int, quick: bool) -> None:
+    """Whatever the reach and the base: each has a cache for all seats at once, so that nothing is refused or preempted,
+    and a device of the right size follows from it.
+    """
+    base = BASES[scheduler]
+    for probe in probes.probes(Reach(rows, longest, tokens, context), quick=quick):
+        assert 1 <= probe.low <= probe.prompt
+        assert probe.prompt + probe.output <= max(longest, probes.SHORTEST)
+        assert probe.seats <= rows
+        ready = probes._scenario(base, probe)
+        assert Scenario.model_validate(ready.model_dump(mode="json")) == ready
+        options: Any = scenario.scheduler_options(ready, 1)
+        assert options.num_blocks * options.block_size >= probe.seats * (probe.prompt + probe.output)
+        sizes = build.capacity(ready, "sync", generators.build(ready).specs())
+        assert sizes.slots <= max(probe.seats, probe.requests)
+
+
+BASES = {one: asked(one, *HOSTILE, *(VLLM if one.startswith("vllm") else ())) for one in SCHEDULERS}
+
+
+def test_probes_cover_what_was_asked_for() -> None:
+    """All seats, whole prompts, chunks, one request alone, as much context as asked for; `quick` shortens outputs."""
+    for quick in (False, True):
+        found = probes.probes(Reach(16, 160, 128, 1000), quick=quick)
+        assert max(probe.seats for probe in found) == 16
+        assert min(probe.seats for probe in found) == 1
+        assert max(probe.prompt + probe.output for probe in found) == 160
+        assert any(probe.chunk >= probe.prompt for probe in found)
+        assert any(probe.chunk < probe.prompt for probe in found)
+        assert max(probe.seats * probe.low for probe in found) >= 0.8 * 1000
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_a_base_scenario_says_of_its_loop_does_not_matter(loop: str) -> None:
+    """Probes run the synchronous loop, in which every step has its own time; some run the other one, too."""
+    base, said = asked("vllm", f"loop.mode={loop}"), []
+    few = Probe("few", 3, 2, 1, 6, 8, 6)
+    table = probes.measure(base, INLINE, [few, few._replace(ahead=True)], said.append)
+    assert said[:2] == ["probe 1 of 2: few", "probe 2 of 2: few, in both loops"]
+    assert table.lines
+    assert all(line.requests >= 1 and line.d2h >= 0 and not line.eager for line in table.lines)
+    assert Table.of(table.arrow()).lines == table.lines
+
+
+@pytest.mark.parametrize(
+    ("rows", "longest", "words"),
+    [
+        (4, 9000, "--longest: got 9000, must be <= 8192, model.max_position"),
+        (10**12, 8192, "calibrate: --rows, --longest or --tokens is too large: kv_cache.num_blocks: got "),
+    ],
+)
+def test_sizes_that_cannot_be(rows: int, longest: int, words: str) -> None:
+    reach = Reach(rows, longest, 8192, 10**15)
+    with pytest.raises(UsageError) as error:
+        calibrate.calibrate(asked("vllm"), INLINE, lambda _: None, reach=reach, quick=True)
+    assert str(error.value).startswith(words)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_and_what_it_says_to_do_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole of it on the device that needs no worker: the file is written and printed, and the line `use it` is a
+    shell command that simulates the scenario as it was calibrated, whatever its path looks like.
+    """
+    monkeypatch.setattr(build, "default_device", lambda: "inline")
+    monkeypatch.chdir(tmp_path)
+    out = "it's {a, b}: #1.yaml"
+    words = ["calibrate", "--quick", "--rows", "4", "--longest", "32", "--out", out]
+    assert parser.main([*words, "--set", "workload.requests=3", "--set", "model.layers=1"]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("probe ") == 7
+    assert said.out.startswith(Path(out).read_text())
+    (line,) = (line for line in said.out.splitlines() if line.startswith("use it"))
+    command = shlex.split(line.removeprefix("use it"))
+    assert command[:4] == ["python", "-m", "cbsim", "run"]
+    assert simulator.main([*command[3:], "--loop", "sync", "--quiet"]) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    resolved = scenario.load(run / "scenario.resolved.yaml")
+    assert resolved.cost.kind == "fitted"
+    assert (resolved.model.layers, resolved.workload.requests) == (1, 3)  # type: ignore[union-attr]
+
+
+def test_nothing_is_measured_for_a_file_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "default_device", lambda: "inline")
+    assert parser.main(["calibrate", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"cbengine: {tmp_path}: cannot be written: Is a directory\n"

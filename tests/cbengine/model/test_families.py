@@ -1,0 +1,95 @@
+"""Folders as transformers saves them, one of each family: the engine and the peer say what `generate` says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the engine needs torch")
+pytest.importorskip("transformers", reason="folders are written, and texts said, by transformers")
+
+import torch
+import transformers
+from served import LOOPS, VOCAB, Run, asked, server, spec
+
+from cbengine import build, servers
+from cbengine.build import Setup
+from cbengine.cli import commands
+from cbengine.measure import calibrate
+from cbsim.policy.request import RequestSpec
+from cbsim.workload.generators import Workload
+
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+}
+SPECS = [spec(i, 5 + 4 * i, 20 - i) for i in range(6)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, with values that transformers draws; it would make every bias 0."""
+    kind, model = FAMILIES[request.param]
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": VOCAB}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
+    torch.manual_seed(3)
+    made = model(kind(**sizes, **heads, initializer_range=0.3, bos_token_id=None, eos_token_id=None))
+    for name, parameter in made.named_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.normal_(parameter, 0, 1)
+    path: Path = tmp_path_factory.mktemp("families") / request.param
+    made.save_pretrained(path)
+    return path
+
+
+@cache
+def model_of(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def generated(folder: Path, prompt: list[int], count: int) -> list[int]:
+    """What transformers says after a prompt, alone and greedily."""
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    said = model_of(folder).generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return list(said[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_engine_says_what_generate_says(folder: Path, loop: str) -> None:
+    """Chunks of at most 7 tokens beside rows that decode, in a cache that is too small for all."""
+    setup = Setup(device="inline", weights=folder)
+    ready = build.adapted(server("vllm 0.33", 4, 24, 7, 6, sharing=False), setup)
+    run = Run(ready, loop, Workload(list(SPECS), len(SPECS)), setup)
+    assert run.total("preempted") > 0
+    for one, text in run.engine.sequences.items():
+        assert text.outputs == generated(folder, text.prompt.tolist(), one.output_tokens), one.id
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_peer_says_what_generate_says(folder: Path, loop: str) -> None:
+    """The folder's weights, read by us and lent to transformers' own batching."""
+    setup = Setup(device="inline", weights=folder)
+    ready = build.adapted(server("transformers_fifo", 4, 200, 64, 6, sharing=False), setup)
+    peer = servers.maker(setup, peer=True)(ready, loop, Workload(list(SPECS), len(SPECS)))
+    peer.run(lambda _: None)
+    said: dict[RequestSpec, list[int]] = peer.outputs  # type: ignore[attr-defined]
+    prompts = commands.Prompts(ready.seed, VOCAB)
+    assert len(said) == len(SPECS)
+    for one, outputs in said.items():
+        assert outputs == generated(folder, prompts.of(one).tolist(), one.output_tokens), one.id
+
+
+def test_calibrations_of_models_without_biases_stay_valid() -> None:
+    """Their fingerprint is what it was when shapes had no such field; biases change it."""
+    plain, biased = server("vllm", 4, 200, 64, 6, sharing=False), asked("vllm", "model.qkv_bias=true")
+    shape = plain.model.model_dump(mode="json", exclude={"qkv_bias"})
+    told = json.dumps([shape, plain.block_size, plain.graph_padding, None])
+    assert calibrate.settings(plain, "CPU") == hashlib.sha256(told.encode()).hexdigest()[:12]
+    assert calibrate.settings(biased, "CPU") != calibrate.settings(asked("vllm"), "CPU")

@@ -1,0 +1,217 @@
+"""The model computes what transformers' own does, whatever way its sequences are cut up and its pages lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the engine needs torch")
+pytest.importorskip("transformers", reason="the engine is compared with transformers")
+
+from cbengine.model import kvcache, weights
+from cbengine.model.architecture import Architecture, RopeScaling
+from cbengine.model.decoder import Model, rotation
+from cbengine.model.kvcache import DeviceMemoryError, KvCache
+from cbengine.model.ops import Rows, TorchOps
+
+torch.set_num_threads(1)
+CPU, BLOCK, LONGEST, BOUND = torch.device("cpu"), 4, 64, 1e-5
+LLAMA = Architecture(
+    name="tiny",
+    layers=3,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    intermediate=96,
+    vocab=199,
+    tied_embeddings=False,
+    max_position=256,
+)
+SCALED = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64)
+ARCHITECTURES = {
+    "llama": LLAMA,
+    "llama, no groups": replace(LLAMA, kv_heads=4),
+    "llama, one kv head": replace(LLAMA, kv_heads=1),
+    "llama, tied": replace(LLAMA, tied_embeddings=True, norm_eps=1e-6),
+    "llama 3.1": replace(LLAMA, rope_scaling=SCALED, rope_theta=10_000.0),
+    "qwen2": replace(LLAMA, qkv_bias=True, rope_theta=1e6, norm_eps=1e-6),
+    "qwen2, tied": replace(LLAMA, qkv_bias=True, head_dim=32, kv_heads=1, tied_embeddings=True),
+    "qwen3": replace(LLAMA, qk_norm=True, head_dim=32, rope_theta=1e6, norm_eps=1e-6),
+    "qwen3, tied": replace(LLAMA, qk_norm=True, kv_heads=1, tied_embeddings=True),
+}
+
+
+class Cut:
+    """A model with a cache, and sequences computed in it piece by piece."""
+
+    def __init__(self, architecture: Architecture, blocks: int = 40) -> None:
+        self.model = Model(architecture, weights.random(architecture, 1, torch.float32, CPU), TorchOps(), LONGEST)
+        self.cache = KvCache(architecture, blocks, BLOCK, torch.float32, CPU)
+        order = torch.randperm(blocks, generator=torch.Generator().manual_seed(2)).tolist()
+        self.tables = [order[i : i + LONGEST // BLOCK] for i in (0, LONGEST // BLOCK)]  # two sequences' pages
+
+    @torch.inference_mode()
+    def step(self, *pieces: tuple[int, Any, int, int]) -> list[Any]:
+        """Compute tokens low to high of sequences, each (its table, its ids, low, high): their logits."""
+        tokens = torch.cat([ids[low:high] for _, ids, low, high in pieces])
+        hidden = self.model.forward(
+            tokens, self.cache, rows(self.tables, [(t, low, high) for t, _, low, high in pieces])
+        )
+        return list(self.model.logits(hidden).split([high - low for *_, low, high in pieces]))
+
+
+def rows(tables: list[list[int]], pieces: list[tuple[int, int, int]]) -> Rows:
+    """What a step is told of rows that compute positions low to high - 1 of sequences: (table, low, high) each."""
+    lengths = [high - low for _, low, high in pieces]
+    positions = [(table, at) for table, low, high in pieces for at in range(low, high)]
+    decodes = next((i for i, length in enumerate(lengths) if length > 1), len(lengths))
+    return Rows(
+        tables=torch.tensor(tables, dtype=torch.int32),
+        slots=torch.tensor([table for table, *_ in pieces], dtype=torch.int32),
+        kv_tokens=torch.tensor([high for *_, high in pieces], dtype=torch.int32),
+        starts=torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+        positions=torch.tensor([at for _, at in positions]),
+        kv_places=torch.tensor([tables[table][at // BLOCK] * BLOCK + at % BLOCK for table, at in positions]),
+        decodes=decodes,
+        longest=max(lengths),
+    )
+
+
+@cache
+def ids(seed: int, count: int = 41) -> Any:
+    return torch.randint(0, LLAMA.vocab, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+@cache
+def reference(architecture: Architecture, tokens: Any) -> Any:
+    """The logits that transformers computes for a whole sequence."""
+    model = weights.to_transformers(architecture, weights.random(architecture, 1, torch.float32, CPU))
+    with torch.inference_mode():
+        return model(tokens[None], use_cache=False).logits[0]
+
+
+def difference(found: Any, wanted: Any) -> float:
+    """The largest difference, relative to the largest logit."""
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+# -- ways to cut up the same computation ------------------------------------------------------------------------------
+
+
+def whole(cut: Cut) -> list[tuple[Any, Any]]:
+    return [(ids(0), cut.step((0, ids(0), 0, 41))[0])]
+
+
+def in_chunks(cut: Cut) -> list[tuple[Any, Any]]:
+    pieces = [cut.step((0, ids(0), low, min(low + 7, 41)))[0] for low in range(0, 41, 7)]
+    return [(ids(0), torch.cat(pieces))]
+
+
+def one_by_one(cut: Cut) -> list[tuple[Any, Any]]:
+    return [(ids(0), torch.cat([cut.step((0, ids(0), at, at + 1))[0] for at in range(41)]))]
+
+
+def ragged_with_shared_pages(cut: Cut) -> list[tuple[Any, Any]]:
+    """The second sequence begins as the first does, finds three full pages of it, and joins while the first decodes."""
+    other = torch.cat((ids(0)[: 3 * BLOCK], ids(1)[3 * BLOCK : 30]))
+    cut.tables[1][:3] = cut.tables[0][:3]
+    first = [cut.step((0, ids(0), 0, 20))[0]]
+    one, begun = cut.step((0, ids(0), 20, 21), (1, other, 12, 25))
+    both = cut.step((0, ids(0), 21, 22), (1, other, 25, 26))
+    turned = cut.step((1, other, 26, 27), (0, ids(0), 22, 41))
+    rest = cut.step((1, other, 27, 30))
+    found = torch.cat((*first, one, both[0], turned[1]))
+    return [(ids(0), found), (other, torch.cat((first[0][:12], begun, both[1], turned[0], *rest)))]
+
+
+@pytest.mark.parametrize("way", [whole, in_chunks, one_by_one, ragged_with_shared_pages])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_are_those_of_transformers(name: str, way: Callable[[Cut], list[tuple[Any, Any]]]) -> None:
+    for tokens, found in way(Cut(ARCHITECTURES[name])):
+        assert found.dtype == torch.float32
+        assert difference(found, reference(ARCHITECTURES[name], tokens)) < BOUND
+
+
+@pytest.mark.parametrize("name", ["llama", "llama 3.1", "qwen2", "qwen3"])
+def test_rotation_is_that_of_transformers_to_the_bit(name: str) -> None:
+    architecture = ARCHITECTURES[name]
+    model: Any = weights.to_transformers(architecture, weights.random(architecture, 1, torch.float32, CPU))
+    cosines, sines = model.model.rotary_emb(torch.zeros(1), torch.arange(9000)[None])
+    table = rotation(architecture, 9000)
+    half = architecture.head_dim // 2
+    assert table.shape == (9000, 2, half)
+    assert table.dtype == torch.float32
+    assert table.is_contiguous()
+    assert torch.equal(table[:, 0], cosines[0, :, :half])
+    assert torch.equal(table[:, 1], sines[0, :, :half])
+
+
+def test_scaled_frequencies_are_kept_mixed_and_stretched() -> None:
+    """Fast waves stay, slow ones turn 8 times slower, and some lie between: all three branches are seen."""
+    plain, scaled = (rotation(replace(LLAMA, rope_scaling=s, rope_theta=1e4), 2)[1] for s in (None, SCALED))
+    ratios = (torch.atan2(plain[1], plain[0]) / torch.atan2(scaled[1], scaled[0])).tolist()
+    assert ratios[0] == 1
+    assert ratios[-1] == pytest.approx(8)
+    assert any(1 < ratio < 7.9 for ratio in ratios)
+    assert ratios == pytest.approx(sorted(ratios))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_are_float32_whatever_the_weights_are(dtype: Any) -> None:
+    model = Model(LLAMA, weights.random(LLAMA, 1, dtype, CPU), TorchOps(), LONGEST)
+    pages = KvCache(LLAMA, 16, BLOCK, dtype, CPU)
+    hidden = model.forward(ids(0), pages, rows([list(range(16))], [(0, 0, 41)]))
+    assert hidden.dtype == dtype
+    assert model.logits(hidden[-2:]).dtype == torch.float32
+    assert model.logits(hidden[-2:]).shape == (2, LLAMA.vocab)
+
+
+def test_a_model_takes_its_tensors_and_requires_no_gradient() -> None:
+    tied = replace(LLAMA, tied_embeddings=True)
+    tensors = weights.random(tied, 1, torch.float32, CPU)
+    model = Model(tied, tensors, TorchOps(), LONGEST)
+    assert not tensors, "the parts of joined matrices would stay in memory"
+    assert model.head is model.embedding
+    kept = [
+        model.embedding,
+        model.norm,
+        model.rotation,
+        *(getattr(model.layers[0], n) for n in ("qkv", "o", "gate_up")),
+    ]
+    assert not any(tensor.requires_grad for tensor in kept)
+
+
+# -- the cache --------------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_has_one_block_more_and_knows_its_size() -> None:
+    pages = KvCache(LLAMA, 10, BLOCK, torch.bfloat16, CPU)
+    assert pages.scratch == 10
+    assert pages.keys.shape == pages.values.shape == (3, 11, BLOCK, 2, 16)
+    assert pages.bytes == KvCache.bytes_for(LLAMA, 10, BLOCK, torch.bfloat16) == 2 * pages.keys.nbytes
+    keys, values = pages.layer(2)
+    keys[10], values[0] = 1, 2
+    assert pages.keys[2, 10].eq(1).all()
+    assert pages.values[2, 0].eq(2).all()
+    assert pages.keys.count_nonzero() == pages.values.count_nonzero() == BLOCK * 2 * 16
+
+
+@pytest.mark.parametrize("blocks", [10**11, 10**15])
+def test_a_cache_that_the_host_cannot_hold_is_refused(blocks: int) -> None:
+    with pytest.raises(DeviceMemoryError, match=r"^kv_cache.num_blocks: got 1[0,]+, which takes [\d,]+ bytes on cpu: "):
+        KvCache(LLAMA, blocks, BLOCK, torch.float32, CPU)
+
+
+def test_a_cache_that_a_gpu_cannot_hold_is_refused_with_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    a_block = 2 * 3 * BLOCK * 2 * 16 * 4
+    monkeypatch.setattr(kvcache, "free_bytes", lambda device: 8 * a_block - 1)
+    with pytest.raises(DeviceMemoryError) as raised:
+        KvCache(LLAMA, 10, BLOCK, torch.float32, CPU)
+    free = f"{8 * a_block - 1:,} bytes are free: 6 blocks would fit"
+    assert str(raised.value) == f"kv_cache.num_blocks: got 10, which takes {11 * a_block:,} bytes on cpu, where {free}"
+    assert KvCache(LLAMA, 6, BLOCK, torch.float32, CPU).bytes <= 8 * a_block - 1

@@ -1,0 +1,389 @@
+"""Weights have the names, shapes and values that transformers gives them, and what is wrong with a folder is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="the engine needs torch")
+transformers = pytest.importorskip("transformers", reason="the engine is compared with transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch", reason="weights are safetensors")
+
+from cbengine.model import weights
+from cbengine.model.architecture import Architecture, RopeScaling
+from cbengine.model.kvcache import DeviceMemoryError
+from cbengine.model.weights import WeightsError
+
+torch.set_num_threads(1)
+transformers.utils.logging.disable_progress_bar()
+CPU = torch.device("cpu")
+LLAMA = Architecture(
+    name="tiny",
+    layers=2,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    intermediate=48,
+    vocab=67,
+    tied_embeddings=False,
+    max_position=128,
+    end_tokens=(2, 5),
+)
+SCALED = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=16)
+ARCHITECTURES = {
+    "llama": LLAMA,
+    "llama 3.1": replace(LLAMA, rope_scaling=SCALED, end_tokens=(3,)),
+    "llama, tied": replace(LLAMA, tied_embeddings=True, end_tokens=()),
+    "qwen2": replace(LLAMA, qkv_bias=True, rope_theta=1e6),
+    "qwen2, tied": replace(LLAMA, qkv_bias=True, head_dim=16, tied_embeddings=True),
+    "qwen3": replace(LLAMA, qk_norm=True, head_dim=16, rope_theta=1e6),
+    "qwen3, tied": replace(LLAMA, qk_norm=True, tied_embeddings=True),
+}
+NAMES = pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=list(ARCHITECTURES))
+TOKENS = torch.arange(3, 40)[None]
+
+
+def drawn(architecture: Architecture, seed: int = 1) -> dict[str, Any]:
+    return weights.random(architecture, seed, torch.float32, CPU)
+
+
+def saved(folder: Path, architecture: Architecture = LLAMA, shard: str = "1GB") -> Path:
+    """A folder as transformers writes it."""
+    model: Any = weights.to_transformers(architecture, drawn(architecture))
+    model.config.eos_token_id = list(architecture.end_tokens) or None
+    model.save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+def edited(folder: Path, **fields: Any) -> Path:
+    """Its config.json with other fields; ... takes one away."""
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+    return folder
+
+
+def load(folder: Path) -> tuple[Architecture, dict[str, Any]]:
+    return weights.load(folder, torch.float32, CPU)
+
+
+# -- drawn ------------------------------------------------------------------------------------------------------------
+
+
+@NAMES
+def test_names_and_shapes_are_those_of_transformers(architecture: Architecture) -> None:
+    model = weights.to_transformers(architecture, drawn(architecture))
+    named = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}  # a tied head is not named twice
+    assert named == weights.expected(architecture)
+
+
+def test_a_tensor_follows_from_its_name_and_the_seed() -> None:
+    """Not from the tensors before it: a model without an output layer has the same others."""
+    one, tied = drawn(LLAMA), drawn(replace(LLAMA, tied_embeddings=True))
+    assert all(torch.equal(one[name], tied[name]) for name in tied)
+    other = drawn(LLAMA, seed=2)
+    assert not any(torch.equal(one[name], other[name]) for name in one)
+    flat = [tuple(tensor.flatten()[:8].tolist()) for tensor in one.values()]
+    assert len(set(flat)) == len(flat)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tensors_have_the_type_asked_for(dtype: Any) -> None:
+    tensors = weights.random(LLAMA, 1, dtype, CPU)
+    assert {tensor.dtype for tensor in tensors.values()} == {dtype}
+    assert not any(tensor.requires_grad for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("layers", [1, 80])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_activations_keep_their_size_however_deep(layers: int, kind: str) -> None:
+    deep = replace(ARCHITECTURES[kind], layers=layers, hidden=64, head_dim=16)
+    with torch.inference_mode():
+        model: Any = weights.to_transformers(deep, drawn(deep))
+        states = model(TOKENS, output_hidden_states=True)
+    assert all(0.02 < float(state.std()) < 2 for state in states.hidden_states)
+    assert 0.5 < float(states.logits.std()) < 2
+
+
+@NAMES
+def test_greedy_text_goes_on(architecture: Architecture) -> None:
+    """No token ends it, though all are end tokens; it does not stand still, and another prompt has another text."""
+    free = replace(architecture, hidden=64, head_dim=16, vocab=256, end_tokens=tuple(range(256)))
+    model: Any = weights.to_transformers(free, drawn(free))
+    prompts = torch.stack((TOKENS[0, :16], TOKENS[0, 16:32]))
+    texts = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=64, do_sample=False)[:, 16:]
+    assert texts.shape == (2, 64)
+    assert all(len(set(text[32:].tolist())) > 8 for text in texts)
+    assert not torch.equal(texts[0], texts[1])
+
+
+def test_a_model_too_large_for_its_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "free_bytes", lambda device: 1000)
+    size = 4 * sum(math.prod(shape) for shape in weights.expected(LLAMA).values())
+    with pytest.raises(
+        DeviceMemoryError, match=f"^model tiny: its weights take {size:,} bytes, 1,000 are free on cpu$"
+    ):
+        drawn(LLAMA)
+
+
+def test_transformers_gets_the_tensors_themselves() -> None:
+    tensors = drawn(LLAMA)
+    model: Any = weights.to_transformers(LLAMA, tensors)
+    parameters = dict(model.named_parameters())
+    assert all(parameters[name].data_ptr() == tensor.data_ptr() for name, tensor in tensors.items())
+    assert not any(parameter.requires_grad for parameter in parameters.values())
+    assert not model.training
+
+
+# -- read -------------------------------------------------------------------------------------------------------------
+
+
+@NAMES
+@pytest.mark.parametrize("shard", ["1GB", "4KB"])
+def test_what_transformers_saves_is_read_back(architecture: Architecture, shard: str, tmp_path: Path) -> None:
+    """One file or many: the same architecture, the same tensors, and so the same logits."""
+    read, tensors = load(saved(tmp_path, architecture, shard))
+    assert (tmp_path / "model.safetensors").exists() == (shard == "1GB")
+    assert read == weights.architecture(tmp_path)
+    assert read.name == tmp_path.name
+    assert replace(read, name="tiny") == architecture
+    before = drawn(architecture)
+    assert list(tensors) == list(before)
+    assert all(torch.equal(tensors[name], before[name]) for name in before)
+    with torch.inference_mode():
+        ours: Any = weights.to_transformers(read, tensors)
+        theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        assert torch.equal(ours(TOKENS).logits, theirs(TOKENS).logits)
+
+
+def test_tensors_are_converted_to_the_type_asked_for(tmp_path: Path) -> None:
+    _, tensors = weights.load(saved(tmp_path), torch.bfloat16, CPU)
+    assert all(torch.equal(tensors[name], tensor.bfloat16()) for name, tensor in drawn(LLAMA).items())
+
+
+def test_older_config_files_are_understood(tmp_path: Path) -> None:
+    """Before transformers 5 theta lay at the top and scaling in rope_scaling, whose type was once called `type`."""
+    scaled = ARCHITECTURES["llama 3.1"]
+    saved(tmp_path, scaled)
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    for field in ("rope_type", "type"):
+        rope = {**scaling, field: "llama3"}
+        edited(tmp_path, rope_parameters=..., rope_theta=5e5, rope_scaling=rope, head_dim=None, eos_token_id=3)
+        assert replace(load(tmp_path)[0], name="tiny") == scaled
+
+
+def test_what_config_leaves_out_is_what_transformers_takes(tmp_path: Path) -> None:
+    plain = replace(LLAMA, kv_heads=4, norm_eps=1e-6, rope_theta=10_000.0, end_tokens=())
+    saved(tmp_path, plain)
+    left_out = ("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "tie_word_embeddings")
+    edited(tmp_path, eos_token_id=None, **dict.fromkeys(left_out, ...))
+    assert replace(load(tmp_path)[0], name="tiny") == plain
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_kv_heads_that_a_qwen_leaves_out_are_32(kind: str, tmp_path: Path) -> None:
+    """transformers' default, whatever `num_attention_heads` says; null means as many as those."""
+    plain = replace(ARCHITECTURES[kind], heads=64, kv_heads=32, head_dim=8)
+    saved(tmp_path, plain)
+    edited(tmp_path, num_key_value_heads=...)
+    assert load(tmp_path)[0].kv_heads == 32
+    edited(tmp_path, num_key_value_heads=None)
+    assert weights.architecture(tmp_path).kv_heads == 64
+
+
+def test_known_extra_tensors_are_passed_over(tmp_path: Path) -> None:
+    """Old files have the rotary frequencies, some tied ones a copy of the embedding as their output layer."""
+    saved(tmp_path, replace(LLAMA, tied_embeddings=True))
+    tensors = safetensors_torch.load_file(tmp_path / "model.safetensors")
+    extra = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.ones(67, 32)}
+    safetensors_torch.save_file(tensors | extra, tmp_path / "model.safetensors")
+    assert set(load(tmp_path)[1]) == set(tensors)
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "mistral"}, "model_type: got 'mistral', expected 'llama', 'qwen2' or 'qwen3'"),
+    ({"model_type": ...}, "model_type: got nothing, expected 'llama', 'qwen2' or 'qwen3'"),
+    ({"hidden_size": "32"}, "hidden_size: got '32', expected a whole number >= 1"),
+    ({"hidden_size": ...}, "hidden_size: got nothing, expected a whole number >= 1"),
+    ({"num_hidden_layers": True}, "num_hidden_layers: got true, expected a whole number >= 1"),
+    ({"vocab_size": 0}, "vocab_size: got 0, expected a whole number >= 1"),
+    ({"rms_norm_eps": -1e-5}, "rms_norm_eps: got -1e-05, expected a number > 0"),
+    ({"tie_word_embeddings": "no"}, "tie_word_embeddings: got 'no', expected true or false"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads: got 3, expected a divisor of num_attention_heads, 4"),
+    ({"head_dim": 7}, "head_dim: got 7, expected an even number"),
+    ({"eos_token_id": [1, "x"]}, "eos_token_id: got [1, 'x'], expected a token id or a list of them"),
+    ({"attention_bias": True}, "attention_bias: got true, expected false: nothing else is modelled"),
+    ({"mlp_bias": True}, "mlp_bias: got true, expected false"),
+    ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
+    ({"use_sliding_window": True}, "use_sliding_window: got true, expected false"),
+    (
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types: got ['full_attention', 'sliding_attention']",
+    ),
+    ({"quantization_config": {"bits": 4}}, "quantization_config: got {'bits': 4}, expected nothing"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, expected 1.0"),
+    ({"rope_parameters": [1]}, "rope_parameters: got [1], expected an object"),
+    (
+        {"rope_parameters": {"rope_type": "yarn"}},
+        "rope_parameters: rope_type: got 'yarn', expected 'default' or 'llama3'",
+    ),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: type: got 'linear', expected 'default' or"),
+    ({"rope_parameters": {"rope_theta": "big"}}, "rope_parameters: rope_theta: got 'big', expected a number > 0"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "rope_parameters: partial_rotary_factor: got 0.25"),
+    (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+        "rope_scaling: low_freq_factor: got 4, expected a number < high_freq_factor, 4",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 4}},
+        "rope_scaling: factor: got nothing, expected a number > 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), FIELDS, ids=[message.partition(",")[0] for _, message in FIELDS])
+def test_a_field_that_cannot_be_used_is_named(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    edited(saved(tmp_path), **fields)
+    with pytest.raises(WeightsError) as raised:
+        load(tmp_path)
+    assert str(raised.value).startswith(f"{tmp_path / 'config.json'}: {message}")
+
+
+def rewrite(**tensors: Any) -> Callable[[Path], None]:
+    """The one file with some tensors changed, by the end of their names; None takes one away."""
+
+    def write(folder: Path) -> None:
+        held = safetensors_torch.load_file(folder / "model.safetensors")
+        for end, tensor in tensors.items():
+            name = next((name for name in held if name.endswith(f".{end}.weight")), f"{end}.weight")
+            held = {k: v for k, v in held.items() if k != name} | ({} if tensor is None else {name: tensor})
+        safetensors_torch.save_file(held, folder / "model.safetensors")
+
+    return write
+
+
+def put(name: str, data: bytes | str | None) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        path = folder / name
+        path.unlink(missing_ok=True)
+        if data is not None:
+            path.write_bytes(data if isinstance(data, bytes) else data.encode())
+
+    return write
+
+
+def index(places: Any) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "part.safetensors")
+        every = dict.fromkeys(weights.expected(LLAMA), "part.safetensors")
+        content = {"weight_map": every | places if isinstance(places, dict) else places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+    return write
+
+
+BROKEN: list[tuple[Callable[[Path], None], str]] = [
+    (put("config.json", None), "/config.json: cannot be read: No such file or directory"),
+    (put("config.json", "{"), "/config.json: is not JSON: "),
+    (put("config.json", b"\xff\xfe\x00"), "/config.json: is not JSON: "),
+    (put("config.json", "[" * 100_000), "/config.json: is not JSON: "),
+    (put("config.json", "[1]"), "/config.json: got [1], expected an object"),
+    (put("model.safetensors", None), ": holds neither model.safetensors nor model.safetensors.index.json"),
+    (put("model.safetensors", b""), "/model.safetensors: cannot be read as safetensors: "),
+    (put("model.safetensors", "no tensors at all"), "/model.safetensors: cannot be read as safetensors: "),
+    (
+        rewrite(k_proj=None),
+        "/model.safetensors: tensor model.layers.0.self_attn.k_proj.weight is missing, expected shape",
+    ),
+    (
+        rewrite(o_proj=torch.ones(32, 33)),
+        "/model.safetensors: tensor model.layers.0.self_attn.o_proj.weight has shape (32, 33), expected (32, 32)",
+    ),
+    (
+        rewrite(norm=torch.ones(32, dtype=torch.int8)),
+        "/model.safetensors: tensor model.norm.weight is I8, expected one of F64, F32, F16, BF16",
+    ),
+    (rewrite(extra=torch.ones(2)), "/model.safetensors: tensor extra.weight is not part of a model that config.json"),
+    (index(None), "/model.safetensors.index.json: weight_map: got nothing, expected the file name of every tensor"),
+    (index({"lm_head.weight": 3}), "/model.safetensors.index.json: weight_map: got {"),
+    (
+        index({"lm_head.weight": "../part.safetensors"}),
+        "/model.safetensors.index.json: weight_map.lm_head.weight: got '../part.safetensors', expected the name of a",
+    ),
+    (index({"lm_head.weight": "lost.safetensors"}), "/lost.safetensors: cannot be read as safetensors: No such file"),
+    (index({"a.weight": "part.safetensors"}), "/model.safetensors.index.json: tensor a.weight is not part of a model"),
+]
+
+
+@pytest.mark.parametrize(("harm", "message"), BROKEN, ids=[message for _, message in BROKEN])
+def test_a_broken_folder_says_what_is_wrong(harm: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    harm(saved(tmp_path))
+    with pytest.raises(WeightsError) as raised:
+        load(tmp_path)
+    assert str(raised.value).startswith(f"{tmp_path}{message}")
+
+
+def test_biases_are_there_if_and_only_if_the_kind_has_them(tmp_path: Path) -> None:
+    """config.json of a Qwen2 says nothing of them; a Llama's may, and then its output matrix has one, too."""
+    edited(saved(tmp_path, ARCHITECTURES["qwen2"]), model_type="llama")
+    with pytest.raises(WeightsError, match=r": tensor \S+\.[qkv]_proj\.bias is not part of a model that config"):
+        load(tmp_path)
+    edited(saved(tmp_path, LLAMA), model_type="qwen2")
+    bias = r"model\.layers\.0\.self_attn\.q_proj\.bias"
+    with pytest.raises(WeightsError, match=rf"tensor {bias} is missing, expected shape \(32,\) \(6 tensors are\)$"):
+        load(tmp_path)
+
+
+def test_a_tensor_that_its_shard_does_not_hold_is_named(tmp_path: Path) -> None:
+    rewrite(o_proj=None)(saved(tmp_path))
+    index({})(tmp_path)
+    with pytest.raises(WeightsError, match=r"part\.safetensors: tensor \S+\.0\.self_attn\.o_proj\.weight is missing"):
+        load(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, dict[str, Any]]:
+    folder = saved(tmp_path_factory.mktemp("spoilt"))
+    config = json.loads((folder / "config.json").read_text())
+    return folder, (folder / "model.safetensors").read_bytes(), config
+
+
+@given(share=st.floats(0, 1, exclude_max=True))
+def test_a_file_cut_anywhere_is_refused(spoilt: tuple[Path, bytes, dict[str, Any]], share: float) -> None:
+    folder, content, config = spoilt
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(content[: int(share * len(content))])
+    with pytest.raises(WeightsError, match=r"model\.safetensors: cannot be read as safetensors: "):
+        load(folder)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 99) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(data=st.data(), value=JSON)
+def test_no_config_fails_but_with_a_named_error(
+    spoilt: tuple[Path, bytes, dict[str, Any]], data: st.DataObject, value: Any
+) -> None:
+    """Any field may be anything: the folder is read, or refused in our words."""
+    folder, content, config = spoilt
+    (folder / "model.safetensors").write_bytes(content)
+    field = data.draw(st.sampled_from([*config, "rope_scaling", "rope_theta", "quantization_config"]))
+    (folder / "config.json").write_text(json.dumps(config | {field: value}))
+    try:
+        load(folder)
+    except WeightsError as error:
+        assert str(error).startswith(str(folder))  # noqa: PT017

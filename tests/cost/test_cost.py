@@ -1,0 +1,231 @@
+"""Cost models against arithmetic on paper: a plan in, nanoseconds out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cbsim.cost.base import Cost
+from cbsim.cost.constant import ConstantCost
+from cbsim.cost.cpu import CpuCost, PhaseCost
+from cbsim.cost.fitted import Curve, FittedCost
+from cbsim.cost.roofline import Rates, RooflineCost, Weights
+from cbsim.policy.plan import Chunk, StepPlan
+from cbsim.policy.request import RequestSpec
+from cbsim.scenario import shapes
+from cbsim.scenario.scenario import Scenario
+from cbsim.server import assemble
+
+SPEC = RequestSpec(0, "0", 0, 4096, 8, 8)
+FREE = CpuCost({})
+Chunks = tuple[tuple[int, int], ...]
+
+
+def plan(decodes: int = 0, context: int = 0, chunks: Chunks = (), *, samples: bool = True, **more: Any) -> StepPlan:
+    """A plan of decoding rows that read `context` tokens together, and of chunks, each (start, tokens)."""
+    listed = tuple(Chunk(SPEC, i, start, tokens, (), samples) for i, (start, tokens) in enumerate(chunks))
+    fields: dict[str, Any] = {name: () for name in StepPlan._fields if name not in StepPlan._field_defaults}
+    fields |= {"step": 0, "lead": 0, "decodes": decodes, "decode_context": context, "chunks": listed}
+    return StepPlan(**(fields | {"prefill_tokens": sum(c.tokens for c in listed), "table_blocks": 0} | more))
+
+
+def padded(step: StepPlan, padding: int) -> StepPlan:
+    return step._replace(chunks=tuple(c._replace(padding=padding) for c in step.chunks))
+
+
+# -- CPU --------------------------------------------------------------------------------------------------------------
+
+
+def test_cpu_phases_are_linear_in_rows_tokens_and_blocks() -> None:
+    """Three rows, of which one brings 10 tokens, and 7 blocks in their tables: 3 rows, 12 tokens. Schedule:
+    100 + 3 x 10 + 12 x 2 + 7 x 1 = 161; prepare has a base alone; what is not given costs nothing."""
+    cpu = CpuCost({"schedule": PhaseCost(100, 10, 2, 1), "prepare": PhaseCost(base=50)})
+    assert cpu(plan(2, 90, ((0, 10),), table_blocks=7)) == (161, 50, 0, 0)
+    assert cpu(None) == (100, 50, 0, 0)
+
+
+def test_cpu_pays_for_what_is_new_in_a_step() -> None:
+    """A row that is listed, and decoding requests that get a block, leave or end, two of each kind here: 20 + 6 x 3."""
+    cpu = CpuCost({"schedule": PhaseCost(per_chunk=20, per_change=3)})
+    two = (SPEC, SPEC)
+    step = plan(2, 90, ((0, 10),), grown=tuple((one, 7) for one in two), left=two, ended=two)
+    assert cpu(step) == (38, 0, 0, 0)
+    assert cpu(plan(2, 90)) == (0, 0, 0, 0)
+
+
+def test_cpu_times_are_rounded_phase_by_phase() -> None:
+    """1.4 + 0.4 x 3 rows = 2.6 ns are 3; the clock is whole nanoseconds."""
+    assert CpuCost({"update": PhaseCost(1.4, 0.4)})(plan(3)) == (0, 0, 0, 3)
+    assert CpuCost({"launch": PhaseCost(1.4)})(plan(3)) == (0, 0, 1, 0)
+
+
+# -- constant ---------------------------------------------------------------------------------------------------------
+
+
+def test_constant_by_hand() -> None:
+    """1,000 a step, 10 a token computed, 5 more for each of 20 prompt tokens, 1 a KV token: two decoding rows have 302
+    after the step, the chunk behind 40 tokens 60. 1000 + 32 x 10 + 20 x 5 + 362 = 1782, 10 tokens of it padding."""
+    cost = ConstantCost(FREE, 1000, 10, 5, 1)
+    assert cost.gpu_ns(plan(2, 300, ((40, 20),)), 32) == (0, 1782, 0)
+    assert ConstantCost(FREE, 1000).gpu_ns(plan(2, 300), 2) == (0, 1000, 0)
+
+
+def test_constant_charges_the_context_of_rows_that_have_ended() -> None:
+    """A static batch reads `padding_context` tokens more than the requests' own; a row that has ended adds its own."""
+    cost = ConstantCost(FREE, 0, per_context=1)
+    assert cost.gpu_ns(plan(2, 300, padding_context=100, padding_rows=1), 3) == (0, 403, 0)
+
+
+# -- fitted -----------------------------------------------------------------------------------------------------------
+
+FITTED = FittedCost(
+    cpu_ns=FREE,
+    base=1000,
+    query_tokens=Curve([10, 20], [0, 40]),
+    context_tokens=Curve([], []),
+    per_chunk=30,
+    per_prefill_token=10,
+    per_cached_token=2,
+    per_prefill_pair=0.5,
+    per_decode_row=100,
+    per_context_token=1,
+    h2d=2,
+    d2h=3,
+    launch=77.4,
+)
+
+
+def test_fitted_by_hand() -> None:
+    """A chunk of 20 tokens behind 40: its tokens attend to 20 x 40 + 1 + 2 + ... + 20 = 1010 KV tokens, half a ns each.
+    1000 + 30 + 20 x 10 + 40 cached x 2 + 505 + 2 rows x 100 + 302 KV tokens = 2317, and 22 query tokens are 12 beyond
+    the curve's first, 4 each: 48."""
+    assert FITTED.gpu_ns(plan(2, 300, ((40, 20),)), 22) == (2, 2317 + 48, 3)
+    assert FITTED.eager_launch_ns(plan(1)) == 77
+
+
+def test_fitted_pays_for_the_padding_of_a_static_batch() -> None:
+    """A prompt of 20 padded to 24: 24 x 10 + 300 x 0.5, and 14 x 4 of the curve.
+    A row that has ended is a row, its context context."""
+    assert FITTED.gpu_ns(padded(plan(chunks=((0, 20),)), 4), 24) == (2, 1000 + 30 + 240 + 150 + 56, 3)
+    step = plan(2, 300, padding_rows=3, padding_context=450)
+    assert FITTED.gpu_ns(step, 5) == (2, 1000 + 500 + 755, 3)
+
+
+def test_fitted_pays_for_the_padding_of_a_graph() -> None:
+    """Two rows computed as 8 are 8 rows to the kernels; those that pad have nothing to read."""
+    assert FITTED.gpu_ns(plan(2, 300), 8) == (2, 1000 + 800 + 302, 3)
+
+
+def test_a_curve_is_straight_between_its_points() -> None:
+    """Flat below the first, beyond the last as before it, but never negative; through one point it is flat."""
+    curve = Curve([10, 20, 40], [5, 10, 6])
+    assert [curve(x) for x in (0, 10, 15, 20, 30, 40, 50, 100)] == [5, 5, 7.5, 10, 8, 6, 4, 0]
+    assert [Curve([10], [5])(x) for x in (0, 100)] == [5, 5]
+    assert Curve([], [])(7) == 0
+
+
+# -- roofline ---------------------------------------------------------------------------------------------------------
+
+RATES = Rates(flops_prefill=1e9, flops_decode=0.5e9, bytes_weights=1e8, bytes_kv=2e8, bytes_pcie=1e6)
+WEIGHTS = Weights(linear=1000, head=200, hidden=10, attention_flop=40, bytes=2, kv_bytes=100)
+
+
+def roofline(overhead_s: float = 0.0) -> RooflineCost:
+    return RooflineCost(FREE, RATES, WEIGHTS, overhead_s, 3e-6)
+
+
+def test_roofline_of_a_decode_step_by_hand() -> None:
+    """Two rows, 298 KV tokens before and 300 with their own. Linear layers: weights 2,000 bytes at 1e8 = 20 us, more
+    than 4,000 FLOP at 0.5e9 = 8 us. Head: 400 bytes = 4 us, more than 800 FLOP = 1.6 us. Embedding: 2 x 20 bytes = 0.4
+    us. KV: 30,000 bytes at 2e8 = 150 us, more than 12,000 FLOP = 24 us. Sum 174.4 us. Copies at 1 MB/s: 3 x 2 numbers
+    and 5 blocks to the device, 4 bytes each: 44 us; 2 tokens back: 8 us."""
+    assert roofline().gpu_ns(plan(2, 298, table_blocks=5), 2) == (44_000, 174_400, 8_000)
+    assert roofline(1e-6).gpu_ns(plan(2, 298, table_blocks=5), 2) == (44_000, 175_400, 8_000)
+
+
+def test_roofline_of_a_prefill_by_hand() -> None:
+    """100 tokens behind 50. Linear layers: 200,000 FLOP at 1e9 = 200 us, more than 20 us of weights. Attention: pairs
+    100 x 50 + 5,050 = 10,050, 40 FLOP each: 402 us, more than 150 x 100 bytes = 75 us. Head for one row: 4 us of
+    weights. Embedding: 2,000 bytes = 20 us. A chunk that does not sample needs no head."""
+    assert roofline().gpu_ns(plan(chunks=((50, 100),)), 100)[1] == 626_000
+    assert roofline().gpu_ns(plan(chunks=((50, 100),), samples=False), 100)[1] == 622_000
+
+
+def test_roofline_takes_the_longer_of_arithmetic_and_traffic_in_each_part() -> None:
+    """Many rows turn the linear layers from traffic (20 us) to arithmetic: 100 rows, 2e5 FLOP at 0.5e9 = 400 us; so the
+    head: 4e4 FLOP = 80 us. The embeddings are 20 us and each row's one KV token 0.5 us, of which there are 100."""
+    assert roofline().gpu_ns(plan(100, 0), 100)[1] == 400_000 + 80_000 + 20_000 + 50_000
+
+
+def test_roofline_pays_for_graph_padding_in_the_linear_layers() -> None:
+    """100 rows computed as 128: 512 us instead of 400 and 25.6 us of embeddings instead of 20; nobody attends or
+    samples for the padding, which is not copied."""
+    exact, rounded = (roofline().gpu_ns(plan(100, 0), tokens) for tokens in (100, 128))
+    assert rounded[1] - exact[1] == 112_000 + 5_600
+    assert (rounded[0], rounded[2]) == (exact[0], exact[2])
+
+
+def test_roofline_of_a_scenario_has_the_data_sheets_numbers() -> None:
+    """Llama-3.1-8B on an H100 at full efficiency, one row: its 6.98e9 linear weights and the 0.525e9 of the head are
+    read at 3.35e12 bytes/s, which is 4.48 ms; a token of context is 131,072 bytes. 1000 more of them take 39.1 us."""
+    full = {"compute_efficiency": {"prefill": 1, "decode": 1}, "memory_efficiency": {"weights": 1, "kv": 1}}
+    asked = Scenario.model_validate(
+        {
+            "question": "What does the data sheet say?",
+            "model": "llama-3.1-8b",
+            "hardware": "h100-sxm",
+            "workload": {"kind": "synthetic", "requests": 1, "prompt_tokens": 1, "output_tokens": 1},
+            "cost": {"kind": "roofline"} | full,
+        },
+        context={"base": Path()},
+    )
+    cost, model = assemble.cost_model(asked), shapes.model("llama-3.1-8b")
+    weights = model.parameters - model.vocab * model.hidden - (2 * model.layers + 1) * model.hidden
+    short, long = (cost.gpu_ns(plan(1, context), 1)[1] for context in (1, 1001))
+    assert short == pytest.approx(2 * weights / 3.35e12 * 1e9, rel=1e-3)
+    assert long - short == pytest.approx(1000 * 131_072 / 3.35e12 * 1e9, rel=1e-3)
+    assert cost.eager_launch_ns(plan(1)) == 32 * 50_000
+
+
+# -- all --------------------------------------------------------------------------------------------------------------
+
+COSTS = pytest.mark.parametrize(
+    "cost", [ConstantCost(FREE, 1000, 10, 5, 1), FITTED, roofline(1e-6)], ids=["constant", "fitted", "roofline"]
+)
+
+
+@COSTS
+def test_an_empty_step_takes_the_device_no_time(cost: Cost) -> None:
+    """vLLM's step that only reports who has ended: nothing is copied, launched or computed."""
+    assert cost.gpu_ns(plan(), 0) == (0, 0, 0)
+    assert cost.eager_launch_ns(plan()) == 0
+
+
+@COSTS
+@given(
+    rows=st.integers(1, 200), context=st.integers(0, 10**6), start=st.integers(0, 10**4), tokens=st.integers(1, 4096)
+)
+def test_more_work_takes_no_less_time(cost: Cost, rows: int, context: int, start: int, tokens: int) -> None:
+    """One more decoding row, KV token or prompt token never makes a step shorter; times are whole nanoseconds."""
+    base = cost.gpu_ns(plan(rows, context, ((start, tokens),)), rows + tokens)
+    for more in (
+        cost.gpu_ns(plan(rows + 1, context, ((start, tokens),)), rows + 1 + tokens),
+        cost.gpu_ns(plan(rows, context + 1, ((start, tokens),)), rows + tokens),
+        cost.gpu_ns(plan(rows, context, ((start + 1, tokens),)), rows + tokens),
+        cost.gpu_ns(plan(rows, context, ((start, tokens + 1),)), rows + tokens + 1),
+        cost.gpu_ns(plan(rows, context, ((start, tokens), (0, 1))), rows + tokens + 1),
+    ):
+        assert all(type(time) is int for time in more)
+        assert all(a <= b for a, b in zip(base, more, strict=True))
+
+
+@COSTS
+def test_a_cost_model_has_no_state(cost: Cost) -> None:
+    """The same plan costs the same however often it is asked for."""
+    step = plan(3, 500, ((10, 20),))
+    assert cost.gpu_ns(step, 23) == cost.gpu_ns(step, 23)
+    assert cost.cpu_ns(step) == (0, 0, 0, 0)

@@ -1,0 +1,394 @@
+"""A step's time from measured tables, against the formula of the data's README computed here, and against real data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import packs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_cost import plan
+
+from cbsim.cost.bundle import Bundle, Experts
+from cbsim.cost.cpu import CpuCost
+from cbsim.cost.lookup import Attention
+from cbsim.cost.table import Added, Group, Link, TableCost, attention_work
+from cbsim.policy.plan import StepPlan
+from cbsim.scenario import catalog, scenario
+from cbsim.scenario.fields import ScenarioError
+from cbsim.server import assemble
+
+LAYERS, ROW_BYTES = packs.LAYERS, packs.HIDDEN * packs.BYTES
+LINK = Link(latency_ns=2000, bytes_ns=17.0)
+DECODING: dict[str, Any] = {"decodes": 4, "context": 4 * 64, "longest_context": 64}
+
+
+def cost(
+    folder: Path, *, tensor: int = 1, moe: bool = False, skew: bool = False, added: Added | None = None, **more: Any
+) -> TableCost:
+    """A cost model over a bundle of the closed forms of `packs`."""
+    packs.bundle(folder, tensor=tensor, moe=moe, skew=skew, **more)
+    experts = Experts(packs.EXPERTS, packs.PER_TOKEN) if moe else None
+    tables = Bundle(folder, tensor, LAYERS, experts)
+    group = Group(tensor, LAYERS, ROW_BYTES, LINK)
+    return TableCost(CpuCost({}), tables, group, added or Added(), skew=True, launch_ns=7.4)
+
+
+def linear_us(tokens: int, *without: str) -> float:
+    """The README's sum: once embedding and final norm, in every layer the others, and layernorm twice."""
+    time = {name: base + slope * tokens for name, (base, slope) in packs.DENSE_US.items()}
+    once = time["embedding"] + time["final_layernorm"]
+    names = ("layernorm", "qkv_proj", "o_proj", "layernorm", "gate_up_proj", "down_proj")
+    return once + LAYERS * sum(time[name] for name in names if name not in without)
+
+
+def head_us(rows: int) -> float:
+    return sum(base + slope * rows for base, slope in packs.HEAD_US.values())
+
+
+# -- the formula ------------------------------------------------------------------------------------------------------
+
+
+def test_a_decode_step_is_the_readmes_sum(tmp_path: Path) -> None:
+    """Four rows of 64 tokens of context: T = embedding + L x (layers + attention) + norm + head + sampler."""
+    expected = linear_us(4) + head_us(4) + LAYERS * packs.attention_us(0, 0, 4, 64)
+    assert cost(tmp_path).gpu_ns(plan(**DECODING), 4) == (0, round(1000 * expected), 0)
+
+
+def test_a_mixed_step_between_the_measured_points(tmp_path: Path) -> None:
+    """Three rows with 120 tokens together, a chunk of 40 behind 32: all axes between two points, mid-prefill rows are
+    rows of the head, and the linear layers see all 43 tokens, or those that the graph pads them to."""
+    step = plan(decodes=3, context=360, longest_context=200, chunks=((32, 40),))
+    expected = linear_us(43) + head_us(4) + LAYERS * packs.attention_us(40, 32, 3, 120)
+    assert cost(tmp_path).gpu_ns(step, 43)[1] == pytest.approx(1000 * expected, abs=1)
+    more = linear_us(48) - linear_us(43)
+    assert cost(tmp_path).gpu_ns(step, 48)[1] == pytest.approx(1000 * (expected + more), abs=1)
+
+
+def test_beyond_the_tables_the_last_line_goes_on(tmp_path: Path) -> None:
+    """1,000 tokens although 512 were measured, 30 rows although 16, 500 tokens of context although 256."""
+    step = plan(decodes=30, context=30 * 500, longest_context=500, chunks=((0, 970),))
+    expected = linear_us(1000) + head_us(31) + LAYERS * packs.attention_us(970, 0, 30, 500)
+    assert cost(tmp_path).gpu_ns(step, 1000)[1] == pytest.approx(1000 * expected, abs=1)
+
+
+def test_a_decode_row_is_a_chunk_of_one_token(tmp_path: Path) -> None:
+    """vLLM's profiles count a request with one new token as decoding, whether its prompt has been read or not."""
+    listed = plan(decodes=3, context=192, longest_context=64, chunks=((64, 1),))
+    assert attention_work(listed) == attention_work(plan(**DECODING)) == Attention(0, 0, 4, 64, 64)
+    model = cost(tmp_path)
+    assert model.gpu_ns(listed, 4) == model.gpu_ns(plan(**DECODING), 4)
+    assert attention_work(plan(chunks=((90, 1),))).longest == 90
+
+
+def test_what_no_table_holds_is_added(tmp_path: Path) -> None:
+    """`step` once a step and `row` for every row, padding rows of a static batch included; an empty step is free."""
+    bare, more = cost(tmp_path), cost(tmp_path, added=Added(step_ns=5000, row_ns=300))
+    assert more.gpu_ns(plan(**DECODING), 4)[1] - bare.gpu_ns(plan(**DECODING), 4)[1] == 5000 + 4 * 300
+    padded = plan(**DECODING, padding_rows=2, padding_context=128)
+    assert more.gpu_ns(padded, 6)[1] - bare.gpu_ns(padded, 6)[1] == 5000 + 6 * 300
+    assert more.gpu_ns(plan(), 0) == (0, 0, 0)
+    assert (more.eager_launch_ns(plan(1)), more.eager_launch_ns(plan())) == (7, 0)
+
+
+def test_tensor_parallel_gpus_reduce_twice_a_layer(tmp_path: Path) -> None:
+    """Ring: 2 (p - 1) messages of bytes / p. 100 tokens of 64 x 2 bytes between 4 GPUs, after o_proj and down_proj."""
+    step = plan(chunks=((0, 100),))
+    reduced = 2 * 3 * (2000 + 100 * ROW_BYTES / 4 / 17.0)
+    expected = 1000 * (linear_us(100) + head_us(1) + LAYERS * packs.attention_us(100, 0, 0, 0)) + LAYERS * 2 * reduced
+    assert cost(tmp_path, tensor=4).gpu_ns(step, 100)[1] == pytest.approx(expected, abs=1)
+
+
+# -- experts ----------------------------------------------------------------------------------------------------------
+
+
+@given(tokens=st.integers(1, 10**6), ranks=st.sampled_from([1, 2, 4, 8]))
+def test_hit_experts_are_the_expectation_of_equal_choices(tokens: int, ranks: int) -> None:
+    """A token hits k of E experts; one expert stays unhit by n tokens with (1 - k/E)^n. Every rank has its share."""
+    experts = Experts(8, 2)
+    assert experts.hit(1, 1) == pytest.approx(2)
+    assert experts.hit(2, 1) == pytest.approx(2 + 2 - 2 * 2 / 8)  # two of the second's, less those hit already
+    assert experts.hit(tokens, ranks) == pytest.approx(experts.hit(tokens, 1) / ranks)
+    assert experts.hit(tokens, ranks) <= experts.hit(tokens + 1, ranks) <= 8 / ranks
+
+
+def test_a_mixture_of_experts_takes_the_place_of_the_dense_layer(tmp_path: Path) -> None:
+    """On its own, a GPU computes all experts that its tokens hit."""
+    expected = linear_us(4, "gate_up_proj", "down_proj") + head_us(4)
+    expected += LAYERS * (packs.attention_us(0, 0, 4, 64) + packs.moe_us(4, 8 * (1 - (3 / 4) ** 4)))
+    assert cost(tmp_path, moe=True).gpu_ns(plan(**DECODING), 4)[1] == pytest.approx(1000 * expected, abs=1)
+
+
+def test_ranks_in_step_take_what_the_slowest_takes(tmp_path: Path) -> None:
+    """Two ranks, 4 decoding rows on one, 16 tokens of a prompt on the other. Both are padded to 16; experts are hit by
+    32 tokens, half of them live here; tokens are gathered before and scattered after; own work is the longer."""
+    ours, theirs = plan(**DECODING), plan(chunks=((0, 16),))
+    own = max(
+        head_us(4) + LAYERS * packs.attention_us(0, 0, 4, 64), head_us(1) + LAYERS * packs.attention_us(16, 0, 0, 0)
+    )
+    moe = packs.moe_us(16, 4 * (1 - (3 / 4) ** 32))
+    expected = 1000 * (own + linear_us(16, "gate_up_proj", "down_proj") + LAYERS * moe)
+    expected += LAYERS * 2 * (2000 + 16 * ROW_BYTES / 17.0)
+    model = cost(tmp_path, moe=True)
+    assert model.lockstep_ns([ours, theirs], 16, 2) == pytest.approx(expected, abs=1)
+    assert model.lockstep_ns([ours, theirs], 16, 2) == model.lockstep_ns([theirs, ours], 16, 2)
+    assert model.lockstep_ns([theirs], 16, 2) == model.lockstep_ns([theirs, plan()], 16, 2)
+    assert model.lockstep_ns([plan(), plan()], 0, 2) == 0
+
+
+# -- chunks taken together --------------------------------------------------------------------------------------------
+
+
+@given(start=st.integers(0, 10**5), tokens=st.integers(2, 8192))
+def test_a_single_chunk_is_itself(start: int, tokens: int) -> None:
+    assert attention_work(plan(chunks=((start, tokens),))) == Attention(tokens, start, 0, 0, 0)
+
+
+@given(
+    chunks=st.lists(st.tuples(st.integers(0, 5000), st.integers(2, 2048)), min_size=1, max_size=6),
+)
+def test_chunks_together_have_as_many_query_key_pairs(chunks: list[tuple[int, int]]) -> None:
+    """Each token attends to what lies before it in its own request, and no chunk sees another's."""
+    prefill, cached, *_ = attention_work(plan(chunks=tuple(chunks)))
+    pairs = sum(tokens * start + tokens * (tokens + 1) / 2 for start, tokens in chunks)
+    assert prefill * cached + prefill * (prefill + 1) / 2 == pytest.approx(pairs)
+    assert cached >= 0
+    assert cached == 0 or prefill == sum(tokens for _, tokens in chunks)
+
+
+def test_two_chunks_cost_less_than_one_of_both(tmp_path: Path) -> None:
+    """Two prompts of 64 do not read each other; one of 128 reads its first half."""
+    model = cost(tmp_path)
+    two, one = plan(chunks=((0, 64), (0, 64))), plan(chunks=((0, 128),))
+    assert model.gpu_ns(plan(chunks=((0, 64),)), 128) < model.gpu_ns(two, 128) < model.gpu_ns(one, 128)
+
+
+def test_padding_of_static_batches_is_computed(tmp_path: Path) -> None:
+    """A prompt of 24 padded to 32 is a chunk of 32; rows that have ended decode and read on."""
+    step = plan(chunks=((0, 24),))
+    padded = step._replace(chunks=tuple(chunk._replace(padding=8) for chunk in step.chunks))
+    assert attention_work(padded) == Attention(32, 0, 0, 0, 0)
+    ended = plan(decodes=2, context=100, longest_context=60, padding_rows=2, padding_context=28)
+    assert attention_work(ended) == Attention(0, 0, 4, 32, 60)
+
+
+# -- skew -------------------------------------------------------------------------------------------------------------
+
+
+def skewed(longest: int) -> StepPlan:
+    """Four rows with 256 tokens together."""
+    return plan(decodes=4, context=256, longest_context=longest)
+
+
+def test_equal_contexts_wait_for_nobody(tmp_path: Path) -> None:
+    assert cost(tmp_path / "a", skew=True).gpu_ns(skewed(64), 4) == cost(tmp_path / "b").gpu_ns(skewed(64), 4)
+
+
+def test_a_longest_row_of_twice_the_mean_by_hand(tmp_path: Path) -> None:
+    """The profile says 0.5 of the way at ratio 1/2 and none at 1: at 3/4, a quarter. With one row there is no skew."""
+    model = cost(tmp_path, skew=True)
+    mean = linear_us(4) + head_us(4) + LAYERS * packs.attention_us(0, 0, 4, 64)
+    for longest, share in ((128, 0.5), (64 / 0.75, 0.25), (64, 0.0)):
+        way = packs.attention_us(0, 0, 4, longest) - packs.attention_us(0, 0, 4, 64)
+        step = skewed(64)._replace(longest_context=longest)  # type: ignore[arg-type]
+        assert model.gpu_ns(step, 4)[1] == pytest.approx(1000 * (mean + LAYERS * share * way), abs=1)
+    work = Attention(0, 0, 1, 64, 64)
+    assert model._tables.attention_ns(work, skew=True) == model._tables.attention_ns(work, skew=False)
+
+
+def test_skew_is_off_where_the_profile_says_so(tmp_path: Path) -> None:
+    """meta.yaml with skew_fit.enabled false: skew.csv is not even read; nor is it used when the scenario says no."""
+    packs.bundle(tmp_path, skew=True)
+    packs.write(tmp_path / "meta.yaml", {"architecture": "tiny", "skew_fit": {"enabled": False}})
+    (tmp_path / "tp1" / "skew.csv").write_text("nonsense\n")
+    work = Attention(0, 0, 4, 64, 256)
+    tables = Bundle(tmp_path, 1, LAYERS, None)
+    assert tables.attention_ns(work, skew=True) == tables.attention_ns(work, skew=False)
+    packs.bundle(tmp_path, skew=True)
+    tables = Bundle(tmp_path, 1, LAYERS, None)
+    assert tables.attention_ns(work, skew=True) > tables.attention_ns(work, skew=False)
+
+
+@pytest.fixture(scope="module")
+def steep(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A profile whose shares lie beyond 1: batches that took longer than one of longest rows only."""
+    return Bundle(packs.bundle(tmp_path_factory.mktemp("steep"), skew=True, share=1.5), 1, LAYERS, None)
+
+
+@given(
+    prefill=st.integers(0, 600),
+    cached=st.integers(0, 600),
+    decodes=st.integers(2, 40),
+    mean=st.floats(1, 2000),
+    more=st.floats(1, 50),
+)
+def test_with_skew_time_lies_between_mean_and_longest(
+    steep: Bundle, prefill: int, cached: int, decodes: int, mean: float, more: float
+) -> None:
+    """Whatever was measured and however far beyond it a step is."""
+    at_mean, at_longest = (
+        steep.attention_ns(Attention(prefill, cached, decodes, context, mean * more), skew=False)
+        for context in (mean, mean * more)
+    )
+    found = steep.attention_ns(Attention(prefill, cached, decodes, mean, mean * more), skew=True)
+    assert at_mean - 1e-6 <= found <= at_longest * (1 + 1e-12)
+
+
+# -- what cannot be used ----------------------------------------------------------------------------------------------
+
+
+def dense(folder: Path) -> Path:
+    return folder / "tp1" / "dense.csv"
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text, path
+    path.write_text(text.replace(old, new))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "a layer without times": (lambda f: rewrite(dense(f), "o_proj", "p_proj"), ("dense.csv", "'o_proj'")),
+    "no sampler": (
+        lambda f: rewrite(f / "tp1" / "per_sequence.csv", "sampler", "other"),
+        ("per_sequence.csv", "'sampler'"),
+    ),
+    "a negative time": (
+        lambda f: rewrite(dense(f), "embedding,1,50.5", "embedding,1,-1"),
+        ("dense.csv:2: time_us: got '-1', expected a number >= 0",),
+    ),
+    "text for a number": (
+        lambda f: rewrite(dense(f), "embedding,1,50.5", "embedding,one,50.5"),
+        ("dense.csv:2: tokens: got 'one'",),
+    ),
+    "not a number": (lambda f: rewrite(dense(f), "1,50.5", "1,nan"), ("dense.csv:2: time_us: got 'nan'",)),
+    "a cell too few": (lambda f: rewrite(dense(f), "embedding,1,50.5", "embedding,1"), ("dense.csv:2: got 2 cells",)),
+    "no such column": (lambda f: rewrite(dense(f), "time_us", "time_ms"), ("dense.csv:1: no column time_us",)),
+    "an empty file": (lambda f: dense(f).write_text(""), ("dense.csv:1: no column layer", "found nothing")),
+    "no rows": (
+        lambda f: (f / "tp1" / "attention.csv").write_text("prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n"),
+        ("attention.csv", "holds no rows"),
+    ),
+    "no attention": (lambda f: (f / "tp1" / "attention.csv").unlink(), ("attention.csv", "cannot be read")),
+    "no skew": (lambda f: (f / "tp1" / "skew.csv").unlink(), ("skew.csv", "cannot be read")),
+    "a batch of nobody": (
+        lambda f: packs.table(
+            f / "tp1" / "skew.csv",
+            ("n", "pc", "kp", "kv_big", "kv_mean", "t_mean_us", "t_max_us", "t_skew_us"),
+            [(0, 0, 0, 64, 32, 1, 2, 1)],
+        ),
+        ("skew.csv", "no usable rows"),
+    ),
+    "no tables of that degree": (lambda f: (f / "tp1").rename(f / "tp2"), ("parallelism 1", "found: tp2")),
+    "no meta": (lambda f: (f / "meta.yaml").unlink(), ("meta.yaml", "cannot be read")),
+    "meta is a list": (lambda f: packs.write(f / "meta.yaml", [1]), ("meta.yaml", "expected fields")),
+    "an unknown architecture": (
+        lambda f: packs.write(f / "meta.yaml", {"architecture": "gpt"}),
+        ("meta.yaml: architecture: got 'gpt'", "arch/gpt.yaml"),
+    ),
+    "no order of layers": (lambda f: packs.write(f / "arch" / "tiny.yaml", {}), ("tiny.yaml: sequence",)),
+    "layers are no list": (
+        lambda f: packs.write(f / "arch" / "tiny.yaml", {"sequence": {"head": 3}}),
+        ("tiny.yaml: sequence.head: got 3, expected a list of layers",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_bundle_is_one_message_with_file_and_field(case: str, tmp_path: Path) -> None:
+    """Nothing is guessed or passed over: a table that is wrong is not used."""
+    spoil, words = BROKEN[case]
+    spoil(packs.bundle(tmp_path, skew=True))
+    with pytest.raises(ScenarioError) as error:
+        Bundle(tmp_path, 1, LAYERS, None)
+    assert len(str(error.value).splitlines()) == 1
+    for word in (str(tmp_path), *words):
+        assert word in str(error.value)
+
+
+def test_experts_are_of_the_model_and_of_the_profile_or_of_neither(tmp_path: Path) -> None:
+    packs.bundle(tmp_path / "dense")
+    packs.bundle(tmp_path / "moe", moe=True)
+    for folder, experts in (("dense", Experts(8, 2)), ("moe", None)):
+        with pytest.raises(ScenarioError, match=r"meta\.yaml: architecture: got 'tiny'; either it or the model"):
+            Bundle(tmp_path / folder, 1, LAYERS, experts)
+
+
+# -- real tables ------------------------------------------------------------------------------------------------------
+
+
+def real(path: str) -> Path:
+    try:
+        return catalog.tables(f"measured_vllm/perf/{path}")
+    except ScenarioError as missing:
+        pytest.skip(f"recorded vLLM profiles not present: {missing}")
+
+
+PROFILES = {
+    "RTX4090/meta-llama/Llama-3.1-8B/bf16": (1, None),
+    "RTXPRO6000/meta-llama/Llama-3.1-8B/bf16": (2, None),
+    "RTXPRO6000/Qwen/Qwen3-32B/bf16": (2, None),
+    "RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16": (1, Experts(128, 8)),
+}
+
+
+@pytest.mark.parametrize("path", PROFILES)
+def test_real_measured_points_are_returned_exactly(path: str) -> None:
+    """Every row of attention.csv comes back as it was measured; the head is the sum of its two layers."""
+    folder = real(path)
+    tensor, experts = PROFILES[path]
+    tables = Bundle(folder, tensor, 1, experts)
+    rows = _rows(folder / f"tp{tensor}" / "attention.csv")
+    for chunk, cached, decodes, context, time in rows:
+        work = Attention(float(chunk), float(cached), int(decodes), float(context), float(context))
+        assert tables.attention_ns(work, skew=True) == 1000 * float(time)
+    head: dict[int, dict[str, float]] = {}
+    for layer, at, time in _rows(folder / f"tp{tensor}" / "per_sequence.csv"):
+        head.setdefault(int(at), {})[layer] = float(time)
+    for at, times in head.items():
+        assert tables.head_ns(at) == 1000 * sum(times[name] for name in ("lm_head", "sampler"))
+
+
+def _rows(path: Path) -> list[list[str]]:
+    return [line.split(",") for line in path.read_text().splitlines()[1:]]
+
+
+def test_real_skew_shots_lie_near_what_was_measured() -> None:
+    """The correction comes from skew.csv itself: at its pure-decode shots the step is near the measured one, where
+    without correction it would be at t_mean. Repeated shots are averaged, so near, not exact."""
+    folder = real("RTXPRO6000/meta-llama/Llama-3.1-8B/bf16")
+    tables = Bundle(folder, 1, 1, None)
+    header = (folder / "tp1" / "skew.csv").read_text().splitlines()[0].split(",")
+    shots = [dict(zip(header, row, strict=True)) for row in _rows(folder / "tp1" / "skew.csv")]
+    assert tables._skew is not None
+    off = []
+    for shot in shots:
+        n, big, mean = int(shot["n"]), float(shot["kv_big"]), float(shot["kv_mean"])
+        low, high, seen = (float(shot[name]) for name in ("t_mean_us", "t_max_us", "t_skew_us"))
+        if high > low and mean < big:
+            share = tables._skew(Attention(float(shot["pc"]), float(shot["kp"]), n, mean, big))
+            off.append(share - min(1.0, max(0.0, (seen - low) / (high - low))))
+    assert len(off) > 1000
+    assert sum(map(abs, off)) / len(off) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("model=qwen3-8b", "is of Llama-3.1-8B, but model.name is 'Qwen3-8B'"),
+        ("hardware=h100-sxm", "is of RTX4090, but hardware.name is 'NVIDIA H100 SXM 80GB'"),
+    ],
+)
+def test_tables_of_something_else_are_refused(override: str, says: str) -> None:
+    """A profile says what it is of: it is not read as another model's or another GPU's."""
+    path = "measured_vllm/perf/RTX4090/meta-llama/Llama-3.1-8B/bf16"
+    if not any((folder / path).is_dir() for folder in catalog.data_folders()):
+        pytest.skip("the kernel profiles are not here: docs/data.md")
+    mine = ["model=llama-3.1-8b", "hardware=rtx-4090", f"cost={{kind: table, path: {path}}}", "kv_cache.num_blocks=99"]
+    assert assemble.cost_model(scenario.load("8k_b32", mine))
+    with pytest.raises(ScenarioError, match=re.escape(says)):
+        assemble.cost_model(scenario.load("8k_b32", [*mine, override]))

@@ -1,0 +1,115 @@
+"""Drawings say what the chart says: equal charts give equal bytes, every text is in the SVG, every mark on the axes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from matplotlib.collections import PathCollection, PolyCollection
+
+from cbsim.draw import render
+from cbsim.draw.chart import RED, SERIES, Area, Bars, Chart, Edge, Level, Line, Panel, Points, Spans, Style
+
+X = np.linspace(0.0, 4.0, 5)
+SPANS = Spans("compute", np.array([0, 2]), np.array([0.0, 1.0]), np.array([1.0, 4.0]), Style(RED), labels=("a", "b"))
+ALL = Chart(
+    "all",
+    "Every mark",
+    "Caption.",
+    [
+        Panel(
+            [
+                Line("line", X, X**2, SERIES[0]),
+                Area("area", X, X, 2 * X, SERIES[1], step=True),
+                Points("points", X, X, SERIES[2], labels=[f"p{i}" for i in range(5)]),
+                Level("level", 9.0, SERIES[3]),
+                Edge("edge", 2.0, SERIES[4]),
+            ],
+            "time, s",
+            "tokens",
+            "one",
+        ),
+        Panel([SPANS], "time, s", rows=("CPU", "H2D", "compute")),
+        Panel(
+            [
+                Bars("left", np.arange(2), np.array([1.0, 2.0]), SERIES[0], labels=("1", "2")),
+                Bars("right", np.arange(2), np.array([2.0, 1.0]), SERIES[1]),
+            ],
+            "",
+            "tokens/s",
+            categories=("sync", "async"),
+        ),
+    ],
+)
+
+
+def test_equal_charts_give_equal_bytes() -> None:
+    """A committed figure changes only when what it shows does."""
+    assert render.both(ALL) == render.both(ALL) == (render.png(ALL), render.svg(ALL))
+
+
+def test_the_texts_are_texts() -> None:
+    """An SVG can be searched: title, axes, panels, rows, categories and legend are in it as text."""
+    text = render.svg(ALL).decode()
+    for word in (
+        "Every mark",
+        "time, s",
+        "tokens/s",
+        "one",
+        "CPU",
+        "compute",
+        "async",
+        "level",
+        "points",
+        "right",
+        "p3",
+    ):
+        assert f">{word}</text>" in text, word
+
+
+def test_every_mark_is_on_its_axes() -> None:
+    first, second, third = render.figure(ALL).axes[:3]
+    line = first.lines[0]
+    assert np.array_equal(line.get_xdata(), X)
+    assert np.array_equal(line.get_ydata(), X**2)
+    assert any(isinstance(one, PathCollection) and len(one.get_offsets()) == 5 for one in first.collections)
+    (spans,) = [one for one in second.collections if isinstance(one, PolyCollection)]
+    corners = [path.get_extents() for path in spans.get_paths()]
+    assert [(box.x0, box.x1) for box in corners] == [(0.0, 1.0), (1.0, 4.0)]
+    assert [box.height for box in corners] == pytest.approx([0.8, 0.8])
+    assert second.get_ylim() == (2.5, -0.5)  # the first row is on top
+    assert [bar.get_height() for bar in third.patches] == [1.0, 2.0, 2.0, 1.0]
+    assert third.patches[0].get_x() < third.patches[2].get_x() < third.patches[1].get_x()  # side by side
+
+
+def test_a_label_is_written_where_there_is_room() -> None:
+    thin = Spans(
+        "thin", np.array([0, 0]), np.array([0.0, 1.0]), np.array([0.01, 9.0]), Style(RED), labels=("no", "yes")
+    )
+    axes = render.figure(Chart("k", "t", "s", [Panel([thin], "s", rows=("r",))])).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["yes"]
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_nothing_to_draw(log: bool) -> None:
+    """A run without steps gives empty axes, not an error."""
+    none = np.array([], dtype=float)
+    rows = np.array([], dtype=np.int64)
+    marks = [Line("l", none, none, SERIES[0]), Area("a", none, none, none, SERIES[0])]
+    spans = Spans("s", rows, none, none, SERIES[0])
+    chart = Chart("k", "t", "s", [Panel(marks, "x", x_log=log), Panel([spans], "x", rows=("r",)), Panel([], "x")])
+    assert render.png(chart).startswith(b"\x89PNG")
+
+
+def test_a_linear_axis_starts_at_zero() -> None:
+    """A difference looks as large as it is; only a fixed range or a log axis leaves zero out."""
+    axes = render.figure(Chart("k", "t", "s", [Panel([Line("l", X, X + 100, SERIES[0])], "x")])).axes[0]
+    assert axes.get_ylim()[0] == 0.0
+
+
+def test_dollars_are_not_mathematics() -> None:
+    """What a scenario is called is written as it stands."""
+    text = render.svg(
+        Chart("k", "costs $2 or $3", "s", [Panel([Line("$x$", X, X, SERIES[0])], "$ an hour $")])
+    ).decode()
+    for word in ("costs $2 or $3", "$x$", "$ an hour $"):
+        assert f">{word}</text>" in text

@@ -1,0 +1,391 @@
+"""What holds for every workload, whatever the scheduler: random small runs through the loop, checked at every step.
+
+Budgets, seats and caches are tiny, so that nearly every step refuses, splits or takes something back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from helpers import AnyScheduler, Ask, Drive, token_steps
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbsim.policy.plan import Row, StepPlan
+from cbsim.policy.request import Finish, Request, RequestSpec
+from cbsim.policy.schedulers.transformers import TransformersOptions, TransformersScheduler
+from cbsim.policy.schedulers.vllm import VllmOptions, VllmScheduler
+from cbsim.proof.conformance.shared import ChainedKeys
+
+MOST_TOKENS = 24  # longest request
+Case = tuple[Callable[[], AnyScheduler], list[Ask]]
+
+
+@st.composite
+def asks(draw: st.DrawFn, block_size: int) -> list[Ask]:
+    """Up to a dozen requests; texts come from two families, so prefixes are shared and some requests are the same."""
+    unit = draw(st.sampled_from([1, block_size]))
+    keys = ChainedKeys(unit)
+    return [_ask(draw, index, unit, keys) for index in range(draw(st.integers(1, 12)))]
+
+
+def _ask(draw: st.DrawFn, index: int, unit: int, keys: ChainedKeys) -> Ask:
+    prompt = draw(st.integers(1, 14))
+    most = draw(st.integers(1, MOST_TOKENS - prompt))
+    outputs = draw(st.one_of(st.just(most), st.integers(1, most)))
+    family, common = draw(st.integers(0, 1)), draw(st.sampled_from([0, 4, prompt, prompt + outputs]))
+    text = [family if i < common else 100 + index for i in range(prompt + outputs)]
+    declared = draw(st.sampled_from([0, prompt, prompt + outputs]))
+    spec = RequestSpec(
+        index=index,
+        id=f"r{index}",
+        arrival_ns=draw(st.integers(0, 3)),
+        prompt_tokens=prompt,
+        output_tokens=outputs,
+        max_tokens=most,
+        priority=draw(st.integers(0, 2)),
+        prefix=keys.of(text[:declared]),
+        prefix_block_tokens=unit,
+        prefix_tokens=declared,
+    )
+    cancelled = draw(st.one_of(st.none(), st.none(), st.integers(0, 40)))
+    stops_at = draw(st.one_of(st.none(), st.none(), st.integers(1, outputs)))
+    return Ask(spec, draw(st.integers(0, 25)), cancelled, stops_at)
+
+
+@st.composite
+def vllm_cases(draw: st.DrawFn) -> Case:
+    """A vLLM scheduler with any of its options, and a workload."""
+    size, chunked = draw(st.sampled_from([1, 2, 4])), draw(st.booleans())
+    options = VllmOptions(
+        version=draw(st.sampled_from(["0.19", "0.33"])),
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        block_size=size,
+        num_blocks=1 + draw(st.integers(MOST_TOKENS // size, 3 * MOST_TOKENS // size)),
+        max_model_len=draw(st.sampled_from([MOST_TOKENS, MOST_TOKENS, 16])),
+        max_num_seqs=draw(st.integers(1, 8)),
+        max_num_batched_tokens=draw(st.integers(1, 30)) if chunked else draw(st.integers(MOST_TOKENS, 40)),
+        enable_chunked_prefill=chunked,
+        enable_prefix_caching=draw(st.booleans()),
+        long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3])),
+        adaptive_long_prefill_threshold=draw(st.booleans()),
+        scheduler_reserve_full_isl=draw(st.booleans()),
+        watermark=draw(st.sampled_from([0.0, 0.0, 0.2])),
+        prefill_schedule_interval=draw(st.sampled_from([1, 1, 3])),
+    )
+    return partial(VllmScheduler, options), draw(asks(size))
+
+
+@st.composite
+def transformers_cases(draw: st.DrawFn) -> Case:
+    """A transformers scheduler without the original's defects, and a workload."""
+    size = draw(st.sampled_from([3, 4, 5]))
+    options = TransformersOptions(
+        scheduler_type=draw(st.sampled_from(["fifo", "prefill_first"])),
+        block_size=size,
+        num_blocks=draw(st.integers(MOST_TOKENS // size + 2, 3 * MOST_TOKENS // size)),
+        max_batch_tokens=draw(st.integers(1, 30)),
+        max_requests_per_batch=draw(st.integers(1, 8)),
+        max_blocks_per_request=draw(st.sampled_from([0, 2, 8])),
+        safety_margin=draw(st.sampled_from([0.0, 0.0, 0.2])),
+        allow_block_sharing=draw(st.booleans()),
+        original_defects=False,
+    )
+    return partial(TransformersScheduler, options), draw(asks(size))
+
+
+FAMILIES = pytest.mark.parametrize("cases", [vllm_cases(), transformers_cases()], ids=["vllm", "transformers"])
+DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+
+
+def limits(scheduler: AnyScheduler) -> tuple[int, int]:
+    """Most tokens and most rows of a step."""
+    if isinstance(scheduler, VllmScheduler):
+        return scheduler.options.max_num_batched_tokens, scheduler.options.max_num_seqs
+    return scheduler.options.max_batch_tokens, scheduler.options.max_requests_per_batch
+
+
+def active(scheduler: AnyScheduler) -> list[Request]:
+    return list(scheduler.running if isinstance(scheduler, VllmScheduler) else scheduler.active)
+
+
+def table_of(scheduler: AnyScheduler, spec: RequestSpec) -> list[int]:
+    return scheduler.pool.tables[scheduler.requests[spec]]
+
+
+class Watch:
+    """Checks each plan against the scheduler's own view of its requests."""
+
+    def __init__(self, drive: Drive) -> None:
+        self.drive = drive
+        self.before: dict[RequestSpec, int] = {}
+        drive.on_step = self.step
+
+    def step(self, plan: StepPlan, rows: list[Row]) -> None:
+        scheduler = self.drive.scheduler
+        most_tokens, most_rows = limits(scheduler)
+        assert plan.tokens <= most_tokens
+        assert plan.rows <= most_rows
+        assert plan.free_blocks == scheduler.pool.free
+        assert plan.running == len(active(scheduler))
+        assert plan.waiting == len(list(scheduler.waiting))
+        ran = {row.spec: row for row in rows}
+        for request in active(scheduler):
+            row = ran.get(request.spec)
+            was = row.start if row else self.before.get(request.spec, request.entered)
+            assert request.computed == was + (row.tokens if row else 0), (request.spec, row)
+            assert scheduler.pool.held(request) * scheduler.pool.block_size >= request.computed
+        assert ran.keys() <= {r.spec for r in active(scheduler)}
+        assert all(self.drive.executor.tables[spec] == table_of(scheduler, spec) for spec in ran)
+        assert plan.table_blocks == sum(scheduler.pool.held(scheduler.requests[spec]) for spec in ran)
+        self.before = {r.spec: r.computed for r in active(scheduler)}
+
+
+def check_ends(drive: Drive) -> None:
+    """Every request ended exactly once, with all its tokens unless it was cancelled, and nothing is left."""
+    over = [spec for spec, _ in drive.finished]
+    assert len(set(over)) == len(over)
+    assert not set(over) & {s for s in drive.cancelled if drive.requests[s].finish is Finish.ABORTED}
+    assert {*over, *drive.refused, *drive.cancelled} == drive.asks.keys()
+    for spec, request in drive.requests.items():
+        check_tokens(drive, request, drive.asks[spec])
+    scheduler = drive.scheduler
+    assert scheduler.idle
+    assert not scheduler.requests
+    assert not scheduler.cohort
+    assert not scheduler._loose
+    assert scheduler.pool.free == scheduler.pool.num_blocks
+    assert not scheduler.pool.tables
+    assert len(set(drive.ended)) == len(drive.ended)
+
+
+def check_tokens(drive: Drive, request: Request, ask: Ask) -> None:
+    """Output number n was delivered by the step whose row sampled it, for all n up to the end."""
+    steps = token_steps(request)
+    assert steps == sorted(set(steps))
+    assert len(steps) == request.seen
+    sampled = drive.executor.sampled.get(ask.spec, {})
+    assert steps == [sampled[n] for n in range(1, len(steps) + 1)]
+    if request.finish is not Finish.ABORTED:
+        assert len(steps) == min(ask.tokens, request.limit)
+        length = len(steps) == request.limit
+        assert request.finish is (Finish.LENGTH if length else Finish.STOP)
+
+
+@FAMILIES
+@DEPTHS
+def test_every_request_ends_once_and_nothing_is_left(cases: st.SearchStrategy[Case], depth: int) -> None:
+    """Budgets and seats are kept, rows continue where the last one ended, tokens come from the rows that sampled them,
+    and at the end the cache is free; whatever was shared, preempted, stopped or cancelled on the way."""
+
+    @given(case=cases)
+    def check(case: Case) -> None:
+        build, workload = case
+        drive = Drive(build(), workload, depth)
+        Watch(drive)
+        drive.run()
+        check_ends(drive)
+
+    check()
+
+
+@DEPTHS
+def test_an_executor_learns_of_replaced_blocks(depth: int) -> None:
+    """Two equal prompts read in the same step: one of the two first blocks is freed, so nobody may read it any more."""
+    options = TransformersOptions(
+        scheduler_type="fifo",
+        block_size=4,
+        num_blocks=8,
+        max_batch_tokens=32,
+        max_requests_per_batch=4,
+        max_blocks_per_request=0,
+        safety_margin=0.0,
+        allow_block_sharing=True,
+        original_defects=False,
+    )
+    specs = [RequestSpec(i, f"r{i}", 0, 5, 6, 6, prefix=(7,), prefix_block_tokens=4, prefix_tokens=4) for i in range(2)]
+    drive = Drive(TransformersScheduler(options), [Ask(spec, 0, None, None) for spec in specs], depth)
+    tables: list[bool] = []
+    drive.on_step = lambda plan, rows: tables.extend(
+        drive.executor.tables[row.spec] == table_of(drive.scheduler, row.spec) for row in rows
+    )
+    drive.run()
+    assert all(tables)
+
+
+def state(scheduler: AnyScheduler) -> dict[str, Any]:
+    """All that the pool knows, by request id."""
+    pool = scheduler.pool
+    return {
+        "tables": {request.spec.id: list(table) for request, table in pool.tables.items()},
+        "free": pool.free_order(),
+        "keys": dict(pool._key_of),
+        "waiting": [r.spec.id for r in scheduler.waiting],
+        "running": [r.spec.id for r in active(scheduler)],
+    }
+
+
+def dissolve(scheduler: AnyScheduler) -> None:
+    """Take every member out of the cohort, so that each is planned by the rules for one request."""
+    for request in list(scheduler.cohort):
+        scheduler._detach(request)
+        scheduler._loose[request] = None
+
+
+def history(build: Callable[[], AnyScheduler], workload: list[Ask], depth: int, slow: bool) -> list[dict[str, Any]]:
+    """Plans row by row, with the state after each."""
+    steps: list[dict[str, Any]] = []
+    drive = Drive(build(), workload, depth)
+    scheduler, schedule = drive.scheduler, drive.scheduler.schedule
+
+    def slowly() -> StepPlan | None:
+        dissolve(scheduler)
+        return schedule()
+
+    def note(plan: StepPlan, rows: list[Row]) -> None:
+        shown = [(r.spec.id, r.start, r.tokens, r.blocks, r.chunk is None or r.chunk.samples) for r in rows]
+        counts = plan.step, plan.tokens, plan.table_blocks, plan.new_blocks, plan.fast_decode, {*plan.ends}, plan.ended
+        steps.append({"rows": shown, "counts": counts, "preempted": plan.preempted, **state(scheduler)})
+
+    drive.on_step = note
+    if slow:
+        scheduler.schedule = slowly  # type: ignore[method-assign]
+    drive.run()
+    steps.append({"tokens": {s.id: r.runs for s, r in drive.requests.items()}, **state(scheduler)})
+    return steps
+
+
+@FAMILIES
+@DEPTHS
+def test_the_cohort_changes_no_decision(cases: st.SearchStrategy[Case], depth: int) -> None:
+    """Decoding requests advanced all at once, or each by the general rules: the same plans, blocks and tokens."""
+
+    @given(case=cases)
+    @settings(max_examples=200)
+    def check(case: Case) -> None:
+        build, workload = case
+        fast, slow = (history(build, workload, depth, slow) for slow in (False, True))
+        for ours, theirs in zip(fast, slow, strict=True):
+            assert ours == theirs
+
+    check()
+
+
+@FAMILIES
+def test_same_workload_same_run(cases: st.SearchStrategy[Case]) -> None:
+    """A run is a function of scheduler options and workload: specs compare by identity, and no order depends on it."""
+
+    @given(case=cases)
+    @settings(max_examples=30)
+    def check(case: Case) -> None:
+        build, workload = case
+        again = [ask._replace(spec=replace(ask.spec)) for ask in workload]
+        first, second = (history(build, w, 2, slow=False) for w in (workload, again))
+        for one, other in zip(first, second, strict=True):
+            assert _by_id(one) == _by_id(other)
+
+    check()
+
+
+def _by_id(step: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in step.items() if k not in ("counts", "preempted")}
+
+
+# -- reserve_output ---------------------------------------------------------------------------------------------------
+
+
+@DEPTHS
+@given(case=vllm_cases())
+def test_with_outputs_reserved_nobody_is_preempted(depth: int, case: Case) -> None:
+    """A request is admitted only if everybody who runs could reach its limit; whoever waits is admitted in the end,
+    since an empty cache holds any request that was not refused."""
+    build, workload = case
+    options = replace(build().options, reserve_output=True)  # type: ignore[type-var]
+    drive = Drive(VllmScheduler(options), workload, depth)  # type: ignore[arg-type]
+    preempted: list[object] = []
+    drive.on_step = lambda plan, rows: preempted.extend(plan.preempted)
+    drive.run()
+    check_ends(drive)
+    assert not preempted
+
+
+def reserving(blocks: int, *, reserve: bool) -> VllmScheduler:
+    options = VllmOptions(
+        version="0.33",
+        policy="fcfs",
+        block_size=4,
+        num_blocks=1 + blocks,
+        max_model_len=MOST_TOKENS,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        enable_chunked_prefill=True,
+        enable_prefix_caching=True,
+        long_prefill_token_threshold=0,
+        adaptive_long_prefill_threshold=False,
+        scheduler_reserve_full_isl=True,
+        watermark=0.0,
+        prefill_schedule_interval=1,
+        reserve_output=reserve,
+    )
+    return VllmScheduler(options)
+
+
+@pytest.mark.parametrize(("blocks", "most"), [(5, 1), (6, 2), (8, 2), (9, 3)])
+def test_room_for_outputs_by_hand(blocks: int, most: int) -> None:
+    """Prompts of 4 with 9 outputs need 12 tokens of cache at their ends (the last token is never computed): 3 blocks
+    each. Without reservation all three run at once, and fewer than 9 blocks mean that somebody loses theirs."""
+    specs = [RequestSpec(i, f"r{i}", i, 4, 9, 9) for i in range(3)]
+    for reserve in (True, False):
+        drive = Drive(reserving(blocks, reserve=reserve), [Ask(spec, 0, None, None) for spec in specs], 1)
+        plans: list[StepPlan] = []
+        drive.on_step = lambda plan, rows, plans=plans: plans.append(plan)  # type: ignore[misc]
+        drive.run()
+        assert max(plan.running for plan in plans) == (most if reserve else 3)
+        assert any(plan.preempted for plan in plans) == (not reserve and blocks < 9)
+
+
+@pytest.mark.parametrize(("holds", "most"), [(True, 2), (False, 1)])
+def test_shared_blocks_are_needed_once_and_idle_ones_are_taken_from_the_free(holds: bool, most: int) -> None:
+    """Five blocks; a request needs 3, of a prompt whose two first ones are known. While the first request holds
+    them the second adds one, and both run. When they lie idle beside a stranger with 3, they are the two free ones: to
+    use them leaves none for the third, so it waits."""
+    shared: dict[str, Any] = {"prefix": (7, 8), "prefix_block_tokens": 4, "prefix_tokens": 8}
+    first, again = (RequestSpec(i, f"r{i}", i, 9, 4, 4, **shared) for i in range(2))
+    stranger = RequestSpec(2, "r2", 0, 9, 4, 4)
+    asks = [Ask(first, 0, None, None), *([] if holds else [Ask(stranger, 30, None, None)])]
+    drive = Drive(reserving(5, reserve=True), [*asks, Ask(again, 2 if holds else 31, None, None)], 1)
+    plans: list[StepPlan] = []
+    drive.on_step = lambda plan, rows: plans.append(plan)
+    drive.run()
+    assert max(plan.running for plan in plans) == most
+    assert max(chunk.cached for plan in plans for chunk in plan.chunks) == 8
+    assert not any(plan.preempted for plan in plans)
+
+
+# -- the longest row --------------------------------------------------------------------------------------------------
+
+
+@FAMILIES
+@DEPTHS
+def test_plans_know_their_longest_decoding_row(cases: st.SearchStrategy[Case], depth: int) -> None:
+    """As recounted from the rows that nobody listed, in every step; 0 if there are none."""
+
+    @given(case=cases)
+    @settings(max_examples=60)
+    def check(case: Case) -> None:
+        build, workload = case
+        drive = Drive(build(), workload, depth)
+
+        def compare(plan: StepPlan, rows: list[Row]) -> None:
+            contexts = [row.start for row in rows if row.chunk is None]
+            assert plan.longest_context == max(contexts, default=0)
+            assert plan.decode_context == sum(contexts)
+
+        drive.on_step = compare
+        drive.run()
+
+    check()

@@ -1,0 +1,75 @@
+"""`bench`: what it prints. How fast the simulator is depends on the machine; no test asserts a time."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cbsim.cli.parser import main
+from cbsim.proof import bench
+from cbsim.proof.bench import CASES
+from cbsim.results import directory
+
+
+def test_json_has_the_promised_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    """`bench --json` prints one object, case -> seconds, steps, requests, peak_mb (the issue's keys). decode_64 is 64
+    requests of 16 and 2,000 tokens at once: 1 step for the prompts and a token each, 1,999 more, and the empty one in
+    which vLLM hears that all have ended.
+    """
+    assert main(["bench", "--json", "decode_64"]) == 0
+    said = capsys.readouterr()
+    assert not said.err
+    results = json.loads(said.out)
+    assert list(results) == ["decode_64"]
+    result = results["decode_64"]
+    assert {"seconds", "steps", "requests", "peak_mb"} <= result.keys()
+    assert (result["steps"], result["requests"]) == (2001, 64)
+    assert result["seconds"] > 0
+    assert 10 < result["peak_mb"] < 600  # an interpreter with numpy has more than the one, the target is the other
+
+
+def test_an_unknown_case(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 2, a near miss and the known names, before any case is run."""
+    assert main(["bench", "decode_64", "decode_65"]) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    assert said.err.startswith("cbsim: unknown case 'decode_65'; did you mean decode_64?")
+    assert all(name in said.err for name in CASES)
+    assert len(said.err.splitlines()) == 1
+
+
+def test_the_cases_of_the_issue(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without names all cases run, among them the two whose decode steps are compared, and a person is told the ratio:
+    here 3 us against 2 us, made up, in place of the measurements.
+    """
+    made_up = {
+        "seconds": 2.0, "steps": 10, "requests": 5, "peak_mb": 100.0, "steps_per_s": 5.0, "requests_per_s": 2.5
+    }  # fmt: skip
+    cost = {"splitwise_conv": 1.0, "decode_64": 2.0, "decode_1024": 3.0}
+    monkeypatch.setattr(bench, "_in_fresh_process", lambda name: made_up | {"us_per_step": cost[name]})
+    assert main(["bench"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(CASES) == list(cost)
+    assert "1.50x" in last
+
+
+def test_a_generated_workload_stands_in_for_the_trace() -> None:
+    """Where the trace is absent a workload of the same size is generated: 19,366 requests, on the issue's server: 512
+    tokens and 512 seats, 29,696 usable blocks of 16.
+    """
+    assert bench.chat_like()["requests"] == 19366
+    case = bench.chat()
+    assert (case["scheduler"]["max_num_batched_tokens"], case["scheduler"]["max_num_seqs"]) == (512, 512)
+    assert (case["kv_cache"]["block_size"], case["kv_cache"]["num_blocks"] - 1) == (16, 29696)
+
+
+def test_a_case_that_fails_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes wrong in the process of a case is exit 1 and a line with its name."""
+
+    def fail(name: str) -> None:
+        raise directory.RunError(f"bench case {name} failed: out of memory")
+
+    monkeypatch.setattr(bench, "_in_fresh_process", fail)
+    assert main(["bench", "decode_64"]) == 1
+    assert capsys.readouterr().err == "cbsim: bench case decode_64 failed: out of memory\n"

@@ -1,0 +1,116 @@
+"""docs/fidelity.md says what the reports say, and the reports what the code computes.
+
+`python tests/proof/test_fidelity_docs.py` writes the page's tables again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbsim.draw.markdown import Table, table
+from cbsim.proof.recorded import case
+from cbsim.proof.recorded.reenactment import recorded, replay
+from cbsim.proof.recorded.score import scores
+from cbsim.scenario import catalog
+
+PAGE = catalog.ROOT / "docs" / "fidelity.md"
+REPORTS = catalog.ROOT / "reports" / "fidelity"
+CASES = {"RTX4090__Llama-3.1-8B": "RTX 4090", "RTXPRO6000__Llama-3.1-8B": "RTX PRO 6000"}
+MARK = re.compile(r"^<!-- (scores|ablation|schedulers) -->\n(?:\n(?:\|.*\n)+)?", re.MULTILINE)
+STATISTICS = ("mean", "median", "p90", "p95", "p99")
+
+
+def facts(name: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((REPORTS / name / "report.json").read_text())["data"]
+    return data
+
+
+def errors(entries: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
+    return {(one["metric"], one["statistic"]): one["error"] for one in entries}
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:+.2f}".replace("-0.00", "+0.00") + " %"
+
+
+def score_table() -> Table:
+    rows = []
+    for name, title in CASES.items():
+        found = errors(facts(name)["errors"])
+        rows += [
+            (f"{title}, {metric.upper()}", *(percent(found[metric, s]) for s in STATISTICS))
+            for metric in ("ttft", "tpot", "e2e")
+        ]
+        rows.append((f"{title}, makespan", percent(found["makespan", ""]), *[""] * 4))
+    return Table("", ("Llama-3.1-8B on", *STATISTICS), rows)
+
+
+def ablation_table() -> Table:
+    header = ["replayed with"]
+    rows: dict[str, list[str]] = {}
+    for name, title in CASES.items():
+        header += [f"{title}: TTFT", "TPOT", "E2E", "largest"]
+        for one in facts(name)["ablation"]:
+            found = errors(one["errors"])
+            largest = max(abs(error) for (_, statistic), error in found.items() if statistic)
+            means = [f"{100 * found[metric, 'mean']:+.1f}" for metric in ("ttft", "tpot", "e2e")]
+            rows.setdefault(one["name"], []).extend((*means, f"{100 * largest:.1f}"))
+    return Table("", header, [(name, *cells) for name, cells in rows.items()])
+
+
+def scheduler_table() -> Table:
+    header = ["policy, cost model"]
+    rows: dict[str, list[str]] = {}
+    for name, title in CASES.items():
+        header += [f"{title}: TTFT", "TPOT", "E2E", "preemptions"]
+        for one in facts("schedulers")["answers"]:
+            if one["run"] == name:
+                found = {(score[0], score[1]): score[-1] for score in one["scores"]}
+                means = [f"{100 * found[metric, 'mean']:+.1f} %" for metric in ("ttft", "tpot", "e2e")]
+                rows.setdefault(f"{one['policy']}, {one['cost']}", []).extend((*means, str(one["preemptions"])))
+    return Table("", header, [(name, *cells) for name, cells in rows.items()])
+
+
+def rewritten(text: str) -> str:
+    made = {"scores": score_table, "ablation": ablation_table, "schedulers": scheduler_table}
+    return MARK.sub(lambda m: f"<!-- {m[1]} -->\n\n" + "\n".join(table(made[m[1]]())[:-1]) + "\n", text)
+
+
+def test_the_page_says_what_the_reports_say() -> None:
+    """Its tables are made from reports/fidelity, each once."""
+    text = PAGE.read_text()
+    assert [mark[1] for mark in MARK.finditer(text)] == ["scores", "ablation", "schedulers"]
+    assert rewritten(text) == text, "run `python tests/proof/test_fidelity_docs.py`"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_readme_quotes_the_reports(name: str) -> None:
+    """Its row of a case has the means and the largest error that were published."""
+    found = errors(facts(name)["errors"])
+    (row,) = re.findall(rf"^\| {CASES[name]}, .*$", (catalog.ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [cell.strip() for cell in row.split("|")[2:5]] == [
+        percent(found[m, "mean"]) for m in ("ttft", "tpot", "e2e")
+    ]
+    largest = max(abs(error) for (_, statistic), error in found.items() if statistic)
+    assert f"{100 * largest:.2f} %" in row
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_reports_say_what_the_code_computes(name: str) -> None:
+    """The committed errors are those of a replay now: a change of policy, tables or priors has to publish its own."""
+    place = catalog.data_folders()[-1] / "measured_vllm" / "cases" / name
+    if not place.is_dir():
+        pytest.skip("the recorded vLLM runs are not here: docs/data.md")
+    found = case.read(place)
+    now = scores(replay(found, found.scenario()).served, recorded(found))
+    published = errors(facts(name)["errors"])
+    assert {(one.metric, one.statistic): pytest.approx(one.error, abs=1e-12) for one in now} == published
+
+
+if __name__ == "__main__":
+    Path(PAGE).write_text(rewritten(PAGE.read_text()))

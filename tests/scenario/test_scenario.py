@@ -1,0 +1,362 @@
+"""Scenario files: defaults, overrides, round trips, and errors that a user can act on."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbsim.policy.schedulers.transformers import TransformersOptions
+from cbsim.policy.schedulers.vllm import VllmOptions
+from cbsim.scenario import catalog, scenario
+from cbsim.scenario.scenario import Scenario, ScenarioError
+
+SMALL = """\
+question: Does it load?
+model: llama-3.1-8b
+hardware: h100-sxm
+workload:
+  kind: synthetic
+  requests: 4
+  prompt_tokens: 100
+  output_tokens: {uniform: {low: 1, high: 9}}
+"""
+SCHEMAS = catalog.ROOT / "schemas"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL)
+    return path
+
+
+def reload(value: Scenario, folder: Path) -> Scenario:
+    path = folder / "again.yaml"
+    path.write_text(scenario.dump(value))
+    return scenario.load(path)
+
+
+def refused(path: Path | str, *overrides: str) -> str:
+    """The error's text, after checking that it has none of the libraries' own words."""
+    with pytest.raises(ScenarioError) as caught:
+        scenario.load(path, overrides)
+    text = str(caught.value)
+    assert not re.search(r"pydantic|Traceback|https?:|input_value|<[A-Z]", text), text
+    return text
+
+
+# -- what a file means ------------------------------------------------------------------------------------------------
+
+
+def test_defaults(small: Path) -> None:
+    """A file needs question, model, hardware and workload; the rest is vLLM's server defaults and both loops."""
+    s = scenario.load(small)
+    assert (s.name, s.seed, s.block_size, s.graph_padding) == ("small", 0, 16, "vllm")
+    assert scenario.loops(s) == ("sync", "async")
+    options = scenario.scheduler_options(s, 2)
+    assert isinstance(options, VllmOptions)
+    assert (options.max_num_seqs, options.max_num_batched_tokens, options.version) == (1024, 8192, "0.33")
+    assert options.max_model_len == 131_072
+
+
+def test_max_model_len_is_capped_by_the_cache(small: Path) -> None:
+    """vLLM cannot serve a sequence longer than its cache; the null block holds no token."""
+    options = scenario.scheduler_options(scenario.load(small, ["kv_cache.num_blocks=101"]), 2)
+    assert isinstance(options, VllmOptions) and options.max_model_len == 1600
+
+
+@pytest.mark.parametrize(("name", "margin"), [("transformers_fifo", 0.15), ("transformers_prefill_first", 0.0)])
+def test_transformers_defaults_depend_on_the_scheduler(small: Path, name: str, margin: float) -> None:
+    s = scenario.load(small, [f"scheduler.name={name}"])
+    options = scenario.scheduler_options(s, 2)
+    assert isinstance(options, TransformersOptions)
+    assert (options.block_size, options.safety_margin, options.max_batch_tokens) == (256, margin, 8192)
+    assert s.graph_padding == "transformers"
+
+
+def test_static_defaults(small: Path) -> None:
+    s = scenario.load(small, ["scheduler.name=static"])
+    assert s.graph_padding == "none" and s.block_size == 16
+    options = scenario.scheduler_options(s, 1)
+    assert not isinstance(options, VllmOptions | TransformersOptions) and options.batch_size == 32
+
+
+def test_yaml_is_1_2(small: Path) -> None:
+    """1e6 is a number (YAML 1.1 reads text), and `no` is text, not false."""
+    assert scenario.load(small, ["workload.requests=1e3"]).workload.requests == 1000  # type: ignore[union-attr]
+    assert "expected true or false" in refused(small, "loop.streams=no")
+
+
+def test_slo_preset_fills_what_is_not_given(small: Path) -> None:
+    slo = scenario.load(small, ["slo={preset: llama3.1-8b-interactive, tpot_s: 0.1}"]).slo
+    assert (slo.ttft_s, slo.tpot_s, slo.e2e_s) == (0.5, 0.1, None)
+
+
+def test_data_beside_the_scenario_is_found_from_anywhere(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("id,arrival_s,prefill_tokens,decode_tokens\na,0,1,1\n")
+    s = scenario.load(small, ["workload={kind: csv, path: t.csv}"])
+    assert s.workload.path == str(tmp_path / "t.csv")  # type: ignore[union-attr]
+
+
+def test_fitted_coefficients_may_lie_in_the_current_folder(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever names a file on the command line means the one that he sees; one beside the scenario comes first."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    (elsewhere / "c.yaml").write_text("base_s: 0.01\n")
+    assert scenario.load(small, ["cost={kind: fitted, path: c.yaml}"]).cost.base_s == 0.01  # type: ignore[union-attr]
+    (tmp_path / "c.yaml").write_text("base_s: 0.02\n")
+    assert scenario.load(small, ["cost={kind: fitted, path: c.yaml}"]).cost.base_s == 0.02  # type: ignore[union-attr]
+
+
+def test_fitted_coefficients_are_read_and_written_out(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("base_s: 0.01\ncpu: {schedule: {base_s: 0.002}}\n")
+    s = scenario.load(small, ["cost={kind: fitted, path: c.yaml, per_decode_row_s: 1e-4}"])
+    assert (s.cost.base_s, s.cost.per_decode_row_s, s.cost.path) == (0.01, 1e-4, None)  # type: ignore[union-attr]
+    assert reload(s, tmp_path / "..") == s
+    (tmp_path / "c.yaml").write_text("base: 0.01\n")
+    assert "c.yaml:1: base: unknown field; did you mean base_s?" in refused(small, "cost={kind: fitted, path: c.yaml}")
+
+
+@pytest.mark.parametrize("name", catalog.names())
+def test_reference_scenarios_load_and_round_trip(name: str, tmp_path: Path) -> None:
+    path = catalog.scenario(name)
+    assert path.read_text().startswith("# yaml-language-server: $schema=../schemas/scenario.schema.json\n")
+    s = scenario.load(name)
+    assert s.name == name and s.question.endswith("?")
+    assert reload(s, tmp_path) == s
+
+
+@pytest.mark.parametrize("scheduler", ["static", "transformers_fifo", "transformers_prefill_first", "vllm"])
+def test_landscape_takes_every_scheduler(scheduler: str) -> None:
+    assert scenario.load("landscape", [f"scheduler.name={scheduler}"]).scheduler.name == scheduler
+
+
+# -- round trip -------------------------------------------------------------------------------------------------------
+
+lengths = st.one_of(
+    st.integers(1, 10**6),
+    st.builds(
+        lambda a, b: {"uniform": {"low": min(a, b), "high": max(a, b)}}, st.integers(1, 999), st.integers(1, 999)
+    ),
+    st.builds(lambda m, s: {"lognormal": {"mean": m, "sigma": s}}, st.floats(1, 1e5), st.floats(0, 3)),
+    st.lists(st.integers(1, 9999), min_size=1, max_size=5).map(lambda v: {"empirical": {"values": v}}),
+)
+rates = st.floats(1e-6, 1e6)
+arrivals = st.one_of(
+    st.just({"kind": "at_once"}),
+    st.builds(lambda k, r: {"kind": k, "rate_per_s": r}, st.sampled_from(["constant", "poisson"]), rates),
+    st.builds(lambda r, b: {"kind": "gamma", "rate_per_s": r, "burstiness": b}, rates, rates),
+    st.builds(lambda u, t: {"kind": "closed_loop", "users": u, "think_s": t}, st.integers(1, 99), st.floats(0, 1e9)),
+)
+seconds = st.floats(0, 1e3)
+costs = st.one_of(
+    st.builds(lambda s, t: {"kind": "constant", "step_s": s, "per_token_s": t}, seconds, seconds),
+    st.builds(lambda s: {"kind": "roofline", "step_overhead_s": s, "cpu": {"update": {"per_block_s": s}}}, seconds),
+    st.builds(lambda s: {"kind": "fitted", "base_s": s}, seconds),
+)
+schedulers = st.one_of(
+    st.builds(lambda b: {"name": "static", "batch_size": b}, st.integers(1, 999)),
+    st.builds(lambda m: {"name": "transformers_fifo", "safety_margin": m}, st.none() | st.floats(0, 0.99)),
+    st.builds(
+        lambda p, w: {"name": "vllm", "policy": p, "watermark": w},
+        st.sampled_from(["fcfs", "priority"]),
+        rates.map(lambda r: r / 1e7),
+    ),
+)
+questions = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1, max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths, lengths, arrivals, costs, schedulers, questions, st.integers(0, 2**63))
+def test_dump_and_load_are_inverse(
+    tmp_path_factory: Any, prompt: Any, output: Any, arrival: Any, cost: Any, scheduler: Any, question: str, seed: int
+) -> None:
+    """A run directory's resolved scenario is the scenario: what a file says, dump writes a file that says it too."""
+    workload = {
+        "kind": "synthetic",
+        "requests": 3,
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "arrivals": arrival,
+    }
+    values = {"question": question, "seed": seed, "model": "qwen3-8b", "hardware": "h200-sxm", "workload": workload}
+    s = Scenario.model_validate(values | {"cost": cost, "scheduler": scheduler})
+    assert reload(s, tmp_path_factory.getbasetemp()) == s
+
+
+# -- overrides --------------------------------------------------------------------------------------------------------
+
+
+def leaves(values: Any, path: tuple[str, ...] = ()) -> list[tuple[str, Any]]:
+    """(dotted path, value) of everything in a dump that is not a mapping or a list of many."""
+    if isinstance(values, dict):
+        return [leaf for key, value in values.items() for leaf in leaves(value, (*path, key))]
+    if isinstance(values, list):
+        return leaves(values[0], (*path, "0")) if values else []
+    return [(".".join(path), values)]
+
+
+def at(values: Any, dotted: str) -> Any:
+    for part in dotted.split("."):
+        values = values[int(part)] if isinstance(values, list) else values[part]
+    return values
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "cost"),
+    [
+        ("static", "cost={kind: constant, step_s: 1}"),
+        ("transformers_fifo", "cost.kind=roofline"),
+        ("vllm", "cost.kind=fitted"),
+    ],
+)
+def test_every_scalar_field_can_be_overridden(small: Path, scheduler: str, cost: str) -> None:
+    """--set reaches every field of a resolved scenario, union members and list entries too, and wins over the file."""
+    base = [f"scheduler.name={scheduler}", cost]
+    for dotted, value in leaves(scenario.load(small, base).model_dump(mode="json")):
+        s = scenario.load(small, [*base, f"{dotted}={json.dumps(value)}"])
+        assert at(s.model_dump(mode="json"), dotted) == value
+    numeric = ["seed", "model.layers", "workload.output_tokens.uniform.high", "loop.cuda_graphs.capture_s"]
+    for dotted in numeric:
+        assert at(scenario.load(small, [*base, f"{dotted}=40"]).model_dump(mode="json"), dotted) == 40
+
+
+def test_override_of_a_kind_drops_the_fields_of_the_other(small: Path) -> None:
+    """landscape.yaml gives vLLM options; `--set scheduler.name=static` has to work on it all the same."""
+    small.write_text(SMALL + "scheduler: {name: vllm, max_num_seqs: 7}\n")
+    assert scenario.load(small, ["scheduler.name=static", "scheduler.batch_size=5"]).scheduler.batch_size == 5  # type: ignore[union-attr]
+    assert "max_num_seqs: unknown field" in refused(small, "scheduler.max_num_seqs=3", "scheduler.name=static")
+
+
+def test_override_of_a_kind_takes_the_new_kinds_defaults(small: Path) -> None:
+    """A constant cost has no CPU time by default, though roofline, which the file would have, does."""
+    s = scenario.load(small, ["cost.kind=constant", "cost.step_s=1", "cost.cpu.update.per_token_s=1"])
+    assert s.cost.cpu.schedule.base_s == 0
+
+
+def test_override_of_a_list_entry(small: Path) -> None:
+    s = scenario.load(small, ["loop.cuda_graphs.vllm_capture_sizes.2=3"])
+    assert s.loop.cuda_graphs.vllm_capture_sizes[:4] == (1, 2, 3, 8)
+    assert "expected a position from 0 to 50" in refused(small, "loop.cuda_graphs.vllm_capture_sizes.99=3")
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("kv_cache: {blok_size: 16}", ":9: kv_cache.blok_size: unknown field; did you mean block_size?"),
+        ("kv_cache: {block_size: 0}", ":9: kv_cache.block_size: got 0, must be >= 1"),
+        ("kv_cache: {memory_fraction: .nan}", ":9: kv_cache.memory_fraction: got nan, expected a finite number"),
+        ("kv_cache: 16", ":9: kv_cache: got 16, expected fields"),
+        ("loop: {mode: asnc}", "got 'asnc', expected one of sync, async, both; did you mean async?"),
+        ("loop: {mode: yes}", "loop.mode: got 'yes', expected one of sync, async, both"),
+        ("seed: -1", ":9: seed: got -1, must be >= 0"),
+        ("seed: 1.5", ":9: seed: got 1.5, expected a whole number"),
+        ("seed: true", ":9: seed: got true, expected a whole number"),
+        ("scheduler: {name: vlm}", ":9: scheduler.name: got 'vlm', expected one of static, transformers_fifo"),
+        ("scheduler: {max_num_seqs: 3}", ":9: scheduler.name: is required: one of static"),
+        ("scheduler: vllm", "scheduler: got 'vllm', expected fields, of which `name` is one of static"),
+        (
+            "scheduler: {name: vllm, max_num_seqs: 9000}",
+            "max_num_batched_tokens: got 8192, must be >= max_num_seqs (9000)",
+        ),
+        ("scheduler: {name: vllm, version: 0.19, watermark: 0.1}", "scheduler.watermark: vLLM 0.19 has no such option"),
+        ("scheduler: {name: vllm, version: 0.2}", "scheduler.version: got '0.2', expected one of 0.33, 0.19"),
+        ("scheduler: {name: vllm, enable_chunked_prefill: false}", "must be >= max_model_len (131072) without chunked"),
+        (
+            "scheduler: {name: vllm, max_model_len: 100, long_prefill_token_threshold: 101}",
+            "long_prefill_token_threshold: got 101, must be <= max_model_len (100)",
+        ),
+        ("scheduler: {name: transformers_fifo, cpu_offload_gib: 4}", "offloading to the host comes later"),
+        (
+            "scheduler: {name: transformers_fifo}\nkv_cache: {block_size: 2}",
+            "block_size: got 2, must be >= 4 for trans",
+        ),
+        (
+            "scheduler: {name: transformers_fifo}\nkv_cache: {num_blocks: 9e5}",
+            ":10: kv_cache.num_blocks: got 900000, which",
+        ),
+        ("cost: {kind: constant}", ":9: cost.step_s: is required"),
+        ("slo: {ttft_s: 0}", "slo.ttft_s: got 0, must be > 0"),
+        ("slo: {preset: llama3.1-8b}", "slo.preset: got 'llama3.1-8b', expected one of llama3.1-8b-server"),
+        ("question: again", "not valid YAML: found duplicate key"),
+        ("seed: [", "not valid YAML"),
+        ("nme: x", ":9: nme: unknown field; did you mean name?"),
+        ("name: 'a b'", ":9: name: got 'a b', must match"),
+    ],
+)
+def test_errors_say_where_what_and_what_would_do(small: Path, line: str, expected: str) -> None:
+    small.write_text(SMALL + line + "\n")
+    text = refused(small)
+    assert expected in text
+    assert text.startswith(str(small)) and text.count("\n") <= 1
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("kv_cach.block_size=3", "--set kv_cach.block_size=3: kv_cach: unknown field; did you mean kv_cache?"),
+        (
+            "kv_cache.block_siz=3",
+            "--set kv_cache.block_siz=3: kv_cache.block_siz: unknown field; did you mean block_size?",
+        ),
+        ("workload.prompt_tokens={unifrm: 3}", "one of uniform, lognormal, empirical; did you mean uniform?"),
+        ("workload.prompt_tokens.uniform={low: 3, high: 2}", "100 has no field uniform"),
+        ("workload.output_tokens.uniform.high=0", "workload.output_tokens.uniform.high: got 0, must be >= 1"),
+        ("workload.arrivals.kind=poison", "workload.arrivals.kind: got 'poison', expected one of"),
+        ("model=llama-3.1-8", "model: unknown model 'llama-3.1-8'; did you mean llama-3.1-8b"),
+        ("model.layer=3", "model.layer: unknown field; did you mean layers?"),
+        ("model=llama-3.1-70b", "kv_cache.memory_fraction: got 0.9, too little for a cache"),
+        ("seed", "--set seed: expected field=value"),
+        ("seed.x=1", "--set seed.x=1: seed"),
+        ("seed=[", "--set seed=[: not valid YAML"),
+    ],
+)
+def test_errors_of_overrides_name_the_override(small: Path, override: str, expected: str) -> None:
+    assert expected in refused(small, override)
+
+
+def test_errors_of_files(tmp_path: Path) -> None:
+    assert "unknown scenario 'worked_exampel'; did you mean worked_example?" in refused("worked_exampel")
+    assert "no.yaml: no such file" in refused(tmp_path / "no.yaml")
+    (tmp_path / "a.yaml").write_text("- 1\n")
+    assert "a.yaml: got [1], expected fields" in refused(tmp_path / "a.yaml")
+    (tmp_path / "a.yaml").write_text("")
+    assert "a.yaml: got nothing, expected fields" in refused(tmp_path / "a.yaml")
+    (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8" in refused(tmp_path / "a.yaml")
+
+
+def test_every_error_is_reported_at_once(small: Path) -> None:
+    small.write_text(SMALL + "seed: -1\nloop: {mode: x}\n")
+    assert len(refused(small).splitlines()) == 2
+
+
+def test_frozen(small: Path) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        scenario.load(small).seed = 3
+
+
+# -- schema -----------------------------------------------------------------------------------------------------------
+
+
+def test_committed_schemas_are_the_generated_ones(tmp_path: Path) -> None:
+    for file in scenario.write_schemas(tmp_path):
+        assert (SCHEMAS / file.name).read_text() == file.read_text(), f"run `python -m cbsim schema`: {file.name}"
+
+
+def test_every_field_has_a_description() -> None:
+    schema = scenario.json_schema()
+    for name, part in {"Scenario": schema, **schema["$defs"]}.items():
+        assert part.get("description"), name
+        for field, values in part.get("properties", {}).items():
+            assert values.get("description"), f"{name}.{field}"

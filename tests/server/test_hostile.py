@@ -1,0 +1,220 @@
+"""What a hostile but ordinary user does: numbers beyond any run, broken files, full disks. Never a traceback."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from calls import ROOT, SMALL, call, environment, refused, runs
+from test_replay import GOLDEN, _no_pictures, golden_run, original, replayed, run  # noqa: F401
+
+from cbsim.results import directory
+from cbsim.server.replan import rederive
+
+
+@pytest.mark.parametrize("loop", ["sync", "async"])
+@pytest.mark.parametrize("name", ["p012", "x008", "r105", "r088"])
+def test_several_cancels_in_one_poll_replay(name: str, loop: str, tmp_path: Path) -> None:
+    """Two clients that give up between two polls: in the order in which the policy was told."""
+    packed = GOLDEN / "vllm" / "workloads" / f"{name}.json.gz"
+    path = golden_run(tmp_path, packed, f"kv_cache: {{block_size: 16, num_blocks: 60}}\nloop: {{mode: {loop}}}\n")
+    done = directory.load(path)
+    assert rederive(path) == (len(done.steps), len(done.steps), None)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "workload.requests=100000000000",  # MemoryError: 745 GiB
+        "workload.prompt_tokens=1e30",
+        "workload.prompt_tokens={uniform: {low: 1, high: 1e30}}",
+        "workload.prompt_tokens={empirical: {values: [1, 1e20]}}",
+        "workload.arrivals={kind: poisson, rate_per_s: 1e-300}",
+        "workload.arrivals={kind: constant, rate_per_s: 1e-12}",  # struct.error: time beyond 2^63 ns
+        "workload.arrivals={kind: closed_loop, users: 1, think_s: 1e300}",
+        "workload.arrivals={kind: closed_loop, users: 1, think_s: 1e10}",
+        "workload.priorities=[0, 1e25]",
+        "workload.max_tokens=1e30",
+        "cost={kind: constant, step_s: 1e300}",
+        "cost={kind: constant, step_s: 1e10}",
+        "hardware.memory_bandwidth_bytes_s=1",
+        "hardware.memory_bandwidth_bytes_s=1e-300",
+        "hardware.pcie_bytes_s=1e-9",
+        "loop.cuda_graphs.capture_s=1e300",
+        "loop.cuda_graphs.vllm_capture_sizes=[1, 1e18]",
+    ],
+)
+def test_numbers_beyond_any_run(small: Path, out: Path, override: str) -> None:
+    """Out-of-range numbers are a user's mistake like any other: 1 or 2, one line, no traceback."""
+    words = ["--set", "workload.stop_early=true"] if "max_tokens" in override else []
+    said = call("run", small, *words, "--set", override, "--out", out, "--quiet")
+    assert said.status in (1, 2)
+    assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "text"),
+    [
+        ("azure", "a.csv", 'TIMESTAMP,ContextTokens,GeneratedTokens\n"' + "x" * 200000 + '",1,2\n'),
+        ("azure", "a.csv", f"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,{'9' * 30},4\n"),
+        ("azure", "a.csv", f"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,{'9' * 5000},4\n"),
+        ("csv", "a.csv", "id,arrival_s,prefill_tokens,decode_tokens\na,1e300,3,4\n"),
+        ("mooncake", "a.jsonl", '{"timestamp":1e300,"input_length":600,"output_length":2,"hash_ids":[1,2]}\n'),
+        ("mooncake", "a.jsonl", "[" * 100000 + "\n"),
+        ("golden", "a.json", "[" * 100000),
+    ],
+    ids=["cell", "digits", "more-digits", "seconds", "milliseconds", "deep", "deep-golden"],
+)
+def test_rows_beyond_any_run(small: Path, out: Path, kind: str, name: str, text: str) -> None:
+    """A row that cannot be used is named by file and line, whatever is wrong with it."""
+    (small.parent / name).write_text(text)
+    said = call("run", small, "--set", f"workload={{kind: {kind}, path: {name}}}", "--out", out)
+    refused(said, 2, str(small.parent / name))
+
+
+def test_a_limit_beyond_the_file(small: Path, out: Path) -> None:
+    (small.parent / "a.csv").write_text("id,arrival_s,prefill_tokens,decode_tokens\na,0,3,4\n")
+    said = call("run", small, "--set", "workload={kind: csv, path: a.csv, limit: 1e30}", "--out", out, "--quiet")
+    assert said.status in (0, 2)
+
+
+def test_yaml_nested_without_end(small: Path) -> None:
+    small.write_text("question: " + "[" * 3000 + "]" * 3000)
+    refused(call("run", small), 2, str(small))
+
+
+@pytest.mark.parametrize("name", ["my scenario.yaml", "größe.yaml", "_x.yaml"])
+def test_a_file_name_is_no_mistake(tmp_path: Path, out: Path, name: str) -> None:
+    """The default name of a run is made from the file's, whatever that is."""
+    (tmp_path / name).write_text(SMALL)
+    assert call("run", tmp_path / name, "--out", out, "--quiet").status == 0
+
+
+def test_a_folder_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "d.yaml").mkdir()
+    said = call("run", tmp_path / "d.yaml")
+    assert said.status == 2
+    assert "no such file" not in said.err
+
+
+def test_stdout_that_is_full(tmp_path: Path) -> None:
+    """/dev/full is a full disk: 1 and one line."""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "cbsim", "list"],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT, env=environment(),
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "No space left" in done.stderr
+
+
+def test_a_question_that_the_terminal_cannot_show(tmp_path: Path) -> None:
+    (tmp_path / "u.yaml").write_text(SMALL.replace("What does a small run cost?", "Größe?"), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "cbsim", "run", str(tmp_path / "u.yaml"), "--out", str(tmp_path / "o")],
+        capture_output=True, text=True, check=False, cwd=ROOT, env=environment() | {"PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0
+
+
+def test_the_printed_window_is_the_window(small: Path, out: Path) -> None:
+    """The command that reproduces a run has its --window to the last digit."""
+    words = ("--set", "workload.arrivals={kind: constant, rate_per_s: 1000}", "--window", "0.0020000001:123456789.5")
+    assert call("run", small, *words, "--out", out, "--quiet").status == 0
+    assert "0.0020000001:123456789.5" in json.loads((runs(out)[0] / "env.json").read_text())["command"]
+
+
+def test_a_run_of_refusals_points_at_no_missing_picture(small: Path, out: Path) -> None:
+    """Nothing ran: no picture is drawn and none is promised; all that is printed exists."""
+    said = call("run", small, "--set", "workload.prompt_tokens=140000", "--loop", "both", "--out", out)
+    for line in said.out.splitlines():
+        if line.startswith("picture"):
+            assert Path(line.split()[1]).exists()
+
+
+def test_the_marker_says_why(small: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that a full disk ended says so, where there is room to, and leaves no half-written table."""
+    write = Path.write_bytes
+
+    def full(path: Path, content: bytes) -> int:
+        if path.name == "requests.parquet":
+            write(path, content[:100])
+            raise OSError(28, os.strerror(28), str(path))
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    call("run", small, "--out", out, "--quiet")
+    (path,) = runs(out)
+    assert "No space left" in (path / "INCOMPLETE").read_text()
+    assert not (path / "requests.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("requests.parquet", b"PAR1" + bytes(100) + b"PAR1", "not a parquet table"),  # OSError, not ArrowException
+        ("scenario.resolved.yaml", b"\xff\xfe", "not UTF-8"),  # UnicodeDecodeError in trace.load
+    ],
+)
+def test_a_broken_directory(
+    run: Path,  # noqa: F811
+    name: str,
+    content: bytes,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (run / name).write_bytes(content)
+    status, printed, err = replayed(run, capsys)
+    assert status in (1, 2)
+    assert not printed
+    assert str(run / name) in err
+    assert words in err
+
+
+def test_a_missing_summary_is_not_bad_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    (run / "summary.json").unlink()
+    assert replayed(run, capsys)[2] == f"cbsim: {run / 'summary.json'}: cannot be read: No such file or directory\n"
+
+
+def test_steps_of_another_type(run: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    """A table whose columns hold text or nothing is no step table."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(run / "steps.parquet")
+    for replaced in (["x"] * len(table), [None] * len(table)):
+        pq.write_table(table.set_column(3, table.column_names[3], pa.array(replaced)), run / "steps.parquet")
+        assert replayed(run, capsys)[0] == 1
+
+
+def test_requests_of_another_type(run: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(run / "requests.parquet")
+    place = table.column_names.index("arrival_ns")
+    broken = table.set_column(place, "arrival_ns", pa.array([None] * len(table), pa.int64()))
+    pq.write_table(broken, run / "requests.parquet")
+    assert replayed(run, capsys)[0] == 1
+
+
+def test_golden_workloads_run_as_they_are_shipped(small: Path, out: Path) -> None:
+    """The clone has them gzipped; `kind: golden` reads them."""
+    packed = GOLDEN / "vllm" / "workloads" / "p004.json.gz"
+    assert gzip.decompress(packed.read_bytes())
+    said = call("run", small, "--set", f"workload={{kind: golden, path: {packed}}}", "--out", out, "--quiet")
+    assert said == (0, "", "")
+
+
+def test_ids_are_unique(small: Path, out: Path) -> None:
+    """An empty id is no id: today it silently becomes the row's number, which another row may have as its id."""
+    (small.parent / "a.csv").write_text("id,arrival_s,prefill_tokens,decode_tokens\n1,0,3,4\n,0,3,4\n")
+    said = call("run", small, "--set", "workload={kind: csv, path: a.csv}", "--out", out, "--quiet")
+    assert said.status == 2

@@ -1,0 +1,396 @@
+"""Replay: from a run directory alone the same plans follow, for every scheduler, loop and kind of workload; and what
+was altered afterwards is noticed, as the first difference or as a clear refusal.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from cbsim.cli.parser import main
+from cbsim.draw import figures
+from cbsim.results import directory
+from cbsim.server import replan
+from cbsim.server.replan import rederive
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+SCHEDULERS = ("static", "transformers_fifo", "transformers_prefill_first", "vllm")
+LOOPS = ("sync", "async")
+BASE = """\
+question: Do the plans follow from the record?
+model: llama-3.2-1b
+hardware: rtx-4090
+scheduler: {name: vllm, max_num_seqs: 8, max_num_batched_tokens: 64}
+kv_cache: {block_size: 16, num_blocks: 40}
+workload:
+"""
+WORKLOADS = {
+    # 39 usable blocks of 16 for 8 seats of up to 200 tokens: requests are preempted
+    "tight": """\
+  kind: synthetic
+  requests: 30
+  prompt_tokens: {uniform: {low: 5, high: 100}}
+  output_tokens: {uniform: {low: 1, high: 100}}
+""",
+    "poisson": """\
+  kind: synthetic
+  requests: 40
+  prompt_tokens: {lognormal: {mean: 40, sigma: 1, low: 1, high: 150}}
+  output_tokens: {lognormal: {mean: 20, sigma: 1, low: 1, high: 100}}
+  arrivals: {kind: gamma, rate_per_s: 60, burstiness: 0.3}
+  shared_prefix_tokens: 40
+  stop_early: true
+""",
+    "closed_loop": """\
+  kind: synthetic
+  requests: 40
+  prompt_tokens: {uniform: {low: 5, high: 100}}
+  output_tokens: {uniform: {low: 1, high: 40}}
+  arrivals: {kind: closed_loop, users: 6, think_s: 0.02}
+""",
+    "sessions": "  kind: agentic\n  path: sessions.jsonl\n",
+}
+SESSIONS = [
+    {"session_id": "a", "timestamp": 0, "input_length": 40, "output_length": 9, "hash_ids": [0]},
+    {"session_id": "b", "timestamp": 3, "input_length": 50, "output_length": 20, "hash_ids": [0]},
+    {"session_id": "a", "delay": 12.5, "input_length": 30, "output_length": 30, "hash_ids": [7]},
+    {"session_id": "c", "timestamp": 30, "input_length": 90, "output_length": 5, "hash_ids": [3]},
+    {"session_id": "b", "delay": 0, "input_length": 17, "output_length": 1, "hash_ids": [8]},
+    {"session_id": "a", "delay": 1, "input_length": 16, "output_length": 16, "hash_ids": [9]},
+    {"session_id": "b", "delay": 40, "input_length": 700, "output_length": 8, "hash_ids": [1, 2]},  # refused: no room
+    {"session_id": "b", "delay": 4, "input_length": 5, "output_length": 8, "hash_ids": [11]},
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing is most of a small run's time, and replay looks at no picture."""
+    monkeypatch.setattr(figures, "lanes_png", lambda runs: b"")
+
+
+def recorded(folder: Path, kind: str, *overrides: str) -> Path:
+    """The directory of a run of both loops or one, made by the command."""
+    (folder / "sessions.jsonl").write_text("".join(json.dumps(turn) + "\n" for turn in SESSIONS))
+    file = folder / "asked.yaml"
+    file.write_text(BASE + WORKLOADS[kind])
+    return made(file, *overrides)
+
+
+def made(file: Path, *overrides: str) -> Path:
+    out = file.parent / "out"
+    words = [part for override in overrides for part in ("--set", override)]
+    assert main(["run", str(file), *words, "--out", str(out), "--quiet"]) == 0
+    (path,) = out.iterdir()
+    return path
+
+
+def column(path: Path, name: str) -> list[Any]:
+    values: list[Any] = pq.read_table(path)[name].to_pylist()
+    return values
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("kind", WORKLOADS)
+def test_a_recorded_run_follows_from_its_record(kind: str, scheduler: str, loop: str, tmp_path: Path) -> None:
+    """Every scheduler under every loop, with open and closed loops, sessions, shared prefixes, stop tokens, refusals
+    and a cache too small for its requests: all plans hash to what was recorded, and there is no plan more.
+    """
+    path = recorded(tmp_path, kind, f"scheduler.name={scheduler}", f"loop.mode={loop}")
+    run = directory.load(path)
+    assert rederive(path) == (len(run.steps), len(run.steps), None)
+    assert len(run.steps) > 20
+    statuses = [row.status for row in run.requests]
+    assert "length" in statuses
+    if kind == "sessions":
+        assert len(statuses) == len(SESSIONS)
+        assert "refused" in statuses
+    if kind == "tight" and scheduler == "vllm":
+        assert run.summary["preemptions"] > 0
+    if kind == "poisson":
+        assert "stop" in statuses
+
+
+GOLDENS = {
+    "w11_cancel_fifo_bs16": "transformers_fifo",
+    "x0096_cancel_prefill_first_async_noshare_bs32": "transformers_prefill_first",
+    "x0104_tinycancel_fifo_sync_share_bs4": "transformers_fifo",
+}
+GOLDEN_RUN = """\
+question: Do cancels replay?
+model: llama-3.2-1b
+hardware: rtx-4090
+workload: {kind: golden, path: given.json}
+cost: {kind: constant, step_s: 0.01}
+"""
+
+
+def golden_run(folder: Path, packed: Path, settings: str) -> Path:
+    """The directory of a run of a golden workload."""
+    folder.mkdir(exist_ok=True)
+    (folder / "given.json").write_bytes(gzip.decompress(packed.read_bytes()))
+    (folder / "asked.yaml").write_text(GOLDEN_RUN + settings)
+    return made(folder / "asked.yaml")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("name", "scheduler"), GOLDENS.items())
+def test_a_golden_workload_with_cancels(name: str, scheduler: str, loop: str, tmp_path: Path) -> None:
+    """Requests given up while they wait and while they run, in polls of their own, on a pool as small as recorded. A
+    pass takes 10 ms, as the workload's step_s has it, so that cancels meet their requests.
+    """
+    packed = GOLDEN / "transformers" / "workloads" / f"{name}.json.gz"
+    given = json.loads(gzip.decompress(packed.read_bytes()))
+    pool = f"block_size: {given['cb']['block_size']}, num_blocks: {given['cb']['num_blocks']}"
+    settings = f"scheduler: {{name: {scheduler}}}\nkv_cache: {{{pool}}}\nloop: {{mode: {loop}}}\n"
+    path = golden_run(tmp_path, packed, settings)
+    run = directory.load(path)
+    assert sum(row.status == "aborted" for row in run.requests) > 0
+    assert rederive(path) == (len(run.steps), len(run.steps), None)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", ["p004", "p011", "r036"])
+def test_a_vllm_workload_with_aborts(name: str, loop: str, tmp_path: Path) -> None:
+    """The same for vLLM, whose workloads say in microseconds when a client goes away."""
+    packed = GOLDEN / "vllm" / "workloads" / f"{name}.json.gz"
+    path = golden_run(tmp_path, packed, f"kv_cache: {{block_size: 16, num_blocks: 60}}\nloop: {{mode: {loop}}}\n")
+    run = directory.load(path)
+    assert sum(row.status == "aborted" for row in run.requests) > 0
+    assert rederive(path) == (len(run.steps), len(run.steps), None)
+
+
+# -- what was altered -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "lanes_png", lambda runs: b"")
+        return recorded(tmp_path_factory.mktemp("original"), "tight", "loop.mode=async")
+
+
+@pytest.fixture
+def run(original: Path, tmp_path: Path) -> Path:
+    """A copy of a run that may be spoiled."""
+    return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+def alter(file: Path, name: str, row: int, change: Callable[[Any], Any]) -> None:
+    """Change one cell of a table."""
+    table = pq.read_table(file)
+    place = table.column_names.index(name)
+    cells = table[name].to_pylist()
+    cells[row] = change(cells[row])
+    pq.write_table(table.set_column(place, name, pa.array(cells, table[name].type)), file)
+
+
+def replayed(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Status, stdout and stderr of the command; never a traceback."""
+    status = main(["replay", str(path)])
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    return status, said.out, said.err
+
+
+def test_untouched(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The copy itself is identical: what the tests below find is what they altered."""
+    steps = len(directory.load(run).steps)
+    assert replayed(run, capsys) == (0, f"{run}: {steps} of {steps} plans identical\n", "")
+
+
+@pytest.mark.parametrize("name", replan.COMPARED)
+def test_an_altered_step(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One number of step 17 altered: 17 plans are identical, and the difference names step, column and both values."""
+    before = column(run / "steps.parquet", name)[17]
+    alter(run / "steps.parquet", name, 17, lambda value: value + 1)
+    status, out, err = replayed(run, capsys)
+    steps = len(directory.load(run).steps)
+    assert (status, err) == (1, "")
+    assert out.startswith(
+        f"{run}: 17 of {steps} plans identical, then step 17: {name} is {before}, recorded {before + 1}"
+    )
+
+
+def test_a_step_too_few(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A complete run from which the last step was cut: it is planned, but was not recorded."""
+    table = pq.read_table(run / "steps.parquet")
+    pq.write_table(table.slice(0, len(table) - 1), run / "steps.parquet")
+    status, out, _ = replayed(run, capsys)
+    assert status == 1
+    assert f"step {len(table) - 1} is planned, but was not recorded" in out
+
+
+def test_a_step_too_many(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step appended to the record: it is not planned."""
+    table = pq.read_table(run / "steps.parquet")
+    pq.write_table(pa.concat_tables([table, table.slice(len(table) - 1)]), run / "steps.parquet")
+    status, out, _ = replayed(run, capsys)
+    assert status == 1
+    assert f"only {len(table)} steps are planned" in out
+
+
+@pytest.mark.parametrize("name", ["prompt_tokens", "output_tokens", "max_tokens", "priority", "id"])
+def test_an_altered_request_is_refused(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A request that is not the workload's any more is refused by name, before anything is derived."""
+    alter(run / "requests.parquet", name, 3, lambda value: f"{value}x" if name == "id" else value + 1000)
+    status, out, err = replayed(run, capsys)
+    assert (status, out) == (1, "")
+    assert err.startswith(f"cbsim: {run / 'requests.parquet'}: request 3")
+    assert err.endswith(" is not one of the scenario's workload\n")
+
+
+def test_an_altered_number_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers tell requests apart, and ascend: one out of order is no table, a strange one is of another workload."""
+    last = len(directory.load(run).requests) - 1
+    alter(run / "requests.parquet", "index", last, lambda value: value + 1000)
+    assert replayed(run, capsys)[2].endswith(f"request {last} is not one of the scenario's workload\n")
+    alter(run / "requests.parquet", "index", 3, lambda value: value + 10)
+    assert "index of request 4 is 4, expected more than 13" in replayed(run, capsys)[2]
+
+
+def test_a_request_that_came_later(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A request said to have been queued ten polls later than it was: the plans differ from where it is missed."""
+    alter(run / "requests.parquet", "queued_poll", 0, lambda poll: poll + 10)
+    status, out, _ = replayed(run, capsys)
+    assert status == 1
+    assert " plans identical, then step " in out
+
+
+def test_a_request_that_was_given_up(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A request said to have been cancelled in the fifth poll: it is missed in the steps after."""
+    alter(run / "requests.parquet", "cancelled_poll", 0, lambda _: 5)
+    status, out, _ = replayed(run, capsys)
+    assert status == 1
+    assert " plans identical, then step " in out
+
+
+def test_a_request_less(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row removed from the request table: the plans are others without it."""
+    table = pq.read_table(run / "requests.parquet")
+    pq.write_table(table.filter(pc.not_equal(table["index"], 2)), run / "requests.parquet")
+    status, out, _ = replayed(run, capsys)
+    assert status == 1
+    assert " plans identical, then " in out
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("max_num_seqs: 8", "max_num_seqs: 7", "plans identical, then step "),
+        ("max_num_batched_tokens: 64", "max_num_batched_tokens: 65", "plans identical, then step "),
+        ("num_blocks: 40", "num_blocks: 41", "plans identical, then step "),
+        ("mode: async", "mode: sync", "plans identical, then step "),
+        ("seed: 0", "seed: 1", "is not one of the scenario's workload"),
+        ("requests: 30", "requests: 29", "is not one of the scenario's workload"),
+        ("seed: 0", "seed: -1", "seed: got -1, must be >= 0"),
+        ("question:", "questions:", "unknown field"),
+        ("seed: 0", "seed: [", "not valid YAML"),
+    ],
+)
+def test_an_altered_scenario(
+    run: Path, before: str, after: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another policy, loop or workload than the one that ran: a difference, or a refusal that names it."""
+    file = run / "scenario.resolved.yaml"
+    text = file.read_text()
+    assert text.count(before) == 1, text
+    file.write_text(text.replace(before, after))
+    status, out, err = replayed(run, capsys)
+    assert status in (1, 2)
+    assert words in out + err
+
+
+# -- what is no run ---------------------------------------------------------------------------------------------------
+
+
+def cut_short(run: Path, steps: int) -> None:
+    """Leave as many steps in both tables, as a run does that was interrupted then."""
+    table = pq.read_table(run / "steps.parquet")
+    pq.write_table(table.slice(0, steps), run / "steps.parquet")
+    table = pq.read_table(run / "requests.parquet")
+    rows = table.to_pylist()
+    for row in rows:
+        pairs = zip(row["token_runs"][::2], row["token_runs"][1::2], strict=True)
+        row["token_runs"] = [n for first, count in pairs if first < steps for n in (first, min(count, steps - first))]
+        row["first_step"] = row["first_step"] if row["first_step"] < steps else -1
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), run / "requests.parquet")
+
+
+def test_an_interrupted_run_is_compared_as_far_as_it_goes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A directory marked as incomplete has fewer steps than the policy would plan: no difference."""
+    cut_short(run, 20)
+    (run / directory.MARKER).write_text("interrupted after 20 steps\n")
+    status, out, err = replayed(run, capsys)
+    assert (status, out, err) == (0, f"{run}: 20 of 20 plans identical\n", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("summary.json", None, "cannot be read"),
+        ("summary.json", b"{", "not JSON"),
+        ("summary.json", b"[1]", "not a JSON object"),
+        ("summary.json", b"{}", "schema_version None"),
+        ("summary.json", b'{"schema_version": 99}', "schema_version 99"),
+        ("env.json", None, "cannot be read"),
+        ("env.json", b"\xff\xfe", "not UTF-8"),
+        ("scenario.resolved.yaml", None, "cannot be read"),
+        ("scenario.resolved.yaml", b"hello", "expected fields"),
+        ("steps.parquet", None, "cannot be read"),
+        ("steps.parquet", b"garbage", "not a parquet table"),
+        ("steps.parquet", b"", "not a parquet table"),
+        ("requests.parquet", None, "cannot be read"),
+        ("requests.parquet", b"garbage", "not a parquet table"),
+    ],
+)
+def test_a_broken_directory(
+    run: Path, name: str, content: bytes | None, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that is missing or broken is named with what is wrong with it, in one line."""
+    (run / name).unlink()
+    if content is not None:
+        (run / name).write_bytes(content)
+    status, out, err = replayed(run, capsys)
+    assert status in (1, 2)
+    assert not out
+    assert len(err.splitlines()) == 1
+    assert str(run / name) in err
+    assert words in err
+
+
+@pytest.mark.parametrize("name", ["steps.parquet", "requests.parquet"])
+def test_a_table_without_a_column(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table that lacks a column is refused by the column's name."""
+    table = pq.read_table(run / name)
+    pq.write_table(table.drop_columns([table.column_names[4]]), run / name)
+    status, _, err = replayed(run, capsys)
+    assert status == 1
+    assert f"{run / name}: column {table.column_names[4]} is missing" in err
+
+
+def test_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A path that is none is exit 1, and said to be none."""
+    for path in (tmp_path / "nothing", tmp_path / "file"):
+        (tmp_path / "file").write_text("")
+        assert replayed(path, capsys) == (1, "", f"cbsim: {path}: no such run directory\n")
+
+
+def test_several_runs(run: Path, original: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each run has its line; one that differs makes the status 1, and those after it are still looked at."""
+    alter(run / "steps.parquet", "plan_hash", 0, lambda value: value + 1)
+    status = main(["replay", str(run), str(original)])
+    first, second = capsys.readouterr().out.splitlines()
+    assert status == 1
+    assert first.startswith(f"{run}: 0 of ")
+    assert first.endswith("(the counts agree, the rows or blocks do not)")
+    assert second.endswith("plans identical")

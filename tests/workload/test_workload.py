@@ -1,0 +1,250 @@
+"""Workloads: reproducible, with shared random numbers, and distributed as they say."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbsim.policy.request import RequestSpec
+from cbsim.scenario import catalog, scenario
+from cbsim.scenario.scenario import Scenario, ScenarioError
+from cbsim.workload import generators, traces
+
+BASE: dict[str, Any] = {
+    "kind": "synthetic",
+    "requests": 50,
+    "prompt_tokens": {"lognormal": {"mean": 300, "sigma": 0.7, "low": 1, "high": 2000}},
+    "output_tokens": {"uniform": {"low": 2, "high": 40}},
+    "arrivals": {"kind": "poisson", "rate_per_s": 5},
+    "priorities": [0, 1, 2],
+}
+
+
+def made(changes: dict[str, Any] | None = None, seed: int = 1, **whole: Any) -> generators.Workload:
+    values = {"question": "?", "model": "llama-3.1-8b", "hardware": "h100-sxm", "seed": seed}
+    return generators.build(Scenario.model_validate(values | {"workload": whole or BASE | (changes or {})}))
+
+
+def rows(specs: list[RequestSpec]) -> list[tuple[int, ...]]:
+    return [(s.index, s.arrival_ns, s.prompt_tokens, s.output_tokens, s.max_tokens, s.priority) for s in specs]
+
+
+def real(path: str) -> str:
+    try:
+        catalog.data(path)
+    except ScenarioError as error:
+        pytest.skip(f"public trace not present: {error}")
+    return path
+
+
+# -- reproducibility --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32))
+def test_a_seed_gives_one_workload(seed: int) -> None:
+    one, two = made(seed=seed), made(seed=seed)
+    assert rows(one.open) == rows(two.open) and one.fingerprint() == two.fingerprint()
+    assert made(seed=seed + 1).fingerprint() != one.fingerprint()
+
+
+def test_golden_workload_never_changes() -> None:
+    """Published numbers name a seed: the requests that it stands for may not drift with a refactoring."""
+    assert rows(made().open[:3]) == GOLDEN_ROWS
+    assert made().fingerprint() == GOLDEN_FINGERPRINT
+
+
+GOLDEN_ROWS: list[tuple[int, ...]] = [
+    (0, 548471244, 1338, 18, 18, 0),
+    (1, 555886484, 509, 11, 11, 0),
+    (2, 672923640, 97, 3, 3, 1),
+]
+GOLDEN_FINGERPRINT = "0a440a481f3e21b16643b857efd1c9b77e2b86edd8d6beeb5198b3306df7cf52"
+
+
+def test_compared_scenarios_share_random_numbers() -> None:
+    """Other arrivals leave lengths and priorities as they are, and other lengths leave arrivals as they are."""
+    one, two = made().open, made({"arrivals": {"kind": "at_once"}}).open
+    assert [row[2:] for row in rows(one)] == [row[2:] for row in rows(two)]
+    three = made({"prompt_tokens": 7}).open
+    assert [s.arrival_ns for s in one] == [s.arrival_ns for s in three]
+    assert [s.output_tokens for s in one] == [s.output_tokens for s in three]
+
+
+def test_rate_scales_the_same_arrivals() -> None:
+    slow = made({"arrivals": {"kind": "poisson", "rate_per_s": 1}}).open
+    fast = made({"arrivals": {"kind": "poisson", "rate_per_s": 10}}).open
+    for a, b in zip(slow, fast, strict=True):
+        assert a.arrival_ns == pytest.approx(10 * b.arrival_ns, abs=6)
+
+
+# -- distributions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_gamma_gaps_have_their_mean_and_cv(burstiness: float) -> None:
+    """Theory: mean gap 1/rate, coefficient of variation 1/sqrt(burstiness). 20,000 gaps, so within 5 %."""
+    arrivals = {"kind": "gamma", "rate_per_s": 10, "burstiness": burstiness}
+    times = [s.arrival_ns for s in made({"requests": 20_000, "arrivals": arrivals}).open]
+    gaps = np.diff(np.array([0, *times])) / 1e9
+    assert gaps.mean() == pytest.approx(0.1, rel=0.05)
+    assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
+
+
+def test_constant_arrivals_begin_at_once() -> None:
+    times = [s.arrival_ns for s in made({"arrivals": {"kind": "constant", "rate_per_s": 4}, "requests": 4}).open]
+    assert times == [0, 250_000_000, 500_000_000, 750_000_000]
+
+
+def test_lognormal_mean_is_the_mean_given() -> None:
+    """Theory: 20,000 draws with sigma 0.5 have a standard error of 0.4 % of the mean."""
+    length = {"lognormal": {"mean": 1000, "sigma": 0.5}}
+    prompts = [s.prompt_tokens for s in made({"requests": 20_000, "prompt_tokens": length}).open]
+    assert np.mean(prompts) == pytest.approx(1000, rel=0.015)
+
+
+def test_lengths_keep_their_bounds() -> None:
+    length = {"lognormal": {"mean": 100, "sigma": 2, "low": 50, "high": 150}}
+    specs = made({"requests": 2000, "prompt_tokens": length, "output_tokens": {"uniform": {"low": 3, "high": 5}}}).open
+    assert {s.output_tokens for s in specs} == {3, 4, 5}
+    assert min(s.prompt_tokens for s in specs) == 50 and max(s.prompt_tokens for s in specs) == 150
+    assert {s.priority for s in specs} == {0, 1, 2}
+
+
+def test_empirical_lengths(tmp_path: Path) -> None:
+    assert {s.prompt_tokens for s in made({"prompt_tokens": {"empirical": {"values": [3, 9]}}}).open} == {3, 9}
+    (tmp_path / "c.csv").write_text("a,b\n1,7\n2,8\n")
+    sample = {"empirical": {"path": str(tmp_path / "c.csv"), "column": "b"}}
+    assert {s.prompt_tokens for s in made({"prompt_tokens": sample}).open} == {7, 8}
+
+
+# -- what a request says ----------------------------------------------------------------------------------------------
+
+
+def test_early_stops_are_a_surprise() -> None:
+    """The scheduler knows max_tokens only; without stop_early it knows the true end."""
+    assert all(s.max_tokens == s.output_tokens for s in made().open)
+    early = made({"stop_early": True}).open
+    assert {s.max_tokens for s in early} == {max(s.output_tokens for s in early)}
+    capped = made({"stop_early": True, "max_tokens": 10}).open
+    assert {s.max_tokens for s in capped} == {10} and max(s.output_tokens for s in capped) == 10
+
+
+def test_shared_prefix_is_shared_block_by_block() -> None:
+    """40 tokens in common fill two blocks of 16: those have one key in all requests, the third is each one's own."""
+    a, b = made({"shared_prefix_tokens": 40, "prompt_tokens": 100, "requests": 2}).open
+    assert [a.block_key(i, 16) == b.block_key(i, 16) for i in range(3)] == [True, True, False]
+    (short,) = made({"shared_prefix_tokens": 40, "prompt_tokens": 17, "requests": 1}).open
+    assert short.shared_blocks(16) == 1
+
+
+# -- requests that follow others --------------------------------------------------------------------------------------
+
+
+def test_closed_loop_sends_the_next_when_one_ends() -> None:
+    """Never more than `users` in progress, every request sent once, in order, think_s after an end."""
+    w = made({"requests": 7, "arrivals": {"kind": "closed_loop", "users": 3, "think_s": 2}})
+    assert [(s.index, s.arrival_ns) for s in w.open] == [(0, 0), (1, 0), (2, 0)] and w.total == 7
+    fingerprint, sent = w.fingerprint(), []
+    for end, spec in enumerate([*w.open, *w.open, *w.open]):
+        sent += w.on_finish(spec, end * 10**9)
+    assert [(s.index, s.arrival_ns) for s in sent] == [(3 + i, (i + 2) * 10**9) for i in range(4)]
+    assert w.fingerprint() == fingerprint  # of what was asked, not of what is left
+
+
+AGENTIC = """\
+{"session_id":"a","input_length":1030,"output_length":10,"hash_ids":[0,1,2],"timestamp":0.0,"group_id":1}
+{"session_id":"a","input_length":600,"output_length":20,"hash_ids":[3,4],"delay":1500.5}
+{"session_id":"b","input_length":1024,"output_length":5,"hash_ids":[0,1],"timestamp":250.0,"group_id":1}
+"""
+
+
+def test_agentic_turns_carry_the_conversation(tmp_path: Path) -> None:
+    """A turn's prompt is all that was said before and its new tokens; its delay counts from the last turn's end."""
+    (tmp_path / "t.jsonl").write_text(AGENTIC)
+    w = made(kind="agentic", path=str(tmp_path / "t.jsonl"))
+    assert w.total == 3 and [(s.id, s.arrival_ns) for s in w.open] == [("a/0", 0), ("b/0", 250_000_000)]
+    (turn,) = w.on_finish(w.open[0], 10**9)
+    assert (turn.id, turn.arrival_ns, turn.prompt_tokens) == ("a/1", 2_500_500_000, 1030 + 10 + 600)
+    assert w.on_finish(turn, 2 * 10**9) == [] and w.on_finish(w.open[1], 10**9) == []
+
+
+def test_agentic_turns_find_what_was_said(tmp_path: Path) -> None:
+    """The second turn finds all full blocks of the first, its output included; the other session the first 1,024."""
+    (tmp_path / "t.jsonl").write_text(AGENTIC)
+    w = made(kind="agentic", path=str(tmp_path / "t.jsonl"))
+    first, other = w.open
+    (second,) = w.on_finish(first, 0)
+    for size in (16, 256, 512):
+        said = (1030 + 10) // size
+        assert [first.block_key(i, size) for i in range(said)] == [second.block_key(i, size) for i in range(said)]
+        both = 1024 // size
+        assert [first.block_key(i, size) for i in range(both)] == [other.block_key(i, size) for i in range(both)]
+    assert other.block_key(64, 16) != first.block_key(64, 16)
+
+
+# -- traces -----------------------------------------------------------------------------------------------------------
+
+
+def test_mooncake_spread_keeps_cell_and_order() -> None:
+    """Timestamps sit on a 3 s grid. Spread arrivals stay in the 3 s after their stamp, in file order, by the seed."""
+    path = real("traces/mooncake/conversation_trace.jsonl")
+    given_rows = traces.mooncake(catalog.data(path), 3000)
+    whole: dict[str, Any] = {"kind": "mooncake", "path": path, "limit": 3000}
+    moved = made(**whole).open
+    assert [s.index for s in moved] == list(range(3000))
+    for row, spec in zip(given_rows, moved, strict=True):
+        assert -10_000_000 <= spec.arrival_ns - row.arrival_ns < 3_010_000_000
+    assert len({s.arrival_ns for s in moved}) > 2990
+    assert made(seed=2, **whole).fingerprint() != made(**whole).fingerprint()
+    kept = made(**whole, spread=False).open
+    assert [s.arrival_ns for s in kept] == [r.arrival_ns for r in given_rows]
+
+
+def test_mooncake_real_times_are_not_spread() -> None:
+    trace = [traces.Arrival(at * 10**6, 5, 1, (0,)) for at in (0, 1234, 3000)]
+    assert generators.spread(trace, np.random.default_rng(0)) == trace
+
+
+def test_mooncake_prefix_is_512_tokens_an_id() -> None:
+    spec = made(kind="mooncake", path=real("traces/mooncake/conversation_trace.jsonl"), limit=2).open[0]
+    assert (spec.prefix_block_tokens, spec.prefix_tokens, len(spec.prefix)) == (512, 6758, 14)
+    assert spec.shared_blocks(16) == 6758 // 16
+
+
+def test_time_scale_stretches_arrivals() -> None:
+    path = real("traces/azure2023/AzureLLMInferenceTrace_conv.csv")
+    one = made(kind="azure", path=path, limit=20).open
+    two = made(kind="azure", path=path, limit=20, time_scale=2).open
+    assert [2 * s.arrival_ns for s in one] == [s.arrival_ns for s in two]
+
+
+def test_length_traces_get_generated_arrivals() -> None:
+    path = real("traces/sharegpt_lengths/sharegpt_8k_filtered_stats_llama2_tokenizer.csv")
+    w = made(kind="lengths", path=path, limit=30, arrivals={"kind": "closed_loop", "users": 4})
+    assert len(w.open) == 4 and w.total == 30 and w.open[0].prompt_tokens == 74
+
+
+def test_a_missing_trace_says_where_it_was_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CBSIM_DATA", str(tmp_path))
+    with pytest.raises(ScenarioError) as caught:
+        made(kind="azure", path="nowhere.csv")
+    text = str(caught.value)
+    assert "workload.path: no file 'nowhere.csv' beside the scenario" in text
+    assert str(tmp_path / "nowhere.csv") in text and "docs/data.md" in text
+    (tmp_path / "nowhere.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,5,1\n")
+    assert made(kind="azure", path="nowhere.csv").total == 1
+
+
+@pytest.mark.parametrize("name", catalog.names())
+def test_reference_scenarios_have_a_workload(name: str) -> None:
+    wanted = scenario.load(name)
+    path = getattr(wanted.workload, "path", None)
+    if path:
+        real(path)
+    w = generators.build(wanted)
+    assert w.open and w.total >= len(w.open)
+    assert [(s.arrival_ns, s.index) for s in w.open] == sorted((s.arrival_ns, s.index) for s in w.open)
