@@ -6,7 +6,6 @@ Everything is built from the scenario, which alone has defaults; nothing is shar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from cbsim import catalog, documents
 from cbsim.cost.base import Cost
@@ -17,6 +16,7 @@ from cbsim.cost.roofline import Rates, RooflineCost, Weights
 from cbsim.cost.table import Added, Group, Link, TableCost
 from cbsim.cost.tables import Tables
 from cbsim.fields import ScenarioError
+from cbsim.policy.loop import Scheduler
 from cbsim.policy.schedulers.registry import SCHEDULERS
 from cbsim.scenario import Scenario, depth, scheduler_options
 from cbsim.shapes import ModelShape
@@ -28,7 +28,7 @@ from cbsim.timing import TableCost as TableSettings
 NS = 1e9
 
 
-def scheduler(scenario: Scenario, loop: str) -> Any:
+def scheduler(scenario: Scenario, loop: str) -> Scheduler:
     """A fresh scheduler for one loop, `sync` or `async`. Raises ScenarioError if the model does not fit."""
     make, _ = SCHEDULERS[scenario.scheduler.name]
     return make(scheduler_options(scenario, depth(loop)))

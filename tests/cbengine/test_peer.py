@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+import peer_runs  # noqa: E402
 from peer_runs import LOOPS, alone, checked, fifo, prompt, scenario, served, server, statuses, table, tiny  # noqa: E402
 
 from cbengine import peer_device  # noqa: E402
 from cbengine.errors import UsageError  # noqa: E402
 from cbengine.peer import PeerError, TransformersServer  # noqa: E402
 from cbengine.peer_device import CudaClock  # noqa: E402
-from cbsim import catalog, runs, simulate, workload  # noqa: E402
+from cbsim import catalog, runs, workload  # noqa: E402
 from cbsim.metrics import token_times  # noqa: E402
 from cbsim.policy.request import RequestSpec  # noqa: E402
 from cbsim.record import STEP_COUNTS, Record  # noqa: E402
@@ -77,13 +78,12 @@ def test_the_library_plans_what_the_simulator_says(
     """
     asked = scenario(load, **more)
     one, steps = served(asked, loop)
-    machine = simulate.machine(asked, loop, workload.build(asked))
-    simulate.run(machine)
-    planned = table(machine.record)
+    record = peer_runs.simulated(asked, loop)
+    planned = table(record)
     for name in COUNTED if case != "tight" else sorted({*COUNTED} - {"decode_rows", "prefill_tokens"}):
         assert steps[name].tolist() == planned[name].tolist(), name
     measured = [row._replace(queued_ns=0, queued_poll=0) for row in one.record.requests()]
-    assert measured == [row._replace(queued_ns=0, queued_poll=0) for row in machine.record.requests()]
+    assert measured == [row._replace(queued_ns=0, queued_poll=0) for row in record.requests()]
     assert (steps["preempted"].sum() > 0) == (case == "tight")
     assert steps["cached_tokens"].sum() > 0 or case != "shared"
     assert (steps["cached_blocks"] >= planned["cached_blocks"]).all(), "the library's count has blocks nobody asks for"
