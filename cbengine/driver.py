@@ -16,7 +16,7 @@ from cbengine.device.base import Device
 from cbengine.device.clock import Clock, WallClock
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
-from cbsim.policy.loop import Applied, Await, Effect, Idle, Landed, Launch, Poll, Polled, Refused, serve
+from cbsim.policy.loop import Applied, Await, Effect, Idle, Landed, Launch, Poll, Polled, Refused, Scheduler, serve
 from cbsim.policy.plan import NOTHING_STOPPED, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
 from cbsim.results.record import Record, StepTimes
@@ -43,7 +43,7 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: Any,  # a Scheduler with a BlockPool
+        scheduler: Scheduler,
         device: Device,
         batcher: Callable[[dict[RequestSpec, Sequence]], Batcher],
         prompts: Prompts,

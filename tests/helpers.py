@@ -110,8 +110,7 @@ class Drive:
             answer = self._answer(effect)
 
     def check(self) -> None:
-        self.scheduler.pool.check()
-        self.scheduler.cohort.check(self.scheduler.pool.tables)
+        self.scheduler.decoding.check()
 
     def _answer(self, effect: Effect) -> Any:
         if isinstance(effect, Poll):

@@ -10,7 +10,7 @@ the counts of up to 0.1 s before; here they are those of the moment).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Sequence, Sized
 from typing import Any, NamedTuple, Protocol
 
 import simpy
@@ -116,10 +116,10 @@ class Server(Protocol):
     """What balancing looks at."""
 
     @property
-    def waiting(self) -> Any: ...
+    def waiting(self) -> Sized: ...
 
     @property
-    def running(self) -> Any: ...
+    def running(self) -> Sized: ...
 
 
 def balance(

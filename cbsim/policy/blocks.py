@@ -12,7 +12,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.request import Request, RequestSpec
+
+Replaced = tuple[RequestSpec, int, int]  # a request, an index in its table, the block that is there now
 
 
 class FreeList(Protocol):
@@ -119,12 +122,13 @@ class CachedLast:
 class BlockPool:
     """Owner of every block of the KV cache. Only a scheduler writes it."""
 
-    def __init__(self, block_size: int, num_blocks: int, free: FreeList) -> None:
+    def __init__(self, block_size: int, num_blocks: int, free: FreeList, observer: Observer = NOBODY) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.cached = 0  # free blocks with a key: their content is found until they are handed out again
         self.tables: dict[Request, list[int]] = {}
         self._free = free
+        self._observer = observer
         self._index: dict[
             int, int | dict[int, None]
         ] = {}  # key -> block, or the blocks that duplicate it, oldest first
@@ -136,23 +140,36 @@ class BlockPool:
         """Blocks that can be handed out; cached blocks that nobody uses count as free."""
         return self._free.free
 
+    @property
+    def contents(self) -> int:
+        """Different contents that a request could find; several blocks may hold the same."""
+        return len(self._index)
+
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
     def held(self, request: Request) -> int:
         return len(self.tables.get(request, ()))
 
+    def missing(self, request: Request, tokens: int) -> int:
+        """Blocks that a request lacks to hold its first `tokens` tokens."""
+        return max(0, self.blocks_for(tokens) - self.held(request))
+
     def grow(self, request: Request, count: int) -> list[int]:
         """Add `count` fresh blocks to a table; what they cached before is forgotten."""
+        self._observer.growing(request, count)
         blocks = self._free.take(count)
         if self._key_of:
             for block in blocks:
                 self._forget(block)
         self.tables.setdefault(request, []).extend(blocks)
+        self._observer.grew(request, blocks)
         return blocks
 
     def grow_each(self, requests: Sequence[Request]) -> list[int]:
         """Add a fresh block to the table of each of `requests`, in order; each has a table."""
+        if self._observer is not NOBODY:
+            return [self.grow(request, 1)[0] for request in requests]
         blocks = self._free.take(len(requests))
         tables = self.tables
         for request, block in zip(requests, blocks, strict=True):
@@ -185,8 +202,6 @@ class BlockPool:
 
     def key(self, request: Request, block: int) -> int:
         """Content key under which a block of `request` is registered."""
-        if request.unnamed is not None and block >= request.unnamed:
-            return -(((1 << 40) + request.spec.index << 24) + block)
         return request.spec.block_key(block, self.block_size)
 
     def publish(self, request: Request, blocks: int) -> None:
@@ -201,20 +216,26 @@ class BlockPool:
 
         Returns (index in the table, block) of those that came in.
         """
-        table, replaced = self.tables[request], []
+        table = self.tables[request]
+        named: list[int] = []
+        replaced: list[tuple[int, int]] = []
+        before_after: list[tuple[int, int]] = []
         for i in range(request.hashed, min(blocks, request.named)):
             key = self.key(request, i)
             existing = self._index.get(key)
             if existing is None:
-                self._register(table[i], key)
+                if self._register(table[i], key):
+                    named.append(table[i])
                 continue
             assert isinstance(existing, int)
             assert existing != table[i]
             self._acquire(existing)
             self._free.give([table[i]], 0)
+            before_after.append((table[i], existing))
             table[i] = existing
             replaced.append((i, existing))
         request.hash_to(blocks)
+        self._observer.merged(request, named, before_after)
         return replaced
 
     def release(self, request: Request, *, returns: bool = False) -> int:
@@ -232,17 +253,20 @@ class BlockPool:
                 elif i < request.hashed:
                     hashed -= 1
         self._free.give(blocks, hashed)
+        self._observer.released(request, table)
         return len(table)
 
-    def _register(self, block: int, key: int) -> None:
-        if block in self._key_of:  # a private block adopted by its own request after a requeue
-            return
+    def _register(self, block: int, key: int) -> bool:
+        """Give a block its key. False if it has one: a private block adopted by its own request after a requeue."""
+        if block in self._key_of:
+            return False
         self._key_of[block], self._refs[block] = key, 1
         entry = self._index.setdefault(key, block)
         if isinstance(entry, dict):
             entry[block] = None
         elif entry != block:
             self._index[key] = {entry: None, block: None}
+        return True
 
     def _forget(self, block: int) -> None:
         key = self._key_of.pop(block, None)

@@ -9,13 +9,25 @@ fills one, or produces its declared last token is kept in calendars by step. A r
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from cbsim.policy.request import Request, Status
+from cbsim.policy.request import Request
 
 Calendar = dict[int, list[tuple[Request, int]]]
 by_order = attrgetter("order")
+
+
+@dataclass(slots=True)
+class Landing:
+    """A row in flight that will change more than a count when it comes back."""
+
+    request: Request
+    epoch: int  # the request's when the row was planned
+    samples: bool
+    reach: int = 0  # tokens computed once it has landed
+    completes: int = 0  # blocks it fills
 
 
 class Cohort:
@@ -93,7 +105,7 @@ class Cohort:
     def leave(self, request: Request, blocks: int) -> None:
         """Take a member out that holds `blocks` blocks. Its rows in flight are delivered one by one (`landing`)."""
         for step in range(max(self.updated, request.since), self.planned):
-            self.await_row(step, request)
+            self._late.setdefault(step, []).append((request, request.epoch))
         self._offset -= request.computed - self.planned
         if self.long_tokens:
             self.long -= request.computed >= self.long_tokens
@@ -102,10 +114,6 @@ class Cohort:
         request.leave()
         if not self._members:
             self.max_order = -1
-
-    def await_row(self, step: int, request: Request) -> None:
-        """A row of `request` in `step` will come back on its own account."""
-        self._late.setdefault(step, []).append((request, request.epoch))
 
     def growing(self) -> list[Request]:
         """Members that need one more block in the step being planned, in admission order."""
@@ -141,32 +149,6 @@ class Cohort:
     def landing(self, step: int) -> list[tuple[Request, int]]:
         """(request, its epoch when planned) for the rows of `step` that are not the cohort's any more."""
         return self._late.pop(step, None) or []
-
-    def land(self, step: int, stopped: list[Request]) -> tuple[list[Request], list[Request], int]:
-        """The oldest step in flight has come back: hand out its tokens.
-
-        Returns (requests that got their token on their own account, requests that are over in admission order, rows
-        computed for nothing). `stopped` sampled a stop token.
-        """
-        assert step == self.updated, (step, self.updated)
-        over = self.ending(step)
-        if stopped:
-            over += [r for r in stopped if r not in over]
-        landed = self.landing(step)
-        self.applied()
-        if not (landed or over):
-            return [], [], 0
-        received, wasted = [], 0
-        for request, _ in landed:
-            if request.status is Status.FINISHED:
-                wasted += 1
-                continue
-            request.receive(step)
-            received.append(request)
-            if request.seen == request.last and request not in over:
-                over.append(request)
-        over.sort(key=by_order)
-        return received, over, wasted
 
     def commit(self) -> None:
         """The step is planned."""

@@ -16,9 +16,10 @@ With depth 2, step N+1 is planned and launched before step N is awaited, so a pl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple, Protocol
 
+from cbsim.policy.blocks import BlockPool
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.request import Request, RequestSpec
 
@@ -70,6 +71,7 @@ class Refused(NamedTuple):
     reason: str
 
 
+InFlight = deque[tuple[StepPlan, Any]]  # oldest first, each with its driver's ticket
 Effect = Poll | Launch | Idle | Await | Applied | Refused
 POLL, WAIT, IDLE = Poll(), Poll(wait=True), Idle()
 
@@ -79,8 +81,12 @@ class StuckError(RuntimeError):
 
 
 class Scheduler(Protocol):
-    """What the loop asks of a policy. `depth` steps may be in flight."""
+    """A policy: all that the loop and its drivers ask of it. `depth` steps may be in flight.
 
+    Drivers read `requests` and `pool`, and write neither.
+    """
+
+    pool: BlockPool
     polls_before_update: bool  # are cancellations taken between a result's arrival and its application?
     awaits_when_idle: bool  # is a step in flight awaited when no request is left?
 
@@ -89,13 +95,22 @@ class Scheduler(Protocol):
         """Requests that have not ended."""
 
     @property
+    def waiting(self) -> Sized:
+        """Those of them that have not been admitted, or have to wait again."""
+
+    @property
+    def running(self) -> Sized:
+        """The others."""
+
+    @property
     def idle(self) -> bool:
         """There is nothing to plan, not even a last report."""
 
     def refusal(self, spec: RequestSpec) -> str | None:
         """Why this request can never be served, or None."""
 
-    def add(self, spec: RequestSpec) -> None: ...
+    def add(self, spec: RequestSpec) -> None:
+        """Queue a request that has arrived and was not refused."""
 
     def cancel(self, spec: RequestSpec) -> None:
         """End a request at once; nothing happens if it is unknown or over."""
@@ -112,32 +127,39 @@ class Scheduler(Protocol):
 
 def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
     """Run `scheduler` until its arrivals are closed and everything has ended. Raises StuckError."""
-    in_flight: deque[tuple[StepPlan, Any]] = deque()
+    in_flight: InFlight = deque()
     stalled = False
     while True:
-        quiet = stalled or (scheduler.idle and not (in_flight and scheduler.awaits_when_idle))
-        polled: Polled = yield WAIT if quiet else POLL
+        polled: Polled = yield WAIT if stalled or _must_wait(scheduler, in_flight) else POLL
         if polled.arrivals or polled.cancels:
             yield from _admit(scheduler, polled)
-        idle = scheduler.idle
-        if idle and polled.closed and not (in_flight and scheduler.awaits_when_idle):
+        if polled.closed and _must_wait(scheduler, in_flight):
             break
-        plan = None
-        if not idle:
-            plan = scheduler.schedule()
-            if plan is None:
-                yield IDLE
+        idle = scheduler.idle
+        plan = None if idle else scheduler.schedule()
         if plan:
             in_flight.append((plan, (yield Launch(plan))))
-            if len(in_flight) < depth and scheduler.runs_ahead(plan):
+            if _may_go_on(scheduler, in_flight, depth):
                 continue
-        stalled = not in_flight and not idle
+        elif not idle:
+            yield IDLE
+        stalled = not (in_flight or idle)
         if stalled and polled.closed:
             raise StuckError("no step can be planned for the requests that are left")
-        if in_flight and (plan or scheduler.awaits_when_idle or not idle):
+        if in_flight and (plan or not idle or scheduler.awaits_when_idle):
             yield from _land(scheduler, *in_flight.popleft())
     while in_flight:
         yield from _land(scheduler, *in_flight.popleft())
+
+
+def _must_wait(scheduler: Scheduler, in_flight: InFlight) -> bool:
+    """Is there nothing to plan and nothing to await until something arrives?"""
+    return scheduler.idle and not (in_flight and scheduler.awaits_when_idle)
+
+
+def _may_go_on(scheduler: Scheduler, in_flight: InFlight, depth: int) -> bool:
+    """May another step be planned before the result of the one just launched is taken?"""
+    return len(in_flight) < depth and scheduler.runs_ahead(in_flight[-1][0])
 
 
 def _admit(scheduler: Scheduler, polled: Polled) -> Generator[Effect, Any, None]:

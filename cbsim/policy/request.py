@@ -107,7 +107,6 @@ class Request:
         "since",
         "spec",
         "status",
-        "unnamed",
     )
 
     def __init__(self, spec: RequestSpec, limit: int, block_size: int) -> None:
@@ -123,7 +122,6 @@ class Request:
         self.entered = 0  # tokens computed when it was last admitted: found in the cache
         self.epoch = 0  # bumped when rows in flight become worthless
         self.hashed = 0  # leading blocks whose content key is known
-        self.unnamed: int | None = None  # first block given a key before it was full, see `misname`
         self.cached: int | None = None  # prefix-cache hit at the first admission, tokens
         self.preemptions = 0
         self.high_water = 0  # most tokens ever computed: what lies below it is recomputed
@@ -229,19 +227,17 @@ class Request:
         if blocks > self.hashed:
             self.hashed = blocks
 
-    def misname(self, block: int) -> None:
-        """`block` got its key too early: from it on, content keys are ones that no request can ask for."""
-        if self.unnamed is None:
-            self.unnamed = block
+    def name_all(self) -> None:
+        """Every full block gets a key from now on, also those whose content only this request can ask for."""
         self.named = EVERY_BLOCK
 
     def requeue(self, drop_in_flight: bool) -> None:
         """Give everything computed up and wait again. Rows in flight still deliver unless they are dropped."""
         assert self.cohort is None
         assert self.status in (Status.PREFILL, Status.DECODE)
-        self.status, self._computed, self.hashed, self.unnamed = Status.WAITING, 0, 0, None
+        self.status, self._computed, self.hashed = Status.WAITING, 0, 0
         self._promised = self._seen
-        self.named = EVERY_BLOCK  # its own, which only it can ask for, included
+        self.name_all()
         self.preemptions += 1
         self.epoch += drop_in_flight
 

@@ -237,7 +237,6 @@ def _transformers(scenario: Scenario, scheduler: TransformersScheduler, depth: i
         max_blocks_per_request=scheduler.max_blocks_per_request,
         safety_margin=scheduler.margin,
         allow_block_sharing=scheduler.allow_block_sharing,
-        original_defects=scheduler.original_defects,
     )
 
 

@@ -46,8 +46,6 @@ class TransformersScheduler(Frozen):
     """Share of the blocks kept free from prefills; null: 0.15 for fifo, 0 for prefill_first."""
     allow_block_sharing: bool = True
     """Share the blocks of common prefixes."""
-    original_defects: bool = False
-    """Also share the defects of the original."""
 
     @property
     def margin(self) -> float:

@@ -6,7 +6,6 @@ Everything is built from the scenario, which alone has defaults; nothing is shar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from cbsim.cost.base import Cost
 from cbsim.cost.constant import ConstantCost
@@ -15,6 +14,7 @@ from cbsim.cost.fitted import Curve, FittedCost
 from cbsim.cost.lookup import Tables
 from cbsim.cost.roofline import Rates, RooflineCost, Weights
 from cbsim.cost.table import Added, Group, Link, TableCost
+from cbsim.policy.loop import Scheduler
 from cbsim.policy.schedulers.registry import SCHEDULERS
 from cbsim.scenario import catalog, documents
 from cbsim.scenario.costs import ConstantCost as ConstantSettings
@@ -28,7 +28,7 @@ from cbsim.scenario.shapes import ModelShape
 NS = 1e9
 
 
-def scheduler(scenario: Scenario, loop: str) -> Any:
+def scheduler(scenario: Scenario, loop: str) -> Scheduler:
     """A fresh scheduler for one loop, `sync` or `async`. Raises ScenarioError if the model does not fit."""
     make, _ = SCHEDULERS[scenario.scheduler.name]
     return make(scheduler_options(scenario, depth(loop)))

@@ -9,6 +9,7 @@ from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,10 @@ if not transformers.__version__.startswith("5.17."):
     pytest.skip(f"transformers {transformers.__version__} is installed, the peer is 5.17", allow_module_level=True)
 
 from cbengine.peer.transformers_server import TransformersServer
+from cbsim.machine import simulate
 from cbsim.policy.request import RequestSpec
+from cbsim.policy.schedulers.registry import SCHEDULERS
+from cbsim.proof.conformance.defects import DefectiveTransformers
 from cbsim.results.invariants import check
 from cbsim.results.metrics import Steps
 from cbsim.results.record import STEP_COLUMNS, Record, RequestRow
@@ -80,8 +84,8 @@ def scenario(load: dict[str, Any] | None = None, **more: Any) -> Scenario:
 
 
 def fifo(**more: Any) -> dict[str, Any]:
-    """The library's scheduler as it is on a CPU: no paged decode; and with the original's defects in the simulator."""
-    own = {"max_batch_tokens": 48, "max_blocks_per_request": 0, "original_defects": True}
+    """The library's scheduler as it is on a CPU: no paged decode."""
+    own = {"max_batch_tokens": 48, "max_blocks_per_request": 0}
     return {"name": "transformers_fifo"} | own | more
 
 
@@ -89,6 +93,14 @@ def server(asked: Scenario, loop: str, load: Workload | None = None, **more: Any
     record = Record(scheduler_options(asked, depth(loop)).num_blocks)
     served = load or generators.build(asked)
     return TransformersServer(asked, loop, served, tiny(), prompt, record, cuda_graphs=True, **more)
+
+
+def simulated(asked: Scenario, loop: str) -> Record:
+    """What our policy plans if it shares the original's defects."""
+    with mock.patch.dict(SCHEDULERS, {asked.scheduler.name: (DefectiveTransformers, "")}):
+        machine = simulate.machine(asked, loop, generators.build(asked))
+    simulate.run(machine)
+    return machine.record
 
 
 def table(record: Record) -> Steps:

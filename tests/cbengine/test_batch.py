@@ -25,10 +25,8 @@ from cbengine.device.layout import Header, arrays
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
 from cbengine.settings import Settings
-from cbsim.policy.loop import StuckError
 from cbsim.workload.generators import Workload
 
-DEFECTS = "original_defects"
 HOWS = (
     Sampling(),
     Sampling(temperature=0.7, top_k=5, top_p=0.9),
@@ -52,7 +50,6 @@ VLLM = {
 TRANSFORMERS = {
     "max_blocks_per_request": (32, 0, 2),
     "safety_margin": (0.0, 0.2),
-    DEFECTS: (False, False, True),
 }
 
 
@@ -87,12 +84,7 @@ def test_arrays_say_what_plans_say(scheduler: str, loop: str, data: st.DataObjec
     ids = [one.id for one in case.load.specs()]
     own = data.draw(st.dictionaries(st.sampled_from(ids), st.sampled_from(HOWS)))
     setup = replace(INLINE, sampling=sampling, requests=Settings(own))
-    try:
-        run, checked = toy_run(case, loop, setup=setup)
-    except StuckError:  # one of the original's defects: everybody who ran was given up, admission stays closed
-        assert getattr(case.scenario.scheduler, DEFECTS, False)
-        assert case.load.cancels
-        return
+    run, checked = toy_run(case, loop, setup=setup)
     check_texts(run, check_toy_text)
     check_derived(run, loop)
     for column in ("preempted", "cached_tokens", "wasted_rows"):
@@ -111,7 +103,7 @@ def test_ends_that_only_the_text_knows(scheduler: str, loop: str, every: int, da
     its blocks meanwhile, or has given its client's patience up. What was still in flight is nobody's.
     """
     ends, made = tuple(range(0, VOCAB, every)), build.architecture_of
-    case = data.draw(odd_cases(scheduler).filter(lambda case: not getattr(case.scenario.scheduler, DEFECTS, False)))
+    case = data.draw(odd_cases(scheduler))
     with mock.patch.object(build, "architecture_of", lambda *of: replace(made(*of), end_tokens=ends)):
         run, _ = toy_run(case, loop, setup=replace(INLINE, end_tokens=True))
     for one, text in run.engine.sequences.items():

@@ -46,7 +46,6 @@ def transformers_options(kind: Any) -> TransformersOptions:
         max_blocks_per_request=4,
         safety_margin=0.0,
         allow_block_sharing=True,
-        original_defects=False,
     )
 
 

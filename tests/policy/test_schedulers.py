@@ -82,7 +82,7 @@ def vllm_cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def transformers_cases(draw: st.DrawFn) -> Case:
-    """A transformers scheduler without the original's defects, and a workload."""
+    """A transformers scheduler and a workload."""
     size = draw(st.sampled_from([3, 4, 5]))
     options = TransformersOptions(
         scheduler_type=draw(st.sampled_from(["fifo", "prefill_first"])),
@@ -93,7 +93,6 @@ def transformers_cases(draw: st.DrawFn) -> Case:
         max_blocks_per_request=draw(st.sampled_from([0, 2, 8])),
         safety_margin=draw(st.sampled_from([0.0, 0.0, 0.2])),
         allow_block_sharing=draw(st.booleans()),
-        original_defects=False,
     )
     return partial(TransformersScheduler, options), draw(asks(size))
 
@@ -110,7 +109,7 @@ def limits(scheduler: AnyScheduler) -> tuple[int, int]:
 
 
 def active(scheduler: AnyScheduler) -> list[Request]:
-    return list(scheduler.running if isinstance(scheduler, VllmScheduler) else scheduler.active)
+    return list(scheduler.running)
 
 
 def table_of(scheduler: AnyScheduler, spec: RequestSpec) -> list[int]:
@@ -156,8 +155,8 @@ def check_ends(drive: Drive) -> None:
     scheduler = drive.scheduler
     assert scheduler.idle
     assert not scheduler.requests
-    assert not scheduler.cohort
-    assert not scheduler._loose
+    assert not scheduler.decoding.members
+    assert not scheduler.decoding.loose
     assert scheduler.pool.free == scheduler.pool.num_blocks
     assert not scheduler.pool.tables
     assert len(set(drive.ended)) == len(drive.ended)
@@ -205,7 +204,6 @@ def test_an_executor_learns_of_replaced_blocks(depth: int) -> None:
         max_blocks_per_request=0,
         safety_margin=0.0,
         allow_block_sharing=True,
-        original_defects=False,
     )
     specs = [RequestSpec(i, f"r{i}", 0, 5, 6, 6, prefix=(7,), prefix_block_tokens=4, prefix_tokens=4) for i in range(2)]
     drive = Drive(TransformersScheduler(options), [Ask(spec, 0, None, None) for spec in specs], depth)
@@ -229,13 +227,6 @@ def state(scheduler: AnyScheduler) -> dict[str, Any]:
     }
 
 
-def dissolve(scheduler: AnyScheduler) -> None:
-    """Take every member out of the cohort, so that each is planned by the rules for one request."""
-    for request in list(scheduler.cohort):
-        scheduler._detach(request)
-        scheduler._loose[request] = None
-
-
 def history(build: Callable[[], AnyScheduler], workload: list[Ask], depth: int, slow: bool) -> list[dict[str, Any]]:
     """Plans row by row, with the state after each."""
     steps: list[dict[str, Any]] = []
@@ -243,7 +234,7 @@ def history(build: Callable[[], AnyScheduler], workload: list[Ask], depth: int, 
     scheduler, schedule = drive.scheduler, drive.scheduler.schedule
 
     def slowly() -> StepPlan | None:
-        dissolve(scheduler)
+        scheduler.decoding.dissolve()  # so that each request is planned by the rules for one
         return schedule()
 
     def note(plan: StepPlan, rows: list[Row]) -> None:

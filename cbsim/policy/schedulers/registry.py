@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from cbsim.policy.loop import Scheduler
 from cbsim.policy.schedulers.static import StaticScheduler
 from cbsim.policy.schedulers.transformers import TransformersScheduler
 from cbsim.policy.schedulers.vllm import VllmScheduler
 
-SCHEDULERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+SCHEDULERS: dict[str, tuple[Callable[[Any], Scheduler], str]] = {
     "static": (StaticScheduler, "batched generation: padded, nobody is admitted until the last of the batch has ended"),
     "transformers_fifo": (TransformersScheduler, "Hugging Face transformers 5.17: decoding requests first"),
     "transformers_prefill_first": (TransformersScheduler, "Hugging Face transformers 5.17: split prefills first"),

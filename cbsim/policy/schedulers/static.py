@@ -11,8 +11,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from cbsim.policy.blocks import BlockPool, FreeQueue
-from cbsim.policy.cohort import Cohort
-from cbsim.policy.news import News
+from cbsim.policy.decoding import Decoding
+from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 
@@ -32,16 +32,19 @@ class StaticScheduler:
     polls_before_update = False
     awaits_when_idle = True
 
-    def __init__(self, options: StaticOptions) -> None:
+    def __init__(self, options: StaticOptions, observer: Observer = NOBODY) -> None:
         self.options = o = options
-        self.pool = BlockPool(o.block_size, o.num_blocks, FreeQueue(range(o.num_blocks), unhashed_first=True))
-        self.cohort = Cohort(o.block_size)
-        self.requests: dict[RequestSpec, Request] = {}
+        free = FreeQueue(range(o.num_blocks), unhashed_first=True)
+        self.pool = BlockPool(o.block_size, o.num_blocks, free, observer)
+        self.decoding = Decoding(self.pool, together=True, observer=observer)
+        self.requests = self.decoding.requests
         self.waiting: deque[Request] = deque()
         self._batch: list[Request] = []
         self._length = 0  # positions of every row, padding included
-        self._ordinal = 0
-        self._news = News(self.cohort, self.pool, foresees=True)
+
+    @property
+    def running(self) -> list[Request]:
+        return [request for request in self._batch if request.status is not Status.FINISHED]
 
     @property
     def idle(self) -> bool:
@@ -55,8 +58,7 @@ class StaticScheduler:
         return None
 
     def add(self, spec: RequestSpec) -> None:
-        request = self.requests[spec] = Request(spec, spec.max_tokens, self.pool.block_size)
-        self.waiting.append(request)
+        self.waiting.append(self.decoding.add(spec, spec.max_tokens))
 
     def cancel(self, spec: RequestSpec) -> None:
         request = self.requests.get(spec)
@@ -67,17 +69,15 @@ class StaticScheduler:
     def schedule(self) -> StepPlan | None:
         if not self._batch:
             return self._prefill()
-        return self._decode() if len(self.cohort) else None
+        return self._decode() if self.decoding.members else None
 
     def _prefill(self) -> StepPlan:
         prompt, blocks = self._form()
         rows = {}
         for request in self._batch:
-            table = tuple(self.pool.grow(request, blocks))
-            request.admit(self._ordinal, 0)
-            self._ordinal += 1
-            tokens, left = request.target, prompt - request.target
-            rows[request] = Chunk(request.spec, request.order, 0, tokens, table, True, admitted=True, padding=left)
+            self.decoding.admit(request)
+            row = self.decoding.row(request, request.target, self.pool.grow(request, blocks))
+            rows[request] = row._replace(padding=prompt - request.target)
         self._length = prompt
         return self._commit(rows)
 
@@ -98,55 +98,31 @@ class StaticScheduler:
         """A row for every member of the batch, those that have ended included, over the positions of the longest."""
         rows, context = len(self._batch), len(self._batch) * self._length
         self._length += 1
+        self.decoding.go_on()
         plan = self._commit({})
         return plan._replace(padding_rows=rows - plan.decodes, padding_context=context - plan.decode_context)
 
     def _commit(self, rows: dict[Request, Chunk]) -> StepPlan:
-        """Promise the rows and hand the plan out."""
-        cohort = self.cohort
-        ending = cohort.ending(cohort.planned)
-        running = sum([r.status is not Status.FINISHED for r in self._batch])
-        plan = self._news.plan(rows, (), ending, len(cohort), running, len(self.waiting))
-        cohort.commit()
-        for request in rows:
-            cohort.await_row(plan.step, request)
-        for spec in plan.joined:
-            request = self.requests[spec]
-            cohort.join(request, self.pool.held(request), fills=False)
-        for request in ending:
-            if request.promised == request.limit:
-                self._detach(request)
+        plan = self.decoding.plan(rows, running=len(self.running), waiting=len(self.waiting))
         return plan._replace(table_blocks=self.pool.num_blocks - self.pool.free)
-
-    def _detach(self, request: Request) -> None:
-        self.cohort.leave(request, self.pool.held(request))
-        self._news.left.append(request.spec)
 
     def runs_ahead(self, plan: StepPlan) -> bool:
         return True
 
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
-        stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
-        received, over, wasted = self.cohort.land(plan.step, stopped)
-        finished = [(request.spec, request.natural_end) for request in over]
-        for request in over:
-            self._finish(request, request.natural_end)
+        outcome = self.decoding.land(plan, result, self._finish)
         self._disband()
-        return Outcome(tuple([r.spec for r in received]), tuple(finished), wasted)
+        return outcome
 
     def _finish(self, request: Request, reason: Finish) -> None:
         """End a request; its row and its blocks stay with the batch."""
-        if request.cohort is not None:
-            self._detach(request)
         if request.status is Status.WAITING:
             self.waiting.remove(request)
-        request.end(reason)
-        del self.requests[request.spec]
-        self._news.ended.append(request.spec)
+        self.decoding.end(request, reason, keeps_blocks=True)
 
     def _disband(self) -> None:
         """Free the batch once its last request has ended."""
-        if any(r.status is not Status.FINISHED for r in self._batch):
+        if self.running:
             return
         for request in self._batch:
             self.pool.release(request)

@@ -5,10 +5,7 @@ line against its traces. Two budgets bound a step: query tokens, and KV tokens r
 starves; when nothing can run, or after a step in which some starved, starved requests give up their blocks (soft
 reset: generated tokens become prompt) until the others fit, and nobody new is admitted until a request has finished.
 
-Defects of the original, shared only with `original_defects`: blocks that a finishing step completes get no content key;
-keys are counted out from the first block that has none, so async mode loses those of a chunk before the last, and after
-a whole-prompt hit names a block that is not full; sampling goes on for a request cancelled in flight; one request too
-large for the cache fails all; admission stays closed if all active requests are cancelled after a soft reset.
+The original's defects are not shared; docs/policies.md lists them, and what proves the rules puts them back.
 """
 
 from __future__ import annotations
@@ -18,9 +15,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cbsim.policy.blocks import BlockPool, CachedLast
-from cbsim.policy.cohort import Cohort, by_order
-from cbsim.policy.news import News
-from cbsim.policy.plan import Chunk, Outcome, Preempted, StepPlan, StepResult
+from cbsim.policy.cohort import by_order
+from cbsim.policy.decoding import Decoding
+from cbsim.policy.keys import Keys, KeysWhenLanded
+from cbsim.policy.observer import NOBODY, Observer
+from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 
 
@@ -36,18 +35,6 @@ class TransformersOptions:
     max_blocks_per_request: int  # 0: no decode fast path
     safety_margin: float
     allow_block_sharing: bool
-    original_defects: bool
-
-
-@dataclass(slots=True)
-class _Landing:
-    """A row in flight that changes more than a count when it comes back."""
-
-    request: Request
-    epoch: int
-    samples: bool
-    reach: int = 0  # tokens computed once it has landed
-    completes: int = 0  # blocks it fills
 
 
 @dataclass(slots=True)
@@ -59,7 +46,6 @@ class _Step:
     requests: int
     fast: bool
     rows: dict[Request, Chunk] = field(default_factory=dict)
-    grown: list[tuple[RequestSpec, int]] = field(default_factory=list)
     lead: int = 0
     decodes: int = 0
     failed: bool = False  # an allocation failed
@@ -77,41 +63,53 @@ class TransformersScheduler:
     polls_before_update = False
     awaits_when_idle = False
 
-    def __init__(self, options: TransformersOptions) -> None:
+    def __init__(self, options: TransformersOptions, observer: Observer = NOBODY) -> None:
         self.options = o = options
         self.free_list = CachedLast(range(o.num_blocks))
-        self.pool = BlockPool(o.block_size, o.num_blocks, self.free_list)
+        self.pool = self.make_pool(observer)
         self._fast_tokens = o.max_blocks_per_request * o.block_size
-        self.cohort = Cohort(o.block_size, long_tokens=self._fast_tokens)
-        self.requests: dict[RequestSpec, Request] = {}
-        self.active: dict[Request, None] = {}
+        self.decoding = Decoding(
+            self.pool,
+            self.make_keys() if o.allow_block_sharing else None,
+            together=True,
+            foresees=False,
+            wastes_chunks=True,
+            long_tokens=self._fast_tokens,
+            observer=observer,
+        )
+        self.requests = self.decoding.requests
+        self.running: dict[Request, None] = {}
         self.waiting: dict[Request, None] = {}
         self.block_new_requests = False
         most = min(o.max_requests_per_batch, o.max_batch_tokens)
         self._max_requests = most if o.allow_block_sharing else min(most, o.num_blocks)
-        self._loose: dict[Request, None] = {}  # active and not of the cohort
-        self._landings: dict[int, tuple[list[_Landing], list[_Landing], list[_Landing]]] = {}  # as a plan's rows
-        self._news = News(self.cohort, self.pool, foresees=False)
-        self._ordinal = 0
+        self._observer = observer
+
+    def make_pool(self, observer: Observer) -> BlockPool:
+        return BlockPool(self.options.block_size, self.options.num_blocks, self.free_list, observer)
+
+    def make_keys(self) -> Keys:
+        return KeysWhenLanded(self.pool)
 
     @property
     def idle(self) -> bool:
-        return not (self.active or self.waiting)
+        return not (self.running or self.waiting)
 
     def refusal(self, spec: RequestSpec) -> str | None:
         most = spec.prompt_tokens + spec.max_tokens - 1
         needed = self._table_size(most)
-        if needed > self.options.num_blocks and not self.options.original_defects:
+        if needed > self.options.num_blocks:
             return f"{most} tokens need {needed} blocks, the cache has {self.options.num_blocks}"
         return None
 
     def add(self, spec: RequestSpec) -> None:
-        request = self.requests[spec] = Request(spec, spec.max_tokens, self.pool.block_size)
-        self.waiting[request] = None
+        self.waiting[self.decoding.add(spec, spec.max_tokens)] = None
 
     def cancel(self, spec: RequestSpec) -> None:
         if request := self.requests.get(spec):
             self._finish(request, Finish.ABORTED)
+            if not self.running:
+                self.block_new_requests = False  # nobody is left whose end could lift it
 
     def schedule(self) -> StepPlan | None:
         step = self._attempt()
@@ -134,40 +132,34 @@ class TransformersScheduler:
             self._walk(self._in_order(Status.PREFILL), step)
         if not self.block_new_requests:
             self._walk(iter(list(self.waiting)), step)
+        if step.empty and step.failed:
+            self._observer.stuck([request for request, _ in step.starved])
         return step
 
     def _in_order(self, status: Status) -> Iterator[Request]:
-        return iter(sorted((r for r in self._loose if r.status is status), key=by_order))
+        return iter(sorted((r for r in self.decoding.loose if r.status is status), key=by_order))
 
     def _decode(self, step: _Step) -> None:
         """The decoding requests: all at once if none can be refused, else one by one."""
+        members = self.decoding.members
         if not step.full and self._undisturbed(step):
-            self._go_on(step)
+            read, fast = members.context, not members.long
+            rows = self.decoding.go_on()
+            if rows:
+                step.decodes = rows
+                self._charge(step, rows, read, rows, fast)
             return
-        for request in list(self.cohort):
-            self._detach(request)
-            self._loose[request] = None
+        self.decoding.dissolve()
         self._walk(self._in_order(Status.DECODE), step)
 
     def _undisturbed(self, step: _Step) -> bool:
-        cohort, members = self.cohort, len(self.cohort)
+        decoding, members = self.decoding, self.decoding.members
         return (
-            members <= min(step.tokens, step.requests)
-            and cohort.context < step.kv
-            and len(cohort.growing()) <= self.pool.free
-            and all(r.status is not Status.DECODE for r in self._loose)
+            len(members) <= min(step.tokens, step.requests)
+            and members.context < step.kv
+            and decoding.has_blocks()
+            and all(r.status is not Status.DECODE for r in decoding.loose)
         )
-
-    def _go_on(self, step: _Step) -> None:
-        """The cohort's rows. Called only when no budget can refuse one of them."""
-        cohort, growing = self.cohort, self.cohort.growing()
-        if growing:
-            blocks = self.pool.grow_each(growing)
-            step.grown = [(request.spec, block) for request, block in zip(growing, blocks, strict=True)]
-            cohort.grew(growing)
-        step.decodes = len(cohort)
-        if step.decodes:
-            self._charge(step, step.decodes, cohort.context, step.decodes, not cohort.long)
 
     def _charge(self, step: _Step, tokens: int, read: int, rows: int, fast: bool) -> None:
         step.tokens -= tokens
@@ -210,16 +202,17 @@ class TransformersScheduler:
     def _match_prefix(self, request: Request) -> None:
         """Look the prompt up; on a hit the request is active from now on, whatever becomes of it in this step."""
         size = self.options.block_size
-        hits = self.pool.longest_prefix(request.spec, request.target // size)
+        target = request.target
+        hits = self.pool.longest_prefix(request.spec, target // size)
         if hits:
             self.pool.adopt(request, hits)
-            self._activate(request, min(len(hits) * size, request.target - 1))
+            self._activate(request, min(len(hits) * size, target - 1))
+        self._observer.looked_up(request, target, hits)
 
     def _activate(self, request: Request, cached_tokens: int) -> None:
         del self.waiting[request]
-        request.admit(self._ordinal, cached_tokens)
-        self._ordinal += 1
-        self.active[request] = self._loose[request] = None
+        self.decoding.admit(request, cached_tokens)
+        self.running[request] = None
 
     def _table_size(self, tokens: int) -> int:
         """Blocks the original holds for `tokens` tokens once it has had to ask: one more than the ceiling when
@@ -235,8 +228,9 @@ class TransformersScheduler:
         needed = self._table_size(reach) - held
         if needed <= self.pool.free:
             return self.pool.grow(request, needed)
+        self._observer.lacked(request, needed)
         step.failed = True
-        if request in self.active:
+        if request in self.running:
             step.starved.append((request, needed))
         return None
 
@@ -244,154 +238,44 @@ class TransformersScheduler:
         tokens = self._query(request, step)
         if request.status is Status.WAITING:
             self._activate(request, 0)
-        start, first = request.computed, request.fresh
-        step.rows[request] = Chunk(
-            request.spec,
-            request.order,
-            start,
-            tokens,
-            tuple(self.pool.tables[request] if first else blocks),
-            samples=start + tokens == request.target,
-            admitted=first,
-            resumed=first and request.preemptions > 0,
-            cached=start if first else 0,
-            recomputed=max(0, min(request.high_water, start + tokens) - start),
-        )
-        self._charge(step, tokens, start, 1, self._is_fast(request, tokens))
+        step.rows[request] = self.decoding.row(request, tokens, blocks)
+        self._charge(step, tokens, request.computed, 1, self._is_fast(request, tokens))
 
     def _offload(self, step: _Step) -> bool:
         """Requeue starved requests, newest first, until the blocks suffice for the others. False if none can go."""
+        self._observer.reclaiming([request for request, _ in step.starved])
         demand, free = sum(needed for _, needed in step.starved), self.pool.free
         victims: list[Request] = []
-        while demand > free and step.starved and len(self.active) - len(victims) > 1:
+        while demand > free and step.starved and len(self.running) - len(victims) > 1:
             request, needed = step.starved.pop()
             victims.append(request)
             demand -= needed
             free += self.pool.held(request)
         for request in reversed(victims):
-            self._news.preempted.append(Preempted(request.spec, request.computed, self.pool.held(request)))
-            self.pool.release(request, returns=True)
-            del self.active[request], self._loose[request]
-            request.requeue(drop_in_flight=True)
+            self.decoding.preempt(request, drop_in_flight=True)
+            del self.running[request]
             self.waiting[request] = None
+        self._observer.reclaimed(victims[::-1])
         self.block_new_requests |= bool(victims)
         return bool(victims)
 
     def _commit(self, step: _Step) -> StepPlan:
-        """Promise the rows and hand the plan out."""
-        cohort = self.cohort
-        ending = cohort.ending(cohort.planned)
-        plan = self._news.plan(
-            step.rows,
-            step.grown,
-            ending,
-            step.decodes,
-            len(self.active),
-            len(self.waiting),
-            lead=step.lead,
-            fast_decode=step.fast,
-        )
-        self._note_landings(plan.step, ending, step)
-        cohort.commit()
-        for spec in plan.joined:
-            request = self.requests[spec]
-            del self._loose[request]
-            cohort.join(request, self.pool.held(request), fills=self.options.allow_block_sharing)
-        return plan
-
-    def _note_landings(self, number: int, ending: list[Request], step: _Step) -> None:
-        """Remember, in row order, which rows will do more than deliver a token."""
-        size, listed = self.options.block_size, []
-        for request, row in step.rows.items():
-            reach = row.start + row.tokens
-            completes = reach // size - row.start // size if self.options.allow_block_sharing else 0
-            listed.append(_Landing(request, request.epoch, row.samples, reach, completes))
-        filling = self.cohort.filling()
-        members = sorted({*filling, *ending}, key=by_order)
-        middle = [_Landing(r, r.epoch, True, r.computed + 1, r in filling) for r in members]
-        self._landings[number] = listed[: step.lead], middle, listed[step.lead :]
-
-    def _detach(self, request: Request) -> None:
-        self.cohort.leave(request, self.pool.held(request))
-        self._news.left.append(request.spec)
+        queues = {"running": len(self.running), "waiting": len(self.waiting)}
+        return self.decoding.plan(step.rows, **queues, lead=step.lead, fast_decode=step.fast)
 
     def runs_ahead(self, plan: StepPlan) -> bool:
         return True
 
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
-        assert plan.step == self.cohort.updated, (plan.step, self.cohort.updated)
-        stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
-        landings = self._landed(plan.step, stopped)
-        self.cohort.applied()
-        received: list[RequestSpec] = []
-        finished: list[tuple[RequestSpec, Finish]] = []
-        wasted = 0
-        for landing in landings:
-            request = landing.request
-            if landing.epoch != request.epoch or request.status is Status.FINISHED:
-                wasted += 1
-                finished += self._haunt(landing, plan.step)
-                continue
-            if landing.samples and (request.cohort is None or plan.step < request.since):
-                request.receive(plan.step)
-                received.append(request.spec)
-            over = landing.samples and (request.seen == request.last or request in stopped)
-            self._complete(landing, over)
-            if over:
-                finished.append((request.spec, request.natural_end))
-                self._finish(request, request.natural_end)
-                self.block_new_requests = False
-        return Outcome(tuple(received), tuple(finished), wasted)
+        return self.decoding.land(plan, result, self._end)
 
-    def _landed(self, step: int, stopped: list[Request]) -> list[_Landing]:
-        """The rows of a step that do more than count, in the order of the rows: the order in which blocks come free."""
-        head, middle, tail = self._landings.pop(step)
-        noted = {landing.request for landing in [*head, *middle, *tail]}
-        middle += [_Landing(r, epoch, True) for r, epoch in self.cohort.landing(step) if r not in noted]
-        noted.update(landing.request for landing in middle)
-        middle += [_Landing(r, r.epoch, True) for r in stopped if r not in noted]
-        middle.sort(key=lambda landing: landing.request.order)
-        return [*head, *middle, *tail]
-
-    def _haunt(self, landing: _Landing, step: int) -> list[tuple[RequestSpec, Finish]]:
-        """The original goes on sampling for a request that was cancelled in flight, and may even finish it."""
-        request = landing.request
-        if not (self.options.original_defects and request.finish is Finish.ABORTED and landing.samples):
-            return []
-        request.receive(step)
-        if request.seen != request.last:
-            return []
+    def _end(self, request: Request, reason: Finish) -> None:
+        self._finish(request, reason)
         self.block_new_requests = False
-        return [(request.spec, request.natural_end)]
-
-    def _complete(self, landing: _Landing, over: bool) -> None:
-        """Give content keys to the blocks that the row has filled."""
-        request = landing.request
-        if not landing.completes:
-            return
-        if not self.options.original_defects:
-            self._merge(request, landing.reach // self.options.block_size)
-        elif not over and (landing.samples or request.status is Status.PREFILL):
-            blocks = min(request.hashed + landing.completes, self.pool.held(request))
-            if blocks * self.options.block_size > request.known:
-                request.misname(blocks - 1)
-            self._merge(request, blocks)
-
-    def _merge(self, request: Request, blocks: int) -> None:
-        self._news.replaced += [(request.spec, *entry) for entry in self.pool.merge(request, blocks)]
 
     def _finish(self, request: Request, reason: Finish) -> None:
-        """Take a request out, wherever it stands; its blocks are free at once."""
-        if request.cohort is not None:
-            self._detach(request)
         if request.status is Status.WAITING:
             del self.waiting[request]
         else:
-            del self.active[request]
-            self._loose.pop(request, None)
-        self.pool.release(request)
-        if not self.active and not self.options.original_defects:
-            self.block_new_requests = False  # nobody is left whose end could lift it
-        request.end(reason)
-        del self.requests[request.spec]
-        self._news.ended.append(request.spec)
+            del self.running[request]
+        self.decoding.end(request, reason)

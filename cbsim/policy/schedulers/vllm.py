@@ -4,20 +4,21 @@ Rules as in vLLM 0.19 and 0.33 (text only, one full-attention group, no speculat
 checked line by line against traces of the real code (`cbsim conformance`). Chunked prefill has no phase of its own:
 a request needs `target - computed` tokens and gets what the budget leaves, in admission order.
 
-Most steps concern nobody in particular: every decoding request gets its token and nothing can be refused. Those
-requests form the cohort. As soon as the budget or the free blocks might not do for all of them, the cohort is
-dissolved for that step and every request is walked in order, so the rules are stated once, in `_run`.
+Requests that decode go on together (decoding.py) while nobody can be refused; else every request is walked in order,
+so the rules are stated once, in `_run`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from cbsim.policy.blocks import BlockPool, FreeQueue
-from cbsim.policy.cohort import Cohort, by_order
-from cbsim.policy.news import News
-from cbsim.policy.plan import UNCHANGED, Chunk, Outcome, Preempted, StepPlan, StepResult
+from cbsim.policy.cohort import by_order
+from cbsim.policy.decoding import Decoding
+from cbsim.policy.keys import KeysWhenKnown
+from cbsim.policy.observer import NOBODY, Observer
+from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.queues import ArrivalQueue, PriorityQueue, Queue
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 
@@ -50,8 +51,7 @@ class _Step:
     budget: int
     threshold: int
     defer_prefill: bool
-    rows: dict[Request, Chunk]
-    grown: list[tuple[RequestSpec, int]]
+    rows: dict[Request, Chunk] = field(default_factory=dict)
     prefill: bool = False
 
 
@@ -61,19 +61,16 @@ class VllmScheduler:
     polls_before_update = True
     awaits_when_idle = True
 
-    def __init__(self, options: VllmOptions) -> None:
+    def __init__(self, options: VllmOptions, observer: Observer = NOBODY) -> None:
         self.options = o = options
         self._new = o.version == "0.33"
         free = FreeQueue(range(1, o.num_blocks), unhashed_first=self._new)
-        self.pool = BlockPool(o.block_size, o.num_blocks - 1, free)
-        self.cohort = Cohort(o.block_size)
-        self.requests: dict[RequestSpec, Request] = {}
+        self.pool = BlockPool(o.block_size, o.num_blocks - 1, free, observer)
+        keys = KeysWhenKnown(self.pool) if o.enable_prefix_caching else None
+        self.decoding = Decoding(self.pool, keys, together=True, observer=observer)
+        self.requests = self.decoding.requests
         self.running: dict[Request, None] = {}  # in admission order
         self.waiting: Queue = PriorityQueue() if o.policy == "priority" else ArrivalQueue()
-        self._loose: dict[Request, None] = {}  # running and not of the cohort
-        self._late_fills: list[Request] = []  # filled a block whose last token is still in flight
-        self._news = News(self.cohort, self.pool, foresees=True)
-        self._ordinal = 0
         self._watermark = int(o.watermark * o.num_blocks)
         self._executed = 0
         self._last_prefill = -o.prefill_schedule_interval
@@ -83,7 +80,7 @@ class VllmScheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self.requests or self._news.ended)  # vLLM runs a step to report who has ended
+        return not (self.requests or self.decoding.ended)  # vLLM runs a step to report who has ended
 
     def refusal(self, spec: RequestSpec) -> str | None:
         o = self.options
@@ -98,8 +95,7 @@ class VllmScheduler:
 
     def add(self, spec: RequestSpec) -> None:
         limit = min(spec.max_tokens, self.options.max_model_len - spec.prompt_tokens)
-        request = self.requests[spec] = Request(spec, limit, self.pool.block_size)
-        self.waiting.push(request)
+        self.waiting.push(self.decoding.add(spec, limit))
 
     def cancel(self, spec: RequestSpec) -> None:
         request = self.requests.get(spec)
@@ -109,15 +105,15 @@ class VllmScheduler:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        step = _Step(self.options.max_num_batched_tokens, self._threshold(), self._defers_prefill(), {}, [])
-        growing = self.cohort.growing()
-        if self._undisturbed(step, len(growing)):
-            self._go_on(growing, step)
+        step = _Step(self.options.max_num_batched_tokens, self._threshold(), self._defers_prefill())
+        decoding = self.decoding
+        if self._undisturbed(step):
+            step.budget -= decoding.go_on()
         else:
-            self._dissolve()
-        if self._loose:
+            decoding.dissolve()
+        if decoding.loose:
             self._run(step)
-        if self._news.preempted:
+        if decoding.preempted:
             return self._commit(step)
         if self.waiting:
             self._admit(step)
@@ -140,48 +136,19 @@ class VllmScheduler:
         interval = self.options.prefill_schedule_interval
         if interval <= 1 or self._capacity_bound or self._executed + 1 - self._last_prefill >= interval:
             return False
-        return bool(self.cohort) or any(r.status is Status.DECODE for r in self.running)
+        return bool(self.decoding.members) or any(r.status is Status.DECODE for r in self.running)
 
-    def _undisturbed(self, step: _Step, growing: int) -> bool:
-        """Can no member of the cohort be refused, stalled or preempted by what runs before or beside it?"""
-        cohort = self.cohort
-        if len(cohort) > step.budget or growing > self.pool.free:
+    def _undisturbed(self, step: _Step) -> bool:
+        """Can no request that goes on decoding be refused, stalled or preempted by what runs before or beside it?"""
+        decoding = self.decoding
+        if len(decoding.members) > step.budget or not decoding.has_blocks():
             return False
-        if not self._loose:
+        if not decoding.loose:
             return True
-        active = [r.order for r in self._loose if self._demand(r, step)]
+        active = [r.order for r in decoding.loose if self._demand(r, step)]
         if not active:
             return True
-        return self.options.policy == "fcfs" and min(active) > cohort.max_order
-
-    def _dissolve(self) -> None:
-        for request in list(self.cohort):
-            self._detach(request)
-            self._loose[request] = None
-
-    def _go_on(self, growing: list[Request], step: _Step) -> None:
-        """The cohort's rows: a token each, a block where one is due, a key for every block that is full."""
-        cohort, pool = self.cohort, self.pool
-        step.budget -= len(cohort)
-        if growing:
-            blocks = pool.grow_each(growing)
-            step.grown = [(request.spec, block) for request, block in zip(growing, blocks, strict=True)]
-            cohort.grew(growing)
-        filled = cohort.filling()
-        if filled or self._late_fills:
-            filled = [*self._late_fills, *filled]
-            self._late_fills = []
-            for request in filled:
-                self._fill(request)
-
-    def _fill(self, request: Request) -> None:
-        """A member's row fills a block; it gets its key as soon as its last token is known."""
-        if request.cohort is None:
-            return
-        size, after = self.pool.block_size, request.computed + 1
-        self.pool.publish(request, min(after, request.known) // size)
-        if request.known // size < after // size:
-            self._late_fills.append(request)
+        return self.options.policy == "fcfs" and min(active) > decoding.members.max_order
 
     def _demand(self, request: Request, step: _Step) -> int:
         """Query tokens that a running request wants, before the budget; 0 to be skipped in this step."""
@@ -192,8 +159,9 @@ class VllmScheduler:
         return min(request.wanted, step.threshold) if step.threshold else request.wanted
 
     def _run(self, step: _Step) -> None:
-        """Running requests outside the cohort, in admission order; whoever lacks a block takes it from the last."""
-        line = sorted(self._loose, key=by_order)
+        """Running requests one by one, in admission order; whoever lacks a block takes it from the last."""
+        loose = self.decoding.loose
+        line = sorted(loose, key=by_order)
         i = 0
         while i < len(line) and step.budget:
             request = line[i]
@@ -201,19 +169,16 @@ class VllmScheduler:
             if not tokens:
                 i += 1
                 continue
-            needed = self._blocks_needed(request, tokens)
-            while needed > self.pool.free and request in self._loose:
+            needed = self.pool.missing(request, request.computed + tokens)
+            while needed > self.pool.free and request in loose:
                 i -= self._preempt_one(line, i, step)
-            if request not in self._loose:
+            if request not in loose:
                 if self._new and self.options.policy == "priority":
                     continue
                 break
             step.prefill |= request.status is Status.PREFILL
-            self._place(request, request.computed, tokens, needed, step)
+            self._place(request, tokens, needed, step)
             i += 1
-
-    def _blocks_needed(self, request: Request, tokens: int) -> int:
-        return max(0, self.pool.blocks_for(request.computed + tokens) - self.pool.held(request))
 
     def _preempt_one(self, line: list[Request], index: int, step: _Step) -> int:
         """Requeue the victim; returns by how much the walk's index moves back."""
@@ -223,10 +188,8 @@ class VllmScheduler:
         taken_back = step.rows.pop(victim, None)
         if taken_back:
             step.budget += taken_back.tokens
-        self._news.preempted.append(Preempted(victim.spec, victim.computed, self.pool.held(victim)))
-        del self.running[victim], self._loose[victim]
-        self.pool.release(victim, returns=True)
-        victim.requeue(drop_in_flight=False)
+        del self.running[victim]
+        self.decoding.preempt(victim, drop_in_flight=False)
         self.waiting.push_front(victim)
         moved = at < index if self._new else taken_back is not None
         return int(moved)
@@ -270,79 +233,21 @@ class VllmScheduler:
         """Move the head of the queue to running and give it its first row."""
         self.waiting.pop()
         computed = len(hits) * self.options.block_size
-        request.admit(self._ordinal, computed)
-        self._ordinal += 1
-        self.running[request] = self._loose[request] = None
+        self.decoding.admit(request, computed)
+        self.running[request] = None
         self.pool.adopt(request, hits)
         step.prefill |= computed < request.target - 1
-        self._place(request, computed, tokens, self._blocks_needed(request, tokens), step, admitted=True)
+        self._place(request, tokens, self.pool.missing(request, computed + tokens), step)
 
-    def _place(
-        self, request: Request, start: int, tokens: int, blocks: int, step: _Step, *, admitted: bool = False
-    ) -> None:
-        """Give a request its row. A block that will be full of known tokens can be found from now on."""
-        pool, end = self.pool, start + tokens
-        new = pool.grow(request, blocks) if blocks else ()
-        if self.options.enable_prefix_caching:
-            pool.publish(request, min(end, request.known) // pool.block_size)
-        step.rows[request] = Chunk(
-            request.spec,
-            request.order,
-            start,
-            tokens,
-            tuple(pool.tables[request] if admitted else new),
-            end == request.target,
-            admitted,
-            admitted and request.preemptions > 0,
-            start if admitted else 0,
-            max(0, min(request.high_water, end) - start),
-        )
+    def _place(self, request: Request, tokens: int, blocks: int, step: _Step) -> None:
+        step.rows[request] = self.decoding.row(request, tokens, self.pool.grow(request, blocks) if blocks else ())
         step.budget -= tokens
 
     def _commit(self, step: _Step) -> StepPlan:
-        """Promise the rows and hand the plan out."""
-        cohort = self.cohort
-        ending = cohort.ending(cohort.planned)
-        self._executed += bool(step.rows or cohort)
+        self._executed += bool(step.rows or self.decoding.members)
         if step.prefill:
             self._last_prefill = self._executed
-        running, waiting = len(self.running), len(self.waiting)
-        plan = self._news.plan(step.rows, step.grown, ending, len(cohort), running, waiting)
-        cohort.commit()
-        if not step.rows and not ending:
-            return plan
-        for request, row in step.rows.items():
-            if row.samples:
-                cohort.await_row(plan.step, request)
-        for spec in plan.joined:
-            request = self.requests[spec]
-            del self._loose[request]
-            self._join(request)
-        for request in ending:
-            if request.promised == request.limit:
-                self._stand_by(request)
-        return plan
-
-    def _join(self, request: Request) -> None:
-        """Into the cohort. Its blocks get their keys as they fill, unless nobody could ever ask for them."""
-        full = request.computed // self.pool.block_size
-        named = self.options.enable_prefix_caching and min(full + 1, request.named) > request.hashed
-        self.cohort.join(request, self.pool.held(request), fills=named)
-        if named and request.hashed < full:
-            self._late_fills.append(request)
-
-    def _stand_by(self, request: Request) -> None:
-        """A member has its last row planned: it keeps seat and blocks until the token is back."""
-        self._detach(request)
-        self._loose[request] = None
-
-    def _detach(self, request: Request) -> None:
-        """Out of the cohort. Blocks that filled unwatched count as hashed, as if each had got its key in time."""
-        cohort = self.cohort
-        if self.options.enable_prefix_caching and cohort.planned > request.since:
-            self.pool.publish(request, cohort.known_at_plan(request) // self.pool.block_size)
-        cohort.leave(request, self.pool.held(request))
-        self._news.left.append(request.spec)
+        return self.decoding.plan(step.rows, running=len(self.running), waiting=len(self.waiting))
 
     # -- results ------------------------------------------------------------------------------------------------------
 
@@ -350,36 +255,14 @@ class VllmScheduler:
         return plan.rows > 0 or (self._new and not self.idle)
 
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
-        stopped = [self.requests[s] for s in result.stopped if s in self.requests] if result.stopped else []
-        received, over, wasted = self.cohort.land(plan.step, stopped)
-        if not (received or over or wasted):
-            return UNCHANGED
-        for request in received:
-            self._publish_landed(request)
-        finished = [(request.spec, request.natural_end) for request in over]
-        for request in over:
-            self._finish(request, request.natural_end)
-        return Outcome(tuple([r.spec for r in received]), tuple(finished), wasted)
-
-    def _publish_landed(self, request: Request) -> None:
-        if self.options.enable_prefix_caching and request.status is Status.DECODE:
-            self.pool.publish(request, (request.known - 1) // self.pool.block_size)
+        return self.decoding.land(plan, result, self._finish)
 
     def _finish(self, request: Request, reason: Finish) -> None:
-        """Take a request out, wherever it stands; its blocks are free at once."""
-        if request.cohort is not None:
-            self._detach(request)
-            if reason is not Finish.ABORTED:
-                self._publish_landed(request)
         if request.status is Status.WAITING:
             self.waiting.remove(request)
         else:
             del self.running[request]
-            self._loose.pop(request, None)
-        self.pool.release(request)
-        request.end(reason)
-        del self.requests[request.spec]
-        self._news.ended.append(request.spec)
+        self.decoding.end(request, reason)
 
 
 def _urgency(request: Request) -> tuple[int, int]:

@@ -251,8 +251,7 @@ def _lines(replay: Replay, invariants: bool) -> Iterator[Line | Exception]:
         try:
             line = next(lines)
             if invariants:
-                scheduler.pool.check()
-                scheduler.cohort.check(scheduler.pool.tables)
+                scheduler.decoding.check()
         except StopIteration:
             return
         except Exception as error:

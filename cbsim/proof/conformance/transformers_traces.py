@@ -1,20 +1,24 @@
 """Golden traces of transformers' continuous batching: our lines for the same workload, pass by pass.
 
 The format is described beside the traces. One line is one pass of the generation loop. Our scheduler runs with the
-original's defects, and is watched from outside: what the trace calls events are calls of its own methods.
+original's defects; what the trace calls events is what its observer hears.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from cbsim.policy.blocks import CachedLast
+from cbsim.policy.cohort import Landing
 from cbsim.policy.graphs import up_to_multiple, up_to_power
 from cbsim.policy.loop import Applied, Await, Effect, Idle, Landed, Launch, Poll, Polled, serve
+from cbsim.policy.observer import Observer
 from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
-from cbsim.policy.schedulers.transformers import TransformersOptions, TransformersScheduler, _Landing, _Step
+from cbsim.policy.schedulers.transformers import TransformersOptions
+from cbsim.proof.conformance.defects import DefectiveTransformers, Ghosts, MisnamingPool
 from cbsim.proof.conformance.shared import ChainedKeys
 
 Line = dict[str, Any]
@@ -43,7 +47,6 @@ def options(resolved: Line) -> TransformersOptions:
         max_blocks_per_request=resolved["max_blocks_per_request"],
         safety_margin=resolved["safety_margin"],
         allow_block_sharing=resolved["allow_block_sharing"],
-        original_defects=True,
     )
 
 
@@ -114,96 +117,109 @@ class Workload:
         return request.spec.block_key(block, size)
 
 
-class Watched(TransformersScheduler):
-    """The scheduler, with the calls that a trace records noted in `events`."""
+class TextPool(MisnamingPool):
+    """Keys are ids of the very text that the original hashes."""
+
+    def __init__(self, scheduler: Watched, observer: Observer, workload: Workload) -> None:
+        options = scheduler.options
+        super().__init__(options.block_size, options.num_blocks, scheduler.free_list, observer)
+        self._workload = workload
+
+    def key(self, request: Request, block: int) -> int:
+        return self._workload.key(request, block)
+
+
+class Events(Ghosts):
+    """What a trace records between two of its lines."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__()
+        self.free_list = CachedLast(())  # the scheduler's, once there is one
+        self.lines: list[Line] = []
+        self._size = block_size
+        self._hashed: list[int] = []
+        self._replaced: list[list[int]] = []
+        self._offload: Line = {}
+
+    def note(self, op: str, request: Request | None = None, **fields: Any) -> Line:
+        line = {"op": op, **({"req": request.spec.id} if request else {}), **fields}
+        self.lines.append(line)
+        return line
+
+    def take_lines(self) -> list[Line]:
+        lines, self.lines = self.lines, []
+        return lines
+
+    def growing(self, request: Request, count: int) -> None:  # noqa: ARG002
+        evicted = list(self.free_list.cached)[::-1][: max(0, count - len(self.free_list.plain))]
+        if evicted:
+            self.note("evict", blocks=evicted)
+
+    def grew(self, request: Request, blocks: Sequence[int]) -> None:
+        self.note("alloc", request, n=len(blocks), blocks=list(blocks))
+
+    def released(self, request: Request, blocks: Sequence[int]) -> None:
+        self.note("free", request, blocks=list(blocks))
+
+    def merged(self, request: Request, named: Sequence[int], replaced: Sequence[tuple[int, int]]) -> None:  # noqa: ARG002
+        self._hashed, self._replaced = sorted(named), [[own, now] for own, now in replaced]
+
+    def looked_up(self, request: Request, tokens: int, blocks: Sequence[int]) -> None:
+        matched = len(blocks) * self._size
+        self.note("prefix_lookup", request, lookup_tokens=tokens, matched_tokens=matched, blocks=list(blocks))
+
+    def lacked(self, request: Request, blocks: int) -> None:
+        self.note("alloc_fail", request, n=blocks, free=self.free_list.free)
+
+    def stuck(self, starved: Sequence[Request]) -> None:
+        self.note("schedule_returned_none", starved=_ids(starved))
+
+    def reclaiming(self, starved: Sequence[Request]) -> None:
+        self._offload = self.note("offload", starved=_ids(starved))
+
+    def reclaimed(self, victims: Sequence[Request]) -> None:
+        in_order = sorted(victims, key=lambda request: request.order)
+        self._offload |= {"soft_reset": _ids(in_order), "cpu_offloaded": [], "requeue_order": _ids(victims)}
+
+    def landed(self, landing: Landing, over: bool) -> None:
+        super().landed(landing, over)
+        request, hashed, replaced = landing.request, self._hashed, self._replaced
+        self._hashed, self._replaced = [], []
+        if landing.completes and (landing.samples or request.status is Status.PREFILL):
+            changes = {"dedup": replaced} if replaced else {}
+            self.note("complete", request, n=landing.completes, hashed=hashed, **changes)
+
+    def ghost_finished(self, landing: Landing) -> None:
+        if landing.completes:
+            self.note("complete", landing.request, n=landing.completes, hashed=[])
+        self.note("free", landing.request, blocks=[])
+
+
+def _ids(requests: Sequence[Request]) -> list[str]:
+    return [request.spec.id for request in requests]
+
+
+class Watched(DefectiveTransformers):
+    """The scheduler, and all that is heard of it. `objects` are its requests, those that have ended included."""
 
     def __init__(self, options: TransformersOptions, workload: Workload) -> None:
-        super().__init__(options)
-        self.pool.key = workload.key  # type: ignore[method-assign]
-        self.events: list[Line] = []
+        self._workload = workload
+        self.heard = Events(options.block_size)
+        super().__init__(options, self.heard)
+        self.heard.free_list = self.free_list
         self.objects: dict[RequestSpec, Request] = {}
-        self._grow, self._release = self.pool.grow, self.pool.release
-        self.pool.grow = self._watched_grow  # type: ignore[method-assign]
-        self.pool.grow_each = lambda requests: [  # type: ignore[method-assign]
-            self._watched_grow(request, 1)[0] for request in requests
-        ]
-        self.pool.release = self._watched_release  # type: ignore[method-assign]
+
+    def make_pool(self, observer: Observer) -> TextPool:
+        return TextPool(self, observer, self._workload)
 
     def add(self, spec: RequestSpec) -> None:
         super().add(spec)
         self.objects[spec] = self.requests[spec]
 
     def cancel(self, spec: RequestSpec) -> None:
-        known = spec in self.requests
+        if spec not in self.requests:
+            self.heard.lines.append({"op": "free", "req": spec.id, "blocks": []})
         super().cancel(spec)
-        if not known:
-            self.events.append({"op": "free", "req": spec.id, "blocks": []})
-
-    def _watched_grow(self, request: Request, count: int) -> list[int]:
-        cached = list(self.free_list.cached)[::-1]
-        evicted = cached[: max(0, count - len(self.free_list.plain))]
-        blocks = self._grow(request, count)
-        if evicted:
-            self.events.append({"op": "evict", "blocks": evicted})
-        self.events.append({"op": "alloc", "req": request.spec.id, "n": count, "blocks": blocks})
-        return blocks
-
-    def _watched_release(self, request: Request, *, returns: bool = False) -> int:
-        blocks = list(self.pool.tables.get(request, ()))
-        held = self._release(request, returns=returns)
-        self.events.append({"op": "free", "req": request.spec.id, "blocks": blocks})
-        return held
-
-    def _match_prefix(self, request: Request) -> None:
-        looked_up = request.target
-        super()._match_prefix(request)
-        blocks = list(self.pool.tables.get(request, ()))
-        line = {"op": "prefix_lookup", "req": request.spec.id, "lookup_tokens": looked_up}
-        self.events.append({**line, "matched_tokens": len(blocks) * self.options.block_size, "blocks": blocks})
-
-    def _allocate(self, request: Request, step: _Step) -> list[int] | None:
-        blocks = super()._allocate(request, step)
-        if blocks is None:
-            reach = request.computed + self._query(request, step)
-            needed = self._table_size(reach) - self.pool.held(request)
-            self.events.append({"op": "alloc_fail", "req": request.spec.id, "n": needed, "free": self.pool.free})
-        return blocks
-
-    def _attempt(self) -> _Step:
-        step = super()._attempt()
-        if step.empty and step.failed:
-            starved = [r.spec.id for r, _ in step.starved]
-            self.events.append({"op": "schedule_returned_none", "starved": starved})
-        return step
-
-    def _offload(self, step: _Step) -> bool:
-        line: Line = {"op": "offload", "starved": [r.spec.id for r, _ in step.starved]}
-        self.events.append(line)
-        before, waited = list(self.active), len(self.waiting)
-        done = super()._offload(step)
-        line["soft_reset"] = [r.spec.id for r in before if r not in self.active]
-        line["cpu_offloaded"] = []
-        line["requeue_order"] = [r.spec.id for r in list(self.waiting)[waited:]]
-        return done
-
-    def _haunt(self, landing: _Landing, step: int) -> list[tuple[RequestSpec, Finish]]:
-        finished = super()._haunt(landing, step)
-        for spec, _ in finished:
-            if landing.completes:
-                self.events.append({"op": "complete", "req": spec.id, "n": landing.completes, "hashed": []})
-            self.events.append({"op": "free", "req": spec.id, "blocks": []})
-        return finished
-
-    def _complete(self, landing: _Landing, over: bool) -> None:
-        request, keys = landing.request, set(self.pool._key_of)
-        before = list(self.pool.tables[request])
-        super()._complete(landing, over)
-        if not landing.completes or not (landing.samples or request.status is Status.PREFILL):
-            return
-        hashed = sorted(set(self.pool._key_of) - keys)
-        line = {"op": "complete", "req": request.spec.id, "n": int(landing.completes), "hashed": hashed}
-        replaced = [[own, now] for own, now in zip(before, self.pool.tables[request], strict=True) if own != now]
-        self.events.append(line | ({"dedup": replaced} if replaced else {}))
 
 
 class Replay:
@@ -275,8 +291,7 @@ class Replay:
         return None
 
     def _take_events(self) -> list[Line]:
-        events, self.scheduler.events = self.scheduler.events, []
-        return events
+        return self.scheduler.heard.take_lines()
 
     def _planned(self, plan: StepPlan) -> Line:
         rows, size = self._batch.rows(plan), self.resolved["block_size"]
@@ -312,7 +327,7 @@ class Replay:
     def _state(self) -> Line:
         scheduler, free = self.scheduler, self.scheduler.free_list
         return {
-            "active": [[r.spec.id, STATUS[r.status]] for r in scheduler.active],
+            "active": [[r.spec.id, STATUS[r.status]] for r in scheduler.running],
             "waiting": [r.spec.id for r in scheduler.waiting],
             "block_new_requests": scheduler.block_new_requests,
             "free": free.free,

@@ -111,7 +111,7 @@ class Replay:
 
     def _summary(self) -> Line:
         line = {"ev": "summary", "steps": self._steps, "end_us": self._now, "requests": self._stats}
-        return line | {"prefix_cache_final_cached_blocks": len(self.scheduler.pool._index)}
+        return line | {"prefix_cache_final_cached_blocks": self.scheduler.pool.contents}
 
     def _do(self, effect: Effect) -> tuple[Line | None, Any]:
         if isinstance(effect, Poll):

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+import peer_runs
 from peer_runs import LOOPS, alone, checked, fifo, prompt, scenario, served, server, statuses, table, tiny
 
 from cbengine.errors import UsageError
 from cbengine.peer import peer_device
 from cbengine.peer.peer_device import CudaClock
 from cbengine.peer.transformers_server import PeerError, TransformersServer
-from cbsim.machine import simulate
 from cbsim.policy.request import RequestSpec
 from cbsim.results.metrics import token_times
 from cbsim.results.record import STEP_COUNTS, Record
@@ -80,13 +80,12 @@ def test_the_library_plans_what_the_simulator_says(
     """
     asked = scenario(load, **more)
     one, steps = served(asked, loop)
-    machine = simulate.machine(asked, loop, generators.build(asked))
-    simulate.run(machine)
-    planned = table(machine.record)
+    record = peer_runs.simulated(asked, loop)
+    planned = table(record)
     for name in COUNTED if case != "tight" else sorted({*COUNTED} - {"decode_rows", "prefill_tokens"}):
         assert steps[name].tolist() == planned[name].tolist(), name
     measured = [row._replace(queued_ns=0, queued_poll=0) for row in one.record.requests()]
-    assert measured == [row._replace(queued_ns=0, queued_poll=0) for row in machine.record.requests()]
+    assert measured == [row._replace(queued_ns=0, queued_poll=0) for row in record.requests()]
     assert (steps["preempted"].sum() > 0) == (case == "tight")
     assert steps["cached_tokens"].sum() > 0 or case != "shared"
     assert (steps["cached_blocks"] >= planned["cached_blocks"]).all(), "the library's count has blocks nobody asks for"

@@ -1,0 +1,275 @@
+"""The requests that a scheduler has let in: their rows, what the next plan has to tell, what a result changes.
+
+A scheduler decides who runs and how far; everything that follows from it is done here. There are two ways to plan.
+
+Rows one by one: the scheduler makes a `row` for every request that is to compute something, and hands all to `plan`.
+That is all that a new policy needs.
+
+Together: most steps concern nobody in particular, every decoding request gets its token and nothing can be refused.
+Those requests are the `members` of a cohort, and `go_on` plans all of them at the cost of what changes. If budgets or
+blocks might not do for all, the scheduler calls `dissolve` and plans every request by its rules; so these are stated
+once. Both ways give the same rows, blocks and tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from cbsim.policy.blocks import BlockPool, Replaced
+from cbsim.policy.cohort import Cohort, Landing, by_order
+from cbsim.policy.keys import Keys
+from cbsim.policy.observer import NOBODY, Observer
+from cbsim.policy.plan import UNCHANGED, Chunk, Outcome, Preempted, StepPlan, StepResult
+from cbsim.policy.request import Finish, Request, RequestSpec, Status
+
+Landings = tuple[list[Landing], list[Landing], list[Landing]]  # of the chunks before the members, of them, and after
+
+
+class Decoding:
+    """The requests of a scheduler. `requests` have not ended; those that run are `members`, or else `loose`.
+
+    `together`: who has sampled a token joins the members. `foresees`: a request whose last token is planned gets no
+    further row. `wastes_chunks`: a row that was to sample nothing counts as wasted too, if its request has gone.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        keys: Keys | None = None,
+        *,
+        together: bool = False,
+        foresees: bool = True,
+        wastes_chunks: bool = False,
+        long_tokens: int = 0,
+        observer: Observer = NOBODY,
+    ) -> None:
+        self.pool = pool
+        self.members = Cohort(pool.block_size, long_tokens=long_tokens)
+        self.requests: dict[RequestSpec, Request] = {}
+        self.loose: dict[Request, None] = {}
+        self.ended: list[RequestSpec] = []  # since the plan before
+        self.preempted: list[Preempted] = []
+        self._keys = keys or Keys(pool)
+        self._together, self._foresees, self._wastes_chunks = together, foresees, wastes_chunks
+        self._observer = observer
+        self._admissions = 0
+        self._growing: list[Request] | None = None  # members that need a block, once asked
+        self._grown: list[tuple[RequestSpec, int]] = []
+        self._decodes = 0
+        self._left: list[RequestSpec] = []
+        self._replaced: list[Replaced] = []
+        self._noted: dict[int, Landings] = {}  # by step
+
+    # -- one request --------------------------------------------------------------------------------------------------
+
+    def add(self, spec: RequestSpec, limit: int) -> Request:
+        """A request has arrived. After `limit` output tokens its end is known in advance."""
+        request = self.requests[spec] = Request(spec, limit, self.pool.block_size)
+        return request
+
+    def admit(self, request: Request, cached_tokens: int = 0) -> None:
+        """From the queue to those that run, with the first `cached_tokens` tokens in the cache."""
+        request.admit(self._admissions, cached_tokens)
+        self._admissions += 1
+        self.loose[request] = None
+
+    def row(self, request: Request, tokens: int, blocks: Sequence[int]) -> Chunk:
+        """A row of the next `tokens` tokens, for which `blocks` have been added to the request's table."""
+        start, first = request.computed, request.fresh
+        end = start + tokens
+        self._keys.row(request, end)
+        return Chunk(
+            request.spec,
+            request.order,
+            start,
+            tokens,
+            tuple(self.pool.tables[request] if first else blocks),
+            samples=end == request.target,
+            admitted=first,
+            resumed=first and request.preemptions > 0,
+            cached=start if first else 0,
+            recomputed=max(0, min(request.high_water, end) - start),
+        )
+
+    def preempt(self, request: Request, *, drop_in_flight: bool) -> None:
+        """Take the blocks of a loose request back; it has to wait again."""
+        self.preempted.append(Preempted(request.spec, request.computed, self.pool.held(request)))
+        del self.loose[request]
+        self.pool.release(request, returns=True)
+        request.requeue(drop_in_flight)
+
+    def end(self, request: Request, reason: Finish, *, keeps_blocks: bool = False) -> None:
+        """A request is over, wherever it stands; its blocks are free at once."""
+        if request.cohort is not None:
+            self._detach(request)
+        self.loose.pop(request, None)
+        if not keeps_blocks:
+            self.pool.release(request)
+        request.end(reason)
+        del self.requests[request.spec]
+        self.ended.append(request.spec)
+
+    # -- the members --------------------------------------------------------------------------------------------------
+
+    def has_blocks(self) -> bool:
+        """Has the pool a block for every member that needs one more in this step?"""
+        self._growing = self.members.growing()
+        return len(self._growing) <= self.pool.free
+
+    def go_on(self) -> int:
+        """A row for every member: a token each, and a block where one is due, which there is. Returns their number."""
+        members = self.members
+        growing = members.growing() if self._growing is None else self._growing
+        if growing:
+            blocks = self.pool.grow_each(growing)
+            self._grown = [(request.spec, block) for request, block in zip(growing, blocks, strict=True)]
+            members.grew(growing)
+        self._keys.go_on(members)
+        self._decodes = len(members)
+        return self._decodes
+
+    def dissolve(self) -> None:
+        """Everybody out: in this step each member is planned by the rules for one request."""
+        for request in list(self.members):
+            self._detach(request)
+
+    def _detach(self, request: Request) -> None:
+        self._growing = None
+        self._keys.leaves(request)
+        self.members.leave(request, self.pool.held(request))
+        self._left.append(request.spec)
+        self.loose[request] = None
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        rows: Mapping[Request, Chunk],
+        *,
+        running: int,
+        waiting: int,
+        lead: int = 0,
+        fast_decode: bool = False,
+    ) -> StepPlan:
+        """Promise the listed rows, and those of the members if they go on, and hand the plan out.
+
+        The first `lead` rows come before the members'. `running` and `waiting` are the lengths of the queues.
+        """
+        members, pool, decodes = self.members, self.pool, self._decodes
+        assert decodes == len(members), "members neither go on nor are dissolved"
+        ending = members.ending(members.planned)
+        ends = [request.spec for request in ending]
+        joining: list[Request] = []
+        prefill_tokens, table_blocks, new_blocks = 0, members.held_blocks, len(self._grown)
+        for request, row in rows.items():
+            prefill_tokens += row.tokens
+            table_blocks += pool.held(request)
+            new_blocks += len(row.blocks) - pool.blocks_for(row.cached)
+            request.advance(row.tokens, row.samples)
+            if row.samples:
+                if request.promised == request.last:
+                    ends.append(request.spec)
+                if self._together and (not self._foresees or request.promised < request.limit):
+                    joining.append(request)
+        plan = StepPlan(  # by position: this is built for every step
+            members.planned,
+            tuple(rows.values()),
+            lead,
+            decodes,
+            members.context if decodes else 0,
+            tuple(self._grown),
+            tuple([request.spec for request in joining]),
+            tuple(self._left),
+            tuple(ends),
+            tuple(self.ended),
+            tuple(self.preempted),
+            prefill_tokens,
+            table_blocks,
+            new_blocks,
+            running,
+            waiting,
+            pool.free,
+            0,
+            0,
+            fast_decode,
+            tuple(self._replaced),
+            pool.cached,
+            members.longest if decodes else 0,
+        )
+        self._note(rows, ending, lead)
+        self._commit(joining, ending)
+        return plan
+
+    def _note(self, rows: Mapping[Request, Chunk], ending: Sequence[Request], lead: int) -> None:
+        """Remember, in the order of the rows, which of them will do more than count when they come back."""
+        filling = self._keys.filling(self.members)
+        if not (rows or ending or filling):
+            return
+        listed: list[list[Landing]] = [[], []]
+        for position, (request, row) in enumerate(rows.items()):
+            if row.samples or self._wastes_chunks:
+                reach = row.start + row.tokens
+                completes = self._keys.completes(row.start, reach)
+                listed[position >= lead].append(Landing(request, request.epoch, row.samples, reach, completes))
+        due = sorted({*filling, *ending}, key=by_order)
+        middle = [Landing(r, r.epoch, True, r.computed + 1, int(r in filling)) for r in due]
+        self._noted[self.members.planned] = listed[0], middle, listed[1]
+
+    def _commit(self, joining: Sequence[Request], ending: Sequence[Request]) -> None:
+        """The step is planned: nothing is left to tell, and who decodes steadily from now on is a member."""
+        self.members.commit()
+        self._decodes, self._growing = 0, None
+        self._grown, self._left, self.ended, self.preempted, self._replaced = [], [], [], [], []
+        for request in joining:
+            del self.loose[request]
+            self.members.join(request, self.pool.held(request), fills=self._keys.joins(request))
+        if self._foresees:
+            for request in ending:
+                if request.promised == request.limit:
+                    self._detach(request)  # it keeps seat and blocks until its last token is back
+
+    def land(self, plan: StepPlan, result: StepResult, end: Callable[[Request, Finish], None]) -> Outcome:
+        """The oldest step in flight has come back: hand out its tokens, and `end` who is over, in order of the rows."""
+        stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests] if result.stopped else []
+        landings = self._landings(plan.step, stopped)
+        self.members.applied()
+        if not landings:
+            return UNCHANGED
+        received: list[RequestSpec] = []
+        finished: list[tuple[RequestSpec, Finish]] = []
+        wasted = 0
+        for landing in landings:
+            request = landing.request
+            if landing.epoch != request.epoch or request.status is Status.FINISHED:
+                wasted += 1
+                self._observer.wasted(landing, plan.step)
+                continue
+            if landing.samples and (request.cohort is None or plan.step < request.since):
+                request.receive(plan.step)
+                received.append(request.spec)
+            over = landing.samples and (request.seen == request.last or request in stopped)
+            self._replaced += self._keys.landed(landing, over)
+            self._observer.landed(landing, over)
+            if over:
+                reason = request.natural_end
+                finished.append((request.spec, reason))
+                end(request, reason)
+        return Outcome(tuple(received), tuple(finished), wasted)
+
+    def _landings(self, step: int, stopped: Sequence[Request]) -> list[Landing]:
+        """The rows of a step that do more than count, in order: that of the chunks, and of admission for the others."""
+        assert step == self.members.updated, (step, self.members.updated)
+        before, middle, after = self._noted.pop(step, ([], [], []))
+        late = self.members.landing(step)
+        if late or stopped:
+            noted = {landing.request for landing in (*before, *middle, *after)}
+            middle += [Landing(request, epoch, True) for request, epoch in late if request not in noted]
+            noted.update(landing.request for landing in middle)
+            middle += [Landing(request, request.epoch, True) for request in stopped if request not in noted]
+            middle.sort(key=lambda landing: landing.request.order)
+        return [*before, *middle, *after]
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block is free or owned and the members' sums equal a recount."""
+        self.pool.check()
+        self.members.check(self.pool.tables)

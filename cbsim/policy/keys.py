@@ -1,0 +1,107 @@
+"""When a block that has filled gets its content key, so that other requests can find it."""
+
+from __future__ import annotations
+
+from cbsim.policy.blocks import BlockPool, Replaced
+from cbsim.policy.cohort import Cohort, Landing
+from cbsim.policy.request import Request, Status
+
+
+class Keys:
+    """Never: nothing is shared. A rule overrides what it needs; `Decoding` calls each at its moment."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+
+    def row(self, request: Request, end: int) -> None:
+        """A row is being planned after which `end` tokens of the request are computed."""
+
+    def joins(self, request: Request) -> bool:
+        """A request is about to join the cohort. Does the rule want to hear of the blocks it fills there?"""
+        return False
+
+    def go_on(self, members: Cohort) -> None:
+        """Every member gets a row in the step being planned."""
+
+    def leaves(self, request: Request) -> None:
+        """A member is about to leave the cohort."""
+
+    def filling(self, members: Cohort) -> list[Request]:
+        """Members whose row in the step being planned has to be heard of when it lands."""
+        return []
+
+    def completes(self, start: int, end: int) -> int:
+        """Blocks that a row from `start` to `end` fills, and that get their keys when it lands."""
+        return 0
+
+    def landed(self, landing: Landing, over: bool) -> list[Replaced]:
+        """A row has come back. Returns the table entries that became other blocks by it."""
+        return []
+
+
+class KeysWhenKnown(Keys):
+    """vLLM: with the plan that fills the block, or as soon as its last token is known; duplicates are kept."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__(pool)
+        self._late: list[Request] = []  # filled a block whose last token is still in flight
+
+    def row(self, request: Request, end: int) -> None:
+        self.pool.publish(request, min(end, request.known) // self.pool.block_size)
+
+    def joins(self, request: Request) -> bool:
+        """Blocks of members get their keys as they fill, unless nobody could ever ask for them."""
+        full = request.computed // self.pool.block_size
+        named = min(full + 1, request.named) > request.hashed
+        if named and request.hashed < full:
+            self._late.append(request)
+        return named
+
+    def go_on(self, members: Cohort) -> None:
+        filling = members.filling()
+        if filling or self._late:
+            filling = [*self._late, *filling]
+            self._late = []
+            for request in filling:
+                self._fill(request)
+
+    def _fill(self, request: Request) -> None:
+        """A member's row fills a block; it gets its key as soon as its last token is known."""
+        if request.cohort is None:
+            return
+        size, after = self.pool.block_size, request.computed + 1
+        self.pool.publish(request, min(after, request.known) // size)
+        if request.known // size < after // size:
+            self._late.append(request)
+
+    def leaves(self, request: Request) -> None:
+        """Blocks that filled unwatched count as hashed, as if each had got its key in time."""
+        members = request.cohort
+        if members is not None and members.planned > request.since:
+            self.pool.publish(request, members.known_at_plan(request) // self.pool.block_size)
+
+    def landed(self, landing: Landing, over: bool) -> list[Replaced]:
+        request = landing.request
+        if request.status is Status.DECODE:
+            self.pool.publish(request, (request.known - 1) // self.pool.block_size)
+        return []
+
+
+class KeysWhenLanded(Keys):
+    """transformers: when the row that fills the block has come back; a duplicate is replaced by the block before it."""
+
+    def joins(self, request: Request) -> bool:
+        return True
+
+    def filling(self, members: Cohort) -> list[Request]:
+        return members.filling()
+
+    def completes(self, start: int, end: int) -> int:
+        return end // self.pool.block_size - start // self.pool.block_size
+
+    def landed(self, landing: Landing, over: bool) -> list[Replaced]:
+        return self.merge(landing.request, landing.reach // self.pool.block_size) if landing.completes else []
+
+    def merge(self, request: Request, blocks: int) -> list[Replaced]:
+        """Keys for the first `blocks` blocks of a request."""
+        return [(request.spec, *entry) for entry in self.pool.merge(request, blocks)]

@@ -1,0 +1,53 @@
+"""What a policy lets others hear of what it does while it does it: allocations, refusals, landings.
+
+A run needs none of it. Whoever compares a policy with recorded traces hears it here instead of looking inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cbsim.policy.cohort import Landing
+    from cbsim.policy.request import Request
+
+
+class Observer:
+    """Hears nothing. A subclass overrides what it wants to hear; it changes nothing."""
+
+    def growing(self, request: Request, count: int) -> None:
+        """The pool is about to add `count` fresh blocks to a table."""
+
+    def grew(self, request: Request, blocks: Sequence[int]) -> None:
+        """It has added these."""
+
+    def released(self, request: Request, blocks: Sequence[int]) -> None:
+        """A table was given up; some of its blocks may still be in others."""
+
+    def merged(self, request: Request, named: Sequence[int], replaced: Sequence[tuple[int, int]]) -> None:
+        """Full blocks got their keys; of those that were duplicates, (own, now) are the blocks before and after."""
+
+    def looked_up(self, request: Request, tokens: int, blocks: Sequence[int]) -> None:
+        """The first `tokens` tokens of a request were looked up in the prefix cache; these blocks hold some."""
+
+    def lacked(self, request: Request, blocks: int) -> None:
+        """A row needed so many more blocks, and the pool has fewer."""
+
+    def stuck(self, starved: Sequence[Request]) -> None:
+        """No row could be planned, for want of blocks."""
+
+    def reclaiming(self, starved: Sequence[Request]) -> None:
+        """Some of these requests may have to give up their blocks."""
+
+    def reclaimed(self, victims: Sequence[Request]) -> None:
+        """These had to, and wait again, in this order."""
+
+    def landed(self, landing: Landing, over: bool) -> None:
+        """A row has come back, and its blocks have got their keys; the request may be over, and ends right after."""
+
+    def wasted(self, landing: Landing, step: int) -> None:
+        """A row has come back that is of no use: its request has ended, or was set back."""
+
+
+NOBODY = Observer()
