@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cbsim.policy.blocks import BlockPool, FreeQueue
 from cbsim.policy.loop import Await, Effect, Idle, Landed, Launch, Poll, Polled, Refused, StuckError, serve
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.request import Request, RequestSpec
@@ -27,7 +28,10 @@ class Scripted:
         self.polls_before_update, self.awaits_when_idle = before_update, when_idle
         self.steps, self.stalls, self.planned = steps, stalls, 0
         self.stalls_at = -1  # the plan that comes to nothing once
+        self.pool = BlockPool(1, 1, FreeQueue(range(1), unhashed_first=True))
         self.requests: dict[RequestSpec, Request] = {}
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
         self.left: list[RequestSpec] = []
         self.calls: list[str] = []
 

@@ -1,0 +1,149 @@
+"""A policy that knows nothing of the fast path: shortest prompt first, every row listed, in some sixty lines."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from helpers import Ask, Drive, token_steps
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cbsim.policy.blocks import BlockPool, FreeQueue
+from cbsim.policy.decoding import Decoding
+from cbsim.policy.loop import Scheduler
+from cbsim.policy.plan import Chunk, Outcome, Row, StepPlan, StepResult
+from cbsim.policy.request import Finish, Request, RequestSpec, Status
+
+SIZE, BLOCKS, TOKENS, SEATS = 4, 10, 12, 3
+Drawn = tuple[int, int, int, int, int | None]
+
+
+class ShortestFirst:
+    """Whoever runs goes on; then the shortest prompt that fits is let in, with all its blocks; prompts are chunked."""
+
+    polls_before_update = False
+    awaits_when_idle = True
+
+    def __init__(self) -> None:
+        self.pool = BlockPool(SIZE, BLOCKS, FreeQueue(range(BLOCKS), unhashed_first=True))
+        self.decoding = Decoding(self.pool)
+        self.requests = self.decoding.requests
+        self.waiting: list[Request] = []
+
+    @property
+    def running(self) -> list[Request]:
+        return list(self.decoding.loose)
+
+    @property
+    def idle(self) -> bool:
+        return not self.requests
+
+    def refusal(self, spec: RequestSpec) -> str | None:
+        return None if self._whole(spec) <= BLOCKS else f"the cache has {BLOCKS} blocks"
+
+    def _whole(self, spec: RequestSpec) -> int:
+        return self.pool.blocks_for(spec.prompt_tokens + spec.max_tokens)
+
+    def add(self, spec: RequestSpec) -> None:
+        self.waiting.append(self.decoding.add(spec, spec.max_tokens))
+        self.waiting.sort(key=lambda request: request.spec.prompt_tokens)
+
+    def cancel(self, spec: RequestSpec) -> None:
+        if request := self.requests.get(spec):
+            self._finish(request, Finish.ABORTED)
+
+    def schedule(self) -> StepPlan | None:
+        rows: dict[Request, Chunk] = {}
+        budget = TOKENS
+        for request in self.running:
+            if budget and request.promised < request.limit:
+                rows[request] = self.decoding.row(request, min(request.wanted, budget), ())
+                budget -= rows[request].tokens
+        while budget and self.waiting and len(self.running) < SEATS:
+            request = self.waiting[0]
+            if (whole := self._whole(request.spec)) > self.pool.free:
+                break
+            self.decoding.admit(self.waiting.pop(0))
+            blocks = self.pool.grow(request, whole)
+            rows[request] = self.decoding.row(request, min(request.wanted, budget), blocks)
+            budget -= rows[request].tokens
+        return self.decoding.plan(rows, running=len(self.running), waiting=len(self.waiting)) if rows else None
+
+    def runs_ahead(self, plan: StepPlan) -> bool:
+        return True
+
+    def update(self, plan: StepPlan, result: StepResult) -> Outcome:
+        return self.decoding.land(plan, result, self._finish)
+
+    def _finish(self, request: Request, reason: Finish) -> None:
+        if request.status is Status.WAITING:
+            self.waiting.remove(request)
+        self.decoding.end(request, reason)
+
+
+SCHEDULER: Scheduler = ShortestFirst()  # the protocol has nothing else
+
+
+def ask(index: int, drawn: Drawn) -> Ask:
+    prompt, outputs, more, arrives, cancelled = drawn
+    return Ask(RequestSpec(index, f"r{index}", 0, prompt, outputs, outputs + more), arrives, cancelled, None)
+
+
+def driven(asks: list[Ask], depth: int) -> Drive:
+    return Drive(ShortestFirst(), asks, depth)  # type: ignore[arg-type]  # all it asks of a scheduler is there
+
+
+REQUEST = st.tuples(
+    st.integers(1, 30), st.integers(1, 9), st.integers(0, 2), st.integers(0, 20), st.none() | st.integers(0, 30)
+)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@given(drawn=st.lists(REQUEST, max_size=12))
+def test_rows_one_by_one_are_all_that_a_policy_needs(depth: int, drawn: list[Drawn]) -> None:
+    """Everybody is served in full or was refused or cancelled, each token by the row that sampled it; the pool is
+    consistent whenever the loop asks for something; nobody is ever a member."""
+    asks = [ask(index, fields) for index, fields in enumerate(drawn)]
+    drive = driven(asks, depth)
+    drive.on_step = partial(check_step, drive)
+    drive.run()
+    assert {*(spec for spec, _ in drive.finished), *drive.refused, *drive.cancelled} == drive.asks.keys()
+    assert all(spec.prompt_tokens + spec.max_tokens > SIZE * BLOCKS for spec in drive.refused)
+    for spec, reason in drive.finished:
+        sampled = drive.executor.sampled[spec]
+        assert token_steps(drive.requests[spec]) == [sampled[n] for n in range(1, spec.output_tokens + 1)]
+        assert reason is (Finish.LENGTH if spec.output_tokens == spec.max_tokens else Finish.STOP)
+    assert drive.scheduler.pool.free == BLOCKS
+    assert not drive.scheduler.decoding.loose
+
+
+def check_step(drive: Drive, plan: StepPlan, rows: list[Row]) -> None:
+    assert plan.decodes == 0
+    assert plan.joined == plan.left == ()
+    assert plan.tokens <= TOKENS
+    assert plan.running <= SEATS
+    assert [drive.executor.tables[row.spec] for row in rows] == [
+        drive.scheduler.pool.tables[drive.requests[row.spec]] for row in rows
+    ]
+
+
+def test_the_shortest_prompt_is_first() -> None:
+    """Prompts of 9, 5 and 7 arrive together; the budget of 12 is filled from the shortest up."""
+    drive = driven([ask(i, (prompt, 2, 0, 0, None)) for i, prompt in enumerate((9, 5, 7))], 1)
+    plans: list[StepPlan] = []
+    drive.on_step = lambda plan, rows: plans.append(plan)
+    drive.run()
+    assert [(c.spec.id, c.tokens) for c in plans[0].chunks] == [("r1", 5), ("r2", 7)]
+    assert [(c.spec.id, c.tokens) for c in plans[1].chunks] == [("r1", 1), ("r2", 1), ("r0", 9)]
+
+
+def test_members_may_not_be_forgotten() -> None:
+    """A scheduler whose requests decode together has to say what becomes of them before it plans."""
+    pool = BlockPool(SIZE, BLOCKS, FreeQueue(range(BLOCKS), unhashed_first=True))
+    decoding = Decoding(pool, together=True)
+    request = decoding.add(RequestSpec(0, "r0", 0, 3, 5, 5), 5)
+    decoding.admit(request)
+    decoding.plan({request: decoding.row(request, 3, pool.grow(request, 1))}, running=1, waiting=0)
+    with pytest.raises(AssertionError, match="neither go on nor are dissolved"):
+        decoding.plan({}, running=1, waiting=0)
