@@ -31,6 +31,7 @@ from cbengine.model.kvcache import DeviceMemoryError, KvCache
 from cbengine.model.ops import Ops, TorchOps
 from cbengine.sampling import Sampling
 from cbengine.settings import Settings
+from cbsim.policy.kind import Options
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.results.record import Record
@@ -105,7 +106,7 @@ def _with_graphs(asked: Scenario, setup: Setup) -> Scenario:
     """What is replayed as a graph here: decoding steps on a GPU; elsewhere every step is launched in one go."""
     graphs: dict[str, Any] = {"padding": "none"}
     if setup.device == "cuda":
-        allowed = setup.cuda_graphs and asked.loop.cuda_graphs.enabled and asked.scheduler.name != "static"
+        allowed = setup.cuda_graphs and asked.loop.cuda_graphs.enabled and not asked.kind.padded
         graphs = {"padding": "cbengine", "enabled": allowed}
     loop = asked.loop.model_copy(update={"cuda_graphs": asked.loop.cuda_graphs.model_copy(update=graphs)})
     return asked.model_copy(update={"loop": loop})
@@ -155,23 +156,20 @@ def _fitted(asked: Scenario) -> Scenario:
         text = f"{asked.model.weight_bytes / 1e9:.1f} GB of weights leave no room for a cache in {free / 1e9:.1f} GB"
         raise DeviceMemoryError(f"--device cuda: {text}")
     update: dict[str, Any] = {"kv_cache": asked.kv_cache.model_copy(update={"num_blocks": fitting})}
-    if hasattr(options, "max_batch_tokens"):
-        tokens = {"max_batch_tokens": options.max_batch_tokens}
-        update["scheduler"] = asked.scheduler.model_copy(update=tokens)
+    update["scheduler"] = asked.kind.settled(asked.scheduler, options)
     return asked.model_copy(update=update)
 
 
-def capacity(scenario: Scenario, loop: str, specs: list[RequestSpec]) -> Capacity:
+def capacity(options: Options, specs: list[RequestSpec]) -> Capacity:
     """The largest step and table that this workload can lead to."""
-    options: Any = scheduler_options(scenario, depth(loop))
+    limits = options.limits
     longest = max((spec.prompt_tokens + spec.max_tokens for spec in specs), default=1)
-    longest = min(longest, getattr(options, "max_model_len", longest))  # vLLM refuses or ends what is longer
+    longest = min(longest, limits.longest or longest)
     prompt = max((spec.prompt_tokens for spec in specs), default=1)
-    seats = getattr(options, "max_num_seqs", None) or getattr(options, "batch_size", None) or len(specs)
-    slots = max(1, min(len(specs), seats))
-    rows = min(slots, getattr(options, "max_requests_per_batch", slots))
-    budget = getattr(options, "max_num_batched_tokens", None) or getattr(options, "max_batch_tokens", None)
-    if budget is None:  # static: a prompt as long as the longest for every row, and as many outputs
+    slots = max(1, min(len(specs), limits.seats or len(specs)))
+    rows = min(slots, limits.rows or slots)
+    budget = limits.tokens
+    if budget is None:  # a prompt as long as the longest for every row, and as many outputs
         budget, longest = slots * prompt, prompt + max((spec.max_tokens for spec in specs), default=1)
     budget = min(budget, rows * longest)  # a row has no more to compute than its sequence
     width = min(-(-longest // options.block_size) + 2, options.num_blocks)
@@ -270,10 +268,10 @@ def host_memory() -> int | None:
 
 def executor_plan(scenario: Scenario, loop: str, specs: list[RequestSpec], setup: Setup) -> ExecutorPlan:
     """What to make for these requests. Raises ScenarioError if the model is not made for so long prompts."""
-    options: Any = scheduler_options(scenario, depth(loop))
-    sizes, architecture = capacity(scenario, loop, specs), architecture_of(scenario, setup)
+    options = scheduler_options(scenario, depth(loop))
+    sizes, architecture = capacity(options, specs), architecture_of(scenario, setup)
     prompts = [spec.prompt_tokens for spec in specs]
-    longest = max((tokens for tokens in prompts if tokens < getattr(options, "max_model_len", math.inf)), default=0)
+    longest = max((tokens for tokens in prompts if tokens < (options.limits.longest or math.inf)), default=0)
     if longest >= architecture.max_position:
         raise ScenarioError(
             f"model.max_position: got {architecture.max_position}, must be > {longest}, the longest prompt's tokens"
@@ -328,7 +326,7 @@ def engine(
     setup.requests.check(specs)
     policy = assemble.scheduler(scenario, loop)
     plan = executor_plan(scenario, loop, specs, setup)
-    padded = scenario.scheduler.name == "static"
+    padded = scenario.kind.padded
     clock = clock or (CpuClock() if setup.device == "modelled" else WallClock())
     made = device(scenario, loop, plan, setup, clock)
     served = Engine(

@@ -24,11 +24,13 @@ from cbengine.measure.equal_steps import SETTLING, EqualSteps, equal_steps, laun
 from cbsim.cost.cpu import PHASES, size
 from cbsim.cost.fitted import work
 from cbsim.policy.graphs import captured, captured_sizes
+from cbsim.policy.kind import SettingsError
 from cbsim.policy.plan import StepPlan
 from cbsim.results.metrics import Steps
 from cbsim.results.record import STEP_COLUMNS
 from cbsim.scenario.fields import LARGEST_WHOLE
 from cbsim.scenario.scenario import Scenario, ScenarioError, depth, scheduler_options
+from cbsim.scenario.schedulers import plain
 from cbsim.workload import generators
 
 SHORTEST = 8  # tokens of the longest sequence, at least
@@ -169,7 +171,7 @@ def _line(plan: StepPlan, at: dict[str, int], sizes: Sequence[int]) -> Line:
 
 def room(base: Scenario) -> int:
     """Tokens that the cache of a scenario holds, less what blocks that are not full may waste."""
-    options: Any = scheduler_options(base, depth("sync"))
+    options = scheduler_options(base, depth("sync"))
     return max(SHORTEST, int(0.9 * options.num_blocks) * base.block_size)
 
 
@@ -200,7 +202,7 @@ def measure(base: Scenario, setup: Setup, runs: Sequence[Probe], say: Callable[[
     for number, probe in enumerate(runs, start=1):
         say(f"probe {number} of {len(runs)}: {probe.about}{', in both loops' if probe.ahead else ''}")
         ready = build.adapted(_scenario(base, probe), setup)
-        rows = build.capacity(ready, "sync", generators.build(ready).specs()).rows
+        rows = build.capacity(scheduler_options(ready, depth("sync")), generators.build(ready).specs()).rows
         sizes = captured_sizes(rows) if ready.graph_padding == "cbengine" else []
         plans, steps, facts = _run(ready, "sync", setup)
         table.add(plans, steps, sizes)
@@ -243,15 +245,7 @@ def _scenario(base: Scenario, probe: Probe) -> Scenario:
     """
     size = base.block_size
     blocks = probe.seats * (-(-(probe.prompt + probe.output) // size) + 2) + 2
-    tokens = {"vllm": "max_num_batched_tokens", "static": None}.get(base.scheduler.name, "max_batch_tokens")
-    seats = {"vllm": "max_num_seqs", "static": "batch_size"}.get(base.scheduler.name, "max_requests_per_batch")
-    changes: dict[str, Any] = {seats: probe.seats}
-    if tokens:
-        changes[tokens] = max(probe.chunk, probe.seats)
-    if base.scheduler.name == "vllm":
-        changes |= {"max_model_len": None, "enable_prefix_caching": False, "enable_chunked_prefill": True}
     data = base.model_dump(mode="json")
-    data["scheduler"] |= changes
     data["kv_cache"] |= {"num_blocks": blocks, "block_size": size}
     mean = max(1.0, (probe.low + probe.prompt) / 2)
     data["workload"] = {
@@ -261,9 +255,10 @@ def _scenario(base: Scenario, probe: Probe) -> Scenario:
         "output_tokens": {"uniform": {"low": max(1, probe.output // 3), "high": max(1, probe.output)}},
     }
     try:
+        data["scheduler"] = plain(base.kind.widened(base.scheduler, probe.seats, probe.chunk))
         ready = Scenario.model_validate(data)
         scheduler_options(ready, depth("sync"))
-    except (ScenarioError, ValidationError) as error:
+    except (ScenarioError, SettingsError, ValidationError) as error:
         reason = build.first_complaint(error) if isinstance(error, ValidationError) else error
         raise UsageError(f"calibrate: --rows, --longest or --tokens is too large: {reason}") from None
     return ready

@@ -23,8 +23,9 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from cbengine.errors import UsageError
 from cbengine.peer import standin
+from cbsim.policy.schedulers.static import PROFILE_TOKENS
 from cbsim.policy.schedulers.transformers import TransformersOptions
-from cbsim.scenario.scenario import STATIC_PROFILE_TOKENS, Scenario, depth, scheduler_options
+from cbsim.scenario.scenario import Scenario, depth, scheduler_options
 from cbsim.server.running import ServerError
 from cbsim.workload.generators import Workload
 
@@ -77,8 +78,8 @@ def configuration(
         exact = {name: getattr(options, name) for name in EXACT}
         memory = scenario.kv_cache.memory_fraction
         return ContinuousBatchingConfig(**common, **exact, max_memory_percent=memory), None, []
-    seats = getattr(options, "max_num_seqs", None) or getattr(options, "batch_size", None)
-    tokens = min(getattr(options, "max_num_batched_tokens", STATIC_PROFILE_TOKENS), blocks * options.block_size)
+    limits = options.limits
+    tokens = min(limits.tokens or PROFILE_TOKENS, blocks * options.block_size)
     specs = workload.specs()
     hints = WorkloadHints(
         max_prompt_length=max((spec.prompt_tokens for spec in specs), default=0),
@@ -86,7 +87,7 @@ def configuration(
         num_requests=len(specs),
     )
     text = f"scheduler {scenario.scheduler.name} is not one of transformers': fifo with its sizes stands in"
-    config = ContinuousBatchingConfig(**common, max_batch_tokens=tokens, max_requests_per_batch=seats)
+    config = ContinuousBatchingConfig(**common, max_batch_tokens=tokens, max_requests_per_batch=limits.seats)
     return config, hints, [text]
 
 

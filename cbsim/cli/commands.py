@@ -103,10 +103,10 @@ def cache_curve(name: str, listed: str | None, block_tokens: int, as_json: bool)
 
 def catalogue() -> int:
     """Everything that can be named in a scenario."""
-    from cbsim.policy.schedulers.registry import SCHEDULERS
+    from cbsim.policy.schedulers import registry
     from cbsim.scenario import catalog, documents
 
-    _section("schedulers", {name: about for name, (_, about) in SCHEDULERS.items()})
+    _section("schedulers", {name: kind.about for name, kind in registry.kinds().items()})
     _section("cost models", COST_MODELS)
     for folder, title in (("hardware", "hardware"), ("models", "models")):
         _section(title, {name: _about(folder, name) for name in catalog.names(folder)})

@@ -15,11 +15,14 @@ from cbsim.machine.device import OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, engine_buckets, transformers_buckets, unpadded, vllm_buckets
 from cbsim.policy.graphs import CAPTURED
+from cbsim.policy.loop import Scheduler
 from cbsim.results.record import Record
-from cbsim.scenario.scenario import Scenario, depth, scheduler_options
+from cbsim.scenario.scenario import Scenario, depth
 from cbsim.server.assemble import NS, cost_model, scheduler
 from cbsim.server.inbox import Inbox
 from cbsim.workload.generators import Workload
+
+TRANSFORMERS_ROWS, UNBOUNDED = 1024, 1 << 30  # for schedulers that have no such limit, padded as transformers does
 
 
 def machine(scenario: Scenario, loop: str, workload: Workload) -> Machine:
@@ -28,7 +31,7 @@ def machine(scenario: Scenario, loop: str, workload: Workload) -> Machine:
     record, steps = Record(policy.pool.num_blocks), depth(loop)
     gap_ns = round(getattr(scenario.cost, "gap_s", 0.0) * NS)
     device = OneGpu(cost, depth=steps, overlap=scenario.loop.streams, gap_ns=gap_ns)
-    return Machine(policy, cost, graphs(scenario, loop), device, Inbox(workload, record), record, steps)
+    return Machine(policy, cost, graphs(scenario, policy), device, Inbox(workload, record), record, steps)
 
 
 def run(server: Machine, on_step: Callable[[int], None] | None = None) -> None:
@@ -51,20 +54,17 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def graphs(scenario: Scenario, loop: str) -> Graphs:
-    """The CUDA graphs of a fresh server."""
-    settings, options = scenario.loop.cuda_graphs, scheduler_options(scenario, depth(loop))
+def graphs(scenario: Scenario, policy: Scheduler) -> Graphs:
+    """The CUDA graphs of a fresh server with this scheduler."""
+    settings, limits, pool = scenario.loop.cuda_graphs, policy.limits, policy.pool
     capture_ns = round(settings.capture_s * NS)
     if not settings.enabled:
         return Graphs(None, 0)
     if scenario.graph_padding == "vllm":
         return Graphs(vllm_buckets(settings.vllm_capture_sizes), capture_ns)
     if scenario.graph_padding == "cbengine":
-        seats = getattr(options, "max_num_seqs", None) or getattr(options, "max_requests_per_batch", CAPTURED[-1])
-        return Graphs(engine_buckets(seats), capture_ns)
+        return Graphs(engine_buckets(limits.seats or limits.rows or CAPTURED[-1]), capture_ns)
     if scenario.graph_padding == "transformers":
-        rows = getattr(options, "max_requests_per_batch", 1024)
-        tokens = getattr(options, "max_batch_tokens", getattr(options, "max_num_batched_tokens", 1 << 30))
-        cache_tokens = options.num_blocks * options.block_size
-        return Graphs(transformers_buckets(min(rows, tokens), tokens, cache_tokens), capture_ns)
+        rows, tokens = limits.rows or TRANSFORMERS_ROWS, limits.tokens or UNBOUNDED
+        return Graphs(transformers_buckets(min(rows, tokens), tokens, pool.num_blocks * pool.block_size), capture_ns)
     return Graphs(unpadded, capture_ns)

@@ -20,6 +20,7 @@ from collections.abc import Generator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple, Protocol
 
 from cbsim.policy.blocks import BlockPool
+from cbsim.policy.limits import Limits
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.request import Request, RequestSpec
 
@@ -83,12 +84,19 @@ class StuckError(RuntimeError):
 class Scheduler(Protocol):
     """A policy: all that the loop and its drivers ask of it. `depth` steps may be in flight.
 
-    Drivers read `requests` and `pool`, and write neither.
+    Drivers read `requests`, `pool` and `limits`, and write none of them.
     """
 
-    pool: BlockPool
     polls_before_update: bool  # are cancellations taken between a result's arrival and its application?
     awaits_when_idle: bool  # is a step in flight awaited when no request is left?
+
+    @property
+    def pool(self) -> BlockPool:
+        """The KV cache."""
+
+    @property
+    def limits(self) -> Limits:
+        """How large its steps and requests can be."""
 
     @property
     def requests(self) -> Mapping[RequestSpec, Request]:

@@ -111,6 +111,11 @@ class By:
         name = value.get(self.field) if isinstance(value, dict) else getattr(value, self.field, None)
         return self.tag(self.members[name]) if name in self.members else "<?>"
 
+    def fields_of(self, name: str) -> frozenset[str] | None:
+        """The fields of the member of this name, or None if there is none."""
+        member = self.members.get(name)
+        return frozenset(member.model_fields) if member else None
+
     @staticmethod
     def tag(member: type[Frozen]) -> str:
         return f"<{member.__name__}>"

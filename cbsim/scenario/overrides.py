@@ -12,10 +12,10 @@ from cbsim.scenario.costs import cost_by
 from cbsim.scenario.demand import arrivals_by, workload_by
 from cbsim.scenario.documents import Document, PathParts, parse, split
 from cbsim.scenario.fields import By, ScenarioError, shown
-from cbsim.scenario.serving import scheduler_by
+from cbsim.scenario.schedulers import SchedulerUnion
 
-UNIONS: dict[PathParts, By] = {
-    ("scheduler",): scheduler_by,
+UNIONS: dict[PathParts, By | SchedulerUnion] = {
+    ("scheduler",): SchedulerUnion(),
     ("cost",): cost_by,
     ("workload",): workload_by,
     ("workload", "arrivals"): arrivals_by,
@@ -73,13 +73,13 @@ def _chooses(path: PathParts) -> bool:
 
 def _choose(data: Any, defaults: Any, path: PathParts, name: Any, text: str) -> None:
     """Make the part at `path` one of kind `name`: fields of the file that this kind does not have are dropped."""
-    field, member = path[-1], UNIONS[path[:-1]].members.get(str(name))
+    field, known = path[-1], UNIONS[path[:-1]].fields_of(str(name))
     usual = _at(defaults, path[:-1])
     if isinstance(usual, dict) and usual.get(field) != name:
         usual.clear()
     assign(data, defaults, path, name, text)
     part = _at(data, path[:-1])
-    for stranger in [key for key in part if member and key not in member.model_fields]:
+    for stranger in [key for key in part if known and key not in known]:
         del part[stranger]
 
 

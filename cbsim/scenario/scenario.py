@@ -9,30 +9,28 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
+from cbsim.policy.kind import Options, Settings, SettingsError
+from cbsim.policy.schedulers import registry
+from cbsim.policy.schedulers.registry import Kind
+from cbsim.policy.schedulers.vllm import VllmSettings
 from cbsim.scenario import catalog, documents, sizing
 from cbsim.scenario.costs import Coefficients, Cost, RooflineCost, TableCost
 from cbsim.scenario.demand import Demand
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, ScenarioError, complaint
 from cbsim.scenario.overrides import apply
-from cbsim.scenario.serving import KvCache, Loop, Scheduler, Slo, StaticScheduler, TransformersScheduler, VllmScheduler
+from cbsim.scenario.schedulers import Scheduler, plain
+from cbsim.scenario.serving import KvCache, Loop, Slo
 from cbsim.scenario.shapes import Hardware, ModelShape, NamedHardware, NamedModel
-
-if TYPE_CHECKING:
-    from cbsim.policy.schedulers.static import StaticOptions
-    from cbsim.policy.schedulers.transformers import TransformersOptions
-    from cbsim.policy.schedulers.vllm import VllmOptions
 
 __all__ = ["Scenario", "ScenarioError", "dump", "json_schema", "load", "loops", "scheduler_options", "write_schemas"]
 
 MOST_BLOCKS = 10_000_000
 """Blocks that are kept track of one by one; more would only cost memory."""
-STATIC_PROFILE_TOKENS = 8192
-"""Query tokens of the step that sizes a static batch's memory."""
 
 
 class Scenario(Frozen):
@@ -50,7 +48,7 @@ class Scenario(Frozen):
     """A GPU: a name in scenarios/hardware, a path, or the fields themselves."""
     workload: Demand
     """What is asked of the server, and when."""
-    scheduler: Scheduler = VllmScheduler(name="vllm")
+    scheduler: Scheduler = VllmSettings()
     """Which rules form the batches."""
     kv_cache: KvCache = KvCache()
     """Size of the KV cache."""
@@ -63,8 +61,10 @@ class Scenario(Frozen):
 
     @model_validator(mode="after")
     def _block_size_allowed(self) -> Scenario:
-        if isinstance(self.scheduler, TransformersScheduler) and self.block_size < 4:
-            raise complaint(f"got {self.block_size}, must be >= 4 for transformers", "kv_cache.block_size")
+        least = self.kind.least_block_size
+        if self.block_size < least:
+            family = self.scheduler.name.partition("_")[0]
+            raise complaint(f"got {self.block_size}, must be >= {least} for {family}", "kv_cache.block_size")
         return self
 
     @model_validator(mode="after")
@@ -74,19 +74,22 @@ class Scenario(Frozen):
         return self
 
     @property
+    def kind(self) -> Kind:
+        """The scheduler that the settings are of."""
+        return registry.find(self.scheduler.name)
+
+    @property
     def block_size(self) -> int:
         """Tokens in a cache block."""
-        default = 256 if isinstance(self.scheduler, TransformersScheduler) else 16
-        return default if self.kv_cache.block_size is None else self.kv_cache.block_size
+        return self.kind.block_size if self.kv_cache.block_size is None else self.kv_cache.block_size
 
     @property
     def graph_padding(self) -> str:
         """Rule by which step shapes are padded to captured ones: transformers, vllm, cbengine or none."""
-        graphs, name = self.loop.cuda_graphs, self.scheduler.name
+        graphs = self.loop.cuda_graphs
         if not graphs.enabled:
             return "none"
-        own = "none" if name == "static" else "vllm" if name == "vllm" else "transformers"
-        return own if graphs.padding == "auto" else graphs.padding
+        return self.kind.padding if graphs.padding == "auto" else graphs.padding
 
 
 def loops(scenario: Scenario) -> tuple[str, ...]:
@@ -159,85 +162,40 @@ def _defaults(data: dict[str, Any], base: Path) -> dict[str, Any]:
         return Scenario.model_validate(data, context={"base": base}).model_dump(mode="json")
     except ValidationError:
         parts = {name: field.default for name, field in Scenario.model_fields.items()}
-        return {name: part.model_dump(mode="json") for name, part in parts.items() if isinstance(part, Frozen)}
+        defaults = {name: part.model_dump(mode="json") for name, part in parts.items() if isinstance(part, Frozen)}
+        return defaults | {name: plain(part) for name, part in parts.items() if isinstance(part, Settings)}
 
 
 # -- what follows from it ---------------------------------------------------------------------------------------------
 
 
-def scheduler_options(scenario: Scenario, depth: int) -> VllmOptions | TransformersOptions | StaticOptions:
+def scheduler_options(scenario: Scenario, depth: int) -> Options:
     """All options of the scheduler resolved, sizes solved from memory where they are not given; `depth` steps in
     flight. Raises ScenarioError if the model does not fit or sizes contradict each other.
     """
-    scheduler = scenario.scheduler
-    options: VllmOptions | TransformersOptions | StaticOptions
-    if isinstance(scheduler, VllmScheduler):
-        options = _vllm(scenario, scheduler)
-    elif isinstance(scheduler, TransformersScheduler):
-        options = _transformers(scenario, scheduler, depth)
-    else:
-        options = _static(scenario, scheduler)
+    cache = scenario.kv_cache
+    site = sizing.Place(
+        scenario.model,
+        scenario.hardware,
+        depth,
+        scenario.block_size,
+        cache.memory_fraction,
+        cache.num_blocks,
+        scenario.cost.tensor_parallel if isinstance(scenario.cost, TableCost) else 1,
+    )
+    try:
+        options: Options = scenario.kind.resolve(scenario.scheduler, site)
+    except SettingsError as error:
+        raise ScenarioError(f"scheduler.{error.field}: {error}") from None
+    except Exception as error:
+        if isinstance(error, ScenarioError) or scenario.scheduler.name in registry.OURS:
+            raise
+        text = f"{scenario.scheduler.name} cannot solve its options: {type(error).__name__}: {error}"
+        raise ScenarioError(f"scheduler: {text}") from error
     if options.num_blocks > MOST_BLOCKS:
         text = f"got {options.num_blocks:,}, must be <= {MOST_BLOCKS:,}; fewer blocks or a larger block_size would do"
         raise ScenarioError(f"kv_cache.num_blocks: {text}")
     return options
-
-
-def _fitting_blocks(scenario: Scenario, tokens: int, requests: int) -> int:
-    cache = scenario.kv_cache
-    if cache.num_blocks is not None:
-        return cache.num_blocks
-    fraction, size = cache.memory_fraction, scenario.block_size
-    model, hardware = scenario.model, scenario.hardware
-    tensor = scenario.cost.tensor_parallel if isinstance(scenario.cost, TableCost) else 1
-    step = sizing.Step(tokens, requests)
-    return sizing.fit_vllm(model, hardware, fraction=fraction, block_size=size, step=step, tensor=tensor)
-
-
-def _static(scenario: Scenario, scheduler: StaticScheduler) -> StaticOptions:
-    from cbsim.policy.schedulers.static import StaticOptions
-
-    blocks = _fitting_blocks(scenario, STATIC_PROFILE_TOKENS, scheduler.batch_size)
-    return StaticOptions(batch_size=scheduler.batch_size, block_size=scenario.block_size, num_blocks=blocks)
-
-
-def _vllm(scenario: Scenario, scheduler: VllmScheduler) -> VllmOptions:
-    from cbsim.policy.schedulers.vllm import VllmOptions
-
-    blocks = _fitting_blocks(scenario, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-    usable = (blocks - 1) * scenario.block_size
-    longest = scheduler.max_model_len or min(scenario.model.max_position, usable)
-    if not scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens < longest:
-        text = f"got {scheduler.max_num_batched_tokens}, must be >= max_model_len ({longest}) without chunked prefill"
-        raise ScenarioError(f"scheduler.max_num_batched_tokens: {text}")
-    settings = scheduler.model_dump(exclude={"name"}) | {"max_model_len": longest}
-    return VllmOptions(block_size=scenario.block_size, num_blocks=blocks, **settings)
-
-
-def _transformers(scenario: Scenario, scheduler: TransformersScheduler, depth: int) -> TransformersOptions:
-    from cbsim.policy.schedulers.transformers import TransformersOptions
-
-    cache = scenario.kv_cache
-    size = sizing.fit_transformers(
-        scenario.model,
-        scenario.hardware,
-        fraction=cache.memory_fraction,
-        block_size=scenario.block_size,
-        depth=depth,
-        max_blocks_per_request=scheduler.max_blocks_per_request,
-        max_batch_tokens=scheduler.max_batch_tokens,
-        num_blocks=cache.num_blocks,
-    )
-    return TransformersOptions(
-        scheduler_type="fifo" if scheduler.name == "transformers_fifo" else "prefill_first",
-        block_size=scenario.block_size,
-        num_blocks=size.num_blocks,
-        max_batch_tokens=size.max_batch_tokens,
-        max_requests_per_batch=scheduler.max_requests_per_batch,
-        max_blocks_per_request=scheduler.max_blocks_per_request,
-        safety_margin=scheduler.margin,
-        allow_block_sharing=scheduler.allow_block_sharing,
-    )
 
 
 # -- for editors ------------------------------------------------------------------------------------------------------

@@ -10,9 +10,11 @@ are no masks and cmn = cmm = 0. vLLM takes what a trial run leaves free; the tri
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import floor
 from typing import NamedTuple
 
+from cbsim.policy.kind import Size
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.shapes import Hardware, ModelShape
 
@@ -29,13 +31,6 @@ class Peak(NamedTuple):
 
     per_batch_token: int
     per_cache_token: int
-
-
-class Size(NamedTuple):
-    """A solution: query tokens in a step, cache blocks."""
-
-    max_batch_tokens: int
-    num_blocks: int
 
 
 def transformers_peaks(model: ModelShape, depth: int, max_blocks_per_request: int) -> tuple[Peak, Peak]:
@@ -120,6 +115,47 @@ def fit_vllm(
     if blocks < 2:
         raise _misfit(model, hardware, fraction, left)
     return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a scheduler's sizes come from: `policy.kind.Site` for a model on `tensor` GPUs. `num_blocks`: as given."""
+
+    model: ModelShape
+    hardware: Hardware
+    depth: int
+    block_size: int
+    memory_fraction: float
+    num_blocks: int | None
+    tensor: int = 1
+
+    @property
+    def max_position(self) -> int:
+        return self.model.max_position
+
+    def blocks(self, tokens: int, requests: int) -> int:
+        if self.num_blocks is not None:
+            return self.num_blocks
+        return fit_vllm(
+            self.model,
+            self.hardware,
+            fraction=self.memory_fraction,
+            block_size=self.block_size,
+            step=Step(tokens, requests),
+            tensor=self.tensor,
+        )
+
+    def transformers_size(self, max_blocks_per_request: int, max_batch_tokens: int | None) -> Size:
+        return fit_transformers(
+            self.model,
+            self.hardware,
+            fraction=self.memory_fraction,
+            block_size=self.block_size,
+            depth=self.depth,
+            max_blocks_per_request=max_blocks_per_request,
+            max_batch_tokens=max_batch_tokens,
+            num_blocks=self.num_blocks,
+        )
 
 
 def _misfit(

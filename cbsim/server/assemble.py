@@ -15,7 +15,7 @@ from cbsim.cost.lookup import Tables
 from cbsim.cost.roofline import Rates, RooflineCost, Weights
 from cbsim.cost.table import Added, Group, Link, TableCost
 from cbsim.policy.loop import Scheduler
-from cbsim.policy.schedulers.registry import SCHEDULERS
+from cbsim.policy.schedulers import registry
 from cbsim.scenario import catalog, documents
 from cbsim.scenario.costs import ConstantCost as ConstantSettings
 from cbsim.scenario.costs import Cpu, Point
@@ -24,14 +24,17 @@ from cbsim.scenario.costs import TableCost as TableSettings
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario, depth, scheduler_options
 from cbsim.scenario.shapes import ModelShape
+from cbsim.server.guard import guarded
 
 NS = 1e9
 
 
 def scheduler(scenario: Scenario, loop: str) -> Scheduler:
-    """A fresh scheduler for one loop, `sync` or `async`. Raises ScenarioError if the model does not fit."""
-    make, _ = SCHEDULERS[scenario.scheduler.name]
-    return make(scheduler_options(scenario, depth(loop)))
+    """A fresh scheduler for one loop, `sync` or `async`. Raises ScenarioError if the model does not fit,
+    PolicyError if it is not ours and cannot be made.
+    """
+    options, name = scheduler_options(scenario, depth(loop)), scenario.scheduler.name
+    return scenario.kind.make(options) if name in registry.OURS else guarded(scenario.kind, options, name)
 
 
 def cost_model(scenario: Scenario) -> Cost:

@@ -22,6 +22,7 @@ from cbsim.results import checks, coverage, directory, environment, metrics, ter
 from cbsim.results.metrics import Steps
 from cbsim.scenario import scenario
 from cbsim.scenario.scenario import Scenario
+from cbsim.server.guard import PolicyError
 from cbsim.workload import generators
 from cbsim.workload.generators import Workload
 
@@ -118,7 +119,7 @@ def one_loop(asked: Scenario, loop: str, options: RunOptions, serve: Maker) -> F
     try:
         with _interrupted_between_steps(progress):
             server.run(progress)
-    except (KeyboardInterrupt, StuckError, ServerError) as stop:
+    except (KeyboardInterrupt, StuckError, ServerError, PolicyError) as stop:
         reason = "interrupted" if isinstance(stop, KeyboardInterrupt) else str(stop)
         reason = f"stuck: {stop}" if isinstance(stop, StuckError) else reason
         writer.note(f"{reason}, after {server.record.step_count} steps")

@@ -6,6 +6,7 @@ A missing torch, or another transformers than 5.17, skips the module that import
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ if not transformers.__version__.startswith("5.17."):
 from cbengine.peer.transformers_server import TransformersServer
 from cbsim.machine import simulate
 from cbsim.policy.request import RequestSpec
-from cbsim.policy.schedulers.registry import SCHEDULERS
+from cbsim.policy.schedulers.registry import OURS
 from cbsim.proof.conformance.defects import DefectiveTransformers
 from cbsim.results.invariants import check
 from cbsim.results.metrics import Steps
@@ -97,7 +98,7 @@ def server(asked: Scenario, loop: str, load: Workload | None = None, **more: Any
 
 def simulated(asked: Scenario, loop: str) -> Record:
     """What our policy plans if it shares the original's defects."""
-    with mock.patch.dict(SCHEDULERS, {asked.scheduler.name: (DefectiveTransformers, "")}):
+    with mock.patch.dict(OURS, {asked.scheduler.name: replace(asked.kind, make=DefectiveTransformers)}):
         machine = simulate.machine(asked, loop, generators.build(asked))
     simulate.run(machine)
     return machine.record

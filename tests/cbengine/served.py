@@ -171,7 +171,7 @@ def server(
     elif scheduler.startswith("transformers"):
         limits = {"max_requests_per_batch": seats, "max_batch_tokens": budget, "allow_block_sharing": sharing}
     plain = _plain(scheduler)
-    rules = type(plain.scheduler).model_validate(plain.scheduler.model_dump() | limits | more)
+    rules = replace(plain.scheduler, **(limits | more))
     cache = plain.kv_cache.model_copy(update={"block_size": block_size, "num_blocks": num_blocks})
     return plain.model_copy(update={"scheduler": rules, "kv_cache": cache})
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -61,8 +60,7 @@ def inline(options: Any, sizes: Capacity, depth: int) -> Device:
 
 def capacity(options: Any, specs: list[RequestSpec]) -> Capacity:
     """What `build` would allocate for a scenario with these options."""
-    with mock.patch.object(build, "scheduler_options", return_value=options):
-        return build.capacity(options, "async", specs)
+    return build.capacity(options, specs)
 
 
 class Executed:

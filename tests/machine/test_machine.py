@@ -23,7 +23,7 @@ from cbsim.machine.graphs import Graphs, transformers_buckets, unpadded, vllm_bu
 from cbsim.machine.lanes import Lane, Slots, Stream
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.policy.schedulers.registry import SCHEDULERS
+from cbsim.policy.schedulers.registry import OURS
 from cbsim.policy.schedulers.static import StaticOptions
 from cbsim.policy.schedulers.transformers import TransformersOptions
 from cbsim.policy.schedulers.vllm import VllmOptions
@@ -38,7 +38,7 @@ LONGEST = 24  # tokens of a request that every scheduler below can serve
 
 def transformers_options(kind: Any) -> TransformersOptions:
     return TransformersOptions(
-        scheduler_type=kind,
+        name=f"transformers_{kind}",
         block_size=4,
         num_blocks=16,
         max_batch_tokens=16,
@@ -90,7 +90,7 @@ def server(
     gap_ns: int = 0,
 ) -> Machine:
     """A server that has not run yet; graphs without padding or capture cost unless given."""
-    policy = SCHEDULERS[name][0](options or OPTIONS[name])
+    policy = OURS[name].make(options or OPTIONS[name])
     record = Record(policy.pool.num_blocks)
     graphs = graphs or Graphs(unpadded, 0)
     device = OneGpu(cost, depth=depth, overlap=overlap, gap_ns=gap_ns)

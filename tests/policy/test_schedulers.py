@@ -85,7 +85,7 @@ def transformers_cases(draw: st.DrawFn) -> Case:
     """A transformers scheduler and a workload."""
     size = draw(st.sampled_from([3, 4, 5]))
     options = TransformersOptions(
-        scheduler_type=draw(st.sampled_from(["fifo", "prefill_first"])),
+        name=draw(st.sampled_from(["transformers_fifo", "transformers_prefill_first"])),
         block_size=size,
         num_blocks=draw(st.integers(MOST_TOKENS // size + 2, 3 * MOST_TOKENS // size)),
         max_batch_tokens=draw(st.integers(1, 30)),
@@ -196,7 +196,7 @@ def test_every_request_ends_once_and_nothing_is_left(cases: st.SearchStrategy[Ca
 def test_an_executor_learns_of_replaced_blocks(depth: int) -> None:
     """Two equal prompts read in the same step: one of the two first blocks is freed, so nobody may read it any more."""
     options = TransformersOptions(
-        scheduler_type="fifo",
+        name="transformers_fifo",
         block_size=4,
         num_blocks=8,
         max_batch_tokens=32,

@@ -20,6 +20,7 @@ from cbsim.proof.recorded.reenactment import Served
 from cbsim.proof.recorded.score import METRICS, STATISTICS, Score
 from cbsim.scenario import catalog, shapes
 from cbsim.scenario.fields import ScenarioError
+from cbsim.scenario.schedulers import plain
 from cbsim.workload.vllm_bench import TIMES
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -248,7 +249,7 @@ def test_a_case_is_a_scenario(pack: Pack) -> None:
     pack.edit("meta.json", resolved_config__scheduler_config={"policy": "priority", "async_scheduling": False})
     found = pack.read()
     asked = found.scenario()
-    options = asked.scheduler.model_dump()
+    options = plain(asked.scheduler)
     assert (options["max_num_seqs"], options["max_num_batched_tokens"], options["version"]) == (16, 256, "0.19")
     assert (options["policy"], asked.loop.mode, asked.kv_cache.num_blocks) == ("priority", "sync", 120)
     assert not found.scenario({"cost.skew": False, "scheduler.policy": "fcfs"}).cost.model_dump()["skew"]
@@ -260,7 +261,7 @@ def test_newer_versions_have_newer_rules(pack: Pack) -> None:
     """0.26 and later by the rules of 0.33; a version that is neither is said so."""
     for version, rules, told in (("0.19.1", "0.19", False), ("0.26.0", "0.33", True), ("0.33.0", "0.33", False)):
         pack.edit("meta.json", vllm_version=version)
-        assert pack.read().scenario().scheduler.model_dump()["version"] == rules
+        assert plain(pack.read().scenario().scheduler)["version"] == rules
         assert (
             f"of vLLM {version}; it was replayed by the rules of {rules}" in call("validate", pack.folder).out
         ) == told

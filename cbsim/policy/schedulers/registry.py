@@ -1,18 +1,56 @@
-"""The one place where schedulers are found by name, and what each is in a sentence."""
+"""The one place where schedulers are found: ours by name, a user's own by entry point or as `package.module:KIND`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from cbsim.policy.loop import Scheduler
-from cbsim.policy.schedulers.static import StaticScheduler
-from cbsim.policy.schedulers.transformers import TransformersScheduler
-from cbsim.policy.schedulers.vllm import VllmScheduler
+from cbsim.policy.kind import SchedulerKind
+from cbsim.policy.schedulers.static import STATIC
+from cbsim.policy.schedulers.transformers import TRANSFORMERS_FIFO, TRANSFORMERS_PREFILL_FIRST
+from cbsim.policy.schedulers.vllm import VLLM
 
-SCHEDULERS: dict[str, tuple[Callable[[Any], Scheduler], str]] = {
-    "static": (StaticScheduler, "batched generation: padded, nobody is admitted until the last of the batch has ended"),
-    "transformers_fifo": (TransformersScheduler, "Hugging Face transformers 5.17: decoding requests first"),
-    "transformers_prefill_first": (TransformersScheduler, "Hugging Face transformers 5.17: split prefills first"),
-    "vllm": (VllmScheduler, "vLLM V1 (0.33; 0.19 by option): running first, preemption by recompute"),
-}
+Kind = SchedulerKind[Any, Any]
+OURS: dict[str, Kind] = {kind.name: kind for kind in (STATIC, TRANSFORMERS_FIFO, TRANSFORMERS_PREFILL_FIRST, VLLM)}
+GROUP = "cbsim.schedulers"
+"""Entry points of this group name a `SchedulerKind` each."""
+
+
+class KindError(ValueError):
+    """A scheduler that is not there, or is none. The text says what was looked for and what went wrong."""
+
+
+def find(name: str) -> Kind:
+    """The scheduler of that name. Raises KindError."""
+    if name in OURS:
+        return OURS[name]
+    if ":" in name:
+        return _loaded(EntryPoint(name, name, GROUP))
+    for entry in entry_points(group=GROUP, name=name):
+        return _loaded(entry)
+    raise KindError(f"no scheduler {name!r}")
+
+
+def names() -> list[str]:
+    """Every scheduler that has a name: ours, then those of installed packages."""
+    others = {entry.name for entry in entry_points(group=GROUP)}
+    return [*OURS, *sorted(others - OURS.keys())]
+
+
+def kinds() -> dict[str, Kind]:
+    """Every scheduler that has a name. Raises KindError for an installed one that cannot be loaded."""
+    return {name: find(name) for name in names()}
+
+
+def _loaded(entry: EntryPoint) -> Kind:
+    module, _, attribute = entry.value.partition(":")
+    try:
+        kind: Any = import_module(module)
+        for part in attribute.split("."):
+            kind = getattr(kind, part)
+    except Exception as error:  # it is somebody else's code
+        raise KindError(f"{entry.value!r} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(kind, SchedulerKind):
+        raise KindError(f"{entry.value!r} is a {type(kind).__name__}, expected a SchedulerKind")
+    return kind

@@ -8,22 +8,51 @@ The cache is reserved when the batch is formed: for every row the longest prompt
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cbsim.policy.blocks import BlockPool, FreeQueue
 from cbsim.policy.decoding import Decoding
+from cbsim.policy.kind import Count, SchedulerKind, Settings, Site, resolved
+from cbsim.policy.limits import Limits
 from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 
+PROFILE_TOKENS = 8192
+"""Query tokens of the step that sizes a batch's memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StaticOptions:
+class StaticSettings(Settings):
+    """Static batching: a batch is formed, padded and run until its last request has ended."""
+
+    name: str = "static"
+    batch_size: Count = 32
+    """Requests in a batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticOptions(StaticSettings):
     """`batch_size` rows at most, in a cache of `num_blocks` blocks."""
 
-    batch_size: int
     block_size: int
     num_blocks: int
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(seats=self.batch_size)
+
+
+def resolve(settings: StaticSettings, site: Site) -> StaticOptions:
+    """The cache beside a step of `batch_size` prompts."""
+    blocks = site.blocks(PROFILE_TOKENS, settings.batch_size)
+    return resolved(settings, StaticOptions, block_size=site.block_size, num_blocks=blocks)
+
+
+def widened(settings: StaticSettings, seats: int, tokens: int) -> StaticSettings:
+    """A batch of another size, for a probe; its prompts decide how many tokens a step has."""
+    del tokens
+    return replace(settings, batch_size=seats)
 
 
 class StaticScheduler:
@@ -34,6 +63,7 @@ class StaticScheduler:
 
     def __init__(self, options: StaticOptions, observer: Observer = NOBODY) -> None:
         self.options = o = options
+        self.limits = o.limits
         free = FreeQueue(range(o.num_blocks), unhashed_first=True)
         self.pool = BlockPool(o.block_size, o.num_blocks, free, observer)
         self.decoding = Decoding(self.pool, together=True, observer=observer)
@@ -127,3 +157,14 @@ class StaticScheduler:
         for request in self._batch:
             self.pool.release(request)
         self._batch = []
+
+
+STATIC = SchedulerKind(
+    name="static",
+    about="batched generation: padded, nobody is admitted until the last of the batch has ended",
+    settings=StaticSettings,
+    resolve=resolve,
+    make=StaticScheduler,
+    padded=True,
+    widened=widened,
+)

@@ -10,31 +10,87 @@ The original's defects are not shared; docs/policies.md lists them, and what pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from cbsim.policy.blocks import BlockPool, CachedLast
 from cbsim.policy.cohort import by_order
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.keys import Keys, KeysWhenLanded
+from cbsim.policy.kind import Count, Natural, SchedulerKind, Settings, Share, Site, resolved
+from cbsim.policy.limits import Limits
 from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 
+FIFO, PREFILL_FIRST = "transformers_fifo", "transformers_prefill_first"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransformersOptions:
+class TransformersSettings(Settings):
+    """Hugging Face transformers 5.17, ContinuousBatchingConfig."""
+
+    later: ClassVar[Mapping[str, str]] = {
+        "num_return_sequences": "forking a request",
+        "sliding_window": "sliding-window layers",
+        "sliding": "sliding-window layers",
+        "cpu_offload_gib": "offloading to the host",
+        "cpu_offload_space": "offloading to the host",
+    }
+    max_batch_tokens: Count | None = None
+    """Query tokens in a step; null: solved from memory, between 256 and 8192 if num_blocks is solved too."""
+    max_requests_per_batch: Count = 1024
+    """Requests in a step."""
+    max_blocks_per_request: Natural = 32
+    """Blocks of a request up to which a decode step takes the fast path; 0: no fast path."""
+    safety_margin: Share | None = None
+    """Share of the blocks kept free from prefills; null: 0.15 for fifo, 0 for prefill_first."""
+    allow_block_sharing: bool = True
+    """Share the blocks of common prefixes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersOptions(TransformersSettings):
     """ContinuousBatchingConfig's own names, all resolved."""
 
-    scheduler_type: Literal["fifo", "prefill_first"]
     block_size: int
     num_blocks: int
     max_batch_tokens: int
-    max_requests_per_batch: int
-    max_blocks_per_request: int  # 0: no decode fast path
     safety_margin: float
-    allow_block_sharing: bool
+
+    @property
+    def scheduler_type(self) -> str:
+        """`fifo` or `prefill_first`."""
+        return self.name.removeprefix("transformers_")
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(rows=self.max_requests_per_batch, tokens=self.max_batch_tokens)
+
+
+def resolve(settings: TransformersSettings, site: Site) -> TransformersOptions:
+    """Step and cache as the library solves them."""
+    size = site.transformers_size(settings.max_blocks_per_request, settings.max_batch_tokens)
+    margin = 0.15 if settings.name == FIFO else 0.0
+    return resolved(
+        settings,
+        TransformersOptions,
+        block_size=site.block_size,
+        num_blocks=size.num_blocks,
+        max_batch_tokens=size.max_batch_tokens,
+        safety_margin=margin if settings.safety_margin is None else settings.safety_margin,
+    )
+
+
+def settled(settings: TransformersSettings, options: TransformersOptions) -> TransformersSettings:
+    """The step stays as it was solved, whatever the cache becomes."""
+    return replace(settings, max_batch_tokens=options.max_batch_tokens)
+
+
+def widened(settings: TransformersSettings, seats: int, tokens: int) -> TransformersSettings:
+    """The same rules with other sizes, for a probe."""
+    return replace(settings, max_requests_per_batch=seats, max_batch_tokens=max(tokens, seats))
 
 
 @dataclass(slots=True)
@@ -65,6 +121,7 @@ class TransformersScheduler:
 
     def __init__(self, options: TransformersOptions, observer: Observer = NOBODY) -> None:
         self.options = o = options
+        self.limits = o.limits
         self.free_list = CachedLast(range(o.num_blocks))
         self.pool = self.make_pool(observer)
         self._fast_tokens = o.max_blocks_per_request * o.block_size
@@ -123,7 +180,7 @@ class TransformersScheduler:
         o = self.options
         fast = o.max_blocks_per_request > 0
         step = _Step(o.max_batch_tokens, o.num_blocks * o.block_size, self._max_requests, fast)
-        if o.scheduler_type == "prefill_first":
+        if o.name == PREFILL_FIRST:
             self._walk(self._in_order(Status.PREFILL), step)
             step.lead = len(step.rows)
             self._decode(step)
@@ -279,3 +336,22 @@ class TransformersScheduler:
         else:
             del self.running[request]
         self.decoding.end(request, reason)
+
+
+def _kind(name: str, about: str) -> SchedulerKind[TransformersSettings, TransformersOptions]:
+    return SchedulerKind(
+        name=name,
+        about=f"Hugging Face transformers 5.17: {about}",
+        settings=TransformersSettings,
+        resolve=resolve,
+        make=TransformersScheduler,
+        block_size=256,
+        least_block_size=4,
+        padding="transformers",
+        settled=settled,
+        widened=widened,
+    )
+
+
+TRANSFORMERS_FIFO = _kind(FIFO, "decoding requests first")
+TRANSFORMERS_PREFILL_FIRST = _kind(PREFILL_FIRST, "split prefills first")

@@ -17,7 +17,7 @@ from cbsim.policy.loop import Applied, Await, Effect, Idle, Landed, Launch, Poll
 from cbsim.policy.observer import Observer
 from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
-from cbsim.policy.schedulers.transformers import TransformersOptions
+from cbsim.policy.schedulers.transformers import FIFO, PREFILL_FIRST, TransformersOptions
 from cbsim.proof.conformance.defects import DefectiveTransformers, Ghosts, MisnamingPool
 from cbsim.proof.conformance.shared import ChainedKeys
 
@@ -39,7 +39,7 @@ def unsupported(workload: Line) -> str | None:
 def options(resolved: Line) -> TransformersOptions:
     """Scheduler options of a trace's `resolved` header."""
     return TransformersOptions(
-        scheduler_type="fifo" if resolved["scheduler"] == "FIFOScheduler" else "prefill_first",
+        name=FIFO if resolved["scheduler"] == "FIFOScheduler" else PREFILL_FIRST,
         block_size=resolved["block_size"],
         num_blocks=resolved["num_blocks"],
         max_batch_tokens=resolved["max_batch_tokens"],

@@ -135,7 +135,7 @@ def _side_by_side(asked: Scenario, load: Workload, ranks: int) -> list[Record]:
         record = Record(policy.pool.num_blocks)
         inbox = Inbox(Workload([], 0), record)
         inbox.news = env.event()
-        machine = Machine(policy, cost, simulate.graphs(asked, loop), device, inbox, record, depth(loop))
+        machine = Machine(policy, cost, simulate.graphs(asked, policy), device, inbox, record, depth(loop))
         env.process(machine.run(env))
         machines.append(machine)
         inboxes.append(inbox)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from cbsim.draw.markdown import Table
 from cbsim.draw.study import Study
+from cbsim.policy.schedulers.vllm import VllmSettings
 from cbsim.proof.recorded import ablation, case, case_figures, score
 from cbsim.proof.recorded.ablation import Ablated
 from cbsim.proof.recorded.case import Case
@@ -17,7 +18,6 @@ from cbsim.proof.recorded.score import Score, Series
 from cbsim.scenario import scenario
 from cbsim.scenario.costs import TableCost
 from cbsim.scenario.scenario import Scenario
-from cbsim.scenario.serving import VllmScheduler
 
 NEAR_LIMIT = 0.9
 """Share of the KV cache above which the number of blocks decides who waits."""
@@ -237,7 +237,7 @@ def _caveats(validation: Validation) -> list[str]:
             f"config.json names no link between the GPUs: {rate:g} GiB/s and {latency:g} us a message are assumed."
         )
     version, asked = validation.case.version, validation.asked.scheduler
-    rules = asked.version if isinstance(asked, VllmScheduler) else asked.name
+    rules = asked.version if isinstance(asked, VllmSettings) else asked.name
     if not version.startswith(rules):
         found.append(f"The run is of vLLM {version}; it was replayed by the rules of {rules}.")
     return found

@@ -370,7 +370,7 @@ def test_probes_are_scenarios(scheduler: str, rows: int, longest: int, tokens: i
         assert Scenario.model_validate(ready.model_dump(mode="json")) == ready
         options: Any = scenario.scheduler_options(ready, 1)
         assert options.num_blocks * options.block_size >= probe.seats * (probe.prompt + probe.output)
-        sizes = build.capacity(ready, "sync", generators.build(ready).specs())
+        sizes = build.capacity(options, generators.build(ready).specs())
         assert sizes.slots <= max(probe.seats, probe.requests)
 
 

@@ -1,0 +1,170 @@
+"""The `scheduler` of a scenario: found by its name, its settings checked like every other part of the file.
+
+A kind's settings are a plain dataclass (policy/kind.py); what pydantic needs to check one is derived from it here.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from functools import cache
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
+from pydantic_core import core_schema
+
+from cbsim.policy.kind import AsText, AtLeast, Below, Settings, SettingsError
+from cbsim.policy.schedulers import registry
+from cbsim.policy.schedulers.registry import Kind, KindError
+from cbsim.scenario.fields import Frozen, Real, Whole, complaint, near, shown
+
+
+class SchedulerField:
+    """How pydantic meets the settings of a scheduler: in from fields or settings, out as fields."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        del source, handler
+        return core_schema.no_info_plain_validator_function(
+            settings, serialization=core_schema.plain_serializer_function_ser_schema(plain)
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        del schema
+        models = dict.fromkeys(map(model_of, registry.kinds().values()))
+        return handler(core_schema.union_schema([model.__pydantic_core_schema__ for model in models]))
+
+
+def settings(value: Any) -> Settings:
+    """The settings that a part of a scenario describes."""
+    if isinstance(value, Settings):
+        return value
+    if not isinstance(value, dict):
+        raise complaint(f"got {shown(value)}, expected fields, of which `name` is one of {_known()}")
+    kind = _kind(value.get("name"))
+    checked = model_of(kind).model_validate(value)
+    try:
+        made: Settings = kind.settings(**{name: getattr(checked, name) for name in type(checked).model_fields})
+        return made
+    except SettingsError as error:
+        raise complaint(str(error), error.field) from None
+
+
+def plain(value: Settings) -> dict[str, Any]:
+    """Settings as fields of a file."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def _known() -> str:
+    return ", ".join(registry.names())
+
+
+def _kind(name: Any) -> Kind:
+    if name is None:
+        raise complaint(f"is required: one of {_known()}", "name")
+    try:
+        if isinstance(name, str):
+            return registry.find(name)
+    except KindError as error:
+        if name in registry.names() or ":" in name:
+            raise complaint(f"got {shown(name)}: {error}", "name") from None
+    hint = near(name, registry.names())
+    raise complaint(f"got {shown(name)}, expected one of {_known()}, or module:KIND of your own{hint}", "name")
+
+
+class SchedulerUnion:
+    """The schedulers as a union found by `name`, for overrides."""
+
+    field: ClassVar[str] = "name"
+
+    def fields_of(self, name: str) -> frozenset[str] | None:
+        """The fields that a scheduler of this name has, or None if there is none."""
+        try:
+            return frozenset(model_of(registry.find(name)).model_fields)
+        except KindError:
+            return None
+
+
+# -- from a dataclass to a model --------------------------------------------------------------------------------------
+
+
+@cache
+def _model(kind_settings: Any, names: tuple[str, ...]) -> type[Frozen]:
+    hints, texts = get_type_hints(kind_settings, include_extras=True), documented(kind_settings)
+    parts: dict[str, Any] = {"name": (_name(names), Field(description=" or ".join(names)))}
+    for field in fields(kind_settings):
+        if field.name != "name":
+            default = field.default if field.default is not MISSING else ...
+            parts[field.name] = (checked_type(hints[field.name]), Field(default, description=texts.get(field.name)))
+    model = create_model(kind_settings.__name__, __base__=Frozen, __doc__=kind_settings.__doc__, **parts)
+    model.later = getattr(kind_settings, "later", {})
+    return model
+
+
+def model_of(kind: Kind) -> type[Frozen]:
+    """What checks the settings of a kind. Kinds that share their settings share it."""
+    ours = [name for name, other in registry.OURS.items() if other.settings is kind.settings]
+    return _model(kind.settings, tuple(ours))  # type: ignore[arg-type]
+
+
+def _name(names: tuple[str, ...]) -> Any:
+    return Literal[names] if names else str  # a user's own kind is called as it was found
+
+
+def checked_type(hint: Any) -> Any:
+    """A setting's annotation as pydantic checks it: whole numbers may be written 1e6, bounds become constraints."""
+    if get_origin(hint) is Annotated:
+        inner, *marks = get_args(hint)
+        bounds: dict[str, Any] = {}
+        before = []
+        for mark in marks:
+            if isinstance(mark, AtLeast):
+                bounds["ge"] = mark.least
+            elif isinstance(mark, Below):
+                bounds["lt"] = mark.bound
+            elif isinstance(mark, AsText):
+                before.append(BeforeValidator(_text))
+        annotated = checked_type(inner)
+        for extra in (Field(**bounds), *before) if bounds else before:
+            annotated = Annotated[annotated, extra]
+        return annotated
+    if hint is int:
+        return Whole
+    if hint is float:
+        return Real
+    origin, arguments = get_origin(hint), get_args(hint)
+    if arguments and origin is not Literal:
+        union = checked_type(arguments[0])
+        for argument in arguments[1:]:
+            union = union | checked_type(argument) if argument is not type(None) else union | None
+        return union
+    return hint
+
+
+def _text(value: Any) -> Any:
+    return str(value) if isinstance(value, float) else value
+
+
+@cache
+def documented(settings_type: Any) -> Mapping[str, str]:
+    """The docstring under each field of a dataclass and of those it inherits; none where its source is not at hand."""
+    texts: dict[str, str] = {}
+    for part in reversed(settings_type.__mro__):
+        try:
+            (body,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
+        except (OSError, TypeError, SyntaxError, ValueError):
+            continue
+        statements = getattr(body, "body", [])
+        for field, text in pairwise(statements):
+            match field, text:
+                case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words)))):
+                    texts[name] = inspect.cleandoc(words)
+    return texts
+
+
+Scheduler = Annotated[Settings, SchedulerField]

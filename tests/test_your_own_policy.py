@@ -1,0 +1,134 @@
+"""The policy of docs/your_own_policy.md, exactly as it stands there: in both worlds, replayed, reported, listed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from calls import ROOT, call, refused, runs
+
+from analysis.cli.parser import main as analysis
+from cbsim.policy.schedulers import registry
+from cbsim.server.replan import rederive
+
+PAGE = ROOT / "docs" / "your_own_policy.md"
+(TEXT,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+NAME = 'scheduler={name: "shortest:SHORTEST", seats: 2}'
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """`shortest.py` in the folder where the user works."""
+    path = tmp_path / "shortest.py"
+    path.write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield path
+    sys.modules.pop("shortest", None)
+
+
+def spoiled(module: Path, before: str, after: str) -> None:
+    assert before in TEXT
+    module.write_text(TEXT.replace(before, after))
+
+
+def test_it_is_short() -> None:
+    assert len(TEXT.splitlines()) < 120
+    assert len([line for line in TEXT.splitlines() if line.strip()]) < 100
+
+
+@pytest.mark.parametrize("loop", ["sync", "async"])
+def test_it_runs_simulated_is_derived_again_and_reported(small: Path, out: Path, loop: str) -> None:
+    """The shortest prompt that waits goes first, the plans are derived again, a report is made."""
+    said = call("run", small, "--set", NAME, "--loop", loop, "--out", out, "--quiet")
+    assert said == (0, "", "")
+    (run,) = runs(out)
+    verdict = rederive(run)
+    assert verdict.difference is None
+    assert verdict.matched == verdict.steps > 0
+    assert "shortest:SHORTEST" in (run / "scenario.resolved.yaml").read_text()
+    assert analysis(["report", str(run), "--out", str(out / "report")]) == 0
+
+
+@pytest.mark.parametrize("loop", ["sync", "async"])
+def test_it_runs_on_the_engine(out: Path, loop: str) -> None:
+    pytest.importorskip("torch", reason="the engine needs torch")
+    from cbengine.cli.parser import main
+
+    words = ["--set", NAME, "--set", "workload.requests=5", "--loop", loop, "--device", "inline", "--quiet"]
+    assert main(["replay", "tiny_cpu", *words, "--out", str(out)]) == 0
+    (run,) = runs(out)
+    assert rederive(run).difference is None
+
+
+def test_its_settings_are_checked(small: Path, out: Path) -> None:
+    refused(
+        call("run", small, "--set", 'scheduler={name: "shortest:SHORTEST", seats: 0}', "--out", out), 2, "seats", ">= 1"
+    )
+    refused(
+        call("run", small, "--set", 'scheduler={name: "shortest:SHORTEST", seat: 1}', "--out", out),
+        2,
+        "unknown field",
+        "seats",
+    )
+    refused(
+        call("run", small, "--set", 'scheduler={name: "shortest:NONE"}', "--out", out),
+        2,
+        "shortest:NONE",
+        "AttributeError",
+    )
+    refused(
+        call("run", small, "--set", 'scheduler={name: "nowhere:KIND"}', "--out", out),
+        2,
+        "nowhere",
+        "ModuleNotFoundError",
+    )
+
+
+BREAKS = {
+    "forgets": ("        self.waiting.sort(", "        self.requests.pop(spec)\n        self.waiting.sort("),
+    "no-request": (
+        "if left and request.promised",
+        "self.requests.pop(request.spec, None)\n            if left and request.promised",
+    ),
+    "a-block-twice": ("min(request.wanted, left), ())", "min(request.wanted, left), (0,))"),
+    "over-budget": ("seats=self.seats, tokens=self.step_tokens", "seats=self.seats, tokens=10"),
+    "raises": ("        self.waiting.sort(", "        raise OSError('no file is read')\n        self.waiting.sort("),
+    "a-stolen-table": (".admit(request)", ".admit(request)\n            self.pool.tables[request] = [0]"),
+    "not-made": ("        self.options, self", "        1 / 0\n        self.options, self"),
+}
+SAID = {
+    "forgets": ("step 0, idle", "has not ended"),
+    "no-request": ("step", "which is not one of the requests"),
+    "a-block-twice": ("step", "in the pool"),
+    "over-budget": ("step 0", "query tokens, 10 are allowed"),
+    "raises": ("step 0, add", "OSError: no file is read"),
+    "a-stolen-table": ("step", "breaks a rule"),
+    "not-made": ("cannot be made", "ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("fault", BREAKS)
+def test_what_it_breaks_is_said_in_a_line(module: Path, small: Path, out: Path, fault: str) -> None:
+    """Exit 1, one line with the scheduler's name: it is the policy's error, not ours."""
+    spoiled(module, *BREAKS[fault])
+    said = call("run", small, "--set", NAME, "--out", out, "--quiet")
+    refused(said, 1, "shortest:SHORTEST", *SAID[fault])
+
+
+def test_an_entry_point_is_listed_and_in_the_schema(small: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package's scheduler has a name of its own everywhere."""
+    entry = importlib.metadata.EntryPoint("shortest", "shortest:SHORTEST", registry.GROUP)
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group, name=None: [entry] if name in (None, "shortest") else []
+    )
+    assert "shortest prompt first" in call("list").out
+    assert call("schema", "--out", out / "schemas").status == 0
+    assert "ShortestSettings" in json.dumps(json.loads((out / "schemas" / "scenario.schema.json").read_text()))
+    assert call("run", small, "--set", "scheduler.name=shortest", "--out", out / "runs", "--quiet") == (0, "", "")
+    assert call("replay", *runs(out / "runs")).status == 0
