@@ -26,7 +26,7 @@ from cbsim.fields import LARGEST_REAL, shown
 from cbsim.trace import MARKER, RunError
 
 LOOPS = ("sync", "async")
-MEASURED, SIMULATED = KINDS = ("measured", "simulated")
+MEASURED, SIMULATED = KINDS = packed.WORLDS
 LACKS = {MEASURED: "not measured yet", SIMULATED: "not simulated"}
 EXPECTED = "expected validation/CASE/ with case.json, measured/ and simulated/"
 REPLAYED = {"matched": declared.WHOLE._replace(needed=False), "steps": declared.WHOLE, "says": declared.TEXT}

@@ -26,6 +26,7 @@ from cbsim.tables import Table, TableError
 from cbsim.trace import RunError
 
 RUNS, STEPS, REQUESTS = FILES = ("runs.parquet", "steps.parquet", "requests.parquet")
+WORLDS = ("measured", "simulated")
 KEYS = (
     Column("case", "text", "the workload", "string"),
     Column("loop", "text", "`sync` or `async`", "string"),
@@ -175,7 +176,9 @@ def _read(file: Path, declared: Sequence[Column]) -> pa.Table:
 
 def _check_names(file: Path, row: Mapping[str, Any]) -> None:
     """No row may lead out of the folder."""
-    for name in ("case", "world", "folder"):
+    if row["world"] not in WORLDS:
+        raise RunError(f"{file}: world is {row['world']!r}, expected {' or '.join(WORLDS)}")
+    for name in ("case", "folder"):
         if row[name] in ("", ".", "..") or Path(row[name]).name != row[name]:
             raise RunError(f"{file}: {name} is {row[name]!r}, expected the name of a folder")
 
