@@ -19,7 +19,7 @@ from analysis.statistics.condition import verdict as judge
 from analysis.statistics.content import Caveat, Report
 from analysis.statistics.loading import Run
 from analysis.statistics.trust import caveats
-from analysis.validation import cases, tally
+from analysis.validation import cases, keep, packed, tally
 from analysis.validation import many_workloads as hardware_report
 from cbsim.draw import folder, render
 from cbsim.draw.markdown import Table
@@ -56,6 +56,27 @@ def hardware(place: Path, out: Path | None, *, strict: bool) -> int:
     for sentence in made.findings:
         print(_wrapped(sentence))
     return DRIFTED if strict and not tally.holds(found.cases) else OK
+
+
+def pack(place: Path, cases_whole: Sequence[str]) -> int:
+    """Pack the run directories of a validation folder beside it; tables only of the cases named, of all if none is."""
+    if not (place / "validation").is_dir():
+        raise RunError(f"{place / 'validation'}: no such folder: there is nothing to pack")
+    runs = keep.kept(cases.read(place), cases_whole)
+    files = packed.packed(runs)
+    folder.write(place, files)
+    whole = sum(run.tables is not None for run in runs)
+    print(f"packed    {len(runs)} runs, {whole} with their tables: {sum(map(len, files.values())):,} bytes")
+    return OK
+
+
+def unpack(place: Path) -> int:
+    """Write the run directories of packed runs to validation/."""
+    if (place / "validation").exists():
+        raise RunError(f"{place / 'validation'}: is there already; unpacking writes over nothing")
+    packed.unpack(place, place / "validation")
+    print(f"unpacked  {place / 'validation'}")
+    return OK
 
 
 def _write(runs: Sequence[Run], command: str, out: Path) -> None:

@@ -43,7 +43,7 @@ def bench(steps: int, requests: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = made(Path(folder), steps, requests)
         print(f"{steps:,} steps, {requests:,} requests")
-        load = f"from pathlib import Path; from analysis import load; load.read([Path({str(path)!r})])"
+        load = f"from pathlib import Path; from analysis.statistics import loading; loading.read([Path({str(path)!r})])"
         for name, words in (
             ("load", ["-c", load]),
             ("report", ["-m", "analysis", "report", str(path), "--out", f"{folder}/report"]),

@@ -45,12 +45,22 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     if arguments.command == "drift":
         return commands.drift(arguments.published, arguments.runs)
     if arguments.command == "hardware":
-        return commands.hardware(arguments.folder, arguments.out, strict=arguments.check)
+        return _hardware(arguments)
     if arguments.command == "index":
         return commands.index_of(arguments.folder)
     from analysis.cli import drawing_bench
 
     return drawing_bench.bench(arguments.steps, arguments.requests)
+
+
+def _hardware(arguments: argparse.Namespace) -> int:
+    from analysis.cli import commands
+
+    if arguments.pack is not None:
+        return commands.pack(arguments.folder, arguments.pack)
+    if arguments.unpack:
+        return commands.unpack(arguments.folder)
+    return commands.hardware(arguments.folder, arguments.out, strict=arguments.check)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,9 +99,19 @@ def _parser() -> argparse.ArgumentParser:
     drift.add_argument("published", type=Path, metavar="FILE", help="YAML file of published numbers")
     drift.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
     hardware = commands.add_parser("hardware", help="report of many workloads, simulated against measured")
-    hardware.add_argument("folder", type=Path, metavar="DIR", help="a folder with validation/CASE/{measured,simulated}")
+    hardware.add_argument(
+        "folder", type=Path, metavar="DIR", help="a folder with validation/CASE/{measured,simulated}, or packed runs"
+    )
     hardware.add_argument("--out", type=Path, metavar="OUT", help="folder of the report (DIR/report)")
     hardware.add_argument("--check", action="store_true", help="exit 3 if a bar is missed or a run does not replay")
+    packing = hardware.add_mutually_exclusive_group()
+    packing.add_argument(
+        "--pack",
+        nargs="*",
+        metavar="CASE",
+        help="no report: pack the runs into three Parquet files in DIR; steps and requests of these cases only (all)",
+    )
+    packing.add_argument("--unpack", action="store_true", help="no report: write validation/ from the packed runs")
     index = commands.add_parser("index", help="write FOLDER/README.md, the list of the reports in it")
     index.add_argument("folder", type=Path, nargs="?", default=Path("reports"), metavar="FOLDER", help="(reports)")
     bench = commands.add_parser("bench", help="measure loading and drawing of a long run: seconds, peak memory")

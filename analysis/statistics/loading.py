@@ -23,6 +23,8 @@ from cbsim.scenario import documents
 
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s", "queue_s", "prefill_s", "decode_s")
 SIMULATED = "simulated"
+VERDICT = "replay.json"
+"""In a run directory in place of tables that are not kept: what deriving its plans again came to, null if none did."""
 UNTOLD = ("cost.cpu", "scheduler.name", "name")  # what says too little for its length, or is told already
 
 
@@ -48,6 +50,11 @@ class Run:
     def measured(self) -> bool:
         """On a real clock? What was simulated says so."""
         return self.environment.get("device") != SIMULATED
+
+    @property
+    def whole(self) -> bool:
+        """Are its tables there? Of a packed run they may not be kept."""
+        return len(self.table) == int(self.summary["steps"])
 
     @property
     def loop(self) -> str:
@@ -87,11 +94,12 @@ def read(paths: Sequence[Path]) -> list[Run]:
 
 
 def _read(path: Path) -> Run:
-    found = directory.load(path)
+    whole = (path / "steps.parquet").exists() or not (path / VERDICT).exists()
+    found = directory.load(path, whole=whole)
     scenario = _scenario(found, path / "scenario.resolved.yaml")
     declared.check(path / "env.json", found.environment, declared.ENVIRONMENT)
     declared.check(path / "summary.json", found.summary, declared.SUMMARY)
-    _check_whole(found, scenario["loop"]["mode"])
+    _check_whole(found, scenario["loop"]["mode"], whole=whole)
     times = metrics.token_times(found.requests, found.steps)
     return Run(
         path=path,
@@ -119,10 +127,10 @@ def _scenario(found: directory.Run, file: Path) -> dict[str, Any]:
     return scenario
 
 
-def _check_whole(found: directory.Run, loop: str) -> None:
-    """Raises RunError if the summary is not that of the tables and the scenario beside it."""
+def _check_whole(found: directory.Run, loop: str, *, whole: bool) -> None:
+    """Raises RunError if the summary is not that of the scenario and the tables beside it."""
     beside = (("steps", len(found.steps), "steps.parquet"), ("requests", len(found.requests), "requests.parquet"))
-    for key, value, file in (*beside, ("loop", loop, "scenario.resolved.yaml")):
+    for key, value, file in (*(beside if whole else ()), ("loop", loop, "scenario.resolved.yaml")):
         if found.summary[key] != value:
             raise RunError(f"{found.path / 'summary.json'}: {key} is {found.summary[key]}, that of {file} is {value}")
 

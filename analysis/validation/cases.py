@@ -2,6 +2,7 @@
 
 validation/<case>/case.json says what a case is; the run directories beside it, in measured/ and simulated/, are one or
 more runs of each loop and one of each. What is not there yet is told and left out; what is wrong is refused by name.
+A folder without validation/ is read from its packed runs, if it has any.
 """
 
 from __future__ import annotations
@@ -11,22 +12,25 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from analysis.statistics import comparable, declared, loading, pairing
 from analysis.statistics.content import Caveat
 from analysis.statistics.declared import Kind
-from analysis.statistics.loading import Run
+from analysis.statistics.loading import VERDICT, Run
 from analysis.statistics.pairing import NotAPair, Replay
+from analysis.validation import packed
 from cbsim.proof import bars
 from cbsim.proof.bars import Score
 from cbsim.results.directory import MARKER, RunError
 from cbsim.scenario.fields import LARGEST_REAL, shown
 
 LOOPS = ("sync", "async")
-MEASURED, SIMULATED = KINDS = ("measured", "simulated")
+MEASURED, SIMULATED = KINDS = packed.WORLDS
 LACKS = {MEASURED: "not measured yet", SIMULATED: "not simulated"}
 EXPECTED = "expected validation/CASE/ with case.json, measured/ and simulated/"
+REPLAYED = {"matched": declared.WHOLE._replace(needed=False), "steps": declared.WHOLE, "says": declared.TEXT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,11 @@ class Pair:
     @property
     def runs(self) -> list[Run]:
         return [*self.measured, self.simulated]
+
+    @property
+    def whole(self) -> bool:
+        """Are the tables there of the two runs that are looked into?"""
+        return self.middle.whole and self.simulated.whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,17 @@ def read(place: Path) -> Validation:
     """The cases of a validation folder. Raises RunError naming file, field and what is expected; NotAPair and
     Incomparable naming runs that do not belong together.
     """
+    if _folders(place / "validation") or not packed.there(place):
+        return _read(place)
+    with TemporaryDirectory() as folder:
+        packed.unpack(place, Path(folder) / "validation")
+        try:
+            return replace(_read(Path(folder)), device=_device(place / "provenance.json"))
+        except (RunError, NotAPair) as error:
+            raise type(error)(str(error).replace(f"{folder}/validation", str(place / packed.RUNS))) from None
+
+
+def _read(place: Path) -> Validation:
     found = [_read_case(folder) for folder in _folders(place / "validation")]
     cases = [case for case, _ in found if case is not None]
     left_out = [one for _, told in found for one in told]
@@ -193,8 +213,17 @@ def _case(about: Mapping[str, Any], loops: Mapping[str, Pair]) -> Case:
     simulated = {loop: pair.simulated.summary for loop, pair in loops.items()}
     measured = {loop: [run.summary for run in pair.measured] for loop, pair in loops.items()}
     found = bars.scores(simulated, measured, about["load"])
-    replays = {loop: pairing.replays(pair.measured) for loop, pair in loops.items()}
+    replays = {loop: [_replay(run) for run in pair.measured] for loop, pair in loops.items()}
     return Case(**about, loops=loops, scores=found, replays=replays)
+
+
+def _replay(run: Run) -> Replay:
+    """What deriving the plans of a run again comes to, or had come to when it still had its tables."""
+    if run.whole:
+        return pairing.replays([run])[0]
+    verdict = _json(run.path / VERDICT)
+    declared.check(run.path / VERDICT, verdict, REPLAYED)
+    return Replay(run.label, verdict.get("matched"), verdict["steps"], verdict["says"])
 
 
 def _cut_short(folder: Path) -> Iterator[Caveat]:

@@ -122,7 +122,7 @@ def table(cases: Sequence[Case]) -> list[Table]:
         for case in cases
         for loop, pair in case.loops.items()
         for bars in [not_met(case, loop)]
-        if bars
+        if bars and pair.whole
     ]
     says = (
         "Means over the steps with rows, simulated against the measured run of median makespan: the CPU phase (but for "

@@ -33,7 +33,7 @@ def build(found: Validation, command: str) -> Report:
         title="Simulated against measured" + (f": {found.device}" if found.device else ""),
         question="How near are simulated runs to measured ones of the same workloads, and what are they off by?",
         sources=[source for case in cases for source in sources(case, found)],
-        caveats=[*found.left_out, *caveats(cases)],
+        caveats=[*found.left_out, *not_kept(cases), *caveats(cases)],
         findings=tally.findings(cases),
         tables=[
             *(tally.bar_table(cases), tally.error_table(cases), *tally.repeat_table(cases), *causes.table(cases)),
@@ -66,9 +66,21 @@ def _source(run: Run, folder: str, *, whole: bool) -> Source:
 
 def caveats(cases: Sequence[Case]) -> list[Caveat]:
     """Of the runs that stand in the tables and figures; whom a caveat is of is named as long as that can be read."""
-    runs = [run for case in cases for pair in case.loops.values() for run in (pair.middle, pair.simulated)]
+    pairs = [pair for case in cases for pair in case.loops.values() if pair.whole]
+    runs = [run for pair in pairs for run in (pair.middle, pair.simulated)]
     labels = {run.label for run in runs}
     return [_shortened(one, labels) for one in trust.caveats(runs)]
+
+
+def not_kept(cases: Sequence[Case]) -> list[Caveat]:
+    """The packed cases of which only the numbers can be told."""
+    names = [case.name for case in cases if not _is_whole(case)]
+    says = "packed without steps and requests: in the tables of errors only, and in no other caveat"
+    return [Caveat("not kept", ", ".join(names), f"{says}.")] if names else []
+
+
+def _is_whole(case: Case) -> bool:
+    return all(pair.whole for pair in case.loops.values())
 
 
 def _shortened(one: Caveat, labels: set[str]) -> Caveat:
@@ -84,12 +96,13 @@ def _shortened(one: Caveat, labels: set[str]) -> Caveat:
 def charts(cases: Sequence[Case]) -> list[Chart]:
     """Errors, the curves of speed-up if there are any, requests, and the lanes of one case."""
     curves = speed_ups(cases)
-    requests = {loop: [_requests(case, loop) for case in cases if loop in case.loops] for loop in LOOPS}
+    whole = [case for case in cases if _is_whole(case)]
+    requests = {loop: [_requests(case, loop) for case in whole if loop in case.loops] for loop in LOOPS}
     return [
         figures.errors({case.name: case.scores for case in cases}),
         *([figures.speed_up(curves)] if curves else []),
         figures.scatter(requests),
-        case_lanes(chosen(cases)),
+        *([case_lanes(chosen(whole))] if whole else []),
     ]
 
 

@@ -161,7 +161,7 @@ def write(path: Path, found: Calibration, base: Scenario, device: str) -> dict[s
         "equal_steps": _told(found.table.equal),
     }
     raw = io.BytesIO()
-    pq.write_table(found.table.arrow(), raw)
+    pq.write_table(found.table.arrow(), raw, compression="zstd", compression_level=19)
     try:
         steps_of(path).write_bytes(raw.getvalue())
     except OSError as error:

@@ -97,7 +97,9 @@ def again(names: Sequence[str], place: Path, say: Callable[[str], None]) -> list
         if name not in known:
             raise UsageError(f"case {name!r}: {place} has {', '.join(found) or 'none'}")
     if not found:
-        raise UsageError(f"{place}: holds no validation/CASE/case.json")
+        packed = (place / "runs.parquet").exists()
+        hint = f"; `python -m analysis hardware {place} --unpack` writes them from the packed runs" if packed else ""
+        raise UsageError(f"{place}: holds no validation/CASE/case.json{hint}")
     done = []
     for name, about in found.items():
         if names and not {name, about.group} & set(names):

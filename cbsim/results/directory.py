@@ -133,8 +133,10 @@ class Run:
     incomplete: str | None
 
 
-def load(path: Path) -> Run:
-    """Read a run directory. Raises RunError naming the file that is missing or broken, and what is wrong with it."""
+def load(path: Path, *, whole: bool = True) -> Run:
+    """Read a run directory; if not `whole`, its documents only. Raises RunError naming the file that is missing or
+    broken, and what is wrong with it.
+    """
     if not path.is_dir():
         raise RunError(f"{path}: no such run directory")
     marker = path / MARKER
@@ -144,16 +146,21 @@ def load(path: Path) -> Run:
     version = summary.get("schema_version")
     if version != SCHEMA_VERSION:
         raise RunError(f"{path / 'summary.json'}: schema_version {version!r}, this version reads {SCHEMA_VERSION}")
-    steps = _read_table(path / "steps.parquet", columns.STEPS, _steps)
+    steps, requests = _tables(path) if whole else (Steps(np.empty((0, len(STEP_COLUMNS)), dtype=np.int64)), [])
     return Run(
         path,
         _read_text(path / "scenario.resolved.yaml"),
         _read_json(path / "env.json"),
         summary,
         steps,
-        _read_table(path / "requests.parquet", columns.REQUESTS, lambda table: _requests(table, len(steps))),
+        requests,
         _reason(marker) if marker.exists() else None,
     )
+
+
+def _tables(path: Path) -> tuple[Steps, list[RequestRow]]:
+    steps = _read_table(path / "steps.parquet", columns.STEPS, _steps)
+    return steps, _read_table(path / "requests.parquet", columns.REQUESTS, lambda table: _requests(table, len(steps)))
 
 
 def _reason(marker: Path) -> str:

@@ -99,7 +99,7 @@ class Table:
 
 
 def _broken(error: Exception) -> TableError:
-    return TableError(f"not a parquet table: {error}")
+    return TableError(f"not a parquet table: {' '.join(str(error).split())}")  # some of Arrow's have several lines
 
 
 def _arrow(name: str) -> pa.DataType:
