@@ -143,7 +143,7 @@ def load(path: Path) -> Run:
     summary = _read_json(path / "summary.json")
     version = summary.get("schema_version")
     if version != SCHEMA_VERSION:
-        raise RunError(f"{path / 'summary.json'}: schema_version {version!r}, this version reads {SCHEMA_VERSION}")
+        raise RunError(f"{path / 'summary.json'}: {parquet.refused_version(version)}")
     steps = _read_table(path / "steps.parquet", columns.STEPS, _steps)
     return Run(
         path,

@@ -185,7 +185,7 @@ class Events(Ghosts):
         super().landed(landing, over)
         request, hashed, replaced = landing.request, self._hashed, self._replaced
         self._hashed, self._replaced = [], []
-        if landing.completes and (landing.samples or request.status is Status.PREFILL):
+        if landing.completes and (landing.outputs or request.status is Status.PREFILL):
             changes = {"dedup": replaced} if replaced else {}
             self.note("complete", request, n=landing.completes, hashed=hashed, **changes)
 
@@ -306,22 +306,22 @@ class Replay:
                     "req": row.spec.id,
                     "q": row.tokens,
                     "past": row.start,
-                    "new_token": row.chunk is None or row.chunk.samples,
+                    "new_token": row.chunk is None or row.chunk.outputs > 0,
                     "complete_blocks": (row.start % size + row.tokens) // size if sharing else 0,
                 }
                 for row in rows
             ],
-            "decode_fast_path": plan.fast_decode,
-            "num_q_tokens": plan.tokens,
+            "decode_fast_path": plan.work.fast_decode,
+            "num_q_tokens": plan.work.tokens,
             "kv_read_charged": read,
             "padded_if_graphs": self._padded(plan, read),
         }
 
     def _padded(self, plan: StepPlan, read: int) -> list[int]:
         resolved = self.resolved
-        if plan.fast_decode:
-            return [up_to_power(plan.tokens, resolved["max_requests_per_batch"]), 0]
-        query = up_to_multiple(plan.tokens, 64, resolved["max_batch_tokens"])
+        if plan.work.fast_decode:
+            return [up_to_power(plan.work.tokens, resolved["max_requests_per_batch"]), 0]
+        query = up_to_multiple(plan.work.tokens, 64, resolved["max_batch_tokens"])
         return [query, up_to_multiple(read, 16384, resolved["cache_budget"])]
 
     def _state(self) -> Line:
@@ -343,13 +343,13 @@ class Replay:
         rows, epochs = self._in_flight.pop(0)
         self._landing = []
         for row in rows:
-            if row.chunk is not None and not row.chunk.samples:
+            if row.chunk is not None and not row.chunk.outputs:
                 continue
             request = self.scheduler.objects[row.spec]
             dead = request.finish is not None and request.finish is not Finish.ABORTED
             fate = "discarded" if dead or request.epoch != epochs[row.spec] else "new"
             self._landing.append((fate, row.spec, row.start + row.tokens))
-        return Landed(StepResult(tuple(s for s in plan.ends if s.output_tokens < s.max_tokens)))
+        return Landed(StepResult(tuple(s for s in plan.changes.ends if s.output_tokens < s.max_tokens)))
 
     def _applied(self, effect: Applied) -> Line:
         new = {}

@@ -123,17 +123,17 @@ class Replay:
             return line, end
         if isinstance(effect, Await):
             self._now = max(self._now, effect.ticket)
-            stops = tuple(s for s in effect.plan.ends if s.output_tokens < s.max_tokens)
+            stops = tuple(s for s in effect.plan.changes.ends if s.output_tokens < s.max_tokens)
             return None, Landed(StepResult(stops), self._due_aborts())
         assert isinstance(effect, Applied), effect
         return self._update(effect), None
 
     def _step_us(self, plan: StepPlan) -> int:
-        if not plan.rows:
+        if not plan.work.rows:
             return 0
         timing = self._timing
-        context = plan.decode_context + plan.decodes + sum(c.start + c.tokens for c in plan.chunks)
-        tokens: int = timing["per_token_us"] * plan.tokens
+        context = plan.work.decode_context + plan.work.decodes + sum(c.start + c.tokens for c in plan.work.chunks)
+        tokens: int = timing["per_token_us"] * plan.work.tokens
         return int(timing["base_us"] + tokens + timing["per_kv_token_us"] * context)
 
     def _poll(self, effect: Poll) -> tuple[Line | None, Polled]:
@@ -164,20 +164,20 @@ class Replay:
         rows = self._rows[plan.step] = self._batch.rows(plan)
         for row in rows:
             self._stats[row.spec.id].setdefault("scheduled_ts", self._now)
-        for preempted in plan.preempted:
+        for preempted in plan.changes.preempted:
             self._stats[preempted.spec.id]["preemptions"] += 1
         line = {
             "ev": "schedule",
             "step": plan.step + 1,
             "t": self._now,
             "added": self._added,
-            "total": plan.tokens,
+            "total": plan.work.tokens,
             "reqs": [self._row(row) for row in rows],
-            "preempted": [[p.spec.id, p.lost_tokens, p.blocks] for p in plan.preempted],
-            "finished": sorted(s.id for s in plan.ended),
+            "preempted": [[p.spec.id, p.lost_tokens, p.blocks] for p in plan.changes.preempted],
+            "finished": sorted(s.id for s in plan.changes.ended),
             "running": [r.spec.id for r in self.scheduler.running],
             "waiting": [r.spec.id for r in self.scheduler.waiting],
-            "free": plan.free_blocks,
+            "free": plan.counts.free_blocks,
         }
         self._added = []
         self._now += self._timing["sched_us"]
@@ -200,7 +200,7 @@ class Replay:
         got = [
             row.spec
             for row in self._rows.pop(effect.plan.step)
-            if row.spec in self._alive and (row.chunk is None or row.chunk.samples)
+            if row.spec in self._alive and (row.chunk is None or row.chunk.outputs)
         ]
         line = {"ev": "update", "step": effect.plan.step + 1, "t": self._now, "tokens": [s.id for s in got]}
         line |= {"finished": finished, "free": self.scheduler.pool.free}
