@@ -266,7 +266,8 @@ class Decoding:
                 continue
             if landing.outputs and (request.cohort is None or plan.step < request.since):
                 self._receive(landing, plan.step, delivered.get(request.spec))
-                received.append(request.spec)
+                if landing.short < landing.outputs:
+                    received.append(request.spec)
             over = landing.outputs > 0 and (request.seen == request.last or request in stopped)
             if not over and landing.short:
                 request.settle(landing.short)

@@ -1,4 +1,4 @@
-"""A plan as 64 bits, made from declared bytes: any implementation can check that two plans say the same.
+"""A plan as 64 bits, made from declared bytes, so that any implementation can check that two plans say the same.
 
 The bytes are little-endian signed 64-bit integers. A request is its index, a flag is 0 or 1. First come 23:
 

@@ -140,7 +140,7 @@ NOTHING_STOPPED = StepResult()
 
 
 class Outcome(NamedTuple):
-    """What a result changed: requests that got a token one by one or ended, rows computed for nothing."""
+    """What a result changed: requests that got tokens one by one or ended, rows computed for nothing."""
 
     received: tuple[RequestSpec, ...]
     finished: tuple[tuple[RequestSpec, Finish], ...]
