@@ -1,4 +1,4 @@
-"""Rows that may yield several tokens: a policy that guesses, results that say how much came true, and the settlement."""
+"""Rows that may yield several tokens: a policy that guesses, and results that say how much came true."""
 
 from __future__ import annotations
 
