@@ -124,7 +124,7 @@ class Batcher:
         live = len(self._decoding) + len(singles)
         decodes = bucket(live) if live and not chunks else live
         widths = [chunk.tokens + chunk.padding for chunk in chunks]
-        further = [decodes + i for i, chunk in enumerate(chunks) if chunk.samples]
+        further = [decodes + i for i, chunk in enumerate(chunks) if chunk.outputs]
         header = Header(
             rows=decodes + len(chunks),
             decodes=decodes,
@@ -137,7 +137,7 @@ class Batcher:
             padded=self._padded,
         )
         self._write(header, into, singles, chunks, widths, further)
-        listed = [self._sequences[c.spec] for c in (*singles, *(c for c in chunks if c.samples))]
+        listed = [self._sequences[c.spec] for c in (*singles, *(c for c in chunks if c.outputs))]
         sent = Sent(header, [*self._decoding.sequences, *listed] if listed else self._decoding.sequences)
         self._go_on(plan)
         return sent
@@ -145,28 +145,28 @@ class Batcher:
     def _forget(self, plan: StepPlan) -> None:
         """Drop the rows and slots that are no longer used, then bring the tables up to this step."""
         if self._padded:
-            if plan.chunks:
+            if plan.work.chunks:
                 for sequence in self._decoding.sequences:
                     self._give_back(sequence)
                 self._decoding.clear()
         else:
-            for spec in plan.left:
+            for spec in plan.changes.left:
                 self._decoding.leave(spec)
-            for spec in plan.ended:
+            for spec in plan.changes.ended:
                 self._give_back(self._sequences[spec])
-        for preempted in plan.preempted:
+        for preempted in plan.changes.preempted:
             self._give_back(self._sequences[preempted.spec])
         self._places, self._blocks = [], []
         self._update_tables(plan)
 
     def _update_tables(self, plan: StepPlan) -> None:
-        for spec, index, block in plan.replaced:
+        for spec, index, block in plan.changes.replaced:
             if (slot := self._sequences[spec].slot) >= 0:
                 self._places.append(slot * self._width + index)
                 self._blocks.append(block)
-        for spec, block in plan.grown:
+        for spec, block in plan.changes.grown:
             self._extend(self._sequences[spec], (block,))
-        for chunk in plan.chunks:
+        for chunk in plan.work.chunks:
             sequence = self._sequences[chunk.spec]
             if chunk.admitted:
                 assert sequence.slot < 0
@@ -187,10 +187,12 @@ class Batcher:
 
     def _listed(self, plan: StepPlan) -> tuple[list[Chunk], list[Chunk]]:
         """Chunks that are decode rows to a device, and the others."""
-        if self._padded or not plan.chunks:
-            return [], list(plan.chunks)
-        singles = [chunk for chunk in plan.chunks if chunk.tokens == 1 and chunk.samples]
-        return singles, [chunk for chunk in plan.chunks if chunk.tokens > 1 or not chunk.samples]
+        listed = plan.work.chunks
+        assert all(chunk.outputs <= 1 for chunk in listed), "a device gives a row one token"
+        if self._padded or not listed:
+            return [], list(listed)
+        singles = [chunk for chunk in listed if chunk.tokens == 1 and chunk.outputs]
+        return singles, [chunk for chunk in listed if chunk.tokens > 1 or not chunk.outputs]
 
     def _write(
         self,
@@ -218,7 +220,7 @@ class Batcher:
         for row, chunk in rows:
             self._write_chunk(chunk, row, step)
         if self._random and header.sampling:
-            self._write_draws(header, step, [*singles, *(c for c in chunks if c.samples)])
+            self._write_draws(header, step, [*singles, *(c for c in chunks if c.outputs)])
 
     def _write_chunk(self, chunk: Chunk, row: int, step: Arrays[Ints]) -> None:
         sequence = self._sequences[chunk.spec]
@@ -227,7 +229,7 @@ class Batcher:
         tokens = step.tokens[step.starts[row] : step.starts[row + 1]]
         tokens[: chunk.padding] = 0
         sequence.write(chunk.start, tokens[chunk.padding :])
-        if chunk.samples:
+        if chunk.outputs:
             sequence.expect(end)
 
     def _write_draws(self, header: Header, step: Arrays[Ints], listed: list[Chunk]) -> None:
@@ -252,9 +254,9 @@ class Batcher:
     def _go_on(self, plan: StepPlan) -> None:
         """Who decodes unlisted from the next step on."""
         if self._padded:
-            for chunk in plan.chunks:
+            for chunk in plan.work.chunks:
                 self._decoding.join(self._sequences[chunk.spec], chunk.tokens + chunk.padding, chunk.padding)
-        elif plan.joined:
-            ends = {chunk.spec: chunk.start + chunk.tokens for chunk in plan.chunks}
-            for spec in plan.joined:
+        elif plan.changes.joined:
+            ends = {chunk.spec: chunk.start + chunk.tokens for chunk in plan.work.chunks}
+            for spec in plan.changes.joined:
                 self._decoding.join(self._sequences[spec], ends[spec])

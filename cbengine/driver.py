@@ -170,7 +170,7 @@ class Engine:
     def _launch(self, effect: Launch) -> Ticket:
         """Phases `schedule` (which ends here), `prepare` and `launch`."""
         plan, times, slot = effect.plan, self._times, effect.plan.step % self._depth
-        for chunk in plan.chunks:
+        for chunk in plan.work.chunks:
             if chunk.admitted:
                 self.record.admitted(self.scheduler.requests[chunk.spec], plan.step)
         self._inject("schedule")
@@ -198,7 +198,7 @@ class Engine:
         times.compute_start_ns, times.compute_end_ns = lanes.compute_start_ns - start, lanes.compute_end_ns - start
         times.d2h_start_ns, times.d2h_end_ns = lanes.d2h_start_ns - start, lanes.d2h_end_ns - start
         stopped = self._deliver(ticket.sent, tokens.tolist())
-        stopped += [s for s in effect.plan.ends if s.output_tokens < s.max_tokens and s not in stopped]
+        stopped += [s for s in effect.plan.changes.ends if s.output_tokens < s.max_tokens and s not in stopped]
         cancels: list[RequestSpec] = []
         if effect.cancels:
             self.record.polls += 1

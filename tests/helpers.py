@@ -6,13 +6,24 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from cbsim.policy.loop import Applied, Await, Effect, Landed, Launch, Poll, Polled, Refused, serve
-from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
+from cbsim.policy.plan import Batch, Chunk, Row, StepChanges, StepCounts, StepPlan, StepResult, StepWork
 from cbsim.policy.request import Finish, Request, RequestSpec
 from cbsim.policy.schedulers.transformers import TransformersScheduler
 from cbsim.policy.schedulers.vllm import VllmScheduler
 
 AnyScheduler = VllmScheduler | TransformersScheduler
 MOST_POLLS = 20_000
+
+
+def step_plan(chunks: tuple[Chunk, ...] = (), **fields: Any) -> StepPlan:
+    """A plan of these chunks, and of fields of its parts by their names."""
+    work, changes, counts = (
+        {name: fields.pop(name) for name in part._fields if name in fields}
+        for part in (StepWork, StepChanges, StepCounts)
+    )
+    assert not fields
+    work = {"chunks": chunks, "prefill_tokens": sum(c.tokens for c in chunks)} | work
+    return StepPlan(0, StepWork(**work), StepChanges(**changes), StepCounts(**counts))
 
 
 class Ask(NamedTuple):
@@ -41,11 +52,11 @@ class Executor:
 
     def rows(self, plan: StepPlan) -> list[Row]:
         """The rows of a plan: no request twice, each where its last row ended, sums as the plan says."""
-        for spec, index, block in plan.replaced:
+        for spec, index, block in plan.changes.replaced:
             self.tables[spec][index] = block
         rows = self.batch.rows(plan)
-        assert len({row.spec for row in rows}) == len(rows) == plan.rows
-        assert sum(row.tokens for row in rows) == plan.tokens
+        assert len({row.spec for row in rows}) == len(rows) == plan.work.rows
+        assert sum(row.tokens for row in rows) == plan.work.tokens
         for row in rows:
             if row.chunk is not None and row.chunk.admitted:
                 assert row.start == row.chunk.cached
@@ -59,7 +70,7 @@ class Executor:
 
     def _sample(self, step: int, row: Row) -> None:
         number = row.start + row.tokens - row.spec.prompt_tokens + 1
-        samples = row.chunk is None or row.chunk.samples
+        samples = row.chunk is None or row.chunk.outputs
         assert not samples or number > 0, "a token is sampled before the prompt has been read"
         if samples:
             self.sampled.setdefault(row.spec, {})[number] = step
@@ -129,7 +140,7 @@ class Drive:
 
     def _launch(self, plan: StepPlan) -> int:
         self.rows = self.executor.rows(plan)
-        self.ended += plan.ended
+        self.ended += plan.changes.ended
         self.on_step(plan, self.rows)
         return plan.step
 

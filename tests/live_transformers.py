@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
-from cbsim.proof.conformance.transformers_traces import Line, Tokens
+from cbsim.workload.scheduler_tests import Line, Tokens
 
 PACKAGE = "transformers.generation.continuous_batching"
 OVER = ("FINISHED", "PENDING")  # PENDING: soft reset while the row was in flight

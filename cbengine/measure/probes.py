@@ -144,7 +144,7 @@ def _lines(
     return [
         _line(plan, {name: int(row[i]) for name, i in columns.items()}, sizes)
         for plan, row, counts in rows
-        if counts and plan.rows
+        if counts and plan.work.rows
     ]
 
 

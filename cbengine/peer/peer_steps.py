@@ -27,7 +27,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from cbengine.device.faults import STUCK_S, Watchdog
 from cbengine.peer.peer_device import CudaClock, HostClock, PeerError
-from cbsim.policy.plan import Chunk, Outcome, Preempted, StepPlan
+from cbsim.policy.plan import Chunk, Outcome, Preempted, StepChanges, StepCounts, StepPlan, StepWork
 from cbsim.policy.request import Finish, RequestSpec
 from cbsim.results.record import StepTimes
 
@@ -82,7 +82,7 @@ class Served:
             start,
             tokens,
             (),
-            samples=self.decoding,
+            outputs=int(self.decoding),
             admitted=first,
             resumed=first and self.preemptions > 0,
             cached=start if first else 0,
@@ -298,27 +298,23 @@ class Watch:
                 lead += not decodes
                 chunks.append(served.row(future, start, self._orders))
                 self._orders += chunks[-1].admitted
-        plan = StepPlan(
-            step=self._steps,
+        work = StepWork(
             chunks=tuple(chunks),
             lead=lead,
             decodes=decodes,
             decode_context=context,
-            grown=(),
-            joined=(),
-            left=(),
-            ends=(),
-            ended=(),
-            preempted=tuple(self._preempted),
             prefill_tokens=sum([chunk.tokens for chunk in chunks]),
+            fast_decode=self._fast,
+        )
+        counts = StepCounts(
             table_blocks=blocks,
             new_blocks=self._new_blocks,
             running=len(p.scheduler.active_requests),
             waiting=len(p.scheduler.waiting_requests),
             free_blocks=p.cache.get_num_free_blocks(),
             cached_blocks=len(p.cache._block_manager._init_block_ids),
-            fast_decode=self._fast,
         )
+        plan = StepPlan(self._steps, work, StepChanges(preempted=tuple(self._preempted)), counts)
         self._steps += 1
         self._times.padded_tokens = host.num_q_tokens
         self._launched(plan)

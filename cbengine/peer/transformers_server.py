@@ -233,7 +233,7 @@ class TransformersServer:
     # -- steps out ----------------------------------------------------------------------------------------------------
 
     def _launched(self, plan: StepPlan) -> None:
-        for chunk in plan.chunks:
+        for chunk in plan.work.chunks:
             if chunk.admitted:
                 self.record.admitted(cast("Request", self._served[str(chunk.spec.index)]), plan.step)
 

@@ -21,13 +21,14 @@ class ConstantCost:
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         if not tokens:
             return 0, 0, 0
+        work = plan.work
         time = self.step + self.per_token * tokens
         if self.per_prefill_token:
-            time += self.per_prefill_token * plan.prefill_tokens
+            time += self.per_prefill_token * work.prefill_tokens
         if self.per_context:
-            rows = plan.decodes + plan.padding_rows
-            chunks = sum([c.start + c.tokens + c.padding for c in plan.chunks])
-            time += self.per_context * (plan.decode_context + rows + plan.padding_context + chunks)
+            rows = work.decodes + work.padding_rows
+            chunks = sum([c.start + c.tokens + c.padding for c in work.chunks])
+            time += self.per_context * (work.decode_context + rows + work.padding_context + chunks)
         return 0, round(time), 0
 
     def eager_launch_ns(self, plan: StepPlan) -> int:

@@ -38,9 +38,9 @@ class Size(NamedTuple):
 
 def size(plan: StepPlan) -> Size:
     """What `plan` has for the CPU to do."""
-    rows, chunks = plan.decodes + len(plan.chunks), len(plan.chunks)
-    changes = len(plan.grown) + len(plan.left) + len(plan.ended)
-    return Size(rows, plan.prefill_tokens + plan.decodes, plan.table_blocks, chunks, changes)
+    work, new = plan.work, plan.changes
+    chunks, changes = len(work.chunks), len(new.grown) + len(new.left) + len(new.ended)
+    return Size(work.decodes + chunks, work.prefill_tokens + work.decodes, plan.counts.table_blocks, chunks, changes)
 
 
 class CpuCost:
@@ -58,7 +58,7 @@ class CpuCost:
             return self._base
         if not self._by_rows:
             return self._evaluate(size(plan))
-        rows = plan.decodes + len(plan.chunks)
+        rows = plan.work.rows
         known = self._known.get(rows)
         if known is None:
             known = self._known[rows] = self._evaluate(Size(rows, 0, 0, 0, 0))

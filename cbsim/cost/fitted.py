@@ -36,15 +36,16 @@ class Work(NamedTuple):
 
 def work(plan: StepPlan, tokens: int) -> Work:
     """What `plan` does when `tokens` query tokens are computed."""
+    planned = plan.work
     prefill, cached, pairs = 0, 0, 0.0
-    for c in plan.chunks:
+    for c in planned.chunks:
         width = c.tokens + c.padding
         prefill += width
         cached += c.start
         pairs += width * c.start + width * (width + 1) / 2
-    rows = plan.decodes + plan.padding_rows
-    context = plan.decode_context + rows + plan.padding_context
-    return Work(tokens, len(plan.chunks), prefill, cached, pairs, tokens - prefill, context)
+    rows = planned.decodes + planned.padding_rows
+    context = planned.decode_context + rows + planned.padding_context
+    return Work(tokens, len(planned.chunks), prefill, cached, pairs, tokens - prefill, context)
 
 
 class Curve:
@@ -83,7 +84,7 @@ class FittedCost:
     launch: float  # CPU time to launch the kernels of a step one by one
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
-        if not plan.rows:
+        if not plan.work.rows:
             return 0, 0, 0
         does = work(plan, tokens)
         kernels = self.base + self.query_tokens(does.tokens) + self.context_tokens(does.context)
@@ -94,4 +95,4 @@ class FittedCost:
         return round(self.h2d), round(kernels), round(self.d2h)
 
     def eager_launch_ns(self, plan: StepPlan) -> int:
-        return round(self.launch) if plan.rows else 0
+        return round(self.launch) if plan.work.rows else 0

@@ -51,22 +51,23 @@ class RooflineCost:
         self._context_s = max(weights.kv_bytes / rates.bytes_kv, weights.attention_flop / rates.flops_decode)
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
-        rows = plan.decodes + len(plan.chunks)
+        work = plan.work
+        rows = work.decodes + len(work.chunks)
         if not rows:
             return 0, 0, 0
         weights, flops = self._weights, self._rates.flops_decode
-        sampled = plan.decodes + plan.padding_rows
+        sampled = work.decodes + work.padding_rows
         time = self._overhead_s + tokens * self._embedding_s
-        time += (plan.decode_context + plan.decodes + plan.padding_context + plan.padding_rows) * self._context_s
-        if plan.chunks:
+        time += (work.decode_context + work.decodes + work.padding_context + work.padding_rows) * self._context_s
+        if work.chunks:
             flops = self._rates.flops_prefill
-            sampled += sum([c.samples for c in plan.chunks])
+            sampled += sum([c.outputs for c in work.chunks])
             time += self._prefill_attention(plan)
         time += max(2 * tokens * weights.linear / flops, self._linear_s)
         if sampled:
             time += max(2 * sampled * weights.head / flops, self._head_s)
         per_byte = self._pcie_ns
-        h2d_bytes = 4 * (3 * (plan.prefill_tokens + plan.decodes) + plan.table_blocks)
+        h2d_bytes = 4 * (3 * (work.prefill_tokens + work.decodes) + plan.counts.table_blocks)
         return round(h2d_bytes * per_byte), round(time * 1e9), round(4 * rows * per_byte)
 
     def _prefill_attention(self, plan: StepPlan) -> float:
@@ -74,11 +75,11 @@ class RooflineCost:
         per_pair = self._weights.attention_flop / self._rates.flops_prefill
         per_token = self._weights.kv_bytes / self._rates.bytes_kv
         time = 0.0
-        for c in plan.chunks:
+        for c in plan.work.chunks:
             tokens = c.tokens + c.padding
             pairs = tokens * c.start + tokens * (tokens + 1) / 2
             time += max(pairs * per_pair, (c.start + tokens) * per_token)
         return time
 
     def eager_launch_ns(self, plan: StepPlan) -> int:
-        return self._launch_ns if plan.rows else 0
+        return self._launch_ns if plan.work.rows else 0

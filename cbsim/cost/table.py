@@ -53,10 +53,11 @@ class Added(NamedTuple):
 
 def attention_work(plan: StepPlan) -> Attention:
     """What attention has to do in `plan`, its chunks taken together."""
-    decodes = plan.decodes + plan.padding_rows
-    context, longest = plan.decode_context + plan.padding_context, plan.longest_context
+    work = plan.work
+    decodes = work.decodes + work.padding_rows
+    context, longest = work.decode_context + work.padding_context, work.longest_context
     prefill, pairs = 0, 0.0
-    for chunk in plan.chunks:
+    for chunk in work.chunks:
         tokens, start = chunk.tokens + chunk.padding, chunk.start
         if tokens == 1:
             decodes, context, longest = decodes + 1, context + start, max(longest, start)
@@ -90,14 +91,15 @@ class TableCost:
 
         Every layer ends with an exchange, so all take what the slowest takes; all are padded to `tokens` query tokens.
         """
-        own = max((self._own_ns(plan) for plan in plans if plan.rows), default=-1.0)
+        own = max((self._own_ns(plan) for plan in plans if plan.work.rows), default=-1.0)
         if own < 0:
             return 0
         shared = self._tables.linear_ns(tokens) + self._tables.experts_ns(tokens, ranks)
         return round(own + shared + self._exchange_ns(tokens, ranks) + self._added.step_ns)
 
     def _own_ns(self, plan: StepPlan) -> float:
-        rows = plan.rows + plan.padding_rows
+        work = plan.work
+        rows = work.rows + work.padding_rows
         attention = self._tables.attention_ns(attention_work(plan), skew=self._skew)
         return attention + self._tables.head_ns(rows) + rows * self._added.row_ns
 
@@ -112,4 +114,4 @@ class TableCost:
         return layers * (reduced + gathered)
 
     def eager_launch_ns(self, plan: StepPlan) -> int:
-        return self._launch_ns if plan.rows else 0
+        return self._launch_ns if plan.work.rows else 0

@@ -114,7 +114,7 @@ class Machine:
     def _launch(self, effect: Launch) -> StepTimes:
         """CPU phases `schedule`, `prepare` and `launch`; then the device has the step."""
         plan, times, cost = effect.plan, self._times, self._cost
-        for chunk in plan.chunks:
+        for chunk in plan.work.chunks:
             if chunk.admitted:
                 self.record.admitted(self.scheduler.requests[chunk.spec], plan.step)
         schedule_ns, prepare_ns, launch_ns, times.update_ns = cost.cpu_ns(plan)
@@ -138,7 +138,7 @@ class Machine:
         if effect.cancels:
             self.record.polls += 1
             cancels = self._inbox.given_up(self._cpu_ns) if self._inbox.quits else ()
-        ends = effect.plan.ends
+        ends = effect.plan.changes.ends
         if not ends and not cancels:
             return UNEVENTFUL
         return Landed(StepResult(tuple([s for s in ends if s.output_tokens < s.max_tokens])), cancels)

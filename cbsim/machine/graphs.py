@@ -29,10 +29,11 @@ class Graphs:
         self._captured: dict[Hashable, Shape] = {}
 
     def shape(self, plan: StepPlan) -> Shape:
-        rows = plan.decodes + len(plan.chunks)
+        work = plan.work
+        rows = work.decodes + len(work.chunks)
         bucket = self._bucket(plan) if self._bucket and rows else None
         if bucket is None:
-            return Shape(plan.computed_tokens, eager=rows > 0, capture_ns=0)
+            return Shape(work.computed_tokens, eager=rows > 0, capture_ns=0)
         tokens, key = bucket
         shape = self._captured.get(key)
         if shape is None:
@@ -43,18 +44,20 @@ class Graphs:
 
 def unpadded(plan: StepPlan) -> Bucket:
     """A graph for every size: nothing is padded."""
-    return plan.computed_tokens, plan.computed_tokens
+    tokens = plan.work.computed_tokens
+    return tokens, tokens
 
 
 def transformers_buckets(max_requests: int, max_tokens: int, cache_tokens: int) -> Callable[[StepPlan], Bucket]:
     """Transformers 5.17: powers of two on the decode fast path, else queries to 64s and KV reads to 16,384s."""
 
     def bucket(plan: StepPlan) -> Bucket:
-        if plan.fast_decode:
-            tokens = up_to_power(plan.tokens, max_requests)
+        work = plan.work
+        if work.fast_decode:
+            tokens = up_to_power(work.tokens, max_requests)
             return tokens, ("decode", tokens)
-        read = plan.decode_context + sum([c.start for c in plan.chunks])
-        tokens = up_to_multiple(plan.computed_tokens, 64, max_tokens)
+        read = work.decode_context + sum([c.start for c in work.chunks])
+        tokens = up_to_multiple(work.computed_tokens, 64, max_tokens)
         return tokens, (tokens, up_to_multiple(read, 16384, cache_tokens))
 
     return bucket
@@ -65,7 +68,7 @@ def vllm_buckets(sizes: Sequence[int]) -> Callable[[StepPlan], Bucket]:
     sizes = sorted(sizes)
 
     def bucket(plan: StepPlan) -> Bucket:
-        at = bisect_left(sizes, plan.computed_tokens)
+        at = bisect_left(sizes, plan.work.computed_tokens)
         return (sizes[at], sizes[at]) if at < len(sizes) else None
 
     return bucket

@@ -83,7 +83,7 @@ class Rank:
 
     def launch(self, plan: StepPlan, shape: Shape, times: StepTimes) -> None:
         self._rests = False
-        if not plan.rows:  # nothing runs on the device: it is over with the step before it
+        if not plan.work.rows:  # nothing runs on the device: it is over with the step before it
             self._pending[id(times)] = None
             return
         event = self._pending[id(times)] = self._group.env.event()

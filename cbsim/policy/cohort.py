@@ -25,9 +25,10 @@ class Landing:
 
     request: Request
     epoch: int  # the request's when the row was planned
-    samples: bool
+    outputs: int  # that it may yield
     reach: int = 0  # tokens computed once it has landed
-    completes: int = 0  # blocks it fills
+    completes: int = 0  # blocks it fills, if it yields them all
+    short: int = 0  # outputs that it did not yield
 
 
 class Cohort:

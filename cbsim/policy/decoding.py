@@ -19,7 +19,17 @@ from cbsim.policy.blocks import BlockPool, Replaced
 from cbsim.policy.cohort import Cohort, Landing, by_order
 from cbsim.policy.keys import Keys
 from cbsim.policy.observer import NOBODY, Observer
-from cbsim.policy.plan import UNCHANGED, Chunk, Outcome, Preempted, StepPlan, StepResult
+from cbsim.policy.plan import (
+    UNCHANGED,
+    Chunk,
+    Outcome,
+    Preempted,
+    StepChanges,
+    StepCounts,
+    StepPlan,
+    StepResult,
+    StepWork,
+)
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 
 Landings = tuple[list[Landing], list[Landing], list[Landing]]  # of the chunks before the members, of them, and after
@@ -73,18 +83,25 @@ class Decoding:
         self._admissions += 1
         self.loose[request] = None
 
-    def row(self, request: Request, tokens: int, blocks: Sequence[int]) -> Chunk:
-        """A row of the next `tokens` tokens, for which `blocks` have been added to the request's table."""
+    def row(
+        self, request: Request, tokens: int, blocks: Sequence[int], *, guesses: int = 0, samples: bool = True
+    ) -> Chunk:
+        """A row of the next `tokens` tokens, for which `blocks` have been added to the request's table.
+
+        With the last token that is wanted it yields an output token, if it `samples`. The last `guesses` of the tokens
+        lie behind that one; each may yield one more.
+        """
         start, first = request.computed, request.fresh
         end = start + tokens
-        self._keys.row(request, end)
+        outputs = guesses + 1 if samples and end == request.target + guesses else 0
+        self._keys.row(request, end - guesses)
         return Chunk(
             request.spec,
             request.order,
             start,
             tokens,
             tuple(self.pool.tables[request] if first else blocks),
-            samples=end == request.target,
+            outputs=outputs,
             admitted=first,
             resumed=first and request.preemptions > 0,
             cached=start if first else 0,
@@ -165,40 +182,42 @@ class Decoding:
             prefill_tokens += row.tokens
             table_blocks += pool.held(request)
             new_blocks += len(row.blocks) - pool.blocks_for(row.cached)
-            request.advance(row.tokens, row.samples)
-            if row.samples:
-                if request.promised == request.last:
+            request.advance(row.tokens, row.outputs)
+            if row.outputs:
+                if request.promised >= request.last > request.promised - row.outputs:
                     ends.append(request.spec)
-                if self._together and (not self._foresees or request.promised < request.limit):
+                if self._joins(request, row.outputs):
                     joining.append(request)
-        plan = StepPlan(  # by position: this is built for every step
-            members.planned,
-            tuple(rows.values()),
-            lead,
-            decodes,
-            members.context if decodes else 0,
-            tuple(self._grown),
-            tuple([request.spec for request in joining]),
-            tuple(self._left),
-            tuple(ends),
-            tuple(self.ended),
-            tuple(self.preempted),
-            prefill_tokens,
-            table_blocks,
-            new_blocks,
-            running,
-            waiting,
-            pool.free,
-            0,
-            0,
-            fast_decode,
-            tuple(self._replaced),
-            pool.cached,
-            members.longest if decodes else 0,
+        work = StepWork(
+            chunks=tuple(rows.values()),
+            lead=lead,
+            decodes=decodes,
+            decode_context=members.context if decodes else 0,
+            longest_context=members.longest if decodes else 0,
+            prefill_tokens=prefill_tokens,
+            fast_decode=fast_decode,
         )
+        counts = StepCounts(table_blocks, new_blocks, running, waiting, pool.free, pool.cached)
+        plan = StepPlan(members.planned, work, self._changes(joining, ends), counts)
         self._note(rows, ending, lead)
         self._commit(joining, ending)
         return plan
+
+    def _joins(self, request: Request, outputs: int) -> bool:
+        """Does a request decode with the members from its next step on? They yield exactly one token a row."""
+        return self._together and outputs == 1 and (not self._foresees or request.promised < request.limit)
+
+    def _changes(self, joining: Sequence[Request], ends: Sequence[RequestSpec]) -> StepChanges:
+        """What the plan has to tell beside its rows."""
+        return StepChanges(
+            grown=tuple(self._grown),
+            joined=tuple([request.spec for request in joining]),
+            left=tuple(self._left),
+            ends=tuple(ends),
+            ended=tuple(self.ended),
+            preempted=tuple(self.preempted),
+            replaced=tuple(self._replaced),
+        )
 
     def _note(self, rows: Mapping[Request, Chunk], ending: Sequence[Request], lead: int) -> None:
         """Remember, in the order of the rows, which of them will do more than count when they come back."""
@@ -207,12 +226,12 @@ class Decoding:
             return
         listed: list[list[Landing]] = [[], []]
         for position, (request, row) in enumerate(rows.items()):
-            if row.samples or self._wastes_chunks:
+            if row.outputs or self._wastes_chunks:
                 reach = row.start + row.tokens
                 completes = self._keys.completes(row.start, reach)
-                listed[position >= lead].append(Landing(request, request.epoch, row.samples, reach, completes))
+                listed[position >= lead].append(Landing(request, request.epoch, row.outputs, reach, completes))
         due = sorted({*filling, *ending}, key=by_order)
-        middle = [Landing(r, r.epoch, True, r.computed + 1, int(r in filling)) for r in due]
+        middle = [Landing(r, r.epoch, 1, r.computed + 1, int(r in filling)) for r in due]
         self._noted[self.members.planned] = listed[0], middle, listed[1]
 
     def _commit(self, joining: Sequence[Request], ending: Sequence[Request]) -> None:
@@ -235,6 +254,7 @@ class Decoding:
         self.members.applied()
         if not landings:
             return UNCHANGED
+        delivered = dict(result.delivered)
         received: list[RequestSpec] = []
         finished: list[tuple[RequestSpec, Finish]] = []
         wasted = 0
@@ -244,10 +264,13 @@ class Decoding:
                 wasted += 1
                 self._observer.wasted(landing, plan.step)
                 continue
-            if landing.samples and (request.cohort is None or plan.step < request.since):
-                request.receive(plan.step)
-                received.append(request.spec)
-            over = landing.samples and (request.seen == request.last or request in stopped)
+            if landing.outputs and (request.cohort is None or plan.step < request.since):
+                self._receive(landing, plan.step, delivered.get(request.spec))
+                if landing.short < landing.outputs:
+                    received.append(request.spec)
+            over = landing.outputs > 0 and (request.seen == request.last or request in stopped)
+            if not over and landing.short:
+                request.settle(landing.short)
             self._replaced += self._keys.landed(landing, over)
             self._observer.landed(landing, over)
             if over:
@@ -256,6 +279,17 @@ class Decoding:
                 end(request, reason)
         return Outcome(tuple(received), tuple(finished), wasted)
 
+    def _receive(self, landing: Landing, step: int, tokens: int | None) -> None:
+        """Hand the tokens of a row out: as many as came, or else as promised, up to the declared last one."""
+        request, outputs = landing.request, landing.outputs
+        left = request.last - request.seen
+        if tokens is None:
+            tokens = min(outputs, left)
+        assert 0 <= tokens <= min(outputs, left), (request.spec.id, tokens, outputs, left)
+        request.receive(step, tokens)
+        landing.short = outputs - tokens
+        landing.reach -= landing.short
+
     def _landings(self, step: int, stopped: Sequence[Request]) -> list[Landing]:
         """The rows of a step that do more than count, in order: that of the chunks, and of admission for the others."""
         assert step == self.members.updated, (step, self.members.updated)
@@ -263,9 +297,9 @@ class Decoding:
         late = self.members.landing(step)
         if late or stopped:
             noted = {landing.request for landing in (*before, *middle, *after)}
-            middle += [Landing(request, epoch, True) for request, epoch in late if request not in noted]
+            middle += [Landing(request, epoch, 1) for request, epoch in late if request not in noted]
             noted.update(landing.request for landing in middle)
-            middle += [Landing(request, request.epoch, True) for request in stopped if request not in noted]
+            middle += [Landing(request, request.epoch, 1) for request in stopped if request not in noted]
             middle.sort(key=lambda landing: landing.request.order)
         return [*before, *middle, *after]
 

@@ -31,9 +31,10 @@ def captured(plan: StepPlan, sizes: Sequence[int]) -> int | None:
     """The captured size at which our engine runs a step on a GPU, or None: kernel by kernel. Steps in which every row
     has one query token and samples have a graph, up to the largest size.
     """
-    if plan.tokens > sizes[-1] or any(c.tokens > 1 or c.padding or not c.samples for c in plan.chunks):
+    work = plan.work
+    if work.tokens > sizes[-1] or any(c.tokens > 1 or c.padding or not c.outputs for c in work.chunks):
         return None
-    return bucket(sizes, plan.tokens)
+    return bucket(sizes, work.tokens)
 
 
 def bucket(sizes: Sequence[int], rows: int) -> int:

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from cbsim.policy.digest import digest
 from cbsim.policy.request import Finish, RequestSpec
 
 
 class Chunk(NamedTuple):
-    """A row listed one by one: `tokens` query tokens of a request, behind `start` tokens already in the cache.
+    """A row listed by itself: `tokens` query tokens of a request, behind `start` tokens already in the cache.
 
     `blocks` are the block ids added to its table, or the whole table when `admitted` (first chunk after the queue).
-    With `samples` the row yields an output token. `recomputed` of its tokens had been computed before a preemption.
-    `padding` tokens are computed to its left for nothing but shape.
+    The row may yield up to `outputs` output tokens, which is a promise until its result is there: 0 for a part of a
+    prompt, 1 for a decoding row, more where query tokens are guesses. `recomputed` of its tokens had been computed
+    before a preemption. `padding` tokens are computed to its left for nothing but shape.
     """
 
     spec: RequestSpec
@@ -25,7 +27,7 @@ class Chunk(NamedTuple):
     start: int
     tokens: int
     blocks: tuple[int, ...]
-    samples: bool
+    outputs: int
     admitted: bool = False
     resumed: bool = False
     cached: int = 0
@@ -41,44 +43,25 @@ class Preempted(NamedTuple):
     blocks: int
 
 
-class StepPlan(NamedTuple):
-    """One step. Rows run in the order chunks[:lead], the decoding rows by admission order, chunks[lead:].
+class StepWork(NamedTuple):
+    """What a step computes. Rows run in the order chunks[:lead], the decoding rows by admission order, chunks[lead:].
 
-    `decodes` rows go on decoding from the plans before; together they read `decode_context` cached tokens, the longest
-    of them `longest_context`. `grown` gives those that got a block; `joined` decode without being listed from the next
-    step on; `left` had been decoding and are no longer, as of this step. `ends` are the requests whose declared last
-    token this step samples, `ended` those that have ended since the plan before: an executor forgets them.
-    `replaced` gives (request, index in its table, block): since the plan before, that entry became another block of
-    equal content, and the old one is free.
+    `decodes` rows go on decoding from the plans before, a token each; together they read `decode_context` cached
+    tokens, the longest of them `longest_context`. `prefill_tokens` are the query tokens of the chunks.
 
     Static batches compute for nothing but shape: `padding_rows` decode rows that have ended, and `padding_context` KV
-    tokens beyond the requests' own. `free_blocks`, `running`, `waiting` hold after planning, and `cached_blocks`, the
-    number of free blocks with content that has a key in the prefix cache.
+    tokens beyond the requests' own.
     """
 
-    step: int
-    chunks: tuple[Chunk, ...]
-    lead: int
-    decodes: int
-    decode_context: int
-    grown: tuple[tuple[RequestSpec, int], ...]
-    joined: tuple[RequestSpec, ...]
-    left: tuple[RequestSpec, ...]
-    ends: tuple[RequestSpec, ...]
-    ended: tuple[RequestSpec, ...]
-    preempted: tuple[Preempted, ...]
-    prefill_tokens: int  # query tokens of the chunks
-    table_blocks: int  # blocks in the tables of all rows
-    new_blocks: int
-    running: int
-    waiting: int
-    free_blocks: int
+    chunks: tuple[Chunk, ...] = ()
+    lead: int = 0
+    decodes: int = 0
+    decode_context: int = 0
+    longest_context: int = 0
+    prefill_tokens: int = 0
     padding_rows: int = 0
     padding_context: int = 0
     fast_decode: bool = False
-    replaced: tuple[tuple[RequestSpec, int, int], ...] = ()
-    cached_blocks: int = 0
-    longest_context: int = 0
 
     @property
     def rows(self) -> int:
@@ -97,17 +80,67 @@ class StepPlan(NamedTuple):
         return tokens
 
 
+class StepChanges(NamedTuple):
+    """What is new since the plan before, for whoever keeps requests and their tables.
+
+    `grown` gives the decoding rows that got a block; `joined` decode without being listed from the next step on; `left`
+    had been decoding and are no longer, as of this step. `ends` are the requests whose declared last token this step
+    samples, if its rows yield all that they may; `ended` those that have ended: an executor forgets them. `replaced`
+    gives (request, index in its table, block): that entry became another block of equal content, the old one is free.
+    """
+
+    grown: tuple[tuple[RequestSpec, int], ...] = ()
+    joined: tuple[RequestSpec, ...] = ()
+    left: tuple[RequestSpec, ...] = ()
+    ends: tuple[RequestSpec, ...] = ()
+    ended: tuple[RequestSpec, ...] = ()
+    preempted: tuple[Preempted, ...] = ()
+    replaced: tuple[tuple[RequestSpec, int, int], ...] = ()
+
+
+class StepCounts(NamedTuple):
+    """Sums for costs and records. All but the first two hold after planning.
+
+    `table_blocks` are in the tables of the step's rows, `new_blocks` were handed out for it. `cached_blocks` are the
+    free ones with content that has a key in the prefix cache.
+    """
+
+    table_blocks: int = 0
+    new_blocks: int = 0
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    cached_blocks: int = 0
+
+
+class StepPlan(NamedTuple):
+    """One step: what it computes, what changes with it, and how things stand after planning."""
+
+    step: int
+    work: StepWork = StepWork()
+    changes: StepChanges = StepChanges()
+    counts: StepCounts = StepCounts()
+
+    def digest(self) -> int:
+        """Everything that the plan says, as a signed 64-bit integer; digest.py declares its bytes."""
+        return digest(self)
+
+
 class StepResult(NamedTuple):
-    """What came back: the requests that sampled a stop token. Every sampling row delivered one token."""
+    """What came back: the requests that sampled a stop token, and the output tokens of rows that yielded other than
+    they might, a stop token included and nothing behind it. Every other row delivered as promised, up to the declared
+    last token of its request.
+    """
 
     stopped: tuple[RequestSpec, ...] = ()
+    delivered: tuple[tuple[RequestSpec, int], ...] = ()
 
 
 NOTHING_STOPPED = StepResult()
 
 
 class Outcome(NamedTuple):
-    """What a result changed: requests that got a token one by one or ended, rows computed for nothing."""
+    """What a result changed: requests that got tokens one by one or ended, rows computed for nothing."""
 
     received: tuple[RequestSpec, ...]
     finished: tuple[tuple[RequestSpec, Finish], ...]
@@ -136,20 +169,21 @@ class Batch:
 
     def rows(self, plan: StepPlan) -> list[Row]:
         """Every row of `plan`, in order. Call it once for every plan, in order."""
-        for spec in plan.left:
+        work, changes = plan.work, plan.changes
+        for spec in changes.left:
             del self._decoding[spec]
-        grown = {spec: (block,) for spec, block in plan.grown}
+        grown = {spec: (block,) for spec, block in changes.grown}
         decoding = sorted(self._decoding.items(), key=lambda item: item[1][0])
-        assert len(decoding) == plan.decodes
-        assert sum(at for _, (_, at) in decoding) == plan.decode_context
-        assert max((at for _, (_, at) in decoding), default=0) == plan.longest_context
+        assert len(decoding) == work.decodes
+        assert sum(at for _, (_, at) in decoding) == work.decode_context
+        assert max((at for _, (_, at) in decoding), default=0) == work.longest_context
         rows = [Row(spec, at, 1, grown.get(spec, ()), None) for spec, (_, at) in decoding]
         for _, state in decoding:
             state[1] += 1
-        listed = [Row(c.spec, c.start, c.tokens, c.blocks, c) for c in plan.chunks]
-        ends = {c.spec: [c.order, c.start + c.tokens] for c in plan.chunks}
-        self._decoding.update((spec, ends[spec]) for spec in plan.joined)
-        return [*listed[: plan.lead], *rows, *listed[plan.lead :]]
+        listed = [Row(c.spec, c.start, c.tokens, c.blocks, c) for c in work.chunks]
+        ends = {c.spec: [c.order, c.start + c.tokens] for c in work.chunks}
+        self._decoding.update((spec, ends[spec]) for spec in changes.joined)
+        return [*listed[: work.lead], *rows, *listed[work.lead :]]
 
     def __iter__(self) -> Iterator[RequestSpec]:
         return iter(self._decoding)

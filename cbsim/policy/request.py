@@ -64,7 +64,7 @@ class RequestSpec:
             )
 
     def __hash__(self) -> int:
-        """The same in every process, so that a plan's hash is too."""
+        """The same in every process."""
         return self.index
 
     def shared_blocks(self, block_size: int) -> int:
@@ -83,8 +83,8 @@ class Request:
     """Progress of one request. Fields are read by anyone and written by these methods only, called by the scheduler.
 
     `computed`: tokens whose KV is written or promised by a planned step. `promised`: output tokens that planned steps
-    will have sampled. `seen`: output tokens that came back. So prompt + promised is what is known of the sequence, and
-    promised - seen is what is in flight.
+    will have sampled, at most. `seen`: output tokens that came back. So prompt + promised is what is known of the
+    sequence, and promised - seen is what is in flight.
     """
 
     __slots__ = (
@@ -124,8 +124,8 @@ class Request:
         self.hashed = 0  # leading blocks whose content key is known
         self.cached: int | None = None  # prefix-cache hit at the first admission, tokens
         self.preemptions = 0
-        self.high_water = 0  # most tokens ever computed: what lies below it is recomputed
-        self.runs: list[list[int]] = []  # [first step, steps]: the steps whose tokens were delivered
+        self.high_water = 0  # most tokens computed before it lost its blocks: what lies below it is recomputed
+        self.runs: list[list[int]] = []  # [first step, steps]: the steps that delivered tokens, however many each
         self._computed = self._promised = self._seen = 0
 
     @property
@@ -171,19 +171,22 @@ class Request:
         assert self.cohort is None
         self.status, self.order = Status.PREFILL, order
         self._computed = self.entered = cached_tokens
-        self.high_water = max(self.high_water, cached_tokens)
         if self.cached is None:
             self.cached = cached_tokens
 
-    def advance(self, tokens: int, samples: bool) -> None:
-        """A row of `tokens` query tokens was planned; with `samples` it yields an output token."""
+    def advance(self, tokens: int, outputs: int) -> None:
+        """A row of `tokens` query tokens was planned, and promises `outputs` tokens: one behind each query token from
+        the last wanted one on. Those after it are guesses.
+        """
         assert self.cohort is None
-        assert 0 < tokens <= self.wanted, (self.spec.id, tokens, self.wanted)
+        assert tokens > 0, (self.spec.id, tokens)
+        if outputs:
+            assert tokens == self.wanted + outputs - 1, (self.spec.id, tokens, self.wanted, outputs)
+        else:
+            assert tokens <= self.wanted, (self.spec.id, tokens, self.wanted)
         self._computed += tokens
-        if self._computed > self.high_water:
-            self.high_water = self._computed
-        self._promised += samples
-        self.status = Status.DECODE if samples else Status.PREFILL
+        self._promised += outputs
+        self.status = Status.DECODE if outputs else Status.PREFILL
 
     def join(self, cohort: Cohort) -> None:
         """From the next step on, decode one token a step at the cohort's pace."""
@@ -196,16 +199,28 @@ class Request:
         assert self.cohort is not None
         landed = max(0, self.cohort.updated - self.since)
         self._computed, self._promised, self._seen = self.computed, self.promised, self._seen + landed
-        self.high_water = max(self.high_water, self._computed)
         self._deliver(self.since, landed)
         self.cohort = None
 
-    def receive(self, step: int) -> None:
-        """One output token, sampled by `step`, came back."""
+    def receive(self, step: int, tokens: int = 1) -> None:
+        """So many output tokens, sampled by `step`, came back."""
         assert self.cohort is None or step < self.since
-        self._seen += 1
+        self._seen += tokens
         self._promised = max(self._promised, self._seen)
-        self._deliver(step, 1)
+        self._deliver(step, min(tokens, 1))
+
+    def settle(self, short: int) -> None:
+        """A row has come back with `short` tokens fewer than it promised: so many are neither promised nor computed.
+
+        No other row of the request may be in flight then, for it would start at the wrong place. A request that has
+        lost its blocks since has nothing to give back.
+        """
+        if self.status is Status.WAITING:
+            return
+        assert self.cohort is None, (self.spec.id, "a member owes a token")
+        assert self._promised - self._seen == short, (self.spec.id, "a row follows one that owes tokens", short)
+        self._promised -= short
+        self._computed -= short
 
     def _deliver(self, step: int, count: int) -> None:
         if not count:
@@ -235,6 +250,7 @@ class Request:
         """Give everything computed up and wait again. Rows in flight still deliver unless they are dropped."""
         assert self.cohort is None
         assert self.status in (Status.PREFILL, Status.DECODE)
+        self.high_water = max(self.high_water, self._computed)
         self.status, self._computed, self.hashed = Status.WAITING, 0, 0
         self._promised = self._seen
         self.name_all()

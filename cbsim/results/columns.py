@@ -55,7 +55,9 @@ STEPS = (
     ),
     Column("finished", "requests", "ended with this step's result"),
     Column("wasted_rows", "rows", "rows whose token or chunk was of no use: the request had ended or been reset"),
-    Column("plan_hash", "id", "hash of everything that the plan says, the same in every process"),
+    Column(
+        "plan_hash", "id", "digest of everything that the plan says, of the bytes declared in docs/run_directory.md"
+    ),
     *(
         Column(f"{name}_{edge}_ns", "ns", f"{edge} of: {TAKES[name]}")
         for name in (*PHASES, *LANES)

@@ -145,7 +145,7 @@ def load(path: Path, *, whole: bool = True) -> Run:
     summary = _read_json(path / "summary.json")
     version = summary.get("schema_version")
     if version != SCHEMA_VERSION:
-        raise RunError(f"{path / 'summary.json'}: schema_version {version!r}, this version reads {SCHEMA_VERSION}")
+        raise RunError(f"{path / 'summary.json'}: {parquet.refused_version(version)}")
     steps, requests = _tables(path) if whole else (Steps(np.empty((0, len(STEP_COLUMNS)), dtype=np.int64)), [])
     return Run(
         path,

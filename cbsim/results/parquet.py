@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from cbsim.results.columns import Column
 
-SCHEMA_VERSION = 3  # of the run directory: raised whenever a reader of the version before would misread it
+SCHEMA_VERSION = 4  # of the run directory: raised whenever a reader of the version before would misread it
 _VERSION_KEY = b"schema_version"
 COUNTED = ("tokens", "blocks", "rows", "requests")  # units of what cannot be less than nothing
 BROKEN = (pa.ArrowException, OSError, ValueError)  # what pyarrow raises when it reads no or a damaged file
@@ -25,6 +25,12 @@ Ints = npt.NDArray[np.int64]
 
 class TableError(ValueError):
     """A table that is not what was declared; the message says what was found and what was expected."""
+
+
+def refused_version(version: object) -> str:
+    """What is wrong with a run directory of this schema version, and what to do about it."""
+    again = "make the run again with the `command` in its env.json, or read it with the commit named there"
+    return f"schema_version {version}, this version reads {SCHEMA_VERSION}: {again}"
 
 
 def schema(columns: Sequence[Column]) -> pa.Schema:
@@ -88,7 +94,7 @@ class Table:
     def _check(self, found: pa.Schema) -> None:
         version = (found.metadata or {}).get(_VERSION_KEY, str(SCHEMA_VERSION).encode()).decode(errors="replace")
         if version != str(SCHEMA_VERSION):
-            raise TableError(f"schema_version {version}, this version reads {SCHEMA_VERSION}")
+            raise TableError(refused_version(version))
         for column in self._columns.values():
             count = found.names.count(column.name)
             if count != 1:

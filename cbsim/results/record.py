@@ -55,7 +55,10 @@ _PACK = Struct(f"={len(STEP_COLUMNS)}q").pack
 
 
 class RequestRow(NamedTuple):
-    """A request at the end of the run. `token_runs` is [first step, steps, ...]: the steps whose token it received."""
+    """A request at the end of the run. `token_runs` is [first step, steps, ...]: the steps whose token it received.
+
+    A row and step deliver one token at most: `Record` refuses plans whose rows may yield several.
+    """
 
     index: int  # type: ignore[assignment]  # a column's name; tuple.index is not called
     id: str
@@ -131,35 +134,39 @@ class Record:
 
     def applied(self, plan: StepPlan, outcome: Outcome, times: StepTimes) -> None:
         """A step is over."""
-        chunks = plan.chunks
-        prefill, context = plan.prefill_tokens, plan.decode_context
-        sampled, recomputed, cached = plan.decodes, 0, 0
+        work, held = plan.work, plan.counts
+        chunks, decodes = work.chunks, work.decodes
+        prefill, context = work.prefill_tokens, work.decode_context
+        sampled, outputs, recomputed, cached = decodes, decodes, 0, 0
         for chunk in chunks:
-            sampled += chunk.samples
+            sampled += chunk.outputs > 0
+            outputs += chunk.outputs
             recomputed += chunk.recomputed
             cached += chunk.cached
             context += chunk.start
+        if outputs > sampled:
+            raise NotImplementedError(f"step {plan.step}: a row may yield several tokens, which no run table can hold")
         self.sampled_tokens += sampled - outcome.wasted_rows
         counts = (
             plan.step,
-            len(chunks) + plan.decodes,
-            plan.decodes,
+            len(chunks) + decodes,
+            decodes,
             prefill,
-            prefill + plan.decodes,
+            prefill + decodes,
             times.padded_tokens,
-            context + plan.padding_context,
+            context + work.padding_context,
             sampled,
-            plan.new_blocks,
-            self.total_blocks - plan.free_blocks,
-            plan.cached_blocks,
-            plan.running,
-            plan.waiting,
-            len(plan.preempted),
+            held.new_blocks,
+            self.total_blocks - held.free_blocks,
+            held.cached_blocks,
+            held.running,
+            held.waiting,
+            len(plan.changes.preempted),
             recomputed,
             cached,
             len(outcome.finished),
             outcome.wasted_rows,
-            hash(plan),
+            plan.digest(),
         )
         self.steps += _PACK(*counts, *_TIMES(times))
 

@@ -109,8 +109,8 @@ class Guarded:
         """Rows belong to requests that are there, tables to the pool, and the step stays within its limits."""
         assert plan.step == self._steps, f"step is {plan.step}, expected {self._steps}"
         rows = self._batch.rows(plan)
-        replaced = {(spec, index): block for spec, index, block in plan.replaced}
-        for spec in (*plan.ended, *(lost.spec for lost in plan.preempted)):
+        replaced = {(spec, index): block for spec, index, block in plan.changes.replaced}
+        for spec in (*plan.changes.ended, *(lost.spec for lost in plan.changes.preempted)):
             self._tables.pop(spec, None)
         for (spec, index), block in replaced.items():
             if spec in self._tables:
@@ -136,10 +136,10 @@ class Guarded:
 
     def _check_limits(self, plan: StepPlan) -> None:
         limits = self.limits
-        most_rows = min(value for value in (limits.rows, limits.seats, plan.rows) if value is not None)
-        assert plan.rows <= most_rows, f"{plan.rows} rows, {most_rows} are allowed"
-        assert limits.tokens is None or plan.tokens <= limits.tokens, (
-            f"{plan.tokens} query tokens, {limits.tokens} are allowed"
+        most_rows = min(value for value in (limits.rows, limits.seats, plan.work.rows) if value is not None)
+        assert plan.work.rows <= most_rows, f"{plan.work.rows} rows, {most_rows} are allowed"
+        assert limits.tokens is None or plan.work.tokens <= limits.tokens, (
+            f"{plan.work.tokens} query tokens, {limits.tokens} are allowed"
         )
 
 

@@ -1,7 +1,7 @@
 """Recorded polls in, the same plans out: the check that a run's decisions follow from what it was told, and when.
 
 A run directory says in which poll each request arrived or was given up. The policy is run again on those polls, without
-a clock, and every plan must hash to what was recorded: row by row, block by block. This holds for a simulated run and
+a clock, and every plan must have the recorded digest: row by row, block by block. This holds for a simulated run and
 for one measured on hardware alike, and is how the two are shown to have run the same policy.
 """
 
@@ -121,18 +121,19 @@ class _Polls:
 
 def _difference(plan: StepPlan, total_blocks: int, recorded: dict[str, int]) -> str | None:
     """What a plan says otherwise than the record, the plainest difference first."""
+    work, counts = plan.work, plan.counts
     derived = {
-        "rows": plan.rows,
-        "decode_rows": plan.decodes,
-        "prefill_tokens": plan.prefill_tokens,
-        "tokens": plan.tokens,
-        "new_blocks": plan.new_blocks,
-        "used_blocks": total_blocks - plan.free_blocks,
-        "cached_blocks": plan.cached_blocks,
-        "running": plan.running,
-        "waiting": plan.waiting,
-        "preempted": len(plan.preempted),
-        "plan_hash": hash(plan),
+        "rows": work.rows,
+        "decode_rows": work.decodes,
+        "prefill_tokens": work.prefill_tokens,
+        "tokens": work.tokens,
+        "new_blocks": counts.new_blocks,
+        "used_blocks": total_blocks - counts.free_blocks,
+        "cached_blocks": counts.cached_blocks,
+        "running": counts.running,
+        "waiting": counts.waiting,
+        "preempted": len(plan.changes.preempted),
+        "plan_hash": plan.digest(),
     }
     for name, value in derived.items():
         if value != recorded[name]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, demand
 from cbsim.scenario.scenario import Scenario
-from cbsim.workload import traces, vllm_bench
+from cbsim.workload import scheduler_tests, traces, vllm_bench
 
 Ints = NDArray[np.int64]
 GRID_NS = 3_000_000_000
@@ -262,7 +262,7 @@ def _lengths(wanted: demand.Lengths, streams: Streams) -> Workload:
 
 def _golden(wanted: demand.Golden, streams: Streams) -> Workload:
     del streams
-    recorded = traces.golden(catalog.data(wanted.path), wanted.step_s, wanted.limit)
+    recorded = scheduler_tests.golden(catalog.data(wanted.path), wanted.step_s, wanted.limit)
     return Workload(recorded.specs, len(recorded.specs), cancels=recorded.cancels)
 
 

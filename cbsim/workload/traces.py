@@ -7,8 +7,7 @@ traces that we know have none.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import islice
@@ -16,7 +15,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cbsim.policy.request import RequestSpec
 from cbsim.scenario.fields import ScenarioError, shown
 from cbsim.scenario.rows import Line, Table, lines, text
 
@@ -202,61 +200,3 @@ def _turn(line: Line, first: bool) -> Turn:
     new = line.count("input_length")
     delay = 0 if first else line.milliseconds("delay")
     return Turn(new, line.count("output_length"), _hash_ids(line, new), delay)
-
-
-# -- recorded scheduler tests -----------------------------------------------------------------------------------------
-
-
-class Recorded(NamedTuple):
-    """Requests of a scheduler test in arrival order, and the moments at which some of them are cancelled."""
-
-    specs: list[RequestSpec]
-    cancels: list[tuple[int, RequestSpec]]
-
-
-def golden(path: Path, step_s: float, limit: int | None = None) -> Recorded:
-    """Requests of a vLLM test (times in microseconds) or a transformers one (times in loop passes of `step_s`).
-
-    Prompt and output contents become chained content ids, so prefixes are shared exactly where they were.
-    """
-    with text(path) as file:
-        try:
-            workload = json.load(file)
-        except ValueError as error:
-            raise ScenarioError(f"{path}: not valid JSON: {error}") from None
-    read = {"config": _vllm, "cb": _transformers}
-    layout = next((key for key in read if isinstance(workload, dict) and key in workload), None)
-    if layout is None or not workload.get("requests"):
-        raise ScenarioError(f"{path}: expected `requests`, and `config` (vLLM) or `cb` (transformers)")
-    try:
-        recorded = read[layout](workload, step_s)
-    except KeyError as error:
-        raise ScenarioError(f"{path}: not a recorded workload: {error.args[0]} is missing") from None
-    except (TypeError, AttributeError, ValueError) as error:
-        raise ScenarioError(f"{path}: cannot be used: {error}") from None
-    kept = recorded.specs[:limit]
-    chosen = set(kept)
-    return Recorded(kept, [(at, spec) for at, spec in recorded.cancels if spec in chosen])
-
-
-def _vllm(workload: dict[str, Any], step_s: float) -> Recorded:
-    from cbsim.proof.conformance import vllm_traces
-
-    del step_s
-    scaled = [(replace(s, arrival_ns=s.arrival_ns * 1000), abort) for s, abort in vllm_traces.requests(workload)]
-    cancels = [(abort * 1000, spec) for spec, abort in scaled if abort is not None]
-    return Recorded([spec for spec, _ in scaled], sorted(cancels, key=lambda c: (c[0], c[1].index)))
-
-
-def _transformers(workload: dict[str, Any], step_s: float) -> Recorded:
-    from cbsim.proof.conformance import transformers_traces
-
-    reason = transformers_traces.unsupported(workload)
-    if reason:
-        raise ValueError(reason)
-    arriving = transformers_traces.Workload(workload, workload["cb"]["block_size"]).arriving
-    step_ns = round(step_s * 1e9)
-    specs = [replace(s, arrival_ns=at * step_ns) for at in sorted(arriving) for s in arriving[at]]
-    by_id = {spec.id: spec for spec in specs}
-    cancels = [(c["step"] * step_ns, by_id[c["id"]]) for c in workload.get("cancels", [])]
-    return Recorded(specs, sorted(cancels, key=lambda c: (c[0], c[1].index)))

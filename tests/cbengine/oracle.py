@@ -135,7 +135,7 @@ class Checked:
         assert len(set(held)) == len(held), "two requests share a slot"
         assert all(one < sizes.slots for one in held)
         rows = {self.texts[row.spec].slot: row for row in self._plans.rows(plan)}
-        assert len(rows) == plan.rows
+        assert len(rows) == plan.work.rows
         sampling = self._check_rows(step, header, plan, rows)
         self._check_padding(step, header)
         self._in_flight[slot] = header, sampling
@@ -158,14 +158,14 @@ class Checked:
                 assert at < header.decodes
                 sampling.append(None)
                 continue
-            samples = row.chunk is None or row.chunk.samples
+            samples = row.chunk is None or row.chunk.outputs
             assert (at < header.decodes) == (samples and row.tokens == 1 and not (header.padded and row.chunk))
             self._check_row(step, header, row, at)
             if samples:
                 sampling.append((row.spec, row.start + row.tokens))
                 further += [at] * (at >= header.decodes)
         assert not rows, "rows of the plan are missing"
-        assert idle == plan.padding_rows
+        assert idle == plan.work.padding_rows
         assert step["sampled"].tolist() == further
         self._check_draws(step, header, sampling)
         for slot_of, sampled in ((self.texts[s[0]].slot, s) for s in sampling if s):

@@ -93,7 +93,7 @@ class Run:
 
     def _plan(self, plan: StepPlan) -> None:
         assert plan.step < MOST_STEPS, "the run does not end"
-        self.replaced += len(plan.replaced)
+        self.replaced += len(plan.changes.replaced)
 
     @property
     def steps(self) -> Steps:

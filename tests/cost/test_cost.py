@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import step_plan
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,16 +26,15 @@ FREE = CpuCost({})
 Chunks = tuple[tuple[int, int], ...]
 
 
-def plan(decodes: int = 0, context: int = 0, chunks: Chunks = (), *, samples: bool = True, **more: Any) -> StepPlan:
+def plan(decodes: int = 0, context: int = 0, chunks: Chunks = (), *, outputs: int = 1, **more: Any) -> StepPlan:
     """A plan of decoding rows that read `context` tokens together, and of chunks, each (start, tokens)."""
-    listed = tuple(Chunk(SPEC, i, start, tokens, (), samples) for i, (start, tokens) in enumerate(chunks))
-    fields: dict[str, Any] = {name: () for name in StepPlan._fields if name not in StepPlan._field_defaults}
-    fields |= {"step": 0, "lead": 0, "decodes": decodes, "decode_context": context, "chunks": listed}
-    return StepPlan(**(fields | {"prefill_tokens": sum(c.tokens for c in listed), "table_blocks": 0} | more))
+    listed = tuple(Chunk(SPEC, i, start, tokens, (), outputs) for i, (start, tokens) in enumerate(chunks))
+    return step_plan(listed, decodes=decodes, decode_context=context, **more)
 
 
 def padded(step: StepPlan, padding: int) -> StepPlan:
-    return step._replace(chunks=tuple(c._replace(padding=padding) for c in step.chunks))
+    work = step.work
+    return step._replace(work=work._replace(chunks=tuple(c._replace(padding=padding) for c in work.chunks)))
 
 
 # -- CPU --------------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_roofline_of_a_prefill_by_hand() -> None:
     100 x 50 + 5,050 = 10,050, 40 FLOP each: 402 us, more than 150 x 100 bytes = 75 us. Head for one row: 4 us of
     weights. Embedding: 2,000 bytes = 20 us. A chunk that does not sample needs no head."""
     assert roofline().gpu_ns(plan(chunks=((50, 100),)), 100)[1] == 626_000
-    assert roofline().gpu_ns(plan(chunks=((50, 100),), samples=False), 100)[1] == 622_000
+    assert roofline().gpu_ns(plan(chunks=((50, 100),), outputs=0), 100)[1] == 622_000
 
 
 def test_roofline_takes_the_longer_of_arithmetic_and_traffic_in_each_part() -> None:

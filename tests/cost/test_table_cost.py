@@ -11,7 +11,7 @@ import packs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cost import plan
+from test_cost import padded, plan
 
 from cbsim.cost.bundle import Bundle, Experts
 from cbsim.cost.cpu import CpuCost
@@ -169,9 +169,7 @@ def test_two_chunks_cost_less_than_one_of_both(tmp_path: Path) -> None:
 
 def test_padding_of_static_batches_is_computed(tmp_path: Path) -> None:
     """A prompt of 24 padded to 32 is a chunk of 32; rows that have ended decode and read on."""
-    step = plan(chunks=((0, 24),))
-    padded = step._replace(chunks=tuple(chunk._replace(padding=8) for chunk in step.chunks))
-    assert attention_work(padded) == Attention(32, 0, 0, 0, 0)
+    assert attention_work(padded(plan(chunks=((0, 24),)), 8)) == Attention(32, 0, 0, 0, 0)
     ended = plan(decodes=2, context=100, longest_context=60, padding_rows=2, padding_context=28)
     assert attention_work(ended) == Attention(0, 0, 4, 32, 60)
 
@@ -179,7 +177,7 @@ def test_padding_of_static_batches_is_computed(tmp_path: Path) -> None:
 # -- skew -------------------------------------------------------------------------------------------------------------
 
 
-def skewed(longest: int) -> StepPlan:
+def skewed(longest: float) -> StepPlan:
     """Four rows with 256 tokens together."""
     return plan(decodes=4, context=256, longest_context=longest)
 
@@ -194,7 +192,7 @@ def test_a_longest_row_of_twice_the_mean_by_hand(tmp_path: Path) -> None:
     mean = linear_us(4) + head_us(4) + LAYERS * packs.attention_us(0, 0, 4, 64)
     for longest, share in ((128, 0.5), (64 / 0.75, 0.25), (64, 0.0)):
         way = packs.attention_us(0, 0, 4, longest) - packs.attention_us(0, 0, 4, 64)
-        step = skewed(64)._replace(longest_context=longest)  # type: ignore[arg-type]
+        step = skewed(longest)
         assert model.gpu_ns(step, 4)[1] == pytest.approx(1000 * (mean + LAYERS * share * way), abs=1)
     work = Attention(0, 0, 1, 64, 64)
     assert model._tables.attention_ns(work, skew=True) == model._tables.attention_ns(work, skew=False)

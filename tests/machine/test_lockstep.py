@@ -46,15 +46,15 @@ class Waves:
         return self.cpu
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
-        return 0, self.lockstep_ns([plan], tokens, 1) if plan.rows else 0, 0
+        return 0, self.lockstep_ns([plan], tokens, 1) if plan.work.rows else 0, 0
 
     def lockstep_ns(self, plans: Sequence[StepPlan], tokens: int, ranks: int) -> int:
-        assert plans and all(plan.rows for plan in plans)
-        assert tokens == max(plan.computed_tokens for plan in plans)
+        assert plans and all(plan.work.rows for plan in plans)
+        assert tokens == max(plan.work.computed_tokens for plan in plans)
         return self.base + self.token * tokens + self.rank * ranks
 
     def eager_launch_ns(self, plan: StepPlan) -> int:
-        return self.kernels if plan.rows else 0
+        return self.kernels if plan.work.rows else 0
 
 
 def serve(

@@ -18,7 +18,7 @@ class Member:
         self.spec = RequestSpec(index, f"r{index}", 0, prompt, outputs, outputs)
         self.request = Request(self.spec, outputs, SIZE)
         self.request.admit(index, 0)
-        self.request.advance(prompt, samples=True)
+        self.request.advance(prompt, outputs=1)
         self.computed, self.promised, self.seen, self.steps = prompt, 1, 0, [0]
         self.blocks = -(-prompt // SIZE)
 

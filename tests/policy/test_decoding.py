@@ -119,10 +119,10 @@ def test_rows_one_by_one_are_all_that_a_policy_needs(depth: int, drawn: list[Dra
 
 
 def check_step(drive: Drive, plan: StepPlan, rows: list[Row]) -> None:
-    assert plan.decodes == 0
-    assert plan.joined == plan.left == ()
-    assert plan.tokens <= TOKENS
-    assert plan.running <= SEATS
+    assert plan.work.decodes == 0
+    assert plan.changes.joined == plan.changes.left == ()
+    assert plan.work.tokens <= TOKENS
+    assert plan.counts.running <= SEATS
     assert [drive.executor.tables[row.spec] for row in rows] == [
         drive.scheduler.pool.tables[drive.requests[row.spec]] for row in rows
     ]
@@ -134,8 +134,8 @@ def test_the_shortest_prompt_is_first() -> None:
     plans: list[StepPlan] = []
     drive.on_step = lambda plan, rows: plans.append(plan)
     drive.run()
-    assert [(c.spec.id, c.tokens) for c in plans[0].chunks] == [("r1", 5), ("r2", 7)]
-    assert [(c.spec.id, c.tokens) for c in plans[1].chunks] == [("r1", 1), ("r2", 1), ("r0", 9)]
+    assert [(c.spec.id, c.tokens) for c in plans[0].work.chunks] == [("r1", 5), ("r2", 7)]
+    assert [(c.spec.id, c.tokens) for c in plans[1].work.chunks] == [("r1", 1), ("r2", 1), ("r0", 9)]
 
 
 def test_members_may_not_be_forgotten() -> None:

@@ -12,11 +12,6 @@ from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.request import Request, RequestSpec
 
 
-def plan(step: int) -> StepPlan:
-    fields: dict[str, Any] = {name: () for name in StepPlan._fields if name not in StepPlan._field_defaults}
-    return StepPlan(**(fields | {"step": step}))
-
-
 def spec(index: int, prompt: int = 1) -> RequestSpec:
     return RequestSpec(index, f"r{index}", 0, prompt, 1, 1)
 
@@ -56,7 +51,7 @@ class Scripted:
             return None
         self.left.pop(0)
         self.planned += 1
-        return plan(self.planned - 1)
+        return StepPlan(self.planned - 1)
 
     def runs_ahead(self, plan: StepPlan) -> bool:
         return True

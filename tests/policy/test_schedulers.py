@@ -19,7 +19,7 @@ from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec
 from cbsim.policy.schedulers.transformers import TransformersOptions, TransformersScheduler
 from cbsim.policy.schedulers.vllm import VllmOptions, VllmScheduler
-from cbsim.proof.conformance.shared import ChainedKeys
+from cbsim.workload.scheduler_tests import ChainedKeys
 
 MOST_TOKENS = 24  # longest request
 Case = tuple[Callable[[], AnyScheduler], list[Ask]]
@@ -127,11 +127,11 @@ class Watch:
     def step(self, plan: StepPlan, rows: list[Row]) -> None:
         scheduler = self.drive.scheduler
         most_tokens, most_rows = limits(scheduler)
-        assert plan.tokens <= most_tokens
-        assert plan.rows <= most_rows
-        assert plan.free_blocks == scheduler.pool.free
-        assert plan.running == len(active(scheduler))
-        assert plan.waiting == len(list(scheduler.waiting))
+        assert plan.work.tokens <= most_tokens
+        assert plan.work.rows <= most_rows
+        assert plan.counts.free_blocks == scheduler.pool.free
+        assert plan.counts.running == len(active(scheduler))
+        assert plan.counts.waiting == len(list(scheduler.waiting))
         ran = {row.spec: row for row in rows}
         for request in active(scheduler):
             row = ran.get(request.spec)
@@ -140,7 +140,7 @@ class Watch:
             assert scheduler.pool.held(request) * scheduler.pool.block_size >= request.computed
         assert ran.keys() <= {r.spec for r in active(scheduler)}
         assert all(self.drive.executor.tables[spec] == table_of(scheduler, spec) for spec in ran)
-        assert plan.table_blocks == sum(scheduler.pool.held(scheduler.requests[spec]) for spec in ran)
+        assert plan.counts.table_blocks == sum(scheduler.pool.held(scheduler.requests[spec]) for spec in ran)
         self.before = {r.spec: r.computed for r in active(scheduler)}
 
 
@@ -238,9 +238,11 @@ def history(build: Callable[[], AnyScheduler], workload: list[Ask], depth: int, 
         return schedule()
 
     def note(plan: StepPlan, rows: list[Row]) -> None:
-        shown = [(r.spec.id, r.start, r.tokens, r.blocks, r.chunk is None or r.chunk.samples) for r in rows]
-        counts = plan.step, plan.tokens, plan.table_blocks, plan.new_blocks, plan.fast_decode, {*plan.ends}, plan.ended
-        steps.append({"rows": shown, "counts": counts, "preempted": plan.preempted, **state(scheduler)})
+        shown = [(r.spec.id, r.start, r.tokens, r.blocks, r.chunk is None or r.chunk.outputs) for r in rows]
+        blocks = plan.counts.table_blocks, plan.counts.new_blocks
+        ends = {*plan.changes.ends}, plan.changes.ended
+        counts = plan.step, plan.work.tokens, *blocks, plan.work.fast_decode, *ends
+        steps.append({"rows": shown, "counts": counts, "preempted": plan.changes.preempted, **state(scheduler)})
 
     drive.on_step = note
     if slow:
@@ -298,7 +300,7 @@ def test_with_outputs_reserved_nobody_is_preempted(depth: int, case: Case) -> No
     options = replace(build().options, reserve_output=True)  # type: ignore[type-var]
     drive = Drive(VllmScheduler(options), workload, depth)  # type: ignore[arg-type]
     preempted: list[object] = []
-    drive.on_step = lambda plan, rows: preempted.extend(plan.preempted)
+    drive.on_step = lambda plan, rows: preempted.extend(plan.changes.preempted)
     drive.run()
     check_ends(drive)
     assert not preempted
@@ -335,8 +337,8 @@ def test_room_for_outputs_by_hand(blocks: int, most: int) -> None:
         plans: list[StepPlan] = []
         drive.on_step = lambda plan, rows, plans=plans: plans.append(plan)  # type: ignore[misc]
         drive.run()
-        assert max(plan.running for plan in plans) == (most if reserve else 3)
-        assert any(plan.preempted for plan in plans) == (not reserve and blocks < 9)
+        assert max(plan.counts.running for plan in plans) == (most if reserve else 3)
+        assert any(plan.changes.preempted for plan in plans) == (not reserve and blocks < 9)
 
 
 @pytest.mark.parametrize(("holds", "most"), [(True, 2), (False, 1)])
@@ -352,9 +354,9 @@ def test_shared_blocks_are_needed_once_and_idle_ones_are_taken_from_the_free(hol
     plans: list[StepPlan] = []
     drive.on_step = lambda plan, rows: plans.append(plan)
     drive.run()
-    assert max(plan.running for plan in plans) == most
-    assert max(chunk.cached for plan in plans for chunk in plan.chunks) == 8
-    assert not any(plan.preempted for plan in plans)
+    assert max(plan.counts.running for plan in plans) == most
+    assert max(chunk.cached for plan in plans for chunk in plan.work.chunks) == 8
+    assert not any(plan.changes.preempted for plan in plans)
 
 
 # -- the longest row --------------------------------------------------------------------------------------------------
@@ -373,8 +375,8 @@ def test_plans_know_their_longest_decoding_row(cases: st.SearchStrategy[Case], d
 
         def compare(plan: StepPlan, rows: list[Row]) -> None:
             contexts = [row.start for row in rows if row.chunk is None]
-            assert plan.longest_context == max(contexts, default=0)
-            assert plan.decode_context == sum(contexts)
+            assert plan.work.longest_context == max(contexts, default=0)
+            assert plan.work.decode_context == sum(contexts)
 
         drive.on_step = compare
         drive.run()

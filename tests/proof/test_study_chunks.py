@@ -123,10 +123,10 @@ def test_floor_finds_the_line_it_is_given() -> None:
 def test_chunks_cover_the_prompt_and_never_make_it_cheaper(prompt: int, chunk: int) -> None:
     """Steps follow each other without gap, the last one samples, and the roofline finds no gain in splitting."""
     point, whole = Point(prompt, chunk, 0, 0, 1), Point(prompt, prompt, 0, 0, 1)
-    spans = [(c.start, c.tokens, c.samples) for step in point.steps for c in step.chunks]
+    spans = [(c.start, c.tokens, c.outputs) for step in point.steps for c in step.work.chunks]
     assert [start for start, _, _ in spans] == list(range(0, prompt, chunk))
     assert sum(tokens for _, tokens, _ in spans) == prompt
-    assert [samples for _, _, samples in spans] == [False] * (len(spans) - 1) + [True]
+    assert [outputs for _, _, outputs in spans] == [0] * (len(spans) - 1) + [1]
     model = sarathi.cost()
     assert sarathi.roofline_s(model, point) >= sarathi.roofline_s(model, whole) - 1e-9 * len(spans)
 

@@ -270,7 +270,9 @@ def test_no_directory_and_other_versions_are_refused(complete: Path, tmp_path: P
     with pytest.raises(RunError, match="no such run directory"):
         directory.load(tmp_path / "nowhere")
     (complete / "summary.json").write_text('{"schema_version": 99}')
-    with pytest.raises(RunError, match=r"summary\.json: schema_version 99, this version reads 3"):
+    with pytest.raises(
+        RunError, match=r"summary\.json: schema_version 99, this version reads 4: make the run again.*$"
+    ):
         directory.load(complete)
     (complete / "summary.json").write_text("[]")
     with pytest.raises(RunError, match=r"summary\.json: not a JSON object"):
@@ -395,9 +397,9 @@ def test_a_table_of_another_version_is_named(complete: Path) -> None:
     for name in ("steps.parquet", "requests.parquet"):
         content = (complete / name).read_bytes()
         table = pq.read_table(complete / name)
-        assert table.schema.metadata[b"schema_version"] == b"3"
-        pq.write_table(table.replace_schema_metadata({"schema_version": "4"}), complete / name)
-        with pytest.raises(RunError, match=rf"{name}: schema_version 4, this version reads 3"):
+        assert table.schema.metadata[b"schema_version"] == b"4"
+        pq.write_table(table.replace_schema_metadata({"schema_version": "3"}), complete / name)
+        with pytest.raises(RunError, match=rf"{name}: schema_version 3, this version reads 4"):
             directory.load(complete)
         (complete / name).write_bytes(content)
 

@@ -9,7 +9,7 @@ import pytest
 
 from cbsim.scenario import catalog
 from cbsim.scenario.fields import ScenarioError
-from cbsim.workload import traces
+from cbsim.workload import scheduler_tests, traces
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 PLAIN = "id,arrival_s,prefill_tokens,decode_tokens\n"
@@ -187,7 +187,7 @@ def test_golden_vllm_layout(tmp_path: Path) -> None:
         ' "stop": true, "abort_us": 6},'
         '{"id": "b", "arrival_us": 3, "prompt_token_ids": [7, 8, 1], "output_token_ids": [4], "priority": 2}]}'
     )
-    (b, a), cancels = traces.golden(path, 0.01)
+    (b, a), cancels = scheduler_tests.golden(path, 0.01)
     assert (a.id, a.arrival_ns, a.output_tokens, a.max_tokens) == ("a", 5000, 2, 3)
     assert (b.id, b.arrival_ns, b.priority) == ("b", 3000, 2)
     assert a.prefix[0] == b.prefix[0] and a.prefix[1] != b.prefix[1]
@@ -201,7 +201,7 @@ def test_golden_transformers_layout(tmp_path: Path) -> None:
         '{"cb": {"block_size": 2}, "cancels": [{"step": 4, "id": "a"}], "requests": ['
         '{"id": "a", "prompt": [1, 2, 3], "max_new_tokens": 5, "arrival_step": 3}]}'
     )
-    (a,), cancels = traces.golden(path, 0.01)
+    (a,), cancels = scheduler_tests.golden(path, 0.01)
     assert (a.arrival_ns, a.prompt_tokens, a.max_tokens) == (30_000_000, 3, 5) and cancels == [(40_000_000, a)]
 
 
@@ -217,5 +217,5 @@ def test_golden_transformers_layout(tmp_path: Path) -> None:
 def test_golden_errors(text: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "w.json").write_text(text)
     with pytest.raises(ScenarioError) as caught:
-        traces.golden(tmp_path / "w.json", 0.01)
+        scheduler_tests.golden(tmp_path / "w.json", 0.01)
     assert expected in str(caught.value)

@@ -130,11 +130,12 @@ class StaticScheduler:
         self._length += 1
         self.decoding.go_on()
         plan = self._commit({})
-        return plan._replace(padding_rows=rows - plan.decodes, padding_context=context - plan.decode_context)
+        ended, beyond = rows - plan.work.decodes, context - plan.work.decode_context
+        return plan._replace(work=plan.work._replace(padding_rows=ended, padding_context=beyond))
 
     def _commit(self, rows: dict[Request, Chunk]) -> StepPlan:
         plan = self.decoding.plan(rows, running=len(self.running), waiting=len(self.waiting))
-        return plan._replace(table_blocks=self.pool.num_blocks - self.pool.free)
+        return plan._replace(counts=plan.counts._replace(table_blocks=self.pool.num_blocks - self.pool.free))
 
     def runs_ahead(self, plan: StepPlan) -> bool:
         return True

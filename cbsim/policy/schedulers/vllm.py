@@ -328,7 +328,7 @@ class VllmScheduler:
     # -- results ------------------------------------------------------------------------------------------------------
 
     def runs_ahead(self, plan: StepPlan) -> bool:
-        return plan.rows > 0 or (self._new and not self.idle)
+        return plan.work.rows > 0 or (self._new and not self.idle)
 
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
         return self.decoding.land(plan, result, self._finish)

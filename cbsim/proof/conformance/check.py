@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cbsim.proof.conformance import transformers_traces, vllm_traces
+from cbsim.workload.scheduler_tests import unsupported
 
 Line = dict[str, Any]
 T = TypeVar("T")
@@ -210,7 +211,7 @@ def _unknown(config: Line, keys: frozenset[str]) -> str | None:
 
 
 def _outside(trace: Path, workload: Line) -> str | None:
-    return _guarded(trace, lambda: transformers_traces.unsupported(workload))
+    return _guarded(trace, lambda: unsupported(workload))
 
 
 def _replay(trace: Path, kind: Callable[[Line, Line], Replay], header: Line, workload: Line) -> Replay:

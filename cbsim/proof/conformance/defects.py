@@ -48,7 +48,7 @@ class CountedKeys(KeysWhenLanded):
 
     def landed(self, landing: Landing, over: bool) -> list[Replaced]:
         request = landing.request
-        if not landing.completes or over or not (landing.samples or request.status is Status.PREFILL):
+        if not landing.completes or over or not (landing.outputs or request.status is Status.PREFILL):
             return []
         blocks = min(request.hashed + landing.completes, self.pool.held(request))
         if blocks * self.pool.block_size > request.known:
@@ -68,7 +68,7 @@ class Ghosts(Observer):
 
     def wasted(self, landing: Landing, step: int) -> None:
         request = landing.request
-        if request.finish is Finish.ABORTED and landing.samples:
+        if request.finish is Finish.ABORTED and landing.outputs:
             request.receive(step)
             if request.seen == request.last:
                 self.ghost_finished(landing)

@@ -6,7 +6,6 @@ original's defects; what the trace calls events is what its observer hears.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,21 +18,10 @@ from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.schedulers.transformers import FIFO, PREFILL_FIRST, TransformersOptions
 from cbsim.proof.conformance.defects import DefectiveTransformers, Ghosts, MisnamingPool
-from cbsim.proof.conformance.shared import ChainedKeys
+from cbsim.workload.scheduler_tests import TransformersRequests
 
 Line = dict[str, Any]
 STATUS = {Status.PREFILL: "PREFILLING", Status.DECODE: "DECODING"}
-
-
-def unsupported(workload: Line) -> str | None:
-    """Why a workload is outside what this policy models, or None."""
-    if any(r.get("num_children") for r in workload["requests"]):
-        return "forks (num_children) are not modelled"
-    if workload.get("model", {}).get("layer_types"):
-        return "hybrid layer groups (layer_types) are not modelled"
-    if workload["cb"].get("cpu_offload_space"):
-        return "CPU offload (cpu_offload_space) is not modelled"
-    return None
 
 
 def options(resolved: Line) -> TransformersOptions:
@@ -50,69 +38,21 @@ def options(resolved: Line) -> TransformersOptions:
     )
 
 
-class Tokens:
-    """The fake tokens of a workload, a function of request and position."""
-
-    def __init__(self, workload: Line) -> None:
-        self._vocab: int = workload.get("model", {}).get("vocab_size", 512)
-        self._eos = workload.get("eos_token_id")
-        self._requests = {r["id"]: r for r in workload["requests"]}
-
-    def at(self, request_id: str, position: int) -> int:
-        request = self._requests[request_id]
-        eos_after, eos = request.get("eos_after"), self._eos
-        if eos is not None and eos_after is not None and position == len(request["prompt"]) + eos_after - 1:
-            return int(eos)
-        digest = hashlib.blake2b(f"{request_id}:{position}".encode(), digest_size=4).digest()
-        token: int = int.from_bytes(digest, "little") % self._vocab
-        return (token + 1) % self._vocab if token == eos else token
-
-    def outputs(self, request_id: str) -> int:
-        """How many tokens the request generates."""
-        request = self._requests[request_id]
-        eos_after = request.get("eos_after") if self._eos is not None else None
-        outputs: int = min(eos_after or request["max_new_tokens"], request["max_new_tokens"])
-        return outputs
-
-
-class Workload:
-    """Requests by the pass in which they arrive, and the content of their blocks."""
+class Workload(TransformersRequests):
+    """The requests, and the content of their blocks as the original names it."""
 
     def __init__(self, workload: Line, block_size: int) -> None:
-        self.tokens = Tokens(workload)
-        self.arriving: dict[int, list[RequestSpec]] = {}
-        self._size = block_size
-        self._keys = ChainedKeys(block_size)
-        self._texts: dict[RequestSpec, list[int]] = {}
+        super().__init__(workload, block_size)
         self._misnamed: dict[tuple[Request, int], dict[int, int]] = {}  # (request, admission) -> block -> id
-        for index, request in enumerate(workload["requests"]):
-            self._add(index, request)
-
-    def _add(self, index: int, request: Line) -> None:
-        prompt, outputs = request["prompt"], self.tokens.outputs(request["id"])
-        text = [*prompt, *(self.tokens.at(request["id"], len(prompt) + i) for i in range(outputs))]
-        spec = RequestSpec(
-            index=index,
-            id=request["id"],
-            arrival_ns=request.get("arrival_step", 0),
-            prompt_tokens=len(prompt),
-            output_tokens=outputs,
-            max_tokens=request["max_new_tokens"],
-            prefix=self._keys.of(text),
-            prefix_block_tokens=self._size,
-            prefix_tokens=len(text),
-        )
-        self._texts[spec] = text
-        self.arriving.setdefault(spec.arrival_ns, []).append(spec)
 
     def key(self, request: Request, block: int) -> int:
         """Content key of a block at the moment the original computes its hash: perhaps before the block is full."""
         misnamed = self._misnamed.setdefault((request, request.order), {})
-        known, size = request.known, self._size
+        known, size = request.known, self.block_size
         if block - 1 in misnamed or known < (block + 1) * size:
             parent = misnamed.get(block - 1, request.spec.prefix[block - 1] if block else -1)
-            text = self._texts[request.spec][block * size : min(known, (block + 1) * size)]
-            misnamed[block] = self._keys.after(parent, text)
+            text = self.texts[request.spec][block * size : min(known, (block + 1) * size)]
+            misnamed[block] = self.keys.after(parent, text)
             return (misnamed[block] << 24) + block
         return request.spec.block_key(block, size)
 
@@ -185,7 +125,7 @@ class Events(Ghosts):
         super().landed(landing, over)
         request, hashed, replaced = landing.request, self._hashed, self._replaced
         self._hashed, self._replaced = [], []
-        if landing.completes and (landing.samples or request.status is Status.PREFILL):
+        if landing.completes and (landing.outputs or request.status is Status.PREFILL):
             changes = {"dedup": replaced} if replaced else {}
             self.note("complete", request, n=landing.completes, hashed=hashed, **changes)
 
@@ -306,22 +246,22 @@ class Replay:
                     "req": row.spec.id,
                     "q": row.tokens,
                     "past": row.start,
-                    "new_token": row.chunk is None or row.chunk.samples,
+                    "new_token": row.chunk is None or row.chunk.outputs > 0,
                     "complete_blocks": (row.start % size + row.tokens) // size if sharing else 0,
                 }
                 for row in rows
             ],
-            "decode_fast_path": plan.fast_decode,
-            "num_q_tokens": plan.tokens,
+            "decode_fast_path": plan.work.fast_decode,
+            "num_q_tokens": plan.work.tokens,
             "kv_read_charged": read,
             "padded_if_graphs": self._padded(plan, read),
         }
 
     def _padded(self, plan: StepPlan, read: int) -> list[int]:
         resolved = self.resolved
-        if plan.fast_decode:
-            return [up_to_power(plan.tokens, resolved["max_requests_per_batch"]), 0]
-        query = up_to_multiple(plan.tokens, 64, resolved["max_batch_tokens"])
+        if plan.work.fast_decode:
+            return [up_to_power(plan.work.tokens, resolved["max_requests_per_batch"]), 0]
+        query = up_to_multiple(plan.work.tokens, 64, resolved["max_batch_tokens"])
         return [query, up_to_multiple(read, 16384, resolved["cache_budget"])]
 
     def _state(self) -> Line:
@@ -343,13 +283,13 @@ class Replay:
         rows, epochs = self._in_flight.pop(0)
         self._landing = []
         for row in rows:
-            if row.chunk is not None and not row.chunk.samples:
+            if row.chunk is not None and not row.chunk.outputs:
                 continue
             request = self.scheduler.objects[row.spec]
             dead = request.finish is not None and request.finish is not Finish.ABORTED
             fate = "discarded" if dead or request.epoch != epochs[row.spec] else "new"
             self._landing.append((fate, row.spec, row.start + row.tokens))
-        return Landed(StepResult(tuple(s for s in plan.ends if s.output_tokens < s.max_tokens)))
+        return Landed(StepResult(tuple(s for s in plan.changes.ends if s.output_tokens < s.max_tokens)))
 
     def _applied(self, effect: Applied) -> Line:
         new = {}

@@ -12,10 +12,9 @@ from cbsim.policy.loop import Applied, Await, Effect, Landed, Launch, Poll, Poll
 from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
 from cbsim.policy.schedulers.vllm import VllmOptions, VllmScheduler
-from cbsim.proof.conformance.shared import ChainedKeys
+from cbsim.workload.scheduler_tests import vllm_requests
 
 Line = dict[str, Any]
-STOP_TOKEN = 2
 
 
 def options(version: str, config: Line) -> VllmOptions:
@@ -38,32 +37,6 @@ def options(version: str, config: Line) -> VllmOptions:
     )
 
 
-def requests(workload: Line) -> list[tuple[RequestSpec, int | None]]:
-    """(spec, abort time) in arrival order, then file order. Arrival times are microseconds throughout."""
-    size = workload["config"]["block_size"]
-    keys = ChainedKeys(size)
-    specs = []
-    for index, r in enumerate(workload["requests"]):
-        output = r["output_token_ids"]
-        if r.get("stop") and STOP_TOKEN in output:
-            output = output[: output.index(STOP_TOKEN) + 1]
-        tokens, outputs = [*r["prompt_token_ids"], *output], len(output)
-        spec = RequestSpec(
-            index=index,
-            id=r["id"],
-            arrival_ns=r["arrival_us"],
-            prompt_tokens=len(r["prompt_token_ids"]),
-            output_tokens=outputs,
-            max_tokens=r.get("max_tokens", len(r["output_token_ids"])),
-            priority=r.get("priority", 0),
-            prefix=keys.of(tokens),
-            prefix_block_tokens=size,
-            prefix_tokens=len(tokens),
-        )
-        specs.append((spec, r.get("abort_us")))
-    return sorted(specs, key=lambda entry: entry[0].arrival_ns)
-
-
 class Watched(VllmScheduler):
     """The scheduler, with the free blocks noted after each cancellation: planning follows in the same breath."""
 
@@ -81,7 +54,7 @@ class Replay:
         self.scheduler = Watched(options(header["vllm"], header["config"]))
         self._depth = 2 if header["mode"] == "async" else 1
         self._timing = header["config"]["timing"]
-        self._coming = requests(workload)[::-1]
+        self._coming = vllm_requests(workload)[::-1]
         aborts = [(abort, spec) for spec, abort in self._coming if abort is not None]
         self._aborts = sorted(aborts, key=lambda entry: (entry[0], entry[1].index))
         self._added: list[str] = []
@@ -123,17 +96,17 @@ class Replay:
             return line, end
         if isinstance(effect, Await):
             self._now = max(self._now, effect.ticket)
-            stops = tuple(s for s in effect.plan.ends if s.output_tokens < s.max_tokens)
+            stops = tuple(s for s in effect.plan.changes.ends if s.output_tokens < s.max_tokens)
             return None, Landed(StepResult(stops), self._due_aborts())
         assert isinstance(effect, Applied), effect
         return self._update(effect), None
 
     def _step_us(self, plan: StepPlan) -> int:
-        if not plan.rows:
+        if not plan.work.rows:
             return 0
         timing = self._timing
-        context = plan.decode_context + plan.decodes + sum(c.start + c.tokens for c in plan.chunks)
-        tokens: int = timing["per_token_us"] * plan.tokens
+        context = plan.work.decode_context + plan.work.decodes + sum(c.start + c.tokens for c in plan.work.chunks)
+        tokens: int = timing["per_token_us"] * plan.work.tokens
         return int(timing["base_us"] + tokens + timing["per_kv_token_us"] * context)
 
     def _poll(self, effect: Poll) -> tuple[Line | None, Polled]:
@@ -164,20 +137,20 @@ class Replay:
         rows = self._rows[plan.step] = self._batch.rows(plan)
         for row in rows:
             self._stats[row.spec.id].setdefault("scheduled_ts", self._now)
-        for preempted in plan.preempted:
+        for preempted in plan.changes.preempted:
             self._stats[preempted.spec.id]["preemptions"] += 1
         line = {
             "ev": "schedule",
             "step": plan.step + 1,
             "t": self._now,
             "added": self._added,
-            "total": plan.tokens,
+            "total": plan.work.tokens,
             "reqs": [self._row(row) for row in rows],
-            "preempted": [[p.spec.id, p.lost_tokens, p.blocks] for p in plan.preempted],
-            "finished": sorted(s.id for s in plan.ended),
+            "preempted": [[p.spec.id, p.lost_tokens, p.blocks] for p in plan.changes.preempted],
+            "finished": sorted(s.id for s in plan.changes.ended),
             "running": [r.spec.id for r in self.scheduler.running],
             "waiting": [r.spec.id for r in self.scheduler.waiting],
-            "free": plan.free_blocks,
+            "free": plan.counts.free_blocks,
         }
         self._added = []
         self._now += self._timing["sched_us"]
@@ -200,7 +173,7 @@ class Replay:
         got = [
             row.spec
             for row in self._rows.pop(effect.plan.step)
-            if row.spec in self._alive and (row.chunk is None or row.chunk.samples)
+            if row.spec in self._alive and (row.chunk is None or row.chunk.outputs)
         ]
         line = {"ev": "update", "step": effect.plan.step + 1, "t": self._now, "tokens": [s.id for s in got]}
         line |= {"finished": finished, "free": self.scheduler.pool.free}

@@ -209,7 +209,7 @@ def _agreement(found: Compared) -> str:
 
 def _left_out(found: Compared) -> str:
     rows = [answer.point.steps[0] for answer in (found.decodes[0], found.decodes[-1])]
-    ms = [f"{sum(cost().cpu_ns(step)) / 1e6:.1f} ms at {step.decodes}" for step in rows]
+    ms = [f"{sum(cost().cpu_ns(step)) / 1e6:.1f} ms at {step.work.decodes}" for step in rows]
     return (
         "The published times are wall times of whole engine steps, the roofline's those of one GPU. Left out of these: "
         "all-reduces between the two GPUs; norms, rotary embeddings and other small kernels; sampling; and the CPU, "

@@ -18,7 +18,7 @@ from cbsim.draw.chart import BLACK, GREY, Chart, Floats, Level, Line, Mark, Pane
 from cbsim.draw.markdown import Table
 from cbsim.draw.study import Study
 from cbsim.machine import simulate
-from cbsim.policy.plan import StepPlan
+from cbsim.policy.plan import StepCounts, StepPlan, StepWork
 from cbsim.results.metrics import Steps
 from cbsim.scenario import catalog
 from cbsim.scenario import scenario as scenarios
@@ -199,8 +199,9 @@ def cells(gpu: str) -> list[Cell]:
     found = []
     for context, batch in product(CONTEXTS, BATCHES):
         held = batch * -(-(context + 1) // asked.block_size)
-        plan = StepPlan(0, (), 0, batch, batch * context, (), (), (), (), (), (), 0, held, 0, batch, 0, 0)
-        gpu_ns, cpu_ns = cost.gpu_ns(plan._replace(longest_context=context), batch), cost.cpu_ns(plan)
+        work = StepWork(decodes=batch, decode_context=batch * context, longest_context=context)
+        plan = StepPlan(0, work, counts=StepCounts(table_blocks=held, running=batch))
+        gpu_ns, cpu_ns = cost.gpu_ns(plan, batch), cost.cpu_ns(plan)
         reach = kernels.longest(batch) >= context
         found.append(Cell(batch, context, sum(gpu_ns) / NS, sum(cpu_ns) / NS, held <= blocks, reach))
     return found

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cbsim.cost.base import Cost
-from cbsim.policy.plan import Chunk, StepPlan
+from cbsim.policy.plan import Chunk, StepPlan, StepWork
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, rows, shapes
 from cbsim.scenario.costs import RooflineCost
@@ -66,7 +66,7 @@ class Point(NamedTuple):
     @property
     def steps(self) -> list[StepPlan]:
         spans = [(at, min(self.chunk, self.prompt - at)) for at in range(0, self.prompt, self.chunk or 1)]
-        listed = [Chunk(SPEC, 0, at, size, (), samples=at + size == self.prompt) for at, size in spans]
+        listed = [Chunk(SPEC, 0, at, size, (), outputs=int(at + size == self.prompt)) for at, size in spans]
         return [_step(self, (chunk,)) for chunk in listed] or [_step(self, ())]
 
 
@@ -115,13 +115,12 @@ class Compared(NamedTuple):
 
 
 SPEC = RequestSpec(0, "0", 0, 1, 1, 1)
-EMPTY = StepPlan(0, (), 0, 0, 0, (), (), (), (), (), (), 0, 0, 0, 0, 0, 0)
 
 
 def _step(point: Point, chunks: tuple[Chunk, ...]) -> StepPlan:
     context = point.decodes * point.cached
     tokens = sum(chunk.tokens for chunk in chunks)
-    return EMPTY._replace(chunks=chunks, decodes=point.decodes, decode_context=context, prefill_tokens=tokens)
+    return StepPlan(0, StepWork(chunks, 0, point.decodes, context, prefill_tokens=tokens))
 
 
 # -- what was published -----------------------------------------------------------------------------------------------
@@ -207,7 +206,7 @@ def cost() -> Cost:
 
 def roofline_s(model: Cost, point: Point) -> float:
     """Seconds on the device; the CPU's phases are not in it."""
-    return sum(model.gpu_ns(step, step.tokens)[1] for step in point.steps) * 1e-9
+    return sum(model.gpu_ns(step, step.work.tokens)[1] for step in point.steps) * 1e-9
 
 
 def linear_s(tokens: int, *, prefill: bool) -> float:

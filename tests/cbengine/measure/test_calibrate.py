@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import step_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -95,9 +96,7 @@ def made_up(count: int, seed: int, noise: float) -> Table:
 
 def plan(chunks: tuple[Chunk, ...], **counts: int) -> StepPlan:
     """A plan of these chunks and counts, and nothing else."""
-    tuples = ("grown", "joined", "left", "ends", "ended", "preempted", "replaced")
-    fields: dict[str, Any] = {name: () if name in tuples else 0 for name in StepPlan._fields}
-    return StepPlan(**(fields | {"chunks": chunks, "prefill_tokens": sum(c.tokens for c in chunks)} | counts))
+    return step_plan(chunks, **counts)
 
 
 def simulated(table: Table) -> Any:
@@ -126,7 +125,7 @@ def test_the_simulator_makes_of_them_what_was_measured(seed: int) -> None:
     """
     model = simulated(made_up(900, seed, 0.05))
     few, many = (plan((), decodes=n, decode_context=n * 200) for n in (4, 16))
-    mixed = plan((Chunk(spec(0, 90, 4), 0, 20, 90, (), False),), decodes=4, decode_context=4 * 100)
+    mixed = plan((Chunk(spec(0, 90, 4), 0, 20, 90, (), 0),), decodes=4, decode_context=4 * 100)
     for step, work in (
         (few, (4, 0, 0, 0, 4, 804)),
         (many, (16, 0, 0, 0, 16, 3216)),
@@ -200,9 +199,9 @@ def test_a_line_counts_from_launch_to_kernels_and_from_kernels_to_the_cpu() -> N
 def test_kernels_that_end_with_their_launch_were_bound_by_it(end: int, bound: bool) -> None:
     steps = steps_of(padded_tokens=[20], launch_end_ns=[1000], compute_start_ns=[0], compute_end_ns=[end])
     at = {name: int(steps.table[0][i]) for i, name in enumerate(STEP_COLUMNS)}
-    line = probes._line(plan((Chunk(spec(0, 90, 4), 0, 0, 20, (), False),)), at, [8, 16])
+    line = probes._line(plan((Chunk(spec(0, 90, 4), 0, 0, 20, (), 0),)), at, [8, 16])
     assert (line.eager, line.bound, line.h2d) == (True, bound, 0)
-    assert not probes._line(plan((Chunk(spec(0, 90, 4), 0, 0, 20, (), False),)), at, []).eager, "launched in one go"
+    assert not probes._line(plan((Chunk(spec(0, 90, 4), 0, 0, 20, (), 0),)), at, []).eager, "launched in one go"
 
 
 def test_the_gap_is_that_of_steps_which_waited() -> None:
@@ -220,7 +219,7 @@ def test_of_the_asynchronous_loop_count_kernels_that_did_not_wait() -> None:
     """
     table, n = Table(), 7
     plans = [plan((), decodes=4, decode_context=400)] * (n - 1)
-    plans.append(plan((Chunk(spec(0, 90, 4), 0, 0, 20, (), False),)))
+    plans.append(plan((Chunk(spec(0, 90, 4), 0, 0, 20, (), 0),)))
     start = np.arange(n) * 100
     launched = start - 50
     launched[5] = 499  # after the kernels of step 4 had ended

@@ -316,13 +316,14 @@ def test_the_modelled_device_captures_and_launches_as_a_gpu_does() -> None:
         scenario.load("validation", [*SMALL, "cost={kind: roofline, launch_s_per_layer: 0.01}"]), setup
     )
     plans, steps, _ = probes._run(ready, "sync", setup)
-    eager = [any(chunk.tokens > 1 for chunk in plan.chunks) for plan in plans]
+    eager = [any(chunk.tokens > 1 for chunk in plan.work.chunks) for plan in plans]
     assert any(eager) and not all(eager)
     for at, plan, launched in zip(range(len(plans)), plans, eager, strict=True):
+        tokens = plan.work.tokens
         took = steps.lane("launch")[at]
         assert (took >= 0.04e9) == launched
         assert steps["compute_end_ns"][at] >= steps["launch_start_ns"][at] + 0.04e9 or not launched
-        assert steps["padded_tokens"][at] == (plan.tokens if launched else {0: 0, 1: 1, 2: 2, 3: 4, 4: 4}[plan.tokens])
+        assert steps["padded_tokens"][at] == (tokens if launched else {0: 0, 1: 1, 2: 2, 3: 4, 4: 4}[tokens])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,190 @@
+"""Requests of recorded scheduler tests, of vLLM and of transformers: contents as chained ids, aborts, stop tokens.
+
+They are workloads like any other (`kind: golden`), and what conformance replays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cbsim.policy.request import RequestSpec
+from cbsim.scenario.fields import ScenarioError
+from cbsim.scenario.rows import text
+
+Line = dict[str, Any]
+STOP_TOKEN = 2
+
+
+class Recorded(NamedTuple):
+    """Requests of a scheduler test in arrival order, and the moments at which some of them are cancelled."""
+
+    specs: list[RequestSpec]
+    cancels: list[tuple[int, RequestSpec]]
+
+
+def golden(path: Path, step_s: float, limit: int | None = None) -> Recorded:
+    """Requests of a vLLM test (times in microseconds) or a transformers one (times in loop passes of `step_s`).
+
+    Prompt and output contents become chained content ids, so prefixes are shared exactly where they were.
+    """
+    with text(path) as file:
+        try:
+            workload = json.load(file)
+        except ValueError as error:
+            raise ScenarioError(f"{path}: not valid JSON: {error}") from None
+    read = {"config": _vllm, "cb": _transformers}
+    layout = next((key for key in read if isinstance(workload, dict) and key in workload), None)
+    if layout is None or not workload.get("requests"):
+        raise ScenarioError(f"{path}: expected `requests`, and `config` (vLLM) or `cb` (transformers)")
+    try:
+        recorded = read[layout](workload, step_s)
+    except KeyError as error:
+        raise ScenarioError(f"{path}: not a recorded workload: {error.args[0]} is missing") from None
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ScenarioError(f"{path}: cannot be used: {error}") from None
+    kept = recorded.specs[:limit]
+    chosen = set(kept)
+    return Recorded(kept, [(at, spec) for at, spec in recorded.cancels if spec in chosen])
+
+
+def _vllm(workload: dict[str, Any], step_s: float) -> Recorded:
+    del step_s
+    scaled = [(replace(s, arrival_ns=s.arrival_ns * 1000), abort) for s, abort in vllm_requests(workload)]
+    cancels = [(abort * 1000, spec) for spec, abort in scaled if abort is not None]
+    return Recorded([spec for spec, _ in scaled], sorted(cancels, key=lambda c: (c[0], c[1].index)))
+
+
+def _transformers(workload: dict[str, Any], step_s: float) -> Recorded:
+    reason = unsupported(workload)
+    if reason:
+        raise ValueError(reason)
+    arriving = TransformersRequests(workload, workload["cb"]["block_size"]).arriving
+    step_ns = round(step_s * 1e9)
+    specs = [replace(s, arrival_ns=at * step_ns) for at in sorted(arriving) for s in arriving[at]]
+    by_id = {spec.id: spec for spec in specs}
+    cancels = [(c["step"] * step_ns, by_id[c["id"]]) for c in workload.get("cancels", [])]
+    return Recorded(specs, sorted(cancels, key=lambda c: (c[0], c[1].index)))
+
+
+class ChainedKeys:
+    """Gives every distinct (everything before, block of tokens) an id: exact, where a hash could collide."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._ids: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def of(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Ids of the full blocks of `tokens`."""
+        keys: list[int] = []
+        parent = -1
+        for end in range(self.block_size, len(tokens) + 1, self.block_size):
+            parent = self.after(parent, tokens[end - self.block_size : end])
+            keys.append(parent)
+        return tuple(keys)
+
+    def after(self, parent: int, tokens: Sequence[int]) -> int:
+        """Id of the block `tokens` behind the block `parent`, -1 for none. The block may be shorter than full."""
+        return self._ids.setdefault((parent, tuple(tokens)), len(self._ids))
+
+
+# -- vLLM ------------------------------------------------------------------------------------------------------------
+
+
+def vllm_requests(workload: Line) -> list[tuple[RequestSpec, int | None]]:
+    """(spec, abort time) in arrival order, then file order. Arrival times are microseconds throughout."""
+    size = workload["config"]["block_size"]
+    keys = ChainedKeys(size)
+    specs = []
+    for index, r in enumerate(workload["requests"]):
+        output = r["output_token_ids"]
+        if r.get("stop") and STOP_TOKEN in output:
+            output = output[: output.index(STOP_TOKEN) + 1]
+        tokens, outputs = [*r["prompt_token_ids"], *output], len(output)
+        spec = RequestSpec(
+            index=index,
+            id=r["id"],
+            arrival_ns=r["arrival_us"],
+            prompt_tokens=len(r["prompt_token_ids"]),
+            output_tokens=outputs,
+            max_tokens=r.get("max_tokens", len(r["output_token_ids"])),
+            priority=r.get("priority", 0),
+            prefix=keys.of(tokens),
+            prefix_block_tokens=size,
+            prefix_tokens=len(tokens),
+        )
+        specs.append((spec, r.get("abort_us")))
+    return sorted(specs, key=lambda entry: entry[0].arrival_ns)
+
+
+# -- transformers ----------------------------------------------------------------------------------------------------
+
+
+def unsupported(workload: Line) -> str | None:
+    """Why a workload is outside what this policy models, or None."""
+    if any(r.get("num_children") for r in workload["requests"]):
+        return "forks (num_children) are not modelled"
+    if workload.get("model", {}).get("layer_types"):
+        return "hybrid layer groups (layer_types) are not modelled"
+    if workload["cb"].get("cpu_offload_space"):
+        return "CPU offload (cpu_offload_space) is not modelled"
+    return None
+
+
+class Tokens:
+    """The fake tokens of a workload, a function of request and position."""
+
+    def __init__(self, workload: Line) -> None:
+        self._vocab: int = workload.get("model", {}).get("vocab_size", 512)
+        self._eos = workload.get("eos_token_id")
+        self._requests = {r["id"]: r for r in workload["requests"]}
+
+    def at(self, request_id: str, position: int) -> int:
+        request = self._requests[request_id]
+        eos_after, eos = request.get("eos_after"), self._eos
+        if eos is not None and eos_after is not None and position == len(request["prompt"]) + eos_after - 1:
+            return int(eos)
+        digest = hashlib.blake2b(f"{request_id}:{position}".encode(), digest_size=4).digest()
+        token: int = int.from_bytes(digest, "little") % self._vocab
+        return (token + 1) % self._vocab if token == eos else token
+
+    def outputs(self, request_id: str) -> int:
+        """How many tokens the request generates."""
+        request = self._requests[request_id]
+        eos_after = request.get("eos_after") if self._eos is not None else None
+        outputs: int = min(eos_after or request["max_new_tokens"], request["max_new_tokens"])
+        return outputs
+
+
+class TransformersRequests:
+    """Requests by the pass in which they arrive, and what they will say."""
+
+    def __init__(self, workload: Line, block_size: int) -> None:
+        self.tokens = Tokens(workload)
+        self.arriving: dict[int, list[RequestSpec]] = {}
+        self.block_size = block_size
+        self.keys = ChainedKeys(block_size)
+        self.texts: dict[RequestSpec, list[int]] = {}
+        for index, request in enumerate(workload["requests"]):
+            self._add(index, request)
+
+    def _add(self, index: int, request: Line) -> None:
+        prompt, outputs = request["prompt"], self.tokens.outputs(request["id"])
+        text = [*prompt, *(self.tokens.at(request["id"], len(prompt) + i) for i in range(outputs))]
+        spec = RequestSpec(
+            index=index,
+            id=request["id"],
+            arrival_ns=request.get("arrival_step", 0),
+            prompt_tokens=len(prompt),
+            output_tokens=outputs,
+            max_tokens=request["max_new_tokens"],
+            prefix=self.keys.of(text),
+            prefix_block_tokens=self.block_size,
+            prefix_tokens=len(text),
+        )
+        self.texts[spec] = text
+        self.arriving.setdefault(spec.arrival_ns, []).append(spec)
