@@ -197,7 +197,14 @@ class Decoding:
             prefill_tokens=prefill_tokens,
             fast_decode=fast_decode,
         )
-        counts = StepCounts(table_blocks, new_blocks, running, waiting, pool.free, pool.cached)
+        counts = StepCounts(
+            table_blocks=table_blocks,
+            new_blocks=new_blocks,
+            running=running,
+            waiting=waiting,
+            free_blocks=pool.free,
+            cached_blocks=pool.cached,
+        )
         plan = StepPlan(members.planned, work, self._changes(joining, ends), counts)
         self._note(rows, ending, lead)
         self._commit(joining, ending)
@@ -252,9 +259,10 @@ class Decoding:
         stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests] if result.stopped else []
         landings = self._landings(plan.step, stopped)
         self.members.applied()
+        delivered = dict(result.delivered) if result.delivered else {}
+        assert delivered.keys() <= {landing.request.spec for landing in landings}, "a member yields one token a row"
         if not landings:
             return UNCHANGED
-        delivered = dict(result.delivered)
         received: list[RequestSpec] = []
         finished: list[tuple[RequestSpec, Finish]] = []
         wasted = 0

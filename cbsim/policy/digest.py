@@ -28,33 +28,28 @@ from struct import Struct
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cbsim.policy.plan import StepChanges, StepPlan
+    from cbsim.policy.plan import Chunk, StepChanges, StepPlan
 
 _HEAD = Struct("<23q").pack
 _VALUE = Struct("<q").unpack
+_NOTHING = ((),) * 7  # no changes
 
 
 def digest(plan: StepPlan) -> int:
     """The digest of everything that `plan` says."""
-    step, work, changes, counts = plan
-    chunks, lead, decodes, context, longest, prefill_tokens, padding_rows, padding_context, fast_decode = work
-    grown, joined, left, ends, ended, preempted, replaced = changes
-    content = _HEAD(
-        *(step, lead, decodes, context, longest, prefill_tokens, padding_rows, padding_context, fast_decode),
-        *counts,
-        *(len(chunks), len(grown), len(joined), len(left), len(ends), len(ended), len(preempted), len(replaced)),
-    )
-    if chunks or any(changes):
-        items = _chunks(plan)
-        items += _changes(changes)
-        content += _packer(len(items))(*items)
+    step, (chunks, *rest), changes, counts = plan
+    if not chunks and changes == _NOTHING:
+        content = _HEAD(step, *rest, *counts, 0, 0, 0, 0, 0, 0, 0, 0)
+    else:
+        items = [*_chunks(chunks), *_changes(changes)]
+        content = _HEAD(step, *rest, *counts, len(chunks), *map(len, changes)) + _packer(len(items))(*items)
     value: int = _VALUE(blake2b(content, digest_size=8).digest())[0]
     return value
 
 
-def _chunks(plan: StepPlan) -> list[int]:
+def _chunks(chunks: tuple[Chunk, ...]) -> list[int]:
     items: list[int] = []
-    for spec, order, start, tokens, blocks, outputs, admitted, resumed, cached, recomputed, padding in plan.work.chunks:
+    for spec, order, start, tokens, blocks, outputs, admitted, resumed, cached, recomputed, padding in chunks:
         items += (spec.index, order, start, tokens, outputs, admitted, resumed, cached, recomputed, padding)
         items.append(len(blocks))
         items += blocks
@@ -66,8 +61,7 @@ def _changes(changes: StepChanges) -> list[int]:
     items: list[int] = []
     for spec, block in grown:
         items += (spec.index, block)
-    for specs in (joined, left, ends, ended):
-        items += [spec.index for spec in specs]
+    items += [spec.index for spec in (*joined, *left, *ends, *ended)]
     for spec, lost_tokens, blocks in preempted:
         items += (spec.index, lost_tokens, blocks)
     for spec, index, block in replaced:
