@@ -157,13 +157,16 @@ class BlockPool:
 
     def grow(self, request: Request, count: int) -> list[int]:
         """Add `count` fresh blocks to a table; what they cached before is forgotten."""
-        self._observer.growing(request, count)
+        observer = self._observer
+        if observer is not NOBODY:
+            observer.growing(request, count)
         blocks = self._free.take(count)
         if self._key_of:
             for block in blocks:
                 self._forget(block)
         self.tables.setdefault(request, []).extend(blocks)
-        self._observer.grew(request, blocks)
+        if observer is not NOBODY:
+            observer.grew(request, blocks)
         return blocks
 
     def grow_each(self, requests: Sequence[Request]) -> list[int]:

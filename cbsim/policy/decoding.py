@@ -55,6 +55,7 @@ class Decoding:
         self._admissions = 0
         self._growing: list[Request] | None = None  # members that need a block, once asked
         self._grown: list[tuple[RequestSpec, int]] = []
+        self._filling: list[Request] = []  # members that fill a block and have to be heard of when they land
         self._decodes = 0
         self._left: list[RequestSpec] = []
         self._replaced: list[Replaced] = []
@@ -84,11 +85,11 @@ class Decoding:
             start,
             tokens,
             tuple(self.pool.tables[request] if first else blocks),
-            samples=end == request.target,
-            admitted=first,
-            resumed=first and request.preemptions > 0,
-            cached=start if first else 0,
-            recomputed=max(0, min(request.high_water, end) - start),
+            tokens == request.wanted,
+            first,
+            first and request.preemptions > 0,
+            start if first else 0,
+            max(0, min(request.high_water, end) - start),
         )
 
     def preempt(self, request: Request, *, drop_in_flight: bool) -> None:
@@ -124,9 +125,9 @@ class Decoding:
             blocks = self.pool.grow_each(growing)
             self._grown = [(request.spec, block) for request, block in zip(growing, blocks, strict=True)]
             members.grew(growing)
-        self._keys.go_on(members)
-        self._decodes = len(members)
-        return self._decodes
+        self._filling = self._keys.go_on(members.filling())
+        self._decodes = decodes = len(members)
+        return decodes
 
     def dissolve(self) -> None:
         """Everybody out: in this step each member is planned by the rules for one request."""
@@ -196,29 +197,30 @@ class Decoding:
             pool.cached,
             members.longest if decodes else 0,
         )
-        self._note(rows, ending, lead)
+        if rows or ending or self._filling:
+            self._noted[members.planned] = self._notes(rows, lead, ending)
         self._commit(joining, ending)
         return plan
 
-    def _note(self, rows: Mapping[Request, Chunk], ending: Sequence[Request], lead: int) -> None:
-        """Remember, in the order of the rows, which of them will do more than count when they come back."""
-        filling = self._keys.filling(self.members)
-        if not (rows or ending or filling):
-            return
-        listed: list[list[Landing]] = [[], []]
-        for position, (request, row) in enumerate(rows.items()):
+    def _notes(self, rows: Mapping[Request, Chunk], lead: int, ending: Sequence[Request]) -> Landings:
+        """The rows that will do more than count when they come back, in their order."""
+        before: list[Landing] = []
+        after: list[Landing] = []
+        for request, row in rows.items():
+            lead -= 1
             if row.samples or self._wastes_chunks:
                 reach = row.start + row.tokens
                 completes = self._keys.completes(row.start, reach)
-                listed[position >= lead].append(Landing(request, request.epoch, row.samples, reach, completes))
-        due = sorted({*filling, *ending}, key=by_order)
-        middle = [Landing(r, r.epoch, True, r.computed + 1, int(r in filling)) for r in due]
-        self._noted[self.members.planned] = listed[0], middle, listed[1]
+                landing = Landing(request, request.epoch, row.samples, reach, completes)
+                (after if lead < 0 else before).append(landing)
+        full = {*self._filling}
+        members = sorted({*full, *ending}, key=by_order) if full else ending
+        return before, [Landing(r, r.epoch, True, r.computed + 1, int(r in full)) for r in members], after
 
     def _commit(self, joining: Sequence[Request], ending: Sequence[Request]) -> None:
         """The step is planned: nothing is left to tell, and who decodes steadily from now on is a member."""
         self.members.commit()
-        self._decodes, self._growing = 0, None
+        self._decodes, self._growing, self._filling = 0, None, []
         self._grown, self._left, self.ended, self.preempted, self._replaced = [], [], [], [], []
         for request in joining:
             del self.loose[request]
@@ -232,7 +234,6 @@ class Decoding:
         """The oldest step in flight has come back: hand out its tokens, and `end` who is over, in order of the rows."""
         stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests] if result.stopped else []
         landings = self._landings(plan.step, stopped)
-        self.members.applied()
         if not landings:
             return UNCHANGED
         received: list[RequestSpec] = []
@@ -257,10 +258,14 @@ class Decoding:
         return Outcome(tuple(received), tuple(finished), wasted)
 
     def _landings(self, step: int, stopped: Sequence[Request]) -> list[Landing]:
-        """The rows of a step that do more than count, in order: that of the chunks, and of admission for the others."""
-        assert step == self.members.updated, (step, self.members.updated)
-        before, middle, after = self._noted.pop(step, ([], [], []))
-        late = self.members.landing(step)
+        """The rows of a step that do more than count, in their order: chunks as listed, members by admission."""
+        members = self.members
+        assert step == members.updated, (step, members.updated)
+        notes, late = self._noted.pop(step, None), members.landing(step)
+        members.applied()
+        if not (notes or late or stopped):
+            return []
+        before, middle, after = notes or ([], [], [])
         if late or stopped:
             noted = {landing.request for landing in (*before, *middle, *after)}
             middle += [Landing(request, epoch, True) for request, epoch in late if request not in noted]
