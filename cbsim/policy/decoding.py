@@ -120,7 +120,9 @@ class Decoding:
     def go_on(self) -> int:
         """A row for every member: a token each, and a block where one is due, which there is. Returns their number."""
         members = self.members
-        growing = members.growing() if self._growing is None else self._growing
+        growing, self._growing = self._growing, None
+        if growing is None:
+            growing = members.growing()
         if growing:
             blocks = self.pool.grow_each(growing)
             self._grown = [(request.spec, block) for request, block in zip(growing, blocks, strict=True)]
@@ -133,6 +135,7 @@ class Decoding:
         """Everybody out: in this step each member is planned by the rules for one request."""
         for request in list(self.members):
             self._detach(request)
+        self._decodes, self._filling = 0, []
 
     def _detach(self, request: Request) -> None:
         self._growing = None
@@ -165,12 +168,13 @@ class Decoding:
         for request, row in rows.items():
             prefill_tokens += row.tokens
             table_blocks += pool.held(request)
-            new_blocks += len(row.blocks) - pool.blocks_for(row.cached)
+            new_blocks += len(row.blocks) - (pool.blocks_for(row.cached) if row.cached else 0)
             request.advance(row.tokens, row.samples)
             if row.samples:
-                if request.promised == request.last:
+                promised = request.promised
+                if promised == request.last:
                     ends.append(request.spec)
-                if self._together and (not self._foresees or request.promised < request.limit):
+                if self._together and (promised < request.limit or not self._foresees):
                     joining.append(request)
         plan = StepPlan(  # by position: this is built for every step
             members.planned,
@@ -206,12 +210,12 @@ class Decoding:
         """The rows that will do more than count when they come back, in their order."""
         before: list[Landing] = []
         after: list[Landing] = []
+        completes = self._keys.completes
         for request, row in rows.items():
+            start, tokens, samples = row.start, row.tokens, row.samples
             lead -= 1
-            if row.samples or self._wastes_chunks:
-                reach = row.start + row.tokens
-                completes = self._keys.completes(row.start, reach)
-                landing = Landing(request, request.epoch, row.samples, reach, completes)
+            if samples or self._wastes_chunks:
+                landing = Landing(request, request.epoch, samples, start + tokens, completes(start, start + tokens))
                 (after if lead < 0 else before).append(landing)
         full = {*self._filling}
         members = sorted({*full, *ending}, key=by_order) if full else ending
@@ -220,61 +224,63 @@ class Decoding:
     def _commit(self, joining: Sequence[Request], ending: Sequence[Request]) -> None:
         """The step is planned: nothing is left to tell, and who decodes steadily from now on is a member."""
         self.members.commit()
-        self._decodes, self._growing, self._filling = 0, None, []
         self._grown, self._left, self.ended, self.preempted, self._replaced = [], [], [], [], []
         for request in joining:
             del self.loose[request]
             self.members.join(request, self.pool.held(request), fills=self._keys.joins(request))
-        if self._foresees:
-            for request in ending:
-                if request.promised == request.limit:
-                    self._detach(request)  # it keeps seat and blocks until its last token is back
+        for request in ending:
+            if self._foresees and request.promised == request.limit:
+                self._detach(request)  # it keeps seat and blocks until its last token is back
 
     def land(self, plan: StepPlan, result: StepResult, end: Callable[[Request, Finish], None]) -> Outcome:
         """The oldest step in flight has come back: hand out its tokens, and `end` who is over, in order of the rows."""
-        stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests] if result.stopped else []
-        landings = self._landings(plan.step, stopped)
-        if not landings:
+        members, step = self.members, plan.step
+        assert step == members.updated, (step, members.updated)
+        notes, late = self._noted.pop(step, None), members.landing(step)
+        members.applied()
+        if not (notes or late or result.stopped):
             return UNCHANGED
+        stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
+        landings = _in_order(notes or ([], [], []), late, stopped)
         received: list[RequestSpec] = []
         finished: list[tuple[RequestSpec, Finish]] = []
-        wasted = 0
+        keys, observer, wasted = self._keys, self._observer, 0
         for landing in landings:
-            request = landing.request
-            if landing.epoch != request.epoch or request.status is Status.FINISHED:
+            request, epoch, samples, _, _ = landing
+            if epoch != request.epoch or request.status is Status.FINISHED:
                 wasted += 1
-                self._observer.wasted(landing, plan.step)
+                observer.wasted(landing, step)
                 continue
-            if landing.samples and (request.cohort is None or plan.step < request.since):
-                request.receive(plan.step)
+            if samples and (request.cohort is None or step < request.since):
+                request.receive(step)
                 received.append(request.spec)
-            over = landing.samples and (request.seen == request.last or request in stopped)
-            self._replaced += self._keys.landed(landing, over)
-            self._observer.landed(landing, over)
+            over = samples and (request.seen == request.last or request in stopped)
+            self._replaced += keys.landed(landing, over)
+            if observer is not NOBODY:
+                observer.landed(landing, over)
             if over:
                 reason = request.natural_end
                 finished.append((request.spec, reason))
                 end(request, reason)
         return Outcome(tuple(received), tuple(finished), wasted)
 
-    def _landings(self, step: int, stopped: Sequence[Request]) -> list[Landing]:
-        """The rows of a step that do more than count, in their order: chunks as listed, members by admission."""
-        members = self.members
-        assert step == members.updated, (step, members.updated)
-        notes, late = self._noted.pop(step, None), members.landing(step)
-        members.applied()
-        if not (notes or late or stopped):
-            return []
-        before, middle, after = notes or ([], [], [])
-        if late or stopped:
-            noted = {landing.request for landing in (*before, *middle, *after)}
-            middle += [Landing(request, epoch, True) for request, epoch in late if request not in noted]
-            noted.update(landing.request for landing in middle)
-            middle += [Landing(request, request.epoch, True) for request in stopped if request not in noted]
-            middle.sort(key=lambda landing: landing.request.order)
-        return [*before, *middle, *after]
-
     def check(self) -> None:
         """Raise AssertionError unless every block is free or owned and the members' sums equal a recount."""
         self.pool.check()
         self.members.check(self.pool.tables)
+
+
+def _in_order(notes: Landings, late: Sequence[tuple[Request, int]], stopped: Sequence[Request]) -> list[Landing]:
+    """The rows of a step that do more than count: those noted, those of members that have left since, and those
+    that sampled a stop token. Chunks come as they were listed, members by admission.
+    """
+    before, middle, after = notes
+    if late:
+        noted = {landing.request for landing in middle}
+        middle += [Landing(request, epoch, True) for request, epoch in late if request not in noted]
+    if stopped:
+        noted = {landing.request for landing in (*before, *middle, *after)}
+        middle += [Landing(request, request.epoch, True) for request in stopped if request not in noted]
+    if len(middle) > 1:
+        middle.sort(key=lambda landing: landing.request.order)
+    return [*before, *middle, *after]
