@@ -14,6 +14,7 @@ once. Both ways give the same rows, blocks and tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from cbsim.policy.blocks import BlockPool, Replaced
 from cbsim.policy.cohort import Cohort, Landing, by_order
@@ -23,6 +24,19 @@ from cbsim.policy.plan import UNCHANGED, Chunk, Outcome, Preempted, StepPlan, St
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 
 Landings = tuple[list[Landing], list[Landing], list[Landing]]  # of the chunks before the members, of them, and after
+
+
+class _Promised(NamedTuple):
+    """What the listed rows of a step come to."""
+
+    joined: Sequence[RequestSpec] = ()
+    ends: Sequence[RequestSpec] = ()
+    tokens: int = 0
+    table_blocks: int = 0
+    new_blocks: int = 0
+
+
+NOTHING = _Promised()
 
 
 class Decoding:
@@ -162,20 +176,7 @@ class Decoding:
         members, pool, decodes = self.members, self.pool, self._decodes
         assert decodes == len(members), "members neither go on nor are dissolved"
         ending = members.ending(members.planned)
-        ends = [request.spec for request in ending]
-        joining: list[Request] = []
-        prefill_tokens, table_blocks, new_blocks = 0, members.held_blocks, len(self._grown)
-        for request, row in rows.items():
-            prefill_tokens += row.tokens
-            table_blocks += pool.held(request)
-            new_blocks += len(row.blocks) - (pool.blocks_for(row.cached) if row.cached else 0)
-            request.advance(row.tokens, row.samples)
-            if row.samples:
-                promised = request.promised
-                if promised == request.last:
-                    ends.append(request.spec)
-                if self._together and (promised < request.limit or not self._foresees):
-                    joining.append(request)
+        promised = self._promise(rows, lead, ending) if rows or ending or self._filling else NOTHING
         plan = StepPlan(  # by position: this is built for every step
             members.planned,
             tuple(rows.values()),
@@ -183,14 +184,14 @@ class Decoding:
             decodes,
             members.context if decodes else 0,
             tuple(self._grown),
-            tuple([request.spec for request in joining]),
+            tuple(promised.joined),
             tuple(self._left),
-            tuple(ends),
+            tuple(promised.ends),
             tuple(self.ended),
             tuple(self.preempted),
-            prefill_tokens,
-            table_blocks,
-            new_blocks,
+            promised.tokens,
+            members.held_blocks + promised.table_blocks,
+            len(self._grown) + promised.new_blocks,
             running,
             waiting,
             pool.free,
@@ -201,31 +202,48 @@ class Decoding:
             pool.cached,
             members.longest if decodes else 0,
         )
-        if rows or ending or self._filling:
-            self._noted[members.planned] = self._notes(rows, lead, ending)
-        self._commit(joining, ending)
+        members.commit()
+        self._grown, self._left, self.ended, self.preempted, self._replaced = [], [], [], [], []
+        if promised is not NOTHING:
+            self._move(promised.joined, ending)
         return plan
 
-    def _notes(self, rows: Mapping[Request, Chunk], lead: int, ending: Sequence[Request]) -> Landings:
-        """The rows that will do more than count when they come back, in their order."""
-        before: list[Landing] = []
-        after: list[Landing] = []
-        completes = self._keys.completes
-        for request, row in rows.items():
-            start, tokens, samples = row.start, row.tokens, row.samples
-            lead -= 1
+    def _promise(self, rows: Mapping[Request, Chunk], lead: int, ending: Sequence[Request]) -> _Promised:
+        """Promise the listed rows, and note those of the step that will do more than count when they come back."""
+        pool, completes = self.pool, self._keys.completes
+        joined: list[RequestSpec] = []
+        ends = [request.spec for request in ending]
+        noted: list[Landing] = []
+        first = tokens = table_blocks = new_blocks = 0  # `first`: how many of the noted come before the members
+        for position, (request, row) in enumerate(rows.items()):
+            samples, end = row.samples, row.start + row.tokens
+            tokens += row.tokens
+            table_blocks += pool.held(request)
+            new_blocks += len(row.blocks) - pool.blocks_for(row.cached)
+            request.advance(row.tokens, samples)
+            if samples:
+                output = request.promised
+                if output == request.last:
+                    ends.append(request.spec)
+                if self._together and (output < request.limit or not self._foresees):
+                    joined.append(request.spec)
             if samples or self._wastes_chunks:
-                landing = Landing(request, request.epoch, samples, start + tokens, completes(start, start + tokens))
-                (after if lead < 0 else before).append(landing)
-        full = {*self._filling}
-        members = sorted({*full, *ending}, key=by_order) if full else ending
-        return before, [Landing(r, r.epoch, True, r.computed + 1, int(r in full)) for r in members], after
+                first += position < lead
+                noted.append(Landing(request, request.epoch, samples, end, completes(row.start, end)))
+        self._noted[self.members.planned] = noted[:first], self._members_noted(ending), noted[first:]
+        return _Promised(joined, ends, tokens, table_blocks, new_blocks)
 
-    def _commit(self, joining: Sequence[Request], ending: Sequence[Request]) -> None:
-        """The step is planned: nothing is left to tell, and who decodes steadily from now on is a member."""
-        self.members.commit()
-        self._grown, self._left, self.ended, self.preempted, self._replaced = [], [], [], [], []
-        for request in joining:
+    def _members_noted(self, ending: Sequence[Request]) -> list[Landing]:
+        if not (ending or self._filling):
+            return []
+        full = {*self._filling}
+        requests = sorted({*full, *ending}, key=by_order)
+        return [Landing(r, r.epoch, True, r.computed + 1, int(r in full)) for r in requests]
+
+    def _move(self, joined: Sequence[RequestSpec], ending: Sequence[Request]) -> None:
+        """Who decodes steadily from now on is a member; whose last token is planned is none any more."""
+        for spec in joined:
+            request = self.requests[spec]
             del self.loose[request]
             self.members.join(request, self.pool.held(request), fills=self._keys.joins(request))
         for request in ending:
@@ -255,7 +273,8 @@ class Decoding:
                 request.receive(step)
                 received.append(request.spec)
             over = samples and (request.seen == request.last or request in stopped)
-            self._replaced += keys.landed(landing, over)
+            if replaced := keys.landed(landing, over):
+                self._replaced += replaced
             if observer is not NOBODY:
                 observer.landed(landing, over)
             if over:
