@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import repeat, starmap
 from typing import Protocol
 
 from cbsim.policy.observer import NOBODY, Observer
@@ -53,7 +54,7 @@ class FreeQueue:
         self.free -= count
         popleft = self._queue.popleft
         if not self._dead:
-            return [popleft() for _ in range(count)]
+            return list(starmap(popleft, repeat((), count)))  # a loop in C: every grown block passes here
         taken: list[int] = []
         while len(taken) < count:
             block = popleft()

@@ -176,7 +176,8 @@ class Decoding:
         members, pool, decodes = self.members, self.pool, self._decodes
         assert decodes == len(members), "members neither go on nor are dissolved"
         ending = members.ending(members.planned)
-        promised = self._promise(rows, lead, ending) if rows or ending or self._filling else NOTHING
+        listed = self._promise(rows, lead, ending) if rows or ending or self._filling else NOTHING
+        joined, ends, tokens, table_blocks, new_blocks = listed
         plan = StepPlan(  # by position: this is built for every step
             members.planned,
             tuple(rows.values()),
@@ -184,14 +185,14 @@ class Decoding:
             decodes,
             members.context if decodes else 0,
             tuple(self._grown),
-            tuple(promised.joined),
+            tuple(joined),
             tuple(self._left),
-            tuple(promised.ends),
+            tuple(ends),
             tuple(self.ended),
             tuple(self.preempted),
-            promised.tokens,
-            members.held_blocks + promised.table_blocks,
-            len(self._grown) + promised.new_blocks,
+            tokens,
+            members.held_blocks + table_blocks,
+            len(self._grown) + new_blocks,
             running,
             waiting,
             pool.free,
@@ -204,8 +205,8 @@ class Decoding:
         )
         members.commit()
         self._grown, self._left, self.ended, self.preempted, self._replaced = [], [], [], [], []
-        if promised is not NOTHING:
-            self._move(promised.joined, ending)
+        if joined or ending:
+            self._move(joined, ending)
         return plan
 
     def _promise(self, rows: Mapping[Request, Chunk], lead: int, ending: Sequence[Request]) -> _Promised:
