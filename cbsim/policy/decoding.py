@@ -149,7 +149,6 @@ class Decoding:
         """Everybody out: in this step each member is planned by the rules for one request."""
         for request in list(self.members):
             self._detach(request)
-        self._decodes, self._filling = 0, []
 
     def _detach(self, request: Request) -> None:
         self._growing = None
@@ -204,6 +203,7 @@ class Decoding:
             members.longest if decodes else 0,
         )
         members.commit()
+        self._decodes, self._filling = 0, []
         self._grown, self._left, self.ended, self.preempted, self._replaced = [], [], [], [], []
         if joined or ending:
             self._move(joined, ending)
