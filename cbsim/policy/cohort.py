@@ -9,9 +9,9 @@ fills one, or produces its declared last token is kept in calendars by step. A r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
+from typing import NamedTuple
 
 from cbsim.policy.request import Request
 
@@ -19,8 +19,7 @@ Calendar = dict[int, list[tuple[Request, int]]]
 by_order = attrgetter("order")
 
 
-@dataclass(slots=True)
-class Landing:
+class Landing(NamedTuple):
     """A row in flight that will change more than a count when it comes back."""
 
     request: Request

@@ -14,6 +14,7 @@ once. Both ways give the same rows, blocks and tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from cbsim.policy.blocks import BlockPool, Replaced
 from cbsim.policy.cohort import Cohort, Landing, by_order
@@ -33,6 +34,19 @@ from cbsim.policy.plan import (
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 
 Landings = tuple[list[Landing], list[Landing], list[Landing]]  # of the chunks before the members, of them, and after
+
+
+class _Promised(NamedTuple):
+    """What the listed rows of a step come to."""
+
+    joined: Sequence[RequestSpec] = ()
+    ends: Sequence[RequestSpec] = ()
+    tokens: int = 0
+    table_blocks: int = 0
+    new_blocks: int = 0
+
+
+NOTHING = _Promised()
 
 
 class Decoding:
@@ -65,6 +79,7 @@ class Decoding:
         self._admissions = 0
         self._growing: list[Request] | None = None  # members that need a block, once asked
         self._grown: list[tuple[RequestSpec, int]] = []
+        self._filling: list[Request] = []  # members that fill a block and have to be heard of when they land
         self._decodes = 0
         self._left: list[RequestSpec] = []
         self._replaced: list[Replaced] = []
@@ -101,11 +116,11 @@ class Decoding:
             start,
             tokens,
             tuple(self.pool.tables[request] if first else blocks),
-            outputs=outputs,
-            admitted=first,
-            resumed=first and request.preemptions > 0,
-            cached=start if first else 0,
-            recomputed=max(0, min(request.high_water, end) - start),
+            outputs,
+            first,
+            first and request.preemptions > 0,
+            start if first else 0,
+            max(0, min(request.high_water, end) - start),
         )
 
     def preempt(self, request: Request, *, drop_in_flight: bool) -> None:
@@ -136,14 +151,16 @@ class Decoding:
     def go_on(self) -> int:
         """A row for every member: a token each, and a block where one is due, which there is. Returns their number."""
         members = self.members
-        growing = members.growing() if self._growing is None else self._growing
+        growing, self._growing = self._growing, None
+        if growing is None:
+            growing = members.growing()
         if growing:
             blocks = self.pool.grow_each(growing)
             self._grown = [(request.spec, block) for request, block in zip(growing, blocks, strict=True)]
             members.grew(growing)
-        self._keys.go_on(members)
-        self._decodes = len(members)
-        return self._decodes
+        self._filling = self._keys.go_on(members.filling())
+        self._decodes = decodes = len(members)
+        return decodes
 
     def dissolve(self) -> None:
         """Everybody out: in this step each member is planned by the rules for one request."""
@@ -175,119 +192,130 @@ class Decoding:
         members, pool, decodes = self.members, self.pool, self._decodes
         assert decodes == len(members), "members neither go on nor are dissolved"
         ending = members.ending(members.planned)
-        ends = [request.spec for request in ending]
-        joining: list[Request] = []
-        prefill_tokens, table_blocks, new_blocks = 0, members.held_blocks, len(self._grown)
-        for request, row in rows.items():
-            prefill_tokens += row.tokens
-            table_blocks += pool.held(request)
-            new_blocks += len(row.blocks) - pool.blocks_for(row.cached)
-            request.advance(row.tokens, row.outputs)
-            if row.outputs:
-                if request.promised >= request.last > request.promised - row.outputs:
-                    ends.append(request.spec)
-                if self._joins(request, row.outputs):
-                    joining.append(request)
+        listed = self._promise(rows, lead, ending) if rows or ending or self._filling else NOTHING
         work = StepWork(
             chunks=tuple(rows.values()),
             lead=lead,
             decodes=decodes,
             decode_context=members.context if decodes else 0,
             longest_context=members.longest if decodes else 0,
-            prefill_tokens=prefill_tokens,
+            prefill_tokens=listed.tokens,
             fast_decode=fast_decode,
         )
         counts = StepCounts(
-            table_blocks=table_blocks,
-            new_blocks=new_blocks,
+            table_blocks=members.held_blocks + listed.table_blocks,
+            new_blocks=len(self._grown) + listed.new_blocks,
             running=running,
             waiting=waiting,
             free_blocks=pool.free,
             cached_blocks=pool.cached,
         )
-        plan = StepPlan(members.planned, work, self._changes(joining, ends), counts)
-        self._note(rows, ending, lead)
-        self._commit(joining, ending)
+        plan = StepPlan(members.planned, work, self._changes(listed), counts)
+        members.commit()
+        self._decodes, self._filling = 0, []
+        self._grown, self._left, self.ended, self.preempted, self._replaced = [], [], [], [], []
+        if listed.joined or ending:
+            self._move(listed.joined, ending)
         return plan
 
-    def _joins(self, request: Request, outputs: int) -> bool:
-        """Does a request decode with the members from its next step on? They yield exactly one token a row."""
-        return self._together and outputs == 1 and (not self._foresees or request.promised < request.limit)
-
-    def _changes(self, joining: Sequence[Request], ends: Sequence[RequestSpec]) -> StepChanges:
+    def _changes(self, listed: _Promised) -> StepChanges:
         """What the plan has to tell beside its rows."""
         return StepChanges(
             grown=tuple(self._grown),
-            joined=tuple([request.spec for request in joining]),
+            joined=tuple(listed.joined),
             left=tuple(self._left),
-            ends=tuple(ends),
+            ends=tuple(listed.ends),
             ended=tuple(self.ended),
             preempted=tuple(self.preempted),
             replaced=tuple(self._replaced),
         )
 
-    def _note(self, rows: Mapping[Request, Chunk], ending: Sequence[Request], lead: int) -> None:
-        """Remember, in the order of the rows, which of them will do more than count when they come back."""
-        filling = self._keys.filling(self.members)
-        if not (rows or ending or filling):
-            return
-        listed: list[list[Landing]] = [[], []]
+    def _promise(self, rows: Mapping[Request, Chunk], lead: int, ending: Sequence[Request]) -> _Promised:
+        """Promise the listed rows, and note those of the step that will do more than count when they come back."""
+        pool, completes = self.pool, self._keys.completes
+        joined: list[RequestSpec] = []
+        ends = [request.spec for request in ending]
+        noted: list[Landing] = []
+        first = tokens = table_blocks = new_blocks = 0  # `first`: how many of the noted come before the members
         for position, (request, row) in enumerate(rows.items()):
-            if row.outputs or self._wastes_chunks:
-                reach = row.start + row.tokens
-                completes = self._keys.completes(row.start, reach)
-                listed[position >= lead].append(Landing(request, request.epoch, row.outputs, reach, completes))
-        due = sorted({*filling, *ending}, key=by_order)
-        middle = [Landing(r, r.epoch, 1, r.computed + 1, int(r in filling)) for r in due]
-        self._noted[self.members.planned] = listed[0], middle, listed[1]
+            outputs, end = row.outputs, row.start + row.tokens
+            tokens += row.tokens
+            table_blocks += pool.held(request)
+            new_blocks += len(row.blocks) - pool.blocks_for(row.cached)
+            request.advance(row.tokens, outputs)
+            if outputs:
+                if request.promised >= request.last > request.promised - outputs:
+                    ends.append(request.spec)
+                if self._joins(request, outputs):
+                    joined.append(request.spec)
+            if outputs or self._wastes_chunks:
+                first += position < lead
+                noted.append(Landing(request, request.epoch, outputs, end, completes(row.start, end)))
+        self._noted[self.members.planned] = noted[:first], self._members_noted(ending), noted[first:]
+        return _Promised(joined, ends, tokens, table_blocks, new_blocks)
 
-    def _commit(self, joining: Sequence[Request], ending: Sequence[Request]) -> None:
-        """The step is planned: nothing is left to tell, and who decodes steadily from now on is a member."""
-        self.members.commit()
-        self._decodes, self._growing = 0, None
-        self._grown, self._left, self.ended, self.preempted, self._replaced = [], [], [], [], []
-        for request in joining:
+    def _joins(self, request: Request, outputs: int) -> bool:
+        """Does a request decode with the members from its next step on? They yield exactly one token a row."""
+        return self._together and outputs == 1 and (request.promised < request.limit or not self._foresees)
+
+    def _members_noted(self, ending: Sequence[Request]) -> list[Landing]:
+        if not (ending or self._filling):
+            return []
+        full = {*self._filling}
+        requests = sorted({*full, *ending}, key=by_order)
+        return [Landing(r, r.epoch, 1, r.computed + 1, int(r in full)) for r in requests]
+
+    def _move(self, joined: Sequence[RequestSpec], ending: Sequence[Request]) -> None:
+        """Who decodes steadily from now on is a member; whose last token is planned is none any more."""
+        for spec in joined:
+            request = self.requests[spec]
             del self.loose[request]
             self.members.join(request, self.pool.held(request), fills=self._keys.joins(request))
-        if self._foresees:
-            for request in ending:
-                if request.promised == request.limit:
-                    self._detach(request)  # it keeps seat and blocks until its last token is back
+        for request in ending:
+            if self._foresees and request.promised == request.limit:
+                self._detach(request)  # it keeps seat and blocks until its last token is back
 
     def land(self, plan: StepPlan, result: StepResult, end: Callable[[Request, Finish], None]) -> Outcome:
         """The oldest step in flight has come back: hand out its tokens, and `end` who is over, in order of the rows."""
-        stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests] if result.stopped else []
-        landings = self._landings(plan.step, stopped)
-        self.members.applied()
+        members, step = self.members, plan.step
+        assert step == members.updated, (step, members.updated)
+        notes, late = self._noted.pop(step, None), members.landing(step)
+        members.applied()
+        if not (notes or late or result.stopped):
+            assert not result.delivered, "a member yields one token a row"
+            return UNCHANGED
+        stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
+        landings = _in_order(notes or ([], [], []), late, stopped)
         delivered = dict(result.delivered) if result.delivered else {}
         assert delivered.keys() <= {landing.request.spec for landing in landings}, "a member yields one token a row"
-        if not landings:
-            return UNCHANGED
         received: list[RequestSpec] = []
         finished: list[tuple[RequestSpec, Finish]] = []
-        wasted = 0
-        for landing in landings:
-            request = landing.request
-            if landing.epoch != request.epoch or request.status is Status.FINISHED:
+        keys, observer, wasted = self._keys, self._observer, 0
+        for noted in landings:
+            request, epoch, outputs = noted[:3]
+            if epoch != request.epoch or request.status is Status.FINISHED:
                 wasted += 1
-                self._observer.wasted(landing, plan.step)
+                observer.wasted(noted, step)
                 continue
-            if landing.outputs and (request.cohort is None or plan.step < request.since):
-                self._receive(landing, plan.step, delivered.get(request.spec))
-                if landing.short < landing.outputs:
+            landing = noted
+            if outputs and (request.cohort is None or step < request.since):
+                landing = self._received(noted, step, delivered.get(request.spec))
+                if landing.short < outputs:
                     received.append(request.spec)
-            over = landing.outputs > 0 and (request.seen == request.last or request in stopped)
-            if not over and landing.short:
+            over = outputs > 0 and (request.seen == request.last or request in stopped)
+            if landing.short and not over:
                 request.settle(landing.short)
-            self._replaced += self._keys.landed(landing, over)
-            self._observer.landed(landing, over)
+            if replaced := keys.landed(landing, over):
+                self._replaced += replaced
+            if observer is not NOBODY:
+                observer.landed(landing, over)
             if over:
                 reason = request.natural_end
                 finished.append((request.spec, reason))
                 end(request, reason)
         return Outcome(tuple(received), tuple(finished), wasted)
 
-    def _receive(self, landing: Landing, step: int, tokens: int | None) -> None:
+    def _received(self, landing: Landing, step: int, tokens: int | None) -> Landing:
         """Hand the tokens of a row out: as many as came, or else as promised, up to the declared last one."""
         request, outputs = landing.request, landing.outputs
         left = request.last - request.seen
@@ -295,23 +323,26 @@ class Decoding:
             tokens = min(outputs, left)
         assert 0 <= tokens <= min(outputs, left), (request.spec.id, tokens, outputs, left)
         request.receive(step, tokens)
-        landing.short = outputs - tokens
-        landing.reach -= landing.short
-
-    def _landings(self, step: int, stopped: Sequence[Request]) -> list[Landing]:
-        """The rows of a step that do more than count, in order: that of the chunks, and of admission for the others."""
-        assert step == self.members.updated, (step, self.members.updated)
-        before, middle, after = self._noted.pop(step, ([], [], []))
-        late = self.members.landing(step)
-        if late or stopped:
-            noted = {landing.request for landing in (*before, *middle, *after)}
-            middle += [Landing(request, epoch, 1) for request, epoch in late if request not in noted]
-            noted.update(landing.request for landing in middle)
-            middle += [Landing(request, request.epoch, 1) for request in stopped if request not in noted]
-            middle.sort(key=lambda landing: landing.request.order)
-        return [*before, *middle, *after]
+        short = outputs - tokens
+        return landing._replace(short=short, reach=landing.reach - short) if short else landing
 
     def check(self) -> None:
         """Raise AssertionError unless every block is free or owned and the members' sums equal a recount."""
         self.pool.check()
         self.members.check(self.pool.tables)
+
+
+def _in_order(notes: Landings, late: Sequence[tuple[Request, int]], stopped: Sequence[Request]) -> list[Landing]:
+    """The rows of a step that do more than count: those noted, those of members that have left since, and those
+    that sampled a stop token. Chunks come as they were listed, members by admission.
+    """
+    before, middle, after = notes
+    if late:
+        noted = {landing.request for landing in middle}
+        middle += [Landing(request, epoch, 1) for request, epoch in late if request not in noted]
+    if stopped:
+        noted = {landing.request for landing in (*before, *middle, *after)}
+        middle += [Landing(request, request.epoch, 1) for request in stopped if request not in noted]
+    if len(middle) > 1:
+        middle.sort(key=lambda landing: landing.request.order)
+    return [*before, *middle, *after]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cbsim.policy.blocks import BlockPool, Replaced
-from cbsim.policy.cohort import Cohort, Landing
+from cbsim.policy.cohort import Landing
 from cbsim.policy.request import Request, Status
 
 
@@ -20,15 +20,14 @@ class Keys:
         """A request is about to join the cohort. Does the rule want to hear of the blocks it fills there?"""
         return False
 
-    def go_on(self, members: Cohort) -> None:
-        """Every member gets a row in the step being planned."""
+    def go_on(self, filling: list[Request]) -> list[Request]:
+        """Every member gets a row in the step being planned; these fill a block. Returns whose row is to be heard of
+        when it lands.
+        """
+        return []
 
     def leaves(self, request: Request) -> None:
         """A member is about to leave the cohort."""
-
-    def filling(self, members: Cohort) -> list[Request]:
-        """Members whose row in the step being planned has to be heard of when it lands."""
-        return []
 
     def completes(self, start: int, end: int) -> int:
         """Blocks that a row from `start` to `end` fills, and that get their keys when it lands."""
@@ -57,13 +56,13 @@ class KeysWhenKnown(Keys):
             self._late.append(request)
         return named
 
-    def go_on(self, members: Cohort) -> None:
-        filling = members.filling()
+    def go_on(self, filling: list[Request]) -> list[Request]:
         if filling or self._late:
             filling = [*self._late, *filling]
             self._late = []
             for request in filling:
                 self._fill(request)
+        return []
 
     def _fill(self, request: Request) -> None:
         """A member's row fills a block; it gets its key as soon as its last token is known."""
@@ -93,8 +92,8 @@ class KeysWhenLanded(Keys):
     def joins(self, request: Request) -> bool:
         return True
 
-    def filling(self, members: Cohort) -> list[Request]:
-        return members.filling()
+    def go_on(self, filling: list[Request]) -> list[Request]:
+        return filling
 
     def completes(self, start: int, end: int) -> int:
         return end // self.pool.block_size - start // self.pool.block_size
