@@ -20,8 +20,8 @@ from cbengine.first.pack_run import ended_politely
 from cbengine.measure import calibrate, campaign, predict, provenance, scores
 from cbengine.measure.probes import Reach
 from cbsim.scenario import scenario, shapes
-from cbsim.server import running
-from cbsim.server.running import RunOptions
+from cbsim.server import run_command, running
+from cbsim.server.run_command import RunOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def replay(options: RunOptions, setup: Setup, *, peer: bool, profiled: int, stan
     if stand_in and not (peer and setup.device == "cuda"):
         raise UsageError("--flash-attn stand-in: needs --engine transformers and --device cuda")
     serve = servers.maker(setup, peer, stand_in, profiled)
-    return running.run(options, serve, lambda asked: build.adapted(asked, setup))
+    return run_command.run(options, serve, lambda asked: build.adapted(asked, setup))
 
 
 def calibration(options: CalibrateOptions, setup: Setup) -> int:

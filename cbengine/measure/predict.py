@@ -40,8 +40,9 @@ from cbsim.scenario import scenario
 from cbsim.scenario.demand import Synthetic
 from cbsim.scenario.fields import Frozen, Real, ScenarioError, shown
 from cbsim.scenario.scenario import Scenario
-from cbsim.server import running
-from cbsim.server.running import Maker, RunOptions
+from cbsim.server import run_command, running
+from cbsim.server.run_command import RunOptions
+from cbsim.server.running import Maker
 
 CAPACITY_REQUESTS = 4  # times the case's: all at once, so long a queue that its ends do not matter
 LEFT_OUT = ("timeline.json.gz", "figures")  # of a run: both can be drawn again from its tables
@@ -226,7 +227,7 @@ class _Session:
                     continue
                 self._say(f"  measuring {loop}")
                 options = _options(self._asked.device, case, self._asked.overrides, out)
-                _trim(running.one_loop(ready, loop, options, self._maker(setup)).path)
+                _trim(run_command.one_loop(ready, loop, options, self._maker(setup)).folder)
 
 
 def _coefficient_file(place: Path, ready: Scenario) -> Path:

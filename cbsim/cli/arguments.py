@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from cbsim.server.running import RunOptions
+    from cbsim.server.run_command import RunOptions
 
 ERROR, USAGE = 1, 2
 
@@ -57,14 +57,14 @@ def guarded(program: str, command: str, act: Callable[[], int], status: Callable
 def run_options(arguments: argparse.Namespace) -> RunOptions:
     """What such arguments mean."""
     from cbsim.results import checks
-    from cbsim.server import running
+    from cbsim.server.run_command import RunOptions
 
     overrides = list(arguments.set)
     if arguments.seed is not None:
         overrides.append(f"seed={arguments.seed}")
     if arguments.loop is not None:
         overrides.append(f"loop.mode={arguments.loop}")
-    return running.RunOptions(
+    return RunOptions(
         scenario=arguments.scenario,
         overrides=overrides,
         out=arguments.out,

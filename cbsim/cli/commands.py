@@ -5,46 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbsim.machine import simulate
+from cbsim.machine.simulation import Simulation
 from cbsim.results import directory
 from cbsim.scenario import scenario
-from cbsim.scenario.scenario import Scenario
-from cbsim.server import running
-from cbsim.server.running import ERROR, OK, RunOptions
-from cbsim.workload.generators import Workload
+from cbsim.server import run_command
+from cbsim.server.run_command import RunOptions
+from cbsim.server.running import ERROR, OK
 
 if TYPE_CHECKING:
     from cbsim.draw.study import Study
 
 
-class Simulation:
-    """A simulated server, as `runs` wants one."""
-
-    measured = False
-
-    def __init__(self, asked: Scenario, loop: str, workload: Workload) -> None:
-        self._machine = simulate.machine(asked, loop, workload)
-        self.record = self._machine.record
-        self.facts: Mapping[str, object] = {"device": "simulated"}
-
-    @property
-    def now_ns(self) -> int:
-        return self._machine.now_ns
-
-    def run(self, on_step: Callable[[int], None]) -> None:
-        simulate.run(self._machine, on_step)
-
-    def files(self) -> Mapping[str, bytes]:
-        return {}
-
-
 def run(options: RunOptions) -> int:
     """Simulate a scenario under each of its loops, write the run directories, say what came out."""
-    return running.run(options, Simulation)
+    return run_command.run(options, Simulation)
 
 
 def conformance(paths: Sequence[Path]) -> int:

@@ -663,7 +663,7 @@ def test_an_interrupt_in_process_is_one_line(small: Path, out: Path, monkeypatch
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(directory.RunWriter, "tables", interrupted)
+    monkeypatch.setattr(directory.RunWriter, "steps", interrupted)
     refused(call("run", small, "--out", out, "--quiet"), 1, "interrupted")
     assert (runs(out)[0] / directory.MARKER).exists()
 

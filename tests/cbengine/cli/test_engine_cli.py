@@ -36,8 +36,9 @@ from cbengine.cli.arguments import DEVICES
 from cbengine.cli.parser import main
 from cbengine.device.clock import WallClock
 from cbsim.cli import parser as simulator
-from cbsim.results import directory, terminal
+from cbsim.results import directory
 from cbsim.scenario import scenario
+from cbsim.server.progress import Progress
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
@@ -558,15 +559,15 @@ def test_an_interrupt_ends_a_run_after_a_step(
 ) -> None:
     """Ctrl-C in the middle of the run, whoever serves; afterwards Ctrl-C means what it meant before."""
     before, told = signal.getsignal(signal.SIGINT), []
-    step = terminal.Progress.__call__
+    step = Progress.__call__
 
-    def pressed(self: terminal.Progress, now_ns: int) -> None:
+    def pressed(self: Progress, now_ns: int) -> None:
         told.append(now_ns)
         if len(told) == 4:
             signal.raise_signal(signal.SIGINT)
         step(self, now_ns)
 
-    monkeypatch.setattr(terminal.Progress, "__call__", pressed)
+    monkeypatch.setattr(Progress, "__call__", pressed)
     budget = ("--set", "scheduler={name: transformers_fifo, max_batch_tokens: 64}") if len(words) > 1 else ()
     said = call("replay", small, "--loop", loop, "--quiet", *budget, "--out", out, "--device", *words)
     interrupted(said, out, loop)
