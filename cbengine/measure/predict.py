@@ -50,7 +50,7 @@ LEFT_OUT = ("timeline.json.gz", "figures")  # of a run: both can be drawn again 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`validate`, parsed: where, on what, with which changes to every case, how often."""
+    """`predict`, parsed: where, on what, with which changes to every case, how often."""
 
     device: build.DeviceName
     out: Path
@@ -74,7 +74,7 @@ class About(Frozen):
     predicted: dict[str, float] = Field(default_factory=dict)
 
 
-def validate(
+def predict(
     names: Sequence[str], asked: Asked, maker: Callable[[Setup], Maker], say: Callable[[str], None]
 ) -> list[Scored]:
     """Predict and run every case of these names and groups. Raises UsageError, ScenarioError, ServerError, RunError."""

@@ -32,7 +32,7 @@ def conformance(paths: Sequence[Path]) -> int:
     return check.run(paths, print)
 
 
-def replay(paths: Sequence[Path]) -> int:
+def replan(paths: Sequence[Path]) -> int:
     """Derive recorded plans again; 1 if one differs."""
     from cbsim.server.replan import rederive
 
@@ -103,14 +103,14 @@ def study(name: str, out: Path | None, *, as_json: bool) -> int:
     return _answer(answer, out, ["study", name], "simulated", as_json=as_json)
 
 
-def validate(arguments: argparse.Namespace) -> int:
+def score(arguments: argparse.Namespace) -> int:
     """Replay a recorded run and say how far off the simulator is."""
     from cbsim.draw import folder
     from cbsim.proof.recorded import verdict as validation
 
     out: Path | None = arguments.out
     if out is None and not arguments.json:
-        out = Path("runs") / "validation" / arguments.case.resolve().name
+        out = Path("runs") / "score" / arguments.case.resolve().name
     if out is not None:
         folder.check(out)  # before the work, not after it
     found = validation.validate(
@@ -120,7 +120,7 @@ def validate(arguments: argparse.Namespace) -> int:
         overrides=arguments.set,
         ablate=arguments.ablate,
     )
-    words = ["validate", str(arguments.case), *(["--data", str(arguments.data)] if arguments.data else [])]
+    words = ["score", str(arguments.case), *(["--data", str(arguments.data)] if arguments.data else [])]
     words += ["--hardware", arguments.hardware] if arguments.hardware else []
     words += [word for change in arguments.set for word in ("--set", change)]
     words += ["--ablate"] if arguments.ablate else []

@@ -196,7 +196,7 @@ def alter(file: Path, name: str, row: int, change: Callable[[Any], Any]) -> None
 
 def replayed(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     """Status, stdout and stderr of the command; never a traceback."""
-    status = main(["replay", str(path)])
+    status = main(["replan", str(path)])
     said = capsys.readouterr()
     assert "Traceback" not in said.err
     return status, said.out, said.err
@@ -388,7 +388,7 @@ def test_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_several_runs(run: Path, original: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each run has its line; one that differs makes the status 1, and those after it are still looked at."""
     alter(run / "steps.parquet", "plan_hash", 0, lambda value: value + 1)
-    status = main(["replay", str(run), str(original)])
+    status = main(["replan", str(run), str(original)])
     first, second = capsys.readouterr().out.splitlines()
     assert status == 1
     assert first.startswith(f"{run}: 0 of ")
