@@ -1,1 +1,48 @@
-"""A compact PyTorch engine for continuous batching that runs the simulator's own policies on a real device."""
+"""A compact PyTorch engine for continuous batching that runs the simulator's own policies on a real device.
+
+    result = cbengine.run("tiny_cpu", "inline")
+
+Nothing is loaded before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+if TYPE_CHECKING:
+    from cbengine.build import DeviceName
+    from cbsim.scenario.scenario import Scenario
+    from cbsim.server.result import Result, Results
+
+__all__ = ["run"]
+
+
+def run(
+    scenario: str | Path | Mapping[str, Any] | Scenario,
+    device: DeviceName | None = None,
+    *,
+    requests: Any = None,
+    window_s: tuple[float, float] | None = None,
+    weights: str | Path | None = None,
+) -> Result | Results:
+    """Serve a scenario on a device: what `cbsim.run` gives, from the real world. Nothing is written.
+
+    `device` is inline, process, modelled or cuda; without it the GPU if there is one, else process. `weights` is a
+    local Hugging Face folder; without it they are random. `requests` and `window_s` as `cbsim.run` takes them. Raises
+    ScenarioError, UsageError.
+    """
+    from cbengine import build, servers
+    from cbengine.errors import UsageError
+    from cbsim.scenario.asked import scenario_of
+    from cbsim.server import running
+
+    chosen = device or build.default_device()
+    if chosen not in get_args(build.DeviceName):
+        bound = f"expected one of {', '.join(get_args(build.DeviceName))}"
+        raise UsageError(f"device: got {chosen!r}, {bound}", field="device", value=chosen, bound=bound)
+    setup = build.Setup(device=chosen, weights=None if weights is None else Path(weights))
+    command = f"python -m cbengine replay scenario.resolved.yaml --device {chosen}"
+    ready = build.adapted(scenario_of(scenario), setup)
+    return running.answer(ready, servers.maker(setup), command, requests, window_s)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from cbsim.scenario.errors import UserError
 
-class UsageError(ValueError):
+
+class UsageError(UserError):
     """Something asked for that cannot be: the message names what, and what would do."""
 
 

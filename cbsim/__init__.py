@@ -1,1 +1,90 @@
-"""Simulator of continuous batching: scheduling, KV blocks, chunked prefill and CPU/GPU overlap."""
+"""Simulator of continuous batching: scheduling, KV blocks, chunked prefill and CPU/GPU overlap.
+
+    scenario = cbsim.load("8k_b32", "loop.mode=async")
+    result = cbsim.run(scenario)
+    print(result)
+
+Nothing is loaded before it is used, nothing is written before `save`, nothing is remembered between two calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cbsim.results.checks import CheckError
+    from cbsim.results.directory import RunError
+    from cbsim.scenario.errors import UserError
+    from cbsim.scenario.fields import ScenarioError
+    from cbsim.scenario.scenario import Scenario
+    from cbsim.server.result import Result, Results
+
+__all__ = [
+    "CheckError",
+    "Result",
+    "Results",
+    "RunError",
+    "Scenario",
+    "ScenarioError",
+    "UserError",
+    "load",
+    "read",
+    "run",
+]
+HOMES = {
+    "CheckError": "cbsim.results.checks",
+    "Result": "cbsim.server.result",
+    "Results": "cbsim.server.result",
+    "RunError": "cbsim.results.directory",
+    "Scenario": "cbsim.scenario.scenario",
+    "ScenarioError": "cbsim.scenario.fields",
+    "UserError": "cbsim.scenario.errors",
+}
+COMMAND = "python -m cbsim run scenario.resolved.yaml"  # in the run directory
+
+
+def load(source: str | Path | Mapping[str, Any] | Scenario, *overrides: str) -> Scenario:
+    """A scenario by its name, from a file, or from the fields themselves; overrides are those of `--set`, such as
+    `loop.mode=async`. Raises ScenarioError.
+    """
+    from cbsim.scenario.asked import scenario_of
+
+    return scenario_of(source, overrides)
+
+
+def run(
+    scenario: str | Path | Mapping[str, Any] | Scenario,
+    *,
+    requests: Any = None,
+    window_s: tuple[float, float] | None = None,
+) -> Result | Results:
+    """Simulate a scenario in memory: a Result, or with `loop.mode: both` the Results of both loops.
+
+    `requests` are served in place of the scenario's workload: a data frame or a table of Arrow with columns arrival_s,
+    prompt_tokens, output_tokens, and if wanted max_tokens, priority and id. Latencies are of the requests that arrive
+    in `window_s`. Raises ScenarioError.
+    """
+    from cbsim.machine.simulation import Simulation
+    from cbsim.server import running
+
+    return running.answer(load(scenario), Simulation, COMMAND, requests, window_s)
+
+
+def read(path: str | Path) -> Result:
+    """The Result of a run directory, simulated or measured. Raises RunError."""
+    from cbsim.server import result
+
+    return result.read(path)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

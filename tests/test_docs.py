@@ -363,12 +363,25 @@ def test_the_caveats_are_documented() -> None:
     assert [kind for kind in RULES if f"\n| `{kind}` |" not in text] == []
 
 
+def examples(page: str) -> list[str]:
+    """The blocks of Python of a page."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+
+
 def test_python_in_the_documentation_runs(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """What docs/analysis.md shows of a notebook, with run directories where it looks for them."""
-    text = (ROOT / "docs" / "analysis.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (example,) = examples("analysis.md")
     monkeypatch.chdir(runs[0].parent)
     exec(example.replace('Path("runs").glob("*8k_b32*")', 'Path(".").iterdir()'), {})
+
+
+@pytest.mark.parametrize("example", examples("python.md"), ids=lambda text: text.strip().splitlines()[2])
+def test_the_python_page_runs(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block of docs/python.md, on its own, in an empty folder."""
+    if "import cbengine" in example:
+        pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    exec(example, {})
 
 
 def test_the_sizes_of_a_sufficient_sample_are_documented() -> None:

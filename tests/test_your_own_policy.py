@@ -131,4 +131,4 @@ def test_an_entry_point_is_listed_and_in_the_schema(small: Path, out: Path, monk
     assert call("schema", "--out", out / "schemas").status == 0
     assert "ShortestSettings" in json.dumps(json.loads((out / "schemas" / "scenario.schema.json").read_text()))
     assert call("run", small, "--set", "scheduler.name=shortest", "--out", out / "runs", "--quiet") == (0, "", "")
-    assert call("replay", *runs(out / "runs")).status == 0
+    assert call("replan", *runs(out / "runs")).status == 0

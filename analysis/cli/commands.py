@@ -31,7 +31,7 @@ OK, DRIFTED = 0, 3
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What `compare` and `validate` have in common."""
+    """How `compare` judges."""
 
     conditions: Sequence[str]
     sure: bool
@@ -46,12 +46,12 @@ def report(paths: Sequence[Path], out: Path) -> int:
     return OK
 
 
-def hardware(place: Path, out: Path | None, *, strict: bool) -> int:
+def predictions(place: Path, out: Path | None, *, strict: bool) -> int:
     """Write the report of a validation folder; if `strict`, 3 if a bar is missed or a run does not replay."""
     out = place / "report" if out is None else out
     folder.check(out)
     found = cases.read(place)
-    made = hardware_report.build(found, _command("hardware", place, "--out", out))
+    made = hardware_report.build(found, _command("predictions", place, "--out", out))
     _write_report(made, out)
     for sentence in made.findings:
         print(_wrapped(sentence))
@@ -109,29 +109,34 @@ def _write_files(made: Report, out: Path) -> bool:
 
 
 def compare(first: Path, second: Path, options: Judged) -> int:
-    """Say how the second run differs from the first."""
+    """Say how wrong a simulated run is against a measured one; of any other two, how the second differs."""
     conditions = [parse(text) for text in options.conditions]
-    a, b = _pair("compare", first, second, options)
-    found = comparison.differences(a, b)
+    if options.out is not None:
+        folder.check(options.out)
+    a, b = runs = loading.read([first, second])
+    if options.out is not None:
+        _write(runs, _command("compare", first, second, "--out", options.out), options.out)
+    differences = _say_errors(a, b, options) if b.measured and not a.measured else _say_differences(a, b, options)
+    _say_caveats(caveats(runs))
+    return _judge(conditions, differences, options)
+
+
+def _say_differences(a: Run, b: Run, options: Judged) -> Sequence[comparison.Difference]:
+    differences = comparison.differences(a, b)
     print(f"A  {a.path}\nB  {b.path}\n")
-    print(_text(comparison.table(found, a.label, b.label, everything=options.everything)))
-    for sentence in comparison.verdict(found):
+    print(_text(comparison.table(differences, a.label, b.label, everything=options.everything)))
+    for sentence in comparison.verdict(differences):
         print(_wrapped(sentence))
-    _say_caveats(caveats([a, b]))
-    return _judge(conditions, found, options)
+    return differences
 
 
-def validate(first: Path, second: Path, options: Judged) -> int:
-    """Say how wrong a simulated run is against a measured one."""
-    conditions = [parse(text) for text in options.conditions]
-    sim, measured = _pair("validate", first, second, options)
-    found = pairing.errors(sim, measured)
+def _say_errors(sim: Run, measured: Run, options: Judged) -> Sequence[comparison.Difference]:
+    errors = pairing.errors(sim, measured)
     print(f"simulated  {sim.path}\nmeasured   {measured.path}\n")
-    for table in pairing.tables(sim, measured, everything=options.everything, found=found):
+    for table in pairing.tables(sim, measured, everything=options.everything, found=errors):
         print(f"{table.title}\n{_text(table)}")
-    print(_wrapped(pairing.summary_line(found)))
-    _say_caveats(caveats([sim, measured]))
-    return _judge(conditions, [error.difference for error in found], options)
+    print(_wrapped(pairing.summary_line(errors)))
+    return [error.difference for error in errors]
 
 
 def landscape(paths: Sequence[Path], out: Path | None) -> int:
@@ -165,15 +170,6 @@ def index_of(place: Path) -> int:
     folder.write(place, {"README.md": index.readme(place).encode()})
     print(place / "README.md")
     return OK
-
-
-def _pair(command: str, first: Path, second: Path, options: Judged) -> list[Run]:
-    if options.out is not None:
-        folder.check(options.out)
-    runs = loading.read([first, second])
-    if options.out is not None:
-        _write(runs, _command(command, first, second, "--out", options.out), options.out)
-    return runs
 
 
 def _judge(conditions: Sequence[Condition], found: Sequence[comparison.Difference], options: Judged) -> int:

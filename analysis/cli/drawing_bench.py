@@ -1,4 +1,4 @@
-"""How long a long run takes to load, draw and write, and how much memory: `python -m analysis bench`.
+"""How long a long run takes to load, draw and write, and how much memory: `python -m analysis drawing-bench`.
 
 The run is made up, column by column, but is a whole run directory: steady decoding, a request every so many steps.
 Each part is timed in a process of its own, started from nothing.
@@ -68,7 +68,7 @@ def made(out: Path, steps: int, requests: int) -> Path:
     rows = [_request(i, start, count) for i, (start, count) in enumerate(zip(first.tolist(), lengths, strict=True))]
     writer = directory.RunWriter(out, "bench", "0" * 8)
     writer.scenario(scenario.dump(scenario.load(BASE, ("loop.mode=sync",))))
-    writer.environment({"command": "python -m analysis bench", "device": "simulated", "workload_hash": "bench"})
+    writer.environment({"command": "python -m analysis drawing-bench", "device": "simulated", "workload_hash": "bench"})
     done, table = writer.tables(cast("Record", Recording(_steps(steps, first, lengths).tobytes(), rows)))
     numbers = metrics.summarise(done, table, total_blocks=BLOCKS)
     about: dict[str, Any] = {

@@ -9,11 +9,24 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from cbsim.cli.arguments import USAGE, Parser, guarded
+from cbsim.cli.arguments import USAGE, Parser, guarded, renamed
+
+RENAMED = {"validate": "compare", "hardware": "predictions", "bench": "drawing-bench"}
+EXAMPLES = {
+    "report": "runs/one runs/other --out reports/mine",
+    "compare": "runs/one runs/other --fail-if 'tpot.p50>+5%'",
+    "landscape": "runs/one runs/other runs/third",
+    "drift": "reports/published.yaml runs/one",
+    "predictions": "reports/hardware/cpu-modelled --out runs/report --check",
+    "index": "reports",
+    "drawing-bench": "--steps 10000 --requests 100",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. A user's own mistake is one message on stderr, never a traceback."""
+    if renamed("analysis", RENAMED, argv):
+        return USAGE
     arguments = _parser().parse_args(argv)
     return guarded("analysis", arguments.command, lambda: _dispatch(arguments), _status)
 
@@ -36,16 +49,15 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 
     if arguments.command == "report":
         return commands.report(arguments.runs, arguments.out)
-    if arguments.command in ("compare", "validate"):
+    if arguments.command == "compare":
         options = commands.Judged(arguments.fail_if, sure=arguments.sure, everything=arguments.all, out=arguments.out)
-        act = commands.compare if arguments.command == "compare" else commands.validate
-        return act(arguments.first, arguments.second, options)
+        return commands.compare(arguments.first, arguments.second, options)
     if arguments.command == "landscape":
         return commands.landscape(arguments.runs, arguments.out)
     if arguments.command == "drift":
         return commands.drift(arguments.published, arguments.runs)
-    if arguments.command == "hardware":
-        return _hardware(arguments)
+    if arguments.command == "predictions":
+        return _predictions(arguments)
     if arguments.command == "index":
         return commands.index_of(arguments.folder)
     from analysis.cli import drawing_bench
@@ -53,14 +65,14 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     return drawing_bench.bench(arguments.steps, arguments.requests)
 
 
-def _hardware(arguments: argparse.Namespace) -> int:
+def _predictions(arguments: argparse.Namespace) -> int:
     from analysis.cli import commands
 
     if arguments.pack is not None:
         return commands.pack(arguments.folder, arguments.pack)
     if arguments.unpack:
         return commands.unpack(arguments.folder)
-    return commands.hardware(arguments.folder, arguments.out, strict=arguments.check)
+    return commands.predictions(arguments.folder, arguments.out, strict=arguments.check)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,43 +80,32 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m analysis",
         description="Compare run directories, simulated or measured, and draw them.",
         epilog="Exit status: 0 ok, 1 error, 2 bad arguments or runs that cannot be compared, 3 a condition failed.",
+        example="python -m analysis report runs/one runs/other --out reports/mine",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    report = commands.add_parser("report", help="figures (PNG, SVG), report.md and report.html of one or more runs")
+
+    def command(name: str, text: str) -> Parser:
+        return commands.add_parser(name, help=text, example=f"python -m analysis {name} {EXAMPLES[name]}")
+
+    report = command("report", "figures (PNG, SVG), report.md and report.html of one or more runs")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
     report.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of the report")
-    compare = commands.add_parser("compare", help="how run B differs from run A, with intervals")
-    compare.add_argument("first", type=Path, metavar="A", help="the run directory to compare with")
-    compare.add_argument("second", type=Path, metavar="B", help="a run directory of the same workload")
-    validate = commands.add_parser("validate", help="errors of a simulated run against a measured one")
-    validate.add_argument("first", type=Path, metavar="SIM", help="a run directory of cbsim")
-    validate.add_argument("second", type=Path, metavar="MEASURED", help="a run directory of cbengine, same workload")
-    for command, change in ((compare, "change from A to B"), (validate, "error of SIM against MEASURED")):
-        command.add_argument(
-            "--fail-if",
-            action="append",
-            default=[],
-            metavar="COND",
-            help=f"exit 3 if this holds of the {change}, e.g. 'tpot.p50>+5%%', 'makespan>+-3%%' (repeatable)",
-        )
-        command.add_argument(
-            "--sure", action="store_true", help="a condition holds only if the whole interval lies beyond its bound"
-        )
-        command.add_argument("--all", action="store_true", help="every metric, not only the main ones")
-        command.add_argument("--out", type=Path, metavar="DIR", help="write a report of both runs there, too")
-    landscape = commands.add_parser("landscape", help="runs of one workload, or of a sweep, side by side")
+    _compare_arguments(
+        command("compare", "errors of a simulated run against a measured one; else how run B differs from run A")
+    )
+    landscape = command("landscape", "runs of one workload, or of a sweep, side by side")
     landscape.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
     landscape.add_argument("--out", type=Path, metavar="DIR", help="write table and figures there, too")
-    drift = commands.add_parser("drift", help="compare runs with published numbers")
+    drift = command("drift", "compare runs with published numbers")
     drift.add_argument("published", type=Path, metavar="FILE", help="YAML file of published numbers")
     drift.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
-    hardware = commands.add_parser("hardware", help="report of many workloads, simulated against measured")
-    hardware.add_argument(
+    predictions = command("predictions", "report of many workloads, simulated against measured")
+    predictions.add_argument(
         "folder", type=Path, metavar="DIR", help="a folder with validation/CASE/{measured,simulated}, or packed runs"
     )
-    hardware.add_argument("--out", type=Path, metavar="OUT", help="folder of the report (DIR/report)")
-    hardware.add_argument("--check", action="store_true", help="exit 3 if a bar is missed or a run does not replay")
-    packing = hardware.add_mutually_exclusive_group()
+    predictions.add_argument("--out", type=Path, metavar="OUT", help="folder of the report (DIR/report)")
+    predictions.add_argument("--check", action="store_true", help="exit 3 if a bar is missed or a run does not replay")
+    packing = predictions.add_mutually_exclusive_group()
     packing.add_argument(
         "--pack",
         nargs="*",
@@ -112,12 +113,30 @@ def _parser() -> argparse.ArgumentParser:
         help="no report: pack the runs into three Parquet files in DIR; steps and requests of these cases only (all)",
     )
     packing.add_argument("--unpack", action="store_true", help="no report: write validation/ from the packed runs")
-    index = commands.add_parser("index", help="write FOLDER/README.md, the list of the reports in it")
+    index = command("index", "write FOLDER/README.md, the list of the reports in it")
     index.add_argument("folder", type=Path, nargs="?", default=Path("reports"), metavar="FOLDER", help="(reports)")
-    bench = commands.add_parser("bench", help="measure loading and drawing of a long run: seconds, peak memory")
+    bench = command("drawing-bench", "measure loading and drawing of a long run: seconds, peak memory")
     bench.add_argument("--steps", type=_several, default=1_000_000, metavar="N", help="(1000000)")
     bench.add_argument("--requests", type=_several, default=100_000, metavar="N", help="(100000)")
     return parser
+
+
+def _compare_arguments(compare: argparse.ArgumentParser) -> None:
+    compare.add_argument("first", type=Path, metavar="A", help="a run directory; of a pair the simulated one, SIM")
+    compare.add_argument("second", type=Path, metavar="B", help="one of the same workload; of a pair the MEASURED one")
+    compare.add_argument(
+        "--fail-if",
+        action="append",
+        default=[],
+        metavar="COND",
+        help="exit 3 if this holds of the change from A to B, or of the error of SIM against MEASURED, e.g. "
+        "'tpot.p50>+5%%', 'makespan>+-3%%' (repeatable)",
+    )
+    compare.add_argument(
+        "--sure", action="store_true", help="a condition holds only if the whole interval lies beyond its bound"
+    )
+    compare.add_argument("--all", action="store_true", help="every metric, not only the main ones")
+    compare.add_argument("--out", type=Path, metavar="DIR", help="write a report of both runs there, too")
 
 
 def _several(text: str) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from analysis.figures.axis import NS, Frames, band, bubbles, longest, over_time, ran, seconds, thinned, unit, without
+from analysis.figures.axis import Frames, band, bubbles, longest, over_time, ran, seconds, thinned
 from analysis.statistics.thin import Binned
 from cbsim.draw.chart import Chart, Floats, Mark, Panel, series
+from cbsim.draw.units import NS, unit, without
 
 AT_MOST_SHADED = 2  # runs; the ranges of more would hide each other
 

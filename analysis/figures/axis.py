@@ -1,43 +1,21 @@
-"""What the figures share: columns as numbers, units that are read easily, how long a step's numbers hold."""
+"""What the figures share: columns as numbers, how long a step's numbers hold, what is drawn over time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from analysis.statistics.thin import Binned, binned, filled
 from cbsim.draw.chart import Area, Floats, Line, Mark, Style
-from cbsim.results.metrics import Steps
+from cbsim.draw.units import NS, Unit, column
 
 Frames = Mapping[str, pd.DataFrame]
-NS = 1e9
 TIMES = ["schedule_start_ns", "update_end_ns", "compute_start_ns", "compute_end_ns"]
 NEEDED = ["running", "waiting", "finished", "prefill_tokens", "padded_tokens", "context_tokens", *TIMES]
 DECADES = 100.0  # what spans more is drawn on a log axis
-
-
-class Unit(NamedTuple):
-    """A unit of time and its length in seconds."""
-
-    name: str
-    seconds: float
-
-
-UNITS = ((0.001, Unit("µs", 1e-6)), (1.0, Unit("ms", 1e-3)), (600.0, Unit("s", 1.0)), (10_800.0, Unit("min", 60.0)))
-
-
-def unit(longest_s: float) -> Unit:
-    """The unit in which times up to `longest_s` seconds are read easily."""
-    return next((unit for below, unit in UNITS if longest_s < below), Unit("h", 3600.0))
-
-
-def column(frame: Any, name: str) -> Floats:
-    """A column as floats."""
-    values: Floats = np.asarray(frame[name], dtype=np.float64)
-    return values
 
 
 def seconds(frame: Any, name: str) -> Floats:
@@ -55,12 +33,6 @@ def spread(values: Iterable[Floats]) -> bool:
     kept = [part for part in values if len(part)]
     low, high = min((part.min() for part in kept), default=0.0), max((part.max() for part in kept), default=0.0)
     return bool(low > 0 and high / low > DECADES)
-
-
-def pipelined(steps: pd.DataFrame | Steps) -> bool:
-    """Was ever a step planned before the one before it had been applied? So an async loop does, and a sync one not."""
-    starts, ends = column(steps, "schedule_start_ns"), column(steps, "update_end_ns")
-    return bool((starts[1:] < ends[:-1]).any())
 
 
 def ran(steps: pd.DataFrame) -> pd.DataFrame:
@@ -118,9 +90,3 @@ def thinned(drawn: Iterable[Binned], shaded: str = "the range is shaded") -> str
     """A sentence on what was left out, for a caption; "" if nothing was."""
     bins = [len(one.x) - 1 for one in drawn if not one.exact]
     return f" Thinned for drawing to means over time of {bins[0]} bins; {shaded}." if bins else ""
-
-
-def without(frames: Frames, what: str = "step") -> str:
-    """A sentence naming the runs whose frame is empty, for a caption; "" if there are none."""
-    names = [label for label, frame in frames.items() if not len(frame)]
-    return f" No {what} in {', '.join(names)}." if names else ""

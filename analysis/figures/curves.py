@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from analysis.figures.axis import spread, unit
+from analysis.figures.axis import spread
 from analysis.statistics.sweeps import Group, Knee, Sweep, knee, rates
 from cbsim.draw.chart import GREY, Chart, Edge, Floats, Line, Mark, Panel, Points, Style, series
+from cbsim.draw.units import unit
 from cbsim.results.terminal import lookup
 
 DASHES = {"p50": "solid", "p95": "dashed", "p99": "dotted"}

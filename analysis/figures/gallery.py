@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from analysis.figures import activity, cost, curves, lanes, latency, memory, queues, requests, steps
+from analysis.figures import activity, cost, curves, latency, memory, queues, requests, steps
 from analysis.statistics.loading import Run
 from analysis.statistics.sweeps import Sweep
+from cbsim.draw import lanes
 from cbsim.draw.chart import Chart
 from cbsim.results.metrics import Requests, token_times
 

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from analysis.figures.axis import NS, Frames, Unit, column, spread, unit
+from analysis.figures.axis import Frames, spread
 from analysis.statistics.thin import Ints, cdf
 from cbsim.draw.chart import Chart, Floats, Line, Mark, Panel, Points, Style, series
+from cbsim.draw.units import NS, Unit, column, unit
 from cbsim.results import metrics
 from cbsim.results.terminal import shown
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from analysis.figures.axis import Frames, Unit, column, held, longest, over_time, stack, thinned, unit, without
+from analysis.figures.axis import Frames, held, longest, over_time, stack, thinned
 from analysis.statistics.thin import Binned
 from cbsim.draw.chart import BLACK, BLUE, ORANGE, PALE, Chart, Level, Line, Mark, Panel, Style
+from cbsim.draw.units import Unit, column, unit, without
 
 USED, CACHED, EMPTY = Style(BLUE), Style(ORANGE), Style(PALE)
 

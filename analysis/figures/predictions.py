@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from analysis.figures.axis import column, spread, unit
+from analysis.figures.axis import spread
 from cbsim.draw.chart import (
     BLACK,
     GREEN,
@@ -25,6 +25,7 @@ from cbsim.draw.chart import (
     Style,
     series,
 )
+from cbsim.draw.units import column, unit
 from cbsim.proof.bars import BARS, BOTH, Bar, Score
 
 MOST_POINTS = 3_000  # requests of the scatter

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from analysis.figures.axis import Frames, Unit, band, column, held, longest, over_time, seconds, thinned, unit, without
+from analysis.figures.axis import Frames, band, held, longest, over_time, seconds, thinned
 from analysis.statistics.thin import chosen
 from cbsim.draw.chart import BLUE, RED, Chart, Line, Mark, Panel, Style, series
+from cbsim.draw.units import Unit, column, unit, without
 
 LINES = (("running", Style(BLUE)), ("waiting", Style(RED, "dashed")))
 MOST_POINTS = 800

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from analysis.figures.axis import Frames, Unit, longest, seconds, unit, without
+from analysis.figures.axis import Frames, longest, seconds
 from analysis.statistics.thin import Ints, chosen
 from cbsim.draw.chart import BLACK, BLUE, ORANGE, Chart, Floats, Mark, Panel, Points, Spans, Style
+from cbsim.draw.units import Unit, unit, without
 from cbsim.results.terminal import shown
 
 MOST_NAMED = 40  # more rows than this are labelled by their place in order of arrival, every so often

@@ -9,24 +9,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.figures.axis import (
-    Frames,
-    Unit,
-    band,
-    bubbles,
-    column,
-    longest,
-    over_time,
-    ran,
-    seconds,
-    spread,
-    stack,
-    thinned,
-    unit,
-    without,
-)
+from analysis.figures.axis import Frames, band, bubbles, longest, over_time, ran, seconds, spread, stack, thinned
 from analysis.statistics.thin import Binned, chosen
 from cbsim.draw.chart import BLACK, BLUE, GREY, ORANGE, PALE, Area, Chart, Level, Mark, Panel, Points, Style, series
+from cbsim.draw.units import Unit, column, unit, without
 
 PARTS = (("prefill", Style(BLUE)), ("decode", Style(ORANGE)), ("padding", Style(GREY)))
 MOST_POINTS = 1000  # of a run's steps with prefill, and likewise of its others

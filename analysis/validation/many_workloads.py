@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from math import isfinite
 from typing import Any
 
-from analysis.figures import lanes
 from analysis.figures import predictions as figures
 from analysis.figures.predictions import Point
 from analysis.statistics import trust
@@ -16,8 +15,9 @@ from analysis.statistics.content import Caveat, Report, Source
 from analysis.statistics.loading import Run
 from analysis.validation import causes, tally
 from analysis.validation.cases import LOOPS, MEASURED, SIMULATED, Case, Validation
+from cbsim.draw import lanes
 from cbsim.draw.chart import Chart
-from cbsim.draw.figures import STEPS_SHOWN
+from cbsim.draw.lanes import STEPS_SHOWN
 from cbsim.proof import bars
 from cbsim.proof.bars import Score
 from cbsim.scenario import documents

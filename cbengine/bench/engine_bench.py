@@ -26,8 +26,9 @@ from cbsim.results.record import PHASES
 from cbsim.scenario import scenario
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.shapes import ModelShape
-from cbsim.server import running
-from cbsim.server.running import Maker, RunOptions
+from cbsim.server import run_command, running
+from cbsim.server.run_command import RunOptions
+from cbsim.server.running import Maker
 
 CONTEXTS = (1024, 2048, 4096, 8192)
 LENGTH = 8192
@@ -63,8 +64,8 @@ def on_cpu(out: Path, serve: Serve, quick: bool) -> list[Group]:
 def _loops(out: Path, serve: Serve, rows: int, policy: str, steps: int) -> Iterator[Figure]:
     asked = _steady(rows, policy, steps)
     for loop in scenario.loops(asked):
-        done = running.one_loop(asked, loop, _options(asked, out), serve(Setup(device="modelled"), False))
-        yield cpu_work(f"CPU a step, {rows} requests, {policy}, {loop}", done.steps, rows)
+        done = run_command.one_loop(asked, loop, _options(asked, out), serve(Setup(device="modelled"), False))
+        yield cpu_work(f"CPU a step, {rows} requests, {policy}, {loop}", done.step_numbers, rows)
 
 
 def _steady(rows: int, policy: str, steps: int) -> Scenario:
@@ -129,15 +130,16 @@ def engine(
     name = f"8k_b32, {length:,} tokens, {loop}"
     say(f"{name} ...")
     asked = build.adapted(scenario.load("8k_b32", [f"workload.output_tokens={length}"]), setup)
-    done = running.one_loop(asked, loop, _options(asked, out), serve(setup, False))
+    done = run_command.one_loop(asked, loop, _options(asked, out), serve(setup, False))
     seconds, active = done.summary["makespan_s"], done.summary["gpu_active"] * 100
     bar_s = bar_seconds() if loop == "async" and length == LENGTH else None
     held = None if bar_s is None else seconds <= bar_s
     yield Figure(f"{name}: seconds", seconds, "s", "" if bar_s is None else f"<= {bar_s:g}", held)
     held = None if bar_s is None else active >= BAR_ACTIVE
     yield Figure(f"{name}: GPU active", active, "%", "" if bar_s is None else f">= {BAR_ACTIVE}", held)
-    yield cpu_work(f"{name}: CPU a step", done.steps, BATCH)
-    yield Figure(f"{name}: floor at the copy's bandwidth", least_bytes(asked.model, done.steps) / bandwidth(), "s")
+    yield cpu_work(f"{name}: CPU a step", done.step_numbers, BATCH)
+    floor_s = least_bytes(asked.model, done.step_numbers) / bandwidth()
+    yield Figure(f"{name}: floor at the copy's bandwidth", floor_s, "s")
 
 
 def least_bytes(model: ModelShape, steps: Steps) -> int:
@@ -164,7 +166,7 @@ def against_peer(out: Path, serve: Serve, setup: Setup, length: int) -> Iterator
             say(f"{name} ...")
             asked = build.adapted(scenario.load("8k_b32", [f"workload.output_tokens={length}"]), setup)
             try:
-                done = running.one_loop(asked, loop, _options(asked, out), serve(setup, peer))
+                done = run_command.one_loop(asked, loop, _options(asked, out), serve(setup, peer))
             except (ValueError, RuntimeError, ImportError) as error:
                 if not peer:
                     raise

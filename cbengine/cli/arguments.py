@@ -15,6 +15,17 @@ DEVICES = {
     "cuda": "a GPU",
 }
 PHASES = ("schedule", "prepare", "launch", "update")
+RENAMED = {"validate": "predict", "hardware": "campaign", "bench": "speed"}
+EXAMPLES = {
+    "replay": "tiny_cpu --device process --loop both --set workload.requests=8",
+    "calibrate": "tiny_cpu --device process --quick --out mine.fitted.yaml",
+    "generate": "--weights Llama-3.2-1B --prompt 'The quick brown fox' --tokens 16",
+    "predict": "cpu-0 cpu-5 --device process --quick --out runs/predicted",
+    "smoke": "--device cpu --out runs/smoke",
+    "campaign": "first --device cuda --minutes 8",
+    "pack": "--out runs/pack --python 3.12",
+    "speed": "--device modelled --quick",
+}
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -23,23 +34,25 @@ def command_line() -> argparse.ArgumentParser:
         prog="python -m cbengine",
         description="Run continuous batching for real, with the simulator's own policies.",
         epilog="Exit status: 0 ok, 1 error, 2 bad scenario, weights or arguments, 3 a check failed.",
+        example="python -m cbengine replay tiny_cpu --device inline",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, text: str) -> Parser:
-        return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        example = f"python -m cbengine {name} {EXAMPLES[name]}"
+        return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", example=example)
 
     _replay_arguments(command("replay", "serve a scenario on a device and write a run directory for each loop"))
     _calibrate_arguments(command("calibrate", "measure the coefficients of the simulator's fitted cost model"))
     _generate_arguments(command("generate", "print how the model in a local Hugging Face folder continues a text"))
-    _validate_arguments(
-        command("validate", "calibrate on short probes, predict workloads never probed, run them, compare")
+    _predict_arguments(
+        command("predict", "calibrate on short probes, predict workloads never probed, run them, compare")
     )
     _smoke_arguments(command("smoke", "look at everything on a machine once: four minutes at most, a line a check"))
-    _hardware_arguments(command("hardware", "measure a GPU in parts of under ten minutes, resuming where it stopped"))
+    _campaign_arguments(command("campaign", "measure a GPU in parts of under ten minutes, resuming where it stopped"))
     _pack_arguments(command("pack", "put what a machine without network needs to be measured into a folder"))
-    _bench_arguments(
-        command("bench", "print how fast the engine is, against what the device could do and transformers")
+    _speed_arguments(
+        command("speed", "print how fast the engine is, against what the device could do and transformers")
     )
     return parser
 
@@ -54,22 +67,22 @@ def _smoke_arguments(smoke: argparse.ArgumentParser) -> None:
     smoke.add_argument("--from", type=int, dest="worker", metavar="N", help=argparse.SUPPRESS)
 
 
-def _hardware_arguments(hardware: argparse.ArgumentParser) -> None:
-    hardware.add_argument(
+def _campaign_arguments(campaign: argparse.ArgumentParser) -> None:
+    campaign.add_argument(
         "parts",
         nargs="*",
         metavar="PART",
         help="parts, or one of the calls first, second, third (all): an unknown one lists them",
     )
-    hardware.add_argument(
+    campaign.add_argument(
         "--device",
         choices=("cuda", "process", "modelled"),
         help="cuda: the GPU; the others rehearse on the CPU (default: cuda if there is one, else process)",
     )
-    hardware.add_argument(
+    campaign.add_argument(
         "--out", type=Path, default=Path("reports/hardware"), metavar="DIR", help="where all goes (reports/hardware)"
     )
-    hardware.add_argument(
+    campaign.add_argument(
         "--minutes", type=_positive, metavar="M", help="end after so many minutes; what is left waits for another call"
     )
 
@@ -89,13 +102,13 @@ def _pack_arguments(pack: argparse.ArgumentParser) -> None:
     pack.add_argument("--triton-cache", type=Path, metavar="DIR", help="compiled kernels to take along")
 
 
-def _bench_arguments(bench: argparse.ArgumentParser) -> None:
-    bench.add_argument(
+def _speed_arguments(speed: argparse.ArgumentParser) -> None:
+    speed.add_argument(
         "--device",
         choices=("modelled", "cuda"),
         help="cuda: the GPU; modelled: only the CPU's work a step (default: cuda if there is one, else modelled)",
     )
-    bench.add_argument(
+    speed.add_argument(
         "--only",
         nargs="+",
         default=(),
@@ -103,11 +116,11 @@ def _bench_arguments(bench: argparse.ArgumentParser) -> None:
         metavar="PART",
         help=f"GPU only: {', '.join(BENCH_PARTS[:-1])} or {BENCH_PARTS[-1]}, size by size, a minute or two each",
     )
-    bench.add_argument("--kernels", action="store_true", help="GPU only: all parts of --only")
-    bench.add_argument("--model", metavar="NAME", help="whose sizes --only and --kernels take (8k_b32's)")
-    bench.add_argument("--quick", action="store_true", help="a minute instead of ten")
-    bench.add_argument("--json", action="store_true", help="print a list of figures")
-    bench.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="where runs go (runs/bench)")
+    speed.add_argument("--kernels", action="store_true", help="GPU only: all parts of --only")
+    speed.add_argument("--model", metavar="NAME", help="whose sizes --only and --kernels take (8k_b32's)")
+    speed.add_argument("--quick", action="store_true", help="a minute instead of ten")
+    speed.add_argument("--json", action="store_true", help="print a list of figures")
+    speed.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="where runs go (runs/bench)")
 
 
 def _replay_arguments(replay: argparse.ArgumentParser) -> None:
@@ -180,28 +193,28 @@ def _calibrate_arguments(calibrate: argparse.ArgumentParser) -> None:
     _device_arguments(calibrate, "process", "modelled", "cuda")
 
 
-def _validate_arguments(validate: argparse.ArgumentParser) -> None:
-    validate.add_argument(
+def _predict_arguments(predict: argparse.ArgumentParser) -> None:
+    predict.add_argument(
         "cases", nargs="*", metavar="CASE", help="workloads or groups (all): an unknown one lists them"
     )
-    validate.add_argument(
+    predict.add_argument(
         "--device",
         choices=("cuda", "process", "modelled"),
         help="cuda: a GPU; process: a tiny model in a worker process; modelled: a GPU's workloads, their kernels "
         "take what the cost model says (default: cuda if there is one, else process)",
     )
-    validate.add_argument(
+    predict.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field of every case (repeatable)"
     )
-    validate.add_argument("--repeat", type=_count, default=1, metavar="N", help="measure each loop N times (1)")
-    validate.add_argument("--quick", action="store_true", help="calibrate with shorter outputs, less precise")
-    validate.add_argument(
+    predict.add_argument("--repeat", type=_count, default=1, metavar="N", help="measure each loop N times (1)")
+    predict.add_argument("--quick", action="store_true", help="calibrate with shorter outputs, less precise")
+    predict.add_argument(
         "--again",
         type=Path,
         metavar="DIR",
         help="measure nothing: fit and predict again what was measured into this folder",
     )
-    validate.add_argument(
+    predict.add_argument(
         "--out", type=Path, default=Path("reports/hardware"), metavar="DIR", help="where all goes (reports/hardware)"
     )
 

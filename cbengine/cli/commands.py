@@ -20,8 +20,8 @@ from cbengine.first.pack_run import ended_politely
 from cbengine.measure import calibrate, campaign, predict, provenance, scores
 from cbengine.measure.probes import Reach
 from cbsim.scenario import scenario, shapes
-from cbsim.server import running
-from cbsim.server.running import RunOptions
+from cbsim.server import run_command, running
+from cbsim.server.run_command import RunOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def replay(options: RunOptions, setup: Setup, *, peer: bool, profiled: int, stan
     if stand_in and not (peer and setup.device == "cuda"):
         raise UsageError("--flash-attn stand-in: needs --engine transformers and --device cuda")
     serve = servers.maker(setup, peer, stand_in, profiled)
-    return running.run(options, serve, lambda asked: build.adapted(asked, setup))
+    return run_command.run(options, serve, lambda asked: build.adapted(asked, setup))
 
 
 def calibration(options: CalibrateOptions, setup: Setup) -> int:
@@ -62,15 +62,15 @@ def calibration(options: CalibrateOptions, setup: Setup) -> int:
     return running.OK
 
 
-def validation(names: Sequence[str], asked: predict.Asked) -> int:
+def predicted(names: Sequence[str], asked: predict.Asked) -> int:
     """Simulated against measured; 3 if a bar is missed."""
     if asked.device == "cuda" and not torch.cuda.is_available():
         raise MissingError("--device cuda: torch finds no CUDA device here")
     rough = asked.device == "process" or (asked.quick and asked.device != "cuda")  # a shared CPU for a few seconds
-    return _told(predict.validate(names, asked, servers.maker, say), absurd_only=rough)
+    return _told(predict.predict(names, asked, servers.maker, say), absurd_only=rough)
 
 
-def prediction(names: Sequence[str], place: Path) -> int:
+def predicted_again(names: Sequence[str], place: Path) -> int:
     """What was measured before, predicted again; 3 if a bar is missed."""
     shared_cores = place.resolve().name == provenance.slug("process")
     return _told(predict.again(names, place, say), absurd_only=shared_cores)
@@ -84,7 +84,7 @@ def _told(found: Sequence[scores.Scored], *, absurd_only: bool) -> int:
     return running.CHECK_FAILED if failed else running.OK
 
 
-def hardware(parts: Sequence[str], device: str | None, out: Path, until: float) -> int:
+def measure_campaign(parts: Sequence[str], device: str | None, out: Path, until: float) -> int:
     """Measure a GPU, or rehearse it, to `until` on the monotonic clock; 1 if a command failed or was not begun. A
     request to end is an exception, so that the command under way is ended, too.
     """
@@ -96,9 +96,7 @@ def hardware(parts: Sequence[str], device: str | None, out: Path, until: float) 
     return running.ERROR if left else running.OK
 
 
-def benchmark(
-    device: str | None, out: Path, parts: Sequence[str], model: str | None, *, quick: bool, as_json: bool
-) -> int:
+def speed(device: str | None, out: Path, parts: Sequence[str], model: str | None, *, quick: bool, as_json: bool) -> int:
     """Print how fast the engine is, or `parts` of what the device and its kernels do, size by size."""
     from cbengine.bench import engine_bench, kernels_bench
 

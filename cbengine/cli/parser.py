@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cbengine.bench import BENCH_PARTS
-from cbengine.cli.arguments import command_line
-from cbsim.cli.arguments import ERROR, USAGE, guarded, run_options
+from cbengine.cli.arguments import RENAMED, command_line
+from cbsim.cli.arguments import ERROR, USAGE, guarded, renamed, run_options
 
 if TYPE_CHECKING:
     from cbengine.build import Setup
@@ -30,6 +30,8 @@ SAMPLING = {"temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. A user's own mistake is one message on stderr, never a traceback."""
+    if renamed("cbengine", RENAMED, argv):
+        return USAGE
     arguments = command_line().parse_args(argv)
     return guarded("cbengine", arguments.command, lambda: _dispatch(arguments), _status)
 
@@ -88,11 +90,11 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     return commands.calibration(wanted, setup)
 
 
-def _hardware(arguments: argparse.Namespace) -> int:
+def _campaign(arguments: argparse.Namespace) -> int:
     from cbengine.cli import commands
 
     until = BEGUN_S + arguments.minutes * 60 if arguments.minutes else math.inf
-    return commands.hardware(arguments.parts, arguments.device, arguments.out, until)
+    return commands.measure_campaign(arguments.parts, arguments.device, arguments.out, until)
 
 
 def _pack(arguments: argparse.Namespace) -> int:
@@ -111,24 +113,24 @@ def _pack(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _bench(arguments: argparse.Namespace) -> int:
+def _speed(arguments: argparse.Namespace) -> int:
     from cbengine.cli import commands
 
     parts = BENCH_PARTS if arguments.kernels else arguments.only
-    return commands.benchmark(
+    return commands.speed(
         arguments.device, arguments.out, parts, arguments.model, quick=arguments.quick, as_json=arguments.json
     )
 
 
-def _validate(arguments: argparse.Namespace) -> int:
+def _predict(arguments: argparse.Namespace) -> int:
     from cbengine.cli import commands
     from cbengine.errors import UsageError
 
     if arguments.again is None:
-        return commands.validation(arguments.cases, _validation(arguments))
+        return commands.predicted(arguments.cases, _asked(arguments))
     if arguments.set or arguments.repeat > 1 or arguments.device or arguments.quick:
         raise UsageError("--again: measures nothing, and takes no --set, --repeat, --device or --quick")
-    return commands.prediction(arguments.cases, arguments.again)
+    return commands.predicted_again(arguments.cases, arguments.again)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -161,15 +163,15 @@ ACTIONS = {
     "replay": _replay,
     "calibrate": _calibrate,
     "generate": _generate,
-    "validate": _validate,
+    "predict": _predict,
     "smoke": _smoke,
-    "hardware": _hardware,
+    "campaign": _campaign,
     "pack": _pack,
-    "bench": _bench,
+    "speed": _speed,
 }
 
 
-def _validation(arguments: argparse.Namespace) -> Asked:
+def _asked(arguments: argparse.Namespace) -> Asked:
     from cbengine.build import default_device
     from cbengine.measure.predict import Asked
 

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refused(str(error))
     except OSError as error:
         return refused(f"{error.filename or given.work}: {error.strerror or error}")
-    command = [sys.executable, "-m", "cbengine", "hardware", *given.parts, "--device", given.device]
+    command = [sys.executable, "-m", "cbengine", "campaign", *given.parts, "--device", given.device]
     command += ["--minutes", str(manifest["minutes"]), "--out", str(out)]
     with ended_politely():
         try:

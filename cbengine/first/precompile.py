@@ -122,7 +122,7 @@ def launch(of: Launches) -> None:
 
 
 def launch_tiles(of: Launches) -> None:
-    """Attention with every other tile that `bench --only tiles` tries; one that cannot be compiled is left out."""
+    """Attention with every other tile that `speed --only tiles` tries; one that cannot be compiled is left out."""
     from cbengine.bench.tiles_bench import DECODE_TILES, PREFILL_TILES
 
     (keys, values), rows = inputs(of)
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="the cache to fill")
     parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME", help=f"({' '.join(MODELS)})")
     parser.add_argument("--block-sizes", nargs="+", type=int, default=BLOCK_SIZES, metavar="N", help="(16 256)")
-    parser.add_argument("--tiles", action="store_true", help="also what `bench --only tiles` tries, blocks of 256")
+    parser.add_argument("--tiles", action="store_true", help="also what `speed --only tiles` tries, blocks of 256")
     arguments = parser.parse_args(argv)
     try:
         arguments.folder.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
     OUT/<gpu>/provenance.json      device, driver, versions, commit, and every command with its time and exit status
     OUT/<gpu>/<part>/log.txt       what the commands printed
     OUT/<gpu>/<part>/runs          run directories, timelines left out
-    OUT/<gpu>/validation           what `validate` measured
+    OUT/<gpu>/validation           what `predict` measured
 
 A command that ended well, by the same commit, is not run again; one that failed, or did not fit the time, is. Three
 calls have the parts that teach most, in that order, for machines that are to be had for minutes. Reports are made
@@ -61,6 +61,7 @@ def parts(device: str) -> dict[str, Part]:
     return _on_gpu() if device == "cuda" else _rehearsal(device)
 
 
+KERNEL_TESTS = ("model/test_kernels", "model/test_ops", "peer/test_standin_kernels")
 CALLS: dict[str, dict[str, tuple[str, ...]]] = {
     "cuda": {
         "first": ("smoke", "async", "tiles"),
@@ -105,7 +106,7 @@ def _on_gpu() -> dict[str, Part]:
         "right": Part(
             "kernels against float64; tokens, memory, times and errors of the device",
             [
-                (*tests, *(f"tests/cbengine/test_{name}.py" for name in ("kernels", "ops", "standin_kernels"))),
+                (*tests, *(f"tests/cbengine/{name}.py" for name in KERNEL_TESTS)),
                 (*tests, "tests/cbengine", "-m", "gpu"),
             ],
         ),
@@ -148,15 +149,15 @@ def _smoke(device: str) -> tuple[str, ...]:
 
 
 def _bench(device: str) -> tuple[str, ...]:
-    return ("cbengine", "bench", "--device", device, "--out", "{runs}", *(() if device == "cuda" else ("--quick",)))
+    return ("cbengine", "speed", "--device", device, "--out", "{runs}", *(() if device == "cuda" else ("--quick",)))
 
 
 def _predict(device: str, *cases: str) -> tuple[str, ...]:
-    return ("cbengine", "validate", *cases, "--device", device, "--out", "{out}")
+    return ("cbengine", "predict", *cases, "--device", device, "--out", "{out}")
 
 
 def _scores() -> tuple[str, ...]:
-    return ("analysis", "hardware", "{device}")
+    return ("analysis", "predictions", "{device}")
 
 
 def _report() -> tuple[str, ...]:

@@ -40,8 +40,9 @@ from cbsim.scenario import scenario
 from cbsim.scenario.demand import Synthetic
 from cbsim.scenario.fields import Frozen, Real, ScenarioError, shown
 from cbsim.scenario.scenario import Scenario
-from cbsim.server import running
-from cbsim.server.running import Maker, RunOptions
+from cbsim.server import run_command, running
+from cbsim.server.run_command import RunOptions
+from cbsim.server.running import Maker
 
 CAPACITY_REQUESTS = 4  # times the case's: all at once, so long a queue that its ends do not matter
 LEFT_OUT = ("timeline.json.gz", "figures")  # of a run: both can be drawn again from its tables
@@ -49,7 +50,7 @@ LEFT_OUT = ("timeline.json.gz", "figures")  # of a run: both can be drawn again 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`validate`, parsed: where, on what, with which changes to every case, how often."""
+    """`predict`, parsed: where, on what, with which changes to every case, how often."""
 
     device: build.DeviceName
     out: Path
@@ -73,7 +74,7 @@ class About(Frozen):
     predicted: dict[str, float] = Field(default_factory=dict)
 
 
-def validate(
+def predict(
     names: Sequence[str], asked: Asked, maker: Callable[[Setup], Maker], say: Callable[[str], None]
 ) -> list[Scored]:
     """Predict and run every case of these names and groups. Raises UsageError, ScenarioError, ServerError, RunError."""
@@ -98,7 +99,7 @@ def again(names: Sequence[str], place: Path, say: Callable[[str], None]) -> list
             raise UsageError(f"case {name!r}: {place} has {', '.join(found) or 'none'}")
     if not found:
         packed = (place / "runs.parquet").exists()
-        hint = f"; `python -m analysis hardware {place} --unpack` writes them from the packed runs" if packed else ""
+        hint = f"; `python -m analysis predictions {place} --unpack` writes them from the packed runs" if packed else ""
         raise UsageError(f"{place}: holds no validation/CASE/case.json{hint}")
     done = []
     for name, about in found.items():
@@ -228,7 +229,7 @@ class _Session:
                     continue
                 self._say(f"  measuring {loop}")
                 options = _options(self._asked.device, case, self._asked.overrides, out)
-                _trim(running.one_loop(ready, loop, options, self._maker(setup)).path)
+                _trim(run_command.one_loop(ready, loop, options, self._maker(setup)).folder)
 
 
 def _coefficient_file(place: Path, ready: Scenario) -> Path:

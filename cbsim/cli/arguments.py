@@ -6,21 +6,38 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from cbsim.server.running import RunOptions
+    from cbsim.server.run_command import RunOptions
 
 ERROR, USAGE = 1, 2
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong and how the command is used; exits 2."""
+    """Says what is wrong and how the command is used; exits 2. Its help ends with a complete `example`."""
+
+    def __init__(self, *words: Any, example: str = "", **options: Any) -> None:
+        super().__init__(*words, **options)
+        self.example = example
+
+    def format_help(self) -> str:
+        example = f"\nexample: {self.example}\n" if self.example else ""
+        return super().format_help() + example
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message}\n{self.format_usage()}")
+
+
+def renamed(module: str, names: Mapping[str, str], argv: Sequence[str] | None) -> bool:
+    """Is this a command by its old name? Then its new one is said. `names` are new ones by old ones."""
+    words = sys.argv[1:] if argv is None else argv
+    new = names.get(words[0]) if words else None
+    if new is not None:
+        print(f"{module}: {words[0]} is now called {new}: python -m {module} {new}", file=sys.stderr)
+    return new is not None
 
 
 def guarded(program: str, command: str, act: Callable[[], int], status: Callable[[Exception], int | None]) -> int:
@@ -57,14 +74,14 @@ def guarded(program: str, command: str, act: Callable[[], int], status: Callable
 def run_options(arguments: argparse.Namespace) -> RunOptions:
     """What such arguments mean."""
     from cbsim.results import checks
-    from cbsim.server import running
+    from cbsim.server.run_command import RunOptions
 
     overrides = list(arguments.set)
     if arguments.seed is not None:
         overrides.append(f"seed={arguments.seed}")
     if arguments.loop is not None:
         overrides.append(f"loop.mode={arguments.loop}")
-    return running.RunOptions(
+    return RunOptions(
         scenario=arguments.scenario,
         overrides=overrides,
         out=arguments.out,

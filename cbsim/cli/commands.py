@@ -5,46 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbsim.machine import simulate
+from cbsim.machine.simulation import Simulation
 from cbsim.results import directory
 from cbsim.scenario import scenario
-from cbsim.scenario.scenario import Scenario
-from cbsim.server import running
-from cbsim.server.running import ERROR, OK, RunOptions
-from cbsim.workload.generators import Workload
+from cbsim.server import run_command
+from cbsim.server.run_command import RunOptions
+from cbsim.server.running import ERROR, OK
 
 if TYPE_CHECKING:
     from cbsim.draw.study import Study
 
 
-class Simulation:
-    """A simulated server, as `runs` wants one."""
-
-    measured = False
-
-    def __init__(self, asked: Scenario, loop: str, workload: Workload) -> None:
-        self._machine = simulate.machine(asked, loop, workload)
-        self.record = self._machine.record
-        self.facts: Mapping[str, object] = {"device": "simulated"}
-
-    @property
-    def now_ns(self) -> int:
-        return self._machine.now_ns
-
-    def run(self, on_step: Callable[[int], None]) -> None:
-        simulate.run(self._machine, on_step)
-
-    def files(self) -> Mapping[str, bytes]:
-        return {}
-
-
 def run(options: RunOptions) -> int:
     """Simulate a scenario under each of its loops, write the run directories, say what came out."""
-    return running.run(options, Simulation)
+    return run_command.run(options, Simulation)
 
 
 def conformance(paths: Sequence[Path]) -> int:
@@ -54,7 +32,7 @@ def conformance(paths: Sequence[Path]) -> int:
     return check.run(paths, print)
 
 
-def replay(paths: Sequence[Path]) -> int:
+def replan(paths: Sequence[Path]) -> int:
     """Derive recorded plans again; 1 if one differs."""
     from cbsim.server.replan import rederive
 
@@ -125,14 +103,14 @@ def study(name: str, out: Path | None, *, as_json: bool) -> int:
     return _answer(answer, out, ["study", name], "simulated", as_json=as_json)
 
 
-def validate(arguments: argparse.Namespace) -> int:
+def score(arguments: argparse.Namespace) -> int:
     """Replay a recorded run and say how far off the simulator is."""
     from cbsim.draw import folder
     from cbsim.proof.recorded import verdict as validation
 
     out: Path | None = arguments.out
     if out is None and not arguments.json:
-        out = Path("runs") / "validation" / arguments.case.resolve().name
+        out = Path("runs") / "score" / arguments.case.resolve().name
     if out is not None:
         folder.check(out)  # before the work, not after it
     found = validation.validate(
@@ -142,7 +120,7 @@ def validate(arguments: argparse.Namespace) -> int:
         overrides=arguments.set,
         ablate=arguments.ablate,
     )
-    words = ["validate", str(arguments.case), *(["--data", str(arguments.data)] if arguments.data else [])]
+    words = ["score", str(arguments.case), *(["--data", str(arguments.data)] if arguments.data else [])]
     words += ["--hardware", arguments.hardware] if arguments.hardware else []
     words += [word for change in arguments.set for word in ("--set", change)]
     words += ["--ablate"] if arguments.ablate else []

@@ -9,13 +9,16 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cbsim.cli.arguments import ERROR, USAGE, Parser, guarded, run_arguments, run_options
+from cbsim.cli.arguments import ERROR, USAGE, Parser, guarded, renamed, run_arguments, run_options
 
+RENAMED = {"replay": "replan", "validate": "score"}
 STUDIES = ("hopper", "chunks", "schedulers")  # modules of cbsim.proof.studies
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. A user's own mistake is one message on stderr, never a traceback."""
+    if renamed("cbsim", RENAMED, argv):
+        return USAGE
     arguments = _parser().parse_args(argv)
     return guarded("cbsim", arguments.command, lambda: _dispatch(arguments), _status)
 
@@ -37,8 +40,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     acts: dict[str, Callable[[], int]] = {
         "run": lambda: commands.run(run_options(arguments)),
         "conformance": lambda: commands.conformance(arguments.paths),
-        "replay": lambda: commands.replay(arguments.runs),
-        "validate": lambda: commands.validate(arguments),
+        "replan": lambda: commands.replan(arguments.runs),
+        "score": lambda: commands.score(arguments),
         "study": lambda: commands.study(arguments.name, arguments.out, as_json=arguments.json),
         "cache-curve": lambda: commands.cache_curve(
             arguments.trace, arguments.capacities, arguments.block_tokens, arguments.json
@@ -61,38 +64,66 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m cbsim",
         description="Simulate continuous batching of LLM requests: scheduling, KV blocks, CPU and GPU in overlap.",
         epilog="Exit status: 0 ok, 1 error, 2 bad scenario or arguments, 3 a check failed.",
+        example="python -m cbsim run 8k_b32",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run_arguments(commands.add_parser("run", help="simulate a scenario and write a run directory a loop"))
-    conformance = commands.add_parser("conformance", help="compare the policies with traces of the real schedulers")
+
+    def command(name: str, text: str, example: str) -> Parser:
+        return commands.add_parser(name, help=text, example=f"python -m cbsim {name} {example}".rstrip())
+
+    about = "simulate a scenario and write a run directory a loop"
+    run_arguments(command("run", about, "8k_b32 --loop async --set workload.requests=16 --check 'gpu_active>=99%'"))
+    about = "compare the policies with traces of the real schedulers"
+    conformance = command("conformance", about, "tests/golden/transformers")
     conformance.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a trace, or a folder of traces")
-    replay = commands.add_parser("replay", help="derive the plans of recorded runs again: identical, or the difference")
-    replay.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
-    schema = commands.add_parser("schema", help="write the JSON schemas of scenario files, for editors")
+    about = "derive the plans of recorded runs again: identical, or the difference"
+    replan = command("replan", about, "runs/20261122T120000Z-8k_b32-async-92a9494b")
+    replan.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
+    schema = command("schema", "write the JSON schemas of scenario files, for editors", "--out schemas")
     schema.add_argument("--out", type=Path, default=Path("schemas"), metavar="DIR", help="folder (schemas)")
-    commands.add_parser("list", help="schedulers, cost models, hardware, models, scenarios")
-    curve = commands.add_parser("cache-curve", help="prefix-cache hit rate of a Mooncake trace by cache capacity")
+    command("list", "schedulers, cost models, hardware, models, scenarios", "")
+    _cache_curve_arguments(
+        command(
+            "cache-curve",
+            "prefix-cache hit rate of a Mooncake trace by cache capacity",
+            "conversation_trace.jsonl --capacities 1e5,1e6 --json",
+        )
+    )
+    _score_arguments(
+        command(
+            "score",
+            "replay a recorded vLLM run and print how far the simulator is off",
+            "cases/RTX4090__Llama-3.1-8B --data . --json",
+        )
+    )
+    about = "answer a question by many runs, or against published numbers"
+    study = command("study", about, "schedulers --out reports/fidelity/schedulers")
+    study.add_argument("name", choices=STUDIES, metavar="NAME", help=f"one of {', '.join(STUDIES)}")
+    study.add_argument("--out", type=Path, metavar="DIR", help="also write report.md and figures to this folder")
+    study.add_argument("--json", action="store_true", help="print the numbers as one object instead of tables")
+    about = "measure the simulator: seconds, steps, requests, peak memory a case"
+    bench = command("bench", about, "decode_64 --json")
+    bench.add_argument("cases", nargs="*", metavar="CASE", help="cases to run (all)")
+    bench.add_argument("--json", action="store_true", help="print one JSON object, a case a key")
+    return parser
+
+
+def _cache_curve_arguments(curve: argparse.ArgumentParser) -> None:
     curve.add_argument("trace", metavar="TRACE", help="a Mooncake trace: a path, or its name in the data folder")
     curve.add_argument("--capacities", metavar="N,N", help="rising, in tokens, such as 1e4,1e5 (those of the paper)")
     curve.add_argument("--block-tokens", type=int, default=512, metavar="N", help="of a cached block (512)")
     curve.add_argument("--json", action="store_true", help="print one object; capacity null is the infinite cache")
-    validate = commands.add_parser("validate", help="replay a recorded vLLM run and print how far the simulator is off")
-    validate.add_argument("case", type=Path, metavar="CASE", help="folder: config.json, meta.json, requests.jsonl, ...")
-    validate.add_argument("--data", type=Path, metavar="DIR", help="pack of workloads and profiles (CASE/../..)")
-    validate.add_argument("--hardware", metavar="NAME", help="data sheet of the case's GPU: a name or a file")
-    validate.add_argument("--ablate", action="store_true", help="repeat it without one part of the model at a time")
-    validate.add_argument(
+
+
+def _score_arguments(score: argparse.ArgumentParser) -> None:
+    score.add_argument("case", type=Path, metavar="CASE", help="folder: config.json, meta.json, requests.jsonl, ...")
+    score.add_argument("--data", type=Path, metavar="DIR", help="pack of workloads and profiles (CASE/../..)")
+    score.add_argument("--hardware", metavar="NAME", help="data sheet of the case's GPU: a name or a file")
+    score.add_argument("--ablate", action="store_true", help="repeat it without one part of the model at a time")
+    score.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field of the case's scenario"
     )
-    validate.add_argument(
-        "--out", type=Path, metavar="DIR", help="report.md and figures (runs/validation/<CASE>; none with --json)"
+    score.add_argument(
+        "--out", type=Path, metavar="DIR", help="report.md and figures (runs/score/<CASE>; none with --json)"
     )
-    validate.add_argument("--json", action="store_true", help="print the numbers as one object instead of tables")
-    study = commands.add_parser("study", help="answer a question by many runs, or against published numbers")
-    study.add_argument("name", choices=STUDIES, metavar="NAME", help=f"one of {', '.join(STUDIES)}")
-    study.add_argument("--out", type=Path, metavar="DIR", help="also write report.md and figures to this folder")
-    study.add_argument("--json", action="store_true", help="print the numbers as one object instead of tables")
-    bench = commands.add_parser("bench", help="measure the simulator: seconds, steps, requests, peak memory a case")
-    bench.add_argument("cases", nargs="*", metavar="CASE", help="cases to run (all)")
-    bench.add_argument("--json", action="store_true", help="print one JSON object, a case a key")
-    return parser
+    score.add_argument("--json", action="store_true", help="print the numbers as one object instead of tables")

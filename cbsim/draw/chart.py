@@ -1,7 +1,7 @@
 """What a figure shows, as data: marks on panels.
 
-A figure function makes a `Chart` from frames; `draw.py` draws it for print, `interactive.py` for a browser. Arrays are
-numbers in the units that the axes name. Colours are Okabe and Ito's, distinguishable without colour vision and in
+A figure function makes a `Chart` from tables; `render.py` draws it for print, `interactive.py` for a browser. Arrays
+are numbers in the units that the axes name. Colours are Okabe and Ito's, distinguishable without colour vision and in
 print; what is told apart by colour is told apart by dash, marker or hatch as well.
 """
 

@@ -6,9 +6,10 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cbsim.results.record import STATUSES
+from cbsim.scenario.errors import UserError
 from cbsim.scenario.fields import near
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -37,8 +38,21 @@ SINGLE = (
 NAMES = (*SINGLE, *(f"{d}.{s}" for d in DISTRIBUTIONS for s in STATISTICS))
 
 
-class CheckError(ValueError):
+class CheckError(UserError):
     """A condition that cannot be understood; the message says what is wrong with it."""
+
+
+class Verdict(NamedTuple):
+    """What a condition says of a run: true if it holds. It prints as the line that the command prints."""
+
+    holds: bool
+    line: str
+
+    def __bool__(self) -> bool:
+        return self.holds
+
+    def __str__(self) -> str:
+        return self.line
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +71,13 @@ class Check:
             value = value.get(part) if isinstance(value, Mapping) else None
         return None if value is None else float(value)
 
-    def verdict(self, summary: Mapping[str, Any]) -> tuple[bool, str]:
-        """(holds, a line that says so). A metric without a sample fails."""
+    def verdict(self, summary: Mapping[str, Any]) -> Verdict:
+        """Does it hold, and a line that says so. A metric without a sample fails."""
         value = self.value(summary)
         if value is None:
-            return False, f"FAILED  {self.text}: the run has no {self.metric}"
+            return Verdict(False, f"FAILED  {self.text}: the run has no {self.metric}")
         holds = OPERATORS[self.compare](value, self.bound)
-        return holds, f"{'ok    ' if holds else 'FAILED'}  {self.text}: {self.metric} is {value:.6g}"
+        return Verdict(holds, f"{'ok    ' if holds else 'FAILED'}  {self.text}: {self.metric} is {value:.6g}")
 
 
 def parse(text: str) -> Check:

@@ -31,13 +31,14 @@ from cbsim.results.columns import Column
 from cbsim.results.metrics import Requests, Steps, token_times
 from cbsim.results.parquet import Ints, Table, TableError
 from cbsim.results.record import STATUSES, STEP_COLUMNS, Record, RequestRow
+from cbsim.scenario.errors import UserError
 
 SCHEMA_VERSION = parquet.SCHEMA_VERSION
 MARKER = "INCOMPLETE"
 T = TypeVar("T")
 
 
-class RunError(ValueError):
+class RunError(UserError):
     """A run directory that cannot be written or read; the message names file and reason."""
 
 
@@ -47,7 +48,17 @@ class RunWriter:
     def __init__(self, out: Path, name: str, digest: str, clock: datetime | None = None) -> None:
         """Creates `out`/<UTC>-<name>-<hash8>. Raises RunError if that cannot be done."""
         stamp = (clock or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
-        self.path = _fresh(out / f"{stamp}-{name}-{digest[:8]}")
+        self._begin(_fresh(out / f"{stamp}-{name}-{digest[:8]}"))
+
+    @classmethod
+    def at(cls, path: Path) -> RunWriter:
+        """Writes to `path` itself, a new or an empty folder. Raises RunError if it is neither."""
+        writer = cls.__new__(cls)
+        writer._begin(_empty(path))
+        return writer
+
+    def _begin(self, path: Path) -> None:
+        self.path = path
         self.note("the run is under way, or died without a word")
 
     def note(self, reason: str) -> None:
@@ -61,14 +72,18 @@ class RunWriter:
         self._json("env.json", facts)
 
     def tables(self, record: Record) -> tuple[list[RequestRow], Steps]:
-        """Write both tables; returns what was written."""
-        steps = Steps(np.frombuffer(record.steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
-        rows = record.requests()
-        counters = {"use_dictionary": False, "column_encoding": "DELTA_BINARY_PACKED"}  # most columns count upwards
-        values = {name: steps[name] for name in STEP_COLUMNS}
-        self._write("steps.parquet", parquet.encoded(columns.STEPS, values, **counters))
-        self._write("requests.parquet", parquet.encoded(columns.REQUESTS, request_columns(token_times(rows, steps))))
+        """Write both tables of a record; returns what was written."""
+        rows, steps = contents(record)
+        self.steps(steps)
+        self.requests(token_times(rows, steps))
         return rows, steps
+
+    def steps(self, steps: Steps) -> None:
+        counters = {"use_dictionary": False, "column_encoding": "DELTA_BINARY_PACKED"}  # most columns count upwards
+        self._write("steps.parquet", parquet.encoded(columns.STEPS, step_columns(steps), **counters))
+
+    def requests(self, requests: Requests) -> None:
+        self._write("requests.parquet", parquet.encoded(columns.REQUESTS, request_columns(requests)))
 
     def summary(self, metrics: Mapping[str, Any]) -> None:
         self._json("summary.json", metrics)
@@ -91,7 +106,7 @@ class RunWriter:
         except OSError as error:
             if name != MARKER:
                 path.unlink(missing_ok=True)  # no half-written file passes for a whole one
-            raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
+            raise RunError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
         return path
 
 
@@ -108,7 +123,30 @@ def _fresh(path: Path) -> Path:
             raise RunError(f"{candidate}: cannot be created: {error.strerror or error}") from error
         else:
             return candidate
-    raise RunError(f"{path}: too many runs of that name")
+    raise RunError(f"{path}: too many runs of that name", file=path)
+
+
+def _empty(path: Path) -> Path:
+    """`path`, made if need be, if nothing is in it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        present = sorted(entry.name for entry in path.iterdir())
+    except OSError as error:
+        raise RunError(f"{path}: cannot be created: {error.strerror or error}", file=path) from error
+    if present:
+        raise RunError(f"{path}: holds {present[0]}; name a new or an empty folder", file=path)
+    return path
+
+
+def contents(record: Record) -> tuple[list[RequestRow], Steps]:
+    """Both tables of a record, not copied: nothing may be recorded any more."""
+    steps = Steps(np.frombuffer(record.steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
+    return record.requests(), steps
+
+
+def step_columns(steps: Steps) -> dict[str, Any]:
+    """The step table's values by column."""
+    return {name: steps[name] for name in STEP_COLUMNS}
 
 
 def request_columns(requests: Requests) -> dict[str, Any]:
@@ -138,14 +176,20 @@ def load(path: Path, *, whole: bool = True) -> Run:
     broken, and what is wrong with it.
     """
     if not path.is_dir():
-        raise RunError(f"{path}: no such run directory")
+        raise RunError(f"{path}: no such run directory", file=path)
     marker = path / MARKER
     if marker.exists() and not (path / "summary.json").exists():
-        raise RunError(f"{path}: incomplete, nothing to read yet: {_reason(marker)}")
+        raise RunError(f"{path}: incomplete, nothing to read yet: {_reason(marker)}", file=path)
     summary = _read_json(path / "summary.json")
     version = summary.get("schema_version")
     if version != SCHEMA_VERSION:
-        raise RunError(f"{path / 'summary.json'}: {parquet.refused_version(version)}")
+        raise RunError(
+            f"{path / 'summary.json'}: {parquet.refused_version(version)}",
+            file=path / "summary.json",
+            field="schema_version",
+            value=version,
+            bound=str(SCHEMA_VERSION),
+        )
     steps, requests = _tables(path) if whole else (Steps(np.empty((0, len(STEP_COLUMNS)), dtype=np.int64)), [])
     return Run(
         path,
@@ -168,7 +212,7 @@ def _reason(marker: Path) -> str:
 
 
 def _unreadable(path: Path, error: OSError) -> RunError:
-    return RunError(f"{path}: cannot be read: {error.strerror or error}")
+    return RunError(f"{path}: cannot be read: {error.strerror or error}", file=path)
 
 
 def _read_text(path: Path) -> str:
@@ -177,7 +221,7 @@ def _read_text(path: Path) -> str:
     except OSError as error:
         raise _unreadable(path, error) from error
     except UnicodeDecodeError:
-        raise RunError(f"{path}: not UTF-8 text") from None
+        raise RunError(f"{path}: not UTF-8 text", file=path) from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -185,9 +229,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{path}: not JSON: {error}") from error
+        raise RunError(f"{path}: not JSON: {error}", file=path) from error
     if not isinstance(value, dict):
-        raise RunError(f"{path}: not a JSON object")
+        raise RunError(f"{path}: not a JSON object", file=path)
     return value
 
 
@@ -197,7 +241,7 @@ def _read_table(path: Path, declared: Sequence[Column], make: Callable[[Table], 
         with path.open("rb") as file:
             return make(Table(file, declared))
     except TableError as error:
-        raise RunError(f"{path}: {error}") from error
+        raise RunError(f"{path}: {error}", file=path) from error
     except OSError as error:
         raise _unreadable(path, error) from error
 

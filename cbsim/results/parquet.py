@@ -44,11 +44,15 @@ def schema(columns: Sequence[Column]) -> pa.Schema:
     return pa.schema(fields, metadata={_VERSION_KEY: str(SCHEMA_VERSION)})
 
 
+def table(columns: Sequence[Column], values: Mapping[str, Any]) -> pa.Table:
+    """`values`, a sequence or array for each column, as a table of Arrow."""
+    return pa.table({column.name: values[column.name] for column in columns}, schema=schema(columns))
+
+
 def encoded(columns: Sequence[Column], values: Mapping[str, Any], **options: Any) -> bytes:
-    """A parquet file of `values`, a sequence or array for each column."""
+    """A parquet file of `values`."""
     sink = pa.BufferOutputStream()
-    table = pa.table({column.name: values[column.name] for column in columns}, schema=schema(columns))
-    pq.write_table(table, sink, compression="zstd", write_page_checksum=True, **options)
+    pq.write_table(table(columns, values), sink, compression="zstd", write_page_checksum=True, **options)
     content: bytes = sink.getvalue().to_pybytes()
     return content
 

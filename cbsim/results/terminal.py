@@ -1,14 +1,9 @@
-"""What a person sees: a progress line while a run works, and a table side by side when it is done."""
+"""How numbers are shown: each in the form that its unit wants, and runs side by side in a table."""
 
 from __future__ import annotations
 
-import signal
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
-
-from cbsim.results.record import Record
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 QUANTITIES: tuple[tuple[str, str, str], ...] = (  # label, metric, unit
     ("makespan", "makespan_s", "s"),
@@ -92,59 +87,3 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
         lines.append("  ".join(cells).rstrip())
     lines.insert(1, "-" * max(len(line) for line in lines))
     return "\n".join(lines)
-
-
-class Server(Protocol):
-    """What runs a workload, on a simulated clock or a real one."""
-
-    @property
-    def record(self) -> Record:
-        """What has happened so far."""
-
-    @property
-    def now_ns(self) -> int:
-        """How far the run has come."""
-
-    def run(self, on_step: Callable[[int], None]) -> None:
-        """Run to the end of the workload; tell `on_step` the time after every step, and stop if it raises."""
-
-
-class Progress:
-    """A line on stderr that says how far a run is: rewritten in place on a terminal, else a line now and then."""
-
-    def __init__(self, label: str, server: Server, total: int, *, measured: bool, quiet: bool) -> None:
-        self._label, self._server, self._total, self._quiet = label, server, total, quiet
-        self._measured = measured
-        self._live = sys.stderr.isatty()
-        self._every_s = 0.1 if self._live else 2.0
-        self._start = self._last = time.monotonic()
-        self._interrupted = False
-
-    def interrupt(self, *_: object) -> None:
-        """A signal handler: stop the run at the end of the step under way. The next signal ends the process."""
-        self._interrupted = True
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    def __call__(self, now_ns: int) -> None:
-        """To be called after every step. Raises KeyboardInterrupt if the run is to stop."""
-        if self._interrupted:
-            raise KeyboardInterrupt
-        if self._quiet or time.monotonic() - self._last < self._every_s:
-            return
-        self._last = time.monotonic()
-        self._write(now_ns, end="" if self._live else "\n")
-
-    def done(self, now_ns: int) -> None:
-        if not self._quiet:
-            self._write(now_ns, end="\n")
-
-    def _write(self, now_ns: int, end: str) -> None:
-        record, spent = self._server.record, time.monotonic() - self._start
-        text = f"{self._label}: {record.finished_count:,} of {self._total:,} requests, {record.step_count:,} steps, "
-        if self._measured:
-            rate = record.sampled_tokens / (now_ns / 1e9) if now_ns else 0.0
-            text += f"{now_ns / 1e9:,.1f} s, {rate:,.0f} tokens/s"
-        else:
-            text += f"{now_ns / 1e9:,.1f} s simulated in {spent:.1f} s"
-        sys.stderr.write(f"\r{text}\x1b[K{end}" if self._live else f"{text}{end}")
-        sys.stderr.flush()

@@ -24,7 +24,7 @@ def scenario(name_or_path: str | Path) -> Path:
     if path.is_dir() and (path.suffix or len(path.parts) > 1):
         raise ScenarioError(f"{path}: is a folder, expected a scenario file")
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        raise ScenarioError(f"{path}: no such file{near(path.stem, names())}")
+        raise ScenarioError(f"{path}: no such file{near(path.stem, names())}", file=path)
     return _named("", str(name_or_path), "scenario")
 
 
@@ -33,7 +33,7 @@ def shape(folder: str, name: str, base: Path | None = None) -> Path:
     if name.endswith((".yaml", ".yml")):
         path = (base or Path()) / name
         if not path.is_file():
-            raise ScenarioError(f"{path}: no such file")
+            raise ScenarioError(f"{path}: no such file", file=path)
         return path
     return _named(folder, name, folder.removesuffix("s"))
 
@@ -43,7 +43,9 @@ def _named(folder: str, name: str, noun: str) -> Path:
     for candidate in known:
         if plain(candidate) == plain(name):
             return SCENARIOS / folder / f"{candidate}.yaml"
-    raise ScenarioError(f"unknown {noun} {name!r}{near(name, known)} (known: {', '.join(known) or 'none'})")
+    allowed = ", ".join(known) or "none"
+    message = f"unknown {noun} {name!r}{near(name, known)} (known: {allowed})"
+    raise ScenarioError(message, field=noun, value=name, bound=f"one of {allowed}")
 
 
 def plain(name: str) -> str:

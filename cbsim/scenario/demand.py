@@ -240,7 +240,7 @@ class Mooncake(Timed):
 
 
 class Csv(Timed):
-    """A CSV file with columns id, arrival_s, prefill_tokens, decode_tokens."""
+    """A CSV file with columns id, arrival_s, prefill_tokens, decode_tokens; max_tokens and priority may be there."""
 
     kind: Literal["csv"]
     """csv"""

@@ -41,14 +41,27 @@ class Document:
 
     def explain(self, error: ValidationError) -> ScenarioError:
         """The same errors in our words, one line each."""
-        lines = [self._complaint(dict(entry)) for entry in error.errors(include_url=False)]
-        return ScenarioError("\n".join(dict.fromkeys(lines)))
+        entries = [dict(entry) for entry in error.errors(include_url=False)]
+        message = "\n".join(dict.fromkeys(map(self._complaint, entries)))
+        return self.error(message, _path(entries[0]), wording(entries[0]))
+
+    def error(self, message: str, path: PathParts, text: str) -> ScenarioError:
+        """`message` as an error of the field at `path`, of which `text` says what is wrong."""
+        value: Any = self.data
+        for part in path:
+            inside = isinstance(value, dict) and part in value
+            value = value[part] if inside or (isinstance(value, list) and isinstance(part, int)) else None
+        return ScenarioError(
+            message,
+            file=self.file,
+            line=self.line(path) if self.text else None,
+            field=".".join(map(str, path)) or None,
+            value=value,
+            bound=text.partition(", ")[2] if text.startswith("got ") else text,
+        )
 
     def _complaint(self, entry: dict[str, Any]) -> str:
-        path = tuple(part for part in entry["loc"] if not re.fullmatch(r"<.*>", str(part)))
-        field = entry.get("ctx", {}).get("field")
-        path += (field,) if field else ()
-        text = wording(entry)
+        path, text = _path(entry), wording(entry)
         where = self.where(path)
         dotted = ".".join(map(str, path))
         return f"{where}: {dotted}: {text}" if dotted else f"{where}: {text}"
@@ -60,6 +73,13 @@ class Document:
                 return f"--set {text}"
         line = self.line(path)
         return f"{self.file}:{line}" if line else self.file
+
+
+def _path(entry: dict[str, Any]) -> PathParts:
+    """Where in the document an entry of a ValidationError is."""
+    path = tuple(part for part in entry["loc"] if not re.fullmatch(r"<.*>", str(part)))
+    field = entry.get("ctx", {}).get("field")
+    return (*path, field) if field else path
 
 
 def wording(entry: dict[str, Any]) -> str:
@@ -102,7 +122,7 @@ def read(path: Path) -> Document:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ScenarioError(f"{path}: cannot be read: {reason}") from None
+        raise ScenarioError(f"{path}: cannot be read: {reason}", file=path) from None
     data = parse(text, str(path))
     if not isinstance(data, dict):
         raise ScenarioError(f"{path}: got {shown(data)}, expected fields such as `name: value`")

@@ -10,8 +10,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
+from cbsim.scenario.errors import UserError
 
-class ScenarioError(ValueError):
+
+class ScenarioError(UserError):
     """Something a user wrote cannot be used. Its text says where it is, what it is, and what would be allowed."""
 
 

@@ -45,7 +45,8 @@ def parsed(text: str) -> tuple[PathParts, Any]:
     """Path and value of `a.b=c`; the value is YAML."""
     dotted, equals, value = text.partition("=")
     if not equals or not all(dotted.strip().split(".")):
-        raise ScenarioError(f"--set {text}: expected field=value, such as kv_cache.block_size=32")
+        bound = "expected field=value, such as kv_cache.block_size=32"
+        raise ScenarioError(f"--set {text}: {bound}", value=text, bound=bound)
     return split(dotted.strip()), parse(value, f"--set {text}", lines=False)
 
 

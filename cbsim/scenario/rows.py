@@ -20,7 +20,8 @@ POSITIVE = "a whole number >= 1"
 
 def bad(path: Path, line: int, field: str, value: object, expected: str) -> ScenarioError:
     """What is wrong with a field of a line."""
-    return ScenarioError(f"{path}:{line}: {field}: got {shown(value)}, expected {expected}")
+    message = f"{path}:{line}: {field}: got {shown(value)}, expected {expected}"
+    return ScenarioError(message, file=path, line=line, field=field, value=value, bound=expected)
 
 
 @contextmanager
@@ -42,17 +43,20 @@ def text(path: Path) -> Iterator[IO[str]]:
 
 
 class Table:
-    """A CSV file with a header, by columns. `line` is the line of the row that was read last."""
+    """A CSV file with a header, by columns: those asked for, and of the `optional` ones those that are there. `line` is
+    the line of the row that was read last.
+    """
 
-    def __init__(self, path: Path, file: IO[str], columns: Sequence[str]) -> None:
-        self.path, self.columns = path, columns
+    def __init__(self, path: Path, file: IO[str], columns: Sequence[str], optional: Sequence[str] = ()) -> None:
+        self.path = path
         self._reader = csv.reader(file)
         self._header = [name.strip() for name in next(self._reader, [])]
         for column in columns:
             if column not in self._header:
                 found = ", ".join(self._header) or "nothing"
                 raise ScenarioError(f"{path}:1: no column {column}; expected {', '.join(columns)}, found {found}")
-        self._places = [self._header.index(column) for column in columns]
+        self.columns = (*columns, *(column for column in optional if column in self._header))
+        self._places = [self._header.index(column) for column in self.columns]
 
     @property
     def line(self) -> int:
@@ -75,6 +79,13 @@ class Table:
         if not (cell.isascii() and cell.isdecimal()) or len(cell) > 12 or (value := int(cell)) < 1:
             raise self.bad(column, cell, POSITIVE)
         return value
+
+    def whole(self, column: int, cell: str) -> int:
+        """A whole number."""
+        digits = cell.strip().removeprefix("-")
+        if not (digits.isascii() and digits.isdecimal()) or len(digits) > 12:
+            raise self.bad(column, cell, "a whole number")
+        return int(cell)
 
     def number(self, column: int, cell: str) -> float:
         """A finite number >= 0."""

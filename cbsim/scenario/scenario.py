@@ -152,8 +152,9 @@ def _check_sizes(scenario: Scenario, document: Document) -> None:
         try:
             scheduler_options(scenario, depth(loop))
         except ScenarioError as error:
-            field = str(error).partition(":")[0]
-            raise ScenarioError(f"{document.where(documents.split(field))}: {error}") from None
+            field, _, text = str(error).partition(": ")
+            path = documents.split(field)
+            raise document.error(f"{document.where(path)}: {error}", path, text) from None
 
 
 def _defaults(data: dict[str, Any], base: Path) -> dict[str, Any]:

@@ -1,48 +1,52 @@
-"""A scenario run under each of its loops, by whatever serves it: one run directory a loop, a table, a picture.
+"""A scenario run under each of its loops, by whatever serves it. The simulator and the engine share it.
 
-The simulator and the engine share all of it: the options, what is written and what a person sees.
+In memory: nothing is written or printed here. Whoever wants to see a run while it works watches it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shlex
-import signal
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-from cbsim.draw import figures
-from cbsim.policy.loop import StuckError
-from cbsim.results import checks, coverage, directory, environment, metrics, terminal, timeline
-from cbsim.results.metrics import Steps
-from cbsim.scenario import scenario
+from cbsim.results import directory, environment, metrics
+from cbsim.results.record import Record
+from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario
-from cbsim.server.guard import PolicyError
-from cbsim.workload import generators
+from cbsim.server.result import Result, Results
+from cbsim.workload import generators, given
 from cbsim.workload.generators import Workload
 
 OK, ERROR, USAGE, CHECK_FAILED = 0, 1, 2, 3
+OnStep = Callable[[int], None]
 
 
 class ServerError(RuntimeError):
     """The server cannot go on: what happened until then is kept. The message says why."""
 
 
-class Server(terminal.Server, Protocol):
-    """A server made for one run."""
+class Server(Protocol):
+    """A server made for one run, on a simulated clock or a real one."""
 
     measured: bool  # on a real clock?
+
+    @property
+    def record(self) -> Record:
+        """What has happened so far."""
+
+    @property
+    def now_ns(self) -> int:
+        """How far the run has come."""
 
     @property
     def facts(self) -> Mapping[str, Any]:
         """What env.json says of the device, and of anything that the scenario does not say. Asked for before the run,
         and again after it.
         """
+
+    def run(self, on_step: OnStep) -> None:
+        """Run to the end of the workload; tell `on_step` the time after every step, and stop if it raises."""
 
     def files(self) -> Mapping[str, bytes]:
         """Further files of the run directory, by name. Asked for when the run has ended or was cut short."""
@@ -52,168 +56,86 @@ Maker = Callable[[Scenario, str, Workload], Server]
 
 
 @dataclass(frozen=True, slots=True)
-class RunOptions:
-    """What `cbsim run` and `cbengine replay` have in common, parsed."""
+class Terms:
+    """What a run is told besides its scenario.
 
-    scenario: str
-    overrides: Sequence[str]
-    out: Path
-    window: tuple[int, int]  # steps of the timeline
-    span_s: tuple[float, float] | None  # requests that count, by arrival
-    conditions: Sequence[checks.Check]
-    as_json: bool
-    quiet: bool
-    command: Sequence[str] = ("cbsim", "run")
-    extra: Sequence[str] = ()  # options of the command's own, to be repeated as they are
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """One run that was written."""
-
-    loop: str
-    path: Path
-    summary: dict[str, Any]
-    steps: Steps
-    measured: bool
-
-
-def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario] = lambda asked: asked) -> int:
-    """Serve a scenario under each of its loops, write the run directories, say what came out. The exit status.
-
-    `adapt` makes of what was asked what this server can run; that is what is recorded.
+    `command` makes it again, `window_s` bounds the arrivals of the requests that count, `requests` are served in place
+    of the scenario's own: the text of a CSV file (cbsim.workload.given).
     """
-    asked = adapt(scenario.load(options.scenario, options.overrides))
-    finished = [one_loop(asked, loop, options, serve) for loop in scenario.loops(asked)]
-    if len(finished) == 2:
-        _draw_both(finished)
-    _warn(asked, finished)
-    summaries = {one.loop: one.summary for one in finished}
-    if options.as_json:
-        print(json.dumps(summaries, indent=2))
-    elif not options.quiet:
-        print(f"{asked.name}: {asked.question}\n\n{terminal.table(summaries)}\n")
-        _say_where(finished, options)
-    return _judge(options.conditions, summaries, sys.stderr if options.as_json else sys.stdout)
+
+    command: str
+    window_s: tuple[float, float] | None = None
+    requests: str | None = None
 
 
-def _warn(asked: Scenario, finished: Sequence[Finished]) -> None:
-    """Where simulated runs leave what their cost model was calibrated on."""
-    for one in finished:
-        for text in coverage.warnings(asked.model_dump(mode="json"), one.steps) if not one.measured else ():
-            print(f"warning: {one.loop}: beyond the calibration: {text}", file=sys.stderr)
+class Session:
+    """One loop of a scenario and its server. Nothing has run yet. Raises ScenarioError if it cannot."""
+
+    def __init__(self, scenario: Scenario, loop: str, serve: Maker, terms: Terms) -> None:
+        asked = scenario if terms.requests is None else given.scenario_of(scenario)
+        self.scenario = asked.model_copy(update={"loop": asked.loop.model_copy(update={"mode": loop})})
+        self.loop, self.resolved = loop, scenarios.dump(self.scenario)
+        workload = generators.build(self.scenario, terms.requests)
+        self.requests = workload.total
+        self.server = serve(self.scenario, loop, workload)
+        self._terms = terms
+        self._facts = environment.environment(terms.command, workload.fingerprint(), scenario.seed)
+        self._facts |= self.server.facts
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What env.json holds, by now."""
+        return self._facts | dict(self.server.facts)
+
+    def result(self, incomplete: str | None = None) -> Result:
+        """What has happened; `incomplete` says why that is not all."""
+        rows, steps = directory.contents(self.server.record)
+        scenario = self.scenario
+        numbers = metrics.summarise(
+            rows,
+            steps,
+            total_blocks=self.server.record.total_blocks,
+            slo=scenario.slo.model_dump(exclude={"preset"}, exclude_none=True),
+            price_usd_hour=scenario.hardware.price_usd_hour,
+            window_s=self._terms.window_s,
+        )
+        about = {"name": scenario.name, "question": scenario.question, "loop": self.loop, "seed": scenario.seed}
+        version = {"schema_version": directory.SCHEMA_VERSION, "complete": incomplete is None}
+        text = self._terms.requests
+        requests = {} if text is None else {given.FILE: text.encode()}
+        files = {**requests, **self.server.files()}
+        environment = self.environment
+        return Result(scenario, environment, version | about | numbers, steps, rows, self.resolved, files, incomplete)
 
 
-def one_loop(asked: Scenario, loop: str, options: RunOptions, serve: Maker) -> Finished:
-    """One scenario under one loop: one directory. Raises RunError if it could not be finished or written."""
-    resolved = asked.model_copy(update={"loop": asked.loop.model_copy(update={"mode": loop})})
-    text = scenario.dump(resolved)
-    load = generators.build(resolved)
-    server = serve(resolved, loop, load)
-    writer = directory.RunWriter(options.out, f"{asked.name}-{loop}", hashlib.sha256(text.encode()).hexdigest())
-    writer.scenario(text)
-    facts = environment.environment(command_line(options), load.fingerprint(), asked.seed) | dict(server.facts)
-    writer.environment(facts)
-    quiet = options.quiet or options.as_json
-    progress = terminal.Progress(loop, server, load.total, measured=server.measured, quiet=quiet)
-    try:
-        with _interrupted_between_steps(progress):
-            server.run(progress)
-    except (KeyboardInterrupt, StuckError, ServerError, PolicyError) as stop:
-        reason = "interrupted" if isinstance(stop, KeyboardInterrupt) else str(stop)
-        reason = f"stuck: {stop}" if isinstance(stop, StuckError) else reason
-        writer.note(f"{reason}, after {server.record.step_count} steps")
-        writer.environment(facts | dict(server.facts))
-        _write_results(writer, resolved, loop, server, options, complete=False)
-        verb = "measured" if server.measured else "simulated"
-        raise directory.RunError(f"{reason}: what was {verb} until then is in {writer.path}") from None
-    progress.done(server.now_ns)
-    try:
-        writer.environment(facts | dict(server.facts))
-        done = _write_results(writer, resolved, loop, server, options, complete=True)
-    except directory.RunError as error:
-        writer.note(str(error))
-        raise
-    writer.complete()
-    return done
+Watch = Callable[[Session], AbstractContextManager[OnStep]]
+"""Sees a session before it runs; what it yields is told the time after every step. It may end the run by raising."""
 
 
 @contextmanager
-def _interrupted_between_steps(progress: terminal.Progress) -> Iterator[None]:
-    """Ctrl-C, or a request to end, ends a run where its state is whole: after a step."""
-    before = {number: signal.signal(number, progress.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def unwatched(session: Session) -> Iterator[OnStep]:
+    """Nobody looks."""
+    del session
+    yield lambda _: None
 
 
-def _write_results(
-    writer: directory.RunWriter, resolved: Scenario, loop: str, server: Server, options: RunOptions, *, complete: bool
-) -> Finished:
-    """Tables, summary, timeline and figure of a run that has ended, or as much of it as there is."""
-    rows, steps = writer.tables(server.record)
-    limits = resolved.slo.model_dump(exclude={"preset"}, exclude_none=True)
-    numbers = metrics.summarise(
-        rows,
-        steps,
-        total_blocks=server.record.total_blocks,
-        slo=limits,
-        price_usd_hour=resolved.hardware.price_usd_hour,
-        window_s=options.span_s,
-    )
-    about = {"name": resolved.name, "question": resolved.question, "loop": loop, "seed": resolved.seed}
-    summary = {"schema_version": directory.SCHEMA_VERSION, "complete": complete, **about, **numbers}
-    writer.summary(summary)
-    for name, content in server.files().items():
-        writer.file(name, content)
-    writer.file("timeline.json.gz", timeline.chrome_trace(steps, options.window, f"{resolved.name} {loop}"))
-    if complete and len(steps):
-        writer.file("figures/timeline.png", figures.lanes_png([(loop, steps, numbers["gpu_active"])]))
-    return Finished(loop, writer.path, summary, steps, server.measured)
+def run(scenario: Scenario, serve: Maker, terms: Terms, watch: Watch = unwatched) -> Results:
+    """Serve a scenario under each of its loops, one after the other."""
+    return Results([one_loop(scenario, loop, serve, terms, watch) for loop in scenarios.loops(scenario)])
 
 
-def _draw_both(finished: Sequence[Finished]) -> None:
-    """Both loops on one time axis, beside the second run's own figure."""
-    runs = [(one.loop, one.steps, one.summary["gpu_active"]) for one in finished if len(one.steps)]
-    if len(runs) == 2:
-        picture = figures.lanes_png(runs)
-        try:
-            (finished[-1].path / "figures" / "sync_above_async.png").write_bytes(picture)
-        except OSError as error:
-            raise directory.RunError(f"{finished[-1].path}: figure cannot be written: {error.strerror}") from error
+def answer(
+    scenario: Scenario, serve: Maker, command: str, requests: Any, window_s: tuple[float, float] | None
+) -> Result | Results:
+    """What the front doors give: the Result of one loop, or the Results of both. `requests`: a table or None."""
+    text = None if requests is None else given.text(requests)
+    results = run(scenario, serve, Terms(command, window_s, text))
+    return results if len(results) > 1 else next(iter(results.values()))
 
 
-def _say_where(finished: Sequence[Finished], options: RunOptions) -> None:
-    for one in finished:
-        print(f"{one.loop:<6} {one.path}")
-        for status, count in one.summary["requests_by_status"].items():
-            if count and status not in ("length", "stop"):
-                print(f"       {count} of {one.summary['requests']} requests {status}; see requests.parquet")
-    figure = finished[-1].path / "figures" / ("sync_above_async.png" if len(finished) == 2 else "timeline.png")
-    print(f"\npicture   {figure}" if figure.exists() else "\nnothing ran: no picture")
-    print(f"timeline  {finished[-1].path / 'timeline.json.gz'} (open it in ui.perfetto.dev)")
-    print(f"again     {command_line(options)}")
-
-
-def _judge(conditions: Sequence[checks.Check], summaries: Mapping[str, Mapping[str, Any]], out: Any) -> int:
-    failed = False
-    for loop, summary in summaries.items():
-        for condition in conditions:
-            holds, line = condition.verdict(summary)
-            failed |= not holds
-            print(f"{loop:<6} {line}", file=out)
-    return CHECK_FAILED if failed else OK
-
-
-def command_line(options: RunOptions) -> str:
-    """The command that computes this run again; where it is written and what its timeline shows is left out."""
-    words = ["python", "-m", *options.command, options.scenario]
-    for override in options.overrides:
-        words += ["--set", override]
-    for condition in options.conditions:
-        words += ["--check", condition.text]
-    if options.span_s is not None:
-        words += ["--window", ":".join(str(edge) for edge in options.span_s)]
-    return shlex.join([*words, *options.extra])
+def one_loop(scenario: Scenario, loop: str, serve: Maker, terms: Terms, watch: Watch = unwatched) -> Result:
+    """Serve a scenario under one loop."""
+    session = Session(scenario, loop, serve, terms)
+    with watch(session) as on_step:
+        session.server.run(on_step)
+    return session.result()

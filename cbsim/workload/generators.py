@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from io import StringIO
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,8 +111,12 @@ class Sessions:
         return iter(self._following.values())
 
 
-def build(scenario: Scenario) -> Workload:
-    """The workload of a scenario. Raises ScenarioError if a trace is missing or has a bad row."""
+def build(scenario: Scenario, given: str | None = None) -> Workload:
+    """The workload of a scenario; `given` is the text of a `csv` workload's file that is not written yet. Raises
+    ScenarioError if a trace is missing or has a bad row.
+    """
+    if given is not None:
+        return _timed(traces.plain_rows(Path("requests"), StringIO(given, newline="")), 1.0)
     wanted, streams = scenario.workload, Streams.of(scenario.seed)
     builders: dict[type, Callable[[Any, Streams], Workload]] = {
         demand.Synthetic: _synthetic,
@@ -210,7 +216,8 @@ def _spec(index: int, row: traces.Arrival) -> RequestSpec:
         arrival_ns=row.arrival_ns,
         prompt_tokens=row.prompt_tokens,
         output_tokens=row.output_tokens,
-        max_tokens=row.output_tokens,
+        max_tokens=row.output_tokens if row.max_tokens is None else row.max_tokens,
+        priority=row.priority,
         prefix=row.hash_ids,
         prefix_block_tokens=traces.BLOCK_TOKENS if row.hash_ids else 1,
         prefix_tokens=row.prompt_tokens if row.hash_ids else 0,

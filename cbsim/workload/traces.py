@@ -7,13 +7,14 @@ traces that we know have none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import islice
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from cbsim.scenario.fields import ScenarioError, shown
 from cbsim.scenario.rows import Line, Table, lines, text
@@ -22,6 +23,7 @@ BLOCK_TOKENS = 512
 """Tokens that one hash id stands for, in Mooncake's and aiperf's files."""
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 CSV_COLUMNS = ("id", "arrival_s", "prefill_tokens", "decode_tokens")
+CSV_OPTIONAL = ("max_tokens", "priority")
 LENGTH_COLUMNS = ("num_prefill_tokens", "num_decode_tokens")
 
 
@@ -33,6 +35,8 @@ class Arrival(NamedTuple):
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
     id: str = ""
+    max_tokens: int | None = None  # None: output_tokens
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +99,44 @@ def _second(stamp: str) -> int:
 
 
 def plain(path: Path, limit: int | None = None) -> list[Arrival]:
-    """id, arrival_s, prefill_tokens, decode_tokens; arrivals count from the start of the run."""
+    """id, arrival_s, prefill_tokens, decode_tokens, and if there max_tokens and priority; arrivals count from the start
+    of the run.
+    """
+    with text(path) as file:
+        return plain_rows(path, file, limit)
+
+
+def plain_rows(path: Path, file: IO[str], limit: int | None = None) -> list[Arrival]:
+    """The rows of an open file of that kind; `path` is what messages call it."""
     rows: list[Arrival] = []
     ids: set[str] = set()
-    with text(path) as file:
-        table = Table(path, file, CSV_COLUMNS)
-        last = 0.0
-        for name, arrival, prompt, output in table.rows(limit):
-            now = _seconds(table, arrival)
-            if now < last:
-                raise table.bad(1, arrival, f"seconds not before those of the row above ({last})")
-            if not name or name in ids:
-                raise table.bad(0, name, "an id that no row above has" if name else "an id")
-            ids.add(name)
-            last = now
-            rows.append(Arrival(round(now * 1e9), table.count(2, prompt), table.count(3, output), id=name))
+    table = Table(path, file, CSV_COLUMNS, CSV_OPTIONAL)
+    last = 0.0
+    for name, arrival, prompt, output, *more in table.rows(limit):
+        now = _seconds(table, arrival)
+        if now < last:
+            raise table.bad(1, arrival, f"seconds not before those of the row above ({last})")
+        if not name or name in ids:
+            raise table.bad(0, name, "an id that no row above has" if name else "an id")
+        ids.add(name)
+        last = now
+        row = Arrival(round(now * 1e9), table.count(2, prompt), table.count(3, output), id=name)
+        rows.append(_with_limits(table, row, more) if more else row)
     _not_empty(path, rows)
     return rows
+
+
+def _with_limits(table: Table, row: Arrival, cells: Sequence[str]) -> Arrival:
+    """The row with its max_tokens and priority, as far as the table has them."""
+    for place, cell in enumerate(cells, len(CSV_COLUMNS)):
+        if table.columns[place] == "max_tokens":
+            most = table.count(place, cell)
+            if most < row.output_tokens:
+                raise table.bad(place, cell, f"at least decode_tokens ({row.output_tokens})")
+            row = row._replace(max_tokens=most)
+        else:
+            row = row._replace(priority=table.whole(place, cell))
+    return row
 
 
 def _seconds(table: Table, cell: str) -> float:

@@ -54,13 +54,13 @@ from cbengine.device.layout import Header
 from cbengine.device.process import Process
 from cbengine.model import weights
 from cbengine.servers import Measured
-from cbsim.draw import figures
+from cbsim.draw import render
 from cbsim.policy.request import RequestSpec
 from cbsim.results import directory, invariants
 from cbsim.results.record import PHASES
 from cbsim.scenario.scenario import Scenario, depth
-from cbsim.server import replan, running
-from cbsim.server.running import RunOptions
+from cbsim.server import replan, run_command
+from cbsim.server.run_command import RunOptions
 from cbsim.workload.generators import Workload
 
 WHY = "the logits of a token were not numbers"
@@ -233,8 +233,8 @@ def kill(measured: Any, _: Any) -> None:
 def cut_short(folder: Path, given: Scenario, loop: str, setup: Setup, stop: Callable[[Any, Any], None]) -> str:
     """Run until step 5, or so; returns what is said of it."""
     options = RunOptions("tiny", (), folder, (0, 100), None, (), as_json=False, quiet=True)
-    with mock.patch.object(figures, "lanes_png", return_value=b""), pytest.raises(directory.RunError) as error:
-        running.one_loop(given, loop, options, partial(Stopped, 5, stop, setup))
+    with mock.patch.object(render, "png", return_value=b""), pytest.raises(directory.RunError) as error:
+        run_command.one_loop(given, loop, options, partial(Stopped, 5, stop, setup))
     return str(error.value)
 
 

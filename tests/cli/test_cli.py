@@ -508,7 +508,7 @@ def test_a_bad_row_of_a_trace_is_named(small: Path, tmp_path: Path, out: Path) -
         ["run", "worked_example", "--set"],
         ["run", "worked_example", "--no-such-option"],
         ["conformance"],
-        ["replay"],
+        ["replan"],
         ["bench", "--yaml"],
     ],
     ids=" ".join,
@@ -637,7 +637,7 @@ def test_ctrl_c_leaves_a_readable_directory(small: Path, out: Path) -> None:
     assert run.summary["complete"] is False
     assert run.summary["steps"] == len(run.steps) > 0
     assert 0 < len(run.requests) <= 60000
-    replayed = call("replay", path)
+    replayed = call("replan", path)
     assert replayed == Said(0, f"{path}: {len(run.steps)} of {len(run.steps)} plans identical\n", "")
 
 
@@ -663,7 +663,7 @@ def test_an_interrupt_in_process_is_one_line(small: Path, out: Path, monkeypatch
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(directory.RunWriter, "tables", interrupted)
+    monkeypatch.setattr(directory.RunWriter, "steps", interrupted)
     refused(call("run", small, "--out", out, "--quiet"), 1, "interrupted")
     assert (runs(out)[0] / directory.MARKER).exists()
 
@@ -686,7 +686,7 @@ def test_help_loads_nothing_heavy() -> None:
     assert code == 0
     heavy = {"numpy", "pydantic", "simpy", "matplotlib", "pyarrow", "ruamel.yaml", "ruamel"}
     assert not heavy & set(modules)
-    for command in ("run", "conformance", "replay", "schema", "list", "cache-curve", "validate", "study", "bench"):
+    for command in ("run", "conformance", "replan", "schema", "list", "cache-curve", "score", "study", "bench"):
         assert any(line.split()[:1] == [command] for line in text), command
 
 
@@ -743,7 +743,7 @@ def test_conformance_of_a_difference_is_exit_1(tmp_path: Path) -> None:
 
 def test_commands_about_studies_and_recorded_runs_say_how_they_are_used() -> None:
     """A case that is not named, or a study that does not exist: exit 2, what is there and the usage."""
-    for words, told in ((("validate",), "CASE"), (("study", "nothing"), "'hopper'"), (("study",), "NAME")):
+    for words, told in ((("score",), "CASE"), (("study", "nothing"), "'hopper'"), (("study",), "NAME")):
         said = call(*words)
         assert (said.status, said.out) == (2, "")
         assert told in said.err and f"usage: python -m cbsim {words[0]}" in said.err

@@ -1,4 +1,4 @@
-"""`validate`: a recorded run replayed. A run of our own as the record must score zero; real ones keep their bars."""
+"""`score`: a recorded run replayed. A run of our own as the record must score zero; real ones keep their bars."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_run_of_our_own_scores_zero(shape: str, tmp_path: Path) -> None:
     """Every latency, the makespan and the series: what is compared is defined alike on both sides."""
     made = packs.pack(tmp_path, **SHAPES[shape])
     done = packs.record(made)
-    found = numbers(call("validate", made.folder, "--json"))
+    found = numbers(call("score", made.folder, "--json"))
     names = [(one["metric"], one["statistic"]) for one in found["errors"]]
     assert names == [*((metric, name) for metric in METRICS for name in STATISTICS), ("makespan", "")]
     assert {one["error"] for one in found["errors"]} == {0.0}
@@ -88,7 +88,7 @@ def test_a_rank_that_never_got_a_request(tmp_path: Path) -> None:
     packs.lines(made.folder / "requests.jsonl", rows)
     done = packs.record(made)
     assert [len(table) > 0 for table in done.steps] == [True, False]
-    assert {one["error"] for one in numbers(call("validate", made.folder, "--json"))["errors"]} == {0.0}
+    assert {one["error"] for one in numbers(call("score", made.folder, "--json"))["errors"]} == {0.0}
 
 
 def test_a_rank_counts_from_its_first_step_to_its_last(tmp_path: Path) -> None:
@@ -137,14 +137,14 @@ def test_requests_of_one_token_each(tmp_path: Path) -> None:
         rows = [json.loads(line) | {"output_toks": 1} for line in path.read_text().splitlines()]
         packs.lines(path, rows)
     packs.record(made)
-    assert {one["error"] for one in numbers(call("validate", made.folder, "--json"))["errors"]} == {0.0}
-    assert call("validate", made.folder).status == 0
+    assert {one["error"] for one in numbers(call("score", made.folder, "--json"))["errors"]} == {0.0}
+    assert call("score", made.folder).status == 0
 
 
 def test_what_is_printed(pack: Pack) -> None:
     """The latencies with their errors, the run, and sentences; nothing of an ablation that was not asked for."""
     packs.record(pack)
-    said = call("validate", pack.folder)
+    said = call("score", pack.folder)
     assert (said.status, said.err) == (0, "")
     for word in ("TTFT mean, ms", "E2E p99, ms", "makespan, s", "+0.00%", "recorded", "Errors of the means:", "priors"):
         assert word in said.out
@@ -154,10 +154,8 @@ def test_what_is_printed(pack: Pack) -> None:
 def test_set_is_the_scenarios_and_is_told(pack: Pack) -> None:
     """Any field of the scenario, and the JSON says what was run; a size that was given is said to be."""
     packs.record(pack)
-    plain = numbers(call("validate", pack.folder, "--json"))
-    found = numbers(
-        call("validate", pack.folder, "--json", "--set", "cost.row_s=1e-3", "--set", "kv_cache.num_blocks=99")
-    )
+    plain = numbers(call("score", pack.folder, "--json"))
+    found = numbers(call("score", pack.folder, "--json", "--set", "cost.row_s=1e-3", "--set", "kv_cache.num_blocks=99"))
     assert found["set"] == ["cost.row_s=1e-3", "kv_cache.num_blocks=99"]
     assert plain["scenario"]["cost"]["row_s"] == case.ROW_S
     assert (found["kv_blocks"], found["kv_blocks_source"]) == (99, "given")
@@ -167,9 +165,9 @@ def test_set_is_the_scenarios_and_is_told(pack: Pack) -> None:
 def test_set_may_choose_other_rules_and_costs(pack: Pack) -> None:
     """Another scheduler or cost model is a question like any other; the findings say which."""
     packs.record(pack)
-    static = call("validate", pack.folder, "--set", "scheduler.name=static", "--set", "scheduler.batch_size=4")
+    static = call("score", pack.folder, "--set", "scheduler.name=static", "--set", "scheduler.batch_size=4")
     assert "replayed by the rules of static" in static.out, static
-    constant = call("validate", pack.folder, "--set", "cost.kind=constant", "--set", "cost.step_s=0.01")
+    constant = call("score", pack.folder, "--set", "cost.kind=constant", "--set", "cost.step_s=0.01")
     assert "cost model constant" in constant.out, constant
     assert "us a request" not in constant.out
 
@@ -179,12 +177,12 @@ def test_data_and_hardware_name_what_lies_elsewhere(pack: Pack, tmp_path: Path) 
     packs.record(pack)
     alone = tmp_path / "alone" / "deep" / "tiny"
     shutil.copytree(pack.folder, alone)
-    refused(call("validate", alone), 2, str(alone.parents[1]), "--data")
-    assert numbers(call("validate", alone, "--data", pack.root, "--json"))["errors"][0]["error"] == 0
+    refused(call("score", alone), 2, str(alone.parents[1]), "--data")
+    assert numbers(call("score", alone, "--data", pack.root, "--json"))["errors"][0]["error"] == 0
     pack.edit("config.json", nodes=[{"instances": [{"model_name": "me/Tiny", "hardware": "RTX9090"}]}])
     shutil.move(pack.profile.parents[2], pack.root / "perf" / "RTX9090")
-    refused(call("validate", pack.folder), 2, "RTX9090", "--hardware")
-    found = numbers(call("validate", pack.folder, "--hardware", "rtx-4090", "--json"))
+    refused(call("score", pack.folder), 2, "RTX9090", "--hardware")
+    found = numbers(call("score", pack.folder, "--hardware", "rtx-4090", "--json"))
     assert {one["error"] for one in found["errors"]} == {0.0}
 
 
@@ -195,39 +193,39 @@ def test_a_derived_size_that_decides_is_warned_of(blocks: int, derived: bool, wa
     if derived:
         packs.memory_for(made, blocks)
     packs.record(made)
-    said = call("validate", made.folder)
+    said = call("score", made.folder)
     assert said.status == 0
     assert ("Capacity: KV use reaches" in said.out) == warns
-    given = call("validate", made.folder, "--set", "kv_cache.num_blocks=26")
+    given = call("score", made.folder, "--set", "kv_cache.num_blocks=26")
     assert "Capacity" not in given.out
 
 
 def test_ablation_has_all_parts_and_the_first_is_the_case(pack: Pack) -> None:
     """One part changed at a time; of a recorded run of our own the unchanged part scores zero, others do not."""
     packs.record(pack)
-    found = numbers(call("validate", pack.folder, "--json", "--ablate"))["ablation"]
+    found = numbers(call("score", pack.folder, "--json", "--ablate"))["ablation"]
     assert [one["name"] for one in found] == list(PARTS)
     errors = {one["name"]: max(abs(part["error"]) for part in one["errors"]) for one in found}
     assert errors["as the run was"] == 0
     for name in ("no CPU cost, no time a row", "synchronous loop", "no prefix cache", "steps padded to graph sizes"):
         assert errors[name] > 0, name
     assert all(one["changes"] == json.loads(json.dumps(PARTS[one["name"]])) for one in found)
-    assert "What carries the result" in call("validate", pack.folder, "--ablate").out
+    assert "What carries the result" in call("score", pack.folder, "--ablate").out
 
 
 def test_out_is_a_report_that_is_replaced_whole(pack: Pack, tmp_path: Path) -> None:
     """report.md, its figures, and the numbers; made again without the ablation, its figure is gone."""
     packs.record(pack)
     out = tmp_path / "report"
-    assert call("validate", pack.folder, "--ablate", "--out", out).status == 0
+    assert call("score", pack.folder, "--ablate", "--out", out).status == 0
     files = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
     charts = {f"figures/{key}.{kind}" for key in ("series", "latencies", "ablation") for kind in ("png", "svg")}
     assert files == {"report.md", "report.json", *charts}
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in charts if name.endswith("png"))
     facts = json.loads((out / "report.json").read_text())
-    assert facts["command"] == f"python -m cbsim validate {pack.folder} --ablate --out {out}"
+    assert facts["command"] == f"python -m cbsim score {pack.folder} --ablate --out {out}"
     assert len(facts["data"]["ablation"]) == len(PARTS)
-    assert call("validate", pack.folder, "--out", out).status == 0
+    assert call("score", pack.folder, "--out", out).status == 0
     assert not (out / "figures" / "ablation.png").exists()
     assert "What carries" not in (out / "report.md").read_text()
 
@@ -237,7 +235,7 @@ def test_out_does_not_write_over_anything_else(pack: Pack, tmp_path: Path) -> No
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
     shutil.rmtree(pack.root)  # not even the case is looked at
-    refused(call("validate", pack.folder, "--out", tmp_path / "mine"), 1, "thesis.tex", "no report")
+    refused(call("score", pack.folder, "--out", tmp_path / "mine"), 1, "thesis.tex", "no report")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
 
 
@@ -262,9 +260,7 @@ def test_newer_versions_have_newer_rules(pack: Pack) -> None:
     for version, rules, told in (("0.19.1", "0.19", False), ("0.26.0", "0.33", True), ("0.33.0", "0.33", False)):
         pack.edit("meta.json", vllm_version=version)
         assert plain(pack.read().scenario().scheduler)["version"] == rules
-        assert (
-            f"of vLLM {version}; it was replayed by the rules of {rules}" in call("validate", pack.folder).out
-        ) == told
+        assert (f"of vLLM {version}; it was replayed by the rules of {rules}" in call("score", pack.folder).out) == told
 
 
 def test_type_auto_is_the_models_own(pack: Pack) -> None:
@@ -272,7 +268,7 @@ def test_type_auto_is_the_models_own(pack: Pack) -> None:
     pack.edit("meta.json", engine_kwargs__dtype="auto")
     pack.read()
     pack.edit("meta.json", engine_kwargs__dtype="float16")
-    refused(call("validate", pack.folder), 2, "fp16", "no profile there of me/Tiny on RTX4090 in float16")
+    refused(call("score", pack.folder), 2, "fp16", "no profile there of me/Tiny on RTX4090 in float16")
 
 
 GOLDEN_BLOCKS = [
@@ -491,7 +487,7 @@ def test_a_case_that_cannot_be_used_is_one_message(name: str, pack: Pack) -> Non
     """File and field, exit status 2, no traceback."""
     spoil, words = BAD[name]
     spoil(pack)
-    refused(call("validate", pack.folder), 2, *words)
+    refused(call("score", pack.folder), 2, *words)
 
 
 @pytest.mark.parametrize(
@@ -505,19 +501,19 @@ def test_a_case_that_cannot_be_used_is_one_message(name: str, pack: Pack) -> Non
     ],
 )
 def test_set_that_cannot_be_used(change: str, words: Sequence[str], pack: Pack) -> None:
-    refused(call("validate", pack.folder, "--set", change), 2, *words)
+    refused(call("score", pack.folder, "--set", change), 2, *words)
 
 
 def test_servers_that_share_experts_need_tables(tmp_path: Path) -> None:
     """Only they know what an exchange costs."""
     made = packs.pack(tmp_path, ranks=2, moe=True)
-    refused(call("validate", made.folder, "--set", "cost.kind=constant", "--set", "cost.step_s=1"), 2, "cost.kind")
+    refused(call("score", made.folder, "--set", "cost.kind=constant", "--set", "cost.step_s=1"), 2, "cost.kind")
 
 
 def test_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "nowhere"):
-        refused(call("validate", path), 2, f"{path}: no such folder")
+        refused(call("score", path), 2, f"{path}: no such folder")
 
 
 def test_shapes_with_experts_are_consistent() -> None:
@@ -542,11 +538,11 @@ def test_a_link_that_nobody_names_is_assumed_and_told(tmp_path: Path) -> None:
     made = packs.pack(tmp_path / "two", tensor=2)
     packs.record(made)
     told = "config.json names no link between the GPUs: 16 GiB/s and 20 us a message are assumed."
-    assert told not in call("validate", made.folder, "--out", tmp_path / "a").out
+    assert told not in call("score", made.folder, "--out", tmp_path / "a").out
     made.edit("config.json", link_bw=None)
-    said = call("validate", made.folder, "--out", tmp_path / "b")
+    said = call("score", made.folder, "--out", tmp_path / "b")
     assert said.status == 0
     assert told in said.out
     alone = packs.pack(tmp_path / "one")
     packs.record(alone)
-    assert told not in call("validate", alone.folder, "--out", tmp_path / "c").out
+    assert told not in call("score", alone.folder, "--out", tmp_path / "c").out

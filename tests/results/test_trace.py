@@ -20,7 +20,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cbsim.draw import figures
+from cbsim.draw import lanes, render
+from cbsim.draw.chart import Panel, Spans
 from cbsim.machine import simulate
 from cbsim.machine.driver import Machine
 from cbsim.results import columns, directory, metrics, timeline
@@ -482,55 +483,61 @@ def png_size(content: bytes) -> tuple[int, int]:
     return int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
 
 
+def drawn(*runs: tuple[str, Steps]) -> bytes:
+    return render.png(lanes.lanes(dict(runs), as_given=True))
+
+
 def test_one_run_and_two_are_drawn(server: Machine) -> None:
-    """A picture of 11 inches at 130 dots; the second run adds a panel below. Drawing it again gives the same bytes."""
-    sync = ("sync", steps_of(simulated(scenario(), "sync")), 0.7)
-    both = [sync, ("async", steps_of(server), 0.9)]
-    one, two = figures.lanes_png([sync]), figures.lanes_png(both)
-    assert png_size(one)[0] == png_size(two)[0] == 1430
+    """A picture of 10 inches at 110 dots; the second run adds a panel below. Drawing it again gives the same bytes."""
+    sync = ("sync", steps_of(simulated(scenario(), "sync")))
+    both = (sync, ("async", steps_of(server)))
+    one, two = drawn(sync), drawn(*both)
+    assert png_size(one)[0] == png_size(two)[0] == 1100
     assert png_size(two)[1] > 1.5 * png_size(one)[1]
     assert 10_000 < len(one) < len(two) < 1_000_000
-    assert figures.lanes_png(both) == two
+    assert drawn(*both) == two
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_short_runs_are_drawn(server: Machine, count: int) -> None:
     """One step or two: fewer than the figure has room for."""
-    steps = Steps(steps_of(server).table[:count])
-    assert png_size(figures.lanes_png([("short", steps, 0.0)]))[0] == 1430
+    assert png_size(drawn(("short", Steps(steps_of(server).table[:count]))))[0] == 1100
 
 
-def hatched_bars(axis: Any) -> int:
-    return sum(len(bars.get_paths()) for bars in axis.collections if bars.get_hatch())
+def idle_bars(panel: Panel) -> int:
+    return sum(len(mark.row) for mark in panel.marks if isinstance(mark, Spans) and mark.hatched)
 
 
-def test_idle_gaps_are_hatched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_gaps_are_hatched() -> None:
     """Steps of 30 ms that take 10 to plan: a synchronous loop leaves the device idle between any two steps, an
     asynchronous one never. The panel of one has a hatched bar for every gap between the steps shown, the other none."""
-    from matplotlib import pyplot as plt
-
-    kept: list[Any] = []
-    close = plt.close
-    monkeypatch.setattr(plt, "close", kept.append)
     cost = {"kind": "constant", "step_s": 0.03, "cpu": {"schedule": {"base_s": 0.01}}}
     load = {"kind": "synthetic", "requests": 4, "prompt_tokens": 64, "output_tokens": 40}
     asked = scenario(cost=cost, workload=load)
-    figures.lanes_png([(loop, steps_of(simulated(asked, loop)), 1.0) for loop in ("sync", "async")])
-    sync, ahead = kept[0].axes
-    assert hatched_bars(sync) >= figures.STEPS_SHOWN - 1
-    assert hatched_bars(ahead) == 0
-    close(kept[0])
+    chart = lanes.lanes({loop: steps_of(simulated(asked, loop)) for loop in ("sync", "async")})
+    sync, ahead = chart.panels
+    assert idle_bars(sync) >= lanes.STEPS_SHOWN - 1
+    assert idle_bars(ahead) == 0
+
+
+def test_titles_have_the_share_of_the_run_if_it_is_given(server: Machine) -> None:
+    steps = {"sync": steps_of(server)}
+    assert lanes.lanes(steps, active={"sync": 0.76}).panels[0].title == "sync: GPU active 76.00% of the run"
+    assert lanes.lanes(steps).panels[0].title.endswith("of what is shown")
 
 
 @given(steps=st.integers(1, 40))
 @settings(max_examples=40)
 def test_the_figure_shows_the_middle_of_the_run(steps: int) -> None:
-    """From the kernels of one step to those of another, STEPS_SHOWN steps or all there are, as many left out before as
-    after, give or take one. Step i computes from 100 i to 100 i + 60."""
+    """STEPS_SHOWN steps or all there are, as many left out before as after, give or take one. Step i takes from 100 i
+    to 100 i + 60."""
     table = np.zeros((steps, len(STEP_COLUMNS)), dtype=np.int64)
-    table[:, STEP_COLUMNS.index("compute_start_ns")] = 100 * np.arange(steps)
-    table[:, STEP_COLUMNS.index("compute_end_ns")] = 100 * np.arange(steps) + 60
-    start, end = figures.window(Steps(table))
-    first, last = start // 100, end // 100
-    assert last - first + 1 == min(figures.STEPS_SHOWN, steps)
+    for name in ("compute_start_ns", "schedule_start_ns"):
+        table[:, STEP_COLUMNS.index(name)] = 100 * np.arange(steps)
+    for name in ("compute_end_ns", "update_end_ns"):
+        table[:, STEP_COLUMNS.index(name)] = 100 * np.arange(steps) + 60
+    (panel,) = lanes.lanes({"run": Steps(table)}).panels
+    shown = [int(label) for mark in panel.marks if isinstance(mark, Spans) for label in mark.labels]
+    first, last = shown[0], shown[-1]
+    assert last - first + 1 == len(shown) == min(lanes.STEPS_SHOWN, steps)
     assert abs(first - (steps - 1 - last)) <= 1

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cbsim.cli.parser import main
-from cbsim.draw import figures
+from cbsim.draw import render
 from cbsim.results import directory
 from cbsim.server import replan
 from cbsim.server.replan import rederive
@@ -74,7 +74,7 @@ SESSIONS = [
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing is most of a small run's time, and replay looks at no picture."""
-    monkeypatch.setattr(figures, "lanes_png", lambda runs: b"")
+    monkeypatch.setattr(render, "png", lambda chart: b"")
 
 
 def recorded(folder: Path, kind: str, *overrides: str) -> Path:
@@ -175,7 +175,7 @@ def test_a_vllm_workload_with_aborts(name: str, loop: str, tmp_path: Path) -> No
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "lanes_png", lambda runs: b"")
+        patch.setattr(render, "png", lambda chart: b"")
         return recorded(tmp_path_factory.mktemp("original"), "tight", "loop.mode=async")
 
 
@@ -196,7 +196,7 @@ def alter(file: Path, name: str, row: int, change: Callable[[Any], Any]) -> None
 
 def replayed(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     """Status, stdout and stderr of the command; never a traceback."""
-    status = main(["replay", str(path)])
+    status = main(["replan", str(path)])
     said = capsys.readouterr()
     assert "Traceback" not in said.err
     return status, said.out, said.err
@@ -388,7 +388,7 @@ def test_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_several_runs(run: Path, original: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each run has its line; one that differs makes the status 1, and those after it are still looked at."""
     alter(run / "steps.parquet", "plan_hash", 0, lambda value: value + 1)
-    status = main(["replay", str(run), str(original)])
+    status = main(["replan", str(run), str(original)])
     first, second = capsys.readouterr().out.splitlines()
     assert status == 1
     assert first.startswith(f"{run}: 0 of ")

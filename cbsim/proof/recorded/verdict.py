@@ -1,4 +1,4 @@
-"""`python -m cbsim validate CASE`: a recorded run replayed and scored, as tables, figures and data."""
+"""`python -m cbsim score CASE`: a recorded run replayed and scored, as tables, figures and data."""
 
 from __future__ import annotations
 

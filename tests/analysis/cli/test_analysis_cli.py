@@ -57,9 +57,13 @@ def test_compare_exits_3_if_a_condition_holds(runs: Path, condition: str, sure: 
 def test_the_other_commands_exit_0(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _status("landscape", runs / "sync", runs / "async") == 0
     assert _status("compare", runs / "sync", runs / "sync", "--fail-if", "makespan_s>+0%") == 0
-    assert _status("validate", runs / "sync", runs / "measured") == 0
-    assert "replayed: " in capsys.readouterr().out
-    assert _status("validate", runs / "sync", runs / "measured", "--fail-if", "makespan_s>+1%") == 3
+    assert _status("compare", runs / "sync", runs / "measured") == 0
+    said = capsys.readouterr().out.partition("simulated  ")[2]
+    assert said.startswith(f"{runs / 'sync'}\nmeasured   {runs / 'measured'}\n") and "replayed: " in said
+    assert _status("compare", runs / "sync", runs / "measured", "--fail-if", "makespan_s>+1%") == 3
+    capsys.readouterr()
+    assert _status("compare", runs / "measured", runs / "sync") == 0
+    assert capsys.readouterr().out.startswith(f"A  {runs / 'measured'}\nB  {runs / 'sync'}\n")
 
 
 def test_drift_exits_3_if_a_number_is_off(runs: Path, tmp_path: Path) -> None:
@@ -80,11 +84,9 @@ def test_drift_exits_3_if_a_number_is_off(runs: Path, tmp_path: Path) -> None:
         (("landscape", "RUNS/sync", "RUNS/other"), "sync output_tokens=8 and sync output_tokens=9"),
         (("compare", "RUNS/sync", "RUNS/async", "--fail-if", "tpot.p50>+1e999%"), "not a finite number"),
         (("compare", "RUNS/sync", "RUNS/async", "--fail-if", ""), "expected METRIC>CHANGE"),
-        (("validate", "RUNS/sync", "RUNS/async"), "is simulated, expected a measured run"),
-        (("validate", "RUNS/measured", "RUNS/sync"), "put the simulated run first"),
         (("report", "RUNS/sync", "--out", "RUNS/sync"), "which is no report"),
         (("report", "RUNS/sync", "--out", "RUNS/sync/env.json"), "cannot be written"),
-        (("bench", "--steps", "0"), "must be from 1"),
+        (("drawing-bench", "--steps", "0"), "must be from 1"),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_2(

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.figures import activity, cost, gallery, lanes, latency, memory, queues, requests, steps
-from analysis.figures.axis import Frames, held, pipelined, unit
+from analysis.figures import activity, cost, gallery, latency, memory, queues, requests, steps
+from analysis.figures.axis import Frames, held
 from analysis.statistics.loading import Run, read, request_frame
 from cbsim.cli.parser import main
-from cbsim.draw import render
+from cbsim.draw import lanes, render
 from cbsim.draw.chart import Area, Bars, Chart, Level, Line, Panel, Points, Spans
+from cbsim.draw.units import pipelined, unit
 from cbsim.results.metrics import Steps, token_times
 from cbsim.results.record import LANES, PHASES, STEP_COLUMNS, RequestRow
 

@@ -103,7 +103,7 @@ def test_a_broken_field_is_named_with_what_it_is_and_what_is_expected(
 ) -> None:
     file = one / "validation" / "a" / "case.json"
     edited(file, **changes)
-    assert parser.main(["hardware", str(one)]) == 2
+    assert parser.main(["predictions", str(one)]) == 2
     assert f"{file}: {said}" in capsys.readouterr().err
 
 
@@ -145,7 +145,7 @@ def test_what_cannot_be_read_is_one_message_that_names_it(
         path.mkdir()
     else:
         path.write_bytes(content)
-    assert parser.main(["hardware", str(one)]) == (2 if said else 0)
+    assert parser.main(["predictions", str(one)]) == (2 if said else 0)
     if said:
         assert f"{path}: " in (err := capsys.readouterr().err) and said in err
 

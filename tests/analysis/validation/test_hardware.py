@@ -289,7 +289,7 @@ def _relabelled(like: Case, index: int) -> dict[str, Any]:
 
 def test_the_command_writes_a_whole_report_that_the_index_lists(slow: Validation, tmp_path: Path) -> None:
     out = tmp_path / "reports" / "gpu"
-    assert parser.main(["hardware", str(slow.place), "--out", str(out)]) == 0
+    assert parser.main(["predictions", str(slow.place), "--out", str(out)]) == 0
     facts = json.loads((out / folder.FACTS).read_text())
     assert facts["figures"] == ["errors", "speedup", "scatter", "lanes"]
     assert all((out / "figures" / f"{key}.{kind}").stat().st_size for key in facts["figures"] for kind in folder.KINDS)
@@ -316,12 +316,12 @@ def test_a_number_that_is_none_is_null_in_the_facts(slow: Validation) -> None:
 def test_missed_bars_fail_only_a_check(slow: Validation, one: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The report is written either way, by default into the folder itself, again and again."""
     for words, status in (((), 0), (("--check",), 3)):
-        assert parser.main(["hardware", str(slow.place), *words]) == status
+        assert parser.main(["predictions", str(slow.place), *words]) == status
         assert (slow.place / "report" / "report.md").is_file()
-    assert parser.main(["hardware", str(one), "--check"]) == 0
+    assert parser.main(["predictions", str(one), "--check"]) == 0
     assert "asked scores are met, 0 missed" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_folder_of_something_else_is_not_written_into(one: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert parser.main(["hardware", str(one), "--out", str(one)]) == 2
+    assert parser.main(["predictions", str(one), "--out", str(one)]) == 2
     assert "which is no report" in capsys.readouterr().err

@@ -30,8 +30,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, loops: dict[str, Path]) -> Pa
         for number, makespan in enumerate(MAKESPANS):
             edited(folder / "measured" / f"sync-{number}" / "summary.json", makespan_s=makespan)
     (place / "provenance.json").write_text(json.dumps({"device": "NVIDIA H100"}))
-    assert parser.main(["hardware", str(place)]) == 0
-    assert parser.main(["hardware", str(place), "--pack"]) == 0
+    assert parser.main(["predictions", str(place)]) == 0
+    assert parser.main(["predictions", str(place), "--pack"]) == 0
     return place
 
 
@@ -54,7 +54,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     """The one line on stderr of a command that a user got wrong."""
-    assert parser.main(["hardware", *map(str, words)]) == 2
+    assert parser.main(["predictions", *map(str, words)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
@@ -63,18 +63,18 @@ def test_a_report_of_packed_runs_is_that_of_the_folders(made: Path, tmp_path: Pa
     """Every number, sentence and figure, to the last byte."""
     place = tmp_path / "place"
     shutil.copytree(made, place)
-    assert parser.main(["hardware", str(place)]) == 0
+    assert parser.main(["predictions", str(place)]) == 0
     whole = files(place / "report")
     shutil.rmtree(place / "validation")
     shutil.rmtree(place / "report")
-    assert parser.main(["hardware", str(place)]) == 0
+    assert parser.main(["predictions", str(place)]) == 0
     assert files(place / "report") == whole
     assert len(json.loads(whole["report.json"])["replays"]) == 12
 
 
 def test_unpacked_runs_are_the_run_directories_that_were_packed(made: Path, place: Path) -> None:
     """File by file; of the repeats that nobody looks into the documents, and what their replay came to."""
-    assert parser.main(["hardware", str(place), "--unpack"]) == 0
+    assert parser.main(["predictions", str(place), "--unpack"]) == 0
     before, after = files(made / "validation"), files(place / "validation")
     verdicts = {name for name in after if name.endswith(VERDICT)}
     dropped = {str(Path(name).parent / table) for name in verdicts for table in (packed.STEPS, packed.REQUESTS)}
@@ -88,10 +88,10 @@ OWN = (packed.STEPS, packed.REQUESTS, "scenario.resolved.yaml", "env.json", "sum
 
 
 def test_an_unpacked_run_replays_and_packs_again_to_the_same_bytes(made: Path, place: Path) -> None:
-    assert parser.main(["hardware", str(place), "--unpack"]) == 0
+    assert parser.main(["predictions", str(place), "--unpack"]) == 0
     verdict = replan.rederive(place / "validation" / "wrong" / "measured" / "sync-2")
     assert verdict.matched == verdict.steps > 0 and verdict.difference is None
-    assert parser.main(["hardware", str(place), "--pack"]) == 0
+    assert parser.main(["predictions", str(place), "--pack"]) == 0
     assert all((place / name).read_bytes() == (made / name).read_bytes() for name in packed.FILES)
 
 
@@ -112,11 +112,11 @@ def test_the_tables_say_whose_rows_they_are(place: Path) -> None:
 def test_of_cases_without_tables_the_numbers_are_still_told(made: Path, tmp_path: Path) -> None:
     place = tmp_path / "place"
     shutil.copytree(made, place)
-    assert parser.main(["hardware", str(place)]) == 0
+    assert parser.main(["predictions", str(place)]) == 0
     whole = json.loads((place / "report" / "report.json").read_text())
-    assert parser.main(["hardware", str(place), "--pack", "right"]) == 0
+    assert parser.main(["predictions", str(place), "--pack", "right"]) == 0
     shutil.rmtree(place / "validation")
-    assert parser.main(["hardware", str(place)]) == 0
+    assert parser.main(["predictions", str(place)]) == 0
     some = json.loads((place / "report" / "report.json").read_text())
     assert all(some[name] == whole[name] for name in ("scores", "replays", "figures"))
     text = (place / "report" / "report.md").read_text()

@@ -1,4 +1,4 @@
-"""What `bench` shows: figures as they are measured, bars, what is missing. No test asserts a speed."""
+"""What `speed` shows: figures as they are measured, bars, what is missing. No test asserts a speed."""
 
 from __future__ import annotations
 

@@ -198,5 +198,5 @@ def test_parts_come_in_their_order_and_ceilings_are_measured_once(
 
 @pytest.mark.parametrize("words", [["--kernels"], ["--only", "gemms"], ["--model", "tiny"]])
 def test_without_a_gpu_it_says_so(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert parser.main(["bench", *words, "--device", "modelled"]) == 2
+    assert parser.main(["speed", *words, "--device", "modelled"]) == 2
     assert "--only, --kernels, --model: need --device cuda" in capsys.readouterr().err

@@ -36,8 +36,9 @@ from cbengine.cli.arguments import DEVICES
 from cbengine.cli.parser import main
 from cbengine.device.clock import WallClock
 from cbsim.cli import parser as simulator
-from cbsim.results import directory, terminal
+from cbsim.results import directory
 from cbsim.scenario import scenario
+from cbsim.server.progress import Progress
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
@@ -99,7 +100,7 @@ def refused(said: Said, status: int, *words: str) -> None:
 
 def derived(*paths: Path) -> None:
     """The recorded plans follow from the recorded polls."""
-    said = call("replay", *paths, of=simulator.main)
+    said = call("replan", *paths, of=simulator.main)
     assert said.status == 0, said
     assert said.out.count("identical") == len(paths)
 
@@ -127,7 +128,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("device", ["inline", "modelled"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_plans_of_a_run_are_derived_again(small: Path, out: Path, scheduler: str, device: str) -> None:
-    """Every device and policy: both loops, one complete directory each, and `cbsim replay` says identical."""
+    """Every device and policy: both loops, one complete directory each, and `cbsim replan` says identical."""
     name, _, version = scheduler.partition(" ")
     versions = ("--set", f"scheduler.version='{version}'") if version else ()
     budget = ("--set", "scheduler.max_batch_tokens=64") if name.startswith("transformers") else ()
@@ -397,12 +398,12 @@ def test_the_peer_does_what_it_can(small: Path, out: Path) -> None:
         (("calibrate", "--out", "x", "--rows", "0"), ("--rows", "'0'", ">= 1")),
         (("calibrate", "--out", "x", "--device", "process", "--longest", "9999"), ("--longest: got 9999", "8192")),
         (("calibrate", "--out", "x", "--device", "process", "nowhere"), ("'nowhere'",)),
-        (("validate", "--device", "inline"), ("--device", "'inline'", "process", "modelled")),
-        (("validate", "--repeat", "0"), ("--repeat", "'0'", ">= 1")),
-        (("validate", "cpu-1", "--device", "process"), ("case 'cpu-1'", "reference, load", "cpu-0, cpu-2")),
-        (("validate", "--out", __file__), ("provenance.json: cannot be written",)),
-        (("validate", "cpu", "--device", "process", "--set", "loop.mode=never"), ("loop.mode", "'never'")),
-        (("bench", "--device", "process"), ("--device", "'process'", "cuda", "modelled")),
+        (("predict", "--device", "inline"), ("--device", "'inline'", "process", "modelled")),
+        (("predict", "--repeat", "0"), ("--repeat", "'0'", ">= 1")),
+        (("predict", "cpu-1", "--device", "process"), ("case 'cpu-1'", "reference, load", "cpu-0, cpu-2")),
+        (("predict", "--out", __file__), ("provenance.json: cannot be written",)),
+        (("predict", "cpu", "--device", "process", "--set", "loop.mode=never"), ("loop.mode", "'never'")),
+        (("speed", "--device", "process"), ("--device", "'process'", "cuda", "modelled")),
         (("generate", "--weights", "x"), ("--prompt",)),
         (("generate", "--prompt", "x"), ("--weights",)),
         (("generate", "--prompt", "x", "--weights", "nowhere", "--tokens", "0"), ("--tokens", "'0'", ">= 1")),
@@ -422,7 +423,7 @@ def test_a_command_that_cannot_be(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize(
     "words",
-    [("replay", "tiny_cpu"), ("calibrate", "--out", "x"), ("validate",), ("bench",), ("generate", "--prompt", "a")],
+    [("replay", "tiny_cpu"), ("calibrate", "--out", "x"), ("predict",), ("speed",), ("generate", "--prompt", "a")],
     ids=lambda words: words[0],
 )
 def test_a_gpu_that_is_not_there(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Any) -> None:
@@ -546,7 +547,7 @@ def interrupted(said: Said, out: Path, loop: str) -> None:
     if read(path / "env.json")["engine"] == "cbengine":
         derived(path)
     else:
-        said = call("replay", path, of=simulator.main)
+        said = call("replan", path, of=simulator.main)
         assert (said.status, said.out) == (1, "")
         assert "which records no plans to derive again" in said.err
 
@@ -558,15 +559,15 @@ def test_an_interrupt_ends_a_run_after_a_step(
 ) -> None:
     """Ctrl-C in the middle of the run, whoever serves; afterwards Ctrl-C means what it meant before."""
     before, told = signal.getsignal(signal.SIGINT), []
-    step = terminal.Progress.__call__
+    step = Progress.__call__
 
-    def pressed(self: terminal.Progress, now_ns: int) -> None:
+    def pressed(self: Progress, now_ns: int) -> None:
         told.append(now_ns)
         if len(told) == 4:
             signal.raise_signal(signal.SIGINT)
         step(self, now_ns)
 
-    monkeypatch.setattr(terminal.Progress, "__call__", pressed)
+    monkeypatch.setattr(Progress, "__call__", pressed)
     budget = ("--set", "scheduler={name: transformers_fifo, max_batch_tokens: 64}") if len(words) > 1 else ()
     said = call("replay", small, "--loop", loop, "--quiet", *budget, "--out", out, "--device", *words)
     interrupted(said, out, loop)

@@ -17,7 +17,7 @@ from cbengine.cli.arguments import command_line
 from cbengine.device import gpu
 from cbsim.cli.arguments import run_options
 from cbsim.scenario import scenario
-from cbsim.server import running
+from cbsim.server import run_command
 
 SAID = "1980, 1980, 2619, 412.50, 700.00, 54, 0x0000000000000004"
 
@@ -76,7 +76,7 @@ def test_a_run_keeps_the_state_before_and_after(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(gpu, "state", lambda: next(states))
     asked = build.adapted(scenario.load("tiny_cpu", options.overrides), setup)
-    done = running.one_loop(asked, "sync", options, serve)
+    done = run_command.one_loop(asked, "sync", options, serve)
     facts = json.loads((done.path / "env.json").read_text())
     assert (facts["gpu_before"], facts["gpu_after"]) == ({"sm_clock_mhz": 345.0}, {"sm_clock_mhz": 1980.0})
     assert facts["engine"] == "cbengine"

@@ -70,7 +70,7 @@ def called(made: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def replace_engine(made: Path, body: str) -> None:
-    """Instead of the project: an engine whose `hardware` does what `body` says; `out` is its folder."""
+    """Instead of the project: an engine whose `campaign` does what `body` says; `out` is its folder."""
     head = "import os, sys, pathlib, time\nout = pathlib.Path(sys.argv[sys.argv.index('--out') + 1])\n"
     folder = made.parent / "engine" / "cbengine"
     folder.mkdir(parents=True)
@@ -149,7 +149,7 @@ def test_results_come_back_and_the_next_call_finds_them(made: Path, tmp_path: Pa
     done = called(made, "first", "--results", "back.tgz", "--work", "here")
     assert done.returncode == 7, done.stderr
     assert done.stdout.split()[0] == environment.code_version()
-    assert "False ['hardware', 'first']" in done.stdout, "a package that is installed is not replaced"
+    assert "False ['campaign', 'first']" in done.stdout, "a package that is installed is not replaced"
     assert called(made, "second", "--results", "back.tgz", "--work", "elsewhere").returncode == 7
     with tarfile.open("back.tgz") as archive:
         book = archive.extractfile("one/book")

@@ -59,7 +59,7 @@ def ledger(out: Path) -> dict[str, Any]:
 
 def test_what_is_done_is_not_done_again(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Commands run in order, with the part's folders in them; a second call runs only what failed."""
-    words = ["hardware", "first", "second", "--device", "process", "--out", str(small)]
+    words = ["campaign", "first", "second", "--device", "process", "--out", str(small)]
     assert parser.main(words) == 1
     place = small / "cpu-process"
     assert (place / "first" / "log.txt").read_text().count("said") == 2
@@ -78,7 +78,7 @@ def test_what_is_done_is_not_done_again(small: Path, capsys: pytest.CaptureFixtu
 
 def test_a_part_ends_with_its_time(small: Path) -> None:
     """A command that does not fit is ended and recorded as 124, as by `timeout`."""
-    assert parser.main(["hardware", "slow", "--device", "process", "--out", str(small)]) == 1
+    assert parser.main(["campaign", "slow", "--device", "process", "--out", str(small)]) == 1
     assert [c["exit"] for c in ledger(small)["commands"]] == [124]
 
 
@@ -90,7 +90,7 @@ def test_what_a_command_started_ends_with_it(small: Path, tmp_path: Path) -> Non
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
         f"pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(child.pid))\ntime.sleep(60)\n",
     )
-    assert parser.main(["hardware", "slow", "--device", "process", "--out", str(small)]) == 1
+    assert parser.main(["campaign", "slow", "--device", "process", "--out", str(small)]) == 1
     with contextlib.suppress(ProcessLookupError):  # gone already
         ended = os.pidfd_open(int((tmp_path / "child").read_text()))
         assert select.select([ended], [], [], 30)[0], "it is still there"
@@ -102,7 +102,7 @@ def test_a_call_ends_with_its_time(
 ) -> None:
     """What is not begun by then is said, and is for the next call: a name of its own for parts that go together."""
     monkeypatch.setattr(campaign, "LEAST_S", 60.0)
-    words = ["hardware", "both", "--device", "process", "--out", str(small)]
+    words = ["campaign", "both", "--device", "process", "--out", str(small)]
     assert parser.main([*words, "--minutes", "0.5"]) == 1
     assert "not begun, no time is left: python -m fails" in capsys.readouterr().err
     assert not (small / "cpu-process" / "provenance.json").exists()
@@ -114,7 +114,7 @@ def test_a_call_ends_with_its_time(
 
 def test_an_unknown_commit_has_done_nothing(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without git and without CBSIM_COMMIT two trees may differ: everything is measured again."""
-    words = ["hardware", "first", "--device", "process", "--out", str(small)]
+    words = ["campaign", "first", "--device", "process", "--out", str(small)]
     monkeypatch.setattr(provenance, "code_version", lambda: None)
     assert parser.main(words) == parser.main(words) == 0
     assert len(ledger(small)["commands"]) == 4
@@ -122,7 +122,7 @@ def test_an_unknown_commit_has_done_nothing(small: Path, monkeypatch: pytest.Mon
 
 def test_commands_are_the_same_elsewhere(small: Path) -> None:
     """Results go on to another machine, where the folder has another path."""
-    words = ["hardware", "first", "--device", "process", "--out"]
+    words = ["campaign", "first", "--device", "process", "--out"]
     assert parser.main([*words, str(small)]) == 0
     assert not any(str(small) in c["command"] for c in ledger(small)["commands"])
     assert "OUT/cpu-process/first/runs/a" in ledger(small)["commands"][0]["command"]
@@ -133,7 +133,7 @@ def test_commands_are_the_same_elsewhere(small: Path) -> None:
 
 def test_a_rehearsal_says_that_it_is_one(small: Path) -> None:
     """Nobody may take its numbers for a GPU's."""
-    assert parser.main(["hardware", "first", "--device", "process", "--out", str(small)]) == 0
+    assert parser.main(["campaign", "first", "--device", "process", "--out", str(small)]) == 0
     facts = ledger(small)
     assert facts["device"] == "CPU (process): no GPU was measured"
     assert {"torch", "transformers"} <= set(facts["packages"])
@@ -142,7 +142,7 @@ def test_a_rehearsal_says_that_it_is_one(small: Path) -> None:
 
 def test_another_commit_measures_again(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A number belongs to the code that made it."""
-    words = ["hardware", "first", "--device", "process", "--out", str(small)]
+    words = ["campaign", "first", "--device", "process", "--out", str(small)]
     assert parser.main(words) == 0
     monkeypatch.setattr(provenance, "code_version", lambda: "another")
     assert parser.main(words) == 0
@@ -159,15 +159,15 @@ def test_another_commit_measures_again(small: Path, monkeypatch: pytest.MonkeyPa
 def test_bad_arguments(small: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     if "cuda" in words and campaign.torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    assert parser.main(["hardware", "--device", "process", *words, "--out", str(small)]) in (1, 2)
+    assert parser.main(["campaign", "--device", "process", *words, "--out", str(small)]) in (1, 2)
     assert says in capsys.readouterr().err
 
 
 def test_a_bar_that_is_missed_has_said_so_and_pytest_has_not() -> None:
     """3 is a measurement that misses its bar; of pytest it is a failure of its own."""
-    assert provenance.ended_well("python -m cbengine validate", 3)
+    assert provenance.ended_well("python -m cbengine predict", 3)
     assert not provenance.ended_well("python -m pytest tests", 3)
-    assert not provenance.ended_well("python -m cbengine validate", 124)
+    assert not provenance.ended_well("python -m cbengine predict", 124)
 
 
 def test_runs_that_were_cut_short_are_no_part_of_a_report(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_broken_ledger_is_named(content: str, small: Path, capsys: pytest.Capt
     path = small / "cpu-process" / "provenance.json"
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    assert parser.main(["hardware", "first", "--device", "process", "--out", str(small)]) == 2
+    assert parser.main(["campaign", "first", "--device", "process", "--out", str(small)]) == 2
     assert f"{path}: not the record of an earlier call" in capsys.readouterr().err
 
 
@@ -193,7 +193,7 @@ def test_a_foreign_ledger_is_left_alone(small: Path, capsys: pytest.CaptureFixtu
     path = small / "cpu-process" / "provenance.json"
     path.parent.mkdir(parents=True)
     path.write_text("[]")
-    assert parser.main(["hardware", "first", "--device", "process", "--out", str(small)]) == 2
+    assert parser.main(["campaign", "first", "--device", "process", "--out", str(small)]) == 2
     assert f"{path}: not the record of an earlier call" in capsys.readouterr().err
     assert path.read_text() == "[]"
 
@@ -208,8 +208,8 @@ def test_every_command_parses(device: str) -> None:
         for command in part.commands:
             if command[0] == "cbengine":
                 arguments = command_line().parse_args(list(command[1:]))
-                assert arguments.command in ("replay", "bench", "validate", "smoke")
-                if arguments.command == "validate":
+                assert arguments.command in ("replay", "speed", "predict", "smoke")
+                if arguments.command == "predict":
                     assert suite.chosen(arguments.cases, device)
                 if arguments.command == "replay":
                     assert run_options(arguments).scenario in ("8k_b32", "8k_prompt_b32", "tiny_cpu")

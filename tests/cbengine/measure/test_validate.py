@@ -55,7 +55,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def call(out: Path, *words: str) -> int:
     changes = [word for change in SMALL for word in ("--set", change)]
-    return parser.main(["validate", "--device", "modelled", "--quick", "--out", str(out), *changes, *words])
+    return parser.main(["predict", "--device", "modelled", "--quick", "--out", str(out), *changes, *words])
 
 
 @pytest.fixture(scope="module")
@@ -226,20 +226,20 @@ def test_without_a_device_what_was_measured_is_predicted_again(
     before, _ = capsys.readouterr()
     place = tmp_path / "cpu-modelled"
     monkeypatch.setattr(build, "adapted", None)  # no device is asked for
-    assert parser.main(["validate", "--again", str(place)]) in (0, 3)
+    assert parser.main(["predict", "--again", str(place)]) in (0, 3)
     after, said = capsys.readouterr()
     assert sorted(after.splitlines()) == sorted(before.splitlines())
     assert "measuring" not in said and "probe" not in said
-    parser.main(["validate", "load", "--again", str(place)])
+    parser.main(["predict", "load", "--again", str(place)])
     assert {line.split(" | ")[0] for line in capsys.readouterr().out.splitlines()[2:]} == {"| busy"}
     for words, says in (
         (["nothing", "--again", str(place)], f"case 'nothing': {place} has busy, plain"),
         (["--again", str(tmp_path)], f"{tmp_path}: holds no validation/CASE/case.json"),
     ):
-        assert parser.main(["validate", *words]) == 2
+        assert parser.main(["predict", *words]) == 2
         assert says in capsys.readouterr().err
     next((place / "calibration").glob("*.parquet")).unlink()
-    assert parser.main(["validate", "--again", str(place)]) == 2
+    assert parser.main(["predict", "--again", str(place)]) == 2
     assert "tiny-vllm.probes.parquet: no such file: nothing has been probed there" in capsys.readouterr().err
 
 
@@ -260,7 +260,7 @@ def test_coefficients_of_other_settings_are_not_taken_for_these(
 
 def test_again_takes_no_options_of_a_measurement(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--set", "seed=1"], ["--repeat", "2"], ["--device", "process"], ["--quick"]):
-        assert parser.main(["validate", "--again", "x", *words]) == 2
+        assert parser.main(["predict", "--again", "x", *words]) == 2
         assert "--again: measures nothing" in capsys.readouterr().err
 
 
@@ -290,8 +290,8 @@ def test_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
     ):
         ours, theirs = summary | {"makespan_s": 1 + error}, summary | {"makespan_s": 1.0}
         found = [scores.Scored("plain", bars.scores({"sync": ours}, {"sync": [theirs]}, None))]
-        monkeypatch.setattr(predict, "validate", lambda *_, found=found: found)
-        assert parser.main(["validate", "--device", device, "--out", str(tmp_path)]) == status
+        monkeypatch.setattr(predict, "predict", lambda *_, found=found: found)
+        assert parser.main(["predict", "--device", device, "--out", str(tmp_path)]) == status
         said = capsys.readouterr()
         assert said.out == scores.table(found) + "\n"
         assert said.err == (f"missed: plain, sync, makespan: {error:+.1%}\n" if status else "")
@@ -358,6 +358,6 @@ def test_what_lies_there_may_be_broken(
     else:
         target.write_text(content)
     capsys.readouterr()
-    assert parser.main(["validate", "--again", str(place)]) == 2
+    assert parser.main(["predict", "--again", str(place)]) == 2
     said = capsys.readouterr().err
     assert says in said and "Traceback" not in said

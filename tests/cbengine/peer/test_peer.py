@@ -25,8 +25,9 @@ from cbsim.policy.request import RequestSpec
 from cbsim.results.metrics import token_times
 from cbsim.results.record import STEP_COUNTS, Record
 from cbsim.scenario import catalog
-from cbsim.server import running
-from cbsim.server.running import RunOptions, ServerError
+from cbsim.server import run_command
+from cbsim.server.run_command import RunOptions
+from cbsim.server.running import ServerError
 from cbsim.workload import generators
 from cbsim.workload.generators import Workload
 
@@ -97,7 +98,7 @@ def test_the_library_plans_what_the_simulator_says(
 def test_a_run_directory_like_any_other(loop: str, tmp_path: Path) -> None:
     """The command layer writes tables, summary and figures of the peer as of every server."""
     options = RunOptions("peer", (), tmp_path, (0, 10), None, (), as_json=False, quiet=True)
-    done = running.one_loop(scenario(), loop, options, server)
+    done = run_command.one_loop(scenario(), loop, options, server)
     facts = json.loads((done.path / "env.json").read_text())
     assert facts["engine"] == f"transformers {transformers.__version__}"
     page = (catalog.ROOT / "docs" / "run_directory.md").read_text()

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 
-from analysis.figures.axis import NS, Frames, Unit, pipelined, unit, without
 from cbsim.draw.chart import BLACK, LANE_STYLES, Chart, Floats, Mark, Panel, Points, Spans, Style
-from cbsim.draw.figures import STEPS_SHOWN
+from cbsim.draw.units import NS, Columns, Unit, pipelined, unit, without
 from cbsim.results.record import LANES, PHASES
 from cbsim.results.terminal import shown
 
+STEPS_SHOWN = 7
 ROWS = ("CPU", "H2D", "compute", "D2H")
 COMPUTE = ROWS.index("compute")
+COLUMNS = ("step", "rows", "tokens", *(f"{name}_{edge}_ns" for name in (*PHASES, *LANES) for edge in ("start", "end")))
 
 
 class View(NamedTuple):
@@ -31,10 +32,17 @@ class View(NamedTuple):
         return moved
 
 
-def lanes(steps: Frames, window: tuple[int, int] | None = None, *, as_given: bool = False) -> Chart:
-    """One panel a run; all show as long a time as the first, each from the same step of its own: the `window` (first
-    step, number of steps), or steps in the middle of the run, where neither start-up nor tail shows. Sync runs stand
-    above async ones unless the order is `as_given`.
+def lanes(
+    steps: Mapping[str, Columns],
+    window: tuple[int, int] | None = None,
+    *,
+    as_given: bool = False,
+    active: Mapping[str, float] | None = None,
+) -> Chart:
+    """One panel a run, from its step table; all show as long a time as the first, each from the same step of its own:
+    the `window` (first step, number of steps), or steps in the middle of the run, where neither start-up nor tail
+    shows. Sync runs stand above async ones unless the order is `as_given`. `active` is the share of the whole run in
+    which the GPU is active; without it titles have that of what is shown.
     """
     runs = dict(steps if as_given else sorted(steps.items(), key=lambda item: pipelined(item[1])))
     windows = {label: _window(frame, window) for label, frame in runs.items()}
@@ -44,8 +52,9 @@ def lanes(steps: Frames, window: tuple[int, int] | None = None, *, as_given: boo
     for label, frame in runs.items():
         where = windows[label]
         view = View(where[0] if where else 0, length, scale)
-        marks, active = _marks(frame, view) if where else ([], 0.0)
-        title = f"{label}: GPU active {active:.1%} of what is shown" if where else f"{label}: no such step"
+        marks, seen = _marks(frame, view) if where else ([], 0.0)
+        share = f"{seen:.1%} of what is shown" if active is None else f"{active[label]:.2%} of the run"
+        title = f"{label}: GPU active {share}" if where else f"{label}: no such step"
         whole = (0.0, length / NS / scale.seconds) if length else None
         panels.append(Panel(marks, scale.name, title=title, rows=ROWS, x_range=whole))
     says = f"CPU phases, copies and kernels of {_which(window)}, on one time axis; numbers are steps."
@@ -59,7 +68,7 @@ def _which(window: tuple[int, int] | None) -> str:
     return f"step {window[0]}" if window[1] == 1 else f"the steps from {window[0]} to {window[0] + window[1] - 1}"
 
 
-def _window(steps: pd.DataFrame, window: tuple[int, int] | None) -> tuple[int, int] | None:
+def _window(steps: Columns, window: tuple[int, int] | None) -> tuple[int, int] | None:
     """(start, end) in ns of the compute lane in these steps; at the ends of the run also of what the CPU does there."""
     first, count = window or (max(0, len(steps) // 2 - STEPS_SHOWN // 2), STEPS_SHOWN)
     last = min(len(steps), first + count) - 1
@@ -67,17 +76,26 @@ def _window(steps: pd.DataFrame, window: tuple[int, int] | None) -> tuple[int, i
         return None
     opening = "compute_start_ns" if first else "schedule_start_ns"
     closing = "compute_end_ns" if last < len(steps) - 1 else "update_end_ns"
-    start, end = int(steps[opening].iloc[first]), int(steps[closing].iloc[last])
+    start, end = _at(steps, opening, first), _at(steps, closing, last)
     if end <= start:  # nothing was computed
-        start, end = int(steps["schedule_start_ns"].iloc[first]), int(steps["update_end_ns"].iloc[last])
+        start, end = _at(steps, "schedule_start_ns", first), _at(steps, "update_end_ns", last)
     return start, max(end, start + 1)
 
 
-def _marks(steps: pd.DataFrame, view: View) -> tuple[list[Mark], float]:
+def _at(steps: Columns, name: str, row: int) -> int:
+    return int(np.asarray(steps[name])[row])
+
+
+def _near(steps: Columns, view: View) -> Mapping[str, Any]:
+    """The columns of the steps in view, with a neighbour at each end, for the idle time between."""
+    low = int(np.searchsorted(np.asarray(steps["update_end_ns"]), view.origin_ns))
+    high = int(np.searchsorted(np.asarray(steps["schedule_start_ns"]), view.origin_ns + view.length_ns, side="right"))
+    return {name: np.asarray(steps[name])[max(low - 1, 0) : high + 1] for name in COLUMNS}
+
+
+def _marks(steps: Columns, view: View) -> tuple[list[Mark], float]:
     """The bars of one run, and for what share of the view the compute lane is busy."""
-    low = int(steps["update_end_ns"].searchsorted(view.origin_ns))
-    high = int(steps["schedule_start_ns"].searchsorted(view.origin_ns + view.length_ns, side="right"))
-    near = steps.iloc[max(low - 1, 0) : high + 1]  # with a neighbour, for the idle time between
+    near = _near(steps, view)
     marks: list[Mark] = [_bars(near, name, view) for name in (*PHASES, *LANES)]
     busy = marks[len(PHASES) + LANES.index("compute")]
     assert isinstance(busy, Spans)
@@ -86,11 +104,11 @@ def _marks(steps: pd.DataFrame, view: View) -> tuple[list[Mark], float]:
     return marks, float((busy.end - busy.start).sum() / (view.length_ns / NS / view.unit.seconds))
 
 
-def _bars(steps: pd.DataFrame, name: str, view: View) -> Spans:
+def _bars(steps: Mapping[str, Any], name: str, view: View) -> Spans:
     row = 0 if name in PHASES else 1 + LANES.index(name)
-    start, end = view.x(steps[f"{name}_start_ns"].to_numpy()), view.x(steps[f"{name}_end_ns"].to_numpy())
+    start, end = view.x(steps[f"{name}_start_ns"]), view.x(steps[f"{name}_end_ns"])
     seen = end > start
-    columns = (steps[c].to_numpy()[seen] for c in ("step", f"{name}_start_ns", f"{name}_end_ns", "rows", "tokens"))
+    columns = (steps[c][seen] for c in ("step", f"{name}_start_ns", f"{name}_end_ns", "rows", "tokens"))
     texts = [
         f"step {step}, {name}: {shown((end_ns - start_ns) / NS, 's')}; {rows:,} rows, {tokens:,} tokens"
         for step, start_ns, end_ns, rows, tokens in zip(*columns, strict=True)
@@ -101,9 +119,9 @@ def _bars(steps: pd.DataFrame, name: str, view: View) -> Spans:
     )
 
 
-def _idle(steps: pd.DataFrame, view: View) -> Spans:
+def _idle(steps: Mapping[str, Any], view: View) -> Spans:
     """Where nothing runs on the compute lane between two steps."""
-    from_ns, to_ns = steps["compute_end_ns"].to_numpy()[:-1], steps["compute_start_ns"].to_numpy()[1:]
+    from_ns, to_ns = steps["compute_end_ns"][:-1], steps["compute_start_ns"][1:]
     start, end = view.x(from_ns), view.x(to_ns)
     seen = end > start
     texts = [f"GPU idle: {shown(float(length) / NS, 's')}" for length in (to_ns - from_ns)[seen]]
@@ -111,9 +129,9 @@ def _idle(steps: pd.DataFrame, view: View) -> Spans:
     return Spans("GPU idle", rows, start[seen], end[seen], LANE_STYLES["idle"], hatched=True, texts=texts)
 
 
-def _done(steps: pd.DataFrame, name: str, view: View) -> Points:
+def _done(steps: Mapping[str, Any], name: str, view: View) -> Points:
     """When copies were done: the events by which one lane waits for another. A copy may be too short to be seen."""
-    start, end = steps[f"{name}_start_ns"].to_numpy(), steps[f"{name}_end_ns"].to_numpy()
+    start, end = steps[f"{name}_start_ns"], steps[f"{name}_end_ns"]
     seen = (end > start) & (end >= view.origin_ns) & (end <= view.origin_ns + view.length_ns)
     texts = [f"step {step}: {name} done" for step in steps["step"][seen]]
     style = Style(BLACK, marker="triangle" if name == "h2d" else "diamond")

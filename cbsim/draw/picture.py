@@ -1,0 +1,37 @@
+"""A chart that a notebook shows and that can be saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cbsim.draw import render
+from cbsim.draw.chart import Chart
+from cbsim.results.directory import RunError
+
+DRAWN = {".png": render.png, ".svg": render.svg}
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Drawn when it is looked at."""
+
+    chart: Chart
+
+    def png(self) -> bytes:
+        return render.png(self.chart)
+
+    def _repr_png_(self) -> bytes:
+        return self.png()
+
+    def save(self, path: Path | str) -> Path:
+        """Write it as .png or .svg, by the name. Raises RunError."""
+        file = Path(path)
+        if file.suffix not in DRAWN:
+            bound = f"expected a name that ends in {' or '.join(DRAWN)}"
+            raise RunError(f"{file}: got {file.suffix!r}, {bound}", file=file, value=file.suffix, bound=bound)
+        try:
+            file.write_bytes(DRAWN[file.suffix](self.chart))
+        except OSError as error:
+            raise RunError(f"{file}: cannot be written: {error.strerror or error}", file=file) from None
+        return file

@@ -1,0 +1,140 @@
+"""What `cbsim run` and `cbengine replay` do with a run: write its directory, print its table, judge its checks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cbsim.policy.loop import StuckError
+from cbsim.results import checks
+from cbsim.results.directory import RunError, RunWriter
+from cbsim.scenario import scenario as scenarios
+from cbsim.scenario.scenario import Scenario
+from cbsim.server import running
+from cbsim.server.guard import PolicyError
+from cbsim.server.progress import Progress
+from cbsim.server.result import BOTH, Result, Results, draw_together
+from cbsim.server.running import CHECK_FAILED, OK, Maker, OnStep, ServerError, Session, Terms
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What `cbsim run` and `cbengine replay` have in common, parsed."""
+
+    scenario: str
+    overrides: Sequence[str]
+    out: Path
+    window: tuple[int, int]  # steps of the timeline
+    span_s: tuple[float, float] | None  # requests that count, by arrival
+    conditions: Sequence[checks.Check]
+    as_json: bool
+    quiet: bool
+    command: Sequence[str] = ("cbsim", "run")
+    extra: Sequence[str] = ()  # options of the command's own, to be repeated as they are
+
+
+def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario] = lambda asked: asked) -> int:
+    """Serve a scenario under each of its loops, write the run directories, say what came out. The exit status.
+
+    `adapt` makes of what was asked what this server can run; that is what is recorded.
+    """
+    scenario = adapt(scenarios.load(options.scenario, options.overrides))
+    results = Results([one_loop(scenario, loop, options, serve) for loop in scenarios.loops(scenario)])
+    draw_together(results, list(results.values())[-1].folder)
+    for loop, result in results.items():
+        for warning in result.warnings:
+            print(f"warning: {loop}: beyond the calibration: {warning}", file=sys.stderr)
+    if options.as_json:
+        print(json.dumps({loop: result.summary for loop, result in results.items()}, indent=2))
+    elif not options.quiet:
+        print(f"{results}\n")
+        _say_where(list(results.values()), options)
+    return _judge(options.conditions, results, sys.stderr if options.as_json else sys.stdout)
+
+
+def one_loop(scenario: Scenario, loop: str, options: RunOptions, serve: Maker) -> Result:
+    """One scenario under one loop: one directory. Raises RunError if it could not be finished or written."""
+    recorder = _Recorder(options)
+    result = running.one_loop(scenario, loop, serve, Terms(command_line(options), options.span_s), recorder)
+    return recorder.write(result)
+
+
+class _Recorder:
+    """Makes the run directory before a run, so that one that dies leaves it, and writes what there is after it."""
+
+    def __init__(self, options: RunOptions) -> None:
+        self._options = options
+        self._writer: RunWriter | None = None
+
+    @contextmanager
+    def __call__(self, session: Session) -> Iterator[OnStep]:
+        """Raises RunError if the run was cut short: what happened until then is in the directory."""
+        digest = hashlib.sha256(session.resolved.encode()).hexdigest()
+        writer = self._writer = RunWriter(self._options.out, f"{session.scenario.name}-{session.loop}", digest)
+        writer.scenario(session.resolved)
+        writer.environment(session.environment)
+        progress = Progress(session, quiet=self._options.quiet or self._options.as_json)
+        try:
+            with progress.interruptible():
+                yield progress
+        except (KeyboardInterrupt, StuckError, ServerError, PolicyError) as stop:
+            reason = "interrupted" if isinstance(stop, KeyboardInterrupt) else str(stop)
+            reason = f"stuck: {stop}" if isinstance(stop, StuckError) else reason
+            steps = session.server.record.step_count
+            self.write(session.result(f"{reason}, after {steps} steps"))
+            verb = "measured" if session.server.measured else "simulated"
+            raise RunError(f"{reason}: what was {verb} until then is in {writer.path}") from None
+        progress.done(session.server.now_ns)
+
+    def write(self, result: Result) -> Result:
+        """Write it; a directory that could not be written says why. Returns the result with its path."""
+        assert self._writer is not None
+        try:
+            result.write(self._writer, self._options.window)
+        except RunError as error:
+            if result.incomplete is None:
+                self._writer.note(str(error))
+            raise
+        return replace(result, path=self._writer.path)
+
+
+def _say_where(results: Sequence[Result], options: RunOptions) -> None:
+    for result in results:
+        print(f"{result.loop:<6} {result.path}")
+        for status, count in result.summary["requests_by_status"].items():
+            if count and status not in ("length", "stop"):
+                print(f"       {count} of {result.summary['requests']} requests {status}; see requests.parquet")
+    last = results[-1].folder
+    figure = last / (BOTH if len(results) == 2 else "figures/timeline.png")
+    print(f"\npicture   {figure}" if figure.exists() else "\nnothing ran: no picture")
+    print(f"timeline  {last / 'timeline.json.gz'} (open it in ui.perfetto.dev)")
+    print(f"again     {command_line(options)}")
+
+
+def _judge(conditions: Sequence[checks.Check], results: Results, out: Any) -> int:
+    failed = False
+    for loop, result in results.items():
+        for condition in conditions:
+            verdict = condition.verdict(result.summary)
+            failed |= not verdict
+            print(f"{loop:<6} {verdict}", file=out)
+    return CHECK_FAILED if failed else OK
+
+
+def command_line(options: RunOptions) -> str:
+    """The command that computes this run again; where it is written and what its timeline shows is left out."""
+    words = ["python", "-m", *options.command, options.scenario]
+    for override in options.overrides:
+        words += ["--set", override]
+    for condition in options.conditions:
+        words += ["--check", condition.text]
+    if options.span_s is not None:
+        words += ["--window", ":".join(str(edge) for edge in options.span_s)]
+    return shlex.join([*words, *options.extra])
