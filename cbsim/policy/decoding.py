@@ -21,6 +21,7 @@ from cbsim.policy.keys import Keys
 from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.plan import (
     UNCHANGED,
+    UNDISTURBED,
     Chunk,
     Outcome,
     Preempted,
@@ -197,14 +198,7 @@ class Decoding:
             prefill_tokens=prefill_tokens,
             fast_decode=fast_decode,
         )
-        counts = StepCounts(
-            table_blocks=table_blocks,
-            new_blocks=new_blocks,
-            running=running,
-            waiting=waiting,
-            free_blocks=pool.free,
-            cached_blocks=pool.cached,
-        )
+        counts = StepCounts(table_blocks, new_blocks, running, waiting, pool.free, pool.cached)
         plan = StepPlan(members.planned, work, self._changes(joining, ends), counts)
         self._note(rows, ending, lead)
         self._commit(joining, ending)
@@ -216,14 +210,17 @@ class Decoding:
 
     def _changes(self, joining: Sequence[Request], ends: Sequence[RequestSpec]) -> StepChanges:
         """What the plan has to tell beside its rows."""
+        grown, left, ended, preempted, replaced = self._grown, self._left, self.ended, self.preempted, self._replaced
+        if not (grown or joining or left or ends or ended or preempted or replaced):
+            return UNDISTURBED
         return StepChanges(
-            grown=tuple(self._grown),
+            grown=tuple(grown),
             joined=tuple([request.spec for request in joining]),
-            left=tuple(self._left),
+            left=tuple(left),
             ends=tuple(ends),
-            ended=tuple(self.ended),
-            preempted=tuple(self.preempted),
-            replaced=tuple(self._replaced),
+            ended=tuple(ended),
+            preempted=tuple(preempted),
+            replaced=tuple(replaced),
         )
 
     def _note(self, rows: Mapping[Request, Chunk], ending: Sequence[Request], lead: int) -> None:
@@ -259,10 +256,10 @@ class Decoding:
         stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests] if result.stopped else []
         landings = self._landings(plan.step, stopped)
         self.members.applied()
-        delivered = dict(result.delivered) if result.delivered else {}
-        assert delivered.keys() <= {landing.request.spec for landing in landings}, "a member yields one token a row"
-        if not landings:
+        if not landings and not result.delivered:
             return UNCHANGED
+        delivered = dict(result.delivered)
+        assert delivered.keys() <= {landing.request.spec for landing in landings}, "a member yields one token a row"
         received: list[RequestSpec] = []
         finished: list[tuple[RequestSpec, Finish]] = []
         wasted = 0
