@@ -58,7 +58,8 @@ class CpuCost:
             return self._base
         if not self._by_rows:
             return self._evaluate(size(plan))
-        rows = plan.work.rows
+        work = plan.work
+        rows = work.decodes + len(work.chunks)
         known = self._known.get(rows)
         if known is None:
             known = self._known[rows] = self._evaluate(Size(rows, 0, 0, 0, 0))

@@ -22,6 +22,7 @@ from cbsim.policy.keys import Keys
 from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.plan import (
     UNCHANGED,
+    UNDISTURBED,
     Chunk,
     Outcome,
     Preempted,
@@ -203,31 +204,36 @@ class Decoding:
             fast_decode=fast_decode,
         )
         counts = StepCounts(
-            table_blocks=members.held_blocks + listed.table_blocks,
-            new_blocks=len(self._grown) + listed.new_blocks,
-            running=running,
-            waiting=waiting,
-            free_blocks=pool.free,
-            cached_blocks=pool.cached,
+            members.held_blocks + listed.table_blocks,
+            len(self._grown) + listed.new_blocks,
+            running,
+            waiting,
+            pool.free,
+            pool.cached,
         )
         plan = StepPlan(members.planned, work, self._changes(listed), counts)
         members.commit()
         self._decodes, self._filling = 0, []
-        self._grown, self._left, self.ended, self.preempted, self._replaced = [], [], [], [], []
-        if listed.joined or ending:
-            self._move(listed.joined, ending)
+        if plan.changes is not UNDISTURBED:
+            self._grown, self._left, self.ended, self.preempted, self._replaced = [], [], [], [], []
+            if listed.joined or ending:
+                self._move(listed.joined, ending)
         return plan
 
     def _changes(self, listed: _Promised) -> StepChanges:
         """What the plan has to tell beside its rows."""
+        grown, left, ended, preempted, replaced = self._grown, self._left, self.ended, self.preempted, self._replaced
+        joined, ends = listed.joined, listed.ends
+        if not (grown or joined or left or ends or ended or preempted or replaced):
+            return UNDISTURBED
         return StepChanges(
-            grown=tuple(self._grown),
-            joined=tuple(listed.joined),
-            left=tuple(self._left),
-            ends=tuple(listed.ends),
-            ended=tuple(self.ended),
-            preempted=tuple(self.preempted),
-            replaced=tuple(self._replaced),
+            grown=tuple(grown),
+            joined=tuple(joined),
+            left=tuple(left),
+            ends=tuple(ends),
+            ended=tuple(ended),
+            preempted=tuple(preempted),
+            replaced=tuple(replaced),
         )
 
     def _promise(self, rows: Mapping[Request, Chunk], lead: int, ending: Sequence[Request]) -> _Promised:
@@ -281,12 +287,11 @@ class Decoding:
         assert step == members.updated, (step, members.updated)
         notes, late = self._noted.pop(step, None), members.landing(step)
         members.applied()
-        if not (notes or late or result.stopped):
-            assert not result.delivered, "a member yields one token a row"
+        if not (notes or late or result.stopped or result.delivered):
             return UNCHANGED
         stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
         landings = _in_order(notes or ([], [], []), late, stopped)
-        delivered = dict(result.delivered) if result.delivered else {}
+        delivered = dict(result.delivered)
         assert delivered.keys() <= {landing.request.spec for landing in landings}, "a member yields one token a row"
         received: list[RequestSpec] = []
         finished: list[tuple[RequestSpec, Finish]] = []

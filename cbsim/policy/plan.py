@@ -98,6 +98,9 @@ class StepChanges(NamedTuple):
     replaced: tuple[tuple[RequestSpec, int, int], ...] = ()
 
 
+UNDISTURBED = StepChanges()
+
+
 class StepCounts(NamedTuple):
     """Sums for costs and records. All but the first two hold after planning.
 
@@ -118,7 +121,7 @@ class StepPlan(NamedTuple):
 
     step: int
     work: StepWork = StepWork()
-    changes: StepChanges = StepChanges()
+    changes: StepChanges = UNDISTURBED
     counts: StepCounts = StepCounts()
 
     def digest(self) -> int:
