@@ -84,14 +84,16 @@ def parse(text: str) -> Check:
     """Understand a condition. Raises CheckError; durations need no `_s`, and `%` is a hundredth."""
     match = FORM.fullmatch(text)
     if not match:
-        raise CheckError(f"--check {text!r}: expected METRIC<VALUE[UNIT], for example ttft.p99<500ms")
+        bound = "expected METRIC<VALUE[UNIT], for example ttft.p99<500ms"
+        raise CheckError(f"--check {text!r}: {bound}", value=text, bound=bound)
     metric, compare, number, unit = match.groups()
     try:
         bound = float(number)
     except ValueError:
-        raise CheckError(f"--check {text!r}: {number!r} is not a number") from None
+        raise CheckError(f"--check {text!r}: {number!r} is not a number", field=metric, value=number) from None
     if unit not in UNITS:
-        raise CheckError(f"--check {text!r}: unknown unit {unit!r} (known: {', '.join(u for u in UNITS if u)})")
+        known = f"known: {', '.join(u for u in UNITS if u)}"
+        raise CheckError(f"--check {text!r}: unknown unit {unit!r} ({known})", field=metric, value=unit, bound=known)
     return Check(text, named(metric, f"--check {text!r}"), compare, bound * UNITS[unit])
 
 
@@ -102,6 +104,7 @@ def named(name: str, source: str) -> str:
         if candidate in NAMES:
             return candidate
     if head in DISTRIBUTIONS or f"{head}_s" in DISTRIBUTIONS:
-        raise CheckError(f"{source}: {head} needs one of {', '.join(f'{head}.{s}' for s in STATISTICS)}")
+        bound = f"needs one of {', '.join(f'{head}.{s}' for s in STATISTICS)}"
+        raise CheckError(f"{source}: {head} {bound}", field=name, bound=bound)
     hints = [n.replace("_s.", ".") for n in NAMES]
-    raise CheckError(f"{source}: unknown metric {name!r}{near(name, hints)}")
+    raise CheckError(f"{source}: unknown metric {name!r}{near(name, hints)}", field=name)

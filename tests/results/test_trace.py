@@ -532,6 +532,7 @@ def test_the_figure_shows_the_middle_of_the_run(steps: int) -> None:
     """STEPS_SHOWN steps or all there are, as many left out before as after, give or take one. Step i takes from 100 i
     to 100 i + 60."""
     table = np.zeros((steps, len(STEP_COLUMNS)), dtype=np.int64)
+    table[:, STEP_COLUMNS.index("step")] = np.arange(steps)
     for name in ("compute_start_ns", "schedule_start_ns"):
         table[:, STEP_COLUMNS.index(name)] = 100 * np.arange(steps)
     for name in ("compute_end_ns", "update_end_ns"):

@@ -91,8 +91,9 @@ def test_a_result_has_numbers_with_units_and_tables(scenario: cbsim.Scenario) ->
     assert "seed" not in result.units
     assert result.check("steps>1") and not result.check("gpu_active>200%")
     assert str(result.check("steps>1")).startswith("ok      steps>1: steps is ")
-    with pytest.raises(cbsim.CheckError, match="did you mean gpu_active"):
+    with pytest.raises(cbsim.CheckError, match="did you mean gpu_active") as error:
         result.check("gpu_activ>1")
+    assert error.value.field == "gpu_activ"
 
 
 def test_every_metric_that_can_be_checked_has_its_unit() -> None:

@@ -65,7 +65,22 @@ def test_sharegpt_lengths() -> None:
 
 def test_plain_csv() -> None:
     rows = traces.plain(real("traces/speed/splitwise_conv_q6.45_n19366.csv"))
-    assert len(rows) == 19_366 and rows[0] == (158_148_882, 395, 112, (), "0")
+    assert len(rows) == 19_366 and rows[0][:5] == (158_148_882, 395, 112, (), "0")
+
+
+def test_a_csv_may_have_limits_and_priorities(tmp_path: Path) -> None:
+    """In any order of columns; without them the limit is the output and the priority 0."""
+    file = tmp_path / "t.csv"
+    file.write_text("id,priority,arrival_s,prefill_tokens,decode_tokens,max_tokens\na,-2,0,5,6,7\nb,3,1,5,6,6\n")
+    assert [(row.max_tokens, row.priority) for row in traces.plain(file)] == [(7, -2), (6, 3)]
+    file.write_text("id,arrival_s,prefill_tokens,decode_tokens\na,0,5,6\n")
+    assert [(row.max_tokens, row.priority) for row in traces.plain(file)] == [(None, 0)]
+    file.write_text("id,arrival_s,prefill_tokens,decode_tokens,max_tokens\na,0,5,6,5\n")
+    with pytest.raises(ScenarioError, match=r"t.csv:2: max_tokens: got '5', expected at least decode_tokens \(6\)"):
+        traces.plain(file)
+    file.write_text("id,arrival_s,prefill_tokens,decode_tokens,priority\na,0,5,6,high\n")
+    with pytest.raises(ScenarioError, match="priority: got 'high', expected a whole number"):
+        traces.plain(file)
 
 
 def test_agentic_sessions() -> None:
