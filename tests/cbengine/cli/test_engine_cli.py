@@ -30,7 +30,7 @@ import folders
 import torch
 from served import LOOPS, SCHEDULERS
 
-import cbengine
+import cbengine.cli
 from cbengine import build, settings, tokens
 from cbengine.cli.arguments import DEVICES
 from cbengine.cli.parser import main
@@ -438,7 +438,7 @@ def test_a_package_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPat
     """... is named, with the command that installs it."""
     if package == "torch":  # asked for when the commands are
         monkeypatch.delitem(sys.modules, "cbengine.cli.commands")
-        monkeypatch.delattr(cbengine, "commands")
+        monkeypatch.delattr(cbengine.cli, "commands")
     monkeypatch.setitem(sys.modules, package, None)
     said = call("generate", "--prompt", "a", "--weights", folder, "--device", "inline")
     refused(said, 2, f"{package} is not installed: pip install -e '.[engine]'")
