@@ -48,6 +48,7 @@ class _Promised(NamedTuple):
 
 
 NOTHING = _Promised()
+AS_PROMISED: Mapping[RequestSpec, int] = {}
 
 
 class Decoding:
@@ -194,15 +195,8 @@ class Decoding:
         assert decodes == len(members), "members neither go on nor are dissolved"
         ending = members.ending(members.planned)
         listed = self._promise(rows, lead, ending) if rows or ending or self._filling else NOTHING
-        work = StepWork(
-            chunks=tuple(rows.values()),
-            lead=lead,
-            decodes=decodes,
-            decode_context=members.context if decodes else 0,
-            longest_context=members.longest if decodes else 0,
-            prefill_tokens=listed.tokens,
-            fast_decode=fast_decode,
-        )
+        context, longest = (members.context, members.longest) if decodes else (0, 0)
+        work = StepWork(tuple(rows.values()), lead, decodes, context, longest, listed.tokens, 0, 0, fast_decode)
         counts = StepCounts(
             members.held_blocks + listed.table_blocks,
             len(self._grown) + listed.new_blocks,
@@ -227,18 +221,19 @@ class Decoding:
         if not (grown or joined or left or ends or ended or preempted or replaced):
             return UNDISTURBED
         return StepChanges(
-            grown=tuple(grown),
-            joined=tuple(joined),
-            left=tuple(left),
-            ends=tuple(ends),
-            ended=tuple(ended),
-            preempted=tuple(preempted),
-            replaced=tuple(replaced),
+            tuple(grown),
+            tuple(joined),
+            tuple(left),
+            tuple(ends),
+            tuple(ended),
+            tuple(preempted),
+            tuple(replaced),
         )
 
     def _promise(self, rows: Mapping[Request, Chunk], lead: int, ending: Sequence[Request]) -> _Promised:
         """Promise the listed rows, and note those of the step that will do more than count when they come back."""
-        pool, completes = self.pool, self._keys.completes
+        pool, completes, hears = self.pool, self._keys.completes, self._keys.hears_of_rows
+        together, wastes_chunks = self._together, self._wastes_chunks
         joined: list[RequestSpec] = []
         ends = [request.spec for request in ending]
         noted: list[Landing] = []
@@ -252,17 +247,13 @@ class Decoding:
             if outputs:
                 if request.promised >= request.last > request.promised - outputs:
                     ends.append(request.spec)
-                if self._joins(request, outputs):
-                    joined.append(request.spec)
-            if outputs or self._wastes_chunks:
+                if together and outputs == 1 and (request.promised < request.limit or not self._foresees):
+                    joined.append(request.spec)  # a member yields exactly one token a row
+            if outputs or wastes_chunks:
                 first += position < lead
-                noted.append(Landing(request, request.epoch, outputs, end, completes(row.start, end)))
+                noted.append(Landing(request, request.epoch, outputs, end, completes(row.start, end) if hears else 0))
         self._noted[self.members.planned] = noted[:first], self._members_noted(ending), noted[first:]
         return _Promised(joined, ends, tokens, table_blocks, new_blocks)
-
-    def _joins(self, request: Request, outputs: int) -> bool:
-        """Does a request decode with the members from its next step on? They yield exactly one token a row."""
-        return self._together and outputs == 1 and (request.promised < request.limit or not self._foresees)
 
     def _members_noted(self, ending: Sequence[Request]) -> list[Landing]:
         if not (ending or self._filling):
@@ -291,20 +282,23 @@ class Decoding:
             return UNCHANGED
         stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
         landings = _in_order(notes or ([], [], []), late, stopped)
-        delivered = dict(result.delivered)
-        assert delivered.keys() <= {landing.request.spec for landing in landings}, "a member yields one token a row"
+        delivered = dict(result.delivered) if result.delivered else AS_PROMISED
+        assert not delivered or delivered.keys() <= {landing.request.spec for landing in landings}, "members yield one"
         received: list[RequestSpec] = []
         finished: list[tuple[RequestSpec, Finish]] = []
         keys, observer, wasted = self._keys, self._observer, 0
         for noted in landings:
-            request, epoch, outputs = noted[:3]
+            request, epoch, outputs, _, _, _ = noted
             if epoch != request.epoch or request.status is Status.FINISHED:
                 wasted += 1
                 observer.wasted(noted, step)
                 continue
             landing = noted
             if outputs and (request.cohort is None or step < request.since):
-                landing = self._received(noted, step, delivered.get(request.spec))
+                if outputs > 1 or delivered:
+                    landing = self._received(noted, step, delivered.get(request.spec))
+                else:
+                    request.receive(step)
                 if landing.short < outputs:
                     received.append(request.spec)
             over = outputs > 0 and (request.seen == request.last or request in stopped)

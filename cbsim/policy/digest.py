@@ -22,53 +22,57 @@ The digest is BLAKE2b of these bytes with 8 bytes of output and no key, read as 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from hashlib import blake2b
 from struct import Struct
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cbsim.policy.plan import Chunk, StepChanges, StepPlan
+    from cbsim.policy.plan import StepPlan
 
-_HEAD = Struct("<23q").pack
-_VALUE = Struct("<q").unpack
-_NOTHING = ((),) * 7  # no changes
+_PACKERS: dict[int, Callable[..., bytes]] = {}  # by the number of integers
 
 
 def digest(plan: StepPlan) -> int:
     """The digest of everything that `plan` says."""
-    step, (chunks, *rest), changes, counts = plan
-    if not chunks and changes == _NOTHING:
-        content = _HEAD(step, *rest, *counts, 0, 0, 0, 0, 0, 0, 0, 0)
-    else:
-        items = [*_chunks(chunks), *_changes(changes)]
-        content = _HEAD(step, *rest, *counts, len(chunks), *map(len, changes)) + _packer(len(items))(*items)
-    value: int = _VALUE(blake2b(content, digest_size=8).digest())[0]
-    return value
+    items = _integers(plan)
+    pack = _PACKERS.get(len(items)) or _packer(len(items))
+    return int.from_bytes(blake2b(pack(*items), digest_size=8).digest(), "little", signed=True)
 
 
-def _chunks(chunks: tuple[Chunk, ...]) -> list[int]:
-    items: list[int] = []
-    for spec, order, start, tokens, blocks, outputs, admitted, resumed, cached, recomputed, padding in chunks:
-        items += (spec.index, order, start, tokens, outputs, admitted, resumed, cached, recomputed, padding)
-        items.append(len(blocks))
-        items += blocks
-    return items
-
-
-def _changes(changes: StepChanges) -> list[int]:
+def _integers(plan: StepPlan) -> list[int]:
+    """What a plan says as a flat list, in the declared order. One is made for every step, so it is made in one go."""
+    step, (chunks, *work), changes, counts = plan
     grown, joined, left, ends, ended, preempted, replaced = changes
-    items: list[int] = []
+    items: list[int] = [step, *work, *counts, len(chunks), *map(len, changes)]
+    for spec, order, start, tokens, blocks, outputs, admitted, resumed, cached, recomputed, padding in chunks:
+        items += (
+            spec.index,
+            order,
+            start,
+            tokens,
+            outputs,
+            admitted,
+            resumed,
+            cached,
+            recomputed,
+            padding,
+            len(blocks),
+        )
+        items += blocks
     for spec, block in grown:
         items += (spec.index, block)
-    items += [spec.index for spec in (*joined, *left, *ends, *ended)]
-    for spec, lost_tokens, blocks in preempted:
-        items += (spec.index, lost_tokens, blocks)
-    for spec, index, block in replaced:
-        items += (spec.index, index, block)
+    if joined or left or ends or ended or preempted or replaced:
+        items += [spec.index for spec in (*joined, *left, *ends, *ended)]
+        for spec, lost_tokens, held in preempted:
+            items += (spec.index, lost_tokens, held)
+        for spec, index, block in replaced:
+            items += (spec.index, index, block)
     return items
 
 
-@lru_cache(maxsize=4096)
 def _packer(length: int) -> Callable[..., bytes]:
-    return Struct(f"<{length}q").pack
+    """Packs so many integers, little-endian, 8 bytes each."""
+    if len(_PACKERS) > 4096:
+        _PACKERS.clear()
+    pack = _PACKERS[length] = Struct(f"<{length}q").pack
+    return pack

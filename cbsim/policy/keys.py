@@ -10,6 +10,8 @@ from cbsim.policy.request import Request, Status
 class Keys:
     """Never: nothing is shared. A rule overrides what it needs; `Decoding` calls each at its moment."""
 
+    hears_of_rows = False  # is `completes` asked of every row?
+
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
 
@@ -88,6 +90,8 @@ class KeysWhenKnown(Keys):
 
 class KeysWhenLanded(Keys):
     """transformers: when the row that fills the block has come back; a duplicate is replaced by the block before it."""
+
+    hears_of_rows = True
 
     def joins(self, request: Request) -> bool:
         return True
