@@ -8,7 +8,8 @@ from pathlib import Path
 from cbsim.scenario.fields import ScenarioError, near
 
 ROOT = Path(__file__).resolve().parents[2]
-SCENARIOS = ROOT / "scenarios"
+INSTALLED = ROOT / "cbsim" / "scenarios"  # in an installed wheel the scenarios lie inside the package
+SCENARIOS = INSTALLED if INSTALLED.is_dir() else ROOT / "scenarios"
 
 
 def names(folder: str = "") -> list[str]:
