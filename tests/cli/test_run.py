@@ -322,9 +322,6 @@ def test_a_metric_without_a_sample_fails_its_check(small: Path, out: Path) -> No
     assert {name: count for name, count in statuses.items() if count} == {"refused": 12}
 
 
-# -- the other commands -----------------------------------------------------------------------------------------------
-
-
 def test_main_answers_as_a_process(tmp_path: Path) -> None:
     """Exit statuses 0, 2 and 3 reach the shell; 1 does in the tests of a full disk and of an interrupt."""
     (tmp_path / "mine.yaml").write_text(SMALL.replace("requests: 12", "requests: 2"))
