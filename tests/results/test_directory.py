@@ -143,10 +143,10 @@ HASHES = """
 import hashlib, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-import test_trace
+import test_directory
 for loop in ("sync", "async"):
-    asked = test_trace.scenario()
-    writer = test_trace.write(Path(sys.argv[2]), test_trace.simulated(asked, loop), asked)
+    asked = test_directory.scenario()
+    writer = test_directory.write(Path(sys.argv[2]), test_trace.simulated(asked, loop), asked)
     for name in ("steps.parquet", "requests.parquet", "summary.json"):
         print(loop, name, hashlib.sha256((writer.path / name).read_bytes()).hexdigest())
 """
