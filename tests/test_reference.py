@@ -1,75 +1,25 @@
-"""The scenarios that come with the project, each against numbers that were known before it ran: published ones, a
-calculation of our own, or the rows of a public trace read without our readers. Every test says which.
+"""The scenarios that come with the project, each against numbers that were known before it ran: published ones, or a
+calculation of our own. Every test says which. Those of public traces and of the landscape have files of their own.
 """
 
 from __future__ import annotations
 
-import csv
-import json
-from functools import lru_cache
 from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from reference import ran
 
-from cbsim.machine import simulate
 from cbsim.policy.graphs import CAPTURED
-from cbsim.results import metrics
-from cbsim.results.metrics import Steps
-from cbsim.results.record import STEP_COLUMNS, RequestRow
-from cbsim.scenario import catalog, demand, scenario
+from cbsim.scenario import catalog, scenario
 from cbsim.scenario.costs import ConstantCost, RooflineCost
-from cbsim.scenario.fields import ScenarioError
-from cbsim.scenario.scenario import Scenario
-from cbsim.workload import generators, traces
-
-CONV = "traces/azure2023/AzureLLMInferenceTrace_conv.csv"
-CODE = "traces/azure2023/AzureLLMInferenceTrace_code.csv"
-MOONCAKE = "traces/mooncake/conversation_trace.jsonl"
-AGENTIC = "traces/agentic/aiperf_agentic_code_200s_seed42.jsonl"
-
-
-class Ran(NamedTuple):
-    """A scenario that was simulated under one loop."""
-
-    scenario: Scenario
-    summary: dict[str, Any]
-    steps: Steps
-    rows: list[RequestRow]
-    fingerprint: str
-
-    def lane(self, name: str) -> np.ndarray[Any, Any]:
-        return self.steps.lane(name)
-
-
-@lru_cache(maxsize=32)
-def ran(name: str, loop: str, *overrides: str) -> Ran:
-    """Simulated in this process; nothing is written."""
-    asked = scenario.load(name, overrides)
-    load = generators.build(asked)
-    server = simulate.machine(asked, loop, load)
-    simulate.run(server)
-    steps = Steps(np.frombuffer(server.record.steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
-    rows = server.record.requests()
-    summary = metrics.summarise(
-        rows, steps, total_blocks=server.record.total_blocks, price_usd_hour=asked.hardware.price_usd_hour
-    )
-    return Ran(asked, summary, steps, rows, load.fingerprint())
-
-
-def data(path: str) -> Path:
-    """A public trace, or a skip that says where to get it: they are too large to ship."""
-    try:
-        return catalog.data(path)
-    except ScenarioError as missing:
-        pytest.skip(str(missing))
 
 
 def test_every_scenario_has_a_test_here() -> None:
     """One test or more for each scenario that comes with the project."""
-    tests = Path(__file__).read_text(encoding="utf-8")
+    files = Path(__file__).parent.glob("test_reference*.py")
+    tests = "".join(path.read_text(encoding="utf-8") for path in files)
     assert [name for name in catalog.names() if f'"{name}"' not in tests] == []
 
 
@@ -106,6 +56,7 @@ def test_worked_example_async() -> None:
 
 
 # -- 8k_b32 -----------------------------------------------------------------------------------------------------------
+
 
 SYNC_S, SYNC_ACTIVE = 300.6, 0.760  # published: Hugging Face, May 2026; 8B, batch 32, 8K generated tokens
 ASYNC_S, ASYNC_ACTIVE = 234.5, 0.994
@@ -237,226 +188,6 @@ def test_8k_prompt_b32_saves_little() -> None:
     sync, asynchronous = (ran("8k_prompt_b32", loop).summary for loop in ("sync", "async"))
     assert 0.9 < asynchronous["makespan_s"] / sync["makespan_s"] < 1
     assert sync["gpu_active"] > 0.95
-
-
-# -- real traces ------------------------------------------------------------------------------------------------------
-
-TRACES = {"azure_conv": CONV, "azure_code": CODE, "mooncake_conversation": MOONCAKE, "agentic": AGENTIC}
-
-
-@pytest.mark.parametrize(("name", "path"), [("azure_conv", CONV), ("azure_code", CODE)])
-def test_azure_requests_are_the_trace_s_rows(name: str, path: str) -> None:
-    """Request counts and token sums equal those of the file's first rows, read with the csv module alone; the first
-    arrives at 0 and the last as many seconds later as the timestamps say.
-    """
-    limit = 100
-    with data(path).open(newline="") as file:
-        rows = [row for _, row in zip(range(limit), csv.DictReader(file), strict=False)]
-    done = ran(name, "sync", f"workload.limit={limit}")
-    assert done.summary["requests"] == done.summary["requests_by_status"]["length"] == limit
-    assert done.summary["input_tokens"] == sum(int(row["ContextTokens"]) for row in rows)
-    assert done.summary["output_tokens"] == sum(int(row["GeneratedTokens"]) for row in rows)
-    first, last = (float(row["TIMESTAMP"][14:16]) * 60 + float(row["TIMESTAMP"][17:]) for row in (rows[0], rows[-1]))
-    assert [done.rows[0].arrival_ns, done.rows[-1].arrival_ns / 1e9] == [0, pytest.approx(last - first, abs=1e-6)]
-    assert done.summary["makespan_s"] > last - first
-
-
-def test_the_azure_scenarios_ask_for_rows_that_are_there() -> None:
-    """The limits in the files are 2,000, and the traces have 19,366 and 8,819 rows (their README)."""
-    for name, path, count in (("azure_conv", CONV, 19366), ("azure_code", CODE, 8819)):
-        assert len(traces.azure(data(path))) == count
-        assert scenario.load(name).workload.limit == 2000  # type: ignore[union-attr]
-
-
-def test_mooncake_requests_are_the_trace_s_rows_and_hit_the_cache() -> None:
-    """Counts and sums equal those of the file's first lines, read with the json module alone. Conversations come back,
-    so prefixes are found again; never more than all earlier prompts hold of them.
-    """
-    limit = 50
-    with data(MOONCAKE).open() as file:
-        rows = [json.loads(line) for _, line in zip(range(limit), file, strict=False)]
-    done = ran("mooncake_conversation", "sync", f"workload.limit={limit}")
-    assert done.summary["requests"] == done.summary["requests_by_status"]["length"] == limit
-    assert done.summary["input_tokens"] == sum(row["input_length"] for row in rows)
-    assert done.summary["output_tokens"] == sum(row["output_length"] for row in rows)
-    seen: set[int] = set()
-    most = 0
-    for row in rows:
-        known = [i in seen for i in row["hash_ids"]]
-        most += min((known.index(False) if False in known else len(known)) * 512, row["input_length"] - 1)
-        seen.update(row["hash_ids"])
-    assert 0 < done.summary["prefix_hit_tokens"] <= most
-    assert done.summary["prefix_hit_rate"] == done.summary["prefix_hit_tokens"] / done.summary["input_tokens"]
-
-
-def test_mooncake_infinite_cache_is_the_paper_s() -> None:
-    """External check: the paper's infinite cache hits 0.4006 of the conversation trace's tokens (FAST'25, Figure 9, at
-    100 M tokens and more). Read with our reader and counted by hash ids, whole 512-token blocks alone give less, and
-    counting the next, partly equal block too gives more: 0.373 and 0.414 (notes/metrics_and_reports.md).
-    """
-    rows = traces.mooncake(data(MOONCAKE))
-    seen: set[int] = set()
-    asked = whole = next_too = 0
-    for row in rows:
-        known = 0
-        while known < len(row.hash_ids) and row.hash_ids[known] in seen:
-            known += 1
-        seen.update(row.hash_ids)
-        asked += row.prompt_tokens
-        whole += min(known, row.prompt_tokens // 512) * 512
-        next_too += min((known + 1) * 512, row.prompt_tokens)
-    assert len(rows) == 12031
-    assert whole / asked == pytest.approx(0.374, abs=0.001)
-    assert next_too / asked == pytest.approx(0.414, abs=0.001)
-    assert whole / asked < 0.4006 < next_too / asked
-
-
-def test_mooncake_cache_as_simulated_is_the_infinite_one_where_it_fits() -> None:
-    """The block pool against the same count: 60 requests one after the other, a cache that never evicts and blocks of
-    512 tokens hit exactly the leading blocks seen before, but for the one token that has to be computed again.
-    """
-    limit = 60
-    rows = traces.mooncake(data(MOONCAKE), limit)
-    words = (
-        *(f"workload.limit={limit}", "workload.time_scale=1000", "kv_cache.block_size=512"),
-        *("kv_cache.num_blocks=3000", "cost={kind: constant, step_s: 0.001}"),
-    )
-    done = ran("mooncake_conversation", "sync", *words)
-    seen: set[int] = set()
-    for row, asked in zip(done.rows, rows, strict=True):
-        known = 0
-        while known < len(asked.hash_ids) and asked.hash_ids[known] in seen:
-            known += 1
-        seen.update(asked.hash_ids[: asked.prompt_tokens // 512])
-        assert row.cached_tokens == min(known, (asked.prompt_tokens - 1) // 512) * 512
-    assert done.summary["prefix_hit_tokens"] > 0
-
-
-def test_agentic_turns_follow_each_other() -> None:
-    """Sessions read with the json module alone: a turn's prompt is everything said before and its new tokens, it
-    arrives its delay after the turn before it ended, and only prompts beyond the model's 131,072 tokens are refused.
-    """
-    sessions: dict[str, list[dict[str, Any]]] = {}
-    with data(AGENTIC).open() as file:
-        for line in map(json.loads, file):
-            if line["session_id"] in sessions or len(sessions) < 2:
-                sessions.setdefault(line["session_id"], []).append(line)
-    done = ran("agentic", "sync", "workload.limit=2")
-    ended = metrics.token_times(done.rows, done.steps).last_token_ns
-    rows = iter(zip(done.rows, ended.tolist(), strict=True))
-    for name, turns in sessions.items():
-        said = before = 0
-        for number, turn in enumerate(turns):
-            row, end = next(rows)
-            assert (row.id, row.prompt_tokens) == (f"{name}/{number}", said + turn["input_length"])
-            assert row.status == ("length" if row.prompt_tokens < 131072 else "refused"), row
-            said = row.prompt_tokens + turn["output_length"]
-            if number and before:
-                assert row.arrival_ns - before == round(turn["delay"] * 1e6)
-            elif not number:
-                assert row.arrival_ns == round(turn["timestamp"] * 1e6)
-            before = end if row.status == "length" else 0
-    assert next(rows, None) is None
-    assert done.summary["prefix_hit_rate"] > 0.8
-
-
-@pytest.mark.parametrize("name", sorted(TRACES))
-def test_a_trace_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clear message: the field, the file, every place looked at, and where to get it; that page exists."""
-    (tmp_path / "empty").mkdir()
-    monkeypatch.setenv("CBSIM_DATA", str(tmp_path / "empty"))
-    monkeypatch.setattr(catalog, "data_folders", lambda: [tmp_path / "empty"])
-    with pytest.raises(ScenarioError) as error:
-        generators.build(scenario.load(name))
-    text = str(error.value)
-    assert text.startswith("workload.path: ")
-    assert TRACES[name] in text
-    assert str(tmp_path / "empty" / TRACES[name]) in text
-    assert "docs/data.md" in text
-    assert TRACES[name].rsplit("/", maxsplit=1)[1] in (catalog.ROOT / "docs" / "data.md").read_text()
-
-
-def test_the_user_s_data_folder_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """$CBSIM_DATA names a folder in which a scenario's path is found, before the project's own."""
-    place = tmp_path / CONV
-    place.parent.mkdir(parents=True)
-    place.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-        "2023-11-16 18:17:03.9799600,374,44\n2023-11-16 18:17:05.4799600,396,109\n"
-    )
-    monkeypatch.setenv("CBSIM_DATA", str(tmp_path))
-    specs = generators.build(scenario.load("azure_conv")).specs()
-    assert [(s.arrival_ns, s.prompt_tokens, s.output_tokens) for s in specs] == [
-        (0, 374, 44),
-        (1_500_000_000, 396, 109),
-    ]
-
-
-# -- landscape --------------------------------------------------------------------------------------------------------
-
-SEATS = {
-    "static": "scheduler.batch_size=64",
-    "transformers_fifo": "scheduler.max_requests_per_batch=64",
-    "transformers_prefill_first": "scheduler.max_requests_per_batch=64",
-    "vllm": "scheduler.max_num_seqs=64",
-}
-CONTINUOUS = [name for name in SEATS if name != "static"]
-
-
-def landscape(name: str, loop: str) -> Ran:
-    return ran("landscape", loop, f"scheduler.name={name}", SEATS[name])
-
-
-@pytest.mark.parametrize("name", CONTINUOUS)
-def test_landscape_static_then_continuous_then_async(name: str) -> None:
-    """The comparison of every introduction, with 64 seats for all: continuous batching beats static batching several
-    times over on mixed lengths, and asynchronous continuous batching beats synchronous; the same tokens are delivered.
-    """
-    static, sync, asynchronous = landscape("static", "sync"), landscape(name, "sync"), landscape(name, "async")
-    rates = [done.summary["output_tokens_per_s"] for done in (static, sync, asynchronous)]
-    assert rates[0] * 2 < rates[1] < rates[2]
-    assert len({done.summary["output_tokens"] for done in (static, sync, asynchronous)}) == 1
-    assert asynchronous.summary["gpu_active"] > sync.summary["gpu_active"]
-
-
-def test_landscape_is_one_workload() -> None:
-    """All schedulers and both loops serve the same requests: one fingerprint."""
-    prints = {landscape(name, loop).fingerprint for name in CONTINUOUS for loop in ("sync", "async")}
-    assert len(prints | {landscape("static", "sync").fingerprint}) == 1
-    assert ran("landscape", "sync", "seed=1").fingerprint not in prints
-
-
-def test_landscape_static_pays_for_padding() -> None:
-    """A static batch computes rows that have ended until its longest is done, and its prompts padded to the longest:
-    by our own count from the drawn lengths, batches of 64 in order of arrival. Continuous batching has next to none.
-    """
-    done = landscape("static", "sync")
-    computed = useful = steps = 0
-    for first in range(0, 512, 64):
-        batch = done.rows[first : first + 64]
-        longest = max(row.output_tokens for row in batch)
-        computed += 64 * (max(row.prompt_tokens for row in batch) + longest - 1)
-        useful += sum(row.prompt_tokens + row.output_tokens - 1 for row in batch)
-        steps += longest
-    assert done.summary["steps"] == steps
-    assert done.summary["computed_tokens"] == computed
-    assert done.summary["padding_tokens"] == computed - useful
-    assert landscape("vllm", "sync").summary["padding_share"] < 0.05
-
-
-def test_landscape_lengths_are_mixed() -> None:
-    """Log-normal lengths with the means that the file gives (512 and 256 tokens, clipped), within a tenth."""
-    rows = landscape("vllm", "sync").rows
-    asked = scenario.load("landscape").workload
-    assert isinstance(asked, demand.Synthetic)
-    for drawn, wanted in (
-        ([row.prompt_tokens for row in rows], asked.prompt_tokens),
-        ([row.output_tokens for row in rows], asked.output_tokens),
-    ):
-        assert isinstance(wanted, demand.LognormalLength)
-        assert np.mean(drawn) == pytest.approx(wanted.lognormal.mean, rel=0.1)
-        assert wanted.lognormal.low <= min(drawn) < max(drawn) <= (wanted.lognormal.high or 0)
-        assert np.std(drawn) / np.mean(drawn) > 0.5
 
 
 # -- rates ------------------------------------------------------------------------------------------------------------

@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from helpers import step_plan
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import SPEC, padded, plan
 
 from cbsim.cost.base import Cost
 from cbsim.cost.constant import ConstantCost
 from cbsim.cost.cpu import CpuCost, PhaseCost
 from cbsim.cost.fitted import Curve, FittedCost
 from cbsim.cost.roofline import Rates, RooflineCost, Weights
-from cbsim.policy.plan import Chunk, StepPlan
-from cbsim.policy.request import RequestSpec
 from cbsim.scenario import shapes
 from cbsim.scenario.scenario import Scenario
 from cbsim.server import assemble
 
-SPEC = RequestSpec(0, "0", 0, 4096, 8, 8)
 FREE = CpuCost({})
-Chunks = tuple[tuple[int, int], ...]
-
-
-def plan(decodes: int = 0, context: int = 0, chunks: Chunks = (), *, outputs: int = 1, **more: Any) -> StepPlan:
-    """A plan of decoding rows that read `context` tokens together, and of chunks, each (start, tokens)."""
-    listed = tuple(Chunk(SPEC, i, start, tokens, (), outputs) for i, (start, tokens) in enumerate(chunks))
-    return step_plan(listed, decodes=decodes, decode_context=context, **more)
-
-
-def padded(step: StepPlan, padding: int) -> StepPlan:
-    work = step.work
-    return step._replace(work=work._replace(chunks=tuple(c._replace(padding=padding) for c in work.chunks)))
 
 
 # -- CPU --------------------------------------------------------------------------------------------------------------
@@ -81,6 +65,7 @@ def test_constant_charges_the_context_of_rows_that_have_ended() -> None:
 
 
 # -- fitted -----------------------------------------------------------------------------------------------------------
+
 
 FITTED = FittedCost(
     cpu_ns=FREE,
@@ -129,6 +114,7 @@ def test_a_curve_is_straight_between_its_points() -> None:
 
 
 # -- roofline ---------------------------------------------------------------------------------------------------------
+
 
 RATES = Rates(flops_prefill=1e9, flops_decode=0.5e9, bytes_weights=1e8, bytes_kv=2e8, bytes_pcie=1e6)
 WEIGHTS = Weights(linear=1000, head=200, hidden=10, attention_flop=40, bytes=2, kv_bytes=100)
@@ -192,6 +178,7 @@ def test_roofline_of_a_scenario_has_the_data_sheets_numbers() -> None:
 
 
 # -- all --------------------------------------------------------------------------------------------------------------
+
 
 COSTS = pytest.mark.parametrize(
     "cost", [ConstantCost(FREE, 1000, 10, 5, 1), FITTED, roofline(1e-6)], ids=["constant", "fitted", "roofline"]

@@ -11,7 +11,7 @@ import packs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cost import padded, plan
+from plans import padded, plan
 
 from cbsim.cost.bundle import Bundle, Experts
 from cbsim.cost.cpu import CpuCost

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 from calls import ROOT, SMALL, call, environment, refused, runs
-from test_replay import GOLDEN, _no_pictures, golden_run, original, replayed, run  # noqa: F401
+from recordings import GOLDEN, golden_run, replayed
 
 from cbsim.results import directory
 from cbsim.server.replan import rederive
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.mark.parametrize("loop", ["sync", "async"])
@@ -164,7 +166,7 @@ def test_the_marker_says_why(small: Path, out: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_broken_directory(
-    run: Path,  # noqa: F811
+    run: Path,
     name: str,
     content: bytes,
     words: str,
@@ -178,12 +180,12 @@ def test_a_broken_directory(
     assert words in err
 
 
-def test_a_missing_summary_is_not_bad_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_a_missing_summary_is_not_bad_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "summary.json").unlink()
     assert replayed(run, capsys)[2] == f"cbsim: {run / 'summary.json'}: cannot be read: No such file or directory\n"
 
 
-def test_steps_of_another_type(run: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_steps_of_another_type(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A table whose columns hold text or nothing is no step table."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -194,7 +196,7 @@ def test_steps_of_another_type(run: Path, capsys: pytest.CaptureFixture[str]) ->
         assert replayed(run, capsys)[0] == 1
 
 
-def test_requests_of_another_type(run: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_requests_of_another_type(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,87 +14,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from recordings import GOLDEN, SESSIONS, WORKLOADS, column, golden_run, recorded, replayed
 
 from cbsim.cli.parser import main
-from cbsim.draw import render
 from cbsim.results import directory
 from cbsim.server import replan
 from cbsim.server.replan import rederive
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 SCHEDULERS = ("static", "transformers_fifo", "transformers_prefill_first", "vllm")
 LOOPS = ("sync", "async")
-BASE = """\
-question: Do the plans follow from the record?
-model: llama-3.2-1b
-hardware: rtx-4090
-scheduler: {name: vllm, max_num_seqs: 8, max_num_batched_tokens: 64}
-kv_cache: {block_size: 16, num_blocks: 40}
-workload:
-"""
-WORKLOADS = {
-    # 39 usable blocks of 16 for 8 seats of up to 200 tokens: requests are preempted
-    "tight": """\
-  kind: synthetic
-  requests: 30
-  prompt_tokens: {uniform: {low: 5, high: 100}}
-  output_tokens: {uniform: {low: 1, high: 100}}
-""",
-    "poisson": """\
-  kind: synthetic
-  requests: 40
-  prompt_tokens: {lognormal: {mean: 40, sigma: 1, low: 1, high: 150}}
-  output_tokens: {lognormal: {mean: 20, sigma: 1, low: 1, high: 100}}
-  arrivals: {kind: gamma, rate_per_s: 60, burstiness: 0.3}
-  shared_prefix_tokens: 40
-  stop_early: true
-""",
-    "closed_loop": """\
-  kind: synthetic
-  requests: 40
-  prompt_tokens: {uniform: {low: 5, high: 100}}
-  output_tokens: {uniform: {low: 1, high: 40}}
-  arrivals: {kind: closed_loop, users: 6, think_s: 0.02}
-""",
-    "sessions": "  kind: agentic\n  path: sessions.jsonl\n",
-}
-SESSIONS = [
-    {"session_id": "a", "timestamp": 0, "input_length": 40, "output_length": 9, "hash_ids": [0]},
-    {"session_id": "b", "timestamp": 3, "input_length": 50, "output_length": 20, "hash_ids": [0]},
-    {"session_id": "a", "delay": 12.5, "input_length": 30, "output_length": 30, "hash_ids": [7]},
-    {"session_id": "c", "timestamp": 30, "input_length": 90, "output_length": 5, "hash_ids": [3]},
-    {"session_id": "b", "delay": 0, "input_length": 17, "output_length": 1, "hash_ids": [8]},
-    {"session_id": "a", "delay": 1, "input_length": 16, "output_length": 16, "hash_ids": [9]},
-    {"session_id": "b", "delay": 40, "input_length": 700, "output_length": 8, "hash_ids": [1, 2]},  # refused: no room
-    {"session_id": "b", "delay": 4, "input_length": 5, "output_length": 8, "hash_ids": [11]},
-]
-
-
-@pytest.fixture(autouse=True)
-def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing is most of a small run's time, and replay looks at no picture."""
-    monkeypatch.setattr(render, "png", lambda chart: b"")
-
-
-def recorded(folder: Path, kind: str, *overrides: str) -> Path:
-    """The directory of a run of both loops or one, made by the command."""
-    (folder / "sessions.jsonl").write_text("".join(json.dumps(turn) + "\n" for turn in SESSIONS))
-    file = folder / "asked.yaml"
-    file.write_text(BASE + WORKLOADS[kind])
-    return made(file, *overrides)
-
-
-def made(file: Path, *overrides: str) -> Path:
-    out = file.parent / "out"
-    words = [part for override in overrides for part in ("--set", override)]
-    assert main(["run", str(file), *words, "--out", str(out), "--quiet"]) == 0
-    (path,) = out.iterdir()
-    return path
-
-
-def column(path: Path, name: str) -> list[Any]:
-    values: list[Any] = pq.read_table(path)[name].to_pylist()
-    return values
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -125,21 +54,6 @@ GOLDENS = {
     "x0096_cancel_prefill_first_async_noshare_bs32": "transformers_prefill_first",
     "x0104_tinycancel_fifo_sync_share_bs4": "transformers_fifo",
 }
-GOLDEN_RUN = """\
-question: Do cancels replay?
-model: llama-3.2-1b
-hardware: rtx-4090
-workload: {kind: golden, path: given.json}
-cost: {kind: constant, step_s: 0.01}
-"""
-
-
-def golden_run(folder: Path, packed: Path, settings: str) -> Path:
-    """The directory of a run of a golden workload."""
-    folder.mkdir(exist_ok=True)
-    (folder / "given.json").write_bytes(gzip.decompress(packed.read_bytes()))
-    (folder / "asked.yaml").write_text(GOLDEN_RUN + settings)
-    return made(folder / "asked.yaml")
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -172,19 +86,6 @@ def test_a_vllm_workload_with_aborts(name: str, loop: str, tmp_path: Path) -> No
 # -- what was altered -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(render, "png", lambda chart: b"")
-        return recorded(tmp_path_factory.mktemp("original"), "tight", "loop.mode=async")
-
-
-@pytest.fixture
-def run(original: Path, tmp_path: Path) -> Path:
-    """A copy of a run that may be spoiled."""
-    return Path(shutil.copytree(original, tmp_path / "run"))
-
-
 def alter(file: Path, name: str, row: int, change: Callable[[Any], Any]) -> None:
     """Change one cell of a table."""
     table = pq.read_table(file)
@@ -192,14 +93,6 @@ def alter(file: Path, name: str, row: int, change: Callable[[Any], Any]) -> None
     cells = table[name].to_pylist()
     cells[row] = change(cells[row])
     pq.write_table(table.set_column(place, name, pa.array(cells, table[name].type)), file)
-
-
-def replayed(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Status, stdout and stderr of the command; never a traceback."""
-    status = main(["replan", str(path)])
-    said = capsys.readouterr()
-    assert "Traceback" not in said.err
-    return status, said.out, said.err
 
 
 def test_untouched(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,5 @@
 """Calibration: coefficients that are known come back from made-up steps, the file is one the simulator reads, and the
-probes are scenarios on every scheduler. How long anything took here is never looked at.
+command says what to do next. How long anything took here is never looked at.
 """
 
 from __future__ import annotations
@@ -9,101 +9,27 @@ import io
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from helpers import step_plan
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="the engine needs torch")
 
-from served import INLINE, LOOPS, SCHEDULERS, asked, spec
+from made_up_steps import CPU, D2H, EAGER_S, H2D, LAYERS, MATRICES, compute_s, made_up, plan, simulated
+from served import asked, spec
 
 from cbengine import build
 from cbengine.cli import parser
 from cbengine.errors import UsageError
-from cbengine.measure import calibrate, probes
+from cbengine.measure import calibrate
 from cbengine.measure.calibrate import CPU_TERMS, GPU_TERMS
-from cbengine.measure.equal_steps import EqualSteps, equal_steps
-from cbengine.measure.probes import Line, Probe, Reach, Table
+from cbengine.measure.probes import Table
 from cbsim.cli import parser as simulator
 from cbsim.cost.cpu import PHASES
 from cbsim.cost.fitted import Curve
-from cbsim.policy.plan import Chunk, StepPlan
-from cbsim.results.metrics import Steps
-from cbsim.results.record import STEP_COLUMNS
+from cbsim.policy.plan import Chunk
 from cbsim.scenario import documents, scenario
 from cbsim.scenario.costs import Coefficients
-from cbsim.scenario.scenario import Scenario
-from cbsim.server import assemble
-from cbsim.workload import generators
-
-KERNELS = {  # seconds
-    "per_chunk_s": 3e-4,
-    "per_cached_token_s": 2e-7,
-    "per_prefill_attention_s": 4e-8,
-    "per_decode_row_s": 5e-5,
-}
-MATRICES = Curve([1, 64, 128], [2e-3, 2.5e-3, 6e-3])  # flat, then steep
-READS = Curve([0, 512, 4096], [0.0, 1e-3, 2e-3])
-CPU = {
-    phase: {"base_s": 1e-4 * (i + 1), "per_request_s": 1e-6 * i, "per_chunk_s": 3e-5, "per_change_s": 2e-5}
-    for i, phase in enumerate(PHASES)
-}
-LAYERS, EAGER_S = 2, 3e-4
-H2D, D2H = 7e-6, 9e-6
-
-
-def compute_s(tokens: int, chunks: int, cached: int, pairs: float, decodes: int, context: int) -> float:
-    """What the kernels of made-up steps take."""
-    counts = (chunks, cached, pairs, decodes)
-    linear = sum(each * count for each, count in zip(KERNELS.values(), counts, strict=True))
-    return linear + MATRICES(tokens) + READS(context)
-
-
-def made_up(count: int, seed: int, noise: float) -> Table:
-    """Steps that take what KERNELS, both curves and CPU say, give or take `noise`; those with chunks are eager."""
-    rng = np.random.default_rng(seed)
-
-    def ns(seconds: float) -> int:
-        return round(seconds * 1e9 * (1 + noise * rng.standard_normal()))
-
-    table = Table()
-    for _ in range(count):
-        chunks, decodes = int(rng.integers(0, 3)), int(rng.integers(1, 17))
-        prefill, cached = chunks * int(rng.integers(2, 64)), chunks * int(rng.integers(0, 90))
-        pairs, context = prefill * float(rng.integers(1, 80)), decodes * int(rng.integers(8, 320))
-        tokens, rows, blocks = prefill + decodes, chunks + decodes, context // 16 + 1
-        changes = int(rng.integers(0, 3))
-        counts = (1, rows, chunks, changes)
-        phases = {name: float(np.dot(list(CPU[name].values()), counts)) for name in PHASES}
-        phases["launch"] += EAGER_S * (chunks > 0)
-        table.lines.append(
-            Line(
-                *(tokens, chunks, prefill, cached, pairs, decodes, context, rows, tokens, blocks, changes, context),
-                eager=chunks > 0,
-                bound=False,
-                **{name: ns(seconds) for name, seconds in phases.items()},
-                h2d=ns(H2D),
-                compute=ns(compute_s(tokens, chunks, cached, pairs, decodes, context)),
-                d2h=ns(D2H),
-            )
-        )
-    return table
-
-
-def plan(chunks: tuple[Chunk, ...], **counts: int) -> StepPlan:
-    """A plan of these chunks and counts, and nothing else."""
-    return step_plan(chunks, **counts)
-
-
-def simulated(table: Table) -> Any:
-    """The simulator's cost model with what a calibration makes of these steps."""
-    found = calibrate.calibration(table, LAYERS)
-    base = asked("vllm").model_dump(mode="json")
-    return assemble.cost_model(Scenario.model_validate(base | {"cost": {"kind": "fitted", **found.coefficients}}))
 
 
 def test_known_coefficients_come_back() -> None:
@@ -172,109 +98,6 @@ def test_too_few_steps() -> None:
     calibrate.calibration(made_up(24, 1, 0.0), LAYERS)
 
 
-# -- the steps --------------------------------------------------------------------------------------------------------
-
-
-def steps_of(**edges: list[int]) -> Steps:
-    """A step table with these columns, 0 in all others."""
-    rows = np.zeros((len(next(iter(edges.values()))), len(STEP_COLUMNS)), dtype=np.int64)
-    for name, values in edges.items():
-        rows[:, list(STEP_COLUMNS).index(name)] = values
-    return Steps(rows)
-
-
-def test_a_line_counts_from_launch_to_kernels_and_from_kernels_to_the_cpu() -> None:
-    """Kernels begin 5 after the launch and end at 40; the CPU has the result at 47. Padding counts as decoding rows."""
-    steps = steps_of(
-        padded_tokens=[8], launch_start_ns=[10], launch_end_ns=[15], compute_start_ns=[20], compute_end_ns=[40],
-        await_end_ns=[47], context_tokens=[99],
-    )  # fmt: skip
-    at = {name: int(steps.table[0][i]) for i, name in enumerate(STEP_COLUMNS)}
-    line = probes._line(plan((), decodes=5, decode_context=94), at, [8, 16])
-    assert (line.launch, line.h2d, line.compute, line.d2h, line.read) == (5, 5, 20, 7, 99)
-    assert (line.tokens, line.decodes, line.query_tokens, line.eager) == (8, 8, 5, False)
-
-
-@pytest.mark.parametrize(("end", "bound"), [(1010, True), (1400, False)])
-def test_kernels_that_end_with_their_launch_were_bound_by_it(end: int, bound: bool) -> None:
-    steps = steps_of(padded_tokens=[20], launch_end_ns=[1000], compute_start_ns=[0], compute_end_ns=[end])
-    at = {name: int(steps.table[0][i]) for i, name in enumerate(STEP_COLUMNS)}
-    line = probes._line(plan((Chunk(spec(0, 90, 4), 0, 0, 20, (), 0),)), at, [8, 16])
-    assert (line.eager, line.bound, line.h2d) == (True, bound, 0)
-    assert not probes._line(plan((Chunk(spec(0, 90, 4), 0, 0, 20, (), 0),)), at, []).eager, "launched in one go"
-
-
-def test_the_gap_is_that_of_steps_which_waited() -> None:
-    """Steps 1 and 2 were launched while the one before ran and began 3 and 5 later; step 3 was late itself."""
-    steps = steps_of(
-        launch_end_ns=[0, 12, 112, 400], compute_start_ns=[10, 103, 205, 450], compute_end_ns=[100, 200, 300, 500]
-    )
-    assert probes._gaps(steps).tolist() == [3, 5]
-    assert len(probes._gaps(steps_of(launch_end_ns=[5]))) == 0
-
-
-def test_of_the_asynchronous_loop_count_kernels_that_did_not_wait() -> None:
-    """Steps that were launched in one go while the one before ran: not the late one, not the eager one. What the CPU
-    took in that loop is not used.
-    """
-    table, n = Table(), 7
-    plans = [plan((), decodes=4, decode_context=400)] * (n - 1)
-    plans.append(plan((Chunk(spec(0, 90, 4), 0, 0, 20, (), 0),)))
-    start = np.arange(n) * 100
-    launched = start - 50
-    launched[5] = 499  # after the kernels of step 4 had ended
-    times = {"launch_end_ns": launched, "compute_start_ns": start, "compute_end_ns": start + 80}
-    table.add_ahead(plans, steps_of(rows=[4] * n, padded_tokens=[8] * 6 + [20], **times), [8, 16])
-    assert [(line.tokens, line.compute, line.ahead) for line in table.lines] == [(8, 80, True)] * 2
-    assert table.alone().lines == []
-
-
-def test_equal_steps_of_both_loops_are_compared() -> None:
-    """By what they computed. Kernels that waited for their launch are longer, and only synchronous ones may wait: of
-    the asynchronous loop only steps that were launched ahead count.
-    """
-    n = 12
-    start = np.arange(n) * 1000
-    context = np.arange(n) // 2 * 16
-    same = {"rows": [4] * n, "padded_tokens": [8] * n, "context_tokens": context, "compute_start_ns": start}
-    alone = steps_of(**same, launch_end_ns=start + 20, compute_end_ns=start + 530)
-    ahead = steps_of(**same, launch_end_ns=start - 600, compute_end_ns=start + 500)
-    found = equal_steps([(alone, ahead)])
-    assert found is not None
-    assert (found.steps, found.sync_s, found.async_s) == pytest.approx((5, 530e-9, 500e-9))
-    assert found.difference_s == pytest.approx(30e-9)
-    assert str(found) == (
-        "kernels of 5 equal steps: 0.5 us synchronous, 0.5 us asynchronous, difference +0.0 us (+6.00%)"
-    )
-    assert equal_steps([(alone, alone)]) is None, "nothing was launched ahead"
-    assert equal_steps([]) is None
-
-
-def test_waiting_for_a_launch_is_no_work_of_the_kernels() -> None:
-    """Replayed steps of the synchronous loop are told as longer by what they wait; the fit takes that off, and leaves
-    eager steps and those that were launched ahead as they are.
-    """
-    clean, waited_ns = made_up(600, 1, 0.0), 40_000
-    late = [
-        line._replace(compute=line.compute + waited_ns * (not line.eager and i % 2 == 0), ahead=i % 2 == 1)
-        for i, line in enumerate(clean.lines)
-        if i % 2 == 0 or not line.eager
-    ]
-    table = Table(late, equal=EqualSteps(9, 1e-3, 9.6e-4, waited_ns / 1e9))
-    same = Table(
-        [line._replace(compute=line.compute - waited_ns * (not line.eager and not line.ahead)) for line in late]
-    )
-    found, right = (calibrate.calibration(one, LAYERS).coefficients for one in (table, same))
-    assert found["query_tokens"] == right["query_tokens"]
-    assert found["context_tokens"] == right["context_tokens"]
-
-
-@pytest.mark.parametrize("missing", [(), ("ahead",)])
-def test_steps_of_older_files_are_those_of_the_synchronous_loop(missing: tuple[str, ...]) -> None:
-    made = made_up(30, 1, 0.0)
-    assert Table.of(made.arrow().drop_columns(list(missing))).lines == made.lines
-
-
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
@@ -332,86 +155,6 @@ def test_a_file_that_is_there_is_kept_until_the_end(tmp_path: Path) -> None:
     file.write_text("the last one")
     calibrate.check_writable(file)
     assert file.read_text() == "the last one"
-
-
-# -- probes -----------------------------------------------------------------------------------------------------------
-
-HOSTILE = (  # what a base scenario may say, and a probe has to do without
-    "workload.requests=3",
-    "kv_cache.num_blocks=2",
-    "slo={ttft_s: 1}",
-)
-VLLM = (
-    "scheduler.enable_chunked_prefill=false",
-    "scheduler.max_model_len=20",
-    "scheduler.max_num_seqs=1",
-    "scheduler.max_num_batched_tokens=8192",
-    "scheduler.enable_prefix_caching=true",
-)
-
-
-@settings(max_examples=40)
-@given(
-    rows=st.integers(1, 80), longest=st.integers(1, 500), tokens=st.integers(1, 300), context=st.integers(1, 9000),
-    quick=st.booleans(),
-)  # fmt: skip
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_probes_are_scenarios(scheduler: str, rows: int, longest: int, tokens: int, context: int, quick: bool) -> None:
-    """Whatever the reach and the base: each has a cache for all seats at once, so that nothing is refused or preempted,
-    and a device of the right size follows from it.
-    """
-    base = BASES[scheduler]
-    for probe in probes.probes(Reach(rows, longest, tokens, context), quick=quick):
-        assert 1 <= probe.low <= probe.prompt
-        assert probe.prompt + probe.output <= max(longest, probes.SHORTEST)
-        assert probe.seats <= rows
-        ready = probes._scenario(base, probe)
-        assert Scenario.model_validate(ready.model_dump(mode="json")) == ready
-        options: Any = scenario.scheduler_options(ready, 1)
-        assert options.num_blocks * options.block_size >= probe.seats * (probe.prompt + probe.output)
-        sizes = build.capacity(options, generators.build(ready).specs())
-        assert sizes.slots <= max(probe.seats, probe.requests)
-
-
-BASES = {one: asked(one, *HOSTILE, *(VLLM if one.startswith("vllm") else ())) for one in SCHEDULERS}
-
-
-def test_probes_cover_what_was_asked_for() -> None:
-    """All seats, whole prompts, chunks, one request alone, as much context as asked for; `quick` shortens outputs."""
-    for quick in (False, True):
-        found = probes.probes(Reach(16, 160, 128, 1000), quick=quick)
-        assert max(probe.seats for probe in found) == 16
-        assert min(probe.seats for probe in found) == 1
-        assert max(probe.prompt + probe.output for probe in found) == 160
-        assert any(probe.chunk >= probe.prompt for probe in found)
-        assert any(probe.chunk < probe.prompt for probe in found)
-        assert max(probe.seats * probe.low for probe in found) >= 0.8 * 1000
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_what_a_base_scenario_says_of_its_loop_does_not_matter(loop: str) -> None:
-    """Probes run the synchronous loop, in which every step has its own time; some run the other one, too."""
-    base, said = asked("vllm", f"loop.mode={loop}"), []
-    few = Probe("few", 3, 2, 1, 6, 8, 6)
-    table = probes.measure(base, INLINE, [few, few._replace(ahead=True)], said.append)
-    assert said[:2] == ["probe 1 of 2: few", "probe 2 of 2: few, in both loops"]
-    assert table.lines
-    assert all(line.requests >= 1 and line.d2h >= 0 and not line.eager for line in table.lines)
-    assert Table.of(table.arrow()).lines == table.lines
-
-
-@pytest.mark.parametrize(
-    ("rows", "longest", "words"),
-    [
-        (4, 9000, "--longest: got 9000, must be <= 8192, model.max_position"),
-        (10**12, 8192, "calibrate: --rows, --longest or --tokens is too large: kv_cache.num_blocks: got "),
-    ],
-)
-def test_sizes_that_cannot_be(rows: int, longest: int, words: str) -> None:
-    reach = Reach(rows, longest, 8192, 10**15)
-    with pytest.raises(UsageError) as error:
-        calibrate.calibrate(asked("vllm"), INLINE, lambda _: None, reach=reach, quick=True)
-    assert str(error.value).startswith(words)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

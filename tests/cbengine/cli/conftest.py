@@ -1,0 +1,5 @@
+"""What tests of the engine's command line start from: a small scenario, and a folder of weights."""
+
+from __future__ import annotations
+
+from engine_calls import folder, small  # noqa: F401 - fixtures

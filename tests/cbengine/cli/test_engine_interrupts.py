@@ -1,0 +1,148 @@
+"""The engine interrupted or killed: a directory that can be read, and no worker that is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the engine needs torch")
+pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
+
+from calls import ROOT, Said, read, runs
+from engine_calls import call, derived, refused
+from served import LOOPS
+
+from cbengine import build
+from cbengine.device.clock import WallClock
+from cbsim.cli import parser as simulator
+from cbsim.results import directory
+from cbsim.server.progress import Progress
+
+
+@contextlib.contextmanager
+def started(*words: object) -> Iterator[subprocess.Popen[str]]:
+    """The command in a process of its own, in a group of its own as a terminal makes one, until it has served a few
+    requests and said so. Its stderr ends when the last process that holds it has ended, workers included.
+    """
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cbengine", "replay", "tiny_cpu", "--loop", "sync", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+        start_new_session=True,
+    )
+    try:
+        assert process.stderr
+        line = process.stderr.readline()
+        assert " requests, " in line, line + process.stderr.read()
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+LONG = ("--set", "workload.requests=5000", "--set", "kv_cache.num_blocks=200")
+
+
+def test_an_interrupt_leaves_a_readable_directory(out: Path) -> None:
+    """Ctrl-C reaches the worker, too: it goes on until the step is done. One message, exit status 1, all processes
+    gone, no complaint of a resource left behind; the directory says that it is incomplete, and its plans are right.
+    """
+    with started(*LONG, "--device", "process", "--out", out) as process:
+        os.killpg(process.pid, signal.SIGINT)
+        said, told = process.communicate(timeout=60)
+    (path,) = runs(out)
+    assert (process.returncode, said) == (1, "")
+    lines = [line for line in told.splitlines() if not line.startswith("sync: ")]
+    assert lines == [f"cbengine: interrupted: what was measured until then is in {path}"]
+    run = directory.load(path)
+    assert str(run.incomplete).startswith("interrupted, after ")
+    assert len(run.steps) > 0
+    derived(path)
+
+
+def interrupted(said: Said, out: Path, loop: str) -> None:
+    """Exit status 1, one message, and a directory that can be read, said to be incomplete."""
+    (path,) = out.glob(f"*-{loop}-*")
+    refused(said, 1, f"cbengine: interrupted: what was measured until then is in {path}")
+    run = directory.load(path)
+    assert str(run.incomplete).startswith("interrupted, after ")
+    assert read(path / "summary.json")["complete"] is False
+    if read(path / "env.json")["engine"] == "cbengine":
+        derived(path)
+    else:
+        said = call("replan", path, of=simulator.main)
+        assert (said.status, said.out) == (1, "")
+        assert "which records no plans to derive again" in said.err
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("words", [("inline",), ("modelled",), ("inline", "--engine", "transformers")], ids=" ".join)
+def test_an_interrupt_ends_a_run_after_a_step(
+    small: Path, out: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], loop: str
+) -> None:
+    """Ctrl-C in the middle of the run, whoever serves; afterwards Ctrl-C means what it meant before."""
+    before, told = signal.getsignal(signal.SIGINT), []
+    step = Progress.__call__
+
+    def pressed(self: Progress, now_ns: int) -> None:
+        told.append(now_ns)
+        if len(told) == 4:
+            signal.raise_signal(signal.SIGINT)
+        step(self, now_ns)
+
+    monkeypatch.setattr(Progress, "__call__", pressed)
+    budget = ("--set", "scheduler={name: transformers_fifo, max_batch_tokens: 64}") if len(words) > 1 else ()
+    said = call("replay", small, "--loop", loop, "--quiet", *budget, "--out", out, "--device", *words)
+    interrupted(said, out, loop)
+    assert len(told) == 4
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_an_interrupt_is_heard_while_nothing_arrives(small: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second request is two minutes away; the wait for it is cut into naps."""
+    monkeypatch.setattr(WallClock, "wait_until", lambda *_: signal.raise_signal(signal.SIGINT))
+    arrivals = ("--set", "workload.arrivals={kind: constant, rate_per_s: 0.008}")
+    interrupted(call("replay", small, "--device", "inline", "--loop", "sync", *arrivals, "--out", out), out, "sync")
+
+
+@pytest.mark.parametrize("at", ["adapted", "executor_plan", "ops"])
+def test_an_interrupt_before_the_run(small: Path, out: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """While the scenario is read or the model loads: one message, nothing written."""
+
+    def pressed(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(build, at, pressed)
+    assert call("replay", small, "--device", "inline", "--out", out) == Said(1, "", "cbengine: interrupted\n")
+    assert not out.exists()
+
+
+def test_a_second_interrupt_ends_the_process(out: Path) -> None:
+    """... in the middle of a step that has seconds to go."""
+    slow = ("--inject", "schedule=2000", "--inject", "update=2500", "--inject", "prepare=2500")
+    with started(*slow, "--device", "modelled", "--out", out) as process:
+        while process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+        assert process.returncode == -signal.SIGINT
+
+
+def test_a_driver_that_is_killed_leaves_no_worker(out: Path) -> None:
+    """The worker notices, and says nothing."""
+    with started(*LONG, "--device", "process", "--out", out) as process:
+        process.kill()
+        said, told = process.communicate(timeout=60)  # returns when the worker has closed its end, too
+    assert process.returncode == -signal.SIGKILL
+    assert said == ""
+    assert "Error" not in told.replace("BrokenPipeError", "")

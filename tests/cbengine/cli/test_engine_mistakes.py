@@ -1,0 +1,201 @@
+"""A user's mistakes on the engine's command line: one message that names them, and never a traceback."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the engine needs torch")
+pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
+
+import folders
+import torch
+from calls import ROOT, read, runs
+from engine_calls import call, refused
+
+import cbengine.cli
+from cbengine.cli.arguments import DEVICES
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--temperature=-1",), ("--temperature: got -1.0", ">= 0")),
+        (("--temperature=nan",), ("--temperature: got nan", "finite")),
+        (("--temperature=inf",), ("--temperature: got inf", "finite")),
+        (("--temperature=warm",), ("argument --temperature", "'warm'")),
+        (("--top-k=-1",), ("--top-k: got -1", ">= 0")),
+        (("--top-k=1.5",), ("argument --top-k", "'1.5'")),
+        (("--top-p=0",), ("--top-p: got 0.0", "> 0 and <= 1")),
+        (("--top-p=1.01",), ("--top-p: got 1.01", "> 0 and <= 1")),
+        (("--top-p=nan",), ("--top-p: got nan", "> 0 and <= 1")),
+        (("--sampling-seed=-1",), ("--sampling-seed: got -1", ">= 0")),
+        (("--sampling-seed=",), ("argument --sampling-seed", "''")),
+        (("--seed=-1",), ("seed: got -1", "must be >= 0")),
+        *(
+            (("--inject", text), ("argument --inject", repr(text), "schedule, prepare, launch, update", "0 to 10000"))
+            for text in ("", "prepare", "prepare=", "prepare=x", "prepare=nan", "prepare=-1", "await=1", "launch=10001")
+        ),
+        (("--profile=0",), ("argument --profile", "'0'", ">= 1")),
+        (("--profile=5",), ("--profile: needs --device cuda",)),
+        (("--device=tpu",), ("argument --device", "'tpu'", *DEVICES)),
+        (("--engine=vllm",), ("argument --engine", "'vllm'", "transformers")),
+        (("--weights=nowhere",), ("nowhere/config.json: cannot be read",)),
+        (("--set", "model.head_dim=7"), ("model.head_dim: got 7, must be even",)),
+        (("--set", "model.kv_heads=3"), ("model.kv_heads: got 3, must divide model.heads (4)",)),
+        (
+            ("--set", "model.max_position=5", "--set", "scheduler.name=static"),
+            ("model.max_position: got 5, must be > ", "the longest prompt"),
+        ),
+        (("--set", "model.layers=1e9"), ("model: the weights of small take up to", "GB free")),
+        (("--set", "kv_cache.num_blocks=1e7", "--set", "model.layers=200"), ("kv_cache.num_blocks: ", "GB free")),
+        (("--set", "scheduler.max_num_seqs=0"), ("scheduler.max_num_seqs: got 0, must be >= 1",)),
+        (("--check", "speed>1"), ("--check 'speed>1': unknown metric",)),
+        (("--window", "1:nan"), ("argument --window", "0 <= A < B")),
+        (("--trace-steps", "5:2"), ("argument --trace-steps", "0 <= A < B")),
+    ],
+    ids=" ".join,
+)
+def test_a_bad_option_is_named(small: Path, out: Path, words: tuple[str, ...], says: tuple[str, ...]) -> None:
+    """Option or field, value and bound; nothing is written."""
+    refused(call("replay", small, "--device", "inline", "--loop", "sync", "--out", out, *words), 2, *says)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--device", "modelled"), "takes no --device modelled: "),
+        (("--temperature", "1", "--inject", "launch=1"), "takes no --temperature, --inject: "),
+        (("--stop-at-end-tokens",), "takes no --stop-at-end-tokens: "),
+        (("--sampling", "own.jsonl"), "takes no --sampling: "),
+        (("--set", "model.hidden=34"), "model.hidden: got 34, must be a multiple of model.heads (4)"),
+    ],
+)
+def test_what_the_peer_cannot_do(
+    small: Path, out: Path, words: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options that Hugging Face's batching would silently ignore, or die of, are refused."""
+    monkeypatch.chdir(small.parent)
+    Path("own.jsonl").write_text('{"id": "0", "temperature": 1}')
+    said = call("replay", small, "--device", "inline", "--engine", "transformers", "--out", out, *words)
+    refused(said, 2, f"--engine transformers: {says}")
+    assert not out.exists()
+
+
+def test_the_peer_does_what_it_can(small: Path, out: Path) -> None:
+    """Work that takes no time is none; graphs are the GPU's matter. The printed command has the engine in it."""
+    words = ("--engine", "transformers", "--device", "inline", "--inject", "launch=0", "--no-cuda-graphs")
+    few = ("--set", "scheduler={name: transformers_fifo, max_batch_tokens: 64}", "--loop", "sync")
+    said = call("replay", small, *words, *few, "--out", out)
+    assert said.status == 0, said
+    assert "--engine transformers --device inline --inject launch=0 --no-cuda-graphs" in said.out
+    assert read(runs(out)[0] / "env.json")["engine"].startswith("transformers 5.")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), ("COMMAND",)),
+        (("serve",), ("'serve'", "replay")),
+        (("replay",), ("scenario",)),
+        (("replay", ""), ("unknown scenario ''", "tiny_cpu")),
+        (("replay", "nowhere.yaml"), ("nowhere.yaml",)),
+        (("replay", str(ROOT)), (f"{ROOT}: is a folder",)),
+        (("calibrate",), ("--out",)),
+        (("calibrate", "--out", "x", "--device", "inline"), ("--device", "'inline'", "process", "cuda")),
+        (("calibrate", "--out", "x", "--rows", "0"), ("--rows", "'0'", ">= 1")),
+        (("calibrate", "--out", "x", "--device", "process", "--longest", "9999"), ("--longest: got 9999", "8192")),
+        (("calibrate", "--out", "x", "--device", "process", "nowhere"), ("'nowhere'",)),
+        (("predict", "--device", "inline"), ("--device", "'inline'", "process", "modelled")),
+        (("predict", "--repeat", "0"), ("--repeat", "'0'", ">= 1")),
+        (("predict", "cpu-1", "--device", "process"), ("case 'cpu-1'", "reference, load", "cpu-0, cpu-2")),
+        (("predict", "--out", __file__), ("provenance.json: cannot be written",)),
+        (("predict", "cpu", "--device", "process", "--set", "loop.mode=never"), ("loop.mode", "'never'")),
+        (("speed", "--device", "process"), ("--device", "'process'", "cuda", "modelled")),
+        (("generate", "--weights", "x"), ("--prompt",)),
+        (("generate", "--prompt", "x"), ("--weights",)),
+        (("generate", "--prompt", "x", "--weights", "nowhere", "--tokens", "0"), ("--tokens", "'0'", ">= 1")),
+        (("generate", "--prompt", "x", "--weights", "nowhere"), ("nowhere/config.json: cannot be read",)),
+        (("generate", "--prompt", "x", "--weights", "x", "--device", "modelled"), ("--device", "'modelled'")),
+    ],
+    ids=" ".join,
+)
+def test_a_command_that_cannot_be(
+    words: tuple[str, ...], says: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused(call(*words), 2, *says)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize(
+    "words",
+    [("replay", "tiny_cpu"), ("calibrate", "--out", "x"), ("predict",), ("speed",), ("generate", "--prompt", "a")],
+    ids=lambda words: words[0],
+)
+def test_a_gpu_that_is_not_there(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    weights = ("--weights", folder) if words[0] == "generate" else ()
+    refused(call(*words, *weights, "--device", "cuda"), 2, "--device cuda: torch finds no CUDA device here")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+def test_a_package_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """... is named, with the command that installs it."""
+    if package == "torch":  # asked for when the commands are
+        monkeypatch.delitem(sys.modules, "cbengine.cli.commands")
+        monkeypatch.delattr(cbengine.cli, "commands")
+    monkeypatch.setitem(sys.modules, package, None)
+    said = call("generate", "--prompt", "a", "--weights", folder, "--device", "inline")
+    refused(said, 2, f"{package} is not installed: pip install -e '.[engine]'")
+
+
+@pytest.mark.parametrize("device", ["inline", "modelled"])
+def test_a_place_that_cannot_be_written_to(small: Path, device: str) -> None:
+    """It is found when the run begins: an error, not a usage error, as with `cbsim run`."""
+    refused(call("replay", small, "--device", device, "--out", small), 1, str(small), "cannot be created")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("config.json", "{", "is not JSON"),
+        ("config.json", None, "cannot be read"),
+        ("model.safetensors", None, "holds neither model.safetensors nor"),
+        ("model.safetensors", "x" * 64, "cannot be read as safetensors"),
+    ],
+)
+@pytest.mark.parametrize("device", ["inline", "process"])
+def test_broken_weights(
+    folder: Path, small: Path, tmp_path: Path, file: str, content: str | None, says: str, device: str
+) -> None:
+    """The same message and status whether they would be loaded here or by a worker."""
+    mine = Path(shutil.copytree(folder, tmp_path / "mine"))
+    (mine / file).unlink()
+    if content is not None:
+        (mine / file).write_text(content)
+    refused(call("replay", small, "--device", device, "--weights", mine), 2, str(mine), says)
+
+
+def test_weights_that_do_not_match(folder: Path, small: Path, tmp_path: Path) -> None:
+    mine = Path(shutil.copytree(folder, tmp_path / "mine"))
+    folders.alter(mine / "config.json", num_hidden_layers=3)
+    said = call("replay", small, "--device", "process", "--weights", mine)
+    refused(said, 2, "tensor model.layers.2.input_layernorm.weight is missing", "(9 tensors are)")
+
+
+def test_words_of_a_model_are_printed(folder: Path) -> None:
+    """The prompt and what follows, on stdout; sampled with a seed, twice the same."""
+    words = ("generate", "--device", "inline", "--weights", folder, "--prompt", "a café", "--tokens", 5)
+    said = call(*words, "--temperature", 1, "--sampling-seed", 7)
+    assert (said.status, said.err) == (0, "")
+    assert said.out.startswith("a café")
+    assert said.out.endswith("\n")
+    assert call(*words, "--temperature", 1, "--sampling-seed", 7) == said

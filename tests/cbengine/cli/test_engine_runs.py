@@ -1,0 +1,212 @@
+"""The engine's command line, as a user meets it: what a run writes and prints.
+
+`replay` means by its options what `cbsim run` means by them. Exit status: 0 ok, 1 error, 2 bad scenario, weights or
+arguments, 3 a check failed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+pytest.importorskip("torch", reason="the engine needs torch")
+pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
+
+from calls import ROOT, Said, read, runs
+from engine_calls import call, derived
+from served import LOOPS, SCHEDULERS
+
+from cbengine import build, settings, tokens
+from cbsim.cli import parser as simulator
+from cbsim.results import directory
+from cbsim.scenario import scenario
+
+GOLDEN = ROOT / "tests" / "golden"
+FILES = ("env.json", "requests.parquet", "scenario.resolved.yaml", "steps.parquet", "summary.json", "timeline.json.gz")
+
+
+@pytest.mark.parametrize("device", ["inline", "modelled"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_plans_of_a_run_are_derived_again(small: Path, out: Path, scheduler: str, device: str) -> None:
+    """Every device and policy: both loops, one complete directory each, and `cbsim replan` says identical."""
+    name, _, version = scheduler.partition(" ")
+    versions = ("--set", f"scheduler.version='{version}'") if version else ()
+    budget = ("--set", "scheduler.max_batch_tokens=64") if name.startswith("transformers") else ()
+    words = ("--set", f"scheduler.name={name}", *versions, *budget, "--loop", "both", "--device", device)
+    said = call("replay", small, *words, "--out", out, "--quiet")
+    assert said == Said(0, "", "")
+    assert [path.name.split("-")[2] for path in runs(out)] == list(LOOPS)
+    for path in runs(out):
+        assert all((path / file).exists() for file in FILES)
+        assert not (path / directory.MARKER).exists()
+        assert read(path / "summary.json")["requests_by_status"]["length"] == 5
+        assert read(path / "env.json")["engine"] == "cbengine"
+    derived(*runs(out))
+
+
+def test_the_options_of_a_simulation_mean_the_same(small: Path, out: Path) -> None:
+    """--set, --seed, --loop, --window, --trace-steps, --check, --json and --out, all at once: one object on stdout,
+    verdicts on stderr, 3 for the check that fails; requests and lengths are those of `cbsim run`.
+    """
+    options = [
+        *("--set", "workload.requests=4", "--seed", 3, "--loop", "both", "--window", "0:1", "--trace-steps", "2:5"),
+        *("--set", "workload.arrivals={kind: constant, rate_per_s: 2}", "--check", "steps>2", "--check", "steps<2"),
+        *("--json", "--out"),
+    ]
+    said = call("replay", small, "--device", "modelled", *options, out)
+    theirs = call("run", small, *options, out.parent / "simulated", of=simulator.main)
+    assert said.status == theirs.status == 3
+    assert [line.split()[:3] for line in said.err.splitlines()] == [
+        [loop, verdict, f"steps{sign}2:"] for loop in LOOPS for verdict, sign in (("ok", ">"), ("FAILED", "<"))
+    ]
+    summaries, simulated = json.loads(said.out), json.loads(theirs.out)
+    assert list(summaries) == list(simulated) == list(LOOPS)
+    for loop, path in zip(LOOPS, runs(out), strict=True):
+        assert summaries[loop] == read(path / "summary.json")
+        assert summaries[loop].keys() == simulated[loop].keys()
+        for fact in ("name", "seed", "requests", "input_tokens", "output_tokens"):
+            assert summaries[loop][fact] == simulated[loop][fact], fact
+        assert summaries[loop]["ttft_s"]["n"] == 2, "of four requests, two a second, two arrive in the first second"
+        events = json.loads(gzip.decompress((path / "timeline.json.gz").read_bytes()))["traceEvents"]
+        assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {2, 3, 4}
+        resolved = scenario.load(path / "scenario.resolved.yaml")
+        assert (resolved.seed, resolved.workload.requests) == (3, 4)  # type: ignore[union-attr]
+    assert (runs(out)[1] / "figures" / "sync_above_async.png").exists()
+
+
+def test_what_a_person_sees(small: Path, out: Path) -> None:
+    """The table, every path and the command that makes the run again; progress goes to stderr."""
+    said = call("replay", small, "--device", "inline", "--loop", "sync", "--out", out)
+    assert said.status == 0
+    assert said.out.startswith("small: Does the engine's command line work?\n")
+    for label in ("sync", "picture", "timeline"):
+        (line,) = (line for line in said.out.splitlines()[3:] if line.split()[:1] == [label])
+        assert Path(line.split()[1]).exists()
+    assert (
+        said.out.splitlines()[-1] == f"again     python -m cbengine replay {small} --set loop.mode=sync --device inline"
+    )
+    assert said.err.startswith("sync: 5 of 5 requests, ")
+
+
+AWKWARD = (
+    *("--set", 'question=It\'s "this" $HOME; `ls` # or what?', "--seed", "5", "--loop", "async"),
+    *("--temperature", "0.7", "--top-k", "5", "--top-p", "0.95", "--sampling-seed", "12345678901234567890"),
+    *("--inject", "prepare=0.1234567", "--inject", "launch=1e-3", "--save-tokens", "--no-cuda-graphs"),
+    *("--stop-at-end-tokens", "--check", "steps < 1e3", "--window", "0:"),
+)
+
+
+def test_the_printed_command_makes_the_run_again(
+    folder: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line `again` is a shell command with every option that changes what is computed, the device included, which
+    otherwise depends on the machine. Run, it says the same tokens, resolves to the same scenario and prints itself.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(build, "default_device", lambda: "inline")
+    odd = shutil.copytree(folder, tmp_path / "it's a {folder} $1")
+    own = tmp_path / "it's #1.jsonl"
+    own.write_text('{"id": "3", "temperature": 0}\n\n{"id": "1", "seed": 4, "top_k": 2, "temperature": 1.5}\n')
+    said = call("replay", small.name, *AWKWARD, "--sampling", own.name, "--weights", odd.name, "--out", "first")
+    assert said.status == 0, said
+    (line,) = (line for line in said.out.splitlines() if line.startswith("again"))
+    words = shlex.split(line.removeprefix("again"))
+    assert words[:4] == ["python", "-m", "cbengine", "replay"]
+    monkeypatch.setattr(build, "default_device", lambda: "cuda")
+    again = call(*words[3:], "--out", "second")
+    assert again.status == 0, again
+    assert line in again.out.splitlines()
+    (one,), (other,) = runs(Path("first")), runs(Path("second"))
+    for file in ("scenario.resolved.yaml", tokens.FILE, settings.FILE):
+        assert (one / file).read_bytes() == (other / file).read_bytes(), file
+    facts, others = (read(path / "env.json") for path in (one, other))
+    assert facts["command"] == others["command"] == shlex.join(words)
+    assert facts["injected_ms"] == others["injected_ms"] == {"prepare": 0.123457, "launch": 0.001}
+    run = {"temperature": 0.7, "top_k": 5, "top_p": 0.95, "seed": 12345678901234567890}
+    assert facts["sampling"] == others["sampling"] == {**run, "file": own.name, "requests": 2}
+    said_apart = [json.loads(line) for line in (one / settings.FILE).read_text().splitlines()]
+    assert said_apart == [
+        {"id": "3", **run, "temperature": 0},
+        {"id": "1", **run, "temperature": 1.5, "top_k": 2, "seed": 4},
+    ]
+
+
+def test_a_folder_of_weights_gives_its_shape(folder: Path, small: Path, out: Path) -> None:
+    """The resolved scenario says what ran: the folder's shape, float32 on a CPU; env.json says where from."""
+    assert call("replay", small, "--device", "inline", "--loop", "sync", "--weights", folder, "--out", out).status == 0
+    (path,) = runs(out)
+    model = scenario.load(path / "scenario.resolved.yaml").model
+    config = read(folder / "config.json")
+    assert (model.name, model.dtype, model.vocab, model.layers) == ("tiny", "float32", config["vocab_size"], 2)
+    assert (model.hidden, model.intermediate, model.max_position) == (64, 96, 128)
+    assert read(path / "env.json")["weights"] == str(folder)
+    derived(path)
+
+
+RECORDED: dict[str, dict[str, Any]] = {  # some give up while they wait, prefill or decode; one has not come yet
+    "vllm": {
+        "config": {"block_size": 4},
+        "requests": [
+            {
+                "id": "a",
+                "arrival_us": 0,
+                "prompt_token_ids": [*range(30)],
+                "output_token_ids": [1] * 9,
+                "abort_us": 900,
+            },
+            {
+                "id": "b",
+                "arrival_us": 0,
+                "prompt_token_ids": [*range(20)],
+                "output_token_ids": [1] * 400,
+                "abort_us": 9000,
+            },
+            {"id": "c", "arrival_us": 1, "prompt_token_ids": [*range(9)], "output_token_ids": [1, 5], "stop": True},
+            {"id": "d", "arrival_us": 500, "prompt_token_ids": [7] * 40, "output_token_ids": [1] * 4},
+            {"id": "e", "arrival_us": 5000, "prompt_token_ids": [7], "output_token_ids": [1] * 4, "abort_us": 1},
+        ],
+    },
+    "transformers_fifo": {
+        "cb": {"block_size": 4},
+        "cancels": [{"step": 1, "id": "a"}, {"step": 3, "id": "b"}, {"step": 0, "id": "d"}],
+        "requests": [
+            {"id": "a", "prompt": [*range(30)], "max_new_tokens": 100, "arrival_step": 0},
+            {"id": "b", "prompt": [*range(20)], "max_new_tokens": 100, "arrival_step": 0},
+            {"id": "c", "prompt": [*range(9)], "max_new_tokens": 5, "arrival_step": 1},
+            {"id": "d", "prompt": [7] * 40, "max_new_tokens": 3, "arrival_step": 2},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("device", ["inline", "modelled"])
+@pytest.mark.parametrize("scheduler", RECORDED)
+def test_clients_that_give_up(out: Path, small: Path, scheduler: str, device: str) -> None:
+    """A recorded workload with cancellations runs to its end on both loops. Everybody is accounted for, who did not
+    give up in time has all tokens, and the plans are derived again.
+    """
+    load = small.parent / "recorded.json"
+    load.write_text(json.dumps(RECORDED[scheduler]))
+    budget = ("--set", "scheduler.max_batch_tokens=64") if scheduler != "vllm" else ()
+    words = (
+        "--set",
+        f"workload={{kind: golden, path: '{load}', step_s: 0.004}}",
+        "--set",
+        f"scheduler.name={scheduler}",
+    )
+    said = call("replay", small, *words, *budget, "--loop", "both", "--device", device, "--out", out, "--quiet")
+    assert said == Said(0, "", "")
+    for run in runs(out):
+        rows = {row["id"]: row for row in pq.read_table(run / "requests.parquet").to_pylist()}
+        assert rows.keys() == {request["id"] for request in RECORDED[scheduler]["requests"]}
+        assert rows["b"]["status"] == "aborted"
+        assert {rows[one]["status"] for one in "cd"} <= {"length", "stop"}, "d's client had nothing to give up yet"
+        assert {row["status"] for row in rows.values()} <= {"length", "stop", "aborted"}
+    derived(*runs(out))

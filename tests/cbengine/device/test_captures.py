@@ -1,0 +1,199 @@
+"""Steps that a graph may capture: their sizes, that none asks the device for a value, that each computes the same when
+padded, and how a capture is made or fails. None of it needs a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the engine needs torch")
+
+from hypothesis import given
+from hypothesis import strategies as st
+from served import LOOPS, SCHEDULERS
+from tiny_runs import MIXED, SAMPLED, TINY, WAYS, capacities, tiny_run
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cbengine.batch import Capacity
+from cbengine.build import Setup
+from cbengine.device import graphs
+from cbengine.device.base import Inline
+from cbengine.device.executor import Executor
+from cbengine.device.layout import arrays
+from cbengine.device.warmup import scratch_step
+from cbengine.model import weights
+from cbengine.model.decoder import Model
+from cbengine.model.kvcache import KvCache
+from cbengine.model.ops import Rows, TorchOps
+from cbengine.sampling import Sampling
+from cbengine.settings import Settings
+from cbsim.policy.graphs import CAPTURED, bucket, captured_sizes
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+@given(capacity=capacities, rows=st.integers(1, 1500))
+def test_a_batch_is_padded_to_the_next_captured_size(capacity: Capacity, rows: int) -> None:
+    """Every batch of a run has a graph, the smallest that holds it, and the padded step fits the buffers. Batches too
+    large for any graph stay as they are; so do all without graphs.
+    """
+    sizes = captured_sizes(capacity.rows)
+    mine = min(rows, capacity.rows)
+    assert bucket(sizes, mine) == min(size for size in CAPTURED if size >= mine)
+    assert bucket(sizes, mine) <= capacity.sampling
+    assert bucket(captured_sizes(1500), 1025 + rows) == 1025 + rows
+    assert bucket([], rows) == rows
+
+
+@given(rows=st.sampled_from(CAPTURED), updates=st.integers(0, 40), random=st.booleans(), live=st.integers(1, 1024))
+def test_the_inputs_of_a_graph_are_the_head_of_a_step(rows: int, updates: int, random: bool, live: int) -> None:
+    """A replayed step copies as many values as its graph reads: all arrays but the table updates, in their places."""
+    captured, _ = scratch_step([], 5, decodes=rows, random=random, padded=False)
+    header = captured._replace(live=min(live, rows), updates=updates)
+    staging = torch.arange(header.size, dtype=torch.int32)
+    read, sent = arrays(staging[: captured.size].clone(), captured), arrays(staging, header)
+    for name, array in read._asdict().items():
+        if name in ("places", "blocks"):
+            assert len(array) == 0
+        else:
+            assert torch.equal(array, getattr(sent, name)), name
+
+
+# -- what a graph may capture -----------------------------------------------------------------------------------------
+
+
+class OnlyMeta(TorchDispatchMode):
+    """Every operation is between tensors without data, and none of them asks for a value."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = op(*args, **(kwargs or {}))
+        found = [x for x in torch.utils._pytree.tree_leaves((args, kwargs, made)) if isinstance(x, torch.Tensor)]
+        assert all(x.is_meta for x in found if x.dim()), op
+        assert not any(word in str(op) for word in ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select"))
+        return made
+
+
+class NoAttention(TorchOps):
+    """The reference reads lengths on the host; the kernels do not."""
+
+    def attention(self, queries: Any, keys: Any, values: Any, rows: Rows) -> Any:
+        return torch.empty_like(queries)
+
+
+@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("decodes", "chunks"), [(8, []), (0, [3, 1, 5]), (4, [3, 2])], ids=["decode", "prefill", "mixed"]
+)
+def test_no_step_waits_for_the_device(decodes: int, chunks: list[int], padded: bool, how: Sampling) -> None:
+    """On tensors that have no data, an operation that needs a value on the host, or a tensor of the CPU's, is an error:
+    what passes can be launched without waiting and, for decode steps, be captured.
+    """
+    meta, capacity = torch.device("meta"), Capacity(slots=8, width=4, rows=8, tokens=72)
+    tensors = {name: torch.empty(shape, device=meta) for name, shape in weights.expected(TINY).items()}
+    cache = KvCache(TINY, 32, 4, torch.float32, meta)
+    executor = Executor(Model(TINY, tensors, NoAttention(), 16), cache, capacity)
+    header, values = scratch_step(chunks, capacity.slots, decodes=decodes, random=not how.greedy, padded=padded)
+    header = header._replace(updates=2)
+    buffer = torch.zeros(len(values) + 4, dtype=torch.int32, device=meta)
+    with OnlyMeta():
+        step = arrays(buffer, header)
+        executor.update_tables(step)
+        tokens = executor.run(step, header)
+    assert tokens.is_meta
+    assert tokens.shape == (header.sampling,)
+
+
+def test_the_check_above_finds_what_it_looks_for() -> None:
+    x = torch.zeros(3, device="meta")
+    with OnlyMeta():
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            x[0].item()
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            _ = x[x > 0]
+        with pytest.raises((RuntimeError, AssertionError)):
+            _ = x[torch.tensor([1, 2])] + torch.ones(2)
+
+
+# -- padding ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [*WAYS, "mixed"])
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS[:4])
+def test_padding_rows_change_nobody_s_text(
+    scheduler: str, loop: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode steps padded to captured sizes, as for graphs, give every live row the tokens that it has without."""
+    requests = MIXED if way == "mixed" else Settings()
+    setup = Setup(device="inline", sampling=WAYS.get(way, SAMPLED), requests=requests)
+    plain = tiny_run(scheduler, loop, setup)
+    monkeypatch.setattr(Inline, "bucket", lambda _, rows: bucket(captured_sizes(1024), rows))
+    padded = tiny_run(scheduler, loop, setup)
+    table = padded.steps
+    alone = table["prefill_tokens"] == 0
+    assert (table["padded_tokens"] == [bucket(CAPTURED, rows) if rows else 0 for rows in table["rows"]])[alone].all()
+    assert (table["padded_tokens"] > table["tokens"]).sum() > 3
+    assert padded.texts == plain.texts
+
+
+# -- captures ---------------------------------------------------------------------------------------------------------
+
+
+class Capture:
+    """Stands for `torch.cuda.graph`: ending a capture in which something failed fails, too."""
+
+    def __init__(self, graph: Any, **_: Any) -> None:
+        self._graph = graph
+
+    def __enter__(self) -> None:
+        self._graph.said.append("capture")
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is not None:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+class Replayed:
+    """Stands for `torch.cuda.CUDAGraph`."""
+
+    said: list[str]
+
+    def replay(self) -> None:
+        self.said.append("replay")
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens round a capture, with nothing behind it."""
+    Replayed.said = []
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    return Replayed.said
+
+
+STREAM: Any = SimpleNamespace(wait_stream=lambda _: None)
+
+
+def test_a_graph_is_run_before_and_replayed_after_its_capture(capturing: list[str]) -> None:
+    """What happens once is neither captured nor left for the first step of a run."""
+    assert graphs.captured(lambda: capturing.append("run"), STREAM)[1] is None
+    assert capturing == ["run", "run", "capture", "run", "replay", "replay"]
+
+
+def test_what_fails_in_a_capture_is_told_and_not_what_follows_from_it(capturing: list[str]) -> None:
+    """Out of memory stays out of memory: it says what was asked for."""
+
+    def fails() -> None:
+        if "capture" in capturing:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 2.50 GiB"):
+        graphs.captured(fails, STREAM)
+    assert "replay" not in capturing

@@ -1,0 +1,105 @@
+"""The commands other than `run`: help, `list`, `schema`, `conformance`, and how the others say they are used."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from calls import ROOT, call, environment, refused
+
+from cbsim.scenario import catalog, scenario
+
+GOLDEN = ROOT / "tests" / "golden"
+
+
+def test_help_loads_nothing_heavy() -> None:
+    """`python -m cbsim --help` answers in under 0.3 s because no library is imported for it; all commands are named."""
+    program = (
+        "import json, sys; from cbsim.cli.parser import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as end: print(json.dumps([end.code, sorted(sys.modules)]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT, env=environment()
+    )
+    *text, last = done.stdout.splitlines()
+    code, modules = json.loads(last)
+    assert code == 0
+    heavy = {"numpy", "pydantic", "simpy", "matplotlib", "pyarrow", "ruamel.yaml", "ruamel"}
+    assert not heavy & set(modules)
+    for command in ("run", "conformance", "replan", "schema", "list", "cache-curve", "score", "study", "bench"):
+        assert any(line.split()[:1] == [command] for line in text), command
+
+
+def test_list_names_everything_that_a_scenario_can() -> None:
+    """Schedulers, cost models, hardware, models, and the scenarios with their questions."""
+    said = call("list")
+    assert (said.status, said.err) == (0, "")
+    words = {line.split()[0] for line in said.out.splitlines() if line.strip()}
+    assert {"static", "transformers_fifo", "transformers_prefill_first", "vllm"} <= words
+    assert {"constant", "roofline", "fitted", "table"} <= words
+    for folder in ("hardware", "models", ""):
+        assert set(catalog.names(folder)) <= words
+    for name in catalog.names():
+        assert scenario.load(name).question in said.out
+
+
+def test_schema_writes_what_the_repository_holds(tmp_path: Path) -> None:
+    """`schema` writes the four schemas, the same bytes as in schemas/; the folder is made if need be."""
+    said = call("schema", "--out", tmp_path / "new folder")
+    assert (said.status, said.err) == (0, "")
+    written = [Path(line) for line in said.out.splitlines()]
+    assert sorted(path.name for path in written) == sorted(path.name for path in (ROOT / "schemas").iterdir())
+    for path in written:
+        assert path.read_bytes() == (ROOT / "schemas" / path.name).read_bytes()
+
+
+def test_schema_into_a_file_is_exit_1(tmp_path: Path) -> None:
+    """A folder that cannot be one is named."""
+    (tmp_path / "taken").write_text("")
+    refused(call("schema", "--out", tmp_path / "taken"), 1, str(tmp_path / "taken"), "cannot be written")
+
+
+def test_conformance_of_a_part() -> None:
+    """`conformance` takes files and folders, says a line a trace and one in all, and exits 0 when all match."""
+    one = next(iter(sorted((GOLDEN / "transformers").rglob("w11_cancel_fifo_bs16.jsonl.gz"))))
+    two = next(iter(sorted((GOLDEN / "vllm" / "0.33.0").glob("w01*.jsonl.gz"))))
+    said = call("conformance", one, two)
+    assert (said.status, said.err) == (0, "")
+    assert len(said.out.splitlines()) == 3
+    assert said.out.splitlines()[-1].startswith("2 traces compared: 2 ok (")
+
+
+def test_conformance_of_a_difference_is_exit_1(tmp_path: Path) -> None:
+    """One altered number in a trace: exit 1, and the first difference with its line and field."""
+    source = next(iter(sorted((GOLDEN / "transformers").rglob("w11_cancel_fifo_bs16.jsonl.gz"))))
+    lines = [json.loads(line) for line in gzip.decompress(source.read_bytes()).splitlines()]
+    lines[4]["batch"][0]["past"] += 1
+    (tmp_path / "w11_cancel_fifo_bs16.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shutil.copy(source.parent.parent / "workloads" / "w11_cancel_fifo_bs16.json.gz", tmp_path)
+    said = call("conformance", tmp_path)
+    assert said.status == 1, said
+    assert "batch[0].past" in said.out
+
+
+def test_commands_about_studies_and_recorded_runs_say_how_they_are_used() -> None:
+    """A case that is not named, or a study that does not exist: exit 2, what is there and the usage."""
+    for words, told in ((("score",), "CASE"), (("study", "nothing"), "'hopper'"), (("study",), "NAME")):
+        said = call(*words)
+        assert (said.status, said.out) == (2, "")
+        assert told in said.err and f"usage: python -m cbsim {words[0]}" in said.err
+
+
+@pytest.mark.parametrize("path", ["nowhere", "empty"])
+def test_conformance_of_nothing_is_no_success(path: str, tmp_path: Path) -> None:
+    """A path without a trace is not a proof: exit 2, 0 traces compared."""
+    (tmp_path / "empty").mkdir()
+    said = call("conformance", tmp_path / path)
+    assert said.status == 2
+    assert "0 traces compared" in said.out
+    assert "Traceback" not in said.err

@@ -1,0 +1,77 @@
+"""A run that is interrupted: exit 1, one line, and a directory that can be read as far as it goes."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from calls import ROOT, Said, call, refused, runs
+
+from cbsim.results import directory
+
+
+def test_ctrl_c_leaves_a_readable_directory(small: Path, out: Path) -> None:
+    """SIGINT while a run is under way, which its live progress line on a terminal shows: exit 1, one line with the
+    directory, which has the tables of what was simulated, a marker that says how far it got, and can be replayed.
+    """
+    words = ("--set", "workload.requests=60000", "--set", "workload.output_tokens=400", "--out", str(out))
+    terminal, theirs = os.openpty()
+    command = [sys.executable, "-m", "cbsim", "run", str(small), *words]
+    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, text=True)
+    os.close(theirs)
+    try:
+        said = seen(terminal, until=" steps, ", seconds=60)
+        assert " steps, " in said, said
+        child.send_signal(signal.SIGINT)
+        said += seen(terminal, until=None, seconds=60)
+        printed, _ = child.communicate(timeout=60)
+    finally:
+        child.kill()
+        child.wait()
+        os.close(terminal)
+    assert (child.returncode, printed) == (1, "")
+    assert "Traceback" not in said
+    (path,) = runs(out)
+    assert said.rstrip().endswith(f"cbsim: interrupted: what was simulated until then is in {path}")
+    run = directory.load(path)
+    assert run.incomplete is not None
+    assert run.incomplete.startswith("interrupted")
+    assert run.incomplete.endswith(f"after {len(run.steps)} steps")
+    assert run.summary["complete"] is False
+    assert run.summary["steps"] == len(run.steps) > 0
+    assert 0 < len(run.requests) <= 60000
+    replayed = call("replan", path)
+    assert replayed == Said(0, f"{path}: {len(run.steps)} of {len(run.steps)} plans identical\n", "")
+
+
+def seen(terminal: int, until: str | None, seconds: float) -> str:
+    """What appears on a terminal, until a text does or its other side is closed."""
+    text, deadline = "", time.monotonic() + seconds
+    while time.monotonic() < deadline and (until is None or until not in text):
+        ready, _, _ = select.select([terminal], [], [], 0.1)
+        if ready:
+            try:
+                part = os.read(terminal, 65536)
+            except OSError:  # EIO: nobody has the other side any more
+                break
+            if not part:
+                break
+            text += part.decode()
+    return text
+
+
+def test_an_interrupt_in_process_is_one_line(small: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt outside the simulation, here while tables are written: exit 1, one line, the marker stays."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(directory.RunWriter, "steps", interrupted)
+    refused(call("run", small, "--out", out, "--quiet"), 1, "interrupted")
+    assert (runs(out)[0] / directory.MARKER).exists()

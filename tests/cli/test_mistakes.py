@@ -1,0 +1,200 @@
+"""Mistakes in conditions, overrides, files and arguments: exit 2, one message that names them, and nothing written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from calls import SMALL, call, refused
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ("METRIC<VALUE[UNIT]",)),
+        ("ttft.p99", ("METRIC<VALUE[UNIT]",)),
+        ("ttft.p99=5", ("METRIC<VALUE[UNIT]",)),
+        ("ttft.p99<", ("METRIC<VALUE[UNIT]",)),
+        ("ttft.p99<nan", ("METRIC<VALUE[UNIT]",)),
+        ("ttft.p99<1.2.3s", ("'1.2.3'", "not a number")),
+        ("ttft.p99<3parsec", ("'parsec'", "ns, us, ms, s, min, %")),
+        ("tttf.p99<3s", ("'tttf.p99'", "did you mean ttft.p99?")),
+        ("gpu_activ>0.5", ("'gpu_activ'", "did you mean gpu_active?")),
+        ("ttft<3s", ("ttft needs one of", "ttft.p99")),
+        ("ttft.p98<3s", ("ttft needs one of", "ttft.p99")),
+    ],
+)
+def test_a_condition_that_cannot_be_understood_runs_nothing(
+    small: Path, out: Path, text: str, words: tuple[str, ...]
+) -> None:
+    """A bad metric, unit or number is exit 2 before anything is simulated, and says what is allowed."""
+    refused(call("run", small, "--check", text, "--out", out), 2, f"--check {text!r}", *words)
+    assert not out.exists()
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("schedular.name=vllm", ("schedular: unknown field", "did you mean scheduler?")),
+        ("scheduler.max_num_seq=3", ("scheduler.max_num_seq: unknown field", "did you mean max_num_seqs?")),
+        ("workload.requets=3", ("workload.requets: unknown field", "did you mean requests?")),
+        ("kv_cache.blocksize=16", ("kv_cache.blocksize: unknown field", "did you mean block_size?")),
+        ("scheduler.name=vlm", ("scheduler.name: got 'vlm'", "expected one of static,", "did you mean vllm?")),
+        ("cost.kind=rooflin", ("cost.kind: got 'rooflin'", "did you mean roofline?")),
+        ("model=lama-3.1-8b", ("unknown model 'lama-3.1-8b'", "did you mean llama-3.1-8b")),
+        ("hardware=h201-sxm", ("unknown hardware 'h201-sxm'", "did you mean h200-sxm")),
+        ("workload.requests=0", ("workload.requests: got 0", "must be >= 1")),
+        ("workload.requests=-3", ("workload.requests: got -3", "must be >= 1")),
+        ("workload.requests=2.5", ("workload.requests: got 2.5", "expected a whole number")),
+        ("workload.requests=many", ("workload.requests: got 'many'", "expected a whole number")),
+        ("workload.arrivals.rate_per_s=.nan", ("rate_per_s: got nan", "expected a finite number")),
+        ("workload.arrivals.rate_per_s=.inf", ("rate_per_s: got inf", "expected a finite number")),
+        ("workload.arrivals.rate_per_s=0", ("rate_per_s: got 0", "must be > 0")),
+        ("workload.prompt_tokens={uniform: {low: 9, high: 3}}", ("high: got 3", "must be >= low (9)")),
+        ("kv_cache.memory_fraction=1.5", ("kv_cache.memory_fraction: got 1.5", "must be <= 1")),
+        ("kv_cache.memory_fraction=0.05", ("kv_cache.memory_fraction: got 0.05", "too little for a cache")),
+        ("loop.mode=fast", ("loop.mode: got 'fast'", "expected one of sync, async, both")),
+        ("loop.streams=yes", ("loop.streams: got 'yes'", "expected true or false")),
+        ("seed=-1", ("seed: got -1", "must be >= 0")),
+        ("seed.x=1", ("seed: got {'x': 1}", "expected a whole number")),
+        ("seed=[1", ("not valid YAML",)),
+        ("name=a/b", ("name: got 'a/b'",)),
+        ("name=../x", ("name: got '../x'",)),
+    ],
+)
+def test_a_bad_override_is_named(small: Path, out: Path, override: str, words: tuple[str, ...]) -> None:
+    """A wrong name, type or number is exit 2 and one line with the override, the field, the value and the bound."""
+    refused(call("run", small, "--set", override, "--out", out), 2, f"--set {override}", *words)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("scheduler.max_num_seqs=100000", ("max_num_batched_tokens: got 8192", "must be >= max_num_seqs (100000)")),
+        ("model=llama-3.1-70b", ("Llama-3.1-70B", "141.11 GB of weights", "too little for a cache")),
+    ],
+)
+def test_fields_that_do_not_go_together_are_both_named(
+    small: Path, out: Path, override: str, words: tuple[str, ...]
+) -> None:
+    """An override that contradicts another field, given or default, is exit 2; 70.6 B weights of 2 bytes: 141 GB."""
+    refused(call("run", small, "--set", override, "--out", out), 2, *words)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("override", ["", "seed", "=5", "a..b=3"])
+def test_an_override_without_a_field_or_value(small: Path, override: str) -> None:
+    """--set wants field=value."""
+    refused(call("run", small, "--set", override), 2, "expected field=value")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (SMALL + "colour: blue\n", (":12: colour: unknown field",)),
+        (SMALL.replace("requests:", "request:"), ("workload.request: unknown field", "did you mean requests?")),
+        (SMALL.replace("requests: 12", "requests: '12'"), (":6: workload.requests: got '12'", "a whole number")),
+        (SMALL.replace("requests: 12", "requests: 0"), (":6: workload.requests: got 0, must be >= 1",)),
+        (SMALL.replace("low: 20", "low: 0"), (":7: workload.prompt_tokens.uniform.low: got 0, must be >= 1",)),
+        (
+            SMALL.replace("high: 90", "high: 9"),
+            (":7: workload.prompt_tokens.uniform.high: got 9", "must be >= low (20)"),
+        ),
+        (SMALL.replace("uniform", "unifrom", 1), (":7: workload.prompt_tokens", "did you mean uniform?")),
+        (SMALL.replace("kind: poisson", "kind: possion"), (":9: workload.arrivals.kind", "did you mean poisson?")),
+        (SMALL.replace("mode: sync", "mode: [sync]"), (":11: loop.mode: got ['sync']", "one of sync, async, both")),
+        (SMALL.replace("  mode", "\tmode"), (":11: not valid YAML",)),
+        (SMALL.replace("{low: 20", "{low: 20]"), (":7: not valid YAML",)),
+        (SMALL + "question: Again?\n", (":12: not valid YAML: found duplicate key",)),
+        (SMALL + "---\nquestion: Another?\n", (":12: not valid YAML",)),
+        (SMALL.replace("question: What", "question: *what"), (":1: not valid YAML",)),
+        (SMALL.replace("model: llama-3.1-8b", "model: shapes/mine.yaml"), (":2: model:", "no such file")),
+        ("", ("got nothing, expected fields",)),
+        ("- 1\n", ("got [1], expected fields",)),
+        ("hello\n", ("got 'hello', expected fields",)),
+        ("question: a\0b\n", ("not valid YAML",)),
+    ],
+)
+def test_a_bad_file_is_named_with_its_line(small: Path, out: Path, text: str, words: tuple[str, ...]) -> None:
+    """A broken scenario is exit 2 and one line: file and line, field, value, and what would be allowed."""
+    small.write_text(text)
+    refused(call("run", small, "--out", out), 2, str(small), *words)
+    assert not out.exists()
+
+
+def test_every_mistake_of_a_file_is_told_at_once(small: Path) -> None:
+    """Two mistakes, two lines, each with its own place."""
+    small.write_text(SMALL.replace("requests: 12", "requests: 0").replace("mode: sync", "mode: quick"))
+    said = call("run", small)
+    assert said.status == 2
+    assert [line.split(": ")[-2] for line in said.err.splitlines()] == ["workload.requests", "loop.mode"]
+    assert f"{small}:6" in said.err
+    assert f"{small}:11" in said.err
+
+
+def test_bytes_that_are_no_text(small: Path) -> None:
+    """A binary file is said to be one."""
+    small.write_bytes(bytes(range(256)))
+    refused(call("run", small), 2, str(small), "not UTF-8 text")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("8k_b23", ("unknown scenario '8k_b23'", "did you mean 8k_b32?", "worked_example")),
+        ("8k_b23.yaml", ("8k_b23.yaml: no such file", "did you mean 8k_b32?")),
+        ("/nowhere/8k_b32.yaml", ("/nowhere/8k_b32.yaml: no such file",)),
+        ("", ("unknown scenario ''",)),
+        (".", ("unknown scenario '.'",)),
+    ],
+)
+def test_an_unknown_scenario_is_exit_2(name: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is none gets a near miss and the known names; a path that is none is said to be none."""
+    monkeypatch.chdir("/")
+    refused(call("run", name), 2, *words)
+
+
+def test_a_bad_row_of_a_trace_is_named(small: Path, tmp_path: Path, out: Path) -> None:
+    """File, line, field and value of a row that cannot be used; nothing is dropped."""
+    (tmp_path / "mine.csv").write_text("id,arrival_s,prefill_tokens,decode_tokens\na,0,5,5\nb,1,-5,5\n")
+    said = call("run", small, "--set", "workload={kind: csv, path: mine.csv}", "--out", out)
+    refused(said, 2, f"{tmp_path / 'mine.csv'}:3: prefill_tokens: got '-5', expected a whole number >= 1")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["rnu"],
+        ["run"],
+        ["run", "worked_example", "--loop", "fast"],
+        ["run", "worked_example", "--seed", "abc"],
+        ["run", "worked_example", "--trace-steps", "5:2"],
+        ["run", "worked_example", "--trace-steps", "5"],
+        ["run", "worked_example", "--trace-steps", "a:b"],
+        ["run", "worked_example", "--trace-steps=-1:3"],
+        ["run", "worked_example", "--window", "3:3"],
+        ["run", "worked_example", "--window", "nan:3"],
+        ["run", "worked_example", "--set"],
+        ["run", "worked_example", "--no-such-option"],
+        ["conformance"],
+        ["replan"],
+        ["bench", "--yaml"],
+    ],
+    ids=" ".join,
+)
+def test_bad_arguments_are_exit_2(argv: list[str]) -> None:
+    """A short message before the usage, no traceback."""
+    said = call(*argv)
+    assert said.status == 2
+    assert not said.out
+    first, *usage = said.err.splitlines()
+    assert first.startswith("python -m cbsim")
+    assert usage[0].startswith("usage: ")

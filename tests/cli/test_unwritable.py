@@ -1,0 +1,95 @@
+"""Output that cannot be written: exit 1, one line that names the place, and a marker on what is incomplete."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from calls import ROOT, call, process, refused, runs
+
+from cbsim.results import directory
+from cbsim.scenario import scenario
+
+
+def test_out_that_is_a_file(small: Path, tmp_path: Path) -> None:
+    """--out that is, or lies below, a file: exit 1, one line with the path."""
+    (tmp_path / "taken").write_text("")
+    refused(call("run", small, "--out", tmp_path / "taken", "--quiet"), 1, str(tmp_path / "taken"), "cannot be created")
+    below = tmp_path / "taken" / "below"
+    refused(call("run", small, "--out", below, "--quiet"), 1, str(below), "cannot be created")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_out_that_may_not_be_written(small: Path, tmp_path: Path) -> None:
+    """--out in a folder without write permission: exit 1, one line."""
+    (tmp_path / "locked").mkdir(mode=0o500)
+    said = call("run", small, "--out", tmp_path / "locked" / "out", "--quiet")
+    refused(said, 1, "locked", "cannot be created", "Permission denied")
+
+
+FILES = (
+    *("scenario.resolved.yaml", "env.json", "steps.parquet", "requests.parquet", "summary.json"),
+    *("timeline.json.gz", "timeline.png"),
+)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_disk_that_fills_up(small: Path, out: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever file the disk is full at: exit 1, one line that names it, and a directory marked as incomplete whose
+    other files are whole.
+    """
+    write = Path.write_bytes
+
+    def full(path: Path, content: bytes) -> int:
+        if path.name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    refused(call("run", small, "--out", out, "--quiet"), 1, name, "No space left on device")
+    (path,) = runs(out)
+    assert (path / directory.MARKER).read_text().strip()
+    written = {file.name for file in path.rglob("*") if file.is_file()}
+    assert written == {directory.MARKER, *FILES[: FILES.index(name)]}
+
+
+def test_a_file_too_large_for_its_limit(out: Path) -> None:
+    """The same from outside: a process that may not write more than 8 KiB to a file (RLIMIT_FSIZE) leaves a marker and
+    a line, and is not killed by SIGXFSZ. The scenario's 1,000 steps make a table of more than that.
+    """
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+
+    said = process("run", "worked_example", "--loop", "sync", "--out", out, "--quiet", preexec_fn=limit)
+    refused(said, 1, "steps.parquet", "cannot be written")
+    (path,) = runs(out)
+    assert (path / directory.MARKER).exists()
+    assert scenario.load(path / "scenario.resolved.yaml").name == "worked_example"
+
+
+@pytest.mark.parametrize("argv", [["list"], ["run", "worked_example", "--loop", "sync", "--json"]], ids=lambda v: v[0])
+def test_a_reader_that_goes_away(argv: Sequence[str], tmp_path: Path) -> None:
+    """`python -m cbsim ... | head -0`: no traceback, nor Python's complaint about stdout at exit."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [*argv, *(["--out", str(tmp_path)] if argv[0] == "run" else [])]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "cbsim", *words],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            cwd=ROOT,
+            timeout=60,
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -1,0 +1,147 @@
+"""Small machines and loads as tests run them: every scheduler of ours, and costs that are the same in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import simpy
+
+from cbsim.cost.base import Cost
+from cbsim.machine.device import OneGpu
+from cbsim.machine.driver import Machine
+from cbsim.machine.graphs import Graphs, unpadded
+from cbsim.policy.plan import StepPlan
+from cbsim.policy.request import RequestSpec
+from cbsim.policy.schedulers.registry import OURS
+from cbsim.policy.schedulers.static import StaticOptions
+from cbsim.policy.schedulers.transformers import TransformersOptions
+from cbsim.policy.schedulers.vllm import VllmOptions
+from cbsim.results.metrics import Steps
+from cbsim.results.record import STEP_COLUMNS, Record
+from cbsim.server.inbox import Inbox
+from cbsim.workload.generators import Workload
+
+LONGEST = 24  # tokens of a request that every scheduler below can serve
+
+
+def transformers_options(kind: Any) -> TransformersOptions:
+    return TransformersOptions(
+        name=f"transformers_{kind}",
+        block_size=4,
+        num_blocks=16,
+        max_batch_tokens=16,
+        max_requests_per_batch=6,
+        max_blocks_per_request=4,
+        safety_margin=0.0,
+        allow_block_sharing=True,
+    )
+
+
+def vllm_options(*, max_model_len: int = 2 * LONGEST, num_blocks: int = 17) -> VllmOptions:
+    return VllmOptions(
+        version="0.33",
+        policy="fcfs",
+        block_size=4,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        max_num_seqs=6,
+        max_num_batched_tokens=16,
+        enable_chunked_prefill=True,
+        enable_prefix_caching=True,
+        long_prefill_token_threshold=0,
+        adaptive_long_prefill_threshold=False,
+        scheduler_reserve_full_isl=True,
+        watermark=0.0,
+        prefill_schedule_interval=1,
+    )
+
+
+OPTIONS: dict[str, Any] = {
+    "static": StaticOptions(batch_size=3, block_size=4, num_blocks=48),
+    "transformers_fifo": transformers_options("fifo"),
+    "transformers_prefill_first": transformers_options("prefill_first"),
+    "vllm": vllm_options(),
+}
+NAMES = pytest.mark.parametrize("name", OPTIONS)
+DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+
+
+def server(
+    workload: Workload,
+    cost: Cost,
+    *,
+    name: str = "vllm",
+    options: Any = None,
+    depth: int = 1,
+    overlap: bool = True,
+    graphs: Graphs | None = None,
+    gap_ns: int = 0,
+) -> Machine:
+    """A server that has not run yet; graphs without padding or capture cost unless given."""
+    policy = OURS[name].make(options or OPTIONS[name])
+    record = Record(policy.pool.num_blocks)
+    graphs = graphs or Graphs(unpadded, 0)
+    device = OneGpu(cost, depth=depth, overlap=overlap, gap_ns=gap_ns)
+    return Machine(policy, cost, graphs, device, Inbox(workload, record), record, depth)
+
+
+def run(machine: Machine, on_step: Callable[[int], None] | None = None) -> Steps:
+    """Run to the end; the step table."""
+    env = simpy.Environment()
+    env.process(machine.run(env, on_step))
+    env.run()
+    return table(machine.record)
+
+
+def table(record: Record) -> Steps:
+    return Steps(np.frombuffer(bytes(record.steps), dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
+
+
+def spec(index: int, prompt: int = 1, outputs: int = 1, at: int = 0, **more: Any) -> RequestSpec:
+    asked = {"max_tokens": outputs} | more
+    return RequestSpec(index, str(index), at, prompt, outputs, **asked)
+
+
+def load(*specs: RequestSpec, cancels: Sequence[tuple[int, RequestSpec]] = (), follow: Any = None) -> Workload:
+    later = len(list(follow.drafts())) if follow else 0
+    return Workload(list(specs), len(specs) + later, cancels=list(cancels), follow=follow)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Every step costs the same, in ns: (schedule, prepare, launch, update), (h2d, compute, d2h), kernel launches."""
+
+    cpu: tuple[int, int, int, int] = (0, 0, 0, 0)
+    gpu: tuple[int, int, int] = (0, 0, 0)
+    kernels: int = 0
+
+    def cpu_ns(self, plan: StepPlan | None) -> tuple[int, int, int, int]:
+        return self.cpu
+
+    def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
+        return self.gpu if tokens else (0, 0, 0)
+
+    def eager_launch_ns(self, plan: StepPlan) -> int:
+        return self.kernels
+
+
+COSTS = Fixed(cpu=(3, 5, 7, 11), gpu=(2, 40, 4))
+STEP = Fixed(gpu=(0, 10, 0))
+
+
+def check_tokens(steps: Steps, runs: Sequence[Sequence[int]]) -> None:
+    """A step delivers the tokens that it sampled, but for those of wasted rows, of which not all sampled."""
+    delivered = np.zeros(len(steps), dtype=np.int64)
+    for first, count in (run for row in runs for run in zip(row[::2], row[1::2], strict=True)):
+        delivered[first : first + count] += 1
+    sampled, wasted = steps["sampled_rows"], steps["wasted_rows"]
+    assert (sampled - wasted <= delivered).all()
+    assert (delivered <= np.minimum(sampled, steps["rows"] - wasted)).all()
+
+
+def statuses(machine: Machine) -> dict[str, str]:
+    return {row.id: row.status for row in machine.record.requests()}

@@ -1,0 +1,138 @@
+"""The simulated machine: small runs against arithmetic by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import COSTS, Fixed, load, run, server, spec, table, vllm_options
+
+from cbsim.machine.graphs import Graphs, vllm_buckets
+from cbsim.machine.lanes import Lane, Slots, Stream
+
+FIRST_STEP = {
+    "schedule": (0, 3),
+    "prepare": (3, 8),
+    "launch": (8, 15),
+    "h2d": (15, 17),
+    "compute": (17, 57),
+    "d2h": (57, 61),
+    "await": (15, 61),
+    "update": (61, 72),
+}
+
+
+def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
+    """By hand: CPU phases of 3, 5, 7 and 11 ns, copies of 2 and 4, kernels of 40: one after the other, 72 ns a step."""
+    steps = run(server(load(spec(0, 4, 5)), COSTS, name="transformers_fifo"))
+    for name, (start, end) in FIRST_STEP.items():
+        assert steps[f"{name}_start_ns"].tolist() == [start + 72 * i for i in range(5)], name
+        assert steps[f"{name}_end_ns"].tolist() == [end + 72 * i for i in range(5)], name
+
+
+def test_an_asynchronous_run_by_hand() -> None:
+    """The first three steps of the same costs, two in flight: the second is planned at 15, while the first computes,
+    and its kernels wait for those of the first (57); the third waits for the CPU to have applied the first (72)."""
+    steps = run(server(load(spec(0, 4, 5)), COSTS, name="transformers_fifo", depth=2))
+    assert steps["schedule_start_ns"][:3].tolist() == [0, 15, 72]
+    assert steps["h2d_start_ns"][:3].tolist() == [15, 30, 87]
+    assert steps["compute_start_ns"][:3].tolist() == [17, 57, 97]
+    assert steps["d2h_end_ns"][:3].tolist() == [61, 101, 141]
+    assert steps["update_end_ns"][:2].tolist() == [72, 112]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@given(cpu=st.tuples(*[st.integers(0, 30)] * 4), gpu=st.tuples(*[st.integers(0, 30)] * 3))
+@settings(max_examples=40)
+def test_the_steady_state_of_an_asynchronous_loop(
+    overlap: bool, cpu: tuple[int, int, int, int], gpu: tuple[int, int, int]
+) -> None:
+    """The period is the longest cycle's: the CPU's phases; each lane, or all in one stream; and, over two steps, CPU
+    and device one after the other, because step N+2 is planned when step N has come back."""
+    options = vllm_options(max_model_len=256, num_blocks=65)
+    steps = run(server(load(spec(0, 4, 160)), Fixed(cpu, gpu), options=options, depth=2, overlap=overlap))
+    lanes = gpu if overlap else (sum(gpu),)
+    twice = max(2 * sum(cpu), *(2 * lane for lane in lanes), sum(cpu) + sum(gpu))
+    starts = steps["compute_start_ns"]
+    assert int(starts[140] - starts[40]) == 50 * twice
+
+
+@given(cpu=st.tuples(*[st.integers(0, 30)] * 4), compute=st.integers(0, 90))
+@settings(max_examples=40)
+def test_without_copies_the_slower_of_cpu_and_gpu_sets_the_pace(cpu: tuple[int, int, int, int], compute: int) -> None:
+    """Synchronous: cpu + gpu a step. Asynchronous: max(cpu, gpu). That is what overlapping them is for."""
+    options = vllm_options(max_model_len=256, num_blocks=65)
+    paces = []
+    for depth in (1, 2):
+        steps = run(server(load(spec(0, 4, 160)), Fixed(cpu, (0, compute, 0)), options=options, depth=depth))
+        paces.append(int(steps["compute_end_ns"][140] - steps["compute_end_ns"][40]) / 100)
+    assert paces == [sum(cpu) + compute, max(sum(cpu), compute)]
+
+
+@pytest.mark.parametrize(("compute", "period"), [(10, 37), (34, 39), (90, 95)])
+def test_an_eager_step_is_not_shorter_than_its_kernel_launches(compute: int, period: int) -> None:
+    """By hand: prepare 5, launch 2 and 30 more for the kernels, which run while they are launched. Kernels of 10 ns
+    are done when the CPU is: 5 + 32. Kernels of 34 or 90 ns take longer than that: 5 + 34, 5 + 90."""
+    cost = Fixed(cpu=(0, 5, 2, 0), gpu=(0, compute, 0), kernels=30)
+    steps = run(server(load(spec(0, 4, 5)), cost, name="transformers_fifo", graphs=Graphs(None, 0)))
+    assert steps["update_end_ns"].tolist() == [period * (i + 1) for i in range(5)]
+    assert (steps.lane("compute") == max(compute, 32)).all()
+    assert (steps.lane("launch") == 32).all()
+
+
+def test_a_graph_is_captured_once_for_each_bucket() -> None:
+    """A prompt of 3 runs in the bucket of 4, then single tokens in that of 1: the first of each pays 1,000 ns on the
+    CPU before it is launched. A prompt of 12 fits no bucket: eager, and nothing is captured."""
+    graphs = Graphs(vllm_buckets([1, 2, 4, 8]), 1000)
+    workload = load(spec(0, 3, 4), spec(1, 3, 2, at=50_000), spec(2, 12, 1, at=90_000))
+    cost = Fixed(cpu=(0, 0, 7, 0), gpu=(0, 5, 0), kernels=100)
+    steps = run(server(workload, cost, name="transformers_fifo", graphs=graphs))
+    assert steps["padded_tokens"].tolist() == [4, 1, 1, 1, 4, 1, 12]
+    assert steps.lane("launch").tolist() == [1007, 1007, 7, 7, 7, 7, 107]
+    assert steps["compute_start_ns"][0] == 1007
+
+
+def test_one_stream_puts_copies_and_kernels_in_a_line() -> None:
+    """Copies of 10 and kernels of 40 ns: with streams of their own the next step's inputs arrive while a step
+    computes, a step every 40 ns; in one queue nothing runs beside a kernel, and a step takes 60."""
+    periods = []
+    for overlap in (True, False):
+        cost = Fixed(gpu=(10, 40, 10))
+        steps = run(server(load(spec(0, 4, 9)), cost, name="transformers_fifo", depth=2, overlap=overlap))
+        periods.append(int(steps["compute_start_ns"][8] - steps["compute_start_ns"][4]) / 4)
+        beside = steps["h2d_start_ns"][1:] < steps["compute_end_ns"][:-1]
+        assert beside.all() if overlap else not beside.any()
+    assert periods == [40, 60]
+
+
+def test_lanes_run_in_order_of_submission() -> None:
+    """Work starts at the later of its dependencies and the end of the work before; lanes of a stream share that."""
+    stream = Stream()
+    first, second = Lane("h2d", stream), Lane("compute", stream)
+    assert first.book(5, 10) == (5, 15)
+    assert second.book(7, 10) == (15, 25)
+    assert first.book(40, 0) == (40, 40)
+    with pytest.raises(AssertionError):
+        first.book(0, -1)
+
+
+def test_a_slot_comes_round_again() -> None:
+    """With two buffers step 2 has to wait for step 0, step 3 for step 1."""
+    slots = Slots(2)
+    slots.hold(0, 50)
+    slots.hold(1, 70)
+    assert [slots.free_ns(step) for step in (2, 3, 4)] == [50, 70, 50]
+
+
+def test_kernels_of_two_steps_keep_a_gap() -> None:
+    """Asynchronous, the GPU always has work: without a gap a step of 30 follows the last, with one of 7 it starts 7
+    later; a synchronous step, which comes later anyway, is not moved.
+    """
+    cost = Fixed((1, 1, 1, 1), (2, 30, 2), 0)
+    for depth, gaps in ((2, (0, 7)), (1, (8, 8))):
+        for gap_ns, wanted in zip((0, 7), gaps, strict=True):
+            machine = server(load(spec(0, 4, 40)), cost, depth=depth, gap_ns=gap_ns)
+            run(machine)
+            steps = table(machine.record)
+            between = steps["compute_start_ns"][1:] - steps["compute_end_ns"][:-1]
+            assert (between[3:-3] == wanted).all(), (depth, gap_ns, between)

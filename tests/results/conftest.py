@@ -1,0 +1,5 @@
+"""What tests of a run directory start from: a run, and its directory."""
+
+from __future__ import annotations
+
+from written import complete, server  # noqa: F401 - fixtures
