@@ -1,6 +1,6 @@
 """What is written down is true: commands parse, paths exist, all fields, metrics and columns are documented, no others.
 
-Tables of docs/scenarios.md are the schema's, those of columns in docs/run_directory.md the declaration's; when a field
+Tables of docs/scenario_reference.md are the schema's, those of columns in docs/run_directory.md the declaration's; when a field
 or a column has changed, `python tests/test_docs.py` writes them again.
 """
 
@@ -37,8 +37,8 @@ from cbsim.scenario.serving import PRESETS
 
 ROOT = catalog.ROOT
 PAGES = sorted(page for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")) if page.is_file())
-SCENARIOS, METRICS, POLICIES, DIRECTORY = (
-    ROOT / "docs" / f"{name}.md" for name in ("scenarios", "metrics", "policies", "run_directory")
+SCENARIOS, REFERENCE, METRICS, POLICIES, DIRECTORY = (
+    ROOT / "docs" / f"{name}.md" for name in ("scenarios", "scenario_reference", "metrics", "policies", "run_directory")
 )
 Table = dict[str, Any]
 
@@ -181,13 +181,13 @@ def _default(value: Any) -> str:
 
 
 def rewritten(text: str) -> str:
-    """docs/scenarios.md with every table as the schema has it."""
+    """docs/scenario_reference.md with every table as the schema has it."""
     return MARK.sub(lambda match: f"<!-- fields: {match[1]} -->\n{field_table(match[1])}", text)
 
 
 def test_the_scenario_fields_are_the_schema_s() -> None:
     """Every part has its table, once, and each table says what the schema says: fields, bounds, defaults, meaning."""
-    text = SCENARIOS.read_text()
+    text = REFERENCE.read_text()
     assert sorted(MARK.findall(text)) == sorted(parts())
     assert text == rewritten(text), "run `python tests/test_docs.py`"
 
@@ -389,5 +389,5 @@ def test_the_sizes_of_a_sufficient_sample_are_documented() -> None:
 
 
 if __name__ == "__main__":
-    SCENARIOS.write_text(rewritten(SCENARIOS.read_text()))
+    REFERENCE.write_text(rewritten(REFERENCE.read_text()))
     DIRECTORY.write_text(redeclared(DIRECTORY.read_text()))
