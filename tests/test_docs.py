@@ -1,7 +1,7 @@
 """What is written down is true: commands parse, paths exist, all fields, metrics and columns are documented, no others.
 
-Tables of docs/scenario_reference.md are the schema's, those of columns in docs/run_directory.md the declaration's; when a field
-or a column has changed, `python tests/test_docs.py` writes them again.
+Tables of docs/scenario_reference.md are the schema's, those of columns in docs/run_directory.md the declaration's; when
+a field or a column has changed, `python tests/test_docs.py` writes them again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+import cbsim
 from analysis.cli import parser as analysis
 from analysis.statistics.trust import RULES
 from cbengine import tokens
@@ -36,6 +37,7 @@ from cbsim.scenario import catalog, scenario
 from cbsim.scenario.serving import PRESETS
 
 ROOT = catalog.ROOT
+README = ROOT / "README.md"
 PAGES = sorted(page for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")) if page.is_file())
 SCENARIOS, REFERENCE, METRICS, POLICIES, DIRECTORY = (
     ROOT / "docs" / f"{name}.md" for name in ("scenarios", "scenario_reference", "metrics", "policies", "run_directory")
@@ -375,13 +377,23 @@ def test_python_in_the_documentation_runs(runs: list[Path], monkeypatch: pytest.
     exec(example.replace('Path("runs").glob("*8k_b32*")', 'Path(".").iterdir()'), {})
 
 
-@pytest.mark.parametrize("example", examples("python.md"), ids=lambda text: text.strip().splitlines()[2])
+PYTHON = [*examples("python.md"), *examples("../README.md")]
+
+
+@pytest.mark.parametrize("example", PYTHON, ids=lambda text: text.strip().splitlines()[2])
 def test_the_python_page_runs(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block of docs/python.md, on its own, in an empty folder."""
+    """Every block of docs/python.md and of the README, on its own, in an empty folder."""
     if "import cbengine" in example:
         pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     exec(example, {})
+
+
+def test_the_readme_shows_what_the_command_prints() -> None:
+    """Its excerpt is lines of the table of 8k_b32, as they are."""
+    printed = str(cbsim.run("8k_b32")).splitlines()
+    (excerpt,) = re.findall(r"^```text\n(.*?)^\.\.\.\n```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert [line for line in excerpt.splitlines() if line not in printed] == []
 
 
 def test_the_sizes_of_a_sufficient_sample_are_documented() -> None:
