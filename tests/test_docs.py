@@ -22,6 +22,7 @@ import cbsim
 from analysis.cli import parser as analysis
 from analysis.statistics.trust import RULES
 from cbengine import tokens
+from cbengine.cli.arguments import RENAMED as RENAMED_OF_THE_ENGINE
 from cbengine.cli.arguments import command_line
 from cbengine.cli.parser import main as engine_main
 from cbsim.cli import parser
@@ -105,6 +106,18 @@ def test_every_command_shown_is_a_command(page: str, words: list[str]) -> None:
         scenario.load(own if own.is_file() else arguments.scenario, overrides)
     if arguments.command == "conformance":
         assert all((ROOT / path).exists() for path in arguments.paths)
+
+
+RENAMED = {"cbsim": parser.RENAMED, "cbengine": RENAMED_OF_THE_ENGINE, "analysis": analysis.RENAMED}
+
+
+def test_renamed_commands_are_documented() -> None:
+    """Every old name stands beside its new one, in both pages that list them, and no others."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    pairs = {(f"{module} {old}", f"{module} {new}") for module, names in RENAMED.items() for old, new in names.items()}
+    assert set(re.findall(r"^\| `(\w+ [\w-]+)` \| `(\w+ [\w-]+)` \|$", text, re.MULTILINE)) == pairs
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert [pair for pair in sorted(pairs) if f"`{pair[0]}` to `{pair[1]}`" not in changes] == []
 
 
 # -- paths ------------------------------------------------------------------------------------------------------------
@@ -195,7 +208,7 @@ def test_the_scenario_fields_are_the_schema_s() -> None:
 
 
 def test_names_that_a_scenario_can_use_are_documented() -> None:
-    text = SCENARIOS.read_text()
+    text = SCENARIOS.read_text() + REFERENCE.read_text()
     names = [*PRESETS, *catalog.names("models"), *catalog.names("hardware"), *catalog.names(), *OURS]
     assert not [name for name in names if f"`{name}`" not in text]
 
