@@ -1,7 +1,7 @@
 """What is written down is true: commands parse, paths exist, all fields, metrics and columns are documented, no others.
 
-Tables of docs/scenarios.md are the schema's, those of columns in docs/run_directory.md the declaration's; when a field
-or a column has changed, `python tests/test_docs.py` writes them again.
+Tables of docs/scenario_reference.md are the schema's, those of columns in docs/run_directory.md the declaration's; when
+a field or a column has changed, `python tests/test_docs.py` writes them again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+import cbsim
 from analysis.cli import parser as analysis
 from analysis.statistics.trust import RULES
 from cbengine import tokens
+from cbengine.cli.arguments import RENAMED as RENAMED_OF_THE_ENGINE
 from cbengine.cli.arguments import command_line
 from cbengine.cli.parser import main as engine_main
 from cbsim.cli import parser
@@ -36,9 +38,10 @@ from cbsim.scenario import catalog, scenario
 from cbsim.scenario.serving import PRESETS
 
 ROOT = catalog.ROOT
+README = ROOT / "README.md"
 PAGES = sorted(page for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")) if page.is_file())
-SCENARIOS, METRICS, POLICIES, DIRECTORY = (
-    ROOT / "docs" / f"{name}.md" for name in ("scenarios", "metrics", "policies", "run_directory")
+SCENARIOS, REFERENCE, METRICS, POLICIES, DIRECTORY = (
+    ROOT / "docs" / f"{name}.md" for name in ("scenarios", "scenario_reference", "metrics", "policies", "run_directory")
 )
 Table = dict[str, Any]
 
@@ -103,6 +106,18 @@ def test_every_command_shown_is_a_command(page: str, words: list[str]) -> None:
         scenario.load(own if own.is_file() else arguments.scenario, overrides)
     if arguments.command == "conformance":
         assert all((ROOT / path).exists() for path in arguments.paths)
+
+
+RENAMED = {"cbsim": parser.RENAMED, "cbengine": RENAMED_OF_THE_ENGINE, "analysis": analysis.RENAMED}
+
+
+def test_renamed_commands_are_documented() -> None:
+    """Every old name stands beside its new one, in both pages that list them, and no others."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    pairs = {(f"{module} {old}", f"{module} {new}") for module, names in RENAMED.items() for old, new in names.items()}
+    assert set(re.findall(r"^\| `(\w+ [\w-]+)` \| `(\w+ [\w-]+)` \|$", text, re.MULTILINE)) == pairs
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert [pair for pair in sorted(pairs) if f"`{pair[0]}` to `{pair[1]}`" not in changes] == []
 
 
 # -- paths ------------------------------------------------------------------------------------------------------------
@@ -181,19 +196,19 @@ def _default(value: Any) -> str:
 
 
 def rewritten(text: str) -> str:
-    """docs/scenarios.md with every table as the schema has it."""
+    """docs/scenario_reference.md with every table as the schema has it."""
     return MARK.sub(lambda match: f"<!-- fields: {match[1]} -->\n{field_table(match[1])}", text)
 
 
 def test_the_scenario_fields_are_the_schema_s() -> None:
     """Every part has its table, once, and each table says what the schema says: fields, bounds, defaults, meaning."""
-    text = SCENARIOS.read_text()
+    text = REFERENCE.read_text()
     assert sorted(MARK.findall(text)) == sorted(parts())
     assert text == rewritten(text), "run `python tests/test_docs.py`"
 
 
 def test_names_that_a_scenario_can_use_are_documented() -> None:
-    text = SCENARIOS.read_text()
+    text = SCENARIOS.read_text() + REFERENCE.read_text()
     names = [*PRESETS, *catalog.names("models"), *catalog.names("hardware"), *catalog.names(), *OURS]
     assert not [name for name in names if f"`{name}`" not in text]
 
@@ -375,13 +390,23 @@ def test_python_in_the_documentation_runs(runs: list[Path], monkeypatch: pytest.
     exec(example.replace('Path("runs").glob("*8k_b32*")', 'Path(".").iterdir()'), {})
 
 
-@pytest.mark.parametrize("example", examples("python.md"), ids=lambda text: text.strip().splitlines()[2])
+PYTHON = [*examples("python.md"), *examples("../README.md")]
+
+
+@pytest.mark.parametrize("example", PYTHON, ids=lambda text: text.strip().splitlines()[2])
 def test_the_python_page_runs(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block of docs/python.md, on its own, in an empty folder."""
+    """Every block of docs/python.md and of the README, on its own, in an empty folder."""
     if "import cbengine" in example:
         pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     exec(example, {})
+
+
+def test_the_readme_shows_what_the_command_prints() -> None:
+    """Its excerpt is lines of the table of 8k_b32, as they are."""
+    printed = str(cbsim.run("8k_b32")).splitlines()
+    (excerpt,) = re.findall(r"^```text\n(.*?)^\.\.\.\n```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert [line for line in excerpt.splitlines() if line not in printed] == []
 
 
 def test_the_sizes_of_a_sufficient_sample_are_documented() -> None:
@@ -389,5 +414,5 @@ def test_the_sizes_of_a_sufficient_sample_are_documented() -> None:
 
 
 if __name__ == "__main__":
-    SCENARIOS.write_text(rewritten(SCENARIOS.read_text()))
+    REFERENCE.write_text(rewritten(REFERENCE.read_text()))
     DIRECTORY.write_text(redeclared(DIRECTORY.read_text()))
