@@ -17,10 +17,7 @@ from cbsim.cost.table import Added, Group, Link, TableCost
 from cbsim.policy.loop import Scheduler
 from cbsim.policy.schedulers import registry
 from cbsim.scenario import catalog, documents
-from cbsim.scenario.costs import ConstantCost as ConstantSettings
-from cbsim.scenario.costs import Cpu, Point
-from cbsim.scenario.costs import RooflineCost as RooflineSettings
-from cbsim.scenario.costs import TableCost as TableSettings
+from cbsim.scenario.costs import ConstantSettings, CpuSettings, CurvePoint, RooflineSettings, TableSettings
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario, depth, scheduler_options
 from cbsim.scenario.shapes import ModelShape
@@ -71,11 +68,11 @@ def cost_model(scenario: Scenario) -> Cost:
     )
 
 
-def _curve(points: Sequence[Point]) -> Curve:
+def _curve(points: Sequence[CurvePoint]) -> Curve:
     return Curve([one.tokens for one in points], [one.s * NS for one in points])
 
 
-def cpu_cost(settings: Cpu) -> CpuCost:
+def cpu_cost(settings: CpuSettings) -> CpuCost:
     """CPU coefficients in nanoseconds."""
     phases = {}
     for name in ("schedule", "prepare", "launch", "update"):

@@ -16,7 +16,7 @@ from cbsim.proof.recorded.case import Case
 from cbsim.proof.recorded.reenactment import Replayed, recorded, replay
 from cbsim.proof.recorded.score import Score, Series
 from cbsim.scenario import scenario
-from cbsim.scenario.costs import TableCost
+from cbsim.scenario.costs import TableSettings
 from cbsim.scenario.scenario import Scenario
 
 NEAR_LIMIT = 0.9
@@ -211,13 +211,13 @@ def _basis(validation: Validation) -> str:
     cost, asked = validation.asked.cost, validation.asked.workload
     times = (
         f"those of {'/'.join(Path(cost.path).parts[-4:])}"
-        if isinstance(cost, TableCost)
+        if isinstance(cost, TableSettings)
         else f"the cost model {cost.kind}'s"
     )
     taken = ["when its engine took each request in"] if getattr(asked, "recorded", None) else []
     taken += ["the number of cache blocks"] if _source(validation) == "recorded" else []
     told = f"Kernel times are {times}. Of the run itself: {' and '.join(taken) or 'nothing'}."
-    if isinstance(cost, TableCost):
+    if isinstance(cost, TableSettings):
         told += f" {ADDED.format(row_us=cost.row_s * 1e6)}"
     changed = ", ".join(validation.case.overrides)
     return f"{told} Changed: {changed}." if changed else told

@@ -22,7 +22,7 @@ from cbsim.policy.plan import StepCounts, StepPlan, StepWork
 from cbsim.results.metrics import Steps
 from cbsim.scenario import catalog
 from cbsim.scenario import scenario as scenarios
-from cbsim.scenario.costs import TableCost
+from cbsim.scenario.costs import TableSettings
 from cbsim.scenario.scenario import Scenario
 from cbsim.server.assemble import NS, cost_model
 from cbsim.workload import generators
@@ -193,7 +193,7 @@ def saved(cpu_s: float, gpu_s: float) -> float:
 def cells(gpu: str) -> list[Cell]:
     """Every context with every batch. Memory as vLLM's defaults share it out."""
     asked = scenario(gpu, LAYER_S, "scheduler={name: vllm}", "kv_cache={}")
-    assert isinstance(asked.cost, TableCost)
+    assert isinstance(asked.cost, TableSettings)
     cost, kernels = cost_model(asked), Kernels(catalog.tables(asked.cost.path), 1, asked.model)
     blocks = scenarios.scheduler_options(asked, depth=2).num_blocks - 1  # one is never given out
     found = []

@@ -25,7 +25,7 @@ from cbsim.cost.base import Cost
 from cbsim.policy.plan import Chunk, StepPlan, StepWork
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, rows, shapes
-from cbsim.scenario.costs import RooflineCost
+from cbsim.scenario.costs import RooflineSettings
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.shapes import Hardware, ModelShape
@@ -49,7 +49,7 @@ FIGURE_2_CACHED, TABLE_2_CACHED = 1021, 1031  # tokens a decoding row has in the
 REFERENCE, WHOLE = 2048, 16384  # chunk sizes that others are compared with; WHOLE splits no prompt
 TIMES = ("batch_execution_time", "prefill_execution_time", "linear")  # columns
 MS = 1e-3
-DEFAULT = RooflineCost(kind="roofline")
+DEFAULT = RooflineSettings(kind="roofline")
 
 
 class Point(NamedTuple):
