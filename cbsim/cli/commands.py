@@ -113,7 +113,7 @@ def score(arguments: argparse.Namespace) -> int:
         out = Path("runs") / "score" / arguments.case.resolve().name
     if out is not None:
         folder.check(out)  # before the work, not after it
-    found = validation.validate(
+    validated = validation.validate(
         arguments.case,
         pack=arguments.data,
         hardware=arguments.hardware,
@@ -124,7 +124,7 @@ def score(arguments: argparse.Namespace) -> int:
     words += ["--hardware", arguments.hardware] if arguments.hardware else []
     words += [word for change in arguments.set for word in ("--set", change)]
     words += ["--ablate"] if arguments.ablate else []
-    return _answer(validation.study(found), out, words, "simulated against a recorded run", as_json=arguments.json)
+    return _answer(validation.study(validated), out, words, "simulated against a recorded run", as_json=arguments.json)
 
 
 def _answer(answer: Study, out: Path | None, words: Sequence[str], kind: str, *, as_json: bool) -> int:

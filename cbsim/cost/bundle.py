@@ -23,7 +23,7 @@ from cbsim.cost.ladder import Ladder
 from cbsim.cost.lookup import Attention
 from cbsim.scenario import documents
 from cbsim.scenario.fields import ScenarioError, shown
-from cbsim.scenario.rows import Table, text
+from cbsim.scenario.rows import CsvTable, text
 
 NS = 1000.0  # of a microsecond
 ONCE = ("prologue", "head")
@@ -61,8 +61,8 @@ class Bundle:
         self._attention = _attention(place / "attention.csv")
         self._moe = _moe(place / "moe.csv") if "moe" in in_layers else None
         if (self._moe is None) != (experts is None):
-            told = f"got {meta.get('architecture')!r}; either it or the model has experts, but not both"
-            raise ScenarioError(f"{folder / 'meta.yaml'}: architecture: {told}")
+            problem = f"got {meta.get('architecture')!r}; either it or the model has experts, but not both"
+            raise ScenarioError(f"{folder / 'meta.yaml'}: architecture: {problem}")
         self._skew = _Skew(place / "skew.csv") if _enabled(meta) else None
         self._by_tokens: dict[int, float] = {}
         self._by_rows: dict[int, float] = {}
@@ -116,7 +116,7 @@ class _Skew:
                 shots[(*batch, 1.0)] = [0.0]
         if not shots:
             raise ScenarioError(f"{path}: holds no usable rows")
-        self._share = Ladder((at, sum(found) / len(found)) for at, found in shots.items())
+        self._share = Ladder((at, sum(shares) / len(shares)) for at, shares in shots.items())
         self._most = [max(at[axis] for at in shots) for axis in range(5)]
 
     def __call__(self, work: Attention) -> float:
@@ -153,8 +153,8 @@ def _layers(path: Path, part: str, names: Any) -> list[str]:
 
 def _enabled(meta: dict[str, Any]) -> bool:
     """Did whoever made the tables find the skew correction sound?"""
-    found = meta.get("skew_fit")
-    return bool(isinstance(found, dict) and found.get("enabled"))
+    fit = meta.get("skew_fit")
+    return bool(isinstance(fit, dict) and fit.get("enabled"))
 
 
 def _known(names: Sequence[str], curves: dict[str, Ladder], path: Path, elsewhere: tuple[str, ...]) -> list[str]:
@@ -168,7 +168,7 @@ def _known(names: Sequence[str], curves: dict[str, Ladder], path: Path, elsewher
 
 def _numbers(path: Path, columns: Sequence[str]) -> list[list[float]]:
     with text(path) as file:
-        table = Table(path, file, columns)
+        table = CsvTable(path, file, columns)
         rows = [[table.number(i, cell) for i, cell in enumerate(row)] for row in table.rows(None)]
     if not rows:
         raise ScenarioError(f"{path}: holds no rows")
@@ -179,10 +179,10 @@ def _curves(path: Path, axis: str) -> dict[str, Ladder]:
     """A curve a layer."""
     points: dict[str, dict[float, float]] = defaultdict(dict)
     with text(path) as file:
-        table = Table(path, file, ("layer", axis, "time_us"))
+        table = CsvTable(path, file, ("layer", axis, "time_us"))
         for layer, at, time in table.rows(None):
             points[layer][table.number(1, at)] = table.number(2, time)
-    return {layer: Ladder(((x,), y) for x, y in found.items()) for layer, found in points.items()}
+    return {layer: Ladder(((x,), y) for x, y in curve.items()) for layer, curve in points.items()}
 
 
 def _attention(path: Path) -> Ladder:

@@ -244,13 +244,13 @@ def _machine(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
 
 def _waste(requests: Requests, steps: Steps) -> dict[str, Any]:
     """Work that produced nothing, and work that was spared."""
-    computed, asked = int(steps["padded_tokens"].sum()), int(steps["tokens"].sum())
+    computed, useful = int(steps["padded_tokens"].sum()), int(steps["tokens"].sum())
     prompts = sum(row.prompt_tokens for row in requests.rows if row.first_step >= 0)
     hits = sum(row.cached_tokens for row in requests.rows)
     return {
         "computed_tokens": computed,
-        "padding_tokens": computed - asked,
-        "padding_share": (computed - asked) / computed if computed else 0.0,
+        "padding_tokens": computed - useful,
+        "padding_share": (computed - useful) / computed if computed else 0.0,
         "recomputed_tokens": int(steps["recomputed_tokens"].sum()),
         "wasted_rows": int(steps["wasted_rows"].sum()),
         "preemptions": int(steps["preempted"].sum()),

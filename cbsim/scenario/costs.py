@@ -133,9 +133,9 @@ class CurvePoint(Frozen):
 
 
 def _ascending(value: tuple[CurvePoint, ...]) -> tuple[CurvePoint, ...]:
-    for one, other in pairwise(value):
-        if one.tokens >= other.tokens:
-            raise complaint(f"{one.tokens} tokens come before {other.tokens}, expected ascending numbers")
+    for point, following in pairwise(value):
+        if point.tokens >= following.tokens:
+            raise complaint(f"{point.tokens} tokens come before {following.tokens}, expected ascending numbers")
     return value
 
 

@@ -69,7 +69,7 @@ def cost_model(scenario: Scenario) -> Cost:
 
 
 def _curve(points: Sequence[CurvePoint]) -> Curve:
-    return Curve([one.tokens for one in points], [one.s * NS for one in points])
+    return Curve([point.tokens for point in points], [point.s * NS for point in points])
 
 
 def cpu_cost(settings: CpuSettings) -> CpuCost:
@@ -105,9 +105,9 @@ def _check_profiled(scenario: Scenario, settings: TableSettings) -> None:
     meta = catalog.tables(settings.path) / "meta.yaml"
     if not meta.is_file():
         return
-    found = documents.read(meta).data
+    source = documents.read(meta).data
     for field, of, name in (("model", "model", scenario.model.name), ("hardware", "hardware", scenario.hardware.name)):
-        profiled = str(found.get(field, "")).rsplit("/", maxsplit=1)[-1]
+        profiled = str(source.get(field, "")).rsplit("/", maxsplit=1)[-1]
         if catalog.plain(profiled) not in catalog.plain(name):
             raise ScenarioError(f"cost.path: {meta} is of {profiled}, but {of}.name is {name!r}")
 

@@ -40,7 +40,7 @@ class RunOptions:
     extra: Sequence[str] = ()  # options of the command's own, to be repeated as they are
 
 
-def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario] = lambda asked: asked) -> int:
+def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario] = lambda scenario: scenario) -> int:
     """Serve a scenario under each of its loops, write the run directories, say what came out. The exit status.
 
     `adapt` makes of what was asked what this server can run; that is what is recorded.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from cbsim.proof.recorded.case import Case
 from cbsim.proof.recorded.reenactment import recorded, replay
-from cbsim.proof.recorded.score import Score, scores
+from cbsim.proof.recorded.score import MetricScore, scores
 from cbsim.results.record import PHASES
 from cbsim.scenario.scenario import MOST_BLOCKS
 
@@ -33,7 +33,7 @@ class Ablated(NamedTuple):
 
     name: str
     changes: Mapping[str, Any]
-    scores: list[Score]
+    scores: list[MetricScore]
     preemptions: int
     steps: int
 
@@ -45,5 +45,5 @@ def ablate(case: Case) -> list[Ablated]:
 
 def _one(case: Case, name: str, changes: Mapping[str, Any]) -> Ablated:
     done = replay(case, case.scenario(changes))
-    found = scores(done.served, recorded(case))
-    return Ablated(name, changes, found, done.preemptions, sum(len(table) for table in done.steps))
+    errors = scores(done.served, recorded(case))
+    return Ablated(name, changes, errors, done.preemptions, sum(len(table) for table in done.steps))
