@@ -14,7 +14,7 @@ from cbsim.results import directory
 from cbsim.scenario import scenario
 from cbsim.server import run_command
 from cbsim.server.run_command import RunOptions
-from cbsim.server.running import ERROR, OK
+from cbsim.server.status import ERROR, OK
 
 if TYPE_CHECKING:
     from cbsim.draw.study import Study

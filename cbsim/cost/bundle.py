@@ -25,7 +25,7 @@ from cbsim.scenario import documents
 from cbsim.scenario.fields import ScenarioError, shown
 from cbsim.scenario.rows import CsvTable, text
 
-NS = 1000.0  # of a microsecond
+NS_A_US = 1000.0
 ONCE = ("prologue", "head")
 EVERY_LAYER = ("pre_attn", "post_attn", "mlp_dense", "mlp_moe")
 
@@ -70,13 +70,13 @@ class Bundle:
     def linear_ns(self, tokens: int) -> float:
         known = self._by_tokens.get(tokens)
         if known is None:
-            known = self._by_tokens[tokens] = NS * sum(times * curve(tokens) for times, curve in self._linear)
+            known = self._by_tokens[tokens] = NS_A_US * sum(times * curve(tokens) for times, curve in self._linear)
         return known
 
     def head_ns(self, rows: int) -> float:
         known = self._by_rows.get(rows)
         if known is None:
-            known = self._by_rows[rows] = NS * sum(curve(rows) for curve in self._head)
+            known = self._by_rows[rows] = NS_A_US * sum(curve(rows) for curve in self._head)
         return known
 
     def attention_ns(self, work: Attention, *, skew: bool) -> float:
@@ -86,7 +86,7 @@ class Bundle:
             alpha = self._skew(work)
             if alpha:
                 mean += alpha * (self._attention(prefill, decodes, cached, longest) - mean)
-        return NS * self._layers * mean
+        return NS_A_US * self._layers * mean
 
     def experts_ns(self, tokens: int, ranks: int) -> float:
         """Every GPU computes the token-expert pairs of its own experts, which on average are as many as its own tokens
@@ -94,7 +94,7 @@ class Bundle:
         """
         if self._moe is None or self._experts is None:
             return 0.0
-        return NS * self._layers * self._moe(tokens, self._experts.hit(ranks * tokens, ranks))
+        return NS_A_US * self._layers * self._moe(tokens, self._experts.hit(ranks * tokens, ranks))
 
 
 class _Skew:

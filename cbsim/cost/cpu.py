@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from cbsim.policy import phases
 from cbsim.policy.plan import StepPlan
 
-PHASES = ("schedule", "prepare", "launch", "update")
+PHASES = phases.WORKED
 
 
 class PhaseCost(NamedTuple):

@@ -24,7 +24,7 @@ from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.rows import CsvTable, text
 from cbsim.scenario.shapes import ModelShape
 
-NS = 1e6  # of a millisecond
+NS_A_MS = 1e6
 
 
 class Heads(NamedTuple):
@@ -63,7 +63,7 @@ class Kernels:
         rows = _generation(_file(path, "generation_attention"), heads)
         self._decode, self._longest = Ladder(rows.items()), _longest(rows)
         self._prompt = _context(_file(path, "context_attention"), heads)
-        self._ns = NS * model.layers
+        self._ns = NS_A_MS * model.layers
         self._by_tokens: dict[int, float] = {}
         self._by_rows: dict[int, float] = {}
 
@@ -77,7 +77,7 @@ class Kernels:
         """The output head's product; no sampler was measured."""
         known = self._by_rows.get(rows)
         if known is None:
-            known = self._by_rows[rows] = NS * self._head(rows) if rows else 0.0
+            known = self._by_rows[rows] = NS_A_MS * self._head(rows) if rows else 0.0
         return known
 
     def attention_ns(self, work: Attention, *, skew: bool) -> float:

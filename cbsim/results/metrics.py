@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cbsim.results.columns import NS
 from cbsim.results.record import PHASES, STATUSES, STEP_COLUMNS, Record, RequestRow
 
 PERCENTILE_METHOD = "linear"
 QUANTILES = (50, 90, 95, 99)
 SAMPLES_NEEDED = {"p95": 72, "p99": 368}  # below, the percentile is marked: its interval is too wide to be quoted
-NS = 1e9
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 

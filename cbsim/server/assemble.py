@@ -16,14 +16,13 @@ from cbsim.cost.roofline import Rates, RooflineCost, Weights
 from cbsim.cost.table import Added, Group, Link, TableCost
 from cbsim.policy.loop import Scheduler
 from cbsim.policy.schedulers import registry
+from cbsim.results.columns import NS
 from cbsim.scenario import catalog, documents
 from cbsim.scenario.costs import ConstantSettings, CpuSettings, CurvePoint, RooflineSettings, TableSettings
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario, depth, scheduler_options
 from cbsim.scenario.shapes import ModelShape
 from cbsim.server.guard import guarded
-
-NS = 1e9
 
 
 def scheduler(scenario: Scenario, loop: str) -> Scheduler:

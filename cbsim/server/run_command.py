@@ -21,7 +21,8 @@ from cbsim.server import running
 from cbsim.server.guard import PolicyError
 from cbsim.server.progress import Progress
 from cbsim.server.result import BOTH, Result, Results, draw_together
-from cbsim.server.running import CHECK_FAILED, OK, Maker, OnStep, ServerError, Session, Terms
+from cbsim.server.running import Maker, OnStep, ServerError, Session, Terms
+from cbsim.server.status import CHECK_FAILED, OK
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from cbsim.server.result import Result, Results
 from cbsim.workload import generators, given
 from cbsim.workload.generators import Workload
 
-OK, ERROR, USAGE, CHECK_FAILED = 0, 1, 2, 3
 OnStep = Callable[[int], None]
 
 

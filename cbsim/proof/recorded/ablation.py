@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from cbsim.policy.phases import WORKED
 from cbsim.proof.recorded.case import Case
 from cbsim.proof.recorded.reenactment import recorded, replay
 from cbsim.proof.recorded.score import MetricScore, scores
-from cbsim.results.record import PHASES
 from cbsim.scenario.scenario import MOST_BLOCKS
 
-NO_CPU = {phase: {"base_s": 0.0, "per_request_s": 0.0} for phase in PHASES if phase != "await"}
+NO_CPU = {phase: {"base_s": 0.0, "per_request_s": 0.0} for phase in WORKED}
 PARTS: Mapping[str, Mapping[str, Any]] = {
     "as the run was": {},
     "no prefix cache": {"scheduler.enable_prefix_caching": False},

@@ -17,6 +17,7 @@ from cbsim.machine.driver import Machine
 from cbsim.machine.lockstep import Lockstep, balance
 from cbsim.proof.recorded.case import Case
 from cbsim.results import metrics
+from cbsim.results.columns import NS
 from cbsim.results.metrics import Steps
 from cbsim.results.record import Record
 from cbsim.scenario.fields import ScenarioError
@@ -26,7 +27,6 @@ from cbsim.server.inbox import Inbox
 from cbsim.workload import generators
 from cbsim.workload.generators import Workload
 
-NS = 1e9
 Floats = npt.NDArray[np.float64]
 
 

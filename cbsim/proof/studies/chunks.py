@@ -95,7 +95,8 @@ def _level_wrong(results: Compared) -> str:
     single, least = results.decodes[0], results.prefills[0]
     return (
         f"Wrong: the level of decode batches, {_span([a.error for a in results.decodes])}. "
-        f"{single.point.decodes} row takes {_ms(single.published_s)} ms, the roofline's weights and KV {_ms(single.roofline_s)} ms. A prefill of "
+        f"{single.point.decodes} row takes {_ms(single.published_s)} ms, the roofline's weights and KV "
+        f"{_ms(single.roofline_s)} ms. A prefill of "
         f"{least.point.prompt} tokens takes {_ms(least.published_s)} ms (roofline {_ms(least.roofline_s)}); prefills "
         "of 2,048 show no such gap. So it is a floor that a longer step hides, not a sum: what launching every kernel "
         "from Python would give, and what our `launch_s_per_layer` is for."

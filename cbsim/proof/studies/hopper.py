@@ -19,12 +19,13 @@ from cbsim.draw.markdown import Table
 from cbsim.draw.study import Study
 from cbsim.machine import simulate
 from cbsim.policy.plan import StepCounts, StepPlan, StepWork
+from cbsim.results.columns import NS
 from cbsim.results.metrics import Steps
 from cbsim.scenario import catalog
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.costs import TableSettings
 from cbsim.scenario.scenario import Scenario
-from cbsim.server.assemble import NS, cost_model
+from cbsim.server.assemble import cost_model
 from cbsim.workload import generators
 
 GPUS = {"H100": "h100", "H200": "h200"}
