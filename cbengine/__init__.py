@@ -35,7 +35,7 @@ def run(
     """
     from cbengine import build, servers
     from cbengine.errors import UsageError
-    from cbsim.scenario.asked import scenario_of
+    from cbsim.scenario.sources import scenario_of
     from cbsim.server import running
 
     chosen = device or build.default_device()

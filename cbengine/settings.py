@@ -16,7 +16,7 @@ from cbengine.sampling import Sampling
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import rows
 from cbsim.scenario.fields import near, shown
-from cbsim.scenario.rows import Line
+from cbsim.scenario.rows import JsonLine
 
 FILE = "sampling.jsonl"  # of a run directory
 FIELDS = tuple(one.name for one in fields(Sampling))
@@ -72,7 +72,7 @@ def read(path: Path, usual: Sampling) -> Settings:
     return Settings(by_id, path, lines)
 
 
-def _sampling(line: Line, usual: Sampling) -> Sampling:
+def _sampling(line: JsonLine, usual: Sampling) -> Sampling:
     given = {name: value for name, value in line.values.items() if name != "id"}
     for name in given:
         if name not in FIELDS:

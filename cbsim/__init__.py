@@ -50,7 +50,7 @@ def load(source: str | Path | Mapping[str, Any] | Scenario, *overrides: str) -> 
     """A scenario by its name, from a file, or from the fields themselves; overrides are those of `--set`, such as
     `loop.mode=async`. Raises ScenarioError.
     """
-    from cbsim.scenario.asked import scenario_of
+    from cbsim.scenario.sources import scenario_of
 
     return scenario_of(source, overrides)
 

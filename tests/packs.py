@@ -230,7 +230,7 @@ def record(made: Pack) -> Replayed:
 def _record(made: Pack, found: Case, done: Replayed) -> None:
     served = done.served
     times = np.stack([served.queued_s, served.queued_s, served.first_token_s, served.last_token_s], axis=1) + STARTED_S
-    lengths = [{"input_toks": row.prompt_tokens, "output_toks": row.output_tokens} for row in found.asked]
+    lengths = [{"input_toks": row.prompt_tokens, "output_toks": row.output_tokens} for row in found.arrivals]
     rows = [dict(zip(vllm_bench.TIMES, row, strict=True)) for row in times.tolist()]
     named = zip(lengths, rows, strict=True)
     lines(made.folder / "requests.jsonl", [{"request_id": f"bench-{i}", **a, **b} for i, (a, b) in enumerate(named)])

@@ -13,7 +13,7 @@ from reference import ran
 
 from cbsim.policy.graphs import CAPTURED
 from cbsim.scenario import catalog, scenario
-from cbsim.scenario.costs import ConstantCost, RooflineCost
+from cbsim.scenario.costs import ConstantSettings, RooflineSettings
 
 
 def test_every_scenario_has_a_test_here() -> None:
@@ -94,7 +94,7 @@ def test_8k_b32_constants_follow_from_the_synchronous_run() -> None:
     Nothing else is set.
     """
     cost = scenario.load("8k_b32").cost
-    assert isinstance(cost, RooflineCost)
+    assert isinstance(cost, RooflineSettings)
     assert cost.cpu.prepare.base_s == pytest.approx(SYNC_S * (1 - SYNC_ACTIVE) / OUTPUT, rel=1e-4)
     low, high = 0.01, 1.0
     for _ in range(60):
@@ -227,7 +227,7 @@ def test_a_scenario_says_what_it_asks(name: str) -> None:
 def test_the_example_s_numbers_are_in_its_file() -> None:
     """10 ms and 32 ms stand in the scenario, not in the code."""
     cost = scenario.load("worked_example").cost
-    assert isinstance(cost, ConstantCost)
+    assert isinstance(cost, ConstantSettings)
     assert (cost.step_s, cost.cpu.schedule.base_s) == (0.032, 0.010)
 
 

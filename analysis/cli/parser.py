@@ -9,7 +9,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from cbsim.cli.arguments import USAGE, Parser, guarded, renamed
+from cbsim.cli.arguments import Parser, guarded, renamed
+from cbsim.server.status import USAGE
 
 RENAMED = {"validate": "compare", "hardware": "predictions", "bench": "drawing-bench"}
 EXAMPLES = {

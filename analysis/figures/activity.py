@@ -8,7 +8,8 @@ import pandas as pd
 from analysis.figures.axis import Frames, band, bubbles, longest, over_time, ran, seconds, thinned
 from analysis.statistics.thin import Binned
 from cbsim.draw.chart import Chart, Floats, Mark, Panel, series
-from cbsim.draw.units import NS, unit, without
+from cbsim.draw.units import unit, without
+from cbsim.results.columns import NS
 
 AT_MOST_SHADED = 2  # runs; the ranges of more would hide each other
 

@@ -10,7 +10,8 @@ import pandas as pd
 
 from analysis.statistics.thin import Binned, binned, filled
 from cbsim.draw.chart import Area, Floats, Line, Mark, Style
-from cbsim.draw.units import NS, Unit, column
+from cbsim.draw.units import Unit, column
+from cbsim.results.columns import NS
 
 Frames = Mapping[str, pd.DataFrame]
 TIMES = ["schedule_start_ns", "update_end_ns", "compute_start_ns", "compute_end_ns"]

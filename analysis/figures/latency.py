@@ -10,8 +10,9 @@ import numpy as np
 from analysis.figures.axis import Frames, spread
 from analysis.statistics.thin import Ints, cdf
 from cbsim.draw.chart import Chart, Floats, Line, Mark, Panel, Points, Style, series
-from cbsim.draw.units import NS, Unit, column, unit
+from cbsim.draw.units import Unit, column, unit
 from cbsim.results import metrics
+from cbsim.results.columns import NS
 from cbsim.results.terminal import shown
 
 QUANTITIES = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("itl_s", "ITL"), ("e2e_s", "E2E"))

@@ -161,7 +161,7 @@ def _dots(case: str, scores: Sequence[Score], index: int, count: int) -> list[Do
     """Of the scores that are asked and are numbers; cases and loops stand beside each other in a metric's place."""
     dots = []
     for score in scores:
-        if score.asked and np.isfinite(score.error):
+        if score.counts and np.isfinite(score.error):
             at = REACH * (2 * (index + LOOP_PLACES[score.loop]) / count - 1)
             simulated, measured, error = score.shown()
             text = f"{case}, {score.loop}: {score.bar.label} {error} ({simulated} simulated, {measured} measured)"

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from analysis.statistics.loading import LATENCIES, Run
-from cbsim.results.metrics import NS, PERCENTILE_METHOD, QUANTILES
+from cbsim.results.columns import NS
+from cbsim.results.metrics import PERCENTILE_METHOD, QUANTILES
 from cbsim.results.record import PHASES
 
 Ints = npt.NDArray[np.integer]

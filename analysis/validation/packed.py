@@ -24,7 +24,7 @@ from cbsim.draw import folder
 from cbsim.results import columns, directory, parquet
 from cbsim.results.columns import Column
 from cbsim.results.directory import RunError
-from cbsim.results.parquet import Table, TableError
+from cbsim.results.parquet import ParquetTable, TableError
 
 RUNS, STEPS, REQUESTS = FILES = ("runs.parquet", "steps.parquet", "requests.parquet")
 WORLDS = ("measured", "simulated")
@@ -167,7 +167,7 @@ def unpack(place: Path, out: Path) -> None:
 def _read(file: Path, declared: Sequence[Column]) -> pa.Table:
     try:
         with file.open("rb") as opened:
-            table = Table(opened, declared)
+            table = ParquetTable(opened, declared)
             return pa.table({column.name: table[column.name] for column in declared})
     except TableError as error:
         raise RunError(f"{file}: {error}") from None

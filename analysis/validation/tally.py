@@ -38,7 +38,7 @@ class Scored(NamedTuple):
 
 def asked(cases: Sequence[Case], bar: Bar | None = None) -> list[Scored]:
     """The scores that a bar is asked of: of one bar, or all."""
-    found = [Scored(case, score) for case in cases for score in case.scores if score.asked]
+    found = [Scored(case, score) for case in cases for score in case.scores if score.counts]
     return [one for one in found if bar is None or one.score.bar == bar]
 
 
@@ -190,7 +190,7 @@ def _error_row(case: Case, loop: str) -> tuple[str, ...]:
 def _error_cell(score: Score | None) -> str:
     if score is None:
         return "-"
-    return f"{error_text(score)}{MARKS[score.verdict]}" if score.asked else f"({error_text(score)})"
+    return f"{error_text(score)}{MARKS[score.verdict]}" if score.counts else f"({error_text(score)})"
 
 
 def _replay_cell(found: Sequence[Replay]) -> str:

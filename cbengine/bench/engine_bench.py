@@ -21,21 +21,21 @@ from cbengine.bench.figures import Figure, Group, say, shown
 from cbengine.bench.timing import give_back
 from cbengine.build import Setup
 from cbengine.errors import MissingError
+from cbsim.policy.phases import WORKED
 from cbsim.results.metrics import Steps
-from cbsim.results.record import PHASES
 from cbsim.scenario import scenario
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.shapes import ModelShape
-from cbsim.server import run_command, running
+from cbsim.server import run_command
 from cbsim.server.run_command import RunOptions
 from cbsim.server.running import Maker
+from cbsim.server.status import ERROR, OK
 
 CONTEXTS = (1024, 2048, 4096, 8192)
 LENGTH = 8192
 BAR_CPU_S = {32: 0.5e-3, 256: 1.5e-3}
 BAR_RUN_S = {"H100": 110.0, "H200": 82.0}
 BAR_ACTIVE = 99.4
-WORK = tuple(phase for phase in PHASES if phase != "await")
 Serve = Callable[[Setup, bool], Maker]
 
 
@@ -46,7 +46,7 @@ def bench(device: str, out: Path, serve: Serve, *, quick: bool, as_json: bool) -
     if device == "cuda" and not torch.cuda.is_available():
         raise MissingError("--device cuda: torch finds no CUDA device here")
     groups = (on_gpu if device == "cuda" else on_cpu)(out, serve, quick)
-    return running.OK if shown(groups, as_json=as_json) else running.ERROR
+    return OK if shown(groups, as_json=as_json) else ERROR
 
 
 # -- without a GPU ----------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def _steady(rows: int, policy: str, steps: int) -> Scenario:
 def cpu_work(name: str, steps: Steps, rows: int) -> Figure:
     """The median step of `rows` requests that decode together."""
     full = steps["decode_rows"] == rows
-    work = sum(steps.lane(phase)[full] for phase in WORK)
+    work = sum(steps.lane(phase)[full] for phase in WORKED)
     value = statistics.median(work.tolist()) / 1e9
     bar = BAR_CPU_S.get(rows)
     return Figure(name, value * 1e3, "ms", f"<= {bar * 1e3:g}" if bar else "", None if bar is None else value <= bar)

@@ -19,14 +19,14 @@ from cbengine.bench import BENCH_PARTS, attention_bench, gemm_bench, timing
 from cbengine.bench.figures import Figure, Group, shown
 from cbengine.bench.timing import Ceilings, timed
 from cbsim.scenario.shapes import ModelShape
-from cbsim.server import running
+from cbsim.server.status import ERROR, OK
 
 LARGE, SMALL = 1 << 28, 4
 
 
 def bench(parts: Sequence[str], model: ModelShape, out: Path, *, quick: bool, as_json: bool) -> int:
     """Measure, print, keep `out`/<part>.json; 1 if something failed. Needs a GPU."""
-    return running.OK if shown(groups(parts, model, quick), as_json=as_json, keep=out) else running.ERROR
+    return OK if shown(groups(parts, model, quick), as_json=as_json, keep=out) else ERROR
 
 
 def groups(parts: Sequence[str], model: ModelShape, quick: bool, device: str = "cuda") -> list[Group]:

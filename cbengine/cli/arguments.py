@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cbengine.bench import BENCH_PARTS
 from cbsim.cli.arguments import Parser, run_arguments
+from cbsim.policy.phases import WORKED
 
 DEVICES = {
     "inline": "a step is computed while it is launched",
@@ -14,7 +15,6 @@ DEVICES = {
     "modelled": "nothing is computed, a step takes the scenario's cost model",
     "cuda": "a GPU",
 }
-PHASES = ("schedule", "prepare", "launch", "update")
 RENAMED = {"validate": "predict", "hardware": "campaign", "bench": "speed"}
 EXAMPLES = {
     "replay": "tiny_cpu --device process --loop both --set workload.requests=8",
@@ -145,7 +145,7 @@ def _replay_arguments(replay: argparse.ArgumentParser) -> None:
         default=[],
         type=_phase,
         metavar="PHASE=MS",
-        help=f"milliseconds of extra CPU work in every step's {', '.join(PHASES[:-1])} or {PHASES[-1]} (repeatable)",
+        help=f"milliseconds of extra CPU work in every step's {', '.join(WORKED[:-1])} or {WORKED[-1]} (repeatable)",
     )
     replay.add_argument(
         "--sampling",
@@ -249,8 +249,8 @@ def _phase(text: str) -> tuple[str, int]:
         extra_ms = float(value)
     except ValueError:
         extra_ms = -1.0
-    if name not in PHASES or not 0 <= extra_ms <= 10_000:
-        known = ", ".join(PHASES)
+    if name not in WORKED or not 0 <= extra_ms <= 10_000:
+        known = ", ".join(WORKED)
         raise argparse.ArgumentTypeError(f"{text!r}: expected PHASE=MS with a phase of {known} and 0 to 10000 ms")
     return name, round(extra_ms * 1e6)
 

@@ -20,8 +20,9 @@ from cbengine.first.pack_run import ended_politely
 from cbengine.measure import calibrate, campaign, predict, provenance, scores
 from cbengine.measure.probes import Reach
 from cbsim.scenario import scenario, shapes
-from cbsim.server import run_command, running
+from cbsim.server import run_command
 from cbsim.server.run_command import RunOptions
+from cbsim.server.status import CHECK_FAILED, ERROR, OK
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def calibration(options: CalibrateOptions, setup: Setup) -> int:
     cost = f"cost={{kind: fitted, path: {json.dumps(str(options.out.resolve()), ensure_ascii=False)}}}"
     words = [word for override in (*options.overrides, cost) for word in ("--set", override)]
     print(f"use it    {shlex.join(['python', '-m', 'cbsim', 'run', options.scenario, *words])}")
-    return running.OK
+    return OK
 
 
 def predicted(names: Sequence[str], asked: predict.Asked) -> int:
@@ -81,7 +82,7 @@ def _told(found: Sequence[scores.Scored], *, absurd_only: bool) -> int:
     failed = scores.failures(found, absurd_only=absurd_only)
     for case, score in failed:
         print(f"missed: {case}, {score.loop}, {score.bar.label}: {score.shown()[-1]}", file=sys.stderr)
-    return running.CHECK_FAILED if failed else running.OK
+    return CHECK_FAILED if failed else OK
 
 
 def measure_campaign(parts: Sequence[str], device: str | None, out: Path, until: float) -> int:
@@ -93,7 +94,7 @@ def measure_campaign(parts: Sequence[str], device: str | None, out: Path, until:
         left = campaign.campaign(parts, where, out, say, until)
     for command in left:
         print(f"failed or not begun: {command}", file=sys.stderr)
-    return running.ERROR if left else running.OK
+    return ERROR if left else OK
 
 
 def speed(device: str | None, out: Path, parts: Sequence[str], model: str | None, *, quick: bool, as_json: bool) -> int:
@@ -118,4 +119,4 @@ def generate(prompt: str, tokens: int, setup: Setup) -> int:
     from cbengine import text
 
     text.generate(prompt, tokens, setup, sys.stdout)
-    return running.OK
+    return OK

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from cbengine.bench import BENCH_PARTS
 from cbengine.cli.arguments import RENAMED, command_line
-from cbsim.cli.arguments import ERROR, USAGE, guarded, renamed, run_options
+from cbsim.cli.arguments import guarded, renamed, run_options
+from cbsim.server.status import ERROR, USAGE
 
 if TYPE_CHECKING:
     from cbengine.build import Setup

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from cbsim.server.status import ERROR, USAGE
+
 if TYPE_CHECKING:
     from cbsim.server.run_command import RunOptions
-
-ERROR, USAGE = 1, 2
 
 
 class Parser(argparse.ArgumentParser):

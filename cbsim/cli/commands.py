@@ -14,7 +14,7 @@ from cbsim.results import directory
 from cbsim.scenario import scenario
 from cbsim.server import run_command
 from cbsim.server.run_command import RunOptions
-from cbsim.server.running import ERROR, OK
+from cbsim.server.status import ERROR, OK
 
 if TYPE_CHECKING:
     from cbsim.draw.study import Study
@@ -113,7 +113,7 @@ def score(arguments: argparse.Namespace) -> int:
         out = Path("runs") / "score" / arguments.case.resolve().name
     if out is not None:
         folder.check(out)  # before the work, not after it
-    found = validation.validate(
+    validated = validation.validate(
         arguments.case,
         pack=arguments.data,
         hardware=arguments.hardware,
@@ -124,7 +124,7 @@ def score(arguments: argparse.Namespace) -> int:
     words += ["--hardware", arguments.hardware] if arguments.hardware else []
     words += [word for change in arguments.set for word in ("--set", change)]
     words += ["--ablate"] if arguments.ablate else []
-    return _answer(validation.study(found), out, words, "simulated against a recorded run", as_json=arguments.json)
+    return _answer(validation.study(validated), out, words, "simulated against a recorded run", as_json=arguments.json)
 
 
 def _answer(answer: Study, out: Path | None, words: Sequence[str], kind: str, *, as_json: bool) -> int:

@@ -9,7 +9,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cbsim.cli.arguments import ERROR, USAGE, Parser, guarded, renamed, run_arguments, run_options
+from cbsim.cli.arguments import Parser, guarded, renamed, run_arguments, run_options
+from cbsim.server.status import ERROR, USAGE
 
 RENAMED = {"replay": "replan", "validate": "score"}
 STUDIES = ("hopper", "chunks", "schedulers")  # modules of cbsim.proof.studies

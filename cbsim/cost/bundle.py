@@ -23,9 +23,9 @@ from cbsim.cost.ladder import Ladder
 from cbsim.cost.lookup import Attention
 from cbsim.scenario import documents
 from cbsim.scenario.fields import ScenarioError, shown
-from cbsim.scenario.rows import Table, text
+from cbsim.scenario.rows import CsvTable, text
 
-NS = 1000.0  # of a microsecond
+NS_A_US = 1000.0
 ONCE = ("prologue", "head")
 EVERY_LAYER = ("pre_attn", "post_attn", "mlp_dense", "mlp_moe")
 
@@ -61,8 +61,8 @@ class Bundle:
         self._attention = _attention(place / "attention.csv")
         self._moe = _moe(place / "moe.csv") if "moe" in in_layers else None
         if (self._moe is None) != (experts is None):
-            told = f"got {meta.get('architecture')!r}; either it or the model has experts, but not both"
-            raise ScenarioError(f"{folder / 'meta.yaml'}: architecture: {told}")
+            problem = f"got {meta.get('architecture')!r}; either it or the model has experts, but not both"
+            raise ScenarioError(f"{folder / 'meta.yaml'}: architecture: {problem}")
         self._skew = _Skew(place / "skew.csv") if _enabled(meta) else None
         self._by_tokens: dict[int, float] = {}
         self._by_rows: dict[int, float] = {}
@@ -70,13 +70,13 @@ class Bundle:
     def linear_ns(self, tokens: int) -> float:
         known = self._by_tokens.get(tokens)
         if known is None:
-            known = self._by_tokens[tokens] = NS * sum(times * curve(tokens) for times, curve in self._linear)
+            known = self._by_tokens[tokens] = NS_A_US * sum(times * curve(tokens) for times, curve in self._linear)
         return known
 
     def head_ns(self, rows: int) -> float:
         known = self._by_rows.get(rows)
         if known is None:
-            known = self._by_rows[rows] = NS * sum(curve(rows) for curve in self._head)
+            known = self._by_rows[rows] = NS_A_US * sum(curve(rows) for curve in self._head)
         return known
 
     def attention_ns(self, work: Attention, *, skew: bool) -> float:
@@ -86,7 +86,7 @@ class Bundle:
             alpha = self._skew(work)
             if alpha:
                 mean += alpha * (self._attention(prefill, decodes, cached, longest) - mean)
-        return NS * self._layers * mean
+        return NS_A_US * self._layers * mean
 
     def experts_ns(self, tokens: int, ranks: int) -> float:
         """Every GPU computes the token-expert pairs of its own experts, which on average are as many as its own tokens
@@ -94,7 +94,7 @@ class Bundle:
         """
         if self._moe is None or self._experts is None:
             return 0.0
-        return NS * self._layers * self._moe(tokens, self._experts.hit(ranks * tokens, ranks))
+        return NS_A_US * self._layers * self._moe(tokens, self._experts.hit(ranks * tokens, ranks))
 
 
 class _Skew:
@@ -116,7 +116,7 @@ class _Skew:
                 shots[(*batch, 1.0)] = [0.0]
         if not shots:
             raise ScenarioError(f"{path}: holds no usable rows")
-        self._share = Ladder((at, sum(found) / len(found)) for at, found in shots.items())
+        self._share = Ladder((at, sum(shares) / len(shares)) for at, shares in shots.items())
         self._most = [max(at[axis] for at in shots) for axis in range(5)]
 
     def __call__(self, work: Attention) -> float:
@@ -153,8 +153,8 @@ def _layers(path: Path, part: str, names: Any) -> list[str]:
 
 def _enabled(meta: dict[str, Any]) -> bool:
     """Did whoever made the tables find the skew correction sound?"""
-    found = meta.get("skew_fit")
-    return bool(isinstance(found, dict) and found.get("enabled"))
+    fit = meta.get("skew_fit")
+    return bool(isinstance(fit, dict) and fit.get("enabled"))
 
 
 def _known(names: Sequence[str], curves: dict[str, Ladder], path: Path, elsewhere: tuple[str, ...]) -> list[str]:
@@ -168,7 +168,7 @@ def _known(names: Sequence[str], curves: dict[str, Ladder], path: Path, elsewher
 
 def _numbers(path: Path, columns: Sequence[str]) -> list[list[float]]:
     with text(path) as file:
-        table = Table(path, file, columns)
+        table = CsvTable(path, file, columns)
         rows = [[table.number(i, cell) for i, cell in enumerate(row)] for row in table.rows(None)]
     if not rows:
         raise ScenarioError(f"{path}: holds no rows")
@@ -179,10 +179,10 @@ def _curves(path: Path, axis: str) -> dict[str, Ladder]:
     """A curve a layer."""
     points: dict[str, dict[float, float]] = defaultdict(dict)
     with text(path) as file:
-        table = Table(path, file, ("layer", axis, "time_us"))
+        table = CsvTable(path, file, ("layer", axis, "time_us"))
         for layer, at, time in table.rows(None):
             points[layer][table.number(1, at)] = table.number(2, time)
-    return {layer: Ladder(((x,), y) for x, y in found.items()) for layer, found in points.items()}
+    return {layer: Ladder(((x,), y) for x, y in curve.items()) for layer, curve in points.items()}
 
 
 def _attention(path: Path) -> Ladder:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from cbsim.policy import phases
 from cbsim.policy.plan import StepPlan
 
-PHASES = ("schedule", "prepare", "launch", "update")
+PHASES = phases.WORKED
 
 
 class PhaseCost(NamedTuple):
@@ -26,7 +27,7 @@ class PhaseCost(NamedTuple):
     per_change: float = 0.0
 
 
-class Size(NamedTuple):
+class StepSize(NamedTuple):
     """What a phase's terms count, in their order."""
 
     requests: int
@@ -36,11 +37,13 @@ class Size(NamedTuple):
     changes: int
 
 
-def size(plan: StepPlan) -> Size:
+def size(plan: StepPlan) -> StepSize:
     """What `plan` has for the CPU to do."""
     work, new = plan.work, plan.changes
     chunks, changes = len(work.chunks), len(new.grown) + len(new.left) + len(new.ended)
-    return Size(work.decodes + chunks, work.prefill_tokens + work.decodes, plan.counts.table_blocks, chunks, changes)
+    return StepSize(
+        work.decodes + chunks, work.prefill_tokens + work.decodes, plan.counts.table_blocks, chunks, changes
+    )
 
 
 class CpuCost:
@@ -62,10 +65,10 @@ class CpuCost:
         rows = work.decodes + len(work.chunks)
         known = self._known.get(rows)
         if known is None:
-            known = self._known[rows] = self._evaluate(Size(rows, 0, 0, 0, 0))
+            known = self._known[rows] = self._evaluate(StepSize(rows, 0, 0, 0, 0))
         return known
 
-    def _evaluate(self, size: Size) -> tuple[int, int, int, int]:
+    def _evaluate(self, size: StepSize) -> tuple[int, int, int, int]:
         rows, tokens, blocks, chunks, changes = size
         schedule, prepare, launch, update = [
             round(

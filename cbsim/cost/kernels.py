@@ -21,10 +21,10 @@ from typing import NamedTuple
 from cbsim.cost.ladder import Ladder
 from cbsim.cost.lookup import Attention
 from cbsim.scenario.fields import ScenarioError
-from cbsim.scenario.rows import Table, text
+from cbsim.scenario.rows import CsvTable, text
 from cbsim.scenario.shapes import ModelShape
 
-NS = 1e6  # of a millisecond
+NS_A_MS = 1e6
 
 
 class Heads(NamedTuple):
@@ -63,7 +63,7 @@ class Kernels:
         rows = _generation(_file(path, "generation_attention"), heads)
         self._decode, self._longest = Ladder(rows.items()), _longest(rows)
         self._prompt = _context(_file(path, "context_attention"), heads)
-        self._ns = NS * model.layers
+        self._ns = NS_A_MS * model.layers
         self._by_tokens: dict[int, float] = {}
         self._by_rows: dict[int, float] = {}
 
@@ -77,7 +77,7 @@ class Kernels:
         """The output head's product; no sampler was measured."""
         known = self._by_rows.get(rows)
         if known is None:
-            known = self._by_rows[rows] = NS * self._head(rows) if rows else 0.0
+            known = self._by_rows[rows] = NS_A_MS * self._head(rows) if rows else 0.0
         return known
 
     def attention_ns(self, work: Attention, *, skew: bool) -> float:
@@ -111,7 +111,7 @@ class Products:
         self._path = path
         self._points: dict[tuple[float, float], dict[float, float]] = defaultdict(dict)
         with text(path) as file:
-            table = Table(path, file, ("m", "n", "k", "latency_ms"))
+            table = CsvTable(path, file, ("m", "n", "k", "latency_ms"))
             for row in table.rows(None):
                 m, n, k, ms = map(table.number, range(4), row)
                 self._points[n, k][m] = ms
@@ -119,12 +119,12 @@ class Products:
             raise ScenarioError(f"{path}: holds no rows")
         self._n, self._k = (sorted({pair[axis] for pair in self._points}) for axis in (0, 1))
 
-    def curve(self, n: float, k: float) -> Curve:
+    def curve(self, n: float, k: float) -> MeanCurve:
         """The product of that shape, by m."""
         corners = [
             (self._ladder(n_, k_), in_n * in_k) for n_, in_n in _around(self._n, n) for k_, in_k in _around(self._k, k)
         ]
-        return Curve(corners, max(1.0, n / self._n[-1]) * max(1.0, k / self._k[-1]))
+        return MeanCurve(corners, max(1.0, n / self._n[-1]) * max(1.0, k / self._k[-1]))
 
     def _ladder(self, n: float, k: float) -> Ladder:
         if (n, k) not in self._points:
@@ -132,7 +132,7 @@ class Products:
         return Ladder(((m,), ms) for m, ms in self._points[n, k].items())
 
 
-class Curve(NamedTuple):
+class MeanCurve(NamedTuple):
     """Geometric mean of measured curves, each with its weight, times a factor."""
 
     parts: Sequence[tuple[Ladder, float]]
@@ -169,28 +169,28 @@ def _file(path: Path, kernel: str) -> Path:
 
 def _check(path: Path, tensor_parallel: int, model: ModelShape) -> None:
     if model.experts:
-        told = f"got {path}, which holds no experts, and {model.name} has {model.experts}; use a dense model"
-        raise ScenarioError(f"cost.path: {told} or vLLM layer profiles")
+        problem = f"got {path}, which holds no experts, and {model.name} has {model.experts}; use a dense model"
+        raise ScenarioError(f"cost.path: {problem} or vLLM layer profiles")
     if model.dtype_bytes != 2:
         raise ScenarioError(f"model.dtype: got {model.dtype}, must be bfloat16 or float16: {path} was measured in bf16")
     if model.heads % tensor_parallel or model.kv_heads % tensor_parallel:
-        told = f"must divide heads ({model.heads}) and kv_heads ({model.kv_heads})"
-        raise ScenarioError(f"cost.tensor_parallel: got {tensor_parallel}, {told} with the tables {path}")
+        problem = f"must divide heads ({model.heads}) and kv_heads ({model.kv_heads})"
+        raise ScenarioError(f"cost.tensor_parallel: got {tensor_parallel}, {problem} with the tables {path}")
 
 
 def _attention(path: Path, heads: Heads) -> dict[tuple[float, float, float], float]:
     """Milliseconds by (batch_size, isl, step), of these heads."""
     columns = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads", "head_dim", "latency_ms")
-    found: dict[Heads, dict[tuple[float, float, float], float]] = defaultdict(dict)
+    by_heads: dict[Heads, dict[tuple[float, float, float], float]] = defaultdict(dict)
     with text(path) as file:
-        table = Table(path, file, columns)
+        table = CsvTable(path, file, columns)
         for row in table.rows(None):
             batch, isl, step, query, kv, width, ms = map(table.number, range(len(columns)), row)
-            found[Heads(int(query), int(kv), int(width))][batch, isl, step] = ms
-    if heads not in found:
-        known = "; ".join(map(str, sorted(found))) or "none"
+            by_heads[Heads(int(query), int(kv), int(width))][batch, isl, step] = ms
+    if heads not in by_heads:
+        known = "; ".join(map(str, sorted(by_heads))) or "none"
         raise ScenarioError(f"{path}: no rows of {heads} a GPU (found: {known})")
-    return found[heads]
+    return by_heads[heads]
 
 
 def _generation(path: Path, heads: Heads) -> dict[tuple[float, float], float]:
@@ -200,17 +200,17 @@ def _generation(path: Path, heads: Heads) -> dict[tuple[float, float], float]:
 
 def _longest(rows: Iterable[tuple[float, float]]) -> dict[float, float]:
     """The longest length that was measured, by the number of rows."""
-    found: dict[float, float] = defaultdict(float)
+    longest: dict[float, float] = defaultdict(float)
     for batch, length in rows:
-        found[batch] = max(found[batch], length)
-    return dict(found)
+        longest[batch] = max(longest[batch], length)
+    return dict(longest)
 
 
 def _context(path: Path, heads: Heads) -> Ladder:
     """Axis: query-key pairs of one prompt without a cache."""
-    found = {
+    times = {
         (_pairs(isl),): ms for (batch, isl, step), ms in _attention(path, heads).items() if (batch, step) == (1, 0)
     }
-    if not found:
+    if not times:
         raise ScenarioError(f"{path}: no rows of {heads} with batch_size 1 and step 0")
-    return Ladder(found.items())
+    return Ladder(times.items())

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cbsim.draw.chart import BLACK, LANE_STYLES, Chart, Floats, Mark, Panel, Points, Spans, Style
-from cbsim.draw.units import NS, Columns, Unit, pipelined, unit, without
+from cbsim.draw.units import Columns, Unit, pipelined, unit, without
+from cbsim.results.columns import NS
 from cbsim.results.record import LANES, PHASES
 from cbsim.results.terminal import shown
 

@@ -137,7 +137,7 @@ def _panel(axis: Axes, panel: Panel) -> None:
     bars = [mark for mark in panel.marks if isinstance(mark, Bars)]
     for mark in panel.marks:
         if isinstance(mark, Bars):
-            _bars(axis, mark, next(i for i, one in enumerate(bars) if one is mark), len(bars))
+            _bars(axis, mark, next(i for i, other in enumerate(bars) if other is mark), len(bars))
         else:
             DRAWN[type(mark)](axis, mark)
     _limits(axis, panel)

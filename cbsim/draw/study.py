@@ -32,8 +32,8 @@ class Study:
 
 def say(study: Study) -> None:
     """Print tables and findings."""
-    for one in study.tables:
-        print(f"{one.title}\n{aligned([one.header, *one.rows])}\n")
+    for shown in study.tables:
+        print(f"{shown.title}\n{aligned([shown.header, *shown.rows])}\n")
     for finding in study.findings:
         print(finding)
 
@@ -67,8 +67,8 @@ def _text(study: Study, command: str) -> str:
     lines = [f"# {plain(study.title)}", "", plain(study.question), "", "## Findings", ""]
     lines += [f"- {plain(finding)}" for finding in study.findings]
     lines.append("")
-    for one in study.tables:
-        lines += [f"## {plain(one.title)}", "", *table(one)]
+    for shown in study.tables:
+        lines += [f"## {plain(shown.title)}", "", *table(shown)]
     if study.charts:
         lines += ["## Figures", ""]
     for chart in study.charts:

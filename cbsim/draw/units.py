@@ -9,8 +9,6 @@ import numpy as np
 
 from cbsim.draw.chart import Floats
 
-NS = 1e9
-
 
 class Columns(Protocol):
     """A table by columns: a step table, or a data frame of one."""

@@ -112,7 +112,7 @@ class Rank:
         return self._rests and not (self._until and self._until.triggered)
 
 
-class Server(Protocol):
+class Balanced(Protocol):
     """What balancing looks at."""
 
     @property
@@ -123,7 +123,7 @@ class Server(Protocol):
 
 
 def balance(
-    env: simpy.Environment, specs: Sequence[RequestSpec], inboxes: Sequence[Inbox], servers: Sequence[Server]
+    env: simpy.Environment, specs: Sequence[RequestSpec], inboxes: Sequence[Inbox], servers: Sequence[Balanced]
 ) -> Generator[Any, Any, None]:
     """The SimPy process of the client: every request goes to a rank when it arrives. Servers take up work again by it.
 
@@ -141,7 +141,7 @@ def balance(
         news.succeed()
 
 
-def _score(server: Server, inbox: Inbox) -> int:
+def _score(server: Balanced, inbox: Inbox) -> int:
     return WAITING_WEIGHT * (len(server.waiting) + len(inbox)) + len(server.running)
 
 

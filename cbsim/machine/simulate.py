@@ -16,9 +16,10 @@ from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, engine_buckets, transformers_buckets, unpadded, vllm_buckets
 from cbsim.policy.graphs import CAPTURED
 from cbsim.policy.loop import Scheduler
+from cbsim.results.columns import NS
 from cbsim.results.record import Record
 from cbsim.scenario.scenario import Scenario, depth
-from cbsim.server.assemble import NS, cost_model, scheduler
+from cbsim.server.assemble import cost_model, scheduler
 from cbsim.server.inbox import Inbox
 from cbsim.workload.generators import Workload
 

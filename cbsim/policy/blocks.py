@@ -185,13 +185,13 @@ class BlockPool:
 
     def longest_prefix(self, spec: RequestSpec, blocks: int) -> list[int]:
         """The cached blocks that hold the first tokens of a request, at most `blocks` of them."""
-        found: list[int] = []
+        prefix: list[int] = []
         for i in range(blocks if self._index else 0):
             entry = self._index.get(spec.block_key(i, self.block_size))
             if entry is None:
                 break
-            found.append(entry if isinstance(entry, int) else next(iter(entry)))
-        return found
+            prefix.append(entry if isinstance(entry, int) else next(iter(entry)))
+        return prefix
 
     def idle(self, blocks: Sequence[int]) -> int:
         """How many of these cached blocks are free at present, and so would leave the free list if adopted."""

@@ -57,7 +57,7 @@ BARS = (
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One metric of one workload and loop (`both` for the speed-up). `asked`: does the bar count here? `spread`: how
+    """One metric of one workload and loop (`both` for the speed-up). `counts`: does the bar count here? `spread`: how
     far the measured runs lie apart, in the unit of the error; None if there is one.
     """
 
@@ -67,7 +67,7 @@ class Score:
     measured: float
     error: float
     spread: float | None
-    asked: bool
+    counts: bool
 
     @property
     def met(self) -> bool:
@@ -82,7 +82,7 @@ class Score:
     @property
     def verdict(self) -> str:
         """`met`, `missed`, `undecided` (missed by no more than the measured runs lie apart), `not asked`."""
-        if not self.asked:
+        if not self.counts:
             return "not asked"
         return "met" if self.met else "missed" if self.decidable else "undecided"
 
@@ -99,25 +99,25 @@ def scores(
     measured runs the median counts; a loop that was not simulated is left out. `load` is the rate of arrivals as a
     share of the capacity; None: all at once.
     """
-    found = []
+    results = []
     for bar in BARS:
-        asked = not bar.unsaturated or (load is not None and load < SATURATED)
+        counts = not bar.unsaturated or (load is not None and load < SATURATED)
         if bar.metric is None:
             if {"sync", "async"} <= measured.keys() & simulated.keys():
-                found.append(_score(BOTH, bar, speed_up(simulated), speed_ups(measured), asked=asked))
+                results.append(_score(BOTH, bar, speed_up(simulated), speed_ups(measured), counts=counts))
             continue
         for loop in sorted(measured.keys() & simulated.keys(), reverse=True):
             runs = measured[loop]
             ours, theirs = lookup(simulated[loop], bar.metric), [lookup(run, bar.metric) for run in runs]
             if ours is not None and None not in theirs:
-                found.append(_score(loop, bar, float(ours), [float(value) for value in theirs], asked=asked))
-    return found
+                results.append(_score(loop, bar, float(ours), [float(value) for value in theirs], counts=counts))
+    return results
 
 
-def _score(loop: str, bar: Bar, simulated: float, measured: Sequence[float], *, asked: bool) -> Score:
+def _score(loop: str, bar: Bar, simulated: float, measured: Sequence[float], *, counts: bool) -> Score:
     middle, reach = median(measured), max(measured) - min(measured)
     spread = None if len(measured) < 2 else reach if bar.points else reach / middle if middle else float("inf")
-    return Score(loop, bar, simulated, middle, bar.error(simulated, middle), spread, asked)
+    return Score(loop, bar, simulated, middle, bar.error(simulated, middle), spread, counts)
 
 
 def speed_up(summaries: Mapping[str, Summary]) -> float:

@@ -19,7 +19,7 @@ from typing import Any
 from cbsim.machine import simulate
 from cbsim.machine.driver import Machine
 from cbsim.results import directory, metrics, timeline
-from cbsim.scenario import scenario
+from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.fields import ScenarioError, near
 from cbsim.workload import generators
 
@@ -40,14 +40,14 @@ SERVER: dict[str, Any] = {
 def chat() -> dict[str, Any]:
     """19,366 chat requests, Poisson 6.45 a second, on vLLM with 512 tokens and 512 seats."""
     settings = {"name": "vllm", "max_num_batched_tokens": 512, "max_num_seqs": 512}
-    asked: dict[str, Any] = {"kind": "csv", "path": TRACE}
+    workload: dict[str, Any] = {"kind": "csv", "path": TRACE}
     try:
         from cbsim.scenario import catalog
 
         catalog.data(TRACE)
     except ScenarioError:
-        asked = chat_like()
-    return {"name": "splitwise_conv", "question": "Speed.", **SERVER, "workload": asked, "scheduler": settings}
+        workload = chat_like()
+    return {"name": "splitwise_conv", "question": "Speed.", **SERVER, "workload": workload, "scheduler": settings}
 
 
 def chat_like() -> dict[str, Any]:
@@ -63,11 +63,11 @@ def chat_like() -> dict[str, Any]:
 
 def decode(running: int) -> dict[str, Any]:
     """`running` requests that do nothing but decode."""
-    asked = {"kind": "synthetic", "requests": running, "prompt_tokens": 16, "output_tokens": DECODE_STEPS}
+    workload = {"kind": "synthetic", "requests": running, "prompt_tokens": 16, "output_tokens": DECODE_STEPS}
     cache = {"block_size": 16, "num_blocks": 1 + running * (2 + DECODE_STEPS // 16)}
     settings = {"name": "vllm", "max_num_batched_tokens": 32768, "max_num_seqs": running}
     about = {"name": f"decode_{running}", "question": "Cost of a decode step."}
-    return {**about, **SERVER, "kv_cache": cache, "workload": asked, "scheduler": settings}
+    return {**about, **SERVER, "kv_cache": cache, "workload": workload, "scheduler": settings}
 
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -107,14 +107,14 @@ def _in_fresh_process(name: str) -> dict[str, Any]:
 def measure(name: str) -> dict[str, Any]:
     """Run one case in this process. The short ones are simulated REPEATS times and their best time a step is taken."""
     wanted = CASES[name]()
-    asked = scenario.Scenario.model_validate(wanted)
-    warm_up = [_simulate(asked)[1] for _ in range(REPEATS - 1)] if name.startswith("decode") else []
+    scenario = scenarios.Scenario.model_validate(wanted)
+    warm_up = [_simulate(scenario)[1] for _ in range(REPEATS - 1)] if name.startswith("decode") else []
     begun, begun_cpu = time.perf_counter(), time.process_time()
-    server, simulated = _simulate(asked)
+    server, simulated = _simulate(scenario)
     simulated = min(simulated, *warm_up) if warm_up else simulated
     with tempfile.TemporaryDirectory() as folder:
-        writer = directory.RunWriter(Path(folder), asked.name, "0" * 8)
-        writer.scenario(scenario.dump(asked))
+        writer = directory.RunWriter(Path(folder), scenario.name, "0" * 8)
+        writer.scenario(scenarios.dump(scenario))
         rows, steps = writer.tables(server.record)
         writer.summary(metrics.summarise(rows, steps, total_blocks=server.record.total_blocks))
         writer.file("timeline.json.gz", timeline.chrome_trace(steps, (0, 2000), name))
@@ -133,9 +133,9 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
-def _simulate(asked: scenario.Scenario) -> tuple[Machine, float]:
+def _simulate(scenario: scenarios.Scenario) -> tuple[Machine, float]:
     """A server that has run, and the seconds that running took."""
-    server = simulate.machine(asked, "sync", generators.build(asked))
+    server = simulate.machine(scenario, "sync", generators.build(scenario))
     begun = time.perf_counter()
     simulate.run(server)
     return server, time.perf_counter() - begun

@@ -84,8 +84,8 @@ def parse(text: str) -> Check:
     """Understand a condition. Raises CheckError; durations need no `_s`, and `%` is a hundredth."""
     match = FORM.fullmatch(text)
     if not match:
-        form = "expected METRIC<VALUE[UNIT], for example ttft.p99<500ms"
-        raise CheckError(f"--check {text!r}: {form}", value=text, bound=form)
+        expected = "expected METRIC<VALUE[UNIT], for example ttft.p99<500ms"
+        raise CheckError(f"--check {text!r}: {expected}", value=text, bound=expected)
     metric, compare, number, unit = match.groups()
     try:
         bound = float(number)

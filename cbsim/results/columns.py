@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-PHASES = ("schedule", "prepare", "launch", "await", "update")
+from cbsim.policy import phases
+
+PHASES = phases.PHASES
 LANES = ("h2d", "compute", "d2h")
+NS = 1e9  # of a second
 
 
 class Column(NamedTuple):

@@ -19,10 +19,10 @@ def warnings(scenario: Mapping[str, Any], steps: Steps) -> list[str]:
     calibrated = scenario["cost"].get("calibrated")
     if not calibrated:
         return []
-    found = [
+    texts = [
         _other(name, calibrated[name], is_now) for name, is_now in _subject(scenario) if calibrated[name] != is_now
     ]
-    return found + [text for column, noun in RANGE if (text := _beyond(steps, column, noun, calibrated[column]))]
+    return texts + [text for column, noun in RANGE if (text := _beyond(steps, column, noun, calibrated[column]))]
 
 
 def _subject(scenario: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -29,7 +29,7 @@ import pyarrow as pa
 from cbsim.results import columns, parquet
 from cbsim.results.columns import Column
 from cbsim.results.metrics import Requests, Steps, token_times
-from cbsim.results.parquet import Ints, Table, TableError
+from cbsim.results.parquet import Ints, ParquetTable, TableError
 from cbsim.results.record import STATUSES, STEP_COLUMNS, Record, RequestRow
 from cbsim.scenario.errors import UserError
 
@@ -235,18 +235,18 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_table(path: Path, declared: Sequence[Column], make: Callable[[Table], T]) -> T:
+def _read_table(path: Path, declared: Sequence[Column], make: Callable[[ParquetTable], T]) -> T:
     """What `make` makes of a table."""
     try:
         with path.open("rb") as file:
-            return make(Table(file, declared))
+            return make(ParquetTable(file, declared))
     except TableError as error:
         raise RunError(f"{path}: {error}", file=path) from error
     except OSError as error:
         raise _unreadable(path, error) from error
 
 
-def _steps(table: Table) -> Steps:
+def _steps(table: ParquetTable) -> Steps:
     """Column by column into one array, so that a long run is in memory once."""
     values = np.empty((len(table["step"]), len(STEP_COLUMNS)), dtype=np.int64, order="F")
     for i, name in enumerate(STEP_COLUMNS):
@@ -254,7 +254,7 @@ def _steps(table: Table) -> Steps:
     return Steps(values)
 
 
-def _requests(table: Table, steps: int) -> list[RequestRow]:
+def _requests(table: ParquetTable, steps: int) -> list[RequestRow]:
     """Rows that agree with a step table of so many steps."""
     values = {name: table[name].to_numpy().tolist() for name in RequestRow._fields if name != "token_runs"}
     names, index = values["id"], np.array(values["index"], dtype=np.int64)

@@ -34,7 +34,7 @@ def environment(command: str, workload_hash: str, seed: int) -> dict[str, Any]:
 
 def packages() -> dict[str, str]:
     """Versions of what a run rests on, by name; what is not installed is left out."""
-    return {name: found for name in PACKAGES if (found := _version(name))}
+    return {name: installed for name in PACKAGES if (installed := _version(name))}
 
 
 def _version(package: str) -> str | None:

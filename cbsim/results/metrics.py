@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cbsim.results.columns import NS
 from cbsim.results.record import PHASES, STATUSES, STEP_COLUMNS, Record, RequestRow
 
 PERCENTILE_METHOD = "linear"
 QUANTILES = (50, 90, 95, 99)
 SAMPLES_NEEDED = {"p95": 72, "p99": 368}  # below, the percentile is marked: its interval is too wide to be quoted
-NS = 1e9
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -244,13 +244,13 @@ def _machine(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
 
 def _waste(requests: Requests, steps: Steps) -> dict[str, Any]:
     """Work that produced nothing, and work that was spared."""
-    computed, asked = int(steps["padded_tokens"].sum()), int(steps["tokens"].sum())
+    computed, useful = int(steps["padded_tokens"].sum()), int(steps["tokens"].sum())
     prompts = sum(row.prompt_tokens for row in requests.rows if row.first_step >= 0)
     hits = sum(row.cached_tokens for row in requests.rows)
     return {
         "computed_tokens": computed,
-        "padding_tokens": computed - asked,
-        "padding_share": (computed - asked) / computed if computed else 0.0,
+        "padding_tokens": computed - useful,
+        "padding_share": (computed - useful) / computed if computed else 0.0,
         "recomputed_tokens": int(steps["recomputed_tokens"].sum()),
         "wasted_rows": int(steps["wasted_rows"].sum()),
         "preemptions": int(steps["preempted"].sum()),

@@ -57,7 +57,7 @@ def encoded(columns: Sequence[Column], values: Mapping[str, Any], **options: Any
     return content
 
 
-class Table:
+class ParquetTable:
     """A parquet file, column by column. Columns beside the declared ones are ignored.
 
     Raises TableError: not a parquet file, damaged, another version, a column missing, of another type, with nulls, or
@@ -69,10 +69,10 @@ class Table:
         try:
             self._file = pq.ParquetFile(file, page_checksum_verification=True)
             self._rows: int = self._file.metadata.num_rows
-            found = self._file.schema_arrow
+            arrow = self._file.schema_arrow
         except BROKEN as error:
             raise _broken(error) from error
-        self._check(found)
+        self._check(arrow)
 
     def __getitem__(self, name: str) -> pa.ChunkedArray:
         try:
@@ -95,15 +95,15 @@ class Table:
             raise TableError(f"column {name} has {items.null_count} nulls in its lists, expected none")
         return pc.list_value_length(values).to_numpy(), items.to_numpy()
 
-    def _check(self, found: pa.Schema) -> None:
-        version = (found.metadata or {}).get(_VERSION_KEY, str(SCHEMA_VERSION).encode()).decode(errors="replace")
+    def _check(self, arrow: pa.Schema) -> None:
+        version = (arrow.metadata or {}).get(_VERSION_KEY, str(SCHEMA_VERSION).encode()).decode(errors="replace")
         if version != str(SCHEMA_VERSION):
             raise TableError(refused_version(version))
         for column in self._columns.values():
-            count = found.names.count(column.name)
+            count = arrow.names.count(column.name)
             if count != 1:
                 raise TableError(f"column {column.name} is {'there twice' if count else 'missing'}")
-            kind = _name(found.field(column.name).type)
+            kind = _name(arrow.field(column.name).type)
             if kind != column.type:
                 raise TableError(f"column {column.name} is {kind}, expected {column.type}")
 

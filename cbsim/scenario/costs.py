@@ -24,7 +24,7 @@ Seconds = Annotated[Real, Field(ge=0)]
 Efficiency = Annotated[Real, Field(gt=0, le=1)]
 
 
-class PhaseCost(Frozen):
+class PhaseSettings(Frozen):
     """CPU seconds of one phase of a step, linear in what the step holds."""
 
     base_s: Seconds = 0.0
@@ -41,35 +41,35 @@ class PhaseCost(Frozen):
     """Seconds a decoding request that gets a block, leaves the others or ends."""
 
 
-class Cpu(Frozen):
+class CpuSettings(Frozen):
     """CPU time of the loop's phases; nothing by default."""
 
-    schedule: PhaseCost = PhaseCost()
+    schedule: PhaseSettings = PhaseSettings()
     """Planning a step."""
-    prepare: PhaseCost = PhaseCost()
+    prepare: PhaseSettings = PhaseSettings()
     """Building its input tensors."""
-    launch: PhaseCost = PhaseCost()
+    launch: PhaseSettings = PhaseSettings()
     """Queueing its copies and its graph or kernels."""
-    update: PhaseCost = PhaseCost()
+    update: PhaseSettings = PhaseSettings()
     """Applying its result."""
 
 
-class MeasuredCpu(Cpu):
+class MeasuredCpuSettings(CpuSettings):
     """CPU time of the loop's phases. schedule and update: vLLM 0.33 measured on a shared 2-core Xeon (an upper guess);
     prepare and launch: assumptions, to be replaced by a calibration.
     """
 
-    schedule: PhaseCost = PhaseCost(base_s=20e-6, per_request_s=6.8e-6)
+    schedule: PhaseSettings = PhaseSettings(base_s=20e-6, per_request_s=6.8e-6)
     """Planning a step."""
-    prepare: PhaseCost = PhaseCost(base_s=300e-6, per_request_s=5e-6)
+    prepare: PhaseSettings = PhaseSettings(base_s=300e-6, per_request_s=5e-6)
     """Building its input tensors."""
-    launch: PhaseCost = PhaseCost(base_s=200e-6)
+    launch: PhaseSettings = PhaseSettings(base_s=200e-6)
     """Queueing its copies and its graph or kernels."""
-    update: PhaseCost = PhaseCost(base_s=10e-6, per_request_s=3.3e-6)
+    update: PhaseSettings = PhaseSettings(base_s=10e-6, per_request_s=3.3e-6)
     """Applying its result."""
 
 
-class ConstantCost(Frozen):
+class ConstantSettings(Frozen):
     """A fixed time a step, and so much more for each thing in it: the textbook's model."""
 
     kind: Literal["constant"]
@@ -82,7 +82,7 @@ class ConstantCost(Frozen):
     """Seconds a query token of a prefill, on top."""
     per_context_token_s: Seconds = 0.0
     """Seconds a token of context after the step: those in the cache and the row's own."""
-    cpu: Cpu = Cpu()
+    cpu: CpuSettings = CpuSettings()
     """CPU time of the loop."""
 
 
@@ -104,7 +104,7 @@ class MemoryEfficiency(Frozen):
     """Reading the KV cache."""
 
 
-class RooflineCost(Frozen):
+class RooflineSettings(Frozen):
     """Bytes and operations of the model's shape, over the data sheet's rates. Efficiencies are assumptions."""
 
     kind: Literal["roofline"]
@@ -117,11 +117,11 @@ class RooflineCost(Frozen):
     """Seconds on the device that every step costs, whatever it holds."""
     launch_s_per_layer: Seconds = 50e-6
     """CPU seconds to launch one layer's kernels, when no graph is used: about ten kernels of 5 us."""
-    cpu: MeasuredCpu = MeasuredCpu()
+    cpu: MeasuredCpuSettings = MeasuredCpuSettings()
     """CPU time of the loop."""
 
 
-class Point(Frozen):
+class CurvePoint(Frozen):
     """A measured value of a function of tokens. Straight lines join them; below the first it is flat, and above the
     last it goes on as between the last two.
     """
@@ -132,14 +132,14 @@ class Point(Frozen):
     """Seconds."""
 
 
-def _ascending(value: tuple[Point, ...]) -> tuple[Point, ...]:
-    for one, other in pairwise(value):
-        if one.tokens >= other.tokens:
-            raise complaint(f"{one.tokens} tokens come before {other.tokens}, expected ascending numbers")
+def _ascending(value: tuple[CurvePoint, ...]) -> tuple[CurvePoint, ...]:
+    for point, following in pairwise(value):
+        if point.tokens >= following.tokens:
+            raise complaint(f"{point.tokens} tokens come before {following.tokens}, expected ascending numbers")
     return value
 
 
-Points = Annotated[tuple[Point, ...], BeforeValidator(as_tuple), AfterValidator(_ascending)]
+Points = Annotated[tuple[CurvePoint, ...], BeforeValidator(as_tuple), AfterValidator(_ascending)]
 
 
 class FitErrors(Frozen):
@@ -247,11 +247,11 @@ class Coefficients(Frozen):
     """Seconds between the kernels of two steps, even if the second one has been waiting."""
     launch_s_per_layer: Seconds = 50e-6
     """CPU seconds to launch one layer's kernels, when no graph is used."""
-    cpu: MeasuredCpu = MeasuredCpu()
+    cpu: MeasuredCpuSettings = MeasuredCpuSettings()
     """CPU time of the loop."""
 
 
-class FittedCost(Coefficients):
+class FittedSettings(Coefficients):
     """Coefficients calibrated from a run: given here, or read from the file at `path` and overridden here."""
 
     kind: Literal["fitted"]
@@ -291,7 +291,7 @@ def _anchored(path: str, info: ValidationInfo) -> str:
     return str(beside.resolve()) if beside is not None and next(beside.parent.glob(f"{beside.name}*"), None) else path
 
 
-class Link(Frozen):
+class LinkSettings(Frozen):
     """What joins the GPUs of a group."""
 
     latency_s: Seconds
@@ -300,7 +300,7 @@ class Link(Frozen):
     """Bytes a second in each direction."""
 
 
-class TableCost(Frozen):
+class TableSettings(Frozen):
     """Measured kernel times, looked up and summed; what is not measured is stated here and added."""
 
     kind: Literal["table"]
@@ -309,7 +309,7 @@ class TableCost(Frozen):
     """Folder of vLLM layer profiles, or how the names of GEMM and attention tables begin; found as other data are."""
     tensor_parallel: Annotated[Whole, Field(ge=1)] = 1
     """GPUs that share every layer."""
-    link: Link | None = None
+    link: LinkSettings | None = None
     """What joins them; required if there are several."""
     skew: bool = True
     """Let attention wait for the longest decoding request, where the tables have measured that."""
@@ -321,23 +321,23 @@ class TableCost(Frozen):
     """Seconds a request of the step on top of the tables: inputs, block tables, bookkeeping that the device awaits."""
     launch_s_per_layer: Seconds = 50e-6
     """CPU seconds to launch one layer's kernels, when no graph is used."""
-    cpu: MeasuredCpu = MeasuredCpu()
+    cpu: MeasuredCpuSettings = MeasuredCpuSettings()
     """CPU time of the loop."""
 
     @model_validator(mode="after")
-    def _joined(self) -> TableCost:
+    def _joined(self) -> TableSettings:
         if self.tensor_parallel > 1 and self.link is None:
             raise complaint(f"is required with tensor_parallel {self.tensor_parallel}: latency_s and bytes_s", "link")
         return self
 
 
-cost_by = By("kind", ConstantCost, RooflineCost, FittedCost, TableCost)
+cost_by = By("kind", ConstantSettings, RooflineSettings, FittedSettings, TableSettings)
 
 Cost = Annotated[
-    Annotated[ConstantCost, Tag("<ConstantCost>")]
-    | Annotated[RooflineCost, Tag("<RooflineCost>")]
-    | Annotated[FittedCost, Tag("<FittedCost>")]
-    | Annotated[TableCost, Tag("<TableCost>")],
+    Annotated[ConstantSettings, Tag("<ConstantSettings>")]
+    | Annotated[RooflineSettings, Tag("<RooflineSettings>")]
+    | Annotated[FittedSettings, Tag("<FittedSettings>")]
+    | Annotated[TableSettings, Tag("<TableSettings>")],
     Discriminator(cost_by),
     BeforeValidator(cost_by.check),
 ]

@@ -42,7 +42,7 @@ def text(path: Path) -> Iterator[IO[str]]:
         raise ScenarioError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-class Table:
+class CsvTable:
     """A CSV file with a header, by columns: those asked for, and of the `optional` ones those that are there. `line` is
     the line of the row that was read last.
     """
@@ -53,8 +53,8 @@ class Table:
         self._header = [name.strip() for name in next(self._reader, [])]
         for column in columns:
             if column not in self._header:
-                found = ", ".join(self._header) or "nothing"
-                raise ScenarioError(f"{path}:1: no column {column}; expected {', '.join(columns)}, found {found}")
+                header = ", ".join(self._header) or "nothing"
+                raise ScenarioError(f"{path}:1: no column {column}; expected {', '.join(columns)}, found {header}")
         self.columns = (*columns, *(column for column in optional if column in self._header))
         self._places = [self._header.index(column) for column in self.columns]
 
@@ -98,7 +98,7 @@ class Table:
         return value
 
 
-class Line(NamedTuple):
+class JsonLine(NamedTuple):
     """One JSON object of a file, with its line, from 1."""
 
     path: Path
@@ -131,7 +131,7 @@ class Line(NamedTuple):
         return round(value * 1_000_000)
 
 
-def lines(path: Path, file: IO[str]) -> Iterator[Line]:
+def lines(path: Path, file: IO[str]) -> Iterator[JsonLine]:
     """The JSON objects of a file, one a line."""
     for number, line in enumerate(file, 1):
         if not line.strip():
@@ -142,4 +142,4 @@ def lines(path: Path, file: IO[str]) -> Iterator[Line]:
             raise ScenarioError(f"{path}:{number}: not valid JSON: {error}") from None
         if not isinstance(values, dict):
             raise bad(path, number, "row", values, "a JSON object")
-        yield Line(path, number, values)
+        yield JsonLine(path, number, values)

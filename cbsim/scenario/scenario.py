@@ -18,7 +18,7 @@ from cbsim.policy.schedulers import registry
 from cbsim.policy.schedulers.registry import Kind
 from cbsim.policy.schedulers.vllm import VllmSettings
 from cbsim.scenario import catalog, documents, sizing
-from cbsim.scenario.costs import Coefficients, Cost, RooflineCost, TableCost
+from cbsim.scenario.costs import Coefficients, Cost, RooflineSettings, TableSettings
 from cbsim.scenario.demand import Demand
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, ScenarioError, complaint
@@ -54,7 +54,7 @@ class Scenario(Frozen):
     """Size of the KV cache."""
     loop: Loop = Loop()
     """The serving loop."""
-    cost: Cost = RooflineCost(kind="roofline")
+    cost: Cost = RooflineSettings(kind="roofline")
     """How long a step takes."""
     slo: Slo = Slo()
     """What users are promised."""
@@ -182,7 +182,7 @@ def scheduler_options(scenario: Scenario, depth: int) -> Options:
         scenario.block_size,
         cache.memory_fraction,
         cache.num_blocks,
-        scenario.cost.tensor_parallel if isinstance(scenario.cost, TableCost) else 1,
+        scenario.cost.tensor_parallel if isinstance(scenario.cost, TableSettings) else 1,
     )
     try:
         options: Options = scenario.kind.resolve(scenario.scheduler, site)

@@ -16,17 +16,13 @@ from cbsim.cost.roofline import Rates, RooflineCost, Weights
 from cbsim.cost.table import Added, Group, Link, TableCost
 from cbsim.policy.loop import Scheduler
 from cbsim.policy.schedulers import registry
+from cbsim.results.columns import NS
 from cbsim.scenario import catalog, documents
-from cbsim.scenario.costs import ConstantCost as ConstantSettings
-from cbsim.scenario.costs import Cpu, Point
-from cbsim.scenario.costs import RooflineCost as RooflineSettings
-from cbsim.scenario.costs import TableCost as TableSettings
+from cbsim.scenario.costs import ConstantSettings, CpuSettings, CurvePoint, RooflineSettings, TableSettings
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario, depth, scheduler_options
 from cbsim.scenario.shapes import ModelShape
 from cbsim.server.guard import guarded
-
-NS = 1e9
 
 
 def scheduler(scenario: Scenario, loop: str) -> Scheduler:
@@ -71,11 +67,11 @@ def cost_model(scenario: Scenario) -> Cost:
     )
 
 
-def _curve(points: Sequence[Point]) -> Curve:
-    return Curve([one.tokens for one in points], [one.s * NS for one in points])
+def _curve(points: Sequence[CurvePoint]) -> Curve:
+    return Curve([point.tokens for point in points], [point.s * NS for point in points])
 
 
-def cpu_cost(settings: Cpu) -> CpuCost:
+def cpu_cost(settings: CpuSettings) -> CpuCost:
     """CPU coefficients in nanoseconds."""
     phases = {}
     for name in ("schedule", "prepare", "launch", "update"):
@@ -108,9 +104,9 @@ def _check_profiled(scenario: Scenario, settings: TableSettings) -> None:
     meta = catalog.tables(settings.path) / "meta.yaml"
     if not meta.is_file():
         return
-    found = documents.read(meta).data
+    source = documents.read(meta).data
     for field, of, name in (("model", "model", scenario.model.name), ("hardware", "hardware", scenario.hardware.name)):
-        profiled = str(found.get(field, "")).rsplit("/", maxsplit=1)[-1]
+        profiled = str(source.get(field, "")).rsplit("/", maxsplit=1)[-1]
         if catalog.plain(profiled) not in catalog.plain(name):
             raise ScenarioError(f"cost.path: {meta} is of {profiled}, but {of}.name is {name!r}")
 

@@ -29,7 +29,7 @@ COMPARED = (
 )
 
 
-class Verdict(NamedTuple):
+class Replanned(NamedTuple):
     """Steps whose plans were identical, and the first difference, or None."""
 
     matched: int
@@ -37,7 +37,7 @@ class Verdict(NamedTuple):
     difference: str | None
 
 
-def rederive(path: Path, say: Callable[[str], None] | None = None) -> Verdict:
+def rederive(path: Path, say: Callable[[str], None] | None = None) -> Replanned:
     """Derive the plans of the run in `path` again. Raises RunError or ScenarioError if it cannot be read."""
     run = directory.load(path)
     engine = run.environment.get("engine", OWN)
@@ -51,19 +51,25 @@ def rederive(path: Path, say: Callable[[str], None] | None = None) -> Verdict:
     return _compare(run, policy, depth(scenario.loop.mode), specs)
 
 
-def _specs(run: Run, asked: generators.Workload) -> dict[int, RequestSpec]:
+def _specs(run: Run, workload: generators.Workload) -> dict[int, RequestSpec]:
     """The requests of the run: content from the scenario, arrival times of followers from the record."""
-    specs = {spec.index: spec for spec in asked.specs()}
+    specs = {spec.index: spec for spec in workload.specs()}
     for row in run.requests:
         spec = specs.get(row.index)
-        told = (row.id, row.prompt_tokens, row.output_tokens, row.max_tokens, row.priority)
-        if spec is None or told != (spec.id, spec.prompt_tokens, spec.output_tokens, spec.max_tokens, spec.priority):
+        recorded = (row.id, row.prompt_tokens, row.output_tokens, row.max_tokens, row.priority)
+        if spec is None or recorded != (
+            spec.id,
+            spec.prompt_tokens,
+            spec.output_tokens,
+            spec.max_tokens,
+            spec.priority,
+        ):
             raise RunError(f"{run.path / 'requests.parquet'}: request {row.id} is not one of the scenario's workload")
         specs[row.index] = replace(spec, arrival_ns=row.arrival_ns)
     return specs
 
 
-def _compare(run: Run, policy: Any, steps_in_flight: int, specs: dict[int, RequestSpec]) -> Verdict:
+def _compare(run: Run, policy: Any, steps_in_flight: int, specs: dict[int, RequestSpec]) -> Replanned:
     polls, stops = _Polls(run.requests, specs), _stops(run.requests, specs)
     total, step = policy.pool.num_blocks, 0
     recorded = {name: run.steps[name] for name in COMPARED}
@@ -73,16 +79,18 @@ def _compare(run: Run, policy: Any, steps_in_flight: int, specs: dict[int, Reque
         try:
             effect = loop.send(answer)
         except StopIteration:
-            return Verdict(step, len(run.steps), None if step >= len(run.steps) else f"only {step} steps are planned")
+            return Replanned(step, len(run.steps), None if step >= len(run.steps) else f"only {step} steps are planned")
         answer = None
         if isinstance(effect, Poll):
             answer = polls.answer()
         elif isinstance(effect, Launch):
             if step == len(run.steps):
-                return Verdict(step, step, None if run.incomplete else f"step {step} is planned, but was not recorded")
+                return Replanned(
+                    step, step, None if run.incomplete else f"step {step} is planned, but was not recorded"
+                )
             difference = _difference(effect.plan, total, {name: int(column[step]) for name, column in recorded.items()})
             if difference:
-                return Verdict(step, len(run.steps), f"step {step}: {difference}")
+                return Replanned(step, len(run.steps), f"step {step}: {difference}")
             step += 1
         elif isinstance(effect, Await):
             stopped = StepResult(tuple(stops.get(effect.plan.step, ())))

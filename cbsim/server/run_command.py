@@ -21,7 +21,8 @@ from cbsim.server import running
 from cbsim.server.guard import PolicyError
 from cbsim.server.progress import Progress
 from cbsim.server.result import BOTH, Result, Results, draw_together
-from cbsim.server.running import CHECK_FAILED, OK, Maker, OnStep, ServerError, Session, Terms
+from cbsim.server.running import Maker, OnStep, ServerError, Session, Terms
+from cbsim.server.status import CHECK_FAILED, OK
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class RunOptions:
     extra: Sequence[str] = ()  # options of the command's own, to be repeated as they are
 
 
-def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario] = lambda asked: asked) -> int:
+def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario] = lambda scenario: scenario) -> int:
     """Serve a scenario under each of its loops, write the run directories, say what came out. The exit status.
 
     `adapt` makes of what was asked what this server can run; that is what is recorded.

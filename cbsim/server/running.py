@@ -18,7 +18,6 @@ from cbsim.server.result import Result, Results
 from cbsim.workload import generators, given
 from cbsim.workload.generators import Workload
 
-OK, ERROR, USAGE, CHECK_FAILED = 0, 1, 2, 3
 OnStep = Callable[[int], None]
 
 
@@ -72,8 +71,9 @@ class Session:
     """One loop of a scenario and its server. Nothing has run yet. Raises ScenarioError if it cannot."""
 
     def __init__(self, scenario: Scenario, loop: str, serve: Maker, terms: Terms) -> None:
-        asked = scenario if terms.requests is None else given.scenario_of(scenario)
-        self.scenario = asked.model_copy(update={"loop": asked.loop.model_copy(update={"mode": loop})})
+        if terms.requests is not None:
+            scenario = given.scenario_of(scenario)
+        self.scenario = scenario.model_copy(update={"loop": scenario.loop.model_copy(update={"mode": loop})})
         self.loop, self.resolved = loop, scenarios.dump(self.scenario)
         workload = generators.build(self.scenario, terms.requests)
         self.requests = workload.total

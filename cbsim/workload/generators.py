@@ -278,7 +278,7 @@ def _vllm_bench(wanted: demand.VllmBench, streams: Streams) -> Workload:
     rows = vllm_bench.requests(catalog.data(wanted.path), wanted.limit)
     if wanted.recorded is not None:
         taken = vllm_bench.recorded(catalog.data(wanted.recorded, "workload.recorded"), rows)
-        rows = [row._replace(arrival_ns=one.queued_ns) for row, one in zip(rows, taken, strict=True)]
+        rows = [row._replace(arrival_ns=times.queued_ns) for row, times in zip(rows, taken, strict=True)]
     specs = [
         RequestSpec(
             index=index,
@@ -314,7 +314,7 @@ def _agentic(wanted: demand.Agentic, streams: Streams) -> Workload:
     return Workload(first, index, follow=Sessions(following))
 
 
-def _turns(session: traces.Session, index: int, own: int, scale: float) -> list[RequestSpec]:
+def _turns(session: traces.Conversation, index: int, own: int, scale: float) -> list[RequestSpec]:
     """Requests of one session. Its text only grows, so a block of 512 tokens has the same id in all turns: the
     trace's where the first turn fills the block, else one of the session's own, counted from `own`.
     """

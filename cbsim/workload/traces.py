@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from cbsim.scenario.fields import ScenarioError, shown
-from cbsim.scenario.rows import Line, Table, lines, text
+from cbsim.scenario.rows import CsvTable, JsonLine, lines, text
 
 BLOCK_TOKENS = 512
 """Tokens that one hash id stands for, in Mooncake's and aiperf's files."""
@@ -50,7 +50,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class Conversation:
     """A conversation. Its first turn arrives at `arrival_ns`."""
 
     id: str
@@ -70,7 +70,7 @@ def azure(path: Path, limit: int | None = None) -> list[Arrival]:
     """Azure's LLM inference traces of 2023; arrivals count from the first request, exact to the 100 ns given."""
     rows: list[Arrival] = []
     with text(path) as file:
-        table = Table(path, file, AZURE_COLUMNS)
+        table = CsvTable(path, file, AZURE_COLUMNS)
         first = last = None
         for stamp, prompt, output in table.rows(limit):
             try:
@@ -110,7 +110,7 @@ def plain_rows(path: Path, file: IO[str], limit: int | None = None) -> list[Arri
     """The rows of an open file of that kind; `path` is what messages call it."""
     rows: list[Arrival] = []
     ids: set[str] = set()
-    table = Table(path, file, CSV_COLUMNS, CSV_OPTIONAL)
+    table = CsvTable(path, file, CSV_COLUMNS, CSV_OPTIONAL)
     last = 0.0
     for name, arrival, prompt, output, *more in table.rows(limit):
         now = _seconds(table, arrival)
@@ -126,7 +126,7 @@ def plain_rows(path: Path, file: IO[str], limit: int | None = None) -> list[Arri
     return rows
 
 
-def _with_limits(table: Table, row: Arrival, cells: Sequence[str]) -> Arrival:
+def _with_limits(table: CsvTable, row: Arrival, cells: Sequence[str]) -> Arrival:
     """The row with its max_tokens and priority, as far as the table has them."""
     for place, cell in enumerate(cells, len(CSV_COLUMNS)):
         if table.columns[place] == "max_tokens":
@@ -139,7 +139,7 @@ def _with_limits(table: Table, row: Arrival, cells: Sequence[str]) -> Arrival:
     return row
 
 
-def _seconds(table: Table, cell: str) -> float:
+def _seconds(table: CsvTable, cell: str) -> float:
     try:
         value = float(cell)
     except ValueError:
@@ -152,7 +152,7 @@ def _seconds(table: Table, cell: str) -> float:
 def lengths(path: Path, limit: int | None = None) -> list[tuple[int, int]]:
     """num_prefill_tokens, num_decode_tokens: prompt and output lengths without times."""
     with text(path) as file:
-        table = Table(path, file, LENGTH_COLUMNS)
+        table = CsvTable(path, file, LENGTH_COLUMNS)
         rows = [(table.count(0, prompt), table.count(1, output)) for prompt, output in table.rows(limit)]
     _not_empty(path, rows)
     return rows
@@ -161,7 +161,7 @@ def lengths(path: Path, limit: int | None = None) -> list[tuple[int, int]]:
 def column(path: Path, name: str) -> list[int]:
     """One column of lengths."""
     with text(path) as file:
-        table = Table(path, file, (name,))
+        table = CsvTable(path, file, (name,))
         rows = [table.count(0, cell) for (cell,) in table.rows(None)]
     _not_empty(path, rows)
     return rows
@@ -170,7 +170,7 @@ def column(path: Path, name: str) -> list[int]:
 # -- JSON lines -------------------------------------------------------------------------------------------------------
 
 
-def _hash_ids(line: Line, tokens: int) -> tuple[int, ...]:
+def _hash_ids(line: JsonLine, tokens: int) -> tuple[int, ...]:
     """Ids of the 512-token blocks of `tokens` tokens, the last block perhaps short."""
     ids, blocks = line.values.get("hash_ids"), -(-tokens // BLOCK_TOKENS)
     if not isinstance(ids, list) or len(ids) != blocks:
@@ -195,7 +195,7 @@ def mooncake(path: Path, limit: int | None = None) -> list[Arrival]:
     return rows
 
 
-def agentic(path: Path, limit: int | None = None) -> list[Session]:
+def agentic(path: Path, limit: int | None = None) -> list[Conversation]:
     """Sessions of aiperf's agentic traces, at most `limit`, in order of their first lines.
 
     `input_length` counts the tokens that a turn adds to the conversation, and `hash_ids` names the 512-token blocks of
@@ -216,12 +216,12 @@ def agentic(path: Path, limit: int | None = None) -> list[Session]:
                     continue
                 firsts[name], turns[name] = line.milliseconds("timestamp"), []
             turns[name].append(_turn(line, first=not turns[name]))
-    sessions = [Session(name, arrival, tuple(turns[name])) for name, arrival in firsts.items()]
+    sessions = [Conversation(name, arrival, tuple(turns[name])) for name, arrival in firsts.items()]
     _not_empty(path, sessions)
     return sessions
 
 
-def _turn(line: Line, first: bool) -> Turn:
+def _turn(line: JsonLine, first: bool) -> Turn:
     new = line.count("input_length")
     delay = 0 if first else line.milliseconds("delay")
     return Turn(new, line.count("output_length"), _hash_ids(line, new), delay)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cbsim.scenario.fields import ScenarioError
-from cbsim.scenario.rows import Line, Table, lines, text
+from cbsim.scenario.rows import CsvTable, JsonLine, lines, text
 from cbsim.workload.traces import Arrival
 
 BLOCK_TOKENS = 16
@@ -50,7 +50,7 @@ def requests(path: Path, limit: int | None = None) -> list[Arrival]:
     return rows
 
 
-def _asked(line: Line, number: int) -> Arrival:
+def _asked(line: JsonLine, number: int) -> Arrival:
     if line.values.get("id") != number:
         raise line.bad("id", f"{number}, the number of the row")
     prompt = line.count("input_toks")
@@ -58,7 +58,7 @@ def _asked(line: Line, number: int) -> Arrival:
     return Arrival(arrival, prompt, line.count("output_toks"), _blocks(line, prompt), str(number))
 
 
-def _blocks(line: Line, prompt_tokens: int) -> tuple[int, ...]:
+def _blocks(line: JsonLine, prompt_tokens: int) -> tuple[int, ...]:
     runs, full = line.values.get("prompt_block_runs"), prompt_tokens // BLOCK_TOKENS
     try:
         pairs = [(first, count) for first, count in runs]  # type: ignore[union-attr]
@@ -72,28 +72,28 @@ def _blocks(line: Line, prompt_tokens: int) -> tuple[int, ...]:
     return ids
 
 
-def recorded(path: Path, asked: Sequence[Arrival]) -> list[Taken]:
-    """What a run recorded of the requests `asked`, in their order. Raises ScenarioError for one that is missing, was
+def recorded(path: Path, arrivals: Sequence[Arrival]) -> list[Taken]:
+    """What a run recorded of the requests `arrivals`, in their order. Raises ScenarioError for one that is missing, was
     never finished, or had other lengths.
     """
-    found: dict[str, Line] = {}
+    by_name: dict[str, JsonLine] = {}
     with text(path) as file:
         for line in lines(path, file):
             name = line.values.get("request_id")
-            if not isinstance(name, str) or name in found:
+            if not isinstance(name, str) or name in by_name:
                 raise line.bad("request_id", "text, each once")
-            found[name] = line
+            by_name[name] = line
     rows = []
-    for row in asked:
+    for row in arrivals:
         name = f"bench-{row.id}"
-        if name not in found:
+        if name not in by_name:
             raise ScenarioError(f"{path}: no request_id {name}, which the workload has")
-        rows.append(_times(found[name], row))
+        rows.append(_times(by_name[name], row))
     start = min(row[0] for row in rows)
     return [Taken(*(round((at - start) * 1e9) for at in row)) for row in rows]
 
 
-def _times(line: Line, row: Arrival) -> list[float]:
+def _times(line: JsonLine, row: Arrival) -> list[float]:
     for field, wanted in (("input_toks", row.prompt_tokens), ("output_toks", row.output_tokens)):
         if line.values.get(field) != wanted:
             raise line.bad(field, f"{wanted}, as in the workload")
@@ -107,11 +107,11 @@ def _times(line: Line, row: Arrival) -> list[float]:
 def series(path: Path) -> list[Second]:
     """The recorded time series. Raises ScenarioError."""
     with text(path) as file:
-        table = Table(path, file, SERIES)
+        table = CsvTable(path, file, SERIES)
         rows = [[table.number(i, cell) for i, cell in enumerate(row)] for row in table.rows(None)]
     if not rows:
         raise ScenarioError(f"{path}: holds no rows")
-    found = [Second(at, running, waiting, percent / 100) for at, running, waiting, percent in rows]
-    if any(after.at_s < before.at_s for before, after in pairwise(found)):
+    seconds = [Second(at, running, waiting, percent / 100) for at, running, waiting, percent in rows]
+    if any(after.at_s < before.at_s for before, after in pairwise(seconds)):
         raise ScenarioError(f"{path}: t: goes back, expected rows in order of time")
-    return found
+    return seconds

@@ -101,7 +101,7 @@ class Executed:
 
 def prompts(replay: check.Replay, workload: dict[str, Any]) -> dict[RequestSpec, list[int]]:
     """The recorded prompt of every request of a replay."""
-    if isinstance(replay, vllm_traces.Replay):
+    if isinstance(replay, vllm_traces.VllmReplay):
         specs, field = [one for one, _ in replay._coming], "prompt_token_ids"
     else:
         specs, field = [one for arriving in replay._arriving.values() for one in arriving], "prompt"
@@ -109,14 +109,14 @@ def prompts(replay: check.Replay, workload: dict[str, Any]) -> dict[RequestSpec,
     return {one: recorded[one.id] for one in specs}
 
 
-def executed(trace: Path, monkeypatch: pytest.MonkeyPatch, made: Made) -> tuple[check.Result, Executed]:
+def executed(trace: Path, monkeypatch: pytest.MonkeyPatch, made: Made) -> tuple[check.TraceResult, Executed]:
     """Compare a trace while its plans are executed."""
     done: list[Executed] = []
     build_replay = check._replay
 
     def replay(trace: Path, kind: Any, header: dict[str, Any], workload: dict[str, Any]) -> check.Replay:
         made_here = build_replay(trace, kind, header, workload)
-        asynchronous = header["mode"] == "async" if kind is vllm_traces.Replay else header["resolved"]["async"]
+        asynchronous = header["mode"] == "async" if kind is vllm_traces.VllmReplay else header["resolved"]["async"]
         done.append(Executed(made_here.scheduler, 1 + asynchronous, prompts(made_here, workload), made))
         return made_here
 

@@ -15,7 +15,7 @@ from cbsim.cost.kernels import Kernels, Products
 from cbsim.cost.lookup import Attention
 from cbsim.policy.plan import StepPlan, StepWork
 from cbsim.scenario import catalog, shapes
-from cbsim.scenario.costs import TableCost
+from cbsim.scenario.costs import TableSettings
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.shapes import ModelShape
 from cbsim.server import assemble
@@ -136,7 +136,7 @@ def test_chunks_and_rows_of_a_step_add_up(place: Path) -> None:
 
 def test_a_scenario_names_how_the_files_begin(place: Path) -> None:
     """kind table with a path that is no folder: single kernels, and the stated time a layer (0.1 ms, three of them)."""
-    cost = assemble.table_cost(TINY, TableCost(kind="table", path=str(place), layer_s=1e-4))
+    cost = assemble.table_cost(TINY, TableSettings(kind="table", path=str(place), layer_s=1e-4))
     plan = StepPlan(0, StepWork(decodes=8, decode_context=8 * 99, longest_context=99))
     tables = Kernels(place, 1, TINY)
     kernels = tables.linear_ns(8) + tables.head_ns(8) + tables.attention_ns(decoding(8, 99), skew=True)

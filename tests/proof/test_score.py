@@ -17,7 +17,7 @@ from scoring import numbers, real
 from cbsim.proof.recorded import case, reenactment, score, verdict
 from cbsim.proof.recorded.ablation import PARTS
 from cbsim.proof.recorded.reenactment import Served
-from cbsim.proof.recorded.score import METRICS, STATISTICS, Score
+from cbsim.proof.recorded.score import METRICS, STATISTICS, MetricScore
 from cbsim.workload.vllm_bench import TIMES
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -99,18 +99,18 @@ def test_scores_by_hand() -> None:
     simulated = Served(*(np.array(t) for t in ([0.0, 1.0], [0.5, 1.5], [1.0, 3.0], [5.0, 3.0])), np.array([5, 1]))
     measured = Served(*(np.array(t) for t in ([0.0, 1.0], [0.0, 2.0], [2.0, 3.0], [4.0, 3.0])), np.array([5, 1]))
     found = {(one.metric, one.statistic): one for one in score.scores(simulated, measured)}
-    assert found["ttft", "mean"] == Score("ttft", "mean", 1.5, 2.0)
+    assert found["ttft", "mean"] == MetricScore("ttft", "mean", 1.5, 2.0)
     assert found["ttft", "mean"].error == -0.25
     assert found["ttft", "p90"].simulated_s == pytest.approx(1.9)
-    assert found["tpot", "mean"] == Score("tpot", "mean", 0.5, 0.25)
-    assert found["e2e", "median"] == Score("e2e", "median", 3.5, 3.0)
-    assert found["makespan", ""] == Score("makespan", "", 5.0, 4.0)
+    assert found["tpot", "mean"] == MetricScore("tpot", "mean", 0.5, 0.25)
+    assert found["e2e", "median"] == MetricScore("e2e", "median", 3.5, 3.0)
+    assert found["makespan", ""] == MetricScore("makespan", "", 5.0, 4.0)
 
 
 def test_an_error_relative_to_nothing() -> None:
     """Requests of one token have TPOT 0 on both sides, which is no error."""
-    assert Score("tpot", "mean", 0.0, 0.0).error == 0
-    assert Score("tpot", "mean", 1.0, 0.0).error == float("inf")
+    assert MetricScore("tpot", "mean", 0.0, 0.0).error == 0
+    assert MetricScore("tpot", "mean", 1.0, 0.0).error == float("inf")
 
 
 def test_requests_of_one_token_each(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from cbsim.draw.chart import Line
 from cbsim.draw.study import Study
 from cbsim.proof.studies import hopper
-from cbsim.proof.studies.hopper import BATCHES, CONTEXTS, LAYER_S, Cell, Served, cells, saved, simulated
+from cbsim.proof.studies.hopper import BATCHES, CONTEXTS, LAYER_S, Cell, HopperRun, cells, saved, simulated
 from cbsim.scenario import catalog, scenario
 from cbsim.scenario.fields import ScenarioError
 
@@ -44,14 +44,14 @@ def test_closed_forms_are_the_simulators_runs() -> None:
     """One run's kernels give the time of any other CPU cost: the sum of cpu + gpu, or of the larger of the two. At
     1.01 ms the CPU is the shorter in every step, at 10 ms in the later half of them, at 25 ms in none.
     """
-    run = Served.of("H100", LAYER_S)
+    run = HopperRun.of("H100", LAYER_S)
     default = run.at(run.cpu_s)
     assert default.sync_s == pytest.approx(run.run.sync_s, rel=1e-6)
     assert default.async_s == pytest.approx(run.run.async_s, rel=1e-3)
     assert default.gpu_active == pytest.approx(run.run.gpu_active, rel=1e-6)
     assert (run.gpu_s.min() < 10e-3 < run.gpu_s.max() < 25e-3) and (run.cpu_s.max() < run.gpu_s.min())
     for cpu_s in (10e-3, 25e-3):
-        asked, closed = hopper.scenario("H100", LAYER_S, stated(cpu_s)), run.at(cpu_s)
+        asked, closed = hopper.scenario_on("H100", LAYER_S, stated(cpu_s)), run.at(cpu_s)
         assert simulated(asked, "sync")[0] == pytest.approx(closed.sync_s, rel=1e-3)
         assert simulated(asked, "async")[0] == pytest.approx(closed.async_s, rel=1e-3)
 
@@ -67,7 +67,7 @@ def test_the_map_is_what_the_simulator_takes(gpu: str, batch: int, context: int)
     (cell,) = [cell for cell in cells(gpu) if (cell.batch, cell.context) == (batch, context)]
     assert cell.fits
     workload = f"workload={{kind: synthetic, requests: {batch}, prompt_tokens: {context - 160}, output_tokens: 400}}"
-    asked = hopper.scenario(gpu, LAYER_S, "scheduler={name: vllm}", "kv_cache={}", workload)
+    asked = hopper.scenario_on(gpu, LAYER_S, "scheduler={name: vllm}", "kv_cache={}", workload)
     expected = {"sync": cell.cpu_s + cell.gpu_s, "async": max(cell.cpu_s, cell.gpu_s)}
     for loop, step_s in expected.items():
         _, steps = simulated(asked, loop)

@@ -21,7 +21,7 @@ from cbsim.workload.scheduler_tests import unsupported
 
 Line = dict[str, Any]
 T = TypeVar("T")
-Replay = vllm_traces.Replay | transformers_traces.Replay
+Replay = vllm_traces.VllmReplay | transformers_traces.TransformersReplay
 TRACES, WORKLOADS = (".jsonl", ".jsonl.gz"), (".json", ".json.gz")
 VLLM_VERSIONS = ("0.19", "0.33")
 TRANSFORMERS_VERSIONS = ("5.17",)
@@ -80,7 +80,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class TraceResult:
     """One trace compared, or the reason why it was not."""
 
     name: str
@@ -113,16 +113,16 @@ class _Case:
 
 def run(paths: Sequence[Path], out: Callable[[str], None], *, invariants: bool = False) -> int:
     """Compare every trace in `paths`. Status 0: all matched, 1: a mismatch, 2: unreadable input or nothing compared."""
-    results: list[Result] = []
+    results: list[TraceResult] = []
     unreadable = 0
     for path in paths:
         try:
-            found = traces(path)
+            listed = traces(path)
         except UnreadableError as error:
             unreadable += 1
             out(f"{error}")
             continue
-        for trace in found:
+        for trace in listed:
             try:
                 results.append(compare(trace, invariants=invariants))
                 out(f"{results[-1]}")
@@ -135,7 +135,7 @@ def run(paths: Sequence[Path], out: Callable[[str], None], *, invariants: bool =
     return 1 if wrong else 2 if unreadable or not compared else 0
 
 
-def _footer(results: Sequence[Result], compared: int, wrong: int, unreadable: int) -> str:
+def _footer(results: Sequence[TraceResult], compared: int, wrong: int, unreadable: int) -> str:
     lines = sum(r.matched for r in results)
     text = f"{compared} traces compared: {compared - wrong} ok ({lines} lines matched), {wrong} mismatched"
     for count, what in ((len(results) - compared, "not compared"), (unreadable, "unreadable")):
@@ -154,7 +154,7 @@ def traces(path: Path) -> list[Path]:
     return [path]
 
 
-def compare(trace: Path, *, invariants: bool = False) -> Result:
+def compare(trace: Path, *, invariants: bool = False) -> TraceResult:
     """Replay one trace's workload and compare. With `invariants`, pool and cohort are checked after every line."""
     recorded = _text(trace).splitlines()
     header = _parsed(trace, 1, recorded[0] if recorded else "")
@@ -168,9 +168,9 @@ def compare(trace: Path, *, invariants: bool = False) -> Result:
         )
     total = len(recorded) - 1
     if case.replay is None:
-        return Result(case.name, case.version, case.mode, total, skipped=case.skipped)
+        return TraceResult(case.name, case.version, case.mode, total, skipped=case.skipped)
     matched, difference = _first_difference(trace, case.replay, recorded, invariants)
-    return Result(case.name, case.version, case.mode, total, matched, difference=difference)
+    return TraceResult(case.name, case.version, case.mode, total, matched, difference=difference)
 
 
 def _vllm(trace: Path, header: Line) -> _Case:
@@ -179,7 +179,7 @@ def _vllm(trace: Path, header: Line) -> _Case:
     skipped = _version(version, VLLM_VERSIONS) or _unknown(config, VLLM_CONFIG)
     if skipped:
         return _Case(name, f"vllm {version}", mode, skipped=skipped)
-    return _Case(name, f"vllm {version}", mode, _replay(trace, vllm_traces.Replay, header, _workload(trace, name)))
+    return _Case(name, f"vllm {version}", mode, _replay(trace, vllm_traces.VllmReplay, header, _workload(trace, name)))
 
 
 def _transformers(trace: Path, header: Line) -> _Case:
@@ -194,7 +194,7 @@ def _transformers(trace: Path, header: Line) -> _Case:
     skipped = _unknown(cb, TRANSFORMERS_CB) or _outside(trace, workload)
     if skipped:
         return _Case(name, version_name, mode, skipped=skipped)
-    return _Case(name, version_name, mode, _replay(trace, transformers_traces.Replay, header, workload))
+    return _Case(name, version_name, mode, _replay(trace, transformers_traces.TransformersReplay, header, workload))
 
 
 def _version(version: str, followed: Sequence[str]) -> str | None:

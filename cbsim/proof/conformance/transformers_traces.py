@@ -38,7 +38,7 @@ def options(resolved: Line) -> TransformersOptions:
     )
 
 
-class Workload(TransformersRequests):
+class TransformersWorkload(TransformersRequests):
     """The requests, and the content of their blocks as the original names it."""
 
     def __init__(self, workload: Line, block_size: int) -> None:
@@ -60,7 +60,7 @@ class Workload(TransformersRequests):
 class TextPool(MisnamingPool):
     """Keys are ids of the very text that the original hashes."""
 
-    def __init__(self, scheduler: Watched, observer: Observer, workload: Workload) -> None:
+    def __init__(self, scheduler: WatchedTransformers, observer: Observer, workload: TransformersWorkload) -> None:
         options = scheduler.options
         super().__init__(options.block_size, options.num_blocks, scheduler.free_list, observer)
         self._workload = workload
@@ -139,10 +139,10 @@ def _ids(requests: Sequence[Request]) -> list[str]:
     return [request.spec.id for request in requests]
 
 
-class Watched(DefectiveTransformers):
+class WatchedTransformers(DefectiveTransformers):
     """The scheduler, and all that is heard of it. `objects` are its requests, those that have ended included."""
 
-    def __init__(self, options: TransformersOptions, workload: Workload) -> None:
+    def __init__(self, options: TransformersOptions, workload: TransformersWorkload) -> None:
         self._workload = workload
         self.heard = Events(options.block_size)
         super().__init__(options, self.heard)
@@ -162,13 +162,13 @@ class Watched(DefectiveTransformers):
         super().cancel(spec)
 
 
-class Replay:
+class TransformersReplay:
     """One workload and mode; `lines()` are our trace lines in order, the footer last."""
 
     def __init__(self, header: Line, workload: Line) -> None:
         self.resolved = resolved = header["resolved"]
-        ours = Workload(workload, resolved["block_size"])
-        self.scheduler = Watched(options(resolved), ours)
+        ours = TransformersWorkload(workload, resolved["block_size"])
+        self.scheduler = WatchedTransformers(options(resolved), ours)
         self._tokens, self._arriving = ours.tokens, ours.arriving
         by_id = {s.id: s for group in self._arriving.values() for s in group}
         self._cancels: dict[int, list[RequestSpec]] = {}

@@ -37,7 +37,7 @@ def options(version: str, config: Line) -> VllmOptions:
     )
 
 
-class Watched(VllmScheduler):
+class WatchedVllm(VllmScheduler):
     """The scheduler, with the free blocks noted after each cancellation: planning follows in the same breath."""
 
     free_after_cancel = 0
@@ -47,11 +47,11 @@ class Watched(VllmScheduler):
         self.free_after_cancel = self.pool.free
 
 
-class Replay:
+class VllmReplay:
     """One workload, one version and mode; `lines()` are our trace lines in order, the summary last."""
 
     def __init__(self, header: Line, workload: Line) -> None:
-        self.scheduler = Watched(options(header["vllm"], header["config"]))
+        self.scheduler = WatchedVllm(options(header["vllm"], header["config"]))
         self._depth = 2 if header["mode"] == "async" else 1
         self._timing = header["config"]["timing"]
         self._coming = vllm_requests(workload)[::-1]

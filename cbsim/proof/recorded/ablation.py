@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from cbsim.policy.phases import WORKED
 from cbsim.proof.recorded.case import Case
 from cbsim.proof.recorded.reenactment import recorded, replay
-from cbsim.proof.recorded.score import Score, scores
-from cbsim.results.record import PHASES
+from cbsim.proof.recorded.score import MetricScore, scores
 from cbsim.scenario.scenario import MOST_BLOCKS
 
-NO_CPU = {phase: {"base_s": 0.0, "per_request_s": 0.0} for phase in PHASES if phase != "await"}
+NO_CPU = {phase: {"base_s": 0.0, "per_request_s": 0.0} for phase in WORKED}
 PARTS: Mapping[str, Mapping[str, Any]] = {
     "as the run was": {},
     "no prefix cache": {"scheduler.enable_prefix_caching": False},
@@ -33,7 +33,7 @@ class Ablated(NamedTuple):
 
     name: str
     changes: Mapping[str, Any]
-    scores: list[Score]
+    scores: list[MetricScore]
     preemptions: int
     steps: int
 
@@ -45,5 +45,5 @@ def ablate(case: Case) -> list[Ablated]:
 
 def _one(case: Case, name: str, changes: Mapping[str, Any]) -> Ablated:
     done = replay(case, case.scenario(changes))
-    found = scores(done.served, recorded(case))
-    return Ablated(name, changes, found, done.preemptions, sum(len(table) for table in done.steps))
+    errors = scores(done.served, recorded(case))
+    return Ablated(name, changes, errors, done.preemptions, sum(len(table) for table in done.steps))

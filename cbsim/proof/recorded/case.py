@@ -58,7 +58,7 @@ class Case:
     settings: Mapping[str, Any]
     ranks: int
     blocks_measured: bool
-    asked: Sequence[Arrival]
+    arrivals: Sequence[Arrival]
     taken: Sequence[Taken]
     series: Sequence[Second]
     version: str  # of vLLM
@@ -118,16 +118,16 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
     limit = meta.whole("num_requests", None)
     if limit:
         settings["workload"]["limit"] = limit
-    asked = vllm_bench.requests(workload, limit)
-    if limit and limit > len(asked):
-        raise meta.bad("num_requests", limit, f"at most {len(asked)}, the requests of {workload.name}")
+    arrivals = vllm_bench.requests(workload, limit)
+    if limit and limit > len(arrivals):
+        raise meta.bad("num_requests", limit, f"at most {len(arrivals)}, the requests of {workload.name}")
     return Case(
         name=folder.resolve().name,
         settings=settings,
         ranks=ranks,
         blocks_measured=blocks is not None,
-        asked=asked,
-        taken=vllm_bench.recorded(folder / "requests.jsonl", asked),
+        arrivals=arrivals,
+        taken=vllm_bench.recorded(folder / "requests.jsonl", arrivals),
         series=vllm_bench.series(folder / "timeseries.csv"),
         version=meta.text("vllm_version"),
         link_assumed=gpu.link is None and gpu.tensor * ranks > 1,
@@ -137,27 +137,27 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
 
 def _check_covered(meta: _Json, gpu: _Gpus) -> None:
     """Raises ScenarioError for a run that is not what config.json says, or that this model does not cover."""
-    asked = "engine_kwargs.{}"
-    told: tuple[tuple[str, Any, Any], ...] = (
+    option = "engine_kwargs.{}"
+    repeated: tuple[tuple[str, Any, Any], ...] = (
         ("model", meta.get("model", gpu.model), gpu.model),
         (
-            asked.format("tensor_parallel_size"),
-            meta.whole(asked.format("tensor_parallel_size"), gpu.tensor),
+            option.format("tensor_parallel_size"),
+            meta.whole(option.format("tensor_parallel_size"), gpu.tensor),
             gpu.tensor,
         ),
-        (asked.format("data_parallel_size"), meta.whole(asked.format("data_parallel_size"), gpu.count), gpu.count),
+        (option.format("data_parallel_size"), meta.whole(option.format("data_parallel_size"), gpu.count), gpu.count),
     )
-    for name, value, wanted in told:
+    for name, value, wanted in repeated:
         if value != wanted:
             raise meta.bad(name, value, f"{wanted}, as in config.json")
     only = {"pipeline_parallel_size": 1, "kv_cache_dtype": "auto", "quantization": None, "speculative_config": None}
-    for name, one in only.items():
-        value = meta.get(asked.format(name), one)
-        if value != one:
-            raise meta.bad(asked.format(name), value, f"{one}: anything else is not covered")
-    expert = meta.get(asked.format("enable_expert_parallel"), False)
+    for name, expected in only.items():
+        value = meta.get(option.format(name), expected)
+        if value != expected:
+            raise meta.bad(option.format(name), value, f"{expected}: anything else is not covered")
+    expert = meta.get(option.format("enable_expert_parallel"), False)
     if not isinstance(expert, bool):
-        raise meta.bad(asked.format("enable_expert_parallel"), expert, "true or false")
+        raise meta.bad(option.format("enable_expert_parallel"), expert, "true or false")
 
 
 class _Json:
@@ -184,35 +184,35 @@ class _Json:
 
     def get(self, name: str, *default: Any) -> Any:
         """The field, or the default where the file leaves it out or null; without a default it is required."""
-        found = self._data
+        value = self._data
         for at, part in enumerate(parts := name.split(".")):
-            if found is not None and not isinstance(found, dict):
-                raise self.bad(".".join(parts[:at]).rstrip("."), found, "an object")
-            found = found.get(part) if found is not None else None
-        if found is None and not default:
+            if value is not None and not isinstance(value, dict):
+                raise self.bad(".".join(parts[:at]).rstrip("."), value, "an object")
+            value = value.get(part) if value is not None else None
+        if value is None and not default:
             raise ScenarioError(f"{self.path}: {self._within}{name}: is missing")
-        return default[0] if found is None else found
+        return default[0] if value is None else value
 
     def whole(self, name: str, *default: Any) -> Any:
         """As `get`, of a whole number >= 1."""
-        found = self.get(name, *default)
-        if found is not None and (type(found) is not int or found < 1):
-            raise self.bad(name, found, "a whole number >= 1")
-        return found
+        value = self.get(name, *default)
+        if value is not None and (type(value) is not int or value < 1):
+            raise self.bad(name, value, "a whole number >= 1")
+        return value
 
     def real(self, name: str, *default: Any) -> Any:
         """As `get`, of a number >= 0."""
-        found = self.get(name, *default)
-        if found is not None and (type(found) not in (int, float) or not 0 <= found < LARGEST_REAL):
-            raise self.bad(name, found, "a number >= 0")
-        return found
+        value = self.get(name, *default)
+        if value is not None and (type(value) not in (int, float) or not 0 <= value < LARGEST_REAL):
+            raise self.bad(name, value, "a number >= 0")
+        return value
 
     def text(self, name: str, *default: Any) -> str:
         """As `get`, of text."""
-        found = self.get(name, *default)
-        if not isinstance(found, str):
-            raise self.bad(name, found, "text")
-        return found
+        value = self.get(name, *default)
+        if not isinstance(value, str):
+            raise self.bad(name, value, "text")
+        return value
 
     def bad(self, name: str, value: object, expected: str) -> ScenarioError:
         return ScenarioError(f"{self.path}: {self._within}{name}: got {shown(value)}, expected {expected}")
@@ -224,14 +224,14 @@ class _Gpus:
     def __init__(self, config: _Json) -> None:
         nodes = config.get("nodes")
         lists = [node.get("instances") for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
-        found = [one for instances in lists if isinstance(instances, list) for one in instances]
-        if not all(isinstance(one, dict) for one in found):
-            raise config.bad("nodes.instances", found, "a list of objects")
-        if not found or any(one != found[0] for one in found):
-            told = f"got {len(found)} instances{', not all alike' if found else ''}"
-            raise ScenarioError(f"{config.path}: nodes: {told}, expected one, or several that are alike")
-        self._first = first = _Json(config.path, found[0], "nodes.instances.")
-        self.count = len(found)
+        instances = [instance for listed in lists if isinstance(listed, list) for instance in listed]
+        if not all(isinstance(instance, dict) for instance in instances):
+            raise config.bad("nodes.instances", instances, "a list of objects")
+        if not instances or any(instance != instances[0] for instance in instances):
+            problem = f"got {len(instances)} instances{', not all alike' if instances else ''}"
+            raise ScenarioError(f"{config.path}: nodes: {problem}, expected one, or several that are alike")
+        self._first = first = _Json(config.path, instances[0], "nodes.instances.")
+        self.count = len(instances)
         self.model, self.hardware = first.text("model_name"), first.text("hardware")
         self.tensor = first.whole("tp_size", 1)
         self.shares_experts = first.whole("ep_size", 1) > 1
@@ -260,7 +260,7 @@ def _model(root: Path, name: str) -> ModelShape:
     """The model's shape, from its Hugging Face configuration in the pack."""
     path = root / "model_config" / f"{name.rsplit('/', maxsplit=1)[-1]}.json"
     if not path.is_file():
-        known = ", ".join(sorted(one.stem for one in path.parent.glob("*.json"))) or "none"
+        known = ", ".join(sorted(file.stem for file in path.parent.glob("*.json"))) or "none"
         raise ScenarioError(f"{path}: no configuration of the case's model {name!r} (known: {known})")
     given = _Json.read(path)
     heads, hidden = given.whole("num_attention_heads"), given.whole("hidden_size")
@@ -306,8 +306,8 @@ def _workload(root: Path, meta: _Json) -> Path:
 
 def _tables(root: Path, gpu: _Gpus, meta: _Json, own: str) -> Path:
     """The profile in the type that the run was made in, `own` being the model's."""
-    asked = meta.text("engine_kwargs.dtype", "auto")
-    dtype = own if asked == "auto" else asked
+    wanted = meta.text("engine_kwargs.dtype", "auto")
+    dtype = own if wanted == "auto" else wanted
     path: Path = root / "perf" / gpu.hardware / gpu.model / VARIANTS.get(dtype, dtype)
     if not (path / "meta.yaml").is_file():
         raise ScenarioError(f"{path}: no profile there of {gpu.model} on {gpu.hardware} in {dtype}")
@@ -321,20 +321,20 @@ def _scheduler(meta: _Json) -> dict[str, Any]:
     if numbers is None:
         raise meta.bad("vllm_version", version, "a version such as 0.19.0")
     ours = "0.19" if tuple(map(int, numbers.groups())) < CHANGED else "0.33"
-    asked, resolved = "engine_kwargs.{}", "resolved_config.scheduler_config.{}"
-    found = {
+    given, resolved = "engine_kwargs.{}", "resolved_config.scheduler_config.{}"
+    settings = {
         "name": "vllm",
         "version": ours,
-        "max_num_seqs": meta.whole(asked.format("max_num_seqs")),
-        "max_num_batched_tokens": meta.whole(asked.format("max_num_batched_tokens")),
-        "max_model_len": meta.whole(asked.format("max_model_len"), None),
+        "max_num_seqs": meta.whole(given.format("max_num_seqs")),
+        "max_num_batched_tokens": meta.whole(given.format("max_num_batched_tokens")),
+        "max_model_len": meta.whole(given.format("max_model_len"), None),
         "enable_prefix_caching": meta.get("kv_cache.enable_prefix_caching", True),
     }
     for option in ("policy", "enable_chunked_prefill", "long_prefill_token_threshold", "scheduler_reserve_full_isl"):
         value = meta.get(resolved.format(option), None)
         if value is not None:
-            found[option] = value
-    return found
+            settings[option] = value
+    return settings
 
 
 def _loop(meta: _Json) -> dict[str, Any]:

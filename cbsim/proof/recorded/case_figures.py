@@ -23,18 +23,18 @@ TITLES = {
 MOST_SHOWN = 30.0  # percent of error
 
 
-def series(case: str, found: Series) -> Chart:
+def series(case: str, logged: Series) -> Chart:
     """Running, waiting and KV use once a second."""
     panels = []
-    for name in found.measured:
+    for name in logged.measured:
         title, factor = TITLES[name]
         marks = [
-            Line("measured", found.at_s, found.measured[name] * factor, MEASURED),
-            Line("simulated", found.at_s, found.simulated[name] * factor, SIMULATED),
+            Line("measured", logged.at_s, logged.measured[name] * factor, MEASURED),
+            Line("simulated", logged.at_s, logged.simulated[name] * factor, SIMULATED),
         ]
         panels.append(Panel(marks, x="seconds", y=title))
     says = "Once a second, as the engine logged it, beside the replay at the same times."
-    if "kv_use" not in found.measured:
+    if "kv_use" not in logged.measured:
         says += " The run did not record how much of its cache was in use."
     return Chart("series", f"{case}: the run over time", says, panels, share_x=True)
 
@@ -62,7 +62,7 @@ def _cumulative(name: str, values: Floats, look: Style) -> Line:
 def ablation(case: str, ablated: Sequence[Ablated]) -> Chart:
     """Errors of the means, one part changed at a time."""
     errors = {
-        metric: np.array([100 * _mean_error(one, metric) for one in ablated]) for metric in ("ttft", "tpot", "e2e")
+        metric: np.array([100 * _mean_error(entry, metric) for entry in ablated]) for metric in ("ttft", "tpot", "e2e")
     }
     reach = max(5.0, min(MOST_SHOWN, 1.2 * max(float(np.abs(values).max()) for values in errors.values())))
     bars = [
@@ -77,10 +77,10 @@ def ablation(case: str, ablated: Sequence[Ablated]) -> Chart:
     ]
     says = "Error of the mean latency against the recorded run, with one part of the model changed at a time. "
     says += f"Bars are cut at {0.85 * reach:.0f} %; their labels are the errors."
-    names = [one.name for one in ablated]
+    names = [entry.name for entry in ablated]
     panel = Panel(bars, x="", y="error of the mean, %", categories=names, y_range=(-reach, reach))
     return Chart("ablation", f"{case}: what carries the result", says, [panel])
 
 
-def _mean_error(one: Ablated, metric: str) -> float:
-    return next(part.error for part in one.scores if (part.metric, part.statistic) == (metric, "mean"))
+def _mean_error(ablated: Ablated, metric: str) -> float:
+    return next(part.error for part in ablated.scores if (part.metric, part.statistic) == (metric, "mean"))

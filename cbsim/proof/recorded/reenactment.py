@@ -17,6 +17,7 @@ from cbsim.machine.driver import Machine
 from cbsim.machine.lockstep import Lockstep, balance
 from cbsim.proof.recorded.case import Case
 from cbsim.results import metrics
+from cbsim.results.columns import NS
 from cbsim.results.metrics import Steps
 from cbsim.results.record import Record
 from cbsim.scenario.fields import ScenarioError
@@ -26,7 +27,6 @@ from cbsim.server.inbox import Inbox
 from cbsim.workload import generators
 from cbsim.workload.generators import Workload
 
-NS = 1e9
 Floats = npt.NDArray[np.float64]
 
 
@@ -95,47 +95,47 @@ class Replayed:
 def recorded(case: Case) -> Served:
     """What the real run recorded."""
     columns = np.array(case.taken, dtype=np.int64).T / NS
-    outputs = np.array([row.output_tokens for row in case.asked], dtype=np.int64)
+    outputs = np.array([row.output_tokens for row in case.arrivals], dtype=np.int64)
     queued, scheduled, first, last = columns
     return Served(queued, scheduled, first, last, outputs)
 
 
-def replay(case: Case, asked: Scenario) -> Replayed:
-    """Serve the case's requests by `asked`, one of its scenarios. Raises ScenarioError."""
-    load = generators.build(asked)
-    if load.total != len(case.asked):
-        raise ScenarioError(f"workload: got {load.total} requests, the recorded run has {len(case.asked)}")
-    if asked.loop.mode == "both":
+def replay(case: Case, scenario: Scenario) -> Replayed:
+    """Serve the case's requests by `scenario`, which is one of its own. Raises ScenarioError."""
+    load = generators.build(scenario)
+    if load.total != len(case.arrivals):
+        raise ScenarioError(f"workload: got {load.total} requests, the recorded run has {len(case.arrivals)}")
+    if scenario.loop.mode == "both":
         raise ScenarioError("loop.mode: got 'both', expected sync or async: a recorded run has one loop")
     if case.ranks == 1:
-        server = simulate.machine(asked, asked.loop.mode, load)
+        server = simulate.machine(scenario, scenario.loop.mode, load)
         simulate.run(server)
         records = [server.record]
     else:
-        records = _side_by_side(asked, load, case.ranks)
+        records = _side_by_side(scenario, load, case.ranks)
     for spec, reason in (refusal for record in records for refusal in record.refusals.items()):
         raise ScenarioError(f"kv_cache, scheduler: request {spec.id} cannot be served: {reason}")
     tables = [Steps.of(record) for record in records]
     return Replayed(_served(records, tables), tables, records[0].total_blocks)
 
 
-def _side_by_side(asked: Scenario, load: Workload, ranks: int) -> list[Record]:
+def _side_by_side(scenario: Scenario, load: Workload, ranks: int) -> list[Record]:
     """Data-parallel servers: in step with each other if they share experts, else each at its own pace."""
-    env, loop, cost = simpy.Environment(), asked.loop.mode, assemble.cost_model(asked)
+    env, loop, cost = simpy.Environment(), scenario.loop.mode, assemble.cost_model(scenario)
     devices: Sequence[Device]
-    if asked.model.experts:
+    if scenario.model.experts:
         if not isinstance(cost, TableCost):
-            raise ScenarioError(f"cost.kind: got {asked.cost.kind!r}, expected table: the servers share experts")
+            raise ScenarioError(f"cost.kind: got {scenario.cost.kind!r}, expected table: the servers share experts")
         devices = Lockstep(env, cost, ranks).ranks
     else:
-        devices = [OneGpu(cost, depth=depth(loop), overlap=asked.loop.streams) for _ in range(ranks)]
+        devices = [OneGpu(cost, depth=depth(loop), overlap=scenario.loop.streams) for _ in range(ranks)]
     machines, inboxes, policies = [], [], []
     for device in devices:
-        policy = assemble.scheduler(asked, loop)
+        policy = assemble.scheduler(scenario, loop)
         record = Record(policy.pool.num_blocks)
         inbox = Inbox(Workload([], 0), record)
         inbox.news = env.event()
-        machine = Machine(policy, cost, simulate.graphs(asked, policy), device, inbox, record, depth(loop))
+        machine = Machine(policy, cost, simulate.graphs(scenario, policy), device, inbox, record, depth(loop))
         env.process(machine.run(env))
         machines.append(machine)
         inboxes.append(inbox)
@@ -147,13 +147,15 @@ def _side_by_side(asked: Scenario, load: Workload, ranks: int) -> list[Record]:
 
 def _served(records: Sequence[Record], tables: Sequence[Steps]) -> Served:
     """All requests of all ranks, by index. Every one is served: a recorded run has no others."""
-    found: list[tuple[Any, ...]] = []
+    served: list[tuple[Any, ...]] = []
     for record, table in zip(records, tables, strict=True):
         rows = record.requests()
         columns = metrics.token_times(rows, table)
         marks = (columns.queued_ns, columns.scheduled_ns, columns.first_token_ns, columns.last_token_ns)
-        found += zip([row.index for row in rows], *(part.tolist() for part in (*marks, columns.generated)), strict=True)
-    _, *times, generated = (np.array(part) for part in zip(*sorted(found), strict=True))
+        served += zip(
+            [row.index for row in rows], *(part.tolist() for part in (*marks, columns.generated)), strict=True
+        )
+    _, *times, generated = (np.array(part) for part in zip(*sorted(served), strict=True))
     queued, scheduled, first, last = ((part - times[0].min()) / NS for part in times)
     return Served(queued, scheduled, first, last, generated)
 

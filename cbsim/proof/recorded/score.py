@@ -24,7 +24,7 @@ STATISTICS: dict[str, Callable[[Floats], float]] = {
 }
 
 
-class Score(NamedTuple):
+class MetricScore(NamedTuple):
     """One number of a run, simulated and measured, in seconds. `metric` is ttft, tpot, e2e or makespan; or queue or
     prefill, the two parts of TTFT.
     """
@@ -42,20 +42,20 @@ class Score(NamedTuple):
         return self.simulated_s / self.measured_s - 1 if self.measured_s else inf
 
 
-def parts(simulated: Served, measured: Served) -> list[Score]:
+def parts(simulated: Served, measured: Served) -> list[MetricScore]:
     """The two parts of TTFT: under load nearly all of it is the queue, which hides what prefills are worth."""
     return [_score(simulated, measured, metric, name) for metric in PARTS for name in STATISTICS]
 
 
-def scores(simulated: Served, measured: Served) -> list[Score]:
+def scores(simulated: Served, measured: Served) -> list[MetricScore]:
     """Latencies in order of `METRICS` and `STATISTICS`, then the makespan."""
-    found = [_score(simulated, measured, metric, name) for metric in METRICS for name in STATISTICS]
-    return [*found, Score("makespan", "", simulated.makespan_s, measured.makespan_s)]
+    errors = [_score(simulated, measured, metric, name) for metric in METRICS for name in STATISTICS]
+    return [*errors, MetricScore("makespan", "", simulated.makespan_s, measured.makespan_s)]
 
 
-def _score(simulated: Served, measured: Served, metric: str, name: str) -> Score:
-    values = [STATISTICS[name](_values(one, metric)) for one in (simulated, measured)]
-    return Score(metric, name, *values)
+def _score(simulated: Served, measured: Served, metric: str, name: str) -> MetricScore:
+    values = [STATISTICS[name](_values(served, metric)) for served in (simulated, measured)]
+    return MetricScore(metric, name, *values)
 
 
 def _values(served: Served, metric: str) -> Floats:

@@ -14,9 +14,9 @@ from cbsim.proof.recorded import ablation, case, case_figures, score
 from cbsim.proof.recorded.ablation import Ablated
 from cbsim.proof.recorded.case import Case
 from cbsim.proof.recorded.reenactment import Replayed, recorded, replay
-from cbsim.proof.recorded.score import Score, Series
-from cbsim.scenario import scenario
-from cbsim.scenario.costs import TableCost
+from cbsim.proof.recorded.score import MetricScore, Series
+from cbsim.scenario import scenario as scenarios
+from cbsim.scenario.costs import TableSettings
 from cbsim.scenario.scenario import Scenario
 
 NEAR_LIMIT = 0.9
@@ -37,10 +37,10 @@ class Validation(NamedTuple):
     """Everything that one case says."""
 
     case: Case
-    asked: Scenario
+    scenario: Scenario
     replayed: Replayed
-    scores: Sequence[Score]
-    parts: Sequence[Score]
+    scores: Sequence[MetricScore]
+    parts: Sequence[MetricScore]
     series: Series
     ablated: Sequence[Ablated]
 
@@ -49,17 +49,17 @@ def validate(
     folder: Path, *, pack: Path | None, hardware: str | None, overrides: Sequence[str], ablate: bool
 ) -> Validation:
     """Replay and score a case. Raises ScenarioError."""
-    found = case.read(folder, pack, hardware, overrides)
-    asked = found.scenario()
-    done = replay(found, asked)
+    recording = case.read(folder, pack, hardware, overrides)
+    scenario = recording.scenario()
+    done = replay(recording, scenario)
     return Validation(
-        found,
-        asked,
+        recording,
+        scenario,
         done,
-        score.scores(done.served, recorded(found)),
-        score.parts(done.served, recorded(found)),
-        score.series(found, done),
-        ablation.ablate(found) if ablate else (),
+        score.scores(done.served, recorded(recording)),
+        score.parts(done.served, recorded(recording)),
+        score.series(recording, done),
+        ablation.ablate(recording) if ablate else (),
     )
 
 
@@ -90,8 +90,8 @@ def data(validation: Validation) -> dict[str, Any]:
     series = validation.series
     return {
         "case": validation.case.name,
-        "errors": [_plain(one) for one in validation.scores],
-        "parts_of_ttft": [_plain(one) for one in validation.parts],
+        "errors": [_plain(entry) for entry in validation.scores],
+        "parts_of_ttft": [_plain(entry) for entry in validation.parts],
         "steps": sum(len(table) for table in validation.replayed.steps),
         "preemptions": validation.replayed.preemptions,
         "recomputed_tokens": validation.replayed.recomputed_tokens,
@@ -103,19 +103,19 @@ def data(validation: Validation) -> dict[str, Any]:
         "set": list(validation.case.overrides),
         "ablation": [
             {
-                "name": one.name,
-                "changes": one.changes,
-                "errors": [_plain(part) for part in one.scores],
-                "preemptions": one.preemptions,
-                "steps": one.steps,
+                "name": entry.name,
+                "changes": entry.changes,
+                "errors": [_plain(part) for part in entry.scores],
+                "preemptions": entry.preemptions,
+                "steps": entry.steps,
             }
-            for one in validation.ablated
+            for entry in validation.ablated
         ],
     }
 
 
-def _plain(one: Score) -> dict[str, Any]:
-    return {**one._asdict(), "error": one.error if isfinite(one.error) else None}
+def _plain(scored: MetricScore) -> dict[str, Any]:
+    return {**scored._asdict(), "error": scored.error if isfinite(scored.error) else None}
 
 
 def peak(replayed: Replayed) -> float:
@@ -125,13 +125,13 @@ def peak(replayed: Replayed) -> float:
 
 def _blocks(validation: Validation) -> int:
     """KV blocks of a server, as its scheduler counts them."""
-    asked = validation.asked
-    return scenario.scheduler_options(asked, scenario.depth(asked.loop.mode)).num_blocks
+    scenario = validation.scenario
+    return scenarios.scheduler_options(scenario, scenarios.depth(scenario.loop.mode)).num_blocks
 
 
 def _source(validation: Validation) -> str:
     """Where the number of blocks comes from."""
-    if validation.asked.kv_cache.num_blocks != validation.case.settings["kv_cache"]["num_blocks"]:
+    if validation.scenario.kv_cache.num_blocks != validation.case.settings["kv_cache"]["num_blocks"]:
         return "given"
     return "recorded" if validation.case.blocks_measured else "derived"
 
@@ -140,19 +140,19 @@ def _source(validation: Validation) -> str:
 
 
 def _errors(validation: Validation) -> Table:
-    says = f"{len(validation.case.asked)} requests. TTFT and E2E count from when the engine took a request in."
-    return Table("Latencies", SCORED, [_row(one) for one in validation.scores], says)
+    says = f"{len(validation.case.arrivals)} requests. TTFT and E2E count from when the engine took a request in."
+    return Table("Latencies", SCORED, [_row(scored) for scored in validation.scores], says)
 
 
 def _parts(validation: Validation) -> Table:
     says = "In the queue, and from the first step that has the request to its first token."
-    return Table("The two parts of TTFT", SCORED, [_row(one) for one in validation.parts], says)
+    return Table("The two parts of TTFT", SCORED, [_row(scored) for scored in validation.parts], says)
 
 
-def _row(one: Score) -> tuple[str, ...]:
-    name, unit, factor = UNITS[one.metric]
-    shown = [f"{value * factor:,.2f}" for value in (one.simulated_s, one.measured_s)]
-    return (f"{name} {one.statistic}".strip() + f", {unit}", *shown, f"{one.error:+.2%}")
+def _row(scored: MetricScore) -> tuple[str, ...]:
+    name, unit, factor = UNITS[scored.metric]
+    shown = [f"{value * factor:,.2f}" for value in (scored.simulated_s, scored.measured_s)]
+    return (f"{name} {scored.statistic}".strip() + f", {unit}", *shown, f"{scored.error:+.2%}")
 
 
 def _run(validation: Validation) -> Table:
@@ -176,27 +176,32 @@ def _run(validation: Validation) -> Table:
 def _ablation(ablated: Sequence[Ablated]) -> Table:
     header = ("replayed with", "TTFT mean", "TPOT mean", "E2E mean", "makespan", "largest", "preemptions")
     rows = [
-        (one.name, *(f"{part:+.2%}" for part in _means(one)), f"{_largest(one.scores):.2%}", str(one.preemptions))
-        for one in ablated
+        (
+            entry.name,
+            *(f"{part:+.2%}" for part in _means(entry)),
+            f"{_largest(entry.scores):.2%}",
+            str(entry.preemptions),
+        )
+        for entry in ablated
     ]
     says = "Errors with one part changed at a time; `largest` is over all means and percentiles."
     return Table("What carries the result", header, rows, says)
 
 
-def _means(one: Ablated) -> list[float]:
-    return [part.error for part in one.scores if part.statistic in ("mean", "")]
+def _means(ablated: Ablated) -> list[float]:
+    return [part.error for part in ablated.scores if part.statistic in ("mean", "")]
 
 
-def _largest(scores: Sequence[Score]) -> float:
-    return max(abs(one.error) for one in scores if one.statistic)
+def _largest(scores: Sequence[MetricScore]) -> float:
+    return max(abs(scored.error) for scored in scores if scored.statistic)
 
 
 # -- what it says -----------------------------------------------------------------------------------------------------
 
 
 def _findings(validation: Validation) -> list[str]:
-    means = {one.metric: one.error for one in validation.scores if one.statistic == "mean"}
-    worst = max((one for one in validation.scores if one.statistic), key=lambda one: abs(one.error))
+    means = {scored.metric: scored.error for scored in validation.scores if scored.statistic == "mean"}
+    worst = max((scored for scored in validation.scores if scored.statistic), key=lambda scored: abs(scored.error))
     said = ", ".join(f"{UNITS[metric][0]} {error:+.2%}" for metric, error in means.items())
     name = f"{UNITS[worst.metric][0]} {worst.statistic}"
     return [
@@ -208,36 +213,36 @@ def _findings(validation: Validation) -> list[str]:
 
 def _basis(validation: Validation) -> str:
     """What the answer rests on, and what was changed by hand."""
-    cost, asked = validation.asked.cost, validation.asked.workload
+    cost, workload = validation.scenario.cost, validation.scenario.workload
     times = (
         f"those of {'/'.join(Path(cost.path).parts[-4:])}"
-        if isinstance(cost, TableCost)
+        if isinstance(cost, TableSettings)
         else f"the cost model {cost.kind}'s"
     )
-    taken = ["when its engine took each request in"] if getattr(asked, "recorded", None) else []
+    taken = ["when its engine took each request in"] if getattr(workload, "recorded", None) else []
     taken += ["the number of cache blocks"] if _source(validation) == "recorded" else []
-    told = f"Kernel times are {times}. Of the run itself: {' and '.join(taken) or 'nothing'}."
-    if isinstance(cost, TableCost):
-        told += f" {ADDED.format(row_us=cost.row_s * 1e6)}"
+    text = f"Kernel times are {times}. Of the run itself: {' and '.join(taken) or 'nothing'}."
+    if isinstance(cost, TableSettings):
+        text += f" {ADDED.format(row_us=cost.row_s * 1e6)}"
     changed = ", ".join(validation.case.overrides)
-    return f"{told} Changed: {changed}." if changed else told
+    return f"{text} Changed: {changed}." if changed else text
 
 
 def _caveats(validation: Validation) -> list[str]:
-    found = []
+    caveats = []
     share = peak(validation.replayed)
     if share >= NEAR_LIMIT and _source(validation) == "derived":
-        found.append(
+        caveats.append(
             f"Capacity: KV use reaches {share:.0%} of {_blocks(validation):,} blocks, which are "
             "derived from the memory and not measured. vLLM finds fewer: then more requests wait or are preempted."
         )
     if validation.case.link_assumed:
         rate, latency = case.LINK["bytes_s"] / case.GIB, case.LINK["latency_s"] * 1e6
-        found.append(
+        caveats.append(
             f"config.json names no link between the GPUs: {rate:g} GiB/s and {latency:g} us a message are assumed."
         )
-    version, asked = validation.case.version, validation.asked.scheduler
-    rules = asked.version if isinstance(asked, VllmSettings) else asked.name
+    version, scheduler = validation.case.version, validation.scenario.scheduler
+    rules = scheduler.version if isinstance(scheduler, VllmSettings) else scheduler.name
     if not version.startswith(rules):
-        found.append(f"The run is of vLLM {version}; it was replayed by the rules of {rules}.")
-    return found
+        caveats.append(f"The run is of vLLM {version}; it was replayed by the rules of {rules}.")
+    return caveats

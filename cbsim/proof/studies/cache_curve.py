@@ -37,7 +37,7 @@ PAPER_TOKENS = tuple(map(int, (1e4, 1e5, 1e6, 2e6, 4e6, 5e6, 8e6, 1e7, 5e7, 1e8,
 """The capacities of Figure 9 of the Mooncake paper (FAST'25), rounded."""
 
 
-class Point(NamedTuple):
+class HitRates(NamedTuple):
     """Hit rates, from 0 to 1, of a cache of `capacity_tokens`; None is a cache that never evicts."""
 
     capacity_tokens: int | None
@@ -45,17 +45,19 @@ class Point(NamedTuple):
     next_block_shared: float
 
 
-class Curve(NamedTuple):
+class HitRateCurve(NamedTuple):
     """Hit rates by rising capacity, the infinite cache last, and what they are counted over."""
 
     requests: int
     prompt_tokens: int
     block_tokens: int
     distinct_blocks: int
-    points: tuple[Point, ...]
+    points: tuple[HitRates, ...]
 
 
-def curve(rows: Sequence[Arrival], capacities: Sequence[int] = PAPER_TOKENS, block_tokens: int = BLOCK_TOKENS) -> Curve:
+def curve(
+    rows: Sequence[Arrival], capacities: Sequence[int] = PAPER_TOKENS, block_tokens: int = BLOCK_TOKENS
+) -> HitRateCurve:
     """The hit rates of a trace whose rows have hash ids. Raises ScenarioError if `block_tokens` does not fit them."""
     many = _merged(block_tokens)
     chains = [_chain(row.hash_ids, many) for row in rows]
@@ -65,23 +67,23 @@ def curve(rows: Sequence[Arrival], capacities: Sequence[int] = PAPER_TOKENS, blo
     for capacity in (*capacities, None):
         blocks = distinct if capacity is None else capacity // block_tokens
         whole = following = 0
-        for prompt, (found, reached) in zip(prompts, _lookups(chains, blocks), strict=True):
-            whole += min(found * block_tokens, prompt)
+        for prompt, (held, reached) in zip(prompts, _lookups(chains, blocks), strict=True):
+            whole += min(held * block_tokens, prompt)
             following += min(reached * block_tokens, prompt)
-        points.append(Point(capacity, whole / sum(prompts), following / sum(prompts)))
-    return Curve(len(rows), sum(prompts), block_tokens, distinct, tuple(points))
+        points.append(HitRates(capacity, whole / sum(prompts), following / sum(prompts)))
+    return HitRateCurve(len(rows), sum(prompts), block_tokens, distinct, tuple(points))
 
 
 def _lookups(chains: Sequence[Sequence[int]], blocks: int) -> Iterator[tuple[int, int]]:
     """For every request the blocks that an LRU of `blocks` blocks holds from its start, and these with the next one."""
     cache: OrderedDict[int, None] = OrderedDict()
     for chain in chains:
-        found = 0
+        held = 0
         for block in chain:
             if block not in cache:
                 break
-            found += 1
-        yield found, found + bool(cache)
+            held += 1
+        yield held, held + bool(cache)
         for block in reversed(chain):
             cache[block] = None
             cache.move_to_end(block)

@@ -47,7 +47,7 @@ CHUNKS = {
 Kind = Callable[[Answer], float]
 
 
-def steps(found: Compared) -> Chart:
+def steps(results: Compared) -> Chart:
     """Every published step, and what the efficiency of prefills would have to be."""
     return Chart(
         "chunks_steps",
@@ -56,12 +56,12 @@ def steps(found: Compared) -> Chart:
         "default efficiencies. The dashed line has a CPU floor fitted to the decode batches. The prefill of 256 tokens "
         "is the first batch of its run. Efficiency needed: the share of peak FLOP/s with which the roofline would be "
         "right; a chunked prompt is an average over its steps.",
-        [_decodes(found), _prefills(found), _efficiencies(found), _hybrids(found)],
+        [_decodes(results), _prefills(results), _efficiencies(results), _hybrids(results)],
         columns=2,
     )
 
 
-def overhead(found: Compared) -> Chart:
+def overhead(results: Compared) -> Chart:
     """Chunked prompts over the same prompts in one step, and over chunks of `REFERENCE` tokens."""
     ratios: Sequence[tuple[str, Callable[[Chunked], float]]] = (
         ("Over the same prompt in one step", lambda c: c.over_whole),
@@ -73,37 +73,37 @@ def overhead(found: Compared) -> Chart:
         f"Time of a prompt in chunks over its time in one step, as published, and over its time in chunks of "
         f"{REFERENCE:,}. The roofline's ratio is 1 for all of these. Long prompts in one step are slow, so that on the "
         "left chunks seem to become free.",
-        [_overheads(found, title, ratio) for title, ratio in ratios],
+        [_overheads(results, title, ratio) for title, ratio in ratios],
         columns=2,
     )
 
 
-def _decodes(found: Compared) -> Panel:
+def _decodes(results: Compared) -> Panel:
     sizes = np.arange(1, 129, dtype=np.float64)
     answers = _answers([Point(0, 0, int(size), FIGURE_2_CACHED, 1) for size in sizes])
     marks: list[Mark] = [
         Line(UNFITTED, sizes, _ms(answers, _roofline), ROOFLINE),
-        Line(FLOORED, sizes, _ms(answers, found.floored_s), FITTED),
-        Points("published", _sizes(found.decodes, "decodes"), _ms(found.decodes, _published), PUBLISHED),
+        Line(FLOORED, sizes, _ms(answers, results.floored_s), FITTED),
+        Points("published", _sizes(results.decodes, "decodes"), _ms(results.decodes, _published), PUBLISHED),
     ]
     return Panel(marks, "rows", "ms", "Decode batches, 1,021 tokens cached a row", x_log=True)
 
 
-def _prefills(found: Compared) -> Panel:
+def _prefills(results: Compared) -> Panel:
     sizes = np.unique(np.geomspace(128, 16384, 80).round())
     answers = _answers([Point(int(size), int(size), 0, 0, 1) for size in sizes])
-    tokens = _sizes(found.prefills, "prompt")
+    tokens = _sizes(results.prefills, "prompt")
     marks: list[Mark] = [
         Line(UNFITTED, sizes, _ms(answers, _roofline) / sizes * 1e3, ROOFLINE),
-        Line(FLOORED, sizes, _ms(answers, found.floored_s) / sizes * 1e3, FITTED),
-        Points("published", tokens, _ms(found.prefills, _published) / tokens * 1e3, PUBLISHED),
+        Line(FLOORED, sizes, _ms(answers, results.floored_s) / sizes * 1e3, FITTED),
+        Points("published", tokens, _ms(results.prefills, _published) / tokens * 1e3, PUBLISHED),
     ]
     return Panel(marks, "prompt tokens", "us a token", "Prefills in one step", x_log=True)
 
 
-def _efficiencies(found: Compared) -> Panel:
-    whole = [a for a in found.prefills if a.point.prompt >= 512]
-    split = [c.answer for c in found.chunked if c.answer.point.chunk < c.answer.point.prompt]
+def _efficiencies(results: Compared) -> Panel:
+    whole = [a for a in results.prefills if a.point.prompt >= 512]
+    split = [c.answer for c in results.chunked if c.answer.point.chunk < c.answer.point.prompt]
     marks: list[Mark] = [Level(UNFITTED, DEFAULT.compute_efficiency.prefill, ROOFLINE)]
     for name, size, answers, style in (
         ("published", "prompt", whole, PUBLISHED),
@@ -113,18 +113,18 @@ def _efficiencies(found: Compared) -> Panel:
     return Panel(marks, "tokens a step", "share of peak", "Efficiency needed", x_log=True, y_range=(0.4, 0.7))
 
 
-def _hybrids(found: Compared) -> Panel:
-    at, marks = np.arange(len(found.hybrids)), []
+def _hybrids(results: Compared) -> Panel:
+    at, marks = np.arange(len(results.hybrids)), []
     for name, style, kind in (("published", PUBLISHED, _published), (UNFITTED, ROOFLINE, _roofline)):
-        heights = _ms(found.hybrids, kind)
+        heights = _ms(results.hybrids, kind)
         marks.append(Bars(f"{name}, steps of table 2", at, heights, style, [f"{height:,.0f}" for height in heights]))
-    return Panel(marks, "", "ms", "Hybrid batch", categories=[named(a.point) for a in found.hybrids])
+    return Panel(marks, "", "ms", "Hybrid batch", categories=[named(a.point) for a in results.hybrids])
 
 
-def _overheads(found: Compared, title: str, ratio: Callable[[Chunked], float]) -> Panel:
+def _overheads(results: Compared, title: str, ratio: Callable[[Chunked], float]) -> Panel:
     marks: list[Mark] = [Level("roofline, any of these chunks", 1.0, ROOFLINE)]
     for chunk, style in CHUNKS.items():
-        points = [c for c in found.chunked if c.answer.point.chunk == chunk]
+        points = [c for c in results.chunked if c.answer.point.chunk == chunk]
         tokens, ratios = _sizes([c.answer for c in points], "prompt"), np.array([ratio(c) for c in points])
         marks += [Line("", tokens, ratios, style), Points(f"published, chunks of {chunk:,}", tokens, ratios, style)]
     return Panel(marks, "prompt tokens", "ratio of times", title, y_range=(0.75, 1.3))

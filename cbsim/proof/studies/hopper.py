@@ -19,12 +19,13 @@ from cbsim.draw.markdown import Table
 from cbsim.draw.study import Study
 from cbsim.machine import simulate
 from cbsim.policy.plan import StepCounts, StepPlan, StepWork
+from cbsim.results.columns import NS
 from cbsim.results.metrics import Steps
 from cbsim.scenario import catalog
 from cbsim.scenario import scenario as scenarios
-from cbsim.scenario.costs import TableCost
+from cbsim.scenario.costs import TableSettings
 from cbsim.scenario.scenario import Scenario
-from cbsim.server.assemble import NS, cost_model
+from cbsim.server.assemble import cost_model
 from cbsim.workload import generators
 
 GPUS = {"H100": "h100", "H200": "h200"}
@@ -41,26 +42,26 @@ NOT_OURS = "Simulated from tables of measured kernels; nothing here was measured
 
 def study() -> Study:
     """Eight runs of 8k_b32, and a map of decode steps. Raises ScenarioError without the tables."""
-    served = {(name, layer_s): Served.of(name, layer_s) for name, layer_s in product(GPUS, (LAYER_S, 0.0))}
+    served = {(name, layer_s): HopperRun.of(name, layer_s) for name, layer_s in product(GPUS, (LAYER_S, 0.0))}
     maps = {name: cells(name) for name in GPUS}
     return Study(
         "What async buys on Hopper",
         "With kernels as fast as today's, what does 8k_b32 take on an H100 and an H200, and what is asynchronous "
         "batching worth there, by batch, context and CPU cost of a step?",
-        [*_findings_8k(served), *(_finding_map(name, found) for name, found in maps.items()), ASSUMED, DISTURBED],
+        [*_findings_8k(served), *(_finding_map(name, row_of) for name, row_of in maps.items()), ASSUMED, DISTURBED],
         [_table_8k(served, LAYER_S), _table_8k(served, 0.0), *(table for name in GPUS for table in _maps(name, maps))],
         [_chart_8k(served), _chart_saved(maps), _chart_matters(maps)],
         {
             "layer_s": LAYER_S,
             "8k_b32": [
                 {"gpu": name, "layer_s": layer_s, "cpu": label} | row._asdict() | {"saved": row.saved}
-                for (name, layer_s), one in served.items()
-                for label, row in _rows(one)
+                for (name, layer_s), run in served.items()
+                for label, row in _rows(run)
             ],
             "map": [
                 {"gpu": name} | cell._asdict() | {"saved": cell.saved, "matters_cpu_s": cell.matters_s}
-                for name, found in maps.items()
-                for cell in found
+                for name, row_of in maps.items()
+                for cell in row_of
             ],
         },
     )
@@ -69,7 +70,7 @@ def study() -> Study:
 # -- 8k_b32 -----------------------------------------------------------------------------------------------------------
 
 
-def scenario(gpu: str, layer_s: float, *overrides: str) -> Scenario:
+def scenario_on(gpu: str, layer_s: float, *overrides: str) -> Scenario:
     """scenarios/8k_b32 on the kernel tables of a GPU of `GPUS`, with the default CPU cost."""
     cost = f"cost={{kind: table, path: hopper_kernels/{GPUS[gpu]}_sxm, layer_s: {layer_s}}}"
     return scenarios.load("8k_b32", [f"hardware={GPUS[gpu]}-sxm", cost, *overrides])
@@ -87,7 +88,7 @@ class Both(NamedTuple):
         return 1 - self.async_s / self.sync_s
 
 
-class Served(NamedTuple):
+class HopperRun(NamedTuple):
     """8k_b32 simulated under both loops: CPU and GPU seconds of each step of the synchronous one."""
 
     run: Both
@@ -95,12 +96,12 @@ class Served(NamedTuple):
     gpu_s: Floats
 
     @classmethod
-    def of(cls, gpu: str, layer_s: float) -> Served:
-        asked = scenario(gpu, layer_s)
-        sync_s, steps = simulated(asked, "sync")
+    def of(cls, gpu: str, layer_s: float) -> HopperRun:
+        scenario = scenario_on(gpu, layer_s)
+        sync_s, steps = simulated(scenario, "sync")
         cpu = sum((steps.lane(phase) for phase in ("schedule", "prepare", "launch", "update")), np.zeros(len(steps)))
         kernels = steps.lane("compute") / NS
-        return cls(Both(sync_s, simulated(asked, "async")[0], float(kernels.sum()) / sync_s), cpu / NS, kernels)
+        return cls(Both(sync_s, simulated(scenario, "async")[0], float(kernels.sum()) / sync_s), cpu / NS, kernels)
 
     def at(self, cpu_s: float | Floats) -> Both:
         """The same steps with another CPU cost, in closed form: cpu + gpu each, or the larger of the two."""
@@ -108,20 +109,20 @@ class Served(NamedTuple):
         return Both(sync_s, float(np.sum(np.maximum(cpu_s, self.gpu_s))), float(self.gpu_s.sum()) / sync_s)
 
 
-def simulated(asked: Scenario, loop: str) -> tuple[float, Steps]:
+def simulated(scenario: Scenario, loop: str) -> tuple[float, Steps]:
     """Seconds of a run, and its step table."""
-    server = simulate.machine(asked, loop, generators.build(asked))
+    server = simulate.machine(scenario, loop, generators.build(scenario))
     simulate.run(server)
     return server.now_ns / NS, Steps.of(server.record)
 
 
-def _rows(one: Served) -> list[tuple[str, Both]]:
+def _rows(run: HopperRun) -> list[tuple[str, Both]]:
     """No CPU cost at all, the range in closed form, and the run with the default cost."""
-    default = f"{one.cpu_s.mean() * 1e3:.2f} ms (default, run)"
-    return [("none", one.at(0.0)), *((f"{ms:g} ms", one.at(ms / 1e3)) for ms in CPU_MS), (default, one.run)]
+    default = f"{run.cpu_s.mean() * 1e3:.2f} ms (default, run)"
+    return [("none", run.at(0.0)), *((f"{ms:g} ms", run.at(ms / 1e3)) for ms in CPU_MS), (default, run.run)]
 
 
-def _table_8k(served: dict[tuple[str, float], Served], layer_s: float) -> Table:
+def _table_8k(served: dict[tuple[str, float], HopperRun], layer_s: float) -> Table:
     rows = []
     for labelled in zip(*(_rows(served[name, layer_s]) for name in GPUS), strict=True):
         row = [both for _, both in labelled]
@@ -137,19 +138,19 @@ def _table_8k(served: dict[tuple[str, float], Served], layer_s: float) -> Table:
     )
 
 
-def _findings_8k(served: dict[tuple[str, float], Served]) -> list[str]:
-    found = [_finding_8k(name, served[name, LAYER_S], served[name, 0.0]) for name in GPUS]
+def _findings_8k(served: dict[tuple[str, float], HopperRun]) -> list[str]:
+    findings = [_finding_8k(name, served[name, LAYER_S], served[name, 0.0]) for name in GPUS]
     sync_s, async_s = PUBLISHED_S
     best = " and ".join(f"{served[name, LAYER_S].run.async_s:.0f} s on an {name}" for name in GPUS)
-    found.append(
+    findings.append(
         f"transformers' published runs of the same size, on a GPU that is not named, take {sync_s} s and {async_s} s: "
         f"there async saves {1 - async_s / sync_s:.0%}. With today's kernels and the default CPU cost the asynchronous "
         f"run takes {best}."
     )
-    return found
+    return findings
 
 
-def _finding_8k(name: str, full: Served, bare: Served) -> str:
+def _finding_8k(name: str, full: HopperRun, bare: HopperRun) -> str:
     lean, slow, cpu_ms = full.at(CPU_MS[0] / 1e3), full.at(CPU_MS[-1] / 1e3), full.cpu_s.mean() * 1e3
     return (
         f"8k_b32 on an {name}: measured kernels alone take {bare.gpu_s.sum():.1f} s; with {ADDED_MS} ms a step "
@@ -192,19 +193,19 @@ def saved(cpu_s: float, gpu_s: float) -> float:
 
 def cells(gpu: str) -> list[Cell]:
     """Every context with every batch. Memory as vLLM's defaults share it out."""
-    asked = scenario(gpu, LAYER_S, "scheduler={name: vllm}", "kv_cache={}")
-    assert isinstance(asked.cost, TableCost)
-    cost, kernels = cost_model(asked), Kernels(catalog.tables(asked.cost.path), 1, asked.model)
-    blocks = scenarios.scheduler_options(asked, depth=2).num_blocks - 1  # one is never given out
-    found = []
+    scenario = scenario_on(gpu, LAYER_S, "scheduler={name: vllm}", "kv_cache={}")
+    assert isinstance(scenario.cost, TableSettings)
+    cost, kernels = cost_model(scenario), Kernels(catalog.tables(scenario.cost.path), 1, scenario.model)
+    blocks = scenarios.scheduler_options(scenario, depth=2).num_blocks - 1  # one is never given out
+    points = []
     for context, batch in product(CONTEXTS, BATCHES):
-        held = batch * -(-(context + 1) // asked.block_size)
+        held = batch * -(-(context + 1) // scenario.block_size)
         work = StepWork(decodes=batch, decode_context=batch * context, longest_context=context)
         plan = StepPlan(0, work, counts=StepCounts(table_blocks=held, running=batch))
         gpu_ns, cpu_ns = cost.gpu_ns(plan, batch), cost.cpu_ns(plan)
         reach = kernels.longest(batch) >= context
-        found.append(Cell(batch, context, sum(gpu_ns) / NS, sum(cpu_ns) / NS, held <= blocks, reach))
-    return found
+        points.append(Cell(batch, context, sum(gpu_ns) / NS, sum(cpu_ns) / NS, held <= blocks, reach))
+    return points
 
 
 def _maps(name: str, maps: dict[str, list[Cell]]) -> list[Table]:
@@ -223,23 +224,23 @@ def _maps(name: str, maps: dict[str, list[Cell]]) -> list[Table]:
     ]
 
 
-def _map(title: str, found: Sequence[Cell], shown: Callable[[Cell], str], says: str) -> Table:
+def _map(title: str, points: Sequence[Cell], shown: Callable[[Cell], str], says: str) -> Table:
     header = ["context", *(f"batch {batch}" for batch in BATCHES)]
     rows = []
     for context in CONTEXTS:
-        of = [cell for cell in found if cell.context == context]
+        of = [cell for cell in points if cell.context == context]
         texts = [("" if cell.measured else "~") + shown(cell) if cell.fits else "-" for cell in of]
         rows.append([f"{context // 1024}K", *texts])
     return Table(title, header, rows, says)
 
 
-def _finding_map(name: str, found: Sequence[Cell]) -> str:
-    fitting = [cell for cell in found if cell.fits]
+def _finding_map(name: str, points: Sequence[Cell]) -> str:
+    fitting = [cell for cell in points if cell.fits]
     short, long = (pick(fitting, key=lambda cell: cell.gpu_s) for pick in (min, max))
     worth = sum(cell.saved >= MATTERS for cell in fitting)
     lean = sum(saved(LEAN_MS / 1e3, cell.gpu_s) >= MATTERS for cell in fitting)
     return (
-        f"{name}: {len(fitting)} of {len(found)} points of the map fit its memory. There a decode step takes the GPU "
+        f"{name}: {len(fitting)} of {len(points)} points of the map fit its memory. There a decode step takes the GPU "
         f"{short.gpu_s * 1e3:.1f} ms (batch {short.batch} at {short.context // 1024}K) to {long.gpu_s * 1e3:.1f} ms "
         f"(batch {long.batch} at {long.context // 1024}K), and async saves {MATTERS:.0%} of the time if "
         f"the CPU takes {short.matters_s * 1e3:.2f} or {long.matters_s * 1e3:.2f} ms. At the default CPU cost it saves "
@@ -262,21 +263,21 @@ ASSUMED = (
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
-def _chart_8k(served: dict[tuple[str, float], Served]) -> Chart:
+def _chart_8k(served: dict[tuple[str, float], HopperRun]) -> Chart:
     costs = np.geomspace(0.1, 20, 80)
     times: list[Mark] = []
     gains: list[Mark] = [Level("5 %", 100 * MATTERS, Style(GREY, "dotted"))]
     for index, name in enumerate(GPUS):
-        one, colour = served[name, LAYER_S], series(index).colour
-        both, at = [one.at(ms / 1e3) for ms in costs], np.repeat(one.cpu_s.mean() * 1e3, 2)
+        run, colour = served[name, LAYER_S], series(index).colour
+        both, at = [run.at(ms / 1e3) for ms in costs], np.repeat(run.cpu_s.mean() * 1e3, 2)
         times += [
             Line(f"{name} sync", costs, np.array([b.sync_s for b in both]), Style(colour)),
             Line(f"{name} async", costs, np.array([b.async_s for b in both]), Style(colour, "dashed")),
-            Points("simulated", at, np.array([one.run.sync_s, one.run.async_s]), Style(BLACK)),
+            Points("simulated", at, np.array([run.run.sync_s, run.run.async_s]), Style(BLACK)),
         ]
         gains += [
             Line(f"{name} sync", costs, 100 * np.array([b.saved for b in both]), Style(colour)),
-            Points("simulated", at[:1], np.array([100 * one.run.saved]), Style(BLACK)),
+            Points("simulated", at[:1], np.array([100 * run.run.saved]), Style(BLACK)),
         ]
     x = "CPU cost a step, ms"
     return Chart(
@@ -295,10 +296,10 @@ def _chart_8k(served: dict[tuple[str, float], Served]) -> Chart:
 def _chart_saved(maps: dict[str, list[Cell]]) -> Chart:
     panels = []
     for title, value in (("default CPU cost", _saved), (f"{LEAN_MS} ms of CPU a step", _lean)):
-        top = 1.1 * max(value(cell) for found in maps.values() for cell in found if cell.fits)
-        for name, found in maps.items():
+        top = 1.1 * max(value(cell) for points in maps.values() for cell in points if cell.fits)
+        for name, points in maps.items():
             level = Level("5 %", 100 * MATTERS, Style(GREY, "dotted"))
-            panels.append(_by_batch(_lines(found, value), level, "time saved, %", f"{name}, {title}", top))
+            panels.append(_by_batch(_lines(points, value), level, "time saved, %", f"{name}, {title}", top))
     return Chart(
         "hopper-saved",
         "What async saves of a decode step",
@@ -321,11 +322,11 @@ def _by_batch(lines: Sequence[Line], other: Mark, y: str, title: str, top: float
 
 
 def _chart_matters(maps: dict[str, list[Cell]]) -> Chart:
-    panels, top = [], 1.1e3 * max(cell.matters_s for found in maps.values() for cell in found if cell.fits)
-    for name, found in maps.items():
-        default = np.array([cell.cpu_s * 1e3 for cell in found[: len(BATCHES)]])
+    panels, top = [], 1.1e3 * max(cell.matters_s for points in maps.values() for cell in points if cell.fits)
+    for name, points in maps.items():
+        default = np.array([cell.cpu_s * 1e3 for cell in points[: len(BATCHES)]])
         cpu = Line("CPU, default", np.arange(len(BATCHES), dtype=float), default, Style(BLACK, "dotted"))
-        panels.append(_by_batch(_lines(found, lambda cell: cell.matters_s * 1e3), cpu, "CPU a step, ms", name, top))
+        panels.append(_by_batch(_lines(points, lambda cell: cell.matters_s * 1e3), cpu, "CPU a step, ms", name, top))
     return Chart(
         "hopper-matters",
         f"The CPU cost of a step from which async saves {MATTERS:.0%}",
@@ -336,11 +337,11 @@ def _chart_matters(maps: dict[str, list[Cell]]) -> Chart:
     )
 
 
-def _lines(found: Sequence[Cell], value: Callable[[Cell], float]) -> list[Line]:
+def _lines(points: Sequence[Cell], value: Callable[[Cell], float]) -> list[Line]:
     """A line a context over the positions of the batches, ending where the memory does."""
     lines = []
     for index, context in enumerate(CONTEXTS):
-        of = [cell for cell in found if cell.context == context and cell.fits]
+        of = [cell for cell in points if cell.context == context and cell.fits]
         x = np.arange(len(of), dtype=float)
         lines.append(Line(f"{context // 1024}K context", x, np.array([value(cell) for cell in of]), series(index)))
     return lines

@@ -25,7 +25,7 @@ from cbsim.cost.base import Cost
 from cbsim.policy.plan import Chunk, StepPlan, StepWork
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, rows, shapes
-from cbsim.scenario.costs import RooflineCost
+from cbsim.scenario.costs import RooflineSettings
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.shapes import Hardware, ModelShape
@@ -49,7 +49,7 @@ FIGURE_2_CACHED, TABLE_2_CACHED = 1021, 1031  # tokens a decoding row has in the
 REFERENCE, WHOLE = 2048, 16384  # chunk sizes that others are compared with; WHOLE splits no prompt
 TIMES = ("batch_execution_time", "prefill_execution_time", "linear")  # columns
 MS = 1e-3
-DEFAULT = RooflineCost(kind="roofline")
+DEFAULT = RooflineSettings(kind="roofline")
 
 
 class Point(NamedTuple):
@@ -168,17 +168,17 @@ def _read(
     """
     path = catalog.data(f"sarathi_osdi24/{name}", "study chunks")
     with rows.text(path) as file:
-        table = rows.Table(path, file, columns)
+        table = rows.CsvTable(path, file, columns)
         cells = [[_cell(table, i, cell) for i, cell in enumerate(row)] for row in table.rows(None)]
     points = sorted(point([int(cell) for cell in row], row) for row in cells)
-    for one, key in zip_longest(points, expected):
-        if one is None or one[:3] != key:
-            got = one and one[:3]
+    for read, key in zip_longest(points, expected):
+        if read is None or read[:3] != key:
+            got = read and read[:3]
             raise ScenarioError(f"{path}: (prompt, chunk, decodes): got {got}, expected the published {key}")
     return points
 
 
-def _cell(table: rows.Table, column: int, cell: str) -> float:
+def _cell(table: rows.CsvTable, column: int, cell: str) -> float:
     """A time, which is > 0, or a whole number."""
     value, is_time = table.number(column, cell), table.columns[column] in TIMES
     if is_time and not value:
@@ -199,8 +199,8 @@ def gpu() -> Hardware:
 
 def cost() -> Cost:
     """The roofline at our default efficiencies, of one GPU of the two."""
-    asked = {"kind": "synthetic", "requests": 1, "prompt_tokens": 1, "output_tokens": 1}
-    parts = {"model": SHARD, "hardware": gpu(), "workload": asked, "cost": {"kind": "roofline"}}
+    workload = {"kind": "synthetic", "requests": 1, "prompt_tokens": 1, "output_tokens": 1}
+    parts = {"model": SHARD, "hardware": gpu(), "workload": workload, "cost": {"kind": "roofline"}}
     return assemble.cost_model(Scenario.model_validate({"question": "How long does a step take?", **parts}))
 
 
@@ -243,12 +243,12 @@ def named(point: Point) -> str:
 def overheads(answers: Sequence[Answer]) -> list[Chunked]:
     """Chunked prompts against the same prompts in one step and in chunks of `REFERENCE` tokens."""
     times = {(answer.point.prompt, answer.point.chunk): answer for answer in answers}
-    found = []
+    against = []
     for answer in answers:
         whole, reference = times[answer.point.prompt, WHOLE], times[answer.point.prompt, REFERENCE]
         ratios = [answer.published_s / base.published_s for base in (whole, reference)]
-        found.append(Chunked(answer, ratios[0], ratios[1], answer.roofline_s / whole.roofline_s))
-    return found
+        against.append(Chunked(answer, ratios[0], ratios[1], answer.roofline_s / whole.roofline_s))
+    return against
 
 
 def floor(points: Sequence[Point]) -> tuple[float, float]:

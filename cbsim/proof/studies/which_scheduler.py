@@ -26,7 +26,7 @@ from cbsim.proof.recorded import case as cases
 from cbsim.proof.recorded.ablation import NO_CPU
 from cbsim.proof.recorded.case import Case
 from cbsim.proof.recorded.reenactment import recorded, replay
-from cbsim.proof.recorded.score import Score, scores
+from cbsim.proof.recorded.score import MetricScore, scores
 from cbsim.scenario import catalog
 from cbsim.scenario.scenario import MOST_BLOCKS
 
@@ -47,19 +47,19 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
 COSTS: Mapping[str, Mapping[str, Any]] = {"measured tables": {}, "roofline": {"cost": {"kind": "roofline"}}}
 
 
-class Answer(NamedTuple):
+class PolicyRun(NamedTuple):
     """One run by one policy and one cost model."""
 
     run: str
     policy: str
     cost: str
-    scores: Sequence[Score]
+    scores: Sequence[MetricScore]
     preemptions: int
     steps: int
 
     def error(self, metric: str) -> float:
         """Of the mean."""
-        return next(one.error for one in self.scores if one.metric == metric and one.statistic in ("mean", ""))
+        return next(score.error for score in self.scores if score.metric == metric and score.statistic in ("mean", ""))
 
 
 def study() -> Study:
@@ -79,17 +79,19 @@ def _folder(place: str) -> Path:
     return catalog.data(f"{place}/meta.json", "study schedulers").parent
 
 
-def _answers(case: Case) -> list[Answer]:
-    found = []
+def _answers(case: Case) -> list[PolicyRun]:
+    runs = []
     for cost, instead in COSTS.items():
         for policy, changes in POLICIES.items():
             done = replay(case, case.scenario({**instead, **changes}))
             steps = sum(len(table) for table in done.steps)
-            found.append(Answer(case.name, policy, cost, scores(done.served, recorded(case)), done.preemptions, steps))
-    return found
+            runs.append(
+                PolicyRun(case.name, policy, cost, scores(done.served, recorded(case)), done.preemptions, steps)
+            )
+    return runs
 
 
-def _table(run: str, answers: Sequence[Answer]) -> Table:
+def _table(run: str, answers: Sequence[PolicyRun]) -> Table:
     header = ("policy", "cost model", "TTFT mean", "TPOT mean", "E2E mean", "makespan", "preemptions")
     rows = [
         (a.policy, a.cost, *(f"{a.error(m):+.1%}" for m in ("ttft", "tpot", "e2e", "makespan")), f"{a.preemptions:,}")
@@ -98,7 +100,7 @@ def _table(run: str, answers: Sequence[Answer]) -> Table:
     return Table(run.replace("__", ", "), header, rows, "Errors against the recorded run.")
 
 
-def _chart(answers: Sequence[Answer]) -> Chart:
+def _chart(answers: Sequence[PolicyRun]) -> Chart:
     panels = []
     for run in dict.fromkeys(answer.run for answer in answers):
         bars = []
@@ -116,7 +118,7 @@ def _chart(answers: Sequence[Answer]) -> Chart:
     return Chart("schedulers", "Scheduler or cost model", says, panels)
 
 
-def _findings(answers: Sequence[Answer]) -> list[str]:
+def _findings(answers: Sequence[PolicyRun]) -> list[str]:
     said = []
     for run in dict.fromkeys(answer.run for answer in answers):
         mine = {(a.policy, a.cost): a.error("e2e") for a in answers if a.run == run}

@@ -36,8 +36,8 @@ def slow(tmp_path_factory: pytest.TempPathFactory, loops: dict[str, Path]) -> Va
     return cases.read(place)
 
 
-def score(bar: Bar, error: float, loop: str = "sync", *, spread: float | None = None, asked: bool = True) -> Score:
-    return Score(loop, bar, 1 + error, 1.0, error, spread, asked)
+def score(bar: Bar, error: float, loop: str = "sync", *, spread: float | None = None, counts: bool = True) -> Score:
+    return Score(loop, bar, 1 + error, 1.0, error, spread, counts)
 
 
 def scored(like: Case, name: str, *scores: Score) -> Case:
@@ -51,7 +51,7 @@ def test_bars_are_counted_over_what_is_asked(slow: Validation) -> None:
     """What is not asked counts nowhere; an error that is no number is the largest of all, and missed."""
     like = slow.cases[0]
     found = [
-        scored(like, "a", score(MAKESPAN, 0.01), score(MAKESPAN, -0.05, "async"), score(TTFT, 0.9, asked=False)),
+        scored(like, "a", score(MAKESPAN, 0.01), score(MAKESPAN, -0.05, "async"), score(TTFT, 0.9, counts=False)),
         scored(like, "b", score(MAKESPAN, 0.04, spread=0.06), score(SPEED_UP, 0.004, BOTH)),
     ]
     rows = {row[0]: row for row in tally.bar_table(found).rows}
@@ -79,7 +79,7 @@ def test_cells_say_whether_a_bar_is_missed_undecided_or_not_asked(slow: Validati
         "a",
         score(MAKESPAN, -0.05),
         score(MAKESPAN, 0.04, "async", spread=0.06),
-        score(TTFT, 0.5, asked=False),
+        score(TTFT, 0.5, counts=False),
         score(SPEED_UP, -0.01, BOTH),
     )
     header = tally.error_table([found]).header
@@ -106,7 +106,7 @@ def test_findings_name_the_verdict_the_worst_and_what_does_not_replay(slow: Vali
 def test_only_what_is_missed_or_does_not_replay_fails(slow: Validation) -> None:
     """Undecided is not missed: another measurement might meet it. A plan that differs fails by itself."""
     like = slow.cases[0]
-    held = scored(like, "a", score(MAKESPAN, 0.01), score(MAKESPAN, 0.04, spread=0.06), score(TTFT, 0.9, asked=False))
+    held = scored(like, "a", score(MAKESPAN, 0.01), score(MAKESPAN, 0.04, spread=0.06), score(TTFT, 0.9, counts=False))
     assert tally.holds([held])
     assert not tally.holds([held, scored(like, "b", score(MAKESPAN, 0.04))])
     for parted in (Replay("a", 3, 9, "step 3: rows"), Replay("a", None, 9, "cannot be replayed: served by another")):
@@ -207,7 +207,7 @@ def test_many_requests_are_thinned_and_the_caption_says_so() -> None:
 
 def test_errors_are_drawn_as_multiples_of_what_is_asked() -> None:
     """Only so do bars of different width have one line. What is far off is at the edge, what is not asked nowhere."""
-    scores = [score(MAKESPAN, 0.015), score(MAKESPAN, -0.06, "async"), score(TTFT, 9.0, asked=False)]
+    scores = [score(MAKESPAN, 0.015), score(MAKESPAN, -0.06, "async"), score(TTFT, 9.0, counts=False)]
     chart = figures.errors({"a": scores, "b": [score(SPEED_UP, -0.9, BOTH), score(MAKESPAN, float("nan"))]})
     met, missed = _of(chart, Points, "met"), _of(chart, Points, "missed")
     assert list(met.y) == pytest.approx([0.5])
