@@ -50,12 +50,12 @@ def predictions(place: Path, out: Path | None, *, strict: bool) -> int:
     """Write the report of a validation folder; if `strict`, 3 if a bar is missed or a run does not replay."""
     out = place / "report" if out is None else out
     folder.check(out)
-    found = cases.read(place)
-    made = hardware_report.build(found, _command("predictions", place, "--out", out))
+    validation = cases.read(place)
+    made = hardware_report.build(validation, _command("predictions", place, "--out", out))
     _write_report(made, out)
     for sentence in made.findings:
         print(_wrapped(sentence))
-    return DRIFTED if strict and not tally.holds(found.cases) else OK
+    return DRIFTED if strict and not tally.holds(validation.cases) else OK
 
 
 def pack(place: Path, cases_whole: Sequence[str]) -> int:
@@ -133,7 +133,7 @@ def _say_differences(a: Run, b: Run, options: Judged) -> Sequence[comparison.Dif
 def _say_errors(sim: Run, measured: Run, options: Judged) -> Sequence[comparison.Difference]:
     errors = pairing.errors(sim, measured)
     print(f"simulated  {sim.path}\nmeasured   {measured.path}\n")
-    for table in pairing.tables(sim, measured, everything=options.everything, found=errors):
+    for table in pairing.tables(sim, measured, everything=options.everything, metric_errors=errors):
         print(f"{table.title}\n{_text(table)}")
     print(_wrapped(pairing.summary_line(errors)))
     return [error.difference for error in errors]
@@ -144,10 +144,10 @@ def landscape(paths: Sequence[Path], out: Path | None) -> int:
     if out is not None:
         folder.check(out)
     runs = loading.read(paths)
-    found = reports.checked(runs)
+    sweep = reports.checked(runs)
     if out is not None:
         _write(runs, _command("landscape", *paths, "--out", out), out)
-    print(_text(side_by_side.landscape(runs, by_rate=found is not None and found.by_rate)))
+    print(_text(side_by_side.landscape(runs, by_rate=sweep is not None and sweep.by_rate)))
     _say_caveats(caveats(runs))
     return OK
 
@@ -172,18 +172,18 @@ def index_of(place: Path) -> int:
     return OK
 
 
-def _judge(conditions: Sequence[Condition], found: Sequence[comparison.Difference], options: Judged) -> int:
-    verdicts = [judge(condition, found, sure=options.sure) for condition in conditions]
+def _judge(conditions: Sequence[Condition], differences: Sequence[comparison.Difference], options: Judged) -> int:
+    verdicts = [judge(condition, differences, sure=options.sure) for condition in conditions]
     for _, line in verdicts:
         print(line)
     return DRIFTED if any(failed for failed, _ in verdicts) else OK
 
 
-def _say_caveats(found: Sequence[Caveat]) -> None:
-    if found:
+def _say_caveats(shown: Sequence[Caveat]) -> None:
+    if shown:
         print("\nwhen not to trust this:")
-    for one in found:
-        print(_wrapped(f"{one.run}: {one.text}" if one.run else one.text, "  - ", "    "))
+    for caveat in shown:
+        print(_wrapped(f"{caveat.run}: {caveat.text}" if caveat.run else caveat.text, "  - ", "    "))
 
 
 def _text(table: Table) -> str:

@@ -67,16 +67,16 @@ class Finding:
     run: str
     metric: str
     expected: Number
-    found: float | None
+    value: float | None
 
     @property
     def holds(self) -> bool:
-        return self.found is not None and abs(self.found - self.expected.value) <= self.expected.within
+        return self.value is not None and abs(self.value - self.expected.value) <= self.expected.within
 
     @property
     def line(self) -> str:
         number = f"{self.expected.value:.6g} within {self.expected.within:.3g}"
-        got = "is not there: no such run, or no such value in it" if self.found is None else f"is {self.found:.6g}"
+        got = "is not there: no such run, or no such value in it" if self.value is None else f"is {self.value:.6g}"
         return f"{'ok     ' if self.holds else 'DRIFTED'}  {self.run}: {self.metric} {got}, published {number}"
 
 

@@ -88,5 +88,5 @@ def stack(parts: Sequence[tuple[str, Binned, Style]]) -> list[Mark]:
 
 def thinned(drawn: Iterable[Binned], shaded: str = "the range is shaded") -> str:
     """A sentence on what was left out, for a caption; "" if nothing was."""
-    bins = [len(one.x) - 1 for one in drawn if not one.exact]
+    bins = [len(mark.x) - 1 for mark in drawn if not mark.exact]
     return f" Thinned for drawing to means over time of {bins[0]} bins; {shaded}." if bins else ""

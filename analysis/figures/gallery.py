@@ -44,16 +44,21 @@ def details(runs: Sequence[Run]) -> list[Chart]:
     ]
     if len(runs) > 2:
         charts.insert(0, cost.pareto({run.label: {run.label: run.summary} for run in runs}))
-    return [*charts, cost.cost(summaries)] if any("cost" in one for one in summaries.values()) else charts
+    return [*charts, cost.cost(summaries)] if any("cost" in summary for summary in summaries.values()) else charts
 
 
-def swept(found: Sweep) -> list[Chart]:
+def swept(sweep: Sweep) -> list[Chart]:
     """Of a sweep: trade-off, curves, and cost if there is a price."""
     groups = {}
-    for group in found.groups:
+    for group in sweep.groups:
         names = [f"{value:g}" for value in group.values]
         names = [f"{name} #{names[:i].count(name) + 1}" if name in names[:i] else name for i, name in enumerate(names)]
         groups[group.label] = {name: run.summary for name, run in zip(names, group.runs, strict=True)}
-    priced = {f"{label} {name}": one for label, some in groups.items() for name, one in some.items() if "cost" in one}
-    made = [curves.curves(found), cost.pareto(groups)]
+    priced = {
+        f"{label} {name}": summary
+        for label, summaries in groups.items()
+        for name, summary in summaries.items()
+        if "cost" in summary
+    }
+    made = [curves.curves(sweep), cost.pareto(groups)]
     return [*made, cost.cost(priced)] if priced else made

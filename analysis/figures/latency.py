@@ -71,9 +71,9 @@ def _curve(label: str, name: str, sample: Sample, scale: Unit, style: Style) -> 
     """The distribution function, from 0 at the least value, and its percentiles."""
     x, share = cdf(*sample, most=MOST_POINTS)
     x, share = np.append(x[:1], x), np.append(0.0, share)
-    found = metrics.distribution(*sample)
-    quoted = [q for q in MARKED if f"p{q}" not in found["too_few_for"]]
-    at = np.array([found[f"p{q}"] for q in quoted]) / scale.seconds
-    texts = [f"{label}: {name} p{q} {shown(found[f'p{q}'], 's')} of {found['n']:,}" for q in quoted]
+    percentiles = metrics.distribution(*sample)
+    quoted = [q for q in MARKED if f"p{q}" not in percentiles["too_few_for"]]
+    at = np.array([percentiles[f"p{q}"] for q in quoted]) / scale.seconds
+    texts = [f"{label}: {name} p{q} {shown(percentiles[f'p{q}'], 's')} of {percentiles['n']:,}" for q in quoted]
     points = Points(label, at, np.array(quoted) / 100, style, texts=texts)
     return [Line(label, x / scale.seconds, share, style, step=True), points]

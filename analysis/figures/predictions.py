@@ -62,7 +62,7 @@ def speed_up(curves: Mapping[str, Sequence[Point]]) -> Chart:
     """The speed-up of async over sync by the CPU work added: simulated as lines, measured as points."""
     marks: list[Mark] = []
     for index, (name, points) in enumerate(curves.items()):
-        marks += _curve(name, sorted(points, key=lambda one: one.injected_ms), series(index))
+        marks += _curve(name, sorted(points, key=lambda point: point.injected_ms), series(index))
     says = (
         "How much faster the async loop is than the sync one, over the CPU work added to every step. Lines and crosses "
     )
@@ -73,11 +73,11 @@ def speed_up(curves: Mapping[str, Sequence[Point]]) -> Chart:
 
 
 def _curve(name: str, points: Sequence[Point], style: Style) -> list[Mark]:
-    x = np.array([one.injected_ms for one in points])
-    y = np.array([one.simulated * 100 for one in points])
-    pairs = [(one, value) for one in points for value in one.measured]
-    texts = [f"{one.case}: {value:.1%} measured, {one.simulated:.1%} simulated" for one, value in pairs]
-    at, values = np.array([one.injected_ms for one, _ in pairs]), np.array([value * 100 for _, value in pairs])
+    x = np.array([point.injected_ms for point in points])
+    y = np.array([point.simulated * 100 for point in points])
+    pairs = [(point, value) for point in points for value in point.measured]
+    texts = [f"{point.case}: {value:.1%} measured, {point.simulated:.1%} simulated" for point, value in pairs]
+    at, values = np.array([point.injected_ms for point, _ in pairs]), np.array([value * 100 for _, value in pairs])
     marker = "circle" if style.marker == "cross" else style.marker
     return [
         Line(f"{name}: simulated", x, y, style),
@@ -136,8 +136,8 @@ def _finite(measured: Floats, simulated: Floats) -> tuple[Floats, Floats]:
 
 def errors(cases: Mapping[str, Sequence[Score]]) -> Chart:
     """The error of each metric in every case, as multiples of what is asked: between the lines the bar is met."""
-    asked = Style(BLACK, "dashed")
-    marks: list[Mark] = [Level("asked", 1.0, asked), Level("asked", -1.0, asked)]
+    bound = Style(BLACK, "dashed")
+    marks: list[Mark] = [Level("asked", 1.0, bound), Level("asked", -1.0, bound)]
     dots = [dot for index, case in enumerate(cases) for dot in _dots(case, cases[case], index, len(cases))]
     for verdict, style in VERDICTS.items():
         own = [dot for dot in dots if dot.verdict == verdict]

@@ -52,7 +52,7 @@ class Interval(NamedTuple):
 class Intervals:
     """Intervals by dotted metric, and what they rest on. Empty with fewer than FEWEST units."""
 
-    found: Mapping[str, Interval]
+    by_metric: Mapping[str, Interval]
     units: int  # requests or steps drawn from; of the smaller run, if runs have their own
     replicates: int
 
@@ -105,9 +105,9 @@ class Gaps:
     @classmethod
     def of(cls, run: Run, rows: Ints) -> Gaps:
         """The gaps of the requests at these positions of the table."""
-        told = [run.times.rows[row].token_runs for row in rows]
-        flat = np.array([number for runs in told for number in runs], dtype=np.int64).reshape(-1, 2)
-        owner = np.repeat(np.arange(len(told)), [len(runs) // 2 for runs in told])
+        token_runs = [run.times.rows[row].token_runs for row in rows]
+        flat = np.array([number for runs in token_runs for number in runs], dtype=np.int64).reshape(-1, 2)
+        owner = np.repeat(np.arange(len(token_runs)), [len(runs) // 2 for runs in token_runs])
         first, last, ended = flat[:, 0], flat.sum(axis=1) - 1, run.table["update_end_ns"]
         inside = np.flatnonzero(_covered(first, last, np.ones(len(first)), len(ended)))
         same = np.flatnonzero(owner[1:] == owner[:-1])
@@ -157,7 +157,7 @@ def weighted(values: Floats, counts: Ints) -> Floats:
         rank = q / 100 * (total - 1)
         below = rank.astype(np.int64)
         ranks = (below, np.minimum(below + 1, total - 1))
-        low, high = (values[_at(counts, upto, rows, one, part)] for one in ranks)
+        low, high = (values[_at(counts, upto, rows, rank, part)] for rank in ranks)
         result[rows, column] = low + (high - low) * (rank - below)
     return result
 
@@ -168,8 +168,8 @@ def _at(counts: Ints, upto: Ints, rows: Ints, rank: Ints, part: int) -> Ints:
     before = np.where(whole > 0, upto[rows, whole - 1], 0)
     inside = np.minimum(whole[:, None] * part + np.arange(part), counts.shape[1] - 1)
     within = np.cumsum(counts[rows[:, None], inside], axis=1, dtype=np.int64)
-    found: Ints = whole * part + (within <= (rank - before)[:, None]).sum(axis=1)
-    return found
+    counted: Ints = whole * part + (within <= (rank - before)[:, None]).sum(axis=1)
+    return counted
 
 
 def replicates(size: int) -> int:
@@ -236,26 +236,26 @@ class Drawn(NamedTuple):
 
     def statistics(self, draws: int) -> dict[str, Floats]:
         """Of every sample, over all draws; they are made some at a time."""
-        found: dict[str, list[Floats]] = {name: [] for name in self.samples}
+        columns: dict[str, list[Floats]] = {name: [] for name in self.samples}
         rng, rows = np.random.default_rng(self.seed), max(CHUNK // self.size, 1)
         for start in range(0, draws, rows):
             units = self.draw(rng, min(rows, draws - start), self.units)
             for name, sample in self.samples.items():
-                found[name].append(sample.statistics(units))
+                columns[name].append(sample.statistics(units))
         return {
             f"{name}.{statistic}" if name else statistic: column
             for name, sample in self.samples.items()
-            for statistic, column in zip(sample.names, np.concatenate(found[name]).T, strict=True)
+            for statistic, column in zip(sample.names, np.concatenate(columns[name]).T, strict=True)
         }
 
 
 def _compared(both: Sequence[Drawn], draws: int) -> Intervals:
-    units = min(one.units for one in both)
+    units = min(drawn.units for drawn in both)
     if units < FEWEST:
         return Intervals({}, units, 0)
-    ours, theirs = (one.statistics(draws) for one in both)
-    found = {name: interval(ours[name], theirs[name]) for name in ours}
-    return Intervals({name: one for name, one in found.items() if one is not None}, units, draws)
+    ours, theirs = (drawn.statistics(draws) for drawn in both)
+    intervals = {name: interval(ours[name], theirs[name]) for name in ours}
+    return Intervals({name: known for name, known in intervals.items() if known is not None}, units, draws)
 
 
 def at_random(rng: np.random.Generator, rows: int, units: int) -> Ints:

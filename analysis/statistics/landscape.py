@@ -41,13 +41,13 @@ def landscape(runs: Sequence[Run], *, by_rate: bool = False) -> Table:
     ordered = list(runs) if by_rate else sorted(runs, key=lambda run: -_rate(run))
     slowest = min((_rate(run) for run in runs), default=0.0)
     gains = _gains(runs)
-    kept = [one for one in COLUMNS if any(lookup(run.summary, one[1]) is not None for run in runs)]
+    kept = [column for column in COLUMNS if any(lookup(run.summary, column[1]) is not None for run in runs)]
     rows = [
-        (run.label, *(_cell(run, *one[1:]) for one in kept))
+        (run.label, *(_cell(run, *column[1:]) for column in kept))
         + (() if by_rate else (_factor(run, slowest), gains.get(run.label, "")))
         for run in ordered
     ]
-    header = ("run", *(one[0] for one in kept), *(() if by_rate else ("factor", "async gain")))
+    header = ("run", *(column[0] for column in kept), *(() if by_rate else ("factor", "async gain")))
     says = (
         "Most output tokens/s first; the factor is against the slowest, the gain against the sync loop of the same run."
     )
@@ -80,12 +80,12 @@ def configuration(run: Run) -> str:
 
 def _gains(runs: Sequence[Run]) -> Mapping[str, str]:
     """By label of each async run that has exactly one sync run to be compared with."""
-    found = {}
+    gains = {}
     for run in runs if len(runs) > 1 else ():
-        same = [one for one in runs if one.loop == "sync" and configuration(one) == configuration(run)]
+        same = [other for other in runs if other.loop == "sync" and configuration(other) == configuration(run)]
         if run.loop == "async" and len(same) == 1 and _rate(same[0]):
-            found[run.label] = f"{_rate(run) / _rate(same[0]) - 1:+.1%}"
-    return found
+            gains[run.label] = f"{_rate(run) / _rate(same[0]) - 1:+.1%}"
+    return gains
 
 
 def chart(runs: Sequence[Run]) -> Chart:
@@ -109,7 +109,7 @@ def _scheduler(run: Run) -> str:
 def _slot(run: Run, groups: Mapping[Any, Sequence[Run]]) -> tuple[str, int]:
     """The bars that a run belongs to; repetitions get bars of their own."""
     number = 0
-    while any(one.loop == run.loop for one in groups.get((configuration(run), number), ())):
+    while any(other.loop == run.loop for other in groups.get((configuration(run), number), ())):
         number += 1
     return configuration(run), number
 

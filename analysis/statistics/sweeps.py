@@ -48,10 +48,14 @@ def sweep(runs: Sequence[Run]) -> Sweep | None:
     leaves the fewest groups.
     """
     flats = [_facts(run) for run in runs]
-    names = {name: None for one in flats for name in one}
-    differing = [name for name in names if len({repr(one.get(name)) for one in flats}) > 1]
-    found = [one for name in differing if (one := _by(name, differing, runs, flats)) is not None]
-    return min(found, key=lambda one: (not one.by_rate, len(one.groups), -len(one.values), one.field), default=None)
+    names = {name: None for facts in flats for name in facts}
+    differing = [name for name in names if len({repr(facts.get(name)) for facts in flats}) > 1]
+    candidates = [candidate for name in differing if (candidate := _by(name, differing, runs, flats)) is not None]
+    return min(
+        candidates,
+        key=lambda candidate: (not candidate.by_rate, len(candidate.groups), -len(candidate.values), candidate.field),
+        default=None,
+    )
 
 
 def _facts(run: Run) -> dict[str, Any]:
@@ -61,14 +65,14 @@ def _facts(run: Run) -> dict[str, Any]:
 
 def _by(field: str, differing: Sequence[str], runs: Sequence[Run], flats: Sequence[Mapping[str, Any]]) -> Sweep | None:
     """The sweep of this field, if it is one."""
-    given = [one.get(field) for one in flats]
+    given = [facts.get(field) for facts in flats]
     values = [value for value in given if isinstance(value, int | float) and not isinstance(value, bool)]
     if len(values) < len(given):
         return None
     groups: dict[tuple[str, ...], list[int]] = {}
     others = [name for name in differing if name != field]
-    for i, one in enumerate(flats):
-        groups.setdefault(tuple(repr(one.get(name)) for name in others), []).append(i)
+    for i, facts in enumerate(flats):
+        groups.setdefault(tuple(repr(facts.get(name)) for name in others), []).append(i)
     distinct = [len({values[i] for i in rows}) for rows in groups.values()]
     if min(distinct) < 2 or max(distinct) < FEWEST:
         return None
@@ -82,11 +86,11 @@ def _by(field: str, differing: Sequence[str], runs: Sequence[Run], flats: Sequen
 
 def _labels(differing: Sequence[str], flats: Sequence[Mapping[str, Any]]) -> list[str]:
     """What tells groups apart: scheduler, loop, kind, and of the other fields no more than are needed."""
-    words = [[str(one["scheduler.name"])] if "scheduler.name" in differing else [] for one in flats]
-    words = [[*some, str(one["loop.mode"])] for some, one in zip(words, flats, strict=True)]
+    words = [[str(facts["scheduler.name"])] if "scheduler.name" in differing else [] for facts in flats]
+    words = [[*some, str(facts["loop.mode"])] for some, facts in zip(words, flats, strict=True)]
     for name in ("measured", *(name for name in differing if name not in ("measured", "scheduler.name", "loop.mode"))):
         if name in differing and (name == "measured" or len({*map(tuple, words)}) < len(words)):
-            words = [[*some, _word(name, one.get(name))] for some, one in zip(words, flats, strict=True)]
+            words = [[*some, _word(name, facts.get(name))] for some, facts in zip(words, flats, strict=True)]
     return [" ".join(filter(None, some)) for some in words]
 
 
@@ -160,9 +164,9 @@ def knee(group: Group, rates: Sequence[float]) -> Knee:
     return Knee(max(below), f"{group.label}: sustains {max(below):.4g}/s, not {too_much:.4g}/s.")
 
 
-def rates(found: Sweep, group: Group) -> list[float]:
+def rates(swept: Sweep, group: Group) -> list[float]:
     """The rate of each run of a group, requests/s: as asked for, or as the trace had it."""
-    if found.field == RATES[0]:
+    if swept.field == RATES[0]:
         return [float(value) for value in group.values]
     return [offered(run) or 0.0 for run in group.runs]
 
@@ -170,12 +174,12 @@ def rates(found: Sweep, group: Group) -> list[float]:
 # -- what a report says -----------------------------------------------------------------------------------------------
 
 
-def findings(found: Sweep) -> list[str]:
+def findings(swept: Sweep) -> list[str]:
     """What the sweep shows, a sentence a group."""
-    if found.by_rate:
-        knees = [knee(group, rates(found, group)).says for group in found.groups]
-        return [*knees, *(_slo(group, rates(found, group)) for group in found.groups if _met(group))]
-    return [_best(found.field, group) for group in found.groups]
+    if swept.by_rate:
+        knees = [knee(group, rates(swept, group)).says for group in swept.groups]
+        return [*knees, *(_slo(group, rates(swept, group)) for group in swept.groups if _met(group))]
+    return [_best(swept.field, group) for group in swept.groups]
 
 
 def _met(group: Group) -> bool:

@@ -35,19 +35,21 @@ Floats = npt.NDArray[np.float64]
 def caveats(runs: Sequence[Run]) -> list[Caveat]:
     """What a reader must know before believing, the gravest first; one a kind and run, the same text said once."""
     among = [Caveat(kind, "", text) for kind, rule in AMONG for text in [rule(runs)] if text]
-    single = [one for kind, rule in RULES.items() for one in _of_kind(kind, rule, runs)]
-    return sorted([*among, *single], key=lambda one: list(RULES).index(one.kind))
+    single = [caveat for kind, rule in RULES.items() for caveat in _of_kind(kind, rule, runs)]
+    return sorted([*among, *single], key=lambda caveat: list(RULES).index(caveat.kind))
 
 
 def _of_kind(kind: str, rule: Callable[[Run], str | None], runs: Sequence[Run]) -> list[Caveat]:
     """What a rule says of the runs: in full of a few, of more only that it is so."""
-    found: dict[str, list[str]] = {}
+    runs_by_text: dict[str, list[str]] = {}
     for run in runs:
         if text := rule(run):
-            found.setdefault(text, []).append(run.label)
-    told = [Caveat(kind, _whose(labels, runs), text) for text, labels in found.items()]
-    others = [label for labels in list(found.values())[MOST_TOLD:] for label in labels]
-    return [*told[:MOST_TOLD], Caveat(kind, ", ".join(others), f"{kind}, too, with other figures.")] if others else told
+            runs_by_text.setdefault(text, []).append(run.label)
+    shown = [Caveat(kind, _whose(labels, runs), text) for text, labels in runs_by_text.items()]
+    others = [label for labels in list(runs_by_text.values())[MOST_TOLD:] for label in labels]
+    return (
+        [*shown[:MOST_TOLD], Caveat(kind, ", ".join(others), f"{kind}, too, with other figures.")] if others else shown
+    )
 
 
 def _whose(labels: Sequence[str], runs: Sequence[Run]) -> str:
@@ -114,11 +116,15 @@ def _calibration(run: Run) -> str | None:
 
 def _not_done(run: Run) -> str | None:
     others = run.summary["requests_by_status"]
-    told = [f"{count:,} {status}" for status, count in others.items() if count and status not in ENDED]
+    unfinished = [f"{count:,} {status}" for status, count in others.items() if count and status not in ENDED]
     total = run.summary["requests"]
     reasons = run.requests["reason"][run.requests["reason"] != ""]
     why = f" Most often: {reasons.mode()[0]}." if len(reasons) else ""
-    return f"of {total:,} requests {', '.join(told)}: they are in no latency of a request.{why}" if told else None
+    return (
+        f"of {total:,} requests {', '.join(unfinished)}: they are in no latency of a request.{why}"
+        if unfinished
+        else None
+    )
 
 
 def _window(run: Run) -> str | None:
@@ -214,15 +220,15 @@ def _capacity(run: Run) -> str | None:
     share = int(run.table["used_blocks"].max()) / total
     if share < NEAR_FULL:
         return None
-    told = f"KV use reaches {share:.0%} of {total:,} blocks, which are derived from the memory and not measured"
-    return f"{told}: with another number others wait or are preempted."
+    shown = f"KV use reaches {share:.0%} of {total:,} blocks, which are derived from the memory and not measured"
+    return f"{shown}: with another number others wait or are preempted."
 
 
 def _hardware(run: Run) -> str | None:
     """The scenario's GPU is another model than the one measured on."""
-    device, asked = str(run.environment.get("device")), str(run.scenario.get("hardware", {}).get("name"))
-    if run.measured and models(device) and models(asked) and not models(device) & models(asked):
-        return f"measured on {device}, while the scenario's hardware is {asked}: price and memory are the latter's."
+    device, named = str(run.environment.get("device")), str(run.scenario.get("hardware", {}).get("name"))
+    if run.measured and models(device) and models(named) and not models(device) & models(named):
+        return f"measured on {device}, while the scenario's hardware is {named}: price and memory are the latter's."
     return None
 
 
@@ -236,8 +242,8 @@ def models(name: str) -> set[str]:
 
 def _injected(run: Run) -> str | None:
     extra = {phase: ms for phase, ms in (run.environment.get("injected_ms") or {}).items() if ms}
-    told = ", ".join(f"{ms:g} ms to {phase}" for phase, ms in extra.items())
-    return f"CPU work was added to every step on purpose: {told}." if told else None
+    added = ", ".join(f"{ms:g} ms to {phase}" for phase, ms in extra.items())
+    return f"CPU work was added to every step on purpose: {added}." if added else None
 
 
 def _notes(run: Run) -> str | None:
@@ -254,8 +260,8 @@ def _assumed(run: Run) -> str | None:
         added = ", ".join(f"{cost.get(f'{what}_s', 0) * 1e6:g} us a {what}" for what in ("step", "layer", "row"))
         return f"simulated times rest on kernel tables that others measured, on {added} and CPU times as stated."
     shares = flat({name: cost.get(f"{name}_efficiency", {}) for name in ("compute", "memory")})
-    told = ", ".join(f"{name.replace('.', ' of ')} {share:.0%}" for name, share in shares.items())
-    given = f"shares of the data sheet's peak ({told}) and CPU times as the scenario gives them"
+    assumed = ", ".join(f"{name.replace('.', ' of ')} {share:.0%}" for name, share in shares.items())
+    given = f"shares of the data sheet's peak ({assumed}) and CPU times as the scenario gives them"
     return f"simulated times rest on {given}, not on coefficients fitted to a measured engine."
 
 
@@ -281,8 +287,8 @@ def _commits(runs: Sequence[Run]) -> str | None:
 
 def _packages(runs: Sequence[Run]) -> str | None:
     facts = [{"python": run.environment.get("python"), **(run.environment.get("packages") or {})} for run in runs]
-    told = [f"{name} {', '.join(seen)}" for name, seen in _versions(facts) if len(seen) > 1]
-    return f"made with different versions: {'; '.join(told)}." if told else None
+    versions = [f"{name} {', '.join(seen)}" for name, seen in _versions(facts) if len(seen) > 1]
+    return f"made with different versions: {'; '.join(versions)}." if versions else None
 
 
 def _versions(facts: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:

@@ -105,12 +105,12 @@ def read(place: Path) -> Validation:
 
 
 def _read(place: Path) -> Validation:
-    found = [_read_case(folder) for folder in _folders(place / "validation")]
-    cases = [case for case, _ in found if case is not None]
-    left_out = [one for _, told in found for one in told]
+    cases_read = [_read_case(folder) for folder in _folders(place / "validation")]
+    cases = [case for case, _ in cases_read if case is not None]
+    left_out = [caveat for _, caveats in cases_read for caveat in caveats]
     if not cases:
-        told = "; ".join(f"{one.run}: {one.text}" for one in left_out)
-        raise RunError(f"{place}: {told or 'holds no case'}; {EXPECTED}")
+        reasons = "; ".join(f"{caveat.run}: {caveat.text}" for caveat in left_out)
+        raise RunError(f"{place}: {reasons or 'holds no case'}; {EXPECTED}")
     return Validation(place, _device(place / "provenance.json"), cases, left_out)
 
 
@@ -199,22 +199,22 @@ def _json(file: Path) -> dict[str, Any]:
 
 def _read_case(folder: Path) -> tuple[Case | None, list[Caveat]]:
     """The case, None if there is nothing to compare, and what was left out of it."""
-    about, told = _about(folder / "case.json"), [*_cut_short(folder)]
+    about, left_out = _about(folder / "case.json"), [*_cut_short(folder)]
     runs = {kind: _runs(folder, kind) for kind in KINDS}
-    told += _lacking(folder.name, runs)
+    left_out += _lacking(folder.name, runs)
     loops = {loop: Pair(_one(ours), theirs) for loop in LOOPS for theirs, ours in [_of(loop, runs)] if ours and theirs}
     if not loops:
-        return None, told
+        return None, left_out
     _check(list(loops.values()))
-    return _case(about, loops), told
+    return _case(about, loops), left_out
 
 
 def _case(about: Mapping[str, Any], loops: Mapping[str, Pair]) -> Case:
     simulated = {loop: pair.simulated.summary for loop, pair in loops.items()}
     measured = {loop: [run.summary for run in pair.measured] for loop, pair in loops.items()}
-    found = bars.scores(simulated, measured, about["load"])
+    scores = bars.scores(simulated, measured, about["load"])
     replays = {loop: [_replay(run) for run in pair.measured] for loop, pair in loops.items()}
-    return Case(**about, loops=loops, scores=found, replays=replays)
+    return Case(**about, loops=loops, scores=scores, replays=replays)
 
 
 def _replay(run: Run) -> Replay:

@@ -72,7 +72,7 @@ class Cause:
         if abs(self.more_steps) > abs(self.share):
             return f"{self.more_steps:+.1%} steps: other batches"
         if self.largest.name == "compute":
-            worst = max(self.regimes, key=lambda one: one.weight)
+            worst = max(self.regimes, key=lambda regime: regime.weight)
             return f"compute of {worst.name} {_relative(worst.error)}"
         return f"{self.largest.name} {self.difference_us:+,.0f} us a step"
 
@@ -81,7 +81,7 @@ def cause(pair: Pair, bars: Sequence[str]) -> Cause:
     """Of the simulated run against the measured one of median makespan."""
     sim, measured = pair.simulated, pair.middle
     phases = _that_count(pairing.phases(sim, measured), sim.loop)
-    largest = max(phases, key=lambda one: abs(one.simulated_mean_us - one.measured_mean_us), default=None)
+    largest = max(phases, key=lambda phase: abs(phase.simulated_mean_us - phase.measured_mean_us), default=None)
     ours, theirs = (int((run.table["rows"] > 0).sum()) for run in (sim, measured))
     step_us = float(measured.summary["makespan_s"]) * 1e6 / max(theirs, 1)
     return Cause(bars, ours, theirs, step_us, largest, regimes(sim, measured))
@@ -89,11 +89,11 @@ def cause(pair: Pair, bars: Sequence[str]) -> Cause:
 
 def _that_count(phases: Sequence[Phase], loop: str) -> Sequence[Phase]:
     """All but the wait; where CPU and device overlap, of the side that takes longer, as the other costs nothing."""
-    cpu = [one for one in phases if one.name in PHASES and one.name != WAIT]
-    device = [one for one in phases if one.name in LANES]
+    cpu = [phase for phase in phases if phase.name in PHASES and phase.name != WAIT]
+    device = [phase for phase in phases if phase.name in LANES]
     if loop == "sync":
         return [*cpu, *device]
-    return max((cpu, device), key=lambda some: sum(one.measured_mean_us for one in some))
+    return max((cpu, device), key=lambda some: sum(phase.measured_mean_us for phase in some))
 
 
 def regimes(sim: Run, measured: Run) -> list[Regime]:
@@ -135,15 +135,24 @@ def table(cases: Sequence[Case]) -> list[Table]:
 
 def not_met(case: Case, loop: str) -> list[str]:
     """The bars that this loop misses or that cannot be decided; a speed-up is of both loops."""
-    found = [one for one in case.scores if one.loop in (loop, BOTH) and one.verdict in ("missed", "undecided")]
-    return [one.bar.label for one in found]
+    failing = [
+        score for score in case.scores if score.loop in (loop, BOTH) and score.verdict in ("missed", "undecided")
+    ]
+    return [score.bar.label for score in failing]
 
 
-def _cells(one: Cause) -> tuple[str, ...]:
-    name, error = (one.largest.name, one.largest.error) if one.largest else ("-", None)
-    differs = (name, f"{one.difference_us:+,.0f}", _relative(error), f"{one.share:+.1%}")
-    kinds = (_relative(regime.error) for regime in one.regimes)
-    return (one.says, *differs, *kinds, f"{one.simulated_steps:,}", f"{one.measured_steps:,}", ", ".join(one.bars))
+def _cells(reason: Cause) -> tuple[str, ...]:
+    name, error = (reason.largest.name, reason.largest.error) if reason.largest else ("-", None)
+    differs = (name, f"{reason.difference_us:+,.0f}", _relative(error), f"{reason.share:+.1%}")
+    kinds = (_relative(regime.error) for regime in reason.regimes)
+    return (
+        reason.says,
+        *differs,
+        *kinds,
+        f"{reason.simulated_steps:,}",
+        f"{reason.measured_steps:,}",
+        ", ".join(reason.bars),
+    )
 
 
 def _relative(error: float | None) -> str:

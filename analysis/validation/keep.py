@@ -15,15 +15,19 @@ from analysis.validation.packed import DOCUMENTS, Key, Packed
 from cbsim.results.directory import RunError
 
 
-def kept(found: Validation, names: Collection[str]) -> list[Packed]:
+def kept(validation: Validation, names: Collection[str]) -> list[Packed]:
     """Every run of the report, with the tables of the cases of these names; of all, if none is named. Raises RunError
     for a name that is no case.
     """
-    known = [case.name for case in found.cases]
+    known = [case.name for case in validation.cases]
     for name in names:
         if name not in known:
             raise RunError(f"--pack {name}: expected one of {', '.join(known)}")
-    return [run for case in found.cases for run in _of_case(case, found.place, whole=not names or case.name in names)]
+    return [
+        run
+        for case in validation.cases
+        for run in _of_case(case, validation.place, whole=not names or case.name in names)
+    ]
 
 
 def _of_case(case: Case, place: Path, *, whole: bool) -> Iterator[Packed]:

@@ -26,14 +26,14 @@ DRAWN_IF_THERE = "8k_b32"  # the case whose lanes are drawn
 MOST_NAMED = 3  # runs of a caveat
 
 
-def build(found: Validation, command: str) -> Report:
+def build(validation: Validation, command: str) -> Report:
     """Everything that the cases say, in the order in which it is read."""
-    cases = found.cases
+    cases = validation.cases
     return Report(
-        title="Simulated against measured" + (f": {found.device}" if found.device else ""),
+        title="Simulated against measured" + (f": {validation.device}" if validation.device else ""),
         question="How near are simulated runs to measured ones of the same workloads, and what are they off by?",
-        sources=[source for case in cases for source in sources(case, found)],
-        caveats=[*found.left_out, *not_kept(cases), *caveats(cases)],
+        sources=[source for case in cases for source in sources(case, validation)],
+        caveats=[*validation.left_out, *not_kept(cases), *caveats(cases)],
         findings=tally.findings(cases),
         tables=[
             *(tally.bar_table(cases), tally.error_table(cases), *tally.repeat_table(cases), *causes.table(cases)),
@@ -46,10 +46,10 @@ def build(found: Validation, command: str) -> Report:
     )
 
 
-def sources(case: Case, found: Validation) -> list[Source]:
+def sources(case: Case, validation: Validation) -> list[Source]:
     """Every run; what the runs of a case have in common is in the first simulated and the first measured one."""
     first = [next(run for run in case.runs if run.measured is measured) for measured in (True, False)]
-    return [_source(run, run.path.relative_to(found.place).as_posix(), whole=run in first) for run in case.runs]
+    return [_source(run, run.path.relative_to(validation.place).as_posix(), whole=run in first) for run in case.runs]
 
 
 def _source(run: Run, folder: str, *, whole: bool) -> Source:
@@ -69,7 +69,7 @@ def caveats(cases: Sequence[Case]) -> list[Caveat]:
     pairs = [pair for case in cases for pair in case.loops.values() if pair.whole]
     runs = [run for pair in pairs for run in (pair.middle, pair.simulated)]
     labels = {run.label for run in runs}
-    return [_shortened(one, labels) for one in trust.caveats(runs)]
+    return [_shortened(caveat, labels) for caveat in trust.caveats(runs)]
 
 
 def not_kept(cases: Sequence[Case]) -> list[Caveat]:
@@ -83,11 +83,11 @@ def _is_whole(case: Case) -> bool:
     return all(pair.whole for pair in case.loops.values())
 
 
-def _shortened(one: Caveat, labels: set[str]) -> Caveat:
-    names = [name for name in one.run.split(", ") if name in labels]
+def _shortened(caveat: Caveat, labels: set[str]) -> Caveat:
+    names = [name for name in caveat.run.split(", ") if name in labels]
     if len(names) <= MOST_NAMED:
-        return one
-    return replace(one, run=f"{', '.join(names[:MOST_NAMED])} and {len(names) - MOST_NAMED:,} more")
+        return caveat
+    return replace(caveat, run=f"{', '.join(names[:MOST_NAMED])} and {len(names) - MOST_NAMED:,} more")
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
@@ -149,16 +149,16 @@ def case_lanes(case: Case) -> Chart:
 
 def scores(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Every score as plain values, for others to read; what is no number is null."""
-    return [_score(case.name, one) for case in cases for one in case.scores]
+    return [_score(case.name, score) for case in cases for score in case.scores]
 
 
-def _score(case: str, one: Score) -> dict[str, Any]:
-    numbers = {"simulated": one.simulated, "measured": one.measured, "error": one.error, "spread": one.spread}
+def _score(case: str, score: Score) -> dict[str, Any]:
+    numbers = {"simulated": score.simulated, "measured": score.measured, "error": score.error, "spread": score.spread}
     finite = {name: value if value is not None and isfinite(value) else None for name, value in numbers.items()}
-    about = {"case": case, "loop": one.loop, "metric": one.bar.label}
-    return {**about, **finite, "bound": one.bar.bound, "verdict": one.verdict}
+    about = {"case": case, "loop": score.loop, "metric": score.bar.label}
+    return {**about, **finite, "bound": score.bar.bound, "verdict": score.verdict}
 
 
 def replays(cases: Sequence[Case]) -> list[Mapping[str, Any]]:
     """What deriving the plans of every measured run again came to."""
-    return [asdict(one) for one in tally.replays(cases)]
+    return [asdict(replay) for replay in tally.replays(cases)]

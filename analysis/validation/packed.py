@@ -125,7 +125,7 @@ def _requests(runs: Sequence[tuple[Key, Run]]) -> dict[str, Any]:
     values = [directory.request_columns(run.times) for _, run in runs]
     for column in columns.REQUESTS:
         kind = parquet.schema([column]).field(0).type
-        made[column.name] = pa.chunked_array([pa.array(one[column.name], kind) for one in values], kind)
+        made[column.name] = pa.chunked_array([pa.array(table[column.name], kind) for table in values], kind)
     return made
 
 

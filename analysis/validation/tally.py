@@ -36,30 +36,30 @@ class Scored(NamedTuple):
         return abs(self.score.error) if isfinite(self.score.error) else inf
 
 
-def asked(cases: Sequence[Case], bar: Bar | None = None) -> list[Scored]:
+def judged(cases: Sequence[Case], bar: Bar | None = None) -> list[Scored]:
     """The scores that a bar is asked of: of one bar, or all."""
-    found = [Scored(case, score) for case in cases for score in case.scores if score.asked]
-    return [one for one in found if bar is None or one.score.bar == bar]
+    scores = [Scored(case, score) for case in cases for score in case.scores if score.asked]
+    return [scored for scored in scores if bar is None or scored.score.bar == bar]
 
 
 def of(case: Case, loop: str, label: str) -> Score | None:
     """The score of a row: the speed-up is told in that of the async loop."""
     wanted = BOTH if label == SPEED_UP and loop == "async" else loop
-    return next((one for one in case.scores if (one.loop, one.bar.label) == (wanted, label)), None)
+    return next((score for score in case.scores if (score.loop, score.bar.label) == (wanted, label)), None)
 
 
 def replays(cases: Sequence[Case]) -> list[Replay]:
     """Of every measured run."""
-    return [one for case in cases for some in case.replays.values() for one in some]
+    return [verdict for case in cases for verdicts in case.replays.values() for verdict in verdicts]
 
 
-def identical(one: Replay) -> bool:
-    return one.says == "identical"
+def identical(replay: Replay) -> bool:
+    return replay.says == "identical"
 
 
 def holds(cases: Sequence[Case]) -> bool:
     """Is no bar missed, and does every measured run replay? What cannot be decided is not missed."""
-    return all(one.score.verdict != "missed" for one in asked(cases)) and all(map(identical, replays(cases)))
+    return all(scored.score.verdict != "missed" for scored in judged(cases)) and all(map(identical, replays(cases)))
 
 
 # -- sentences --------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def findings(cases: Sequence[Case]) -> list[str]:
 
 
 def _verdict(cases: Sequence[Case]) -> str:
-    verdicts = [one.score.verdict for one in asked(cases)]
+    verdicts = [scored.score.verdict for scored in judged(cases)]
     met, missed, undecided = (verdicts.count(name) for name in MARKS)
     reason = " (missed by no more than the measured runs themselves lie apart)" if undecided else ""
     runs = sum(len(pair.measured) for case in cases for pair in case.loops.values())
@@ -87,18 +87,21 @@ def _count(number: int, noun: str) -> str:
 
 def _furthest(cases: Sequence[Case]) -> Iterator[str]:
     """The largest errors, one a bar, measured by what is asked."""
-    worst = [max(found, key=lambda one: one.size) for bar in BARS if (found := asked(cases, bar))]
-    found = sorted(worst, key=lambda one: -one.size / one.score.bar.bound)[:MOST_NAMED]
-    told = [f"{one.score.bar.label} {error_text(one.score)} ({one.where}; {wanted(one.score.bar)})" for one in found]
-    if told:
-        yield f"Largest errors, by what is asked: {', '.join(told)}."
+    worst = [max(scores, key=lambda scored: scored.size) for bar in BARS if (scores := judged(cases, bar))]
+    largest = sorted(worst, key=lambda scored: -scored.size / scored.score.bar.bound)[:MOST_NAMED]
+    sentences = [
+        f"{scored.score.bar.label} {error_text(scored.score)} ({scored.where}; {wanted(scored.score.bar)})"
+        for scored in largest
+    ]
+    if sentences:
+        yield f"Largest errors, by what is asked: {', '.join(sentences)}."
 
 
 def _speed_up(cases: Sequence[Case]) -> Iterator[str]:
-    found = [one for one in asked(cases) if one.score.bar.label == SPEED_UP]
-    if not found:
+    speed_ups = [scored for scored in judged(cases) if scored.score.bar.label == SPEED_UP]
+    if not speed_ups:
         return
-    worst = max(found, key=lambda one: one.size)
+    worst = max(speed_ups, key=lambda scored: scored.size)
     simulated, measured, _ = worst.score.shown()
     at = f"{worst.case.name}, with {worst.case.injected_ms:g} ms of CPU work added to every step"
     yield (
@@ -108,14 +111,14 @@ def _speed_up(cases: Sequence[Case]) -> Iterator[str]:
 
 
 def _replayed(cases: Sequence[Case]) -> str:
-    found = replays(cases)
-    others = [one for one in found if not identical(one)]
+    verdicts = replays(cases)
+    others = [replay for replay in verdicts if not identical(replay)]
     if not others:
-        return f"Every measured run replays to identical plans: {len(found):,} of {len(found):,}."
-    told = "; ".join(f"{one.run}: {one.says}" for one in others[:MOST_NAMED])
+        return f"Every measured run replays to identical plans: {len(verdicts):,} of {len(verdicts):,}."
+    reasons = "; ".join(f"{replay.run}: {replay.says}" for replay in others[:MOST_NAMED])
     more = f"; {len(others) - MOST_NAMED:,} more" if len(others) > MOST_NAMED else ""
-    agreed = len(found) - len(others)
-    return f"{agreed:,} of {_count(len(found), 'measured run')} replay to identical plans; not {told}{more}."
+    agreed = len(verdicts) - len(others)
+    return f"{agreed:,} of {_count(len(verdicts), 'measured run')} replay to identical plans; not {reasons}{more}."
 
 
 def error_text(score: Score) -> str:
@@ -141,30 +144,30 @@ def wanted(bar: Bar) -> str:
 def bar_table(cases: Sequence[Case]) -> Table:
     """A row a bar, and one for the plans."""
     header = ("metric", "asked", "met", "missed", "undecided", "median |error|", "largest error", "where")
-    rows = [_bar_row(bar, asked(cases, bar)) for bar in BARS]
+    rows = [_bar_row(bar, judged(cases, bar)) for bar in BARS]
     says = (
         "Simulated against the median of the measured runs; errors of shares in points. TTFT is asked below saturation."
     )
     return Table("Bars", header, [*rows, _plans_row(replays(cases))], says)
 
 
-def _bar_row(bar: Bar, found: Sequence[Scored]) -> tuple[str, ...]:
-    if not found:
+def _bar_row(bar: Bar, scores: Sequence[Scored]) -> tuple[str, ...]:
+    if not scores:
         return (bar.label, wanted(bar), "not asked", "-", "-", "-", "-", "-")
-    worst = max(found, key=lambda one: one.size)
-    verdicts = [one.score.verdict for one in found]
+    worst = max(scores, key=lambda scored: scored.size)
+    verdicts = [scored.score.verdict for scored in scores]
     counts = (
-        f"{verdicts.count('met'):,} of {len(found):,}",
+        f"{verdicts.count('met'):,} of {len(scores):,}",
         *(f"{verdicts.count(v):,}" for v in ("missed", "undecided")),
     )
-    middle = size_text(bar, median(one.size for one in found))
+    middle = size_text(bar, median(scored.size for scored in scores))
     return (bar.label, wanted(bar), *counts, middle, error_text(worst.score), worst.where)
 
 
-def _plans_row(found: Sequence[Replay]) -> tuple[str, ...]:
-    others = [one for one in found if not identical(one)]
+def _plans_row(verdicts: Sequence[Replay]) -> tuple[str, ...]:
+    others = [replay for replay in verdicts if not identical(replay)]
     where = others[0].run if others else "-"
-    counts = (f"{len(found) - len(others):,} of {len(found):,}", f"{len(others):,}", "0")
+    counts = (f"{len(verdicts) - len(others):,} of {len(verdicts):,}", f"{len(others):,}", "0")
     return ("measured runs, replayed", "identical plans", *counts, "-", others[0].says if others else "-", where)
 
 
@@ -193,9 +196,9 @@ def _error_cell(score: Score | None) -> str:
     return f"{error_text(score)}{MARKS[score.verdict]}" if score.asked else f"({error_text(score)})"
 
 
-def _replay_cell(found: Sequence[Replay]) -> str:
-    matched = f"{sum(one.matched or 0 for one in found):,} of {sum(one.steps for one in found):,}"
-    return matched if all(map(identical, found)) else f"{matched} *"
+def _replay_cell(verdicts: Sequence[Replay]) -> str:
+    matched = f"{sum(replay.matched or 0 for replay in verdicts):,} of {sum(replay.steps for replay in verdicts):,}"
+    return matched if all(map(identical, verdicts)) else f"{matched} *"
 
 
 def repeat_table(cases: Sequence[Case]) -> list[Table]:
