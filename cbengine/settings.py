@@ -19,7 +19,7 @@ from cbsim.scenario.fields import near, shown
 from cbsim.scenario.rows import Line
 
 FILE = "sampling.jsonl"  # of a run directory
-FIELDS = tuple(one.name for one in fields(Sampling))
+FIELDS = tuple(setting.name for setting in fields(Sampling))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Settings:
     def file(self) -> bytes:
         """All of them, with every field, as `read` takes them."""
         said = ({"id": name, **asdict(sampling)} for name, sampling in self.by_id.items())
-        return "".join(f"{json.dumps(one)}\n" for one in said).encode()
+        return "".join(f"{json.dumps(line)}\n" for line in said).encode()
 
 
 def read(path: Path, usual: Sampling) -> Settings:

@@ -41,7 +41,7 @@ def shown(groups: Iterable[Group], *, as_json: bool, keep: Path | None = None) -
     group follows. As JSON, all that was found is one list on stdout. `keep` is a folder for a file a group: JSON
     Lines, each written as it is found.
     """
-    found, well = [], True
+    findings, well = [], True
     for group in groups:
         mine: list[dict[str, Any]] = []
         try:
@@ -55,9 +55,9 @@ def shown(groups: Iterable[Group], *, as_json: bool, keep: Path | None = None) -
             say(f"failed: {group.name}: {type(error).__name__}: {first}")
             well = False
         give_back()
-        found += mine
+        findings += mine
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(findings, indent=2))
     return well
 
 

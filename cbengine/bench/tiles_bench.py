@@ -140,10 +140,10 @@ def _sorted(
     """
     (shipped, parts), *others = tried
     right = case.answers(made(shipped, parts)).clone()
-    found = [_measured(point, case, floor_s, made(shipped, parts), (shipped, parts), right, default=True)]
+    variants = [_measured(point, case, floor_s, made(shipped, parts), (shipped, parts), right, default=True)]
     for cut, splits in budget.left(others, f"{point}: tiles and splits"):
-        found.append(_measured(point, case, floor_s, made(cut, splits), (cut, splits), right, default=False))
-    return sorted(found, key=lambda variant: float("inf") if variant.seconds is None else variant.seconds)
+        variants.append(_measured(point, case, floor_s, made(cut, splits), (cut, splits), right, default=False))
+    return sorted(variants, key=lambda variant: float("inf") if variant.seconds is None else variant.seconds)
 
 
 def _measured(

@@ -21,7 +21,7 @@ from cbsim.cli.arguments import ERROR, USAGE, guarded, renamed, run_options
 
 if TYPE_CHECKING:
     from cbengine.build import Setup
-    from cbengine.measure.predict import Asked
+    from cbengine.measure.predict import PredictOptions
 
 BEGUN_S = time.monotonic()  # before anything heavy is imported
 OURS = ("cbengine", "cbsim", "analysis")
@@ -84,7 +84,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         scenario=arguments.scenario or name,
         overrides=arguments.set,
         out=arguments.out,
-        reach=Reach(*(one or other for one, other in zip(given, usual, strict=True))),
+        reach=Reach(*(number or default for number, default in zip(given, usual, strict=True))),
         quick=arguments.quick,
     )
     return commands.calibration(wanted, setup)
@@ -127,7 +127,7 @@ def _predict(arguments: argparse.Namespace) -> int:
     from cbengine.errors import UsageError
 
     if arguments.again is None:
-        return commands.predicted(arguments.cases, _asked(arguments))
+        return commands.predicted(arguments.cases, _predict_options(arguments))
     if arguments.set or arguments.repeat > 1 or arguments.device or arguments.quick:
         raise UsageError("--again: measures nothing, and takes no --set, --repeat, --device or --quick")
     return commands.predicted_again(arguments.cases, arguments.again)
@@ -171,11 +171,11 @@ ACTIONS = {
 }
 
 
-def _asked(arguments: argparse.Namespace) -> Asked:
+def _predict_options(arguments: argparse.Namespace) -> PredictOptions:
     from cbengine.build import default_device
-    from cbengine.measure.predict import Asked
+    from cbengine.measure.predict import PredictOptions
 
-    return Asked(
+    return PredictOptions(
         device=arguments.device or default_device(),
         out=arguments.out,
         overrides=arguments.set,

@@ -154,5 +154,5 @@ def _check_size(options: PackOptions, files: dict[str, tuple[int, str]]) -> None
     whole = sum(size for size, _ in files.values())
     if whole > options.max_mb * 1e6:
         largest = sorted(files.items(), key=lambda item: -item[1][0])[:3]
-        told = ", ".join(f"{name} {size / 1e6:.1f}" for name, (size, _) in largest)
-        raise UsageError(f"--max-mb: the pack takes {whole / 1e6:.1f} MB, must be <= {options.max_mb:g}; MB: {told}")
+        sizes = ", ".join(f"{name} {size / 1e6:.1f}" for name, (size, _) in largest)
+        raise UsageError(f"--max-mb: the pack takes {whole / 1e6:.1f} MB, must be <= {options.max_mb:g}; MB: {sizes}")

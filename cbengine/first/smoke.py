@@ -68,8 +68,8 @@ class Line:
     error: str = ""
 
     def __str__(self) -> str:
-        told = "; ".join(f"{name} {_short(value)}" for name, value in self.found.items())
-        return f"{self.ended:<11} {self.seconds:6.1f} s  {self.check}: {self.error or told}"
+        findings = "; ".join(f"{name} {_short(value)}" for name, value in self.found.items())
+        return f"{self.ended:<11} {self.seconds:6.1f} s  {self.check}: {self.error or findings}"
 
     def json(self) -> str:
         fields = {name: getattr(self, name) for name in self.__slots__}
@@ -173,16 +173,16 @@ def looked(check: Check, place: Place) -> Line:
     """One check, whatever it raises."""
     begun = time.perf_counter()
     try:
-        found, ended, error = check.look(place), OK, ""
+        findings, ended, error = check.look(place), OK, ""
     except NotHereError as reason:
-        found, ended, error = {}, NOT_CHECKED, str(reason)
+        findings, ended, error = {}, NOT_CHECKED, str(reason)
     except (Exception, SystemExit) as failure:
         traceback.print_exc()
         sys.stderr.flush()
         where = traceback.extract_tb(failure.__traceback__)[-1]
         spot = f"{Path(where.filename).name}:{where.lineno}"
-        found, ended, error = {}, FAILED, f"{type(failure).__name__} at {spot}: {str(failure)[:1500]}"
-    return Line(check.name, ended, round(time.perf_counter() - begun, 3), found, error)
+        findings, ended, error = {}, FAILED, f"{type(failure).__name__} at {spot}: {str(failure)[:1500]}"
+    return Line(check.name, ended, round(time.perf_counter() - begun, 3), findings, error)
 
 
 def _context_is_broken(place: Place) -> bool:

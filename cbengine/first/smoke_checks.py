@@ -56,25 +56,25 @@ def checks() -> list[Check]:
 
 def environment(place: Place) -> Found:
     """Versions, and the GPU as the system describes it. A package that the engine needs and is missing is a failure."""
-    found: Found = {"python": platform.python_version()}
+    versions: Found = {"python": platform.python_version()}
     missing = []
     for name in (*NEEDED, *FURTHER):
         try:
-            found[name] = getattr(import_module(name), "__version__", "there")
+            versions[name] = getattr(import_module(name), "__version__", "there")
         except Exception as error:  # a package may break in any way
-            found[name] = f"missing: {type(error).__name__}: {error}"
+            versions[name] = f"missing: {type(error).__name__}: {error}"
             missing += [name] * (name in NEEDED)
     if missing:
-        raise RuntimeError(f"cannot be imported: {', '.join(missing)}; found {found}")
+        raise RuntimeError(f"cannot be imported: {', '.join(missing)}; found {versions}")
     if place.device == "cuda":
         import torch
 
         from cbengine.device import gpu
 
         if not torch.cuda.is_available():
-            raise RuntimeError(f"torch finds no CUDA device; found {found}")
-        found |= gpu.facts() | {"free_bytes": torch.cuda.mem_get_info()[0], "state": gpu.state()}
-    return found
+            raise RuntimeError(f"torch finds no CUDA device; found {versions}")
+        versions |= gpu.facts() | {"free_bytes": torch.cuda.mem_get_info()[0], "state": gpu.state()}
+    return versions
 
 
 def state(place: Place) -> Found:
@@ -87,11 +87,11 @@ def state(place: Place) -> Found:
     x = drawn(place, 8192, 8192)
     for _ in range(1000):  # over a second of work, which nvidia-smi sees
         _ = x @ x
-    found = gpu.state()
+    gpu_state = gpu.state()
     torch.cuda.synchronize()
-    if found is None:
+    if gpu_state is None:
         raise RuntimeError("nvidia-smi does not say")
-    return dict(found)
+    return dict(gpu_state)
 
 
 def ceilings(place: Place) -> Found:
@@ -212,9 +212,9 @@ def drawn(place: Place, *shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=draw, device=place.device).bfloat16()
 
 
-def worst(found: Tensor, right: Tensor) -> float:
+def worst(answer: Tensor, right: Tensor) -> float:
     """The largest relative error of a vector; raises AssertionError if it is above BOUND or no number."""
-    error = (found.double() - right).norm(dim=-1) / right.norm(dim=-1)
+    error = (answer.double() - right).norm(dim=-1) / right.norm(dim=-1)
     most = float(error.max())
     if not most < BOUND:
         raise AssertionError(f"relative error {most:.3g}, bound {BOUND:g}")
@@ -237,14 +237,14 @@ def attention(place: Place, shape: tuple[int, int, int]) -> Found:
     from cbengine.model.ops import TorchOps
 
     (group, width, block), kv_heads = shape, 8 if place.device == "cuda" else 1
-    found: Found = {}
+    errors: Found = {}
     for name, lengths in STEPS.items():
         rows, blocks = ragged(lengths if place.device == "cuda" else lengths[:3], block, place.device)
         queries = drawn(place, len(rows.positions), group * kv_heads, width)
         keys, values = (drawn(place, blocks, block, kv_heads, width, seed=seed) for seed in (4, 5))
         answer = build.ops(place.device).attention(queries, keys, values, rows)
-        found[name] = worst(answer, TorchOps().attention(queries.double(), keys.double(), values.double(), rows))
-    return found
+        errors[name] = worst(answer, TorchOps().attention(queries.double(), keys.double(), values.double(), rows))
+    return errors
 
 
 def small_kernels(place: Place) -> Found:
@@ -257,15 +257,15 @@ def small_kernels(place: Place) -> Found:
     from cbengine.bench.attention_bench import ragged
     from cbengine.model.ops import TorchOps
 
-    ours, plain, found = build.ops(place.device), TorchOps(), {}
+    ours, plain, errors = build.ops(place.device), TorchOps(), {}
     for tokens in (32, 2048 if place.device == "cuda" else 40):
         x, residual, weight = drawn(place, tokens, 4096), drawn(place, tokens, 4096, seed=2), drawn(place, 4096, seed=3)
         right, total = plain.add_rms_norm(x, residual, weight, 1e-5)
         normed, kept = ours.add_rms_norm(x, residual.clone(), weight, 1e-5)
-        found[f"add_rms_norm, {tokens}"] = worst(normed, right.double())
+        errors[f"add_rms_norm, {tokens}"] = worst(normed, right.double())
         worst(kept, total.double())
         gate_up = drawn(place, tokens, 2 * 14336, seed=4)
-        found[f"silu_mul, {tokens}"] = worst(ours.silu_mul(gate_up), plain.silu_mul(gate_up.double()))
+        errors[f"silu_mul, {tokens}"] = worst(ours.silu_mul(gate_up), plain.silu_mul(gate_up.double()))
         rows, blocks = ragged([(1, 100 + i) for i in range(31)] + [(tokens - 31, tokens)], 16, place.device)
         qkv = drawn(place, tokens, 48 * 128, seed=5)
         angles = drawn(place, 8192, 64, seed=6).float()
@@ -274,9 +274,9 @@ def small_kernels(place: Place) -> Found:
         for ops in (ours, plain):
             keys, values = (torch.zeros(blocks, 16, 8, 128, device=place.device).bfloat16() for _ in range(2))
             written.append((ops.rotate_and_cache(qkv, rotation, None, 1e-5, keys, values, rows), keys, values))
-        if not all(torch.equal(one, other) for one, other in zip(*written, strict=True)):
+        if not all(torch.equal(first, second) for first, second in zip(*written, strict=True)):
             raise AssertionError(f"rotate_and_cache of {tokens} tokens differs from torch's")
-    return found
+    return errors
 
 
 def big_cache(place: Place) -> Found:

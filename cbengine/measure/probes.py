@@ -107,8 +107,8 @@ class Table:
 
     def add_ahead(self, plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int]) -> None:
         """Steps of the asynchronous loop: those that were launched ahead and in one go."""
-        found = _lines(plans, steps, sizes, launched_ahead(steps))
-        self.lines += [line._replace(ahead=True) for line in found if not line.eager]
+        ahead = _lines(plans, steps, sizes, launched_ahead(steps))
+        self.lines += [line._replace(ahead=True) for line in ahead if not line.eager]
 
     def column(self, name: str) -> npt.NDArray[np.float64]:
         return np.array([getattr(line, name) for line in self.lines], dtype=np.float64)

@@ -134,6 +134,6 @@ def chosen(names: Sequence[str], device: str) -> list[Case]:
     groups = dict.fromkeys(case.group for case in known.values())
     for name in names:
         if name not in known and name not in groups:
-            told = f"a group ({', '.join(groups)}) or a workload of --device {device} ({', '.join(known)})"
-            raise UsageError(f"case {name!r}: expected {told}")
+            known_names = f"a group ({', '.join(groups)}) or a workload of --device {device} ({', '.join(known)})"
+            raise UsageError(f"case {name!r}: expected {known_names}")
     return [case for case in known.values() if not names or {case.name, case.group} & set(names)]
