@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cbengine.batch import Batcher, Capacity
 from cbengine.content import Prompts
-from cbengine.device.base import Device, Inline, Modelled
+from cbengine.device.base import EngineDevice, Inline, Modelled
 from cbengine.device.clock import Clock, CpuClock, WallClock
 from cbengine.device.cuda import Cuda
 from cbengine.device.executor import Executor
@@ -30,7 +30,7 @@ from cbengine.model.decoder import Model
 from cbengine.model.kvcache import DeviceMemoryError, KvCache
 from cbengine.model.ops import Ops, TorchOps
 from cbengine.sampling import Sampling
-from cbengine.settings import Settings
+from cbengine.settings import SamplingSettings
 from cbsim.policy.kind import Options
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
@@ -55,7 +55,7 @@ class Setup:
     device: DeviceName
     weights: Path | None = None
     sampling: Sampling = field(default_factory=Sampling)
-    requests: Settings = field(default_factory=Settings)
+    requests: SamplingSettings = field(default_factory=SamplingSettings)
     cuda_graphs: bool = True
     end_tokens: bool = False  # stop at the model's end tokens, too
     injected: tuple[tuple[str, int], ...] = ()
@@ -290,7 +290,7 @@ def executor_plan(scenario: Scenario, loop: str, specs: list[RequestSpec], setup
     )
 
 
-def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, clock: Clock) -> Device:
+def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, clock: Clock) -> EngineDevice:
     """The device of one run. Raises DeviceError, DeviceMemoryError, WeightsError."""
     steps = depth(loop)
     if setup.device == "modelled":
@@ -318,7 +318,7 @@ def engine(
     stops: frozenset[int] = frozenset(),
     on_plan: Callable[[StepPlan], None] | None = None,
     on_token: Callable[[RequestSpec, int], None] | None = None,
-) -> tuple[Engine, Device]:
+) -> tuple[Engine, EngineDevice]:
     """An engine for one run, and its device. `stops` end a request beside what `setup` says. Raises what `device`
     does, ScenarioError, and UsageError for settings of a request that is not there.
     """

@@ -23,7 +23,7 @@ FIELDS = tuple(setting.name for setting in fields(Sampling))
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SamplingSettings:
     """How the tokens of single requests are chosen, by request id; the other requests have the run's settings.
 
     `path` and `lines` say where each was read.
@@ -56,7 +56,7 @@ class Settings:
         return "".join(f"{json.dumps(line)}\n" for line in said).encode()
 
 
-def read(path: Path, usual: Sampling) -> Settings:
+def read(path: Path, usual: Sampling) -> SamplingSettings:
     """The settings of a file; `usual` has what its lines leave out. Raises ScenarioError, UsageError."""
     by_id: dict[str, Sampling] = {}
     lines: dict[str, int] = {}
@@ -69,7 +69,7 @@ def read(path: Path, usual: Sampling) -> Settings:
                 raise line.bad("id", f"another id: line {lines[name]} has that")
             by_id[name] = _sampling(line, usual)
             lines[name] = line.number
-    return Settings(by_id, path, lines)
+    return SamplingSettings(by_id, path, lines)
 
 
 def _sampling(line: Line, usual: Sampling) -> Sampling:

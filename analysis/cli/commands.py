@@ -17,7 +17,7 @@ from analysis.statistics import loading, pairing
 from analysis.statistics.condition import Condition, parse
 from analysis.statistics.condition import verdict as judge
 from analysis.statistics.content import Caveat, Report
-from analysis.statistics.loading import Run
+from analysis.statistics.loading import LoadedRun
 from analysis.statistics.trust import caveats
 from analysis.validation import cases, keep, packed, tally
 from analysis.validation import many_workloads as hardware_report
@@ -79,7 +79,7 @@ def unpack(place: Path) -> int:
     return OK
 
 
-def _write(runs: Sequence[Run], command: str, out: Path) -> None:
+def _write(runs: Sequence[LoadedRun], command: str, out: Path) -> None:
     _write_report(reports.build(runs, command), out)
 
 
@@ -121,7 +121,7 @@ def compare(first: Path, second: Path, options: Judged) -> int:
     return _judge(conditions, differences, options)
 
 
-def _say_differences(a: Run, b: Run, options: Judged) -> Sequence[comparison.Difference]:
+def _say_differences(a: LoadedRun, b: LoadedRun, options: Judged) -> Sequence[comparison.MetricDifference]:
     differences = comparison.differences(a, b)
     print(f"A  {a.path}\nB  {b.path}\n")
     print(_text(comparison.table(differences, a.label, b.label, everything=options.everything)))
@@ -130,7 +130,7 @@ def _say_differences(a: Run, b: Run, options: Judged) -> Sequence[comparison.Dif
     return differences
 
 
-def _say_errors(sim: Run, measured: Run, options: Judged) -> Sequence[comparison.Difference]:
+def _say_errors(sim: LoadedRun, measured: LoadedRun, options: Judged) -> Sequence[comparison.MetricDifference]:
     errors = pairing.errors(sim, measured)
     print(f"simulated  {sim.path}\nmeasured   {measured.path}\n")
     for table in pairing.tables(sim, measured, everything=options.everything, metric_errors=errors):
@@ -172,7 +172,7 @@ def index_of(place: Path) -> int:
     return OK
 
 
-def _judge(conditions: Sequence[Condition], differences: Sequence[comparison.Difference], options: Judged) -> int:
+def _judge(conditions: Sequence[Condition], differences: Sequence[comparison.MetricDifference], options: Judged) -> int:
     verdicts = [judge(condition, differences, sure=options.sure) for condition in conditions]
     for _, line in verdicts:
         print(line)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from analysis.statistics.loading import Run, flat
+from analysis.statistics.loading import LoadedRun, flat
 from cbsim.results.checks import NAMES
 from cbsim.results.terminal import lookup
 from cbsim.scenario import documents
@@ -89,7 +89,7 @@ def read(path: Path) -> Published:
         raise document.explain(error) from None
 
 
-def compared(published: Published, runs: Sequence[Run]) -> list[Finding]:
+def compared(published: Published, runs: Sequence[LoadedRun]) -> list[Finding]:
     """Every number against every run that it is about."""
     findings = []
     for expectation in published.numbers:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from analysis.figures.axis import spread
-from analysis.statistics.sweeps import Group, Knee, Sweep, knee, rates
+from analysis.statistics.sweeps import Knee, Sweep, SweepGroup, knee, rates
 from cbsim.draw.chart import GREY, Chart, Edge, Floats, Line, Mark, Panel, Points, Style, series
 from cbsim.draw.units import unit
 from cbsim.results.terminal import lookup
@@ -94,7 +94,7 @@ def _single(swept: Sweep, xs: Mapping[str, Floats], title: str, metric: str) -> 
     return Panel(marks, "", "share" if share else "", title=title, y_range=(0.0, 1.03) if share else None)
 
 
-def _values(group: Group, metric: str) -> Floats:
+def _values(group: SweepGroup, metric: str) -> Floats:
     values = [lookup(run.summary, metric) for run in group.runs]
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 

@@ -19,7 +19,7 @@ MARKED = (50, 95, 99)
 MOST_POINTS = 1000
 
 
-class Sample(NamedTuple):
+class LatencySample(NamedTuple):
     """Values in seconds, each occurring `counts` times (None: once)."""
 
     values: Floats
@@ -59,15 +59,15 @@ def _style(index: int, is_measured: bool) -> Style:
     return series(index)._replace(dash="solid" if is_measured else "dashed")
 
 
-def _sample(requests: Any, times: metrics.Requests, key: str) -> Sample:
+def _sample(requests: Any, times: metrics.Requests, key: str) -> LatencySample:
     if key == "itl_s":
         some = times.gap_counts > 0
-        return Sample(times.gaps_ns[some] / NS, times.gap_counts[some])
+        return LatencySample(times.gaps_ns[some] / NS, times.gap_counts[some])
     values = column(requests, key)
-    return Sample(values[np.isfinite(values)])
+    return LatencySample(values[np.isfinite(values)])
 
 
-def _curve(label: str, name: str, sample: Sample, scale: Unit, style: Style) -> list[Mark]:
+def _curve(label: str, name: str, sample: LatencySample, scale: Unit, style: Style) -> list[Mark]:
     """The distribution function, from 0 at the least value, and its percentiles."""
     x, share = cdf(*sample, most=MOST_POINTS)
     x, share = np.append(x[:1], x), np.append(0.0, share)

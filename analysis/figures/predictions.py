@@ -49,7 +49,7 @@ class Dot(NamedTuple):
     text: str
 
 
-class Point(NamedTuple):
+class SpeedUpPoint(NamedTuple):
     """A case on a curve: the CPU work added to a step, the simulated speed-up, and that of each repeat, if any."""
 
     case: str
@@ -58,7 +58,7 @@ class Point(NamedTuple):
     measured: Sequence[float]
 
 
-def speed_up(curves: Mapping[str, Sequence[Point]]) -> Chart:
+def speed_up(curves: Mapping[str, Sequence[SpeedUpPoint]]) -> Chart:
     """The speed-up of async over sync by the CPU work added: simulated as lines, measured as points."""
     marks: list[Mark] = []
     for index, (name, points) in enumerate(curves.items()):
@@ -72,7 +72,7 @@ def speed_up(curves: Mapping[str, Sequence[Point]]) -> Chart:
     return Chart("speedup", "Speed-up of the async loop", says, [axes])
 
 
-def _curve(name: str, points: Sequence[Point], style: Style) -> list[Mark]:
+def _curve(name: str, points: Sequence[SpeedUpPoint], style: Style) -> list[Mark]:
     x = np.array([point.injected_ms for point in points])
     y = np.array([point.simulated * 100 for point in points])
     pairs = [(point, value) for point in points for value in point.measured]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from analysis.figures import gallery
 from analysis.statistics import comparable, compare, landscape, pairing, sweeps, trust
-from analysis.statistics.compare import Difference
+from analysis.statistics.compare import MetricDifference
 from analysis.statistics.content import Report, Source, Tile
-from analysis.statistics.loading import Run
+from analysis.statistics.loading import LoadedRun
 from analysis.statistics.pairing import Error
 from cbsim.draw.chart import SERIES, Chart
 from cbsim.draw.markdown import Table
@@ -17,7 +17,7 @@ from cbsim.results.metrics import SAMPLES_NEEDED
 from cbsim.results.terminal import QUANTITIES, lookup, shown
 from cbsim.scenario import documents
 
-Pair = tuple[Run, Run]
+Pair = tuple[LoadedRun, LoadedRun]
 MOST_IN_DETAIL = 4  # runs whose steps and requests are drawn; the figures of more could not be read
 TILES = (
     *("makespan_s", "output_tokens_per_s", "gpu_active", "ttft_s.p50", "ttft_s.p99", "tpot_s.p50", "tpot_s.p99"),
@@ -26,7 +26,7 @@ TILES = (
 UNITS = {metric: (label, unit) for label, metric, unit in QUANTITIES}
 
 
-def build(runs: Sequence[Run], command: str) -> Report:
+def build(runs: Sequence[LoadedRun], command: str) -> Report:
     """The report of runs of one workload, or of a sweep. Raises Incomparable for any others."""
     swept, pair = checked(runs), _pair(runs)
     errors = pairing.errors(*pair) if pair else []
@@ -45,7 +45,7 @@ def build(runs: Sequence[Run], command: str) -> Report:
     )
 
 
-def checked(runs: Sequence[Run]) -> sweeps.Sweep | None:
+def checked(runs: Sequence[LoadedRun]) -> sweeps.Sweep | None:
     """The sweep that the runs are, if they are one. Raises Incomparable if their numbers must not stand together."""
     if len(runs) == 1:
         return None
@@ -54,7 +54,7 @@ def checked(runs: Sequence[Run]) -> sweeps.Sweep | None:
     return swept
 
 
-def source(run: Run) -> Source:
+def source(run: LoadedRun) -> Source:
     """A run as the report names it."""
     kind = f"measured on {run.environment.get('device')}" if run.measured else "simulated"
     return Source(
@@ -68,7 +68,7 @@ def source(run: Run) -> Source:
     )
 
 
-def _tile(run: Run, metric: str) -> Tile | None:
+def _tile(run: LoadedRun, metric: str) -> Tile | None:
     value = lookup(run.summary, metric)
     if value is None:
         return None
@@ -79,7 +79,7 @@ def _tile(run: Run, metric: str) -> Tile | None:
     return Tile(metric, label, shown(value, unit), note)
 
 
-def findings(swept: sweeps.Sweep | None, errors: Sequence[Error], differences: Sequence[Difference]) -> list[str]:
+def findings(swept: sweeps.Sweep | None, errors: Sequence[Error], differences: Sequence[MetricDifference]) -> list[str]:
     """What the runs say together, in sentences."""
     if swept is not None:
         return sweeps.findings(swept)
@@ -87,10 +87,10 @@ def findings(swept: sweeps.Sweep | None, errors: Sequence[Error], differences: S
 
 
 def tables(
-    runs: Sequence[Run],
+    runs: Sequence[LoadedRun],
     pair: Pair | None,
     errors: Sequence[Error],
-    differences: Sequence[Difference],
+    differences: Sequence[MetricDifference],
     *,
     by_rate: bool,
 ) -> list[Table]:
@@ -103,14 +103,14 @@ def tables(
     return [*several, side_by_side(runs)] if len(runs) <= MOST_IN_DETAIL else several
 
 
-def _pair(runs: Sequence[Run]) -> Pair | None:
+def _pair(runs: Sequence[LoadedRun]) -> Pair | None:
     """(simulated, measured), if that is what the two runs are."""
     if len(runs) != 2 or runs[0].measured == runs[1].measured:
         return None
     return (runs[1], runs[0]) if runs[0].measured else (runs[0], runs[1])
 
 
-def side_by_side(runs: Sequence[Run]) -> Table:
+def side_by_side(runs: Sequence[LoadedRun]) -> Table:
     """The main numbers of every run."""
     rows = []
     for label, metric, unit in QUANTITIES:
@@ -120,7 +120,7 @@ def side_by_side(runs: Sequence[Run]) -> Table:
     return Table("All numbers", ("", *(run.label for run in runs)), rows, "As summary.json of each run has them.")
 
 
-def charts(runs: Sequence[Run], swept: sweeps.Sweep | None) -> list[Chart]:
+def charts(runs: Sequence[LoadedRun], swept: sweeps.Sweep | None) -> list[Chart]:
     """Figures in the order in which practitioners look at them."""
     several = gallery.swept(swept) if swept is not None else []
     if len(runs) > 2 and swept is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from analysis.statistics import intervals
 from analysis.statistics.comparable import check
 from analysis.statistics.intervals import CONFIDENCE, Interval, Intervals
-from analysis.statistics.loading import Run
+from analysis.statistics.loading import LoadedRun
 from cbsim.draw.markdown import Table
 from cbsim.results.checks import DISTRIBUTIONS, NAMES, SINGLE
 from cbsim.results.metrics import SAMPLES_NEEDED
@@ -62,7 +62,7 @@ SHOWN = tuple(_shown())
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class MetricDifference:
     """One metric of two runs. `metric` is its dotted key in summary.json, `unit` as `terminal.QUANTITIES` has it.
 
     `a` and `b` are those of the summaries: of all requests of each run, while the interval may rest on fewer, which
@@ -117,7 +117,7 @@ class Difference:
         return self.interval.seen if self.interval else None
 
 
-def differences(a: Run, b: Run) -> list[Difference]:
+def differences(a: LoadedRun, b: LoadedRun) -> list[MetricDifference]:
     """Every metric that `--check` knows and both runs have. Raises Incomparable if they must not be compared."""
     check((a, b))
     requests, steps = intervals.of_requests(a, b), intervals.of_steps(a, b)
@@ -140,7 +140,9 @@ def differences(a: Run, b: Run) -> list[Difference]:
             method = methods[of_requests] if interval else _no_interval(metric)
             n = _samples(metric, (a.summary, b.summary), source if interval else None)
             few = _few(metric, n, source.units)
-            compared.append(Difference(metric, label(metric), unit(metric), before, after, interval, n, method, few))
+            compared.append(
+                MetricDifference(metric, label(metric), unit(metric), before, after, interval, n, method, few)
+            )
     return compared
 
 
@@ -168,14 +170,14 @@ def _few(metric: str, n: int, units: int) -> bool:
     return min(n, units) < SAMPLES_NEEDED.get(metric.rpartition(".")[2], FEW)
 
 
-def table(differences: Sequence[Difference], a: str, b: str, *, everything: bool = False) -> Table:
+def table(differences: Sequence[MetricDifference], a: str, b: str, *, everything: bool = False) -> Table:
     """A row a metric, `a` and `b` naming the runs; without `everything`, those that a reader looks at first."""
     chosen = {difference.metric: difference for difference in differences}
     rows = [_row(chosen[name]) for name in (chosen if everything else SHOWN) if name in chosen]
     return Table("Differences", ("metric", a, b, "change", f"{LEVEL} interval"), rows, _says(differences))
 
 
-def _row(difference: Difference) -> tuple[str, ...]:
+def _row(difference: MetricDifference) -> tuple[str, ...]:
     name = f"{difference.label} {MARK}" if difference.few else difference.label
     return (
         name,
@@ -186,7 +188,7 @@ def _row(difference: Difference) -> tuple[str, ...]:
     )
 
 
-def _says(differences: Sequence[Difference]) -> str:
+def _says(differences: Sequence[MetricDifference]) -> str:
     methods = sorted({difference.method for difference in differences if difference.interval}, reverse=True)
     text = f"Change of B against A, with {LEVEL} intervals: {'; '.join(methods) or 'none, for want of samples'}. "
     text += (
@@ -195,7 +197,7 @@ def _says(differences: Sequence[Difference]) -> str:
     return text + f"and are too narrow where requests share a queue. {MARK}: too few samples to rely on."
 
 
-def change_text(difference: Difference) -> str:
+def change_text(difference: MetricDifference) -> str:
     """Like "+6.1 %" or "-2.0 pt"; "=" if nothing changed; in the metric's unit where A is 0."""
     if difference.a == difference.b:
         return "="
@@ -204,7 +206,7 @@ def change_text(difference: Difference) -> str:
     return f"{difference.change * 100:+z.{_digits(difference.change)}f} {'pt' if difference.is_share else '%'}"
 
 
-def range_text(difference: Difference) -> str:
+def range_text(difference: MetricDifference) -> str:
     """Like "+5.2 .. +7.0 %", and what follows from it; or why there is none."""
     if not difference.interval:
         return difference.method
@@ -231,7 +233,7 @@ def signed(value: float, unit: str) -> str:
     return f"{'-' if value < 0 else '+'}{shown(abs(value), unit)}"
 
 
-def verdict(differences: Sequence[Difference]) -> list[str]:
+def verdict(differences: Sequence[MetricDifference]) -> list[str]:
     """What changed, in two or three sentences: throughput and makespan, TTFT and TPOT, and how much is to be seen."""
     known = {difference.metric: difference for difference in differences}
     totals = [known[name] for name in ("output_tokens_per_s", "makespan_s") if name in known]
@@ -248,13 +250,13 @@ def verdict(differences: Sequence[Difference]) -> list[str]:
     return [sentence[0].upper() + sentence[1:] for sentence in sentences]
 
 
-def _most(differences: Sequence[Difference], name: str) -> Difference | None:
+def _most(differences: Sequence[MetricDifference], name: str) -> MetricDifference | None:
     """Of a latency's percentiles, the one that changed most; those with enough samples come first."""
     own = [d for d in differences if d.metric in (f"{name}.p50", f"{name}.p99") and d.interval]
     return max(own, key=lambda difference: (not difference.few, abs(difference.change or 0.0)), default=None)
 
 
-def _words(difference: Difference) -> str:
+def _words(difference: MetricDifference) -> str:
     if difference.a == difference.b:
         return "no change"
     if not difference.interval:

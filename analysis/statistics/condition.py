@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from analysis.statistics.compare import LEVEL, Difference, change_text, signed, unit
+from analysis.statistics.compare import LEVEL, MetricDifference, change_text, signed, unit
 from cbsim.results.checks import OPERATORS, CheckError, named
 from cbsim.results.checks import UNITS as TIMES
 from cbsim.results.terminal import shown
@@ -39,13 +39,13 @@ class Condition:
     relative: bool
     magnitude: bool
 
-    def change(self, difference: Difference) -> float:
+    def change(self, difference: MetricDifference) -> float:
         """What the bound is on. From 0 to something is infinitely much, relatively."""
         value = difference.relative if self.relative else difference.delta
         value = math.copysign(math.inf, difference.delta) if value is None else value
         return abs(value) if self.magnitude else value
 
-    def range(self, difference: Difference) -> Range | None:
+    def range(self, difference: MetricDifference) -> Range | None:
         """Its interval, None if there is none."""
         both = difference.interval
         interval = both and (both.relative if self.relative else both.delta)
@@ -104,7 +104,7 @@ def _metric(name: str, text: str) -> str:
         raise ConditionError(str(error)) from None
 
 
-def verdict(condition: Condition, differences: Sequence[Difference], *, sure: bool = False) -> tuple[bool, str]:
+def verdict(condition: Condition, differences: Sequence[MetricDifference], *, sure: bool = False) -> tuple[bool, str]:
     """(failed, a line that says so). The change itself decides; a metric that either run does not have fails.
 
     With `sure` all of the interval must be beyond the bound; where there is none, the change decides.
@@ -122,7 +122,7 @@ def verdict(condition: Condition, differences: Sequence[Difference], *, sure: bo
     return failed, line
 
 
-def _facts(condition: Condition, difference: Difference, interval: Range | None) -> str:
+def _facts(condition: Condition, difference: MetricDifference, interval: Range | None) -> str:
     values = (
         f"{difference.metric} is {shown(difference.a, difference.unit)}, then {shown(difference.b, difference.unit)}"
     )
@@ -131,14 +131,14 @@ def _facts(condition: Condition, difference: Difference, interval: Range | None)
     return f"{values}: {_moved(condition, difference)} ({extent}{', few samples' * difference.few})"
 
 
-def _moved(condition: Condition, difference: Difference) -> str:
+def _moved(condition: Condition, difference: MetricDifference) -> str:
     if condition.relative:
         relative = difference.relative
         return change_text(difference) if relative is None else f"{relative:+z.2%}".replace("%", " %")
     return signed(difference.delta, difference.unit)
 
 
-def _text(condition: Condition, difference: Difference, interval: Range) -> str:
+def _text(condition: Condition, difference: MetricDifference, interval: Range) -> str:
     if condition.relative:
         return " .. ".join(f"{edge * 100:+z.2f}" for edge in interval) + " %"
     return " .. ".join(signed(edge, difference.unit) for edge in interval)

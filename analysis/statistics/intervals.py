@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from analysis.statistics.loading import LATENCIES, Run
+from analysis.statistics.loading import LATENCIES, LoadedRun
 from cbsim.results.metrics import NS, PERCENTILE_METHOD, QUANTILES
 from cbsim.results.record import PHASES
 
@@ -57,7 +57,7 @@ class Intervals:
     replicates: int
 
 
-class Sample(Protocol):
+class UnitSample(Protocol):
     """What a draw of units has statistics of."""
 
     @property
@@ -103,7 +103,7 @@ class Gaps:
     names: tuple[str, ...] = STATISTICS
 
     @classmethod
-    def of(cls, run: Run, rows: Ints) -> Gaps:
+    def of(cls, run: LoadedRun, rows: Ints) -> Gaps:
         """The gaps of the requests at these positions of the table."""
         token_runs = [run.times.rows[row].token_runs for row in rows]
         flat = np.array([number for runs in token_runs for number in runs], dtype=np.int64).reshape(-1, 2)
@@ -177,14 +177,14 @@ def replicates(size: int) -> int:
     return int(np.clip(WORK // max(size, 1), LEAST, MOST))
 
 
-def pairs(a: Run, b: Run) -> tuple[Ints, Ints]:
+def pairs(a: LoadedRun, b: LoadedRun) -> tuple[Ints, Ints]:
     """Positions in both request tables of the requests that ended with their last token, and count, in both runs."""
     ours, theirs = (run.counted[run.counted["done"]] for run in (a, b))
     _, left, right = np.intersect1d(ours["index"], theirs["index"], assume_unique=True, return_indices=True)
     return np.asarray(ours.index)[left], np.asarray(theirs.index)[right]
 
 
-def of_requests(a: Run, b: Run) -> Intervals:
+def of_requests(a: LoadedRun, b: LoadedRun) -> Intervals:
     """Of every latency and of ITL; a request's part in both runs is drawn together."""
     left, right = pairs(a, b)
     size = max(len(left), *(len(gaps) for run in (a, b) for gaps in (run.table, run.times.gaps_ns)))
@@ -192,19 +192,19 @@ def of_requests(a: Run, b: Run) -> Intervals:
     return paired(ours, theirs, len(left), size)
 
 
-def _of_requests(run: Run, rows: Ints) -> dict[str, Sample]:
+def _of_requests(run: LoadedRun, rows: Ints) -> dict[str, UnitSample]:
     columns = {name: run.requests[name].to_numpy(dtype=np.float64)[rows] for name in LATENCIES}
     return {**{name: Values.of(column) for name, column in columns.items()}, "itl_s": Gaps.of(run, rows)}
 
 
-def paired(a: Mapping[str, Sample], b: Mapping[str, Sample], units: int, size: int = 0) -> Intervals:
+def paired(a: Mapping[str, UnitSample], b: Mapping[str, UnitSample], units: int, size: int = 0) -> Intervals:
     """Of samples of the same `units`, drawn together. `size`: numbers that a draw makes, if more than units."""
     draws = replicates(max(units, size))
     seed = np.random.SeedSequence(SEED)  # one for both: the same draws
     return _compared([Drawn(samples, at_random, units, max(units, size), seed) for samples in (a, b)], draws)
 
 
-def of_steps(a: Run, b: Run) -> Intervals:
+def of_steps(a: LoadedRun, b: LoadedRun) -> Intervals:
     """Of step time and of the SHARES. Each run's steps are drawn on their own: there is no telling which is which."""
     draws, seeds = replicates(max(len(a.steps), len(b.steps))), np.random.SeedSequence(SEED).spawn(2)
     both = [
@@ -214,7 +214,7 @@ def of_steps(a: Run, b: Run) -> Intervals:
     return _compared(both, draws)
 
 
-def _of_steps(run: Run) -> dict[str, Sample]:
+def _of_steps(run: LoadedRun) -> dict[str, UnitSample]:
     steps = run.table
     lasted = np.diff(steps["update_end_ns"], prepend=run.start_ns).astype(np.float64)  # their sum is the span
     busy = steps.lane("compute").astype(np.float64)
@@ -228,7 +228,7 @@ def _of_steps(run: Run) -> dict[str, Sample]:
 class Drawn(NamedTuple):
     """Samples of `units` units, and how to draw from them."""
 
-    samples: Mapping[str, Sample]
+    samples: Mapping[str, UnitSample]
     draw: Callable[[np.random.Generator, int, int], Ints]
     units: int
     size: int

@@ -29,7 +29,7 @@ UNTOLD = ("cost.cpu", "scheduler.name", "name")  # what says too little for its 
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LoadedRun:
     """One run directory. `label` tells it from the others that were read with it.
 
     `table` and `times` are what the frames were made of, as `cbsim.results.metrics` wants them.
@@ -88,12 +88,12 @@ class Run:
         return self.requests[(arrival >= low) & (arrival < high)]
 
 
-def read(paths: Sequence[Path]) -> list[Run]:
+def read(paths: Sequence[Path]) -> list[LoadedRun]:
     """Run directories, labelled by what distinguishes them. Raises RunError naming the file that cannot be read."""
     return labelled([_read(path) for path in paths])
 
 
-def _read(path: Path) -> Run:
+def _read(path: Path) -> LoadedRun:
     whole = (path / "steps.parquet").exists() or not (path / VERDICT).exists()
     raw = directory.load(path, whole=whole)
     scenario = _scenario(raw, path / "scenario.resolved.yaml")
@@ -101,7 +101,7 @@ def _read(path: Path) -> Run:
     declared.check(path / "summary.json", raw.summary, declared.SUMMARY)
     _check_whole(raw, scenario["loop"]["mode"], whole=whole)
     times = metrics.token_times(raw.requests, raw.steps)
-    return Run(
+    return LoadedRun(
         path=path,
         label=path.name,
         scenario=scenario,
@@ -151,7 +151,7 @@ def request_frame(times: Requests) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-def labelled(runs: Sequence[Run]) -> list[Run]:
+def labelled(runs: Sequence[LoadedRun]) -> list[LoadedRun]:
     """Each run with a label of its own: its loop, and whatever else sets it apart from the others."""
     flats = [flat(run.scenario) for run in runs]
     fields = sorted(

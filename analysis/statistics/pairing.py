@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from analysis.statistics import comparable, compare
-from analysis.statistics.compare import MARK, SHOWN, Difference, change_text, range_text
-from analysis.statistics.loading import Run, flat
+from analysis.statistics.compare import MARK, SHOWN, MetricDifference, change_text, range_text
+from analysis.statistics.loading import LoadedRun, flat
 from cbsim.draw.markdown import Table
 from cbsim.results.directory import RunError
 from cbsim.results.record import LANES, PHASES
@@ -31,7 +31,7 @@ class Error:
     conditions on changes are conditions on errors.
     """
 
-    difference: Difference
+    difference: MetricDifference
 
     @property
     def metric(self) -> str:
@@ -78,7 +78,7 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class ReplayOutcome:
     """What deriving a run's plans again from its polls came to. `matched` is None if it could not be tried: `says`."""
 
     run: str
@@ -87,7 +87,7 @@ class Replay:
     says: str
 
 
-def check(sim: Run, measured: Run) -> None:
+def check(sim: LoadedRun, measured: LoadedRun) -> None:
     """Raises NotAPair unless one run is simulated and the other measured, Incomparable unless they may be compared."""
     for run, wanted in ((sim, "simulated"), (measured, "measured")):
         if run.measured is not (wanted == "measured"):
@@ -97,20 +97,20 @@ def check(sim: Run, measured: Run) -> None:
     comparable.check((sim, measured))
 
 
-def errors(sim: Run, measured: Run) -> list[Error]:
+def errors(sim: LoadedRun, measured: LoadedRun) -> list[Error]:
     """Of every metric that both runs have. Raises NotAPair, Incomparable."""
     check(sim, measured)
     return [Error(difference) for difference in compare.differences(measured, sim)]
 
 
-def phases(sim: Run, measured: Run) -> list[Phase]:
+def phases(sim: LoadedRun, measured: LoadedRun) -> list[Phase]:
     """Of every CPU phase and device lane; empty if a run has no step with rows."""
     if not all((run.table["rows"] > 0).any() for run in (sim, measured)):
         return []
     return [_phase(name, *(_lasted_us(run, name) for run in (sim, measured))) for name in (*PHASES, *LANES)]
 
 
-def _lasted_us(run: Run, name: str) -> npt.NDArray[np.float64]:
+def _lasted_us(run: LoadedRun, name: str) -> npt.NDArray[np.float64]:
     return run.table.lane(name)[run.table["rows"] > 0] / 1e3
 
 
@@ -118,7 +118,7 @@ def _phase(name: str, sim: npt.NDArray[np.float64], measured: npt.NDArray[np.flo
     return Phase(name, float(sim.mean()), float(measured.mean()), float(np.median(sim)), float(np.median(measured)))
 
 
-def divergence(sim: Run, measured: Run) -> Divergence:
+def divergence(sim: LoadedRun, measured: LoadedRun) -> Divergence:
     """Where the plans part: by their hashes, row for row and block for block."""
     ours, theirs = sim.table["plan_hash"], measured.table["plan_hash"]
     common = min(len(ours), len(theirs))
@@ -130,7 +130,7 @@ def divergence(sim: Run, measured: Run) -> Divergence:
     return Divergence(agreed, len(ours), len(theirs), agreed, reason)
 
 
-def _why(sim: Run, measured: Run, step: int) -> str:
+def _why(sim: LoadedRun, measured: LoadedRun, step: int) -> str:
     """Other settings decide otherwise, and so does a scheduler that has been told of other requests by then."""
     simulated, run_as = (flat(run.scenario) for run in (sim, measured))
     names = [name for name in {**simulated, **run_as} if simulated.get(name) != run_as.get(name)]
@@ -150,28 +150,28 @@ def _why(sim: Run, measured: Run, step: int) -> str:
     return "the counts agree, the rows or blocks do not"
 
 
-def _taken_in(run: Run, step: int) -> set[int]:
+def _taken_in(run: LoadedRun, step: int) -> set[int]:
     """The requests whose poll came before the step was planned."""
     queued = run.requests["queued_ns"] <= int(run.table["schedule_end_ns"][step])
     return set(run.requests["index"][queued].tolist())
 
 
-def replays(runs: Sequence[Run]) -> list[Replay]:
+def replays(runs: Sequence[LoadedRun]) -> list[ReplayOutcome]:
     """Every run's plans derived again from its own polls (`cbsim.server.replan`), without a clock."""
     return [_replay(run) for run in runs]
 
 
-def _replay(run: Run) -> Replay:
+def _replay(run: LoadedRun) -> ReplayOutcome:
     try:
         verdict = replan.rederive(run.path)
     except (RunError, ScenarioError) as error:
-        return Replay(run.label, None, len(run.steps), f"cannot be replayed: {error}")
+        return ReplayOutcome(run.label, None, len(run.steps), f"cannot be replayed: {error}")
     says = verdict.difference or "identical"
-    return Replay(run.label, verdict.matched, verdict.steps, says)
+    return ReplayOutcome(run.label, verdict.matched, verdict.steps, says)
 
 
 def tables(
-    sim: Run, measured: Run, *, everything: bool = False, metric_errors: Sequence[Error] | None = None
+    sim: LoadedRun, measured: LoadedRun, *, everything: bool = False, metric_errors: Sequence[Error] | None = None
 ) -> list[Table]:
     """Errors of the metrics (`metric_errors`, if they are known), of a step's phases, and what became of the plans.
 
@@ -192,7 +192,7 @@ def _error_table(metric_errors: Sequence[Error], everything: bool) -> Table:
     return Table("Errors", ("metric", "simulated", "measured", "error", "interval"), rows, says)
 
 
-def _error_row(difference: Difference) -> tuple[str, ...]:
+def _error_row(difference: MetricDifference) -> tuple[str, ...]:
     name = f"{difference.label} {MARK}" if difference.few else difference.label
     return (
         name,
@@ -215,7 +215,7 @@ def _phase_row(phase: Phase) -> tuple[str, ...]:
     return (phase.name, *means, error, f"{phase.simulated_p50_us:,.1f}", f"{phase.measured_p50_us:,.1f}")
 
 
-def _plan_table(parted: Divergence, again: Sequence[Replay]) -> Table:
+def _plan_table(parted: Divergence, again: Sequence[ReplayOutcome]) -> Table:
     steps = f"{parted.simulated_steps:,} simulated, {parted.measured_steps:,} measured"
     at = "" if parted.step is None else f"step {parted.step:,}: "
     rows = [("same plans from the start", f"{parted.agreed:,}, of {steps}", f"{at}{parted.reason}")]
@@ -224,7 +224,7 @@ def _plan_table(parted: Divergence, again: Sequence[Replay]) -> Table:
     return Table("Decisions", ("check", "steps", "result"), rows, says)
 
 
-def _matched(replay: Replay) -> str:
+def _matched(replay: ReplayOutcome) -> str:
     return "-" if replay.matched is None else f"{replay.matched:,} of {replay.steps:,}"
 
 
@@ -237,7 +237,7 @@ def summary_line(metric_errors: Sequence[Error]) -> str:
     return "; ".join(_summary(*group) for group in groups if group[-1]) or "no metric to tell by"
 
 
-def _summary(noun: str, mark: str, own: Sequence[Difference]) -> str:
+def _summary(noun: str, mark: str, own: Sequence[MetricDifference]) -> str:
     sizes = {difference: abs(difference.change or 0.0) for difference in own}
     worst = max(own, key=lambda difference: sizes[difference])
     median = float(np.median(list(sizes.values()))) * 100

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from analysis.statistics import pairing
-from analysis.statistics.loading import Run
+from analysis.statistics.loading import LoadedRun
 from analysis.statistics.pairing import Phase
-from analysis.validation.cases import Case, Pair
+from analysis.validation.cases import Pair, ValidationCase
 from cbsim.draw.markdown import Table
 from cbsim.proof.bars import BOTH
 from cbsim.results.record import LANES, PHASES
@@ -96,7 +96,7 @@ def _that_count(phases: Sequence[Phase], loop: str) -> Sequence[Phase]:
     return max((cpu, device), key=lambda some: sum(phase.measured_mean_us for phase in some))
 
 
-def regimes(sim: Run, measured: Run) -> list[Regime]:
+def regimes(sim: LoadedRun, measured: LoadedRun) -> list[Regime]:
     """Steps that only decode, and steps that read prompts."""
     return [
         Regime(name, _compute_us(sim, prefill)[0], *_compute_us(measured, prefill))
@@ -104,14 +104,14 @@ def regimes(sim: Run, measured: Run) -> list[Regime]:
     ]
 
 
-def _compute_us(run: Run, prefill: bool) -> tuple[float, int]:
+def _compute_us(run: LoadedRun, prefill: bool) -> tuple[float, int]:
     """The mean compute time of the steps of a kind, NaN if there is none, and their number."""
     kind = (run.table["rows"] > 0) & ((run.table["prefill_tokens"] > 0) == prefill)
     count = int(kind.sum())
     return (float(run.table.lane("compute")[kind].mean()) / 1e3 if count else float("nan"), count)
 
 
-def table(cases: Sequence[Case]) -> list[Table]:
+def table(cases: Sequence[ValidationCase]) -> list[Table]:
     """A row for each case and loop with a bar that is not met; none if all are."""
     header = (
         *("case", "loop", "so", "differs most", "us a step", "its error", "of the step"),
@@ -133,7 +133,7 @@ def table(cases: Sequence[Case]) -> list[Table]:
     return [Table("Where missed bars come from", header, rows, says)] if rows else []
 
 
-def not_met(case: Case, loop: str) -> list[str]:
+def not_met(case: ValidationCase, loop: str) -> list[str]:
     """The bars that this loop misses or that cannot be decided; a speed-up is of both loops."""
     failing = [
         score for score in case.scores if score.loop in (loop, BOTH) and score.verdict in ("missed", "undecided")

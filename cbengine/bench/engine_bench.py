@@ -17,7 +17,7 @@ import torch
 from cbengine import build
 from cbengine.bench import attention_bench, timing
 from cbengine.bench.attention_bench import BATCH
-from cbengine.bench.figures import Figure, Group, say, shown
+from cbengine.bench.figures import Figure, FindingGroup, say, shown
 from cbengine.bench.timing import give_back
 from cbengine.build import Setup
 from cbengine.errors import MissingError
@@ -52,10 +52,10 @@ def bench(device: str, out: Path, serve: Serve, *, quick: bool, as_json: bool) -
 # -- without a GPU ----------------------------------------------------------------------------------------------------
 
 
-def on_cpu(out: Path, serve: Serve, quick: bool) -> list[Group]:
+def on_cpu(out: Path, serve: Serve, quick: bool) -> list[FindingGroup]:
     """The CPU's work a step by batch size, policy and loop; medians, since other processes only ever add time."""
     return [
-        Group(f"{policy}, {rows} requests", partial(_loops, out, serve, rows, policy, 200 if quick else 1000))
+        FindingGroup(f"{policy}, {rows} requests", partial(_loops, out, serve, rows, policy, 200 if quick else 1000))
         for rows in BAR_CPU_S
         for policy in ("vllm", "transformers_fifo")
     ]
@@ -93,18 +93,18 @@ def cpu_work(name: str, steps: Steps, rows: int) -> Figure:
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
-def on_gpu(out: Path, serve: Serve, quick: bool) -> list[Group]:
+def on_gpu(out: Path, serve: Serve, quick: bool) -> list[FindingGroup]:
     """Device, kernel, engine, peer; what takes longest comes last."""
     setup, bandwidth = Setup(device="cuda"), cache(timing.copy_bandwidth)
     length = 512 if quick else LENGTH
     groups = [
-        Group("device", partial(_device, bandwidth)),
-        Group("decode attention", partial(_attention, bandwidth)),
-        Group("engine, async", partial(engine, out, serve, setup, "async", length, bandwidth)),
-        Group("peer", partial(against_peer, out, serve, setup, 128 if quick else 512)),
+        FindingGroup("device", partial(_device, bandwidth)),
+        FindingGroup("decode attention", partial(_attention, bandwidth)),
+        FindingGroup("engine, async", partial(engine, out, serve, setup, "async", length, bandwidth)),
+        FindingGroup("peer", partial(against_peer, out, serve, setup, 128 if quick else 512)),
     ]
     if not quick:
-        groups.append(Group("engine, sync", partial(engine, out, serve, setup, "sync", length, bandwidth)))
+        groups.append(FindingGroup("engine, sync", partial(engine, out, serve, setup, "sync", length, bandwidth)))
     return groups
 
 

@@ -29,14 +29,14 @@ class Figure:
         return f"{self.name:<58} {self.value:>10,.4g} {self.unit:<8}{bar}{verdict}".rstrip()
 
 
-class Group(NamedTuple):
+class FindingGroup(NamedTuple):
     """Findings that are measured together: dataclasses that are their own line."""
 
     name: str
     measure: Callable[[], Iterable[Any]]
 
 
-def shown(groups: Iterable[Group], *, as_json: bool, keep: Path | None = None) -> bool:
+def shown(groups: Iterable[FindingGroup], *, as_json: bool, keep: Path | None = None) -> bool:
     """Measure and print group after group; did all of them end well? A failure is one line on stderr, and the next
     group follows. As JSON, all that was found is one list on stdout. `keep` is a folder for a file a group: JSON
     Lines, each written as it is found.

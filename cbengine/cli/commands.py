@@ -78,7 +78,7 @@ def predicted_again(names: Sequence[str], place: Path) -> int:
     return _say_scores(predict.again(names, place, say), absurd_only=shared_cores)
 
 
-def _say_scores(cases: Sequence[scores.Scored], *, absurd_only: bool) -> int:
+def _say_scores(cases: Sequence[scores.ScoredCase], *, absurd_only: bool) -> int:
     print(scores.table(cases))
     failed = scores.failures(cases, absurd_only=absurd_only)
     for case, score in failed:

@@ -147,7 +147,7 @@ def _smoke(arguments: argparse.Namespace) -> int:
 
     device = arguments.device or ("cuda" if shutil.which("nvidia-smi") else "cpu")
     if arguments.worker is not None:
-        return smoke.work(smoke.Place(device, arguments.out), checks()[arguments.worker :])
+        return smoke.work(smoke.CheckPlace(device, arguments.out), checks()[arguments.worker :])
     worker = (sys.executable, "-m", "cbengine", "smoke", "--device", device, "--out", str(arguments.out), "--from")
     try:
         with ended_politely((signal.SIGTERM, signal.SIGHUP)):
@@ -188,7 +188,7 @@ def _setup(arguments: argparse.Namespace) -> Setup:
     from cbengine.build import Setup, default_device
     from cbengine.errors import UsageError
     from cbengine.sampling import Sampling
-    from cbengine.settings import Settings, read
+    from cbengine.settings import SamplingSettings, read
 
     try:
         sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.sampling_seed)
@@ -200,7 +200,7 @@ def _setup(arguments: argparse.Namespace) -> Setup:
         device=arguments.device or default_device(),
         weights=arguments.weights,
         sampling=sampling,
-        requests=read(apart, sampling) if apart else Settings(),
+        requests=read(apart, sampling) if apart else SamplingSettings(),
         cuda_graphs=not getattr(arguments, "no_cuda_graphs", False),
         end_tokens=getattr(arguments, "stop_at_end_tokens", arguments.command == "generate"),
         injected=tuple(getattr(arguments, "inject", ())),

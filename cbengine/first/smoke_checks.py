@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from cbengine.first import smoke_models
-from cbengine.first.smoke import Check, Found, Place
+from cbengine.first.smoke import CheckPlace, Found, SmokeCheck
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,33 +28,33 @@ BOUND = 1e-2  # bfloat16: of the relative error of every vector
 BIG_ELEMENTS = (1 << 31) + (1 << 24)  # of one layer's keys: their places do not fit 32 bits
 
 
-def checks() -> list[Check]:
+def checks() -> list[SmokeCheck]:
     """In the order in which they are run: what decides whether to go on, then what would be missed most."""
     return [
-        Check("environment", 60, environment),
-        Check("one kernel", 30, one_kernel),
-        Check("one capture", 15, one_capture),
-        Check("tokens of a tiny model", 60, smoke_models.tiny_tokens),
-        Check("attention, 8B, block 256", 25, partial(attention, shape=(4, 128, 256))),
-        Check("small kernels", 20, small_kernels),
-        Check("8B shape, one layer", 30, smoke_models.one_layer),
-        Check("8B, random weights", 60, smoke_models.whole_model),
-        Check("ceilings", 15, ceilings),
-        Check("matrix products", 20, matrix_products),
-        Check("8B, kernels of a step", 50, smoke_models.kernels_of_a_step),
-        Check("streams and events", 15, streams_and_events),
-        Check("attention, 8B, block 16", 20, partial(attention, shape=(4, 128, 16))),
-        Check("attention, 1B, block 16", 20, partial(attention, shape=(4, 64, 16))),
-        Check("attention, qwen3, block 16", 20, partial(attention, shape=(2, 128, 16))),
-        Check("a cache beyond 2^31 elements", 20, big_cache),
-        Check("state under load", 10, state),
+        SmokeCheck("environment", 60, environment),
+        SmokeCheck("one kernel", 30, one_kernel),
+        SmokeCheck("one capture", 15, one_capture),
+        SmokeCheck("tokens of a tiny model", 60, smoke_models.tiny_tokens),
+        SmokeCheck("attention, 8B, block 256", 25, partial(attention, shape=(4, 128, 256))),
+        SmokeCheck("small kernels", 20, small_kernels),
+        SmokeCheck("8B shape, one layer", 30, smoke_models.one_layer),
+        SmokeCheck("8B, random weights", 60, smoke_models.whole_model),
+        SmokeCheck("ceilings", 15, ceilings),
+        SmokeCheck("matrix products", 20, matrix_products),
+        SmokeCheck("8B, kernels of a step", 50, smoke_models.kernels_of_a_step),
+        SmokeCheck("streams and events", 15, streams_and_events),
+        SmokeCheck("attention, 8B, block 16", 20, partial(attention, shape=(4, 128, 16))),
+        SmokeCheck("attention, 1B, block 16", 20, partial(attention, shape=(4, 64, 16))),
+        SmokeCheck("attention, qwen3, block 16", 20, partial(attention, shape=(2, 128, 16))),
+        SmokeCheck("a cache beyond 2^31 elements", 20, big_cache),
+        SmokeCheck("state under load", 10, state),
     ]
 
 
 # -- the machine ------------------------------------------------------------------------------------------------------
 
 
-def environment(place: Place) -> Found:
+def environment(place: CheckPlace) -> Found:
     """Versions, and the GPU as the system describes it. A package that the engine needs and is missing is a failure."""
     versions: Found = {"python": platform.python_version()}
     missing = []
@@ -77,7 +77,7 @@ def environment(place: Place) -> Found:
     return versions
 
 
-def state(place: Place) -> Found:
+def state(place: CheckPlace) -> Found:
     """Clocks, power and throttling, while products are computed."""
     place.only_on_gpu()
     import torch
@@ -94,7 +94,7 @@ def state(place: Place) -> Found:
     return dict(gpu_state)
 
 
-def ceilings(place: Place) -> Found:
+def ceilings(place: CheckPlace) -> Found:
     """What everything else is a share of."""
     place.only_on_gpu()
     from cbengine.bench import timing
@@ -114,7 +114,7 @@ def best() -> Ceilings:
     return timing.ceilings()
 
 
-def matrix_products(place: Place) -> Found:
+def matrix_products(place: CheckPlace) -> Found:
     """Those of a decode step of the 8B model, by rows: milliseconds, and the share of the copy's bandwidth. All of them
     go to gemms.json.
     """
@@ -131,7 +131,7 @@ def matrix_products(place: Place) -> Found:
     return {f"{step.rows} rows": f"{step.seconds * 1e3:.3f} ms, {step.of_copy:.0%} of the copy" for step in steps}
 
 
-def one_kernel(place: Place) -> Found:
+def one_kernel(place: CheckPlace) -> Found:
     """The smallest kernel, compiled and right."""
     from cbengine import build
     from cbengine.model.ops import TorchOps
@@ -141,7 +141,7 @@ def one_kernel(place: Place) -> Found:
     return {"error": worst(build.ops(place.device).rms_norm(x, weight, 1e-5), right), "on": str(x.device)}
 
 
-def one_capture(place: Place) -> Found:
+def one_capture(place: CheckPlace) -> Found:
     """A captured product is computed again from what its input holds at the replay."""
     place.only_on_gpu()
     import torch
@@ -159,7 +159,7 @@ def one_capture(place: Place) -> Found:
     return {"error": worst(y, x.double() @ weight.double())}
 
 
-def streams_and_events(place: Place) -> Found:
+def streams_and_events(place: CheckPlace) -> Found:
     """A copy on one stream beside work on another, ordered by events; how long the CPU takes to hear of an end."""
     place.only_on_gpu()
     import torch
@@ -204,7 +204,7 @@ def streams_and_events(place: Place) -> Found:
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def drawn(place: Place, *shape: int, seed: int = 1) -> Tensor:
+def drawn(place: CheckPlace, *shape: int, seed: int = 1) -> Tensor:
     """Random numbers, bfloat16."""
     import torch
 
@@ -230,7 +230,7 @@ STEPS = {
 }
 
 
-def attention(place: Place, shape: tuple[int, int, int]) -> Found:
+def attention(place: CheckPlace, shape: tuple[int, int, int]) -> Found:
     """Decode, prefill and both in one step, against float64."""
     from cbengine import build
     from cbengine.bench.attention_bench import ragged
@@ -247,7 +247,7 @@ def attention(place: Place, shape: tuple[int, int, int]) -> Found:
     return errors
 
 
-def small_kernels(place: Place) -> Found:
+def small_kernels(place: CheckPlace) -> Found:
     """Norms, rotation with the cache write, and the gate, at the widths of 8B, for a decode step and a chunk of 2,048.
     The gate is held to float64; the others to torch's own roundings, bit by bit where no sum is involved.
     """
@@ -279,7 +279,7 @@ def small_kernels(place: Place) -> Found:
     return errors
 
 
-def big_cache(place: Place) -> Found:
+def big_cache(place: CheckPlace) -> Found:
     """Rows whose blocks lie at the end of a cache that 32 bits cannot address: written and read there."""
     place.only_on_gpu()
     import torch

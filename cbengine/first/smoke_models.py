@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbengine.first.smoke import Found, Place
+from cbengine.first.smoke import CheckPlace, Found
 
 if TYPE_CHECKING:
     from cbengine.build import Setup
@@ -29,7 +29,7 @@ PROFILED = 16  # steps, behind the prefill of LONG
 SHOWN = 6
 
 
-def tiny_tokens(place: Place) -> Found:
+def tiny_tokens(place: CheckPlace) -> Found:
     """A tiny model's texts, in both loops, are those of `generate`, but where two tokens are nearly as likely."""
     from tempfile import TemporaryDirectory
 
@@ -90,18 +90,18 @@ def generated(model: Any, prompt: list[int], count: int) -> list[int]:
     return list(said[0, len(prompt) :].tolist())
 
 
-def one_layer(place: Place) -> Found:
+def one_layer(place: CheckPlace) -> Found:
     """The 8B shape with one layer: captured and replayed, both loops."""
     return timed_loops(place, *ONE_LAYER, *(SMALL if place.device == "cpu" else ()))
 
 
-def whole_model(place: Place) -> Found:
+def whole_model(place: CheckPlace) -> Found:
     """A batch of 32 on an 8B model in both loops."""
     place.only_on_gpu()
     return timed_loops(place, *WHOLE)
 
 
-def kernels_of_a_step(place: Place) -> Found:
+def kernels_of_a_step(place: CheckPlace) -> Found:
     """What a decode step of the 8B model consists of, at 4,096 cached tokens a request: every kernel, its time and
     share, and how long the GPU was idle before it. The table goes to kernels.csv.
     """
@@ -128,7 +128,7 @@ def kernels_of_a_step(place: Place) -> Found:
     return {"ms a step": busy_us / PROFILED / 1e3, "gaps, ms a step": idle_us / PROFILED / 1e3, "longest": longest}
 
 
-def timed_loops(place: Place, *overrides: str) -> Found:
+def timed_loops(place: CheckPlace, *overrides: str) -> Found:
     """8k_b32, so changed, in both loops: milliseconds a step, GPU-active, and whether equal steps take equally long.
     Greedy texts have to be the same in both.
     """

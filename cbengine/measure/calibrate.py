@@ -21,9 +21,9 @@ from cbengine import build
 from cbengine.build import Setup
 from cbengine.errors import UsageError
 from cbengine.measure import probes
-from cbengine.measure.equal_steps import EqualSteps
+from cbengine.measure.equal_steps import EqualStepTimes
 from cbengine.measure.fit import Fit, fit
-from cbengine.measure.probes import Reach, Table
+from cbengine.measure.probes import ProbeTable, Reach
 from cbsim.cost.cpu import PHASES, PhaseCost
 from cbsim.results import environment
 from cbsim.scenario import documents
@@ -48,7 +48,7 @@ class Calibration:
 
     coefficients: dict[str, Any]
     fits: dict[str, Fit]
-    table: Table
+    table: ProbeTable
 
 
 def calibrate(base: Scenario, setup: Setup, say: Callable[[str], None], *, reach: Reach, quick: bool) -> Calibration:
@@ -62,7 +62,7 @@ def calibrate(base: Scenario, setup: Setup, say: Callable[[str], None], *, reach
     return calibration(table, base.model.layers)
 
 
-def calibration(table: Table, layers: int) -> Calibration:
+def calibration(table: ProbeTable, layers: int) -> Calibration:
     """Fit everything. Raises UsageError if the probes were too short for it."""
     if len(table.lines) < ENOUGH:
         text = f"{len(table.lines)} steps are too few, {ENOUGH} would do"
@@ -83,7 +83,7 @@ def calibration(table: Table, layers: int) -> Calibration:
     return Calibration(coefficients | {"cpu": cpu}, fits, table)
 
 
-def _kernels(table: Table) -> tuple[dict[str, Any], Fit]:
+def _kernels(table: ProbeTable) -> tuple[dict[str, Any], Fit]:
     """Terms of the kernels' time. Steps whose kernels waited for their launches say nothing of it; of a step that was
     replayed with nothing before it, what equal steps take less when they are launched ahead was waiting for the launch.
     """
@@ -135,7 +135,7 @@ def _rounded(nanoseconds: float) -> float:
     return float(f"{nanoseconds / 1e9:.6g}")
 
 
-def _recorded(equal: EqualSteps | None) -> dict[str, Any] | None:
+def _recorded(equal: EqualStepTimes | None) -> dict[str, Any] | None:
     """With the digits that a file has."""
     return (
         {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in equal._asdict().items()}
@@ -172,12 +172,12 @@ def write(path: Path, measured: Calibration, base: Scenario, device: str) -> dic
 def refit(path: Path, layers: int) -> dict[str, Any]:
     """Derive a coefficient file again from the steps beside it; returns what it holds. Raises UsageError."""
     try:
-        steps = Table.of(pq.read_table(steps_of(path)))
+        steps = ProbeTable.of(pq.read_table(steps_of(path)))
         before = documents.read(path).data
         coefficients = Coefficients.model_validate(before)
         steps.gap_s = float(coefficients.gap_s)
         if (recorded := coefficients.calibrated) and recorded.equal_steps:
-            steps.equal = EqualSteps(**recorded.equal_steps.model_dump())
+            steps.equal = EqualStepTimes(**recorded.equal_steps.model_dump())
         known = Calibrated.model_validate(before["calibrated"]).model_dump(exclude={*RANGE, "fits"})
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
         reason = build.first_complaint(error) if isinstance(error, ValidationError) else error
@@ -225,7 +225,7 @@ def _written(path: Path, origin: dict[str, Any], measured: Calibration) -> dict[
 RANGE = ("rows", "tokens", "context_tokens")
 
 
-def _range(table: Table) -> dict[str, int]:
+def _range(table: ProbeTable) -> dict[str, int]:
     """The largest that was measured."""
     columns = dict(zip(RANGE, ("requests", "query_tokens", "read"), strict=True))
     return {name: int(table.column(column).max()) for name, column in columns.items()}

@@ -20,7 +20,7 @@ KEYS = ("padded_tokens", "rows", "context_tokens")
 Kinds = dict[tuple[int, ...], list[int]]
 
 
-class EqualSteps(NamedTuple):
+class EqualStepTimes(NamedTuple):
     """Kinds of decode steps that both loops ran, and the median over them of the kernels' seconds in each."""
 
     steps: int
@@ -36,7 +36,7 @@ class EqualSteps(NamedTuple):
         )
 
 
-def equal_steps(runs: Sequence[tuple[Steps, Steps]]) -> EqualSteps | None:
+def equal_steps(runs: Sequence[tuple[Steps, Steps]]) -> EqualStepTimes | None:
     """Compare runs of the same scenarios, (synchronous, asynchronous); None if they have no decode step in common."""
     of_sync: Kinds = {}
     of_async: Kinds = {}
@@ -48,7 +48,7 @@ def equal_steps(runs: Sequence[tuple[Steps, Steps]]) -> EqualSteps | None:
         return None
     times = np.array([(np.median(of_sync[key]), np.median(of_async[key])) for key in both]) / 1e9
     sync_s, async_s = np.median(times, axis=0)
-    return EqualSteps(len(both), float(sync_s), float(async_s), float(np.median(times[:, 0] - times[:, 1])))
+    return EqualStepTimes(len(both), float(sync_s), float(async_s), float(np.median(times[:, 0] - times[:, 1])))
 
 
 def launched_ahead(steps: Steps) -> npt.NDArray[np.bool_]:

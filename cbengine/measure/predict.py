@@ -30,8 +30,8 @@ from cbengine import build
 from cbengine.build import Setup
 from cbengine.errors import UsageError
 from cbengine.measure import calibrate, probes, provenance, suite
-from cbengine.measure.scores import Scored
-from cbengine.measure.suite import Case
+from cbengine.measure.scores import ScoredCase
+from cbengine.measure.suite import SuiteCase
 from cbsim.proof import bars
 from cbsim.proof.bars import BARS, Score
 from cbsim.results import directory
@@ -76,7 +76,7 @@ class About(Frozen):
 
 def predict(
     names: Sequence[str], options: PredictOptions, maker: Callable[[Setup], Maker], say: Callable[[str], None]
-) -> list[Scored]:
+) -> list[ScoredCase]:
     """Predict and run every case of these names and groups. Raises UsageError, ScenarioError, ServerError, RunError."""
     wanted = suite.chosen(names, options.device)
     place = options.out / provenance.slug(options.device)
@@ -84,10 +84,10 @@ def predict(
     for case in wanted:  # what cannot be is refused before anything is measured
         session.scenario(*case.overrides)
     provenance.begin(place / "provenance.json", options.device)
-    return [Scored(case.name, session.case(case)) for case in wanted]
+    return [ScoredCase(case.name, session.case(case)) for case in wanted]
 
 
-def again(names: Sequence[str], place: Path, say: Callable[[str], None]) -> list[Scored]:
+def again(names: Sequence[str], place: Path, say: Callable[[str], None]) -> list[ScoredCase]:
     """Predict the cases that were measured into this folder once more, from what lies there. Raises UsageError for one
     that is no such folder, and for a name that is none of its cases or groups.
     """
@@ -112,7 +112,7 @@ def again(names: Sequence[str], place: Path, say: Callable[[str], None]) -> list
             say(f"  the {loop} loop was not measured: left out")
         if measured:
             ready = _both(next(iter(measured.values())) / "scenario.resolved.yaml")
-            done.append(Scored(name, _predict(folder, about, ready, _refitted(place, ready), say)))
+            done.append(ScoredCase(name, _predict(folder, about, ready, _refitted(place, ready), say)))
     return done
 
 
@@ -156,7 +156,7 @@ class _Session:
         self._setup = Setup(device=options.device)
         self._fitted: dict[str, dict[str, Any]] = {}
 
-    def case(self, case: Case) -> list[Score]:
+    def case(self, case: SuiteCase) -> list[Score]:
         place = self._place / "validation" / case.name
         self._say(f"{case.name}: {case.about}")
         known, ready = _about(place / "case.json"), self.scenario(*case.overrides)
@@ -174,7 +174,7 @@ class _Session:
         self._measure(case, ready, place / "measured")
         return _predict(place, about, ready, coefficients, self._say)
 
-    def _arriving(self, case: Case, rate: float) -> tuple[Case, Scenario]:
+    def _arriving(self, case: SuiteCase, rate: float) -> tuple[SuiteCase, Scenario]:
         """The case with random arrivals at so many requests a second."""
         arrivals = f"workload.arrivals={{kind: poisson, rate_per_s: {rate}}}"
         case = replace(case, overrides=(*case.overrides, arrivals))
@@ -207,7 +207,7 @@ class _Session:
         measured = calibrate.calibrate(probed, self._setup, self._say, reach=reach, quick=self._options.quick)
         return calibrate.write(file, measured, probed, device)
 
-    def _rate(self, case: Case, ready: Scenario, coefficients: dict[str, Any], place: Path) -> float:
+    def _rate(self, case: SuiteCase, ready: Scenario, coefficients: dict[str, Any], place: Path) -> float:
         """Requests a second of a case under load: its share of the capacity, simulated."""
         assert case.load is not None
         if not isinstance(ready.workload, Synthetic):
@@ -219,7 +219,7 @@ class _Session:
         summary = simulated(predictable(flood, coefficients, case.injected_ms), place / "capacity", self._say)["sync"]
         return float(f"{case.load * summary['requests_per_s']:.4g}")
 
-    def _measure(self, case: Case, ready: Scenario, out: Path) -> None:
+    def _measure(self, case: SuiteCase, ready: Scenario, out: Path) -> None:
         """As many runs of each loop as were asked for, less those that are there. Forth and back, so that a machine
         that becomes slower does so for both loops.
         """
@@ -252,12 +252,12 @@ def _model(ready: Scenario) -> str:
     return json.dumps(ready.model.model_dump(mode="json"))
 
 
-def _facts(case: Case, ready: Scenario, rate: float | None) -> About:
+def _facts(case: SuiteCase, ready: Scenario, rate: float | None) -> About:
     facts = {name: value for name, value in asdict(case).items() if name != "overrides"}
     return About(**facts, model=ready.model.name, scheduler=ready.scheduler.name, rate_per_s=rate)
 
 
-def _options(device: str, case: Case, overrides: Sequence[str], out: Path) -> RunOptions:
+def _options(device: str, case: SuiteCase, overrides: Sequence[str], out: Path) -> RunOptions:
     injected = ("--inject", f"prepare={case.injected_ms:g}") if case.injected_ms else ()
     return RunOptions(
         scenario=suite.base(device),

@@ -11,14 +11,14 @@ ABSURD = 0.25  # on a CPU whose own speed wanders a makespan off by more is an e
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredCase:
     """A case and how near its runs are."""
 
     case: str
     scores: Sequence[Score]
 
 
-def failures(cases: Sequence[Scored], *, absurd_only: bool) -> list[tuple[str, Score]]:
+def failures(cases: Sequence[ScoredCase], *, absurd_only: bool) -> list[tuple[str, Score]]:
     """The bars that were missed; of a CPU under real timing only an absurd makespan."""
     scores = [(scored.case, score) for scored in cases for score in scored.scores]
     if absurd_only:
@@ -28,7 +28,7 @@ def failures(cases: Sequence[Scored], *, absurd_only: bool) -> list[tuple[str, S
     return [(case, score) for case, score in scores if score.verdict == "missed"]
 
 
-def table(cases: Sequence[Scored]) -> str:
+def table(cases: Sequence[ScoredCase]) -> str:
     """The scores as a Markdown table."""
     rows = [
         "| workload | loop | metric | simulated | measured | error | repeats | bar |",

@@ -41,7 +41,7 @@ from cbengine.model.decoder import Model
 from cbengine.model.kvcache import KvCache
 from cbengine.model.ops import Rows, TorchOps
 from cbengine.sampling import Sampling
-from cbengine.settings import Settings
+from cbengine.settings import SamplingSettings
 from cbsim.policy.graphs import CAPTURED, bucket, captured_sizes
 from cbsim.results import invariants
 from cbsim.results.metrics import Steps
@@ -52,7 +52,7 @@ torch.set_num_threads(1)
 TINY = Architecture(name="tiny", tied_embeddings=False, max_position=256, **SHAPE)
 SAMPLED = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=3)
 WAYS = {"greedy": Sampling(), "sampled": SAMPLED}
-MIXED = Settings(
+MIXED = SamplingSettings(
     {"r1": Sampling(), "r2": Sampling(temperature=1.2, top_p=0.8), "r4": Sampling(temperature=2.0, top_k=3)}
 )
 capacities = st.builds(
@@ -235,7 +235,7 @@ def test_padding_rows_change_nobody_s_text(
     scheduler: str, loop: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode steps padded to captured sizes, as for graphs, give every live row the tokens that it has without."""
-    requests = MIXED if way == "mixed" else Settings()
+    requests = MIXED if way == "mixed" else SamplingSettings()
     setup = Setup(device="inline", sampling=WAYS.get(way, SAMPLED), requests=requests)
     plain = tiny_run(scheduler, loop, setup)
     monkeypatch.setattr(Inline, "bucket", lambda _, rows: bucket(captured_sizes(1024), rows))
@@ -603,8 +603,8 @@ def test_texts_are_those_of_the_cpu(scheduler: str, loop: str, graphs: bool, fol
 @pytest.mark.gpu
 @GPU
 @each_loop
-@pytest.mark.parametrize("requests", [Settings(), MIXED], ids=["alike", "mixed"])
-def test_replayed_or_launched_sampled_texts_are_the_same(loop: str, requests: Settings, folder: Path) -> None:
+@pytest.mark.parametrize("requests", [SamplingSettings(), MIXED], ids=["alike", "mixed"])
+def test_replayed_or_launched_sampled_texts_are_the_same(loop: str, requests: SamplingSettings, folder: Path) -> None:
     gpu = [replace(on(folder, graphs, SAMPLED), requests=requests) for graphs in (True, False)]
     cpu = Setup(device="inline", sampling=SAMPLED, requests=requests)
     one, other, third = (tiny_run(SCHEDULERS[0], loop, setup).texts for setup in (*gpu, cpu))

@@ -26,8 +26,8 @@ from cbengine.cli import parser
 from cbengine.errors import UsageError
 from cbengine.measure import calibrate, probes
 from cbengine.measure.calibrate import CPU_TERMS, GPU_TERMS
-from cbengine.measure.equal_steps import EqualSteps, equal_steps
-from cbengine.measure.probes import Line, Probe, Reach, Table
+from cbengine.measure.equal_steps import EqualStepTimes, equal_steps
+from cbengine.measure.probes import Probe, ProbeStep, ProbeTable, Reach
 from cbsim.cli import parser as simulator
 from cbsim.cost.cpu import PHASES
 from cbsim.cost.fitted import Curve
@@ -63,14 +63,14 @@ def compute_s(tokens: int, chunks: int, cached: int, pairs: float, decodes: int,
     return linear + MATRICES(tokens) + READS(context)
 
 
-def made_up(count: int, seed: int, noise: float) -> Table:
+def made_up(count: int, seed: int, noise: float) -> ProbeTable:
     """Steps that take what KERNELS, both curves and CPU say, give or take `noise`; those with chunks are eager."""
     rng = np.random.default_rng(seed)
 
     def ns(seconds: float) -> int:
         return round(seconds * 1e9 * (1 + noise * rng.standard_normal()))
 
-    table = Table()
+    table = ProbeTable()
     for _ in range(count):
         chunks, decodes = int(rng.integers(0, 3)), int(rng.integers(1, 17))
         prefill, cached = chunks * int(rng.integers(2, 64)), chunks * int(rng.integers(0, 90))
@@ -81,7 +81,7 @@ def made_up(count: int, seed: int, noise: float) -> Table:
         phases = {name: float(np.dot(list(CPU[name].values()), counts)) for name in PHASES}
         phases["launch"] += EAGER_S * (chunks > 0)
         table.lines.append(
-            Line(
+            ProbeStep(
                 *(tokens, chunks, prefill, cached, pairs, decodes, context, rows, tokens, blocks, changes, context),
                 eager=chunks > 0,
                 bound=False,
@@ -99,7 +99,7 @@ def plan(chunks: tuple[Chunk, ...], **counts: int) -> StepPlan:
     return step_plan(chunks, **counts)
 
 
-def simulated(table: Table) -> Any:
+def simulated(table: ProbeTable) -> Any:
     """The simulator's cost model with what a calibration makes of these steps."""
     found = calibrate.calibration(table, LAYERS)
     base = asked("vllm").model_dump(mode="json")
@@ -141,7 +141,7 @@ def test_a_larger_batch_may_be_the_faster_one() -> None:
     table = made_up(600, 1, 0.0)
     slower = Curve([8, 16, 24], [0, 1e6, 0])
     slow = [line._replace(compute=line.compute + round(slower(min(line.tokens, 24)))) for line in table.lines]
-    curve = calibrate.calibration(Table(slow), LAYERS).coefficients["query_tokens"]
+    curve = calibrate.calibration(ProbeTable(slow), LAYERS).coefficients["query_tokens"]
     at = {point["tokens"]: point["s"] for point in curve}
     assert at[16] > at[24] > 0
 
@@ -153,9 +153,11 @@ def test_steps_that_waited_for_their_launches_do_not_count() -> None:
         line._replace(compute=line.compute * 3, bound=True) if i % 3 == 0 else line
         for i, line in enumerate(table.lines)
     ]
-    assert calibrate.calibration(Table(waited), LAYERS).fits["kernels"].steps == 400
+    assert calibrate.calibration(ProbeTable(waited), LAYERS).fits["kernels"].steps == 400
     step = plan((), decodes=8, decode_context=800)
-    assert simulated(Table(waited)).gpu_ns(step, 8)[1] == pytest.approx(simulated(table).gpu_ns(step, 8)[1], rel=0.01)
+    assert simulated(ProbeTable(waited)).gpu_ns(step, 8)[1] == pytest.approx(
+        simulated(table).gpu_ns(step, 8)[1], rel=0.01
+    )
 
 
 def test_a_curve_has_points_only_where_steps_are() -> None:
@@ -217,7 +219,7 @@ def test_of_the_asynchronous_loop_count_kernels_that_did_not_wait() -> None:
     """Steps that were launched in one go while the one before ran: not the late one, not the eager one. What the CPU
     took in that loop is not used.
     """
-    table, n = Table(), 7
+    table, n = ProbeTable(), 7
     plans = [plan((), decodes=4, decode_context=400)] * (n - 1)
     plans.append(plan((Chunk(spec(0, 90, 4), 0, 0, 20, (), 0),)))
     start = np.arange(n) * 100
@@ -260,8 +262,8 @@ def test_waiting_for_a_launch_is_no_work_of_the_kernels() -> None:
         for i, line in enumerate(clean.lines)
         if i % 2 == 0 or not line.eager
     ]
-    table = Table(late, equal=EqualSteps(9, 1e-3, 9.6e-4, waited_ns / 1e9))
-    same = Table(
+    table = ProbeTable(late, equal=EqualStepTimes(9, 1e-3, 9.6e-4, waited_ns / 1e9))
+    same = ProbeTable(
         [line._replace(compute=line.compute - waited_ns * (not line.eager and not line.ahead)) for line in late]
     )
     found, right = (calibrate.calibration(one, LAYERS).coefficients for one in (table, same))
@@ -272,7 +274,7 @@ def test_waiting_for_a_launch_is_no_work_of_the_kernels() -> None:
 @pytest.mark.parametrize("missing", [(), ("ahead",)])
 def test_steps_of_older_files_are_those_of_the_synchronous_loop(missing: tuple[str, ...]) -> None:
     made = made_up(30, 1, 0.0)
-    assert Table.of(made.arrow().drop_columns(list(missing))).lines == made.lines
+    assert ProbeTable.of(made.arrow().drop_columns(list(missing))).lines == made.lines
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------
@@ -397,7 +399,7 @@ def test_what_a_base_scenario_says_of_its_loop_does_not_matter(loop: str) -> Non
     assert said[:2] == ["probe 1 of 2: few", "probe 2 of 2: few, in both loops"]
     assert table.lines
     assert all(line.requests >= 1 and line.d2h >= 0 and not line.eager for line in table.lines)
-    assert Table.of(table.arrow()).lines == table.lines
+    assert ProbeTable.of(table.arrow()).lines == table.lines
 
 
 @pytest.mark.parametrize(
