@@ -131,7 +131,7 @@ def first_complaint(error: ValidationError) -> str:
 
 
 def _check_heads(shape: ModelShape) -> None:
-    """What a simulated model need not care about."""
+    """Refuse heads that can be simulated but not computed."""
     if shape.heads % shape.kv_heads:
         raise ScenarioError(f"model.kv_heads: got {shape.kv_heads}, must divide model.heads ({shape.heads})")
     if shape.head_dim % 2:

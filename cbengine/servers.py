@@ -118,7 +118,7 @@ def _check_peer(setup: Setup, scenario: Scenario) -> None:
         "--stop-at-end-tokens": setup.end_tokens,
     }
     if any(ours_alone.values()):
-        given = ", ".join(option for option, asked_for in ours_alone.items() if asked_for)
+        given = ", ".join(option for option, wanted in ours_alone.items() if wanted)
         raise UsageError(f"--engine transformers: takes no {given}: it computes greedily, as long as it is asked to")
     heads, hidden = scenario.model.heads, scenario.model.hidden
     if hidden % heads and not (scenario.model.qk_norm or scenario.model.qkv_bias):

@@ -96,7 +96,7 @@ def _write_report(made: Report, out: Path) -> None:
 
 
 def _write_files(made: Report, out: Path) -> bool:
-    """Is there a page among them?"""
+    """Write these files; is there a page among them?"""
     folder.write(out, {folder.FACTS: reports.facts(made)})
     folder.write(out, {"report.md": markdown.text(made).encode(errors="replace")})
     for chart in made.charts:

@@ -37,8 +37,8 @@ def spread(values: Iterable[Floats]) -> bool:
 
 def ran(steps: pd.DataFrame) -> pd.DataFrame:
     """The steps with rows: the table itself if that is all of them, else the columns that figures of them need."""
-    some = steps["rows"].to_numpy() > 0
-    return steps if some.all() else steps[NEEDED][some]
+    busy = steps["rows"].to_numpy() > 0
+    return steps if busy.all() else steps[NEEDED][busy]
 
 
 def held(steps: pd.DataFrame) -> tuple[Floats, Floats]:

@@ -61,8 +61,8 @@ def _style(index: int, is_measured: bool) -> Style:
 
 def _sample(requests: Any, times: metrics.Requests, key: str) -> LatencySample:
     if key == "itl_s":
-        some = times.gap_counts > 0
-        return LatencySample(times.gaps_ns[some] / NS, times.gap_counts[some])
+        occurring = times.gap_counts > 0
+        return LatencySample(times.gaps_ns[occurring] / NS, times.gap_counts[occurring])
     values = column(requests, key)
     return LatencySample(values[np.isfinite(values)])
 

@@ -97,7 +97,7 @@ def matched(measured: pd.DataFrame, simulated: pd.DataFrame) -> pd.DataFrame:
 
 def scatter(loops: Mapping[str, Sequence[pd.DataFrame]]) -> Chart:
     """TTFT and TPOT of every request, simulated over measured: by loop, the `matched` frames of all cases."""
-    frames = {loop: pd.concat(some, ignore_index=True) for loop, some in loops.items() if some}
+    frames = {loop: pd.concat(parts, ignore_index=True) for loop, parts in loops.items() if parts}
     total = sum(map(len, frames.values()))
     every = -(-total // MOST_POINTS) or 1
     kept = {loop: frame.iloc[::every] for loop, frame in frames.items()}

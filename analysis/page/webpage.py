@@ -139,7 +139,7 @@ def _value(tile: Tile, tag: str) -> str:
     return f'<{tag} data-metric="{escape(tile.metric)}"><span class="value">{escape(tile.value)}</span>{note}</{tag}>'
 
 
-def _found(source: Source, metric: str) -> Tile | None:
+def _tile_of(source: Source, metric: str) -> Tile | None:
     return next((tile for tile in source.tiles if tile.metric == metric), None)
 
 
@@ -148,7 +148,7 @@ def _shared(sources: Sequence[Source], metric: str, label: str) -> str:
     rows = "".join(
         f"<div>{_mark(index)}<dt>{escape(source.label)}</dt>{_value(tile, 'dd') if tile else '<dd>none</dd>'}</div>"
         for index, source in enumerate(sources)
-        for tile in [_found(source, metric)]
+        for tile in [_tile_of(source, metric)]
     )
     return f'<div class="tile"><h3>{escape(label)}</h3><dl>{rows}</dl></div>'
 
@@ -158,7 +158,7 @@ def _table_of_runs(sources: Sequence[Source], metrics: dict[str, str]) -> str:
     head = "".join(f'<th scope="col">{escape(label)}</th>' for label in ("run", *metrics.values()))
     rows = "".join(
         f'<tr><th scope="row">{escape(source.label)}</th>'
-        + "".join(_value(tile, "td") if (tile := _found(source, metric)) else "<td>none</td>" for metric in metrics)
+        + "".join(_value(tile, "td") if (tile := _tile_of(source, metric)) else "<td>none</td>" for metric in metrics)
         + "</tr>"
         for source in sources
     )

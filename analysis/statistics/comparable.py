@@ -52,7 +52,7 @@ def _changed(a: LoadedRun, b: LoadedRun) -> str:
     """The scenario's fields that make the workloads differ."""
     if None in (_workload(a), _workload(b)):
         return "env.json has no workload_hash to tell by"
-    ours, theirs = (_asked(run) for run in (a, b))
+    ours, theirs = (_workload_settings(run) for run in (a, b))
     names = [name for name in {**ours, **theirs} if ours.get(name, ABSENT) != theirs.get(name, ABSENT)]
     texts = [f"{name} is {_said(ours.get(name, ABSENT))} and {_said(theirs.get(name, ABSENT))}" for name in names]
     more = len(texts) - AT_MOST_NAMED
@@ -60,7 +60,7 @@ def _changed(a: LoadedRun, b: LoadedRun) -> str:
     return ", ".join(texts) or "no field of it does, so the data that it was made from or the code that made it"
 
 
-def _asked(run: LoadedRun) -> dict[str, Any]:
+def _workload_settings(run: LoadedRun) -> dict[str, Any]:
     fields = flat(run.scenario)
     return {name: value for name, value in fields.items() if name == "seed" or name.startswith("workload.")}
 

@@ -1,5 +1,5 @@
-"""Runs of one workload side by side: schedulers and loops, best throughput first. Whether they may be compared is not
-asked here.
+"""Runs of one workload side by side: schedulers and loops, best throughput first. Whether they may be compared is
+checked elsewhere.
 """
 
 from __future__ import annotations

@@ -91,9 +91,9 @@ def check(sim: LoadedRun, measured: LoadedRun) -> None:
     """Raises NotAPair unless one run is simulated and the other measured, Incomparable unless they may be compared."""
     for run, wanted in ((sim, "simulated"), (measured, "measured")):
         if run.measured is not (wanted == "measured"):
-            is_one = "measured" if run.measured else "simulated"
+            kind = "measured" if run.measured else "simulated"
             hint = "put the simulated run first" if sim.measured and not measured.measured else "use compare"
-            raise NotAPair(f"{run.path}: is {is_one}, expected a {wanted} run; {hint}")
+            raise NotAPair(f"{run.path}: is {kind}, expected a {wanted} run; {hint}")
     comparable.check((sim, measured))
 
 
@@ -131,7 +131,7 @@ def divergence(sim: LoadedRun, measured: LoadedRun) -> Divergence:
 
 
 def _why(sim: LoadedRun, measured: LoadedRun, step: int) -> str:
-    """Other settings decide otherwise, and so does a scheduler that has been told of other requests by then."""
+    """Why plans part: other settings, or a scheduler that had heard of other requests by then."""
     simulated, run_as = (flat(run.scenario) for run in (sim, measured))
     names = [name for name in {**simulated, **run_as} if simulated.get(name) != run_as.get(name)]
     set_otherwise = [name for name in names if not name.startswith(NO_DECISION)]

@@ -89,11 +89,11 @@ def _by(
 def _labels(differing: Sequence[str], flats: Sequence[Mapping[str, Any]]) -> list[str]:
     """What tells groups apart: scheduler, loop, kind, and of the other fields no more than are needed."""
     words = [[str(facts["scheduler.name"])] if "scheduler.name" in differing else [] for facts in flats]
-    words = [[*some, str(facts["loop.mode"])] for some, facts in zip(words, flats, strict=True)]
+    words = [[*parts, str(facts["loop.mode"])] for parts, facts in zip(words, flats, strict=True)]
     for name in ("measured", *(name for name in differing if name not in ("measured", "scheduler.name", "loop.mode"))):
         if name in differing and (name == "measured" or len({*map(tuple, words)}) < len(words)):
-            words = [[*some, _word(name, facts.get(name))] for some, facts in zip(words, flats, strict=True)]
-    return [" ".join(filter(None, some)) for some in words]
+            words = [[*parts, _word(name, facts.get(name))] for parts, facts in zip(words, flats, strict=True)]
+    return [" ".join(filter(None, parts)) for parts in words]
 
 
 def _word(name: str, value: Any) -> str:

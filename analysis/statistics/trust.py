@@ -40,7 +40,7 @@ def caveats(runs: Sequence[LoadedRun]) -> list[Caveat]:
 
 
 def _of_kind(kind: str, rule: Callable[[LoadedRun], str | None], runs: Sequence[LoadedRun]) -> list[Caveat]:
-    """What a rule says of the runs: in full of a few, of more only that it is so."""
+    """What a rule says of the runs: in full for the first few texts, for others only that it applies."""
     runs_by_text: dict[str, list[str]] = {}
     for run in runs:
         if text := rule(run):

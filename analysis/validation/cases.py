@@ -1,7 +1,7 @@
 """A validation folder: workloads that were measured and simulated, each a case with its runs and what they score.
 
 validation/<case>/case.json says what a case is; the run directories beside it, in measured/ and simulated/, are one or
-more runs of each loop and one of each. What is not there yet is told and left out; what is wrong is refused by name.
+more runs of each loop and one of each. What is not there yet is left out and told; what is wrong is refused by name.
 A folder without validation/ is read from its packed runs, if it has any.
 """
 
@@ -52,7 +52,7 @@ class Pair:
 
     @property
     def whole(self) -> bool:
-        """Are the tables there of the two runs that are looked into?"""
+        """Do both runs that are looked into still have their tables?"""
         return self.middle.whole and self.simulated.whole
 
 
@@ -202,7 +202,7 @@ def _read_case(folder: Path) -> tuple[ValidationCase | None, list[Caveat]]:
     about, left_out = _about(folder / "case.json"), [*_cut_short(folder)]
     runs = {kind: _runs(folder, kind) for kind in KINDS}
     left_out += _lacking(folder.name, runs)
-    loops = {loop: Pair(_one(ours), theirs) for loop in LOOPS for theirs, ours in [_of(loop, runs)] if ours and theirs}
+    loops = {loop: Pair(_only(ours), theirs) for loop in LOOPS for theirs, ours in [_of(loop, runs)] if ours and theirs}
     if not loops:
         return None, left_out
     _check(list(loops.values()))
@@ -254,9 +254,9 @@ def _runs(folder: Path, kind: str) -> list[LoadedRun]:
 
 
 def _check_kind(run: LoadedRun, kind: str) -> None:
-    is_one, other = (MEASURED, SIMULATED) if run.measured else (SIMULATED, MEASURED)
-    if is_one != kind:
-        raise NotAPair(f"{run.path}: is {is_one}, expected a {other} run; those that were {is_one} go to {is_one}/")
+    actual, other = (MEASURED, SIMULATED) if run.measured else (SIMULATED, MEASURED)
+    if actual != kind:
+        raise NotAPair(f"{run.path}: is {actual}, expected a {other} run; those that were {actual} go to {actual}/")
     makespan = run.summary.get("makespan_s")
     if not makespan or makespan < 0:
         raise RunError(f"{run.path / 'summary.json'}: makespan_s is {shown(makespan)}, expected seconds above 0")
@@ -267,7 +267,7 @@ def _of(loop: str, runs: Mapping[str, Sequence[LoadedRun]]) -> list[list[LoadedR
 
 
 def _lacking(case: str, runs: Mapping[str, Sequence[LoadedRun]]) -> Iterator[Caveat]:
-    """What there is no run of: in a case as a whole, else in one of its loops."""
+    """What has no run: the whole case, else one of its loops."""
     for kind in KINDS:
         if not runs[kind]:
             yield Caveat(LACKS[kind], case, f"{LACKS[kind]}, left out")
@@ -276,7 +276,7 @@ def _lacking(case: str, runs: Mapping[str, Sequence[LoadedRun]]) -> Iterator[Cav
         yield from (Caveat(LACKS[kind], case, f"the {loop} loop is {LACKS[kind]}, left out") for loop in missing)
 
 
-def _one(simulated: Sequence[LoadedRun]) -> LoadedRun:
+def _only(simulated: Sequence[LoadedRun]) -> LoadedRun:
     if len(simulated) > 1:
         names = ", ".join(run.path.name for run in simulated)
         raise RunError(

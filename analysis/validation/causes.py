@@ -78,7 +78,7 @@ class Cause:
 
 
 def cause(pair: Pair, bars: Sequence[str]) -> Cause:
-    """Of the simulated run against the measured one of median makespan."""
+    """How the simulated run differs from the measured one of median makespan."""
     sim, measured = pair.simulated, pair.middle
     phases = _that_count(pairing.phases(sim, measured), sim.loop)
     largest = max(phases, key=lambda phase: abs(phase.simulated_mean_us - phase.measured_mean_us), default=None)
@@ -88,12 +88,12 @@ def cause(pair: Pair, bars: Sequence[str]) -> Cause:
 
 
 def _that_count(phases: Sequence[Phase], loop: str) -> Sequence[Phase]:
-    """All but the wait; where CPU and device overlap, of the side that takes longer, as the other costs nothing."""
+    """All phases but the wait. Where CPU and device overlap, those of the longer side: the other is free."""
     cpu = [phase for phase in phases if phase.name in PHASES and phase.name != WAIT]
     device = [phase for phase in phases if phase.name in LANES]
     if loop == "sync":
         return [*cpu, *device]
-    return max((cpu, device), key=lambda some: sum(phase.measured_mean_us for phase in some))
+    return max((cpu, device), key=lambda side: sum(phase.measured_mean_us for phase in side))
 
 
 def regimes(sim: LoadedRun, measured: LoadedRun) -> list[Regime]:

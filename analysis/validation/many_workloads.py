@@ -65,7 +65,7 @@ def _source(run: LoadedRun, folder: str, *, whole: bool) -> Source:
 
 
 def caveats(cases: Sequence[ValidationCase]) -> list[Caveat]:
-    """Of the runs that stand in the tables and figures; whom a caveat is of is named as long as that can be read."""
+    """Caveats of the runs in tables and figures; of many runs only the first few are named."""
     pairs = [pair for case in cases for pair in case.loops.values() if pair.whole]
     runs = [run for pair in pairs for run in (pair.middle, pair.simulated)]
     labels = {run.label for run in runs}
@@ -73,7 +73,7 @@ def caveats(cases: Sequence[ValidationCase]) -> list[Caveat]:
 
 
 def not_kept(cases: Sequence[ValidationCase]) -> list[Caveat]:
-    """The packed cases of which only the numbers can be told."""
+    """The packed cases without tables: only their numbers are known."""
     names = [case.name for case in cases if not _is_whole(case)]
     says = "packed without steps and requests: in the tables of errors only, and in no other caveat"
     return [Caveat("not kept", ", ".join(names), f"{says}.")] if names else []
@@ -127,7 +127,7 @@ def _requests(case: ValidationCase, loop: str) -> Any:
 
 
 def chosen(cases: Sequence[ValidationCase]) -> ValidationCase:
-    """The case whose lanes are drawn: of a name that is known well, else on a curve, else the first."""
+    """The case whose lanes are drawn: a well-known one, else one on a curve, else the first."""
     named = [case for case in cases if case.name == DRAWN_IF_THERE]
     return [*named, *(case for case in cases if case.curve is not None), *cases][0]
 

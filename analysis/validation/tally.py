@@ -32,24 +32,24 @@ class CaseScore(NamedTuple):
 
     @property
     def size(self) -> float:
-        """Of the error; what is no number is the worst."""
+        """The size of the error; one that is no number counts as the largest."""
         return abs(self.score.error) if isfinite(self.score.error) else inf
 
 
 def judged(cases: Sequence[ValidationCase], bar: Bar | None = None) -> list[CaseScore]:
-    """The scores that a bar is asked of: of one bar, or all."""
+    """The scores that are held to a bar: to this one, or to any."""
     scores = [CaseScore(case, score) for case in cases for score in case.scores if score.asked]
     return [scored for scored in scores if bar is None or scored.score.bar == bar]
 
 
 def of(case: ValidationCase, loop: str, label: str) -> Score | None:
-    """The score of a row: the speed-up is told in that of the async loop."""
+    """The score in a row of the table: the speed-up stands in the async loop's."""
     wanted = BOTH if label == SPEED_UP and loop == "async" else loop
     return next((score for score in case.scores if (score.loop, score.bar.label) == (wanted, label)), None)
 
 
 def replays(cases: Sequence[ValidationCase]) -> list[ReplayOutcome]:
-    """Of every measured run."""
+    """Every measured run, replayed."""
     return [verdict for case in cases for verdicts in case.replays.values() for verdict in verdicts]
 
 

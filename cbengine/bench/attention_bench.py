@@ -40,13 +40,13 @@ class AttentionCase:
     flop: float  # 4 x heads x width for each query and token that it sees
 
     def answers(self, ops: Ops) -> Tensor:
-        """Of the last layer, after all others were computed."""
+        """Attention of the last layer, after all others were computed."""
         for keys, values in self.cache:
             out = ops.attention(self.queries, keys, values, self.rows)
         return out
 
     def seconds(self, ops: Ops) -> float:
-        """Of one layer."""
+        """Seconds that one layer takes."""
         return timing.timed(lambda: self.answers(ops), self.queries.device.type) / len(self.cache)
 
 

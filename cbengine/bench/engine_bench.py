@@ -155,8 +155,8 @@ def bar_seconds() -> float | None:
 
 
 def against_peer(out: Path, serve: Serve, setup: Setup, length: int) -> Iterator[Figure]:
-    """Both engines at the same length, which is shorter, since the peer is slower. The peer needs more than every
-    machine has: what it cannot do is said, and the rest goes on.
+    """Both engines at the same output length, a short one, since the peer is slow. Where the peer cannot run, its
+    complaint is printed and the rest goes on.
     """
     for loop in ("async", "sync"):
         rates = []

@@ -30,7 +30,7 @@ class Figure:
 
 
 class FindingGroup(NamedTuple):
-    """Findings that are measured together: dataclasses that are their own line."""
+    """Findings that are measured together: dataclasses, each printed as a line."""
 
     name: str
     measure: Callable[[], Iterable[Any]]
@@ -62,7 +62,7 @@ def shown(groups: Iterable[FindingGroup], *, as_json: bool, keep: Path | None = 
 
 
 def _add(path: Path, mine: list[dict[str, Any]]) -> None:
-    """The last of them to the file, which the first one begins."""
+    """Append the last finding to the file; the first one creates it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w" if len(mine) == 1 else "a", encoding="utf-8") as file:
         file.write(json.dumps(mine[-1]) + "\n")

@@ -40,7 +40,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 
 class TargetAlone:
-    """As much of a driver as compiling asks: what for, not where."""
+    """As much of a driver as compiling needs: a target, but no device."""
 
     def get_current_target(self) -> GPUTarget:
         return TARGET

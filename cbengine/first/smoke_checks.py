@@ -95,7 +95,7 @@ def state(place: CheckPlace) -> Found:
 
 
 def ceilings(place: CheckPlace) -> Found:
-    """What everything else is a share of."""
+    """The device's ceilings: what else is measured is given as a share of them."""
     place.only_on_gpu()
     from cbengine.bench import timing
 

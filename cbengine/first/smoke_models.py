@@ -129,8 +129,8 @@ def kernels_of_a_step(place: CheckPlace) -> Found:
 
 
 def timed_loops(place: CheckPlace, *overrides: str) -> Found:
-    """8k_b32, so changed, in both loops: milliseconds a step, GPU-active, and whether equal steps take equally long.
-    Greedy texts have to be the same in both.
+    """8k_b32 with these overrides, in both loops: milliseconds a step, GPU-active, and whether equal steps take
+    equally long. Greedy texts have to be the same in both.
     """
     from cbengine import build
     from cbengine.build import Setup

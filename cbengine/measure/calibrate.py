@@ -136,7 +136,7 @@ def _rounded(nanoseconds: float) -> float:
 
 
 def _recorded(equal: EqualStepTimes | None) -> dict[str, Any] | None:
-    """With the digits that a file has."""
+    """As a file records it, with six digits."""
     return (
         {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in equal._asdict().items()}
         if equal
@@ -226,7 +226,7 @@ RANGE = ("rows", "tokens", "context_tokens")
 
 
 def _range(table: ProbeTable) -> dict[str, int]:
-    """The largest that was measured."""
+    """The largest sizes that were measured."""
     columns = dict(zip(RANGE, ("requests", "query_tokens", "read"), strict=True))
     return {name: int(table.column(column).max()) for name, column in columns.items()}
 

@@ -26,7 +26,7 @@ class EqualStepTimes(NamedTuple):
     steps: int
     sync_s: float
     async_s: float
-    difference_s: float  # median of the differences; above 0: synchronous steps are told as longer
+    difference_s: float  # median of the differences; above 0: synchronous steps are measured as longer
 
     def __str__(self) -> str:
         share = self.difference_s / self.async_s if self.async_s else 0.0

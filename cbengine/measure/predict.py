@@ -147,7 +147,7 @@ def _gain(scenario: Scenario) -> float:
 
 
 class _Session:
-    """One call: what it was asked for, and the coefficients it has found so far."""
+    """One call of `predict`: its options, and the coefficients fitted so far."""
 
     def __init__(
         self, options: PredictOptions, place: Path, maker: Callable[[Setup], Maker], say: Callable[[str], None]
@@ -185,7 +185,7 @@ class _Session:
         return build.adapted(scenario, self._setup)
 
     def _coefficients(self, ready: Scenario) -> dict[str, Any]:
-        """Those of the model and the family of schedulers, from probes that were run before if there are any."""
+        """Coefficients of the model and the family of schedulers; probes that were run before are used again."""
         file = _coefficient_file(self._place, ready)
         if file.name not in self._fitted:
             self._fitted[file.name] = self._calibrated(file, ready)
@@ -248,7 +248,7 @@ def _refitted(place: Path, ready: Scenario) -> dict[str, Any]:
 
 
 def _model(ready: Scenario) -> str:
-    """As an override takes it: every field, so that any model will do."""
+    """The model as an override's value, with every field, so that any model will do."""
     return json.dumps(ready.model.model_dump(mode="json"))
 
 
@@ -321,7 +321,7 @@ def _about(file: Path) -> About | None:
 
 
 def _summaries(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Of the measured runs, by loop."""
+    """Summaries of the measured runs, by loop."""
     by_loop: dict[str, list[dict[str, Any]]] = {}
     for _, summary in _runs(folder):
         by_loop.setdefault(summary["loop"], []).append(summary)
@@ -331,8 +331,8 @@ def _summaries(folder: Path) -> dict[str, list[dict[str, Any]]]:
 def _trim(path: Path) -> None:
     """Without what is large and can be made again."""
     for name in LEFT_OUT:
-        thing = path / name
-        shutil.rmtree(thing) if thing.is_dir() else thing.unlink(missing_ok=True)
+        rest = path / name
+        shutil.rmtree(rest) if rest.is_dir() else rest.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class ProbeTable:
 
     @classmethod
     def of(cls, table: pa.Table) -> ProbeTable:
-        """From such a file. Raises KeyError for a missing column, ValueError for what is no count or time."""
+        """From what `arrow` made. Raises KeyError for a missing column, ValueError for what is no count or time."""
         names = [
             name for name in ProbeStep._fields if name != "ahead" or name in table.column_names
         ]  # older files lack it
@@ -132,7 +132,7 @@ class ProbeTable:
         return cls([ProbeStep(*values) for values in zip(*columns, strict=True)])
 
     def arrow(self) -> pa.Table:
-        """For a file: whoever wants to fit other terms need not measure again."""
+        """For a file, so that other terms can be fitted without measuring again."""
         return pa.table({name: [getattr(line, name) for line in self.lines] for name in ProbeStep._fields})
 
 
