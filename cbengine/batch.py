@@ -50,7 +50,7 @@ class Capacity(NamedTuple):
         return self.rows + 64
 
 
-class Decoding:
+class DecodingRows:
     """The rows that go on decoding, in no particular order: one line of a few arrays each. Those that say how tokens
     are drawn are kept only if `random`.
     """
@@ -108,7 +108,7 @@ class Batcher:
         self._scratch_slot = capacity.slots
         self._free = list(range(capacity.slots))[::-1]
         self._sequences = sequences
-        self._decoding = Decoding(capacity.rows, random=random)
+        self._decoding = DecodingRows(capacity.rows, random=random)
         self._padded, self._random = padded, random
         self._places: list[int] = []
         self._blocks: list[int] = []

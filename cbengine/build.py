@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cbengine.batch import Batcher, Capacity
 from cbengine.content import Prompts
-from cbengine.device.base import Device, Inline, Modelled
+from cbengine.device.base import EngineDevice, Inline, Modelled
 from cbengine.device.clock import Clock, CpuClock, WallClock
 from cbengine.device.cuda import Cuda
 from cbengine.device.executor import Executor
@@ -30,7 +30,7 @@ from cbengine.model.decoder import Model
 from cbengine.model.kvcache import DeviceMemoryError, KvCache
 from cbengine.model.ops import Ops, TorchOps
 from cbengine.sampling import Sampling
-from cbengine.settings import Settings
+from cbengine.settings import SamplingSettings
 from cbsim.policy.kind import Options
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
@@ -55,7 +55,7 @@ class Setup:
     device: DeviceName
     weights: Path | None = None
     sampling: Sampling = field(default_factory=Sampling)
-    requests: Settings = field(default_factory=Settings)
+    requests: SamplingSettings = field(default_factory=SamplingSettings)
     cuda_graphs: bool = True
     end_tokens: bool = False  # stop at the model's end tokens, too
     injected: tuple[tuple[str, int], ...] = ()
@@ -83,11 +83,11 @@ def device_name(setup: Setup) -> str:
     return f"CPU, {setup.device} device: no GPU"
 
 
-def adapted(asked: Scenario, setup: Setup) -> Scenario:
+def adapted(scenario: Scenario, setup: Setup) -> Scenario:
     """The scenario as this device can run it, so that what is recorded is what ran: the shape of the weights, float32
     on a CPU, on a GPU a cache that fits its memory, and which steps are CUDA graphs. Raises ScenarioError, UsageError.
     """
-    shape = asked.model
+    shape = scenario.model
     if setup.weights is not None:
         shape = shape_of(setup.weights, shape.dtype)
     if setup.device in ("inline", "process"):
@@ -96,20 +96,20 @@ def adapted(asked: Scenario, setup: Setup) -> Scenario:
         raise UsageError(f"model.experts: got {shape.experts}, must be 0: the engine computes dense models only")
     if setup.device != "modelled":
         _check_heads(shape)
-    ready = asked.model_copy(update={"model": shape})
+    ready = scenario.model_copy(update={"model": shape})
     if setup.device == "modelled":
         return ready
     return _with_graphs(_fitted(ready), setup) if setup.device == "cuda" else _with_graphs(ready, setup)
 
 
-def _with_graphs(asked: Scenario, setup: Setup) -> Scenario:
+def _with_graphs(scenario: Scenario, setup: Setup) -> Scenario:
     """What is replayed as a graph here: decoding steps on a GPU; elsewhere every step is launched in one go."""
     graphs: dict[str, Any] = {"padding": "none"}
     if setup.device == "cuda":
-        allowed = setup.cuda_graphs and asked.loop.cuda_graphs.enabled and not asked.kind.padded
+        allowed = setup.cuda_graphs and scenario.loop.cuda_graphs.enabled and not scenario.kind.padded
         graphs = {"padding": "cbengine", "enabled": allowed}
-    loop = asked.loop.model_copy(update={"cuda_graphs": asked.loop.cuda_graphs.model_copy(update=graphs)})
-    return asked.model_copy(update={"loop": loop})
+    loop = scenario.loop.model_copy(update={"cuda_graphs": scenario.loop.cuda_graphs.model_copy(update=graphs)})
+    return scenario.model_copy(update={"loop": loop})
 
 
 def shape_of(folder: Path, dtype: str = "bfloat16") -> ModelShape:
@@ -131,7 +131,7 @@ def first_complaint(error: ValidationError) -> str:
 
 
 def _check_heads(shape: ModelShape) -> None:
-    """What a simulated model need not care about."""
+    """Refuse heads that can be simulated but not computed."""
     if shape.heads % shape.kv_heads:
         raise ScenarioError(f"model.kv_heads: got {shape.kv_heads}, must divide model.heads ({shape.heads})")
     if shape.head_dim % 2:
@@ -140,24 +140,24 @@ def _check_heads(shape: ModelShape) -> None:
         raise ScenarioError("model.qkv_bias: got true, must be false with model.qk_norm: no model of ours has both")
 
 
-def _fitted(asked: Scenario) -> Scenario:
+def _fitted(scenario: Scenario) -> Scenario:
     """Fewer blocks than the data sheet promises, if this GPU has less memory. Given sizes are left as they are."""
     if not torch.cuda.is_available():
         raise MissingError("--device cuda: torch finds no CUDA device here")
-    if asked.kv_cache.num_blocks is not None:
-        return asked
-    options = scheduler_options(asked, max(depth(loop) for loop in loops(asked)))
+    if scenario.kv_cache.num_blocks is not None:
+        return scenario
+    options = scheduler_options(scenario, max(depth(loop) for loop in loops(scenario)))
     free, total = torch.cuda.mem_get_info()
-    room = int(free - ACTIVATION_SHARE * total) - asked.model.weight_bytes
-    fitting = room // (options.block_size * asked.model.kv_bytes_per_token)
+    room = int(free - ACTIVATION_SHARE * total) - scenario.model.weight_bytes
+    fitting = room // (options.block_size * scenario.model.kv_bytes_per_token)
     if fitting >= options.num_blocks:
-        return asked
+        return scenario
     if fitting < 2:
-        text = f"{asked.model.weight_bytes / 1e9:.1f} GB of weights leave no room for a cache in {free / 1e9:.1f} GB"
+        text = f"{scenario.model.weight_bytes / 1e9:.1f} GB of weights leave no room for a cache in {free / 1e9:.1f} GB"
         raise DeviceMemoryError(f"--device cuda: {text}")
-    update: dict[str, Any] = {"kv_cache": asked.kv_cache.model_copy(update={"num_blocks": fitting})}
-    update["scheduler"] = asked.kind.settled(asked.scheduler, options)
-    return asked.model_copy(update=update)
+    update: dict[str, Any] = {"kv_cache": scenario.kv_cache.model_copy(update={"num_blocks": fitting})}
+    update["scheduler"] = scenario.kind.settled(scenario.scheduler, options)
+    return scenario.model_copy(update=update)
 
 
 def capacity(options: Options, specs: list[RequestSpec]) -> Capacity:
@@ -252,17 +252,17 @@ def _check_memory(plan: ExecutorPlan) -> None:
 
 def _weights_of(architecture: Architecture) -> int:
     """How many weights a model has; its layers are all alike, and there may be absurdly many."""
-    one, two = (
+    of_one_layer, of_two_layers = (
         sum(map(math.prod, weights.expected(replace(architecture, layers=layers)).values())) for layers in (1, 2)
     )
-    return one + (architecture.layers - 1) * (two - one)
+    return of_one_layer + (architecture.layers - 1) * (of_two_layers - of_one_layer)
 
 
 def host_memory() -> int | None:
     """Bytes that this machine could give out without swapping; None where nobody says."""
     with suppress(OSError):
-        found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        return int(found[1]) * 1024 if found else None
+        available = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        return int(available[1]) * 1024 if available else None
     return None
 
 
@@ -290,7 +290,7 @@ def executor_plan(scenario: Scenario, loop: str, specs: list[RequestSpec], setup
     )
 
 
-def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, clock: Clock) -> Device:
+def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, clock: Clock) -> EngineDevice:
     """The device of one run. Raises DeviceError, DeviceMemoryError, WeightsError."""
     steps = depth(loop)
     if setup.device == "modelled":
@@ -318,7 +318,7 @@ def engine(
     stops: frozenset[int] = frozenset(),
     on_plan: Callable[[StepPlan], None] | None = None,
     on_token: Callable[[RequestSpec, int], None] | None = None,
-) -> tuple[Engine, Device]:
+) -> tuple[Engine, EngineDevice]:
     """An engine for one run, and its device. `stops` end a request beside what `setup` says. Raises what `device`
     does, ScenarioError, and UsageError for settings of a request that is not there.
     """

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from cbengine.batch import Batcher, Sent
 from cbengine.content import Prompts
-from cbengine.device.base import Device
+from cbengine.device.base import EngineDevice
 from cbengine.device.clock import Clock, WallClock
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
@@ -44,7 +44,7 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        device: Device,
+        device: EngineDevice,
         batcher: Callable[[dict[RequestSpec, Sequence]], Batcher],
         prompts: Prompts,
         client: Client,

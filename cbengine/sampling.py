@@ -77,7 +77,7 @@ def sample(logits: Tensor, draws: Draws | None) -> Tensor:
     if draws is None:
         largest, tokens = logits.max(dim=-1)  # a NaN is larger than all
         return tokens.masked_fill(largest.isnan(), -1).int()
-    uniforms, temperature, top_k, top_p = (one[:, None] for one in draws)
+    uniforms, temperature, top_k, top_p = (draw[:, None] for draw in draws)
     ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
     largest, greedy = ordered[:, :1], temperature == 0
     infinite = ~largest.isfinite()  # a NaN comes first

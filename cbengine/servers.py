@@ -27,8 +27,8 @@ class Measured:
 
     measured = True
 
-    def __init__(self, setup: Setup, profiled: int, asked: Scenario, loop: str, workload: Workload) -> None:
-        self._engine, device = build.engine(asked, loop, workload, setup)
+    def __init__(self, setup: Setup, profiled: int, scenario: Scenario, loop: str, workload: Workload) -> None:
+        self._engine, device = build.engine(scenario, loop, workload, setup)
         self._saves, self._requests = setup.saves_tokens, setup.requests
         self._profile = Profile(self._engine.record, profiled, depth(loop)) if profiled else None
         self.record = self._engine.record
@@ -38,7 +38,7 @@ class Measured:
             **({"gpu_before": gpu.state()} if self._on_gpu else {}),
             "engine": "cbengine",
             "weights": str(setup.weights) if setup.weights else "random",
-            "dtype": asked.model.dtype,
+            "dtype": scenario.model.dtype,
             "sampling": {**asdict(setup.sampling), **setup.requests.facts},
             "injected_ms": {phase: extra / 1e6 for phase, extra in setup.injected},
         }
@@ -66,13 +66,13 @@ class Measured:
             print(self._profile.verdict(), file=sys.stderr)
 
     def files(self) -> Mapping[str, bytes]:
-        found = self._profile.files() if self._profile else {}
+        files = self._profile.files() if self._profile else {}
         if self._saves:
             texts = ((s.spec, s.prompt.tolist(), s.outputs) for s in self._engine.sequences.values())
-            found[tokens.FILE] = tokens.table(texts)
+            files[tokens.FILE] = tokens.table(texts)
         if self._requests.by_id:
-            found[settings.FILE] = self._requests.file()
-        return found
+            files[settings.FILE] = self._requests.file()
+        return files
 
 
 def maker(setup: Setup, peer: bool = False, stand_in: bool = False, profiled: int = 0) -> Maker:
@@ -80,7 +80,7 @@ def maker(setup: Setup, peer: bool = False, stand_in: bool = False, profiled: in
     return partial(peer_server, setup, stand_in=stand_in) if peer else partial(Measured, setup, profiled)
 
 
-def peer_server(setup: Setup, asked: Scenario, loop: str, workload: Workload, *, stand_in: bool = False) -> Any:
+def peer_server(setup: Setup, scenario: Scenario, loop: str, workload: Workload, *, stand_in: bool = False) -> Any:
     """Hugging Face's own continuous batching on the same scenario and weights. Raises UsageError for what it cannot do
     as asked.
     """
@@ -88,15 +88,15 @@ def peer_server(setup: Setup, asked: Scenario, loop: str, workload: Workload, *,
     from cbsim.results.record import Record
     from cbsim.scenario.scenario import scheduler_options
 
-    _check_peer(setup, asked)
+    _check_peer(setup, scenario)
     torch.set_num_threads(1)  # on a CPU, as our own devices
-    plan = build.executor_plan(asked, loop, workload.specs(), setup)
+    plan = build.executor_plan(scenario, loop, workload.specs(), setup)
     plan.check()
     model = weights.to_transformers(plan.architecture, plan.tensors())
-    prompts = Prompts(asked.seed, plan.architecture.vocab)
-    record = Record(scheduler_options(asked, depth(loop)).num_blocks)
+    prompts = Prompts(scenario.seed, plan.architecture.vocab)
+    record = Record(scheduler_options(scenario, depth(loop)).num_blocks)
     return TransformersServer(
-        asked,
+        scenario,
         loop,
         workload,
         model,
@@ -109,7 +109,7 @@ def peer_server(setup: Setup, asked: Scenario, loop: str, workload: Workload, *,
     )
 
 
-def _check_peer(setup: Setup, asked: Scenario) -> None:
+def _check_peer(setup: Setup, scenario: Scenario) -> None:
     ours_alone = {
         "--device modelled": setup.device == "modelled",
         "--temperature": not setup.sampling.greedy,
@@ -118,9 +118,9 @@ def _check_peer(setup: Setup, asked: Scenario) -> None:
         "--stop-at-end-tokens": setup.end_tokens,
     }
     if any(ours_alone.values()):
-        given = ", ".join(option for option, asked_for in ours_alone.items() if asked_for)
+        given = ", ".join(option for option, wanted in ours_alone.items() if wanted)
         raise UsageError(f"--engine transformers: takes no {given}: it computes greedily, as long as it is asked to")
-    heads, hidden = asked.model.heads, asked.model.hidden
-    if hidden % heads and not (asked.model.qk_norm or asked.model.qkv_bias):
+    heads, hidden = scenario.model.heads, scenario.model.hidden
+    if hidden % heads and not (scenario.model.qk_norm or scenario.model.qkv_bias):
         text = f"model.hidden: got {hidden}, must be a multiple of model.heads ({heads})"
         raise UsageError(f"--engine transformers: {text} for its Llama")

@@ -19,11 +19,11 @@ from cbsim.scenario.fields import near, shown
 from cbsim.scenario.rows import JsonLine
 
 FILE = "sampling.jsonl"  # of a run directory
-FIELDS = tuple(one.name for one in fields(Sampling))
+FIELDS = tuple(setting.name for setting in fields(Sampling))
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SamplingSettings:
     """How the tokens of single requests are chosen, by request id; the other requests have the run's settings.
 
     `path` and `lines` say where each was read.
@@ -53,10 +53,10 @@ class Settings:
     def file(self) -> bytes:
         """All of them, with every field, as `read` takes them."""
         said = ({"id": name, **asdict(sampling)} for name, sampling in self.by_id.items())
-        return "".join(f"{json.dumps(one)}\n" for one in said).encode()
+        return "".join(f"{json.dumps(line)}\n" for line in said).encode()
 
 
-def read(path: Path, usual: Sampling) -> Settings:
+def read(path: Path, usual: Sampling) -> SamplingSettings:
     """The settings of a file; `usual` has what its lines leave out. Raises ScenarioError, UsageError."""
     by_id: dict[str, Sampling] = {}
     lines: dict[str, int] = {}
@@ -69,7 +69,7 @@ def read(path: Path, usual: Sampling) -> Settings:
                 raise line.bad("id", f"another id: line {lines[name]} has that")
             by_id[name] = _sampling(line, usual)
             lines[name] = line.number
-    return Settings(by_id, path, lines)
+    return SamplingSettings(by_id, path, lines)
 
 
 def _sampling(line: JsonLine, usual: Sampling) -> Sampling:

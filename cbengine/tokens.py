@@ -19,7 +19,7 @@ COLUMNS = (
 
 def table(said: Iterable[tuple[RequestSpec, Sequence[int], Sequence[int]]]) -> bytes:
     """(request, prompt, output) -> a parquet table of COLUMNS, in order of index."""
-    rows = sorted(said, key=lambda one: one[0].index)
+    rows = sorted(said, key=lambda row: row[0].index)
     return parquet.encoded(
         COLUMNS,
         {

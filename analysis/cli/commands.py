@@ -17,7 +17,7 @@ from analysis.statistics import loading, pairing
 from analysis.statistics.condition import Condition, parse
 from analysis.statistics.condition import verdict as judge
 from analysis.statistics.content import Caveat, Report
-from analysis.statistics.loading import Run
+from analysis.statistics.loading import LoadedRun
 from analysis.statistics.trust import caveats
 from analysis.validation import cases, keep, packed, tally
 from analysis.validation import many_workloads as hardware_report
@@ -50,12 +50,12 @@ def predictions(place: Path, out: Path | None, *, strict: bool) -> int:
     """Write the report of a validation folder; if `strict`, 3 if a bar is missed or a run does not replay."""
     out = place / "report" if out is None else out
     folder.check(out)
-    found = cases.read(place)
-    made = hardware_report.build(found, _command("predictions", place, "--out", out))
+    validation = cases.read(place)
+    made = hardware_report.build(validation, _command("predictions", place, "--out", out))
     _write_report(made, out)
     for sentence in made.findings:
         print(_wrapped(sentence))
-    return DRIFTED if strict and not tally.holds(found.cases) else OK
+    return DRIFTED if strict and not tally.holds(validation.cases) else OK
 
 
 def pack(place: Path, cases_whole: Sequence[str]) -> int:
@@ -79,7 +79,7 @@ def unpack(place: Path) -> int:
     return OK
 
 
-def _write(runs: Sequence[Run], command: str, out: Path) -> None:
+def _write(runs: Sequence[LoadedRun], command: str, out: Path) -> None:
     _write_report(reports.build(runs, command), out)
 
 
@@ -96,7 +96,7 @@ def _write_report(made: Report, out: Path) -> None:
 
 
 def _write_files(made: Report, out: Path) -> bool:
-    """Is there a page among them?"""
+    """Write these files; is there a page among them?"""
     folder.write(out, {folder.FACTS: reports.facts(made)})
     folder.write(out, {"report.md": markdown.text(made).encode(errors="replace")})
     for chart in made.charts:
@@ -121,7 +121,7 @@ def compare(first: Path, second: Path, options: Judged) -> int:
     return _judge(conditions, differences, options)
 
 
-def _say_differences(a: Run, b: Run, options: Judged) -> Sequence[comparison.Difference]:
+def _say_differences(a: LoadedRun, b: LoadedRun, options: Judged) -> Sequence[comparison.MetricDifference]:
     differences = comparison.differences(a, b)
     print(f"A  {a.path}\nB  {b.path}\n")
     print(_text(comparison.table(differences, a.label, b.label, everything=options.everything)))
@@ -130,10 +130,10 @@ def _say_differences(a: Run, b: Run, options: Judged) -> Sequence[comparison.Dif
     return differences
 
 
-def _say_errors(sim: Run, measured: Run, options: Judged) -> Sequence[comparison.Difference]:
+def _say_errors(sim: LoadedRun, measured: LoadedRun, options: Judged) -> Sequence[comparison.MetricDifference]:
     errors = pairing.errors(sim, measured)
     print(f"simulated  {sim.path}\nmeasured   {measured.path}\n")
-    for table in pairing.tables(sim, measured, everything=options.everything, found=errors):
+    for table in pairing.tables(sim, measured, everything=options.everything, metric_errors=errors):
         print(f"{table.title}\n{_text(table)}")
     print(_wrapped(pairing.summary_line(errors)))
     return [error.difference for error in errors]
@@ -144,10 +144,10 @@ def landscape(paths: Sequence[Path], out: Path | None) -> int:
     if out is not None:
         folder.check(out)
     runs = loading.read(paths)
-    found = reports.checked(runs)
+    sweep = reports.checked(runs)
     if out is not None:
         _write(runs, _command("landscape", *paths, "--out", out), out)
-    print(_text(side_by_side.landscape(runs, by_rate=found is not None and found.by_rate)))
+    print(_text(side_by_side.landscape(runs, by_rate=sweep is not None and sweep.by_rate)))
     _say_caveats(caveats(runs))
     return OK
 
@@ -172,18 +172,18 @@ def index_of(place: Path) -> int:
     return OK
 
 
-def _judge(conditions: Sequence[Condition], found: Sequence[comparison.Difference], options: Judged) -> int:
-    verdicts = [judge(condition, found, sure=options.sure) for condition in conditions]
+def _judge(conditions: Sequence[Condition], differences: Sequence[comparison.MetricDifference], options: Judged) -> int:
+    verdicts = [judge(condition, differences, sure=options.sure) for condition in conditions]
     for _, line in verdicts:
         print(line)
     return DRIFTED if any(failed for failed, _ in verdicts) else OK
 
 
-def _say_caveats(found: Sequence[Caveat]) -> None:
-    if found:
+def _say_caveats(shown: Sequence[Caveat]) -> None:
+    if shown:
         print("\nwhen not to trust this:")
-    for one in found:
-        print(_wrapped(f"{one.run}: {one.text}" if one.run else one.text, "  - ", "    "))
+    for caveat in shown:
+        print(_wrapped(f"{caveat.run}: {caveat.text}" if caveat.run else caveat.text, "  - ", "    "))
 
 
 def _text(table: Table) -> str:

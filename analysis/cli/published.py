@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from analysis.statistics.loading import Run, flat
+from analysis.statistics.loading import LoadedRun, flat
 from cbsim.results.checks import NAMES
 from cbsim.results.terminal import lookup
 from cbsim.scenario import documents
@@ -67,16 +67,16 @@ class Finding:
     run: str
     metric: str
     expected: Number
-    found: float | None
+    value: float | None
 
     @property
     def holds(self) -> bool:
-        return self.found is not None and abs(self.found - self.expected.value) <= self.expected.within
+        return self.value is not None and abs(self.value - self.expected.value) <= self.expected.within
 
     @property
     def line(self) -> str:
         number = f"{self.expected.value:.6g} within {self.expected.within:.3g}"
-        got = "is not there: no such run, or no such value in it" if self.found is None else f"is {self.found:.6g}"
+        got = "is not there: no such run, or no such value in it" if self.value is None else f"is {self.value:.6g}"
         return f"{'ok     ' if self.holds else 'DRIFTED'}  {self.run}: {self.metric} {got}, published {number}"
 
 
@@ -89,7 +89,7 @@ def read(path: Path) -> Published:
         raise document.explain(error) from None
 
 
-def compared(published: Published, runs: Sequence[Run]) -> list[Finding]:
+def compared(published: Published, runs: Sequence[LoadedRun]) -> list[Finding]:
     """Every number against every run that it is about."""
     findings = []
     for expectation in published.numbers:

@@ -38,8 +38,8 @@ def spread(values: Iterable[Floats]) -> bool:
 
 def ran(steps: pd.DataFrame) -> pd.DataFrame:
     """The steps with rows: the table itself if that is all of them, else the columns that figures of them need."""
-    some = steps["rows"].to_numpy() > 0
-    return steps if some.all() else steps[NEEDED][some]
+    busy = steps["rows"].to_numpy() > 0
+    return steps if busy.all() else steps[NEEDED][busy]
 
 
 def held(steps: pd.DataFrame) -> tuple[Floats, Floats]:
@@ -89,5 +89,5 @@ def stack(parts: Sequence[tuple[str, Binned, Style]]) -> list[Mark]:
 
 def thinned(drawn: Iterable[Binned], shaded: str = "the range is shaded") -> str:
     """A sentence on what was left out, for a caption; "" if nothing was."""
-    bins = [len(one.x) - 1 for one in drawn if not one.exact]
+    bins = [len(mark.x) - 1 for mark in drawn if not mark.exact]
     return f" Thinned for drawing to means over time of {bins[0]} bins; {shaded}." if bins else ""

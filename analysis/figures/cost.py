@@ -19,16 +19,16 @@ MOST_LABELLED = 8  # runs; numbers over more bars would overlap
 def cost(summaries: Summaries) -> Chart:
     """Price of a million tokens by run, of those whose GPU has a price and that produced any."""
     kept = {
-        label: one
-        for label, one in summaries.items()
-        if all(lookup(one, f"cost.{key}") is not None for key, _ in COSTS)
+        label: summary
+        for label, summary in summaries.items()
+        if all(lookup(summary, f"cost.{key}") is not None for key, _ in COSTS)
     }
     marks: list[Mark] = []
     for index, (key, name) in enumerate(COSTS if kept else ()):
-        height = np.array([float(one["cost"][key]) for one in kept.values()])
+        height = np.array([float(summary["cost"][key]) for summary in kept.values()])
         labels = [f"{value:,.3g}" for value in height] if len(kept) <= MOST_LABELLED else ()
         marks.append(Bars(name, np.arange(len(kept)), height, series(index + 2), labels))
-    prices = sorted({float(one["cost"]["price_usd_hour"]) for one in kept.values()})
+    prices = sorted({float(summary["cost"]["price_usd_hour"]) for summary in kept.values()})
     says = "What the GPU costs over the whole run, divided by its tokens."
     says += (
         f" Price of an hour: {', '.join(f'{price:g}' for price in prices)} USD." if prices else " No run has a price."
@@ -45,7 +45,7 @@ def pareto(groups: Mapping[str, Summaries]) -> Chart:
     marks: list[Mark] = []
     users, gpus, left = [np.empty(0)], [np.empty(0)], []
     for index, (group, summaries) in enumerate(groups.items()):
-        speed = {label: lookup(one, "tpot_s.p50") for label, one in summaries.items()}
+        speed = {label: lookup(summary, "tpot_s.p50") for label, summary in summaries.items()}
         kept = [label for label, tpot in speed.items() if tpot]
         left += [label for label in summaries if label not in kept]
         x = np.array([1 / speed[label] for label in kept], dtype=np.float64)

@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from analysis.figures import activity, cost, curves, latency, memory, queues, requests, steps
-from analysis.statistics.loading import Run
+from analysis.statistics.loading import LoadedRun
 from analysis.statistics.sweeps import Sweep
 from cbsim.draw import lanes
 from cbsim.draw.chart import Chart
 from cbsim.results.metrics import Requests, token_times
 
 
-def latencies(runs: Sequence[Run]) -> Chart:
+def latencies(runs: Sequence[LoadedRun]) -> Chart:
     """Distributions of the requests that count: those of each run's window."""
     times = {run.label: run.times if _all(run) else _counted(run) for run in runs}
     return latency.latency({run.label: run.counted for run in runs}, times, {run.label: run.measured for run in runs})
 
 
-def _all(run: Run) -> bool:
+def _all(run: LoadedRun) -> bool:
     return run.summary.get("window_s") is None
 
 
-def _counted(run: Run) -> Requests:
+def _counted(run: LoadedRun) -> Requests:
     low, high = run.window_ns
     return token_times([row for row in run.times.rows if low <= row.arrival_ns < high], run.table)
 
 
-def details(runs: Sequence[Run]) -> list[Chart]:
+def details(runs: Sequence[LoadedRun]) -> list[Chart]:
     """What happened step by step and request by request, of runs few enough to be seen side by side."""
     frames = {run.label: run.steps for run in runs}
     summaries = {run.label: run.summary for run in runs}
@@ -44,16 +44,21 @@ def details(runs: Sequence[Run]) -> list[Chart]:
     ]
     if len(runs) > 2:
         charts.insert(0, cost.pareto({run.label: {run.label: run.summary} for run in runs}))
-    return [*charts, cost.cost(summaries)] if any("cost" in one for one in summaries.values()) else charts
+    return [*charts, cost.cost(summaries)] if any("cost" in summary for summary in summaries.values()) else charts
 
 
-def swept(found: Sweep) -> list[Chart]:
+def swept(sweep: Sweep) -> list[Chart]:
     """Of a sweep: trade-off, curves, and cost if there is a price."""
     groups = {}
-    for group in found.groups:
+    for group in sweep.groups:
         names = [f"{value:g}" for value in group.values]
         names = [f"{name} #{names[:i].count(name) + 1}" if name in names[:i] else name for i, name in enumerate(names)]
         groups[group.label] = {name: run.summary for name, run in zip(names, group.runs, strict=True)}
-    priced = {f"{label} {name}": one for label, some in groups.items() for name, one in some.items() if "cost" in one}
-    made = [curves.curves(found), cost.pareto(groups)]
+    priced = {
+        f"{label} {name}": summary
+        for label, summaries in groups.items()
+        for name, summary in summaries.items()
+        if "cost" in summary
+    }
+    made = [curves.curves(sweep), cost.pareto(groups)]
     return [*made, cost.cost(priced)] if priced else made

@@ -20,7 +20,7 @@ MARKED = (50, 95, 99)
 MOST_POINTS = 1000
 
 
-class Sample(NamedTuple):
+class LatencySample(NamedTuple):
     """Values in seconds, each occurring `counts` times (None: once)."""
 
     values: Floats
@@ -60,21 +60,21 @@ def _style(index: int, is_measured: bool) -> Style:
     return series(index)._replace(dash="solid" if is_measured else "dashed")
 
 
-def _sample(requests: Any, times: metrics.Requests, key: str) -> Sample:
+def _sample(requests: Any, times: metrics.Requests, key: str) -> LatencySample:
     if key == "itl_s":
-        some = times.gap_counts > 0
-        return Sample(times.gaps_ns[some] / NS, times.gap_counts[some])
+        occurring = times.gap_counts > 0
+        return LatencySample(times.gaps_ns[occurring] / NS, times.gap_counts[occurring])
     values = column(requests, key)
-    return Sample(values[np.isfinite(values)])
+    return LatencySample(values[np.isfinite(values)])
 
 
-def _curve(label: str, name: str, sample: Sample, scale: Unit, style: Style) -> list[Mark]:
+def _curve(label: str, name: str, sample: LatencySample, scale: Unit, style: Style) -> list[Mark]:
     """The distribution function, from 0 at the least value, and its percentiles."""
     x, share = cdf(*sample, most=MOST_POINTS)
     x, share = np.append(x[:1], x), np.append(0.0, share)
-    found = metrics.distribution(*sample)
-    quoted = [q for q in MARKED if f"p{q}" not in found["too_few_for"]]
-    at = np.array([found[f"p{q}"] for q in quoted]) / scale.seconds
-    texts = [f"{label}: {name} p{q} {shown(found[f'p{q}'], 's')} of {found['n']:,}" for q in quoted]
+    percentiles = metrics.distribution(*sample)
+    quoted = [q for q in MARKED if f"p{q}" not in percentiles["too_few_for"]]
+    at = np.array([percentiles[f"p{q}"] for q in quoted]) / scale.seconds
+    texts = [f"{label}: {name} p{q} {shown(percentiles[f'p{q}'], 's')} of {percentiles['n']:,}" for q in quoted]
     points = Points(label, at, np.array(quoted) / 100, style, texts=texts)
     return [Line(label, x / scale.seconds, share, style, step=True), points]

@@ -49,7 +49,7 @@ class Dot(NamedTuple):
     text: str
 
 
-class Point(NamedTuple):
+class SpeedUpPoint(NamedTuple):
     """A case on a curve: the CPU work added to a step, the simulated speed-up, and that of each repeat, if any."""
 
     case: str
@@ -58,11 +58,11 @@ class Point(NamedTuple):
     measured: Sequence[float]
 
 
-def speed_up(curves: Mapping[str, Sequence[Point]]) -> Chart:
+def speed_up(curves: Mapping[str, Sequence[SpeedUpPoint]]) -> Chart:
     """The speed-up of async over sync by the CPU work added: simulated as lines, measured as points."""
     marks: list[Mark] = []
     for index, (name, points) in enumerate(curves.items()):
-        marks += _curve(name, sorted(points, key=lambda one: one.injected_ms), series(index))
+        marks += _curve(name, sorted(points, key=lambda point: point.injected_ms), series(index))
     says = (
         "How much faster the async loop is than the sync one, over the CPU work added to every step. Lines and crosses "
     )
@@ -72,12 +72,12 @@ def speed_up(curves: Mapping[str, Sequence[Point]]) -> Chart:
     return Chart("speedup", "Speed-up of the async loop", says, [axes])
 
 
-def _curve(name: str, points: Sequence[Point], style: Style) -> list[Mark]:
-    x = np.array([one.injected_ms for one in points])
-    y = np.array([one.simulated * 100 for one in points])
-    pairs = [(one, value) for one in points for value in one.measured]
-    texts = [f"{one.case}: {value:.1%} measured, {one.simulated:.1%} simulated" for one, value in pairs]
-    at, values = np.array([one.injected_ms for one, _ in pairs]), np.array([value * 100 for _, value in pairs])
+def _curve(name: str, points: Sequence[SpeedUpPoint], style: Style) -> list[Mark]:
+    x = np.array([point.injected_ms for point in points])
+    y = np.array([point.simulated * 100 for point in points])
+    pairs = [(point, value) for point in points for value in point.measured]
+    texts = [f"{point.case}: {value:.1%} measured, {point.simulated:.1%} simulated" for point, value in pairs]
+    at, values = np.array([point.injected_ms for point, _ in pairs]), np.array([value * 100 for _, value in pairs])
     marker = "circle" if style.marker == "cross" else style.marker
     return [
         Line(f"{name}: simulated", x, y, style),
@@ -97,7 +97,7 @@ def matched(measured: pd.DataFrame, simulated: pd.DataFrame) -> pd.DataFrame:
 
 def scatter(loops: Mapping[str, Sequence[pd.DataFrame]]) -> Chart:
     """TTFT and TPOT of every request, simulated over measured: by loop, the `matched` frames of all cases."""
-    frames = {loop: pd.concat(some, ignore_index=True) for loop, some in loops.items() if some}
+    frames = {loop: pd.concat(parts, ignore_index=True) for loop, parts in loops.items() if parts}
     total = sum(map(len, frames.values()))
     every = -(-total // MOST_POINTS) or 1
     kept = {loop: frame.iloc[::every] for loop, frame in frames.items()}
@@ -136,8 +136,8 @@ def _finite(measured: Floats, simulated: Floats) -> tuple[Floats, Floats]:
 
 def errors(cases: Mapping[str, Sequence[Score]]) -> Chart:
     """The error of each metric in every case, as multiples of what is asked: between the lines the bar is met."""
-    asked = Style(BLACK, "dashed")
-    marks: list[Mark] = [Level("asked", 1.0, asked), Level("asked", -1.0, asked)]
+    bound = Style(BLACK, "dashed")
+    marks: list[Mark] = [Level("asked", 1.0, bound), Level("asked", -1.0, bound)]
     dots = [dot for index, case in enumerate(cases) for dot in _dots(case, cases[case], index, len(cases))]
     for verdict, style in VERDICTS.items():
         own = [dot for dot in dots if dot.verdict == verdict]

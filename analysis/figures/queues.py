@@ -39,10 +39,10 @@ def preemptions(steps: Frames) -> Chart:
             if len(frame):
                 marks.append(_sum(label, frame, name, time, index))
         panels.append(Panel(marks, time.name, "requests" if name == "preempted" else "tokens", title=title))
-    told = [f"{label}: {totals[label, 'preempted']:,}" for label in steps if totals[label, "preempted"]]
-    others = " None in the others." if told and len(told) < len(steps) else ""
-    says = f"Preemptions: {'; '.join(told)}.{others}" if told else "Preemptions: none."
-    if told and any(len(frame) > MOST_POINTS for frame in steps.values()):
+    preempted = [f"{label}: {totals[label, 'preempted']:,}" for label in steps if totals[label, "preempted"]]
+    others = " None in the others." if preempted and len(preempted) < len(steps) else ""
+    says = f"Preemptions: {'; '.join(preempted)}.{others}" if preempted else "Preemptions: none."
+    if preempted and any(len(frame) > MOST_POINTS for frame in steps.values()):
         says += f" Thinned for drawing to {MOST_POINTS} points, each of them exact."
     return Chart("preemptions", "Preemptions", says + without(steps), panels, share_x=True)
 

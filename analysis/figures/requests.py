@@ -34,8 +34,8 @@ def _panel(label: str, requests: pd.DataFrame, time: Unit, most: int) -> Panel:
     drawn = requests.iloc[order[places]]
     ends = _ends(drawn, longest({label: requests}, "last_token_ns"))
     texts = [
-        f"{one.id}: prompt {one.prompt_tokens:,}, output {one.generated_tokens:,} tokens, {one.status}"
-        for one in drawn[["id", "prompt_tokens", "generated_tokens", "status"]].itertuples()
+        f"{request.id}: prompt {request.prompt_tokens:,}, output {request.generated_tokens:,} tokens, {request.status}"
+        for request in drawn[["id", "prompt_tokens", "generated_tokens", "status"]].itertuples()
     ]
     marks: list[Mark] = []
     for number, (name, style) in enumerate(STYLES.items()):

@@ -53,7 +53,10 @@ def _stacked(parts: Sequence[Binned]) -> list[Mark]:
     """Parts upon each other, the largest steps behind them."""
     if not parts:
         return []
-    whole, marks = parts[-1], stack([(name, one, style) for (name, style), one in zip(PARTS, parts[:-1], strict=True)])
+    whole, marks = (
+        parts[-1],
+        stack([(name, part, style) for (name, style), part in zip(PARTS, parts[:-1], strict=True)]),
+    )
     behind = Area("largest step", whole.x, np.zeros(len(whole.x)), whole.high, Style(PALE), step=True)
     return marks if whole.exact else [behind, *marks]
 

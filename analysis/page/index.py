@@ -15,7 +15,7 @@ from cbsim.results.directory import RunError
 
 def readme(folder: Path) -> str:
     """The index of every report below `folder`. Raises RunError naming a report that cannot be read."""
-    found = [(path.parent, _facts(path)) for path in sorted(folder.rglob(FACTS))]
+    reports = [(path.parent, _facts(path)) for path in sorted(folder.rglob(FACTS))]
     lines = [
         "# Reports",
         "",
@@ -24,7 +24,7 @@ def readme(folder: Path) -> str:
         "| report | question | runs | simulated or measured |",
         "|---|---|---:|---|",
     ]
-    lines += [_row(path.relative_to(folder), facts) for path, facts in found]
+    lines += [_row(path.relative_to(folder), facts) for path, facts in reports]
     return "\n".join(lines) + "\n"
 
 

@@ -24,13 +24,15 @@ def _lines(report: Report) -> Iterator[str]:
         yield from table(_tiles(report.sources))
     yield "## When not to trust this"
     yield ""
-    yield from (f"- {f'**{plain(one.run)}**: ' if one.run else ''}{plain(one.text)}" for one in report.caveats)
+    yield from (
+        f"- {f'**{plain(caveat.run)}**: ' if caveat.run else ''}{plain(caveat.text)}" for caveat in report.caveats
+    )
     yield from ([] if report.caveats else ["No caveat found."])
     yield ""
     if report.findings:
         yield from ("## Findings", "", *(f"- {plain(finding)}" for finding in report.findings), "")
-    for one in report.tables:
-        yield from (f"## {one.title}", "", *table(one))
+    for section in report.tables:
+        yield from (f"## {section.title}", "", *table(section))
     yield from ("## Figures", "")
     for chart in report.charts:
         yield from figure(chart)

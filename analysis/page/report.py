@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from analysis.figures import gallery
 from analysis.statistics import comparable, compare, landscape, pairing, sweeps, trust
-from analysis.statistics.compare import Difference
+from analysis.statistics.compare import MetricDifference
 from analysis.statistics.content import Report, Source, Tile
-from analysis.statistics.loading import Run
+from analysis.statistics.loading import LoadedRun
 from analysis.statistics.pairing import Error
 from cbsim.draw.chart import SERIES, Chart
 from cbsim.draw.markdown import Table
@@ -17,7 +17,7 @@ from cbsim.results.metrics import SAMPLES_NEEDED
 from cbsim.results.terminal import QUANTITIES, lookup, shown
 from cbsim.scenario import documents
 
-Pair = tuple[Run, Run]
+Pair = tuple[LoadedRun, LoadedRun]
 MOST_IN_DETAIL = 4  # runs whose steps and requests are drawn; the figures of more could not be read
 TILES = (
     *("makespan_s", "output_tokens_per_s", "gpu_active", "ttft_s.p50", "ttft_s.p99", "tpot_s.p50", "tpot_s.p99"),
@@ -26,35 +26,35 @@ TILES = (
 UNITS = {metric: (label, unit) for label, metric, unit in QUANTITIES}
 
 
-def build(runs: Sequence[Run], command: str) -> Report:
+def build(runs: Sequence[LoadedRun], command: str) -> Report:
     """The report of runs of one workload, or of a sweep. Raises Incomparable for any others."""
-    found, pair = checked(runs), _pair(runs)
+    swept, pair = checked(runs), _pair(runs)
     errors = pairing.errors(*pair) if pair else []
     differences = compare.differences(*runs) if len(runs) == 2 and not pair else []
     title = ", ".join(dict.fromkeys(run.name for run in runs))
     questions = list(dict.fromkeys(str(run.summary.get("question", "")) for run in runs))
     return Report(
-        title=f"{title}: {found.field} from {found.values[0]:g} to {found.values[-1]:g}" if found else title,
+        title=f"{title}: {swept.field} from {swept.values[0]:g} to {swept.values[-1]:g}" if swept else title,
         question=questions[0] if len(questions) == 1 else "",
         sources=[source(run) for run in runs],
         caveats=trust.caveats(runs),
-        findings=findings(found, errors, differences),
-        tables=tables(runs, pair, errors, differences, by_rate=found is not None and found.by_rate),
-        charts=charts(runs, found),
+        findings=findings(swept, errors, differences),
+        tables=tables(runs, pair, errors, differences, by_rate=swept is not None and swept.by_rate),
+        charts=charts(runs, swept),
         command=command,
     )
 
 
-def checked(runs: Sequence[Run]) -> sweeps.Sweep | None:
+def checked(runs: Sequence[LoadedRun]) -> sweeps.Sweep | None:
     """The sweep that the runs are, if they are one. Raises Incomparable if their numbers must not stand together."""
     if len(runs) == 1:
         return None
-    found = sweeps.sweep(runs)
-    comparable.check(runs, swept=found is not None)
-    return found
+    swept = sweeps.sweep(runs)
+    comparable.check(runs, swept=swept is not None)
+    return swept
 
 
-def source(run: Run) -> Source:
+def source(run: LoadedRun) -> Source:
     """A run as the report names it."""
     kind = f"measured on {run.environment.get('device')}" if run.measured else "simulated"
     return Source(
@@ -68,7 +68,7 @@ def source(run: Run) -> Source:
     )
 
 
-def _tile(run: Run, metric: str) -> Tile | None:
+def _tile(run: LoadedRun, metric: str) -> Tile | None:
     value = lookup(run.summary, metric)
     if value is None:
         return None
@@ -79,38 +79,38 @@ def _tile(run: Run, metric: str) -> Tile | None:
     return Tile(metric, label, shown(value, unit), note)
 
 
-def findings(found: sweeps.Sweep | None, errors: Sequence[Error], differences: Sequence[Difference]) -> list[str]:
+def findings(swept: sweeps.Sweep | None, errors: Sequence[Error], differences: Sequence[MetricDifference]) -> list[str]:
     """What the runs say together, in sentences."""
-    if found is not None:
-        return sweeps.findings(found)
+    if swept is not None:
+        return sweeps.findings(swept)
     return [pairing.summary_line(errors)] if errors else compare.verdict(differences) if differences else []
 
 
 def tables(
-    runs: Sequence[Run],
+    runs: Sequence[LoadedRun],
     pair: Pair | None,
     errors: Sequence[Error],
-    differences: Sequence[Difference],
+    differences: Sequence[MetricDifference],
     *,
     by_rate: bool,
 ) -> list[Table]:
     """Errors if one of two runs was measured, else how they differ; others side by side."""
     if pair:
-        return pairing.tables(*pair, found=errors)
+        return pairing.tables(*pair, metric_errors=errors)
     if differences:
         return [compare.table(differences, runs[0].label, runs[1].label)]
     several = [landscape.landscape(runs, by_rate=by_rate)] if len(runs) > 2 else []
     return [*several, side_by_side(runs)] if len(runs) <= MOST_IN_DETAIL else several
 
 
-def _pair(runs: Sequence[Run]) -> Pair | None:
+def _pair(runs: Sequence[LoadedRun]) -> Pair | None:
     """(simulated, measured), if that is what the two runs are."""
     if len(runs) != 2 or runs[0].measured == runs[1].measured:
         return None
     return (runs[1], runs[0]) if runs[0].measured else (runs[0], runs[1])
 
 
-def side_by_side(runs: Sequence[Run]) -> Table:
+def side_by_side(runs: Sequence[LoadedRun]) -> Table:
     """The main numbers of every run."""
     rows = []
     for label, metric, unit in QUANTITIES:
@@ -120,14 +120,14 @@ def side_by_side(runs: Sequence[Run]) -> Table:
     return Table("All numbers", ("", *(run.label for run in runs)), rows, "As summary.json of each run has them.")
 
 
-def charts(runs: Sequence[Run], found: sweeps.Sweep | None) -> list[Chart]:
+def charts(runs: Sequence[LoadedRun], swept: sweeps.Sweep | None) -> list[Chart]:
     """Figures in the order in which practitioners look at them."""
-    several = gallery.swept(found) if found is not None else []
-    if len(runs) > 2 and found is None:
+    several = gallery.swept(swept) if swept is not None else []
+    if len(runs) > 2 and swept is None:
         several = [landscape.chart(runs)]
     if len(runs) > len(SERIES):
         return several
-    if found is not None or len(runs) > MOST_IN_DETAIL:
+    if swept is not None or len(runs) > MOST_IN_DETAIL:
         return [*several, gallery.latencies(runs)]
     return [*several, *gallery.details(runs)]
 
@@ -135,8 +135,13 @@ def charts(runs: Sequence[Run], found: sweeps.Sweep | None) -> list[Chart]:
 def facts(report: Report) -> bytes:
     """report.json: what the index says of the report, its tiles, the keys of its figures, its own facts."""
     runs = [
-        {"label": one.label, "kind": one.kind, "folder": one.folder, "tiles": {t.metric: t.value for t in one.tiles}}
-        for one in report.sources
+        {
+            "label": source.label,
+            "kind": source.kind,
+            "folder": source.folder,
+            "tiles": {t.metric: t.value for t in source.tiles},
+        }
+        for source in report.sources
     ]
     about = {"title": report.title, "question": report.question, "command": report.command}
     everything = {**about, "runs": runs, "figures": [chart.key for chart in report.charts], **report.facts}

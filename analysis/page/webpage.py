@@ -32,10 +32,10 @@ KEYS = (  # what a button does, its sign, its name
 
 def plotly_script() -> str | None:
     """The plotly.min.js of the installed plotly, which is not imported; None if there is none."""
-    found = util.find_spec("plotly")
-    if found is None or found.origin is None:
+    spec = util.find_spec("plotly")
+    if spec is None or spec.origin is None:
         return None
-    file = Path(found.origin).parent / "package_data" / "plotly.min.js"
+    file = Path(spec.origin).parent / "package_data" / "plotly.min.js"
     return file.read_text(encoding="utf-8") if file.is_file() else None
 
 
@@ -77,9 +77,11 @@ def _parts(report: Report) -> Iterable[tuple[str, str, str]]:
     yield _section("Findings", _list(report.findings))
     yield _section("Tables", "".join(_table(table, index) for index, table in enumerate(report.tables)))
     yield _section("Charts", _charts(report.charts))
-    scenarios = (_folded("Scenario", one.label, one.scenario) for one in report.sources if one.scenario)
+    scenarios = (_folded("Scenario", source.label, source.scenario) for source in report.sources if source.scenario)
     yield _section("Scenarios", "".join(scenarios))
-    environments = (_folded("Environment", one.label, one.environment) for one in report.sources if one.environment)
+    environments = (
+        _folded("Environment", source.label, source.environment) for source in report.sources if source.environment
+    )
     yield _section("Environments", "".join(environments))
     yield _section("Commands", _commands(report))
 
@@ -137,7 +139,7 @@ def _value(tile: Tile, tag: str) -> str:
     return f'<{tag} data-metric="{escape(tile.metric)}"><span class="value">{escape(tile.value)}</span>{note}</{tag}>'
 
 
-def _found(source: Source, metric: str) -> Tile | None:
+def _tile_of(source: Source, metric: str) -> Tile | None:
     return next((tile for tile in source.tiles if tile.metric == metric), None)
 
 
@@ -146,7 +148,7 @@ def _shared(sources: Sequence[Source], metric: str, label: str) -> str:
     rows = "".join(
         f"<div>{_mark(index)}<dt>{escape(source.label)}</dt>{_value(tile, 'dd') if tile else '<dd>none</dd>'}</div>"
         for index, source in enumerate(sources)
-        for tile in [_found(source, metric)]
+        for tile in [_tile_of(source, metric)]
     )
     return f'<div class="tile"><h3>{escape(label)}</h3><dl>{rows}</dl></div>'
 
@@ -156,7 +158,7 @@ def _table_of_runs(sources: Sequence[Source], metrics: dict[str, str]) -> str:
     head = "".join(f'<th scope="col">{escape(label)}</th>' for label in ("run", *metrics.values()))
     rows = "".join(
         f'<tr><th scope="row">{escape(source.label)}</th>'
-        + "".join(_value(tile, "td") if (tile := _found(source, metric)) else "<td>none</td>" for metric in metrics)
+        + "".join(_value(tile, "td") if (tile := _tile_of(source, metric)) else "<td>none</td>" for metric in metrics)
         + "</tr>"
         for source in sources
     )
@@ -165,9 +167,9 @@ def _table_of_runs(sources: Sequence[Source], metrics: dict[str, str]) -> str:
 
 def _caveats(caveats: Sequence[Caveat]) -> str:
     lines = "".join(
-        f"<li>{f'<strong>{escape(one.run)}</strong>: ' if one.run else ''}{escape(one.text)}"
-        f' <span class="kind">{escape(one.kind)}</span></li>'
-        for one in caveats
+        f"<li>{f'<strong>{escape(caveat.run)}</strong>: ' if caveat.run else ''}{escape(caveat.text)}"
+        f' <span class="kind">{escape(caveat.kind)}</span></li>'
+        for caveat in caveats
     )
     looks, content = ("caveats", f"<ul>{lines}</ul>") if caveats else ("caveats none", "<p>No caveat found.</p>")
     title = '<h2 id="caveats-title">When not to trust this</h2>'

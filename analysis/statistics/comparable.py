@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from analysis.statistics.loading import Run, flat
+from analysis.statistics.loading import LoadedRun, flat
 
 COUNTED_ALIKE = ("schema_version", "percentile_method", "window_s")
 AT_MOST_NAMED = 5  # fields of a workload
@@ -17,7 +17,7 @@ class Incomparable(ValueError):  # noqa: N818  # reads as what is said of the ru
     """Runs whose numbers must not be put side by side; the message names both and every reason, one a line."""
 
 
-def check(runs: Sequence[Run], *, swept: bool = False) -> None:
+def check(runs: Sequence[LoadedRun], *, swept: bool = False) -> None:
     """Raises Incomparable unless all runs are complete, of one workload, and counted alike.
 
     Those of a sweep may have been `swept` over their workloads.
@@ -30,16 +30,16 @@ def check(runs: Sequence[Run], *, swept: bool = False) -> None:
         raise Incomparable("\n".join(["these runs cannot be compared:", *reasons]))
 
 
-def same_workload(runs: Sequence[Run]) -> bool:
+def same_workload(runs: Sequence[LoadedRun]) -> bool:
     """Were all runs asked the very same requests, with the same arrivals? False if one does not say."""
     return all(_workload(a) is not None and _workload(a) == _workload(b) for a, b in pairwise(runs))
 
 
-def _workload(run: Run) -> Any:
+def _workload(run: LoadedRun) -> Any:
     return run.environment.get("workload_hash")
 
 
-def _differences(a: Run, b: Run, swept: bool) -> Iterator[str]:
+def _differences(a: LoadedRun, b: LoadedRun, swept: bool) -> Iterator[str]:
     if not swept and not same_workload((a, b)):
         yield f"the workload differs: {_changed(a, b)}"
     for key in COUNTED_ALIKE:
@@ -48,11 +48,11 @@ def _differences(a: Run, b: Run, swept: bool) -> Iterator[str]:
             yield f"{key} is {_said(ours)} and {_said(theirs)}"
 
 
-def _changed(a: Run, b: Run) -> str:
+def _changed(a: LoadedRun, b: LoadedRun) -> str:
     """The scenario's fields that make the workloads differ."""
     if None in (_workload(a), _workload(b)):
         return "env.json has no workload_hash to tell by"
-    ours, theirs = (_asked(run) for run in (a, b))
+    ours, theirs = (_workload_settings(run) for run in (a, b))
     names = [name for name in {**ours, **theirs} if ours.get(name, ABSENT) != theirs.get(name, ABSENT)]
     texts = [f"{name} is {_said(ours.get(name, ABSENT))} and {_said(theirs.get(name, ABSENT))}" for name in names]
     more = len(texts) - AT_MOST_NAMED
@@ -60,7 +60,7 @@ def _changed(a: Run, b: Run) -> str:
     return ", ".join(texts) or "no field of it does, so the data that it was made from or the code that made it"
 
 
-def _asked(run: Run) -> dict[str, Any]:
+def _workload_settings(run: LoadedRun) -> dict[str, Any]:
     fields = flat(run.scenario)
     return {name: value for name, value in fields.items() if name == "seed" or name.startswith("workload.")}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from analysis.statistics import intervals
 from analysis.statistics.comparable import check
 from analysis.statistics.intervals import CONFIDENCE, Interval, Intervals
-from analysis.statistics.loading import Run
+from analysis.statistics.loading import LoadedRun
 from cbsim.draw.markdown import Table
 from cbsim.results.checks import DISTRIBUTIONS, NAMES, SINGLE
 from cbsim.results.metrics import SAMPLES_NEEDED
@@ -26,7 +26,7 @@ LABELS = {metric: label for label, metric, _ in QUANTITIES}
 
 def unit(metric: str) -> str:
     """The unit of a metric, as `cbsim.results.terminal.shown` wants it."""
-    given = {known: one for _, known, one in QUANTITIES}.get(metric)
+    given = {known: unit_ for _, known, unit_ in QUANTITIES}.get(metric)
     head, _, statistic = metric.partition(".")
     if given or metric in SHARES:
         return given or "share"
@@ -53,7 +53,7 @@ def _shown() -> Iterator[str]:
         head, _, statistic = metric.partition(".")
         for name in ("itl_s", head) if head == "e2e_s" else (head,):
             if statistic == "p50":
-                yield from (f"{name}.{one}" for one in intervals.STATISTICS[1:])
+                yield from (f"{name}.{part}" for part in intervals.STATISTICS[1:])
         if not statistic.startswith("p"):
             yield metric
 
@@ -62,7 +62,7 @@ SHOWN = tuple(_shown())
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class MetricDifference:
     """One metric of two runs. `metric` is its dotted key in summary.json, `unit` as `terminal.QUANTITIES` has it.
 
     `a` and `b` are those of the summaries: of all requests of each run, while the interval may rest on fewer, which
@@ -117,7 +117,7 @@ class Difference:
         return self.interval.seen if self.interval else None
 
 
-def differences(a: Run, b: Run) -> list[Difference]:
+def differences(a: LoadedRun, b: LoadedRun) -> list[MetricDifference]:
     """Every metric that `--check` knows and both runs have. Raises Incomparable if they must not be compared."""
     check((a, b))
     requests, steps = intervals.of_requests(a, b), intervals.of_steps(a, b)
@@ -130,18 +130,20 @@ def differences(a: Run, b: Run) -> list[Difference]:
         True: _method("paired bootstrap over", requests, "requests", left_out),
         False: _method("block bootstrap over", steps, "steps", ""),
     }
-    found = []
+    compared = []
     for metric in NAMES:
         before, after = (lookup(run.summary, metric) for run in (a, b))
         if before is not None and after is not None:
             of_requests = metric not in SINGLE and not metric.startswith("step_time_s")
             source = requests if of_requests else steps
-            interval = source.found.get(metric)
+            interval = source.by_metric.get(metric)
             method = methods[of_requests] if interval else _no_interval(metric)
             n = _samples(metric, (a.summary, b.summary), source if interval else None)
             few = _few(metric, n, source.units)
-            found.append(Difference(metric, label(metric), unit(metric), before, after, interval, n, method, few))
-    return found
+            compared.append(
+                MetricDifference(metric, label(metric), unit(metric), before, after, interval, n, method, few)
+            )
+    return compared
 
 
 def _no_interval(metric: str) -> str:
@@ -168,20 +170,26 @@ def _few(metric: str, n: int, units: int) -> bool:
     return min(n, units) < SAMPLES_NEEDED.get(metric.rpartition(".")[2], FEW)
 
 
-def table(differences: Sequence[Difference], a: str, b: str, *, everything: bool = False) -> Table:
+def table(differences: Sequence[MetricDifference], a: str, b: str, *, everything: bool = False) -> Table:
     """A row a metric, `a` and `b` naming the runs; without `everything`, those that a reader looks at first."""
-    chosen = {one.metric: one for one in differences}
+    chosen = {difference.metric: difference for difference in differences}
     rows = [_row(chosen[name]) for name in (chosen if everything else SHOWN) if name in chosen]
     return Table("Differences", ("metric", a, b, "change", f"{LEVEL} interval"), rows, _says(differences))
 
 
-def _row(one: Difference) -> tuple[str, ...]:
-    name = f"{one.label} {MARK}" if one.few else one.label
-    return (name, shown(one.a, one.unit), shown(one.b, one.unit), change_text(one), range_text(one))
+def _row(difference: MetricDifference) -> tuple[str, ...]:
+    name = f"{difference.label} {MARK}" if difference.few else difference.label
+    return (
+        name,
+        shown(difference.a, difference.unit),
+        shown(difference.b, difference.unit),
+        change_text(difference),
+        range_text(difference),
+    )
 
 
-def _says(differences: Sequence[Difference]) -> str:
-    methods = sorted({one.method for one in differences if one.interval}, reverse=True)
+def _says(differences: Sequence[MetricDifference]) -> str:
+    methods = sorted({difference.method for difference in differences if difference.interval}, reverse=True)
     text = f"Change of B against A, with {LEVEL} intervals: {'; '.join(methods) or 'none, for want of samples'}. "
     text += (
         "They know how much requests and steps vary within these runs, not another seed or another run of the same, "
@@ -189,27 +197,29 @@ def _says(differences: Sequence[Difference]) -> str:
     return text + f"and are too narrow where requests share a queue. {MARK}: too few samples to rely on."
 
 
-def change_text(one: Difference) -> str:
+def change_text(difference: MetricDifference) -> str:
     """Like "+6.1 %" or "-2.0 pt"; "=" if nothing changed; in the metric's unit where A is 0."""
-    if one.a == one.b:
+    if difference.a == difference.b:
         return "="
-    if one.change is None:
-        return signed(one.delta, one.unit)
-    return f"{one.change * 100:+z.{_digits(one.change)}f} {'pt' if one.is_share else '%'}"
+    if difference.change is None:
+        return signed(difference.delta, difference.unit)
+    return f"{difference.change * 100:+z.{_digits(difference.change)}f} {'pt' if difference.is_share else '%'}"
 
 
-def range_text(one: Difference) -> str:
+def range_text(difference: MetricDifference) -> str:
     """Like "+5.2 .. +7.0 %", and what follows from it; or why there is none."""
-    if not one.interval:
-        return one.method
-    if not any(one.interval.delta):
+    if not difference.interval:
+        return difference.method
+    if not any(difference.interval.delta):
         return NOT_SEEN
-    if one.range is None:
-        text = " .. ".join(signed(edge, one.unit) for edge in one.interval.delta)
+    if difference.range is None:
+        text = " .. ".join(signed(edge, difference.unit) for edge in difference.interval.delta)
     else:
-        digits = _digits(*one.range)
-        text = " .. ".join(f"{edge * 100:+z.{digits}f}" for edge in one.range) + (" pt" if one.is_share else " %")
-    return text if one.seen else f"{text}: {NOT_SEEN}"
+        digits = _digits(*difference.range)
+        text = " .. ".join(f"{edge * 100:+z.{digits}f}" for edge in difference.range) + (
+            " pt" if difference.is_share else " %"
+        )
+    return text if difference.seen else f"{text}: {NOT_SEEN}"
 
 
 def _digits(*changes: float) -> int:
@@ -223,30 +233,32 @@ def signed(value: float, unit: str) -> str:
     return f"{'-' if value < 0 else '+'}{shown(abs(value), unit)}"
 
 
-def verdict(differences: Sequence[Difference]) -> list[str]:
+def verdict(differences: Sequence[MetricDifference]) -> list[str]:
     """What changed, in two or three sentences: throughput and makespan, TTFT and TPOT, and how much is to be seen."""
-    known = {one.metric: one for one in differences}
+    known = {difference.metric: difference for difference in differences}
     totals = [known[name] for name in ("output_tokens_per_s", "makespan_s") if name in known]
-    sentences = ["; ".join(f"{one.label}: {_words(one)}" for one in totals) + f" ({ONE_VALUE})."] if totals else []
-    main = [one for name in ("ttft_s", "tpot_s") for one in [_most(differences, name)] if one]
+    sentences = (
+        ["; ".join(f"{total.label}: {_words(total)}" for total in totals) + f" ({ONE_VALUE})."] if totals else []
+    )
+    main = [difference for name in ("ttft_s", "tpot_s") for difference in [_most(differences, name)] if difference]
     if main:
-        sentences.append("; ".join(f"{one.label}: {_words(one)}" for one in main) + ".")
-    seen = [one.seen for one in differences if one.interval]
+        sentences.append("; ".join(f"{difference.label}: {_words(difference)}" for difference in main) + ".")
+    seen = [difference.seen for difference in differences if difference.interval]
     if seen:
         by_chance = f"one in {round(1 / (1 - CONFIDENCE))} does by chance alone, or more where requests share a queue"
         sentences.append(f"{sum(map(bool, seen))} of {len(seen)} intervals leave out 0; {by_chance}.")
     return [sentence[0].upper() + sentence[1:] for sentence in sentences]
 
 
-def _most(differences: Sequence[Difference], name: str) -> Difference | None:
+def _most(differences: Sequence[MetricDifference], name: str) -> MetricDifference | None:
     """Of a latency's percentiles, the one that changed most; those with enough samples come first."""
     own = [d for d in differences if d.metric in (f"{name}.p50", f"{name}.p99") and d.interval]
-    return max(own, key=lambda one: (not one.few, abs(one.change or 0.0)), default=None)
+    return max(own, key=lambda difference: (not difference.few, abs(difference.change or 0.0)), default=None)
 
 
-def _words(one: Difference) -> str:
-    if one.a == one.b:
+def _words(difference: MetricDifference) -> str:
+    if difference.a == difference.b:
         return "no change"
-    if not one.interval:
-        return change_text(one)
-    return f"{change_text(one)} ({range_text(one)}){' of few samples' * one.few}"
+    if not difference.interval:
+        return change_text(difference)
+    return f"{change_text(difference)} ({range_text(difference)}){' of few samples' * difference.few}"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from analysis.statistics.compare import LEVEL, Difference, change_text, signed, unit
+from analysis.statistics.compare import LEVEL, MetricDifference, change_text, signed, unit
 from cbsim.results.checks import OPERATORS, CheckError, named
 from cbsim.results.checks import UNITS as TIMES
 from cbsim.results.terminal import shown
@@ -39,19 +39,20 @@ class Condition:
     relative: bool
     magnitude: bool
 
-    def change(self, one: Difference) -> float:
+    def change(self, difference: MetricDifference) -> float:
         """What the bound is on. From 0 to something is infinitely much, relatively."""
-        value = one.relative if self.relative else one.delta
-        value = math.copysign(math.inf, one.delta) if value is None else value
+        value = difference.relative if self.relative else difference.delta
+        value = math.copysign(math.inf, difference.delta) if value is None else value
         return abs(value) if self.magnitude else value
 
-    def range(self, one: Difference) -> Range | None:
+    def range(self, difference: MetricDifference) -> Range | None:
         """Its interval, None if there is none."""
-        found = one.interval and (one.interval.relative if self.relative else one.interval.delta)
-        if not found or not self.magnitude:
-            return found
-        ends = sorted(abs(edge) for edge in found)
-        return (0.0 if found[0] <= 0 <= found[1] else ends[0]), ends[1]
+        both = difference.interval
+        interval = both and (both.relative if self.relative else both.delta)
+        if not interval or not self.magnitude:
+            return interval
+        ends = sorted(abs(edge) for edge in interval)
+        return (0.0 if interval[0] <= 0 <= interval[1] else ends[0]), ends[1]
 
     def meets(self, change: float) -> bool:
         """Is a change beyond the bound?"""
@@ -103,38 +104,41 @@ def _metric(name: str, text: str) -> str:
         raise ConditionError(str(error)) from None
 
 
-def verdict(condition: Condition, differences: Sequence[Difference], *, sure: bool = False) -> tuple[bool, str]:
+def verdict(condition: Condition, differences: Sequence[MetricDifference], *, sure: bool = False) -> tuple[bool, str]:
     """(failed, a line that says so). The change itself decides; a metric that either run does not have fails.
 
     With `sure` all of the interval must be beyond the bound; where there is none, the change decides.
     """
-    one = next((one for one in differences if one.metric == condition.metric), None)
-    if one is None:
+    difference = next((difference for difference in differences if difference.metric == condition.metric), None)
+    if difference is None:
         return True, f"FAILED  {condition.text}: not both runs have {condition.metric}"
-    change, found = condition.change(one), condition.range(one)
+    change, interval = condition.change(difference), condition.range(difference)
     beyond = condition.meets(change)
-    edges = [condition.meets(edge) for edge in found or ()]
+    edges = [condition.meets(edge) for edge in interval or ()]
     failed = all([beyond, *edges]) if sure else beyond
-    line = f"{'FAILED' if failed else 'ok    '}  {condition.text}: {_facts(condition, one, found)}"
+    line = f"{'FAILED' if failed else 'ok    '}  {condition.text}: {_facts(condition, difference, interval)}"
     if any(edge != beyond for edge in edges):
         line += f"; not certain: the interval reaches {'back over' if beyond else 'over'} the bound"
     return failed, line
 
 
-def _facts(condition: Condition, one: Difference, found: Range | None) -> str:
-    values = f"{one.metric} is {shown(one.a, one.unit)}, then {shown(one.b, one.unit)}"
-    none = "no relative interval: A may be 0" if one.interval else one.method
-    interval = f"{LEVEL} interval {_text(condition, one, found)}" if found else none
-    return f"{values}: {_moved(condition, one)} ({interval}{', few samples' * one.few})"
+def _facts(condition: Condition, difference: MetricDifference, interval: Range | None) -> str:
+    values = (
+        f"{difference.metric} is {shown(difference.a, difference.unit)}, then {shown(difference.b, difference.unit)}"
+    )
+    none = "no relative interval: A may be 0" if difference.interval else difference.method
+    extent = f"{LEVEL} interval {_text(condition, difference, interval)}" if interval else none
+    return f"{values}: {_moved(condition, difference)} ({extent}{', few samples' * difference.few})"
 
 
-def _moved(condition: Condition, one: Difference) -> str:
+def _moved(condition: Condition, difference: MetricDifference) -> str:
     if condition.relative:
-        return change_text(one) if one.relative is None else f"{one.relative:+z.2%}".replace("%", " %")
-    return signed(one.delta, one.unit)
+        relative = difference.relative
+        return change_text(difference) if relative is None else f"{relative:+z.2%}".replace("%", " %")
+    return signed(difference.delta, difference.unit)
 
 
-def _text(condition: Condition, one: Difference, found: Range) -> str:
+def _text(condition: Condition, difference: MetricDifference, interval: Range) -> str:
     if condition.relative:
-        return " .. ".join(f"{edge * 100:+z.2f}" for edge in found) + " %"
-    return " .. ".join(signed(edge, one.unit) for edge in found)
+        return " .. ".join(f"{edge * 100:+z.2f}" for edge in interval) + " %"
+    return " .. ".join(signed(edge, difference.unit) for edge in interval)

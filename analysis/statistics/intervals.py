@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from analysis.statistics.loading import LATENCIES, Run
+from analysis.statistics.loading import LATENCIES, LoadedRun
 from cbsim.results.columns import NS
 from cbsim.results.metrics import PERCENTILE_METHOD, QUANTILES
 from cbsim.results.record import PHASES
@@ -53,12 +53,12 @@ class Interval(NamedTuple):
 class Intervals:
     """Intervals by dotted metric, and what they rest on. Empty with fewer than FEWEST units."""
 
-    found: Mapping[str, Interval]
+    by_metric: Mapping[str, Interval]
     units: int  # requests or steps drawn from; of the smaller run, if runs have their own
     replicates: int
 
 
-class Sample(Protocol):
+class UnitSample(Protocol):
     """What a draw of units has statistics of."""
 
     @property
@@ -104,11 +104,11 @@ class Gaps:
     names: tuple[str, ...] = STATISTICS
 
     @classmethod
-    def of(cls, run: Run, rows: Ints) -> Gaps:
+    def of(cls, run: LoadedRun, rows: Ints) -> Gaps:
         """The gaps of the requests at these positions of the table."""
-        told = [run.times.rows[row].token_runs for row in rows]
-        flat = np.array([number for runs in told for number in runs], dtype=np.int64).reshape(-1, 2)
-        owner = np.repeat(np.arange(len(told)), [len(runs) // 2 for runs in told])
+        token_runs = [run.times.rows[row].token_runs for row in rows]
+        flat = np.array([number for runs in token_runs for number in runs], dtype=np.int64).reshape(-1, 2)
+        owner = np.repeat(np.arange(len(token_runs)), [len(runs) // 2 for runs in token_runs])
         first, last, ended = flat[:, 0], flat.sum(axis=1) - 1, run.table["update_end_ns"]
         inside = np.flatnonzero(_covered(first, last, np.ones(len(first)), len(ended)))
         same = np.flatnonzero(owner[1:] == owner[:-1])
@@ -158,7 +158,7 @@ def weighted(values: Floats, counts: Ints) -> Floats:
         rank = q / 100 * (total - 1)
         below = rank.astype(np.int64)
         ranks = (below, np.minimum(below + 1, total - 1))
-        low, high = (values[_at(counts, upto, rows, one, part)] for one in ranks)
+        low, high = (values[_at(counts, upto, rows, rank, part)] for rank in ranks)
         result[rows, column] = low + (high - low) * (rank - below)
     return result
 
@@ -169,8 +169,8 @@ def _at(counts: Ints, upto: Ints, rows: Ints, rank: Ints, part: int) -> Ints:
     before = np.where(whole > 0, upto[rows, whole - 1], 0)
     inside = np.minimum(whole[:, None] * part + np.arange(part), counts.shape[1] - 1)
     within = np.cumsum(counts[rows[:, None], inside], axis=1, dtype=np.int64)
-    found: Ints = whole * part + (within <= (rank - before)[:, None]).sum(axis=1)
-    return found
+    counted: Ints = whole * part + (within <= (rank - before)[:, None]).sum(axis=1)
+    return counted
 
 
 def replicates(size: int) -> int:
@@ -178,14 +178,14 @@ def replicates(size: int) -> int:
     return int(np.clip(WORK // max(size, 1), LEAST, MOST))
 
 
-def pairs(a: Run, b: Run) -> tuple[Ints, Ints]:
+def pairs(a: LoadedRun, b: LoadedRun) -> tuple[Ints, Ints]:
     """Positions in both request tables of the requests that ended with their last token, and count, in both runs."""
     ours, theirs = (run.counted[run.counted["done"]] for run in (a, b))
     _, left, right = np.intersect1d(ours["index"], theirs["index"], assume_unique=True, return_indices=True)
     return np.asarray(ours.index)[left], np.asarray(theirs.index)[right]
 
 
-def of_requests(a: Run, b: Run) -> Intervals:
+def of_requests(a: LoadedRun, b: LoadedRun) -> Intervals:
     """Of every latency and of ITL; a request's part in both runs is drawn together."""
     left, right = pairs(a, b)
     size = max(len(left), *(len(gaps) for run in (a, b) for gaps in (run.table, run.times.gaps_ns)))
@@ -193,19 +193,19 @@ def of_requests(a: Run, b: Run) -> Intervals:
     return paired(ours, theirs, len(left), size)
 
 
-def _of_requests(run: Run, rows: Ints) -> dict[str, Sample]:
+def _of_requests(run: LoadedRun, rows: Ints) -> dict[str, UnitSample]:
     columns = {name: run.requests[name].to_numpy(dtype=np.float64)[rows] for name in LATENCIES}
     return {**{name: Values.of(column) for name, column in columns.items()}, "itl_s": Gaps.of(run, rows)}
 
 
-def paired(a: Mapping[str, Sample], b: Mapping[str, Sample], units: int, size: int = 0) -> Intervals:
+def paired(a: Mapping[str, UnitSample], b: Mapping[str, UnitSample], units: int, size: int = 0) -> Intervals:
     """Of samples of the same `units`, drawn together. `size`: numbers that a draw makes, if more than units."""
     draws = replicates(max(units, size))
     seed = np.random.SeedSequence(SEED)  # one for both: the same draws
     return _compared([Drawn(samples, at_random, units, max(units, size), seed) for samples in (a, b)], draws)
 
 
-def of_steps(a: Run, b: Run) -> Intervals:
+def of_steps(a: LoadedRun, b: LoadedRun) -> Intervals:
     """Of step time and of the SHARES. Each run's steps are drawn on their own: there is no telling which is which."""
     draws, seeds = replicates(max(len(a.steps), len(b.steps))), np.random.SeedSequence(SEED).spawn(2)
     both = [
@@ -215,7 +215,7 @@ def of_steps(a: Run, b: Run) -> Intervals:
     return _compared(both, draws)
 
 
-def _of_steps(run: Run) -> dict[str, Sample]:
+def _of_steps(run: LoadedRun) -> dict[str, UnitSample]:
     steps = run.table
     lasted = np.diff(steps["update_end_ns"], prepend=run.start_ns).astype(np.float64)  # their sum is the span
     busy = steps.lane("compute").astype(np.float64)
@@ -229,7 +229,7 @@ def _of_steps(run: Run) -> dict[str, Sample]:
 class Drawn(NamedTuple):
     """Samples of `units` units, and how to draw from them."""
 
-    samples: Mapping[str, Sample]
+    samples: Mapping[str, UnitSample]
     draw: Callable[[np.random.Generator, int, int], Ints]
     units: int
     size: int
@@ -237,26 +237,26 @@ class Drawn(NamedTuple):
 
     def statistics(self, draws: int) -> dict[str, Floats]:
         """Of every sample, over all draws; they are made some at a time."""
-        found: dict[str, list[Floats]] = {name: [] for name in self.samples}
+        columns: dict[str, list[Floats]] = {name: [] for name in self.samples}
         rng, rows = np.random.default_rng(self.seed), max(CHUNK // self.size, 1)
         for start in range(0, draws, rows):
             units = self.draw(rng, min(rows, draws - start), self.units)
             for name, sample in self.samples.items():
-                found[name].append(sample.statistics(units))
+                columns[name].append(sample.statistics(units))
         return {
             f"{name}.{statistic}" if name else statistic: column
             for name, sample in self.samples.items()
-            for statistic, column in zip(sample.names, np.concatenate(found[name]).T, strict=True)
+            for statistic, column in zip(sample.names, np.concatenate(columns[name]).T, strict=True)
         }
 
 
 def _compared(both: Sequence[Drawn], draws: int) -> Intervals:
-    units = min(one.units for one in both)
+    units = min(drawn.units for drawn in both)
     if units < FEWEST:
         return Intervals({}, units, 0)
-    ours, theirs = (one.statistics(draws) for one in both)
-    found = {name: interval(ours[name], theirs[name]) for name in ours}
-    return Intervals({name: one for name, one in found.items() if one is not None}, units, draws)
+    ours, theirs = (drawn.statistics(draws) for drawn in both)
+    intervals = {name: interval(ours[name], theirs[name]) for name in ours}
+    return Intervals({name: known for name, known in intervals.items() if known is not None}, units, draws)
 
 
 def at_random(rng: np.random.Generator, rows: int, units: int) -> Ints:

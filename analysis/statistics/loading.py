@@ -29,7 +29,7 @@ UNTOLD = ("cost.cpu", "scheduler.name", "name")  # what says too little for its 
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LoadedRun:
     """One run directory. `label` tells it from the others that were read with it.
 
     `table` and `times` are what the frames were made of, as `cbsim.results.metrics` wants them.
@@ -88,35 +88,35 @@ class Run:
         return self.requests[(arrival >= low) & (arrival < high)]
 
 
-def read(paths: Sequence[Path]) -> list[Run]:
+def read(paths: Sequence[Path]) -> list[LoadedRun]:
     """Run directories, labelled by what distinguishes them. Raises RunError naming the file that cannot be read."""
     return labelled([_read(path) for path in paths])
 
 
-def _read(path: Path) -> Run:
+def _read(path: Path) -> LoadedRun:
     whole = (path / "steps.parquet").exists() or not (path / VERDICT).exists()
-    found = directory.load(path, whole=whole)
-    scenario = _scenario(found, path / "scenario.resolved.yaml")
-    declared.check(path / "env.json", found.environment, declared.ENVIRONMENT)
-    declared.check(path / "summary.json", found.summary, declared.SUMMARY)
-    _check_whole(found, scenario["loop"]["mode"], whole=whole)
-    times = metrics.token_times(found.requests, found.steps)
-    return Run(
+    raw = directory.load(path, whole=whole)
+    scenario = _scenario(raw, path / "scenario.resolved.yaml")
+    declared.check(path / "env.json", raw.environment, declared.ENVIRONMENT)
+    declared.check(path / "summary.json", raw.summary, declared.SUMMARY)
+    _check_whole(raw, scenario["loop"]["mode"], whole=whole)
+    times = metrics.token_times(raw.requests, raw.steps)
+    return LoadedRun(
         path=path,
         label=path.name,
         scenario=scenario,
-        environment=found.environment,
-        summary=found.summary,
-        incomplete=found.incomplete,
-        steps=pd.DataFrame(found.steps.table, columns=list(STEP_COLUMNS), copy=False),
+        environment=raw.environment,
+        summary=raw.summary,
+        incomplete=raw.incomplete,
+        steps=pd.DataFrame(raw.steps.table, columns=list(STEP_COLUMNS), copy=False),
         requests=request_frame(times),
-        table=found.steps,
+        table=raw.steps,
         times=times,
     )
 
 
-def _scenario(found: directory.Run, file: Path) -> dict[str, Any]:
-    scenario = documents.parse(found.scenario, str(file))
+def _scenario(raw: directory.Run, file: Path) -> dict[str, Any]:
+    scenario = documents.parse(raw.scenario, str(file))
     if not isinstance(scenario, dict):
         raise RunError(f"{file}: not a scenario")
     declared.check(file, scenario, declared.SCENARIO)
@@ -127,12 +127,12 @@ def _scenario(found: directory.Run, file: Path) -> dict[str, Any]:
     return scenario
 
 
-def _check_whole(found: directory.Run, loop: str, *, whole: bool) -> None:
+def _check_whole(raw: directory.Run, loop: str, *, whole: bool) -> None:
     """Raises RunError if the summary is not that of the scenario and the tables beside it."""
-    beside = (("steps", len(found.steps), "steps.parquet"), ("requests", len(found.requests), "requests.parquet"))
+    beside = (("steps", len(raw.steps), "steps.parquet"), ("requests", len(raw.requests), "requests.parquet"))
     for key, value, file in (*(beside if whole else ()), ("loop", loop, "scenario.resolved.yaml")):
-        if found.summary[key] != value:
-            raise RunError(f"{found.path / 'summary.json'}: {key} is {found.summary[key]}, that of {file} is {value}")
+        if raw.summary[key] != value:
+            raise RunError(f"{raw.path / 'summary.json'}: {key} is {raw.summary[key]}, that of {file} is {value}")
 
 
 def request_frame(times: Requests) -> pd.DataFrame:
@@ -151,20 +151,22 @@ def request_frame(times: Requests) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-def labelled(runs: Sequence[Run]) -> list[Run]:
+def labelled(runs: Sequence[LoadedRun]) -> list[LoadedRun]:
     """Each run with a label of its own: its loop, and whatever else sets it apart from the others."""
     flats = [flat(run.scenario) for run in runs]
-    fields = sorted({field for one in flats for field in one if len({repr(other.get(field)) for other in flats}) > 1})
+    fields = sorted(
+        {field for settings in flats for field in settings if len({repr(other.get(field)) for other in flats}) > 1}
+    )
     words = [[run.loop] for run in runs]
     if len({run.measured for run in runs}) > 1:
-        words = [[*one, "measured" if run.measured else SIMULATED] for one, run in zip(words, runs, strict=True)]
+        words = [[*parts, "measured" if run.measured else SIMULATED] for parts, run in zip(words, runs, strict=True)]
     for field in ("scheduler.name", "name", *(field for field in fields if not field.startswith(UNTOLD))):
-        told = field in fields and field not in ("loop.mode", "question")
-        if told and (field == "scheduler.name" or len({*map(tuple, words)}) < len(words)):
-            words = [_with(one, field, flat_.get(field)) for one, flat_ in zip(words, flats, strict=True)]
+        differs = field in fields and field not in ("loop.mode", "question")
+        if differs and (field == "scheduler.name" or len({*map(tuple, words)}) < len(words)):
+            words = [_with(parts, field, flat_.get(field)) for parts, flat_ in zip(words, flats, strict=True)]
     labels: list[str] = []
-    for one in words:
-        label = " ".join(one)
+    for parts in words:
+        label = " ".join(parts)
         count = sum(label == other or other.startswith(f"{label} #") for other in labels)
         labels.append(f"{label} #{count + 1}" if count else label)
     return [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]

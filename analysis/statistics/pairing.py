@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from analysis.statistics import comparable, compare
-from analysis.statistics.compare import MARK, SHOWN, Difference, change_text, range_text
-from analysis.statistics.loading import Run, flat
+from analysis.statistics.compare import MARK, SHOWN, MetricDifference, change_text, range_text
+from analysis.statistics.loading import LoadedRun, flat
 from cbsim.draw.markdown import Table
 from cbsim.results.directory import RunError
 from cbsim.results.record import LANES, PHASES
@@ -31,7 +31,7 @@ class Error:
     conditions on changes are conditions on errors.
     """
 
-    difference: Difference
+    difference: MetricDifference
 
     @property
     def metric(self) -> str:
@@ -78,7 +78,7 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class ReplayOutcome:
     """What deriving a run's plans again from its polls came to. `matched` is None if it could not be tried: `says`."""
 
     run: str
@@ -87,30 +87,30 @@ class Replay:
     says: str
 
 
-def check(sim: Run, measured: Run) -> None:
+def check(sim: LoadedRun, measured: LoadedRun) -> None:
     """Raises NotAPair unless one run is simulated and the other measured, Incomparable unless they may be compared."""
     for run, wanted in ((sim, "simulated"), (measured, "measured")):
         if run.measured is not (wanted == "measured"):
-            is_one = "measured" if run.measured else "simulated"
+            kind = "measured" if run.measured else "simulated"
             hint = "put the simulated run first" if sim.measured and not measured.measured else "use compare"
-            raise NotAPair(f"{run.path}: is {is_one}, expected a {wanted} run; {hint}")
+            raise NotAPair(f"{run.path}: is {kind}, expected a {wanted} run; {hint}")
     comparable.check((sim, measured))
 
 
-def errors(sim: Run, measured: Run) -> list[Error]:
+def errors(sim: LoadedRun, measured: LoadedRun) -> list[Error]:
     """Of every metric that both runs have. Raises NotAPair, Incomparable."""
     check(sim, measured)
-    return [Error(one) for one in compare.differences(measured, sim)]
+    return [Error(difference) for difference in compare.differences(measured, sim)]
 
 
-def phases(sim: Run, measured: Run) -> list[Phase]:
+def phases(sim: LoadedRun, measured: LoadedRun) -> list[Phase]:
     """Of every CPU phase and device lane; empty if a run has no step with rows."""
     if not all((run.table["rows"] > 0).any() for run in (sim, measured)):
         return []
     return [_phase(name, *(_lasted_us(run, name) for run in (sim, measured))) for name in (*PHASES, *LANES)]
 
 
-def _lasted_us(run: Run, name: str) -> npt.NDArray[np.float64]:
+def _lasted_us(run: LoadedRun, name: str) -> npt.NDArray[np.float64]:
     return run.table.lane(name)[run.table["rows"] > 0] / 1e3
 
 
@@ -118,7 +118,7 @@ def _phase(name: str, sim: npt.NDArray[np.float64], measured: npt.NDArray[np.flo
     return Phase(name, float(sim.mean()), float(measured.mean()), float(np.median(sim)), float(np.median(measured)))
 
 
-def divergence(sim: Run, measured: Run) -> Divergence:
+def divergence(sim: LoadedRun, measured: LoadedRun) -> Divergence:
     """Where the plans part: by their hashes, row for row and block for block."""
     ours, theirs = sim.table["plan_hash"], measured.table["plan_hash"]
     common = min(len(ours), len(theirs))
@@ -130,10 +130,10 @@ def divergence(sim: Run, measured: Run) -> Divergence:
     return Divergence(agreed, len(ours), len(theirs), agreed, reason)
 
 
-def _why(sim: Run, measured: Run, step: int) -> str:
-    """Other settings decide otherwise, and so does a scheduler that has been told of other requests by then."""
-    asked, run_as = (flat(run.scenario) for run in (sim, measured))
-    names = [name for name in {**asked, **run_as} if asked.get(name) != run_as.get(name)]
+def _why(sim: LoadedRun, measured: LoadedRun, step: int) -> str:
+    """Why plans part: other settings, or a scheduler that had heard of other requests by then."""
+    simulated, run_as = (flat(run.scenario) for run in (sim, measured))
+    names = [name for name in {**simulated, **run_as} if simulated.get(name) != run_as.get(name)]
     set_otherwise = [name for name in names if not name.startswith(NO_DECISION)]
     if set_otherwise:
         return f"the scenarios differ in {', '.join(set_otherwise[:3])}"
@@ -150,87 +150,95 @@ def _why(sim: Run, measured: Run, step: int) -> str:
     return "the counts agree, the rows or blocks do not"
 
 
-def _taken_in(run: Run, step: int) -> set[int]:
+def _taken_in(run: LoadedRun, step: int) -> set[int]:
     """The requests whose poll came before the step was planned."""
     queued = run.requests["queued_ns"] <= int(run.table["schedule_end_ns"][step])
     return set(run.requests["index"][queued].tolist())
 
 
-def replays(runs: Sequence[Run]) -> list[Replay]:
+def replays(runs: Sequence[LoadedRun]) -> list[ReplayOutcome]:
     """Every run's plans derived again from its own polls (`cbsim.server.replan`), without a clock."""
     return [_replay(run) for run in runs]
 
 
-def _replay(run: Run) -> Replay:
+def _replay(run: LoadedRun) -> ReplayOutcome:
     try:
         verdict = replan.rederive(run.path)
     except (RunError, ScenarioError) as error:
-        return Replay(run.label, None, len(run.steps), f"cannot be replayed: {error}")
+        return ReplayOutcome(run.label, None, len(run.steps), f"cannot be replayed: {error}")
     says = verdict.difference or "identical"
-    return Replay(run.label, verdict.matched, verdict.steps, says)
+    return ReplayOutcome(run.label, verdict.matched, verdict.steps, says)
 
 
-def tables(sim: Run, measured: Run, *, everything: bool = False, found: Sequence[Error] | None = None) -> list[Table]:
-    """Errors of the metrics (`found`, if they are known), of a step's phases, and what became of the plans.
+def tables(
+    sim: LoadedRun, measured: LoadedRun, *, everything: bool = False, metric_errors: Sequence[Error] | None = None
+) -> list[Table]:
+    """Errors of the metrics (`metric_errors`, if they are known), of a step's phases, and what became of the plans.
 
     Raises NotAPair, Incomparable.
     """
     check(sim, measured)
     return [
-        _error_table(errors(sim, measured) if found is None else found, everything),
+        _error_table(errors(sim, measured) if metric_errors is None else metric_errors, everything),
         _phase_table(phases(sim, measured)),
         _plan_table(divergence(sim, measured), replays((sim, measured))),
     ]
 
 
-def _error_table(found: Sequence[Error], everything: bool) -> Table:
-    known = {one.metric: one for one in found}
+def _error_table(metric_errors: Sequence[Error], everything: bool) -> Table:
+    known = {error.metric: error for error in metric_errors}
     rows = [_error_row(known[name].difference) for name in (known if everything else SHOWN) if name in known]
     says = f"Simulated against measured, with 95 % intervals. {MARK}: too few samples to rely on."
     return Table("Errors", ("metric", "simulated", "measured", "error", "interval"), rows, says)
 
 
-def _error_row(one: Difference) -> tuple[str, ...]:
-    name = f"{one.label} {MARK}" if one.few else one.label
-    return (name, shown(one.b, one.unit), shown(one.a, one.unit), change_text(one), range_text(one))
+def _error_row(difference: MetricDifference) -> tuple[str, ...]:
+    name = f"{difference.label} {MARK}" if difference.few else difference.label
+    return (
+        name,
+        shown(difference.b, difference.unit),
+        shown(difference.a, difference.unit),
+        change_text(difference),
+        range_text(difference),
+    )
 
 
-def _phase_table(found: Sequence[Phase]) -> Table:
+def _phase_table(times: Sequence[Phase]) -> Table:
     header = ("phase or lane", "simulated mean", "measured mean", "error", "simulated p50", "measured p50")
-    rows = [_phase_row(one) for one in found]
+    rows = [_phase_row(phase) for phase in times]
     return Table("Time in a step", header, rows, "Microseconds, over the steps with rows.")
 
 
-def _phase_row(one: Phase) -> tuple[str, ...]:
-    error = "-" if one.error is None else f"{one.error:+z.1%}".replace("%", " %")
-    means = (f"{one.simulated_mean_us:,.1f}", f"{one.measured_mean_us:,.1f}")
-    return (one.name, *means, error, f"{one.simulated_p50_us:,.1f}", f"{one.measured_p50_us:,.1f}")
+def _phase_row(phase: Phase) -> tuple[str, ...]:
+    error = "-" if phase.error is None else f"{phase.error:+z.1%}".replace("%", " %")
+    means = (f"{phase.simulated_mean_us:,.1f}", f"{phase.measured_mean_us:,.1f}")
+    return (phase.name, *means, error, f"{phase.simulated_p50_us:,.1f}", f"{phase.measured_p50_us:,.1f}")
 
 
-def _plan_table(parted: Divergence, again: Sequence[Replay]) -> Table:
+def _plan_table(parted: Divergence, again: Sequence[ReplayOutcome]) -> Table:
     steps = f"{parted.simulated_steps:,} simulated, {parted.measured_steps:,} measured"
     at = "" if parted.step is None else f"step {parted.step:,}: "
     rows = [("same plans from the start", f"{parted.agreed:,}, of {steps}", f"{at}{parted.reason}")]
-    rows += [(f"replayed: {one.run}", _matched(one), one.says) for one in again]
+    rows += [(f"replayed: {replay.run}", _matched(replay), replay.says) for replay in again]
     says = "Plans by their hash. Replayed: derived again from the run's own polls, without a clock."
     return Table("Decisions", ("check", "steps", "result"), rows, says)
 
 
-def _matched(one: Replay) -> str:
-    return "-" if one.matched is None else f"{one.matched:,} of {one.steps:,}"
+def _matched(replay: ReplayOutcome) -> str:
+    return "-" if replay.matched is None else f"{replay.matched:,} of {replay.steps:,}"
 
 
-def summary_line(found: Sequence[Error]) -> str:
+def summary_line(metric_errors: Sequence[Error]) -> str:
     """The largest and the median error of the times, rates and shares that a reader looks at first; 0 of 0 is none."""
-    chosen = [one.difference for one in found if one.metric in SHOWN and one.difference.unit != "count"]
-    chosen = [one for one in chosen if one.change is not None and (one.a or one.b)]
-    groups = [("times and rates", "%", [one for one in chosen if not one.is_share])]
-    groups += [("shares", "pt", [one for one in chosen if one.is_share])]
+    chosen = [error.difference for error in metric_errors if error.metric in SHOWN and error.difference.unit != "count"]
+    chosen = [difference for difference in chosen if difference.change is not None and (difference.a or difference.b)]
+    groups = [("times and rates", "%", [difference for difference in chosen if not difference.is_share])]
+    groups += [("shares", "pt", [difference for difference in chosen if difference.is_share])]
     return "; ".join(_summary(*group) for group in groups if group[-1]) or "no metric to tell by"
 
 
-def _summary(noun: str, mark: str, own: Sequence[Difference]) -> str:
-    sizes = {one: abs(one.change or 0.0) for one in own}
-    worst = max(own, key=lambda one: sizes[one])
+def _summary(noun: str, mark: str, own: Sequence[MetricDifference]) -> str:
+    sizes = {difference: abs(difference.change or 0.0) for difference in own}
+    worst = max(own, key=lambda difference: sizes[difference])
     median = float(np.median(list(sizes.values()))) * 100
     return f"error of {len(own)} {noun}: median {median:.1f} {mark}, largest {change_text(worst)} ({worst.label})"

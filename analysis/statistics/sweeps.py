@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from analysis.statistics.loading import Run, flat
+from analysis.statistics.loading import LoadedRun, flat
 from cbsim.results.terminal import lookup
 
 RATES = ("workload.arrivals.rate_per_s", "workload.time_scale")
@@ -19,12 +19,12 @@ NEARLY = 0.99  # of the most is as good
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SweepGroup:
     """Runs that differ in nothing but the swept field (and the seed), by ascending value."""
 
     label: str
     values: Sequence[float]
-    runs: Sequence[Run]
+    runs: Sequence[LoadedRun]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Sweep:
 
     field: str
     values: Sequence[float]
-    groups: Sequence[Group]
+    groups: Sequence[SweepGroup]
 
     @property
     def by_rate(self) -> bool:
@@ -41,34 +41,40 @@ class Sweep:
         return self.field in RATES
 
 
-def sweep(runs: Sequence[Run]) -> Sweep | None:
+def sweep(runs: Sequence[LoadedRun]) -> Sweep | None:
     """The sweep that the runs are, or None. There are at least three values of the field, and two in each group.
 
     If several fields were swept, the groups are those of one of them: of a rate if there is one, else of the one that
     leaves the fewest groups.
     """
     flats = [_facts(run) for run in runs]
-    names = {name: None for one in flats for name in one}
-    differing = [name for name in names if len({repr(one.get(name)) for one in flats}) > 1]
-    found = [one for name in differing if (one := _by(name, differing, runs, flats)) is not None]
-    return min(found, key=lambda one: (not one.by_rate, len(one.groups), -len(one.values), one.field), default=None)
+    names = {name: None for facts in flats for name in facts}
+    differing = [name for name in names if len({repr(facts.get(name)) for facts in flats}) > 1]
+    candidates = [candidate for name in differing if (candidate := _by(name, differing, runs, flats)) is not None]
+    return min(
+        candidates,
+        key=lambda candidate: (not candidate.by_rate, len(candidate.groups), -len(candidate.values), candidate.field),
+        default=None,
+    )
 
 
-def _facts(run: Run) -> dict[str, Any]:
+def _facts(run: LoadedRun) -> dict[str, Any]:
     fields = {name: value for name, value in flat(run.scenario).items() if name not in IGNORED}
     return fields | {"loop.mode": run.loop, "measured": run.measured}
 
 
-def _by(field: str, differing: Sequence[str], runs: Sequence[Run], flats: Sequence[Mapping[str, Any]]) -> Sweep | None:
+def _by(
+    field: str, differing: Sequence[str], runs: Sequence[LoadedRun], flats: Sequence[Mapping[str, Any]]
+) -> Sweep | None:
     """The sweep of this field, if it is one."""
-    given = [one.get(field) for one in flats]
+    given = [facts.get(field) for facts in flats]
     values = [value for value in given if isinstance(value, int | float) and not isinstance(value, bool)]
     if len(values) < len(given):
         return None
     groups: dict[tuple[str, ...], list[int]] = {}
     others = [name for name in differing if name != field]
-    for i, one in enumerate(flats):
-        groups.setdefault(tuple(repr(one.get(name)) for name in others), []).append(i)
+    for i, facts in enumerate(flats):
+        groups.setdefault(tuple(repr(facts.get(name)) for name in others), []).append(i)
     distinct = [len({values[i] for i in rows}) for rows in groups.values()]
     if min(distinct) < 2 or max(distinct) < FEWEST:
         return None
@@ -76,18 +82,18 @@ def _by(field: str, differing: Sequence[str], runs: Sequence[Run], flats: Sequen
     made = []
     for rows, label in zip(groups.values(), labels, strict=True):
         ordered = sorted(rows, key=lambda i: values[i])
-        made.append(Group(label, [values[i] for i in ordered], [runs[i] for i in ordered]))
+        made.append(SweepGroup(label, [values[i] for i in ordered], [runs[i] for i in ordered]))
     return Sweep(field, sorted(set(values)), made)
 
 
 def _labels(differing: Sequence[str], flats: Sequence[Mapping[str, Any]]) -> list[str]:
     """What tells groups apart: scheduler, loop, kind, and of the other fields no more than are needed."""
-    words = [[str(one["scheduler.name"])] if "scheduler.name" in differing else [] for one in flats]
-    words = [[*some, str(one["loop.mode"])] for some, one in zip(words, flats, strict=True)]
+    words = [[str(facts["scheduler.name"])] if "scheduler.name" in differing else [] for facts in flats]
+    words = [[*parts, str(facts["loop.mode"])] for parts, facts in zip(words, flats, strict=True)]
     for name in ("measured", *(name for name in differing if name not in ("measured", "scheduler.name", "loop.mode"))):
         if name in differing and (name == "measured" or len({*map(tuple, words)}) < len(words)):
-            words = [[*some, _word(name, one.get(name))] for some, one in zip(words, flats, strict=True)]
-    return [" ".join(filter(None, some)) for some in words]
+            words = [[*parts, _word(name, facts.get(name))] for parts, facts in zip(words, flats, strict=True)]
+    return [" ".join(filter(None, parts)) for parts in words]
 
 
 def _word(name: str, value: Any) -> str:
@@ -101,14 +107,14 @@ def _word(name: str, value: Any) -> str:
 # -- load -------------------------------------------------------------------------------------------------------------
 
 
-def offered(run: Run) -> float | None:
+def offered(run: LoadedRun) -> float | None:
     """Requests a second that arrive from the first to the last arrival; None if that takes no time."""
     arrival = run.times.arrival_ns
     span = int(np.ptp(arrival)) if len(arrival) else 0
     return (len(arrival) - 1) / (span / 1e9) if span else None
 
 
-def keeps_up(run: Run) -> bool | None:
+def keeps_up(run: LoadedRun) -> bool | None:
     """Do requests end as fast as they arrive, from the middle arrival to the last: at least 95 % as many?
 
     A queue is stable if departures keep up with arrivals (rate stability: El-Taha and Stidham, Sample-Path Analysis of
@@ -125,7 +131,7 @@ def keeps_up(run: Run) -> bool | None:
     return int(((ended > middle) & (ended <= last)).sum()) >= KEPT_UP * arrived if arrived else None
 
 
-def waits(run: Run) -> bool:
+def waits(run: LoadedRun) -> bool:
     """Is the wait for a seat, more than the work, what makes TTFT? At p95, `queue_s` is over half of `ttft_s`."""
     queue, ttft = (lookup(run.summary, f"{name}.p95") or 0.0 for name in ("queue_s", "ttft_s"))
     return bool(queue > ttft / 2)
@@ -143,7 +149,7 @@ class Knee:
     says: str
 
 
-def knee(group: Group, rates: Sequence[float]) -> Knee:
+def knee(group: SweepGroup, rates: Sequence[float]) -> Knee:
     """The knee of a group whose runs have these rates. Between repetitions of a rate the majority decides."""
     votes: dict[float, list[bool]] = {}
     for rate, run in zip(rates, group.runs, strict=True):
@@ -160,9 +166,9 @@ def knee(group: Group, rates: Sequence[float]) -> Knee:
     return Knee(max(below), f"{group.label}: sustains {max(below):.4g}/s, not {too_much:.4g}/s.")
 
 
-def rates(found: Sweep, group: Group) -> list[float]:
+def rates(swept: Sweep, group: SweepGroup) -> list[float]:
     """The rate of each run of a group, requests/s: as asked for, or as the trace had it."""
-    if found.field == RATES[0]:
+    if swept.field == RATES[0]:
         return [float(value) for value in group.values]
     return [offered(run) or 0.0 for run in group.runs]
 
@@ -170,19 +176,19 @@ def rates(found: Sweep, group: Group) -> list[float]:
 # -- what a report says -----------------------------------------------------------------------------------------------
 
 
-def findings(found: Sweep) -> list[str]:
+def findings(swept: Sweep) -> list[str]:
     """What the sweep shows, a sentence a group."""
-    if found.by_rate:
-        knees = [knee(group, rates(found, group)).says for group in found.groups]
-        return [*knees, *(_slo(group, rates(found, group)) for group in found.groups if _met(group))]
-    return [_best(found.field, group) for group in found.groups]
+    if swept.by_rate:
+        knees = [knee(group, rates(swept, group)).says for group in swept.groups]
+        return [*knees, *(_slo(group, rates(swept, group)) for group in swept.groups if _met(group))]
+    return [_best(swept.field, group) for group in swept.groups]
 
 
-def _met(group: Group) -> bool:
+def _met(group: SweepGroup) -> bool:
     return all("slo" in run.summary for run in group.runs)
 
 
-def _slo(group: Group, rates: Sequence[float]) -> str:
+def _slo(group: SweepGroup, rates: Sequence[float]) -> str:
     """Up to which rate the scenario's service level holds; it may allow for a long wait, which a knee does not."""
     runs = sorted(zip(rates, group.runs, strict=True), key=lambda pair: pair[0])
     met = {rate: run.summary["slo"]["attainment"] for rate, run in runs}
@@ -192,7 +198,7 @@ def _slo(group: Group, rates: Sequence[float]) -> str:
     return f"{group.label}: SLO met by at least {NEARLY:.0%} of the requests {until}."
 
 
-def _best(field: str, group: Group) -> str:
+def _best(field: str, group: SweepGroup) -> str:
     rates = [run.summary["output_tokens_per_s"] for run in group.runs]
     least = min(value for value, rate in zip(group.values, rates, strict=True) if rate >= NEARLY * max(rates))
     return f"{group.label}: most output tokens/s ({max(rates):,.4g}), within 1 %, from {field} = {least:g} on."

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from analysis.statistics import sweeps
 from analysis.statistics.content import Caveat
-from analysis.statistics.loading import Run, flat
+from analysis.statistics.loading import LoadedRun, flat
 from cbsim.results import coverage
 from cbsim.results.metrics import SAMPLES_NEEDED
 
@@ -32,38 +32,40 @@ MOST_TOLD = 3  # caveats of one kind in full
 Floats = npt.NDArray[np.float64]
 
 
-def caveats(runs: Sequence[Run]) -> list[Caveat]:
+def caveats(runs: Sequence[LoadedRun]) -> list[Caveat]:
     """What a reader must know before believing, the gravest first; one a kind and run, the same text said once."""
     among = [Caveat(kind, "", text) for kind, rule in AMONG for text in [rule(runs)] if text]
-    single = [one for kind, rule in RULES.items() for one in _of_kind(kind, rule, runs)]
-    return sorted([*among, *single], key=lambda one: list(RULES).index(one.kind))
+    single = [caveat for kind, rule in RULES.items() for caveat in _of_kind(kind, rule, runs)]
+    return sorted([*among, *single], key=lambda caveat: list(RULES).index(caveat.kind))
 
 
-def _of_kind(kind: str, rule: Callable[[Run], str | None], runs: Sequence[Run]) -> list[Caveat]:
-    """What a rule says of the runs: in full of a few, of more only that it is so."""
-    found: dict[str, list[str]] = {}
+def _of_kind(kind: str, rule: Callable[[LoadedRun], str | None], runs: Sequence[LoadedRun]) -> list[Caveat]:
+    """What a rule says of the runs: in full for the first few texts, for others only that it applies."""
+    runs_by_text: dict[str, list[str]] = {}
     for run in runs:
         if text := rule(run):
-            found.setdefault(text, []).append(run.label)
-    told = [Caveat(kind, _whose(labels, runs), text) for text, labels in found.items()]
-    others = [label for labels in list(found.values())[MOST_TOLD:] for label in labels]
-    return [*told[:MOST_TOLD], Caveat(kind, ", ".join(others), f"{kind}, too, with other figures.")] if others else told
+            runs_by_text.setdefault(text, []).append(run.label)
+    shown = [Caveat(kind, _whose(labels, runs), text) for text, labels in runs_by_text.items()]
+    others = [label for labels in list(runs_by_text.values())[MOST_TOLD:] for label in labels]
+    return (
+        [*shown[:MOST_TOLD], Caveat(kind, ", ".join(others), f"{kind}, too, with other figures.")] if others else shown
+    )
 
 
-def _whose(labels: Sequence[str], runs: Sequence[Run]) -> str:
+def _whose(labels: Sequence[str], runs: Sequence[LoadedRun]) -> str:
     return "" if len(labels) == len(runs) > 1 else ", ".join(labels)
 
 
 # -- what happened ----------------------------------------------------------------------------------------------------
 
 
-def _incomplete(run: Run) -> str | None:
+def _incomplete(run: LoadedRun) -> str | None:
     if run.incomplete or not run.summary.get("complete", True):
         return f"the run is incomplete: {run.incomplete or 'it was cut short'}. Its numbers are those of what there is."
     return None
 
 
-def _overload(run: Run) -> str | None:
+def _overload(run: LoadedRun) -> str | None:
     """Over the second half of the arrivals: fewer requests end than come, and the queue grows to the last."""
     sent = run.requests[~run.requests["status"].isin(("refused", "aborted", "failed"))]
     arrival, ended = (sent[name].to_numpy() / 1e9 for name in ("arrival_ns", "last_token_ns"))
@@ -85,7 +87,7 @@ def _overload(run: Run) -> str | None:
     )
 
 
-def _near_capacity(run: Run) -> str | None:
+def _near_capacity(run: LoadedRun) -> str | None:
     """The wait makes TTFT, though the queue does not grow for certain: at such a load it is long and varies slowly."""
     if not is_open(run) or _overload(run) or not sweeps.waits(run):
         return None
@@ -94,7 +96,7 @@ def _near_capacity(run: Run) -> str | None:
     return f"{said}: the server is near its capacity or beyond, and a longer run may well give other latencies."
 
 
-def _mean_queue(run: Run, low: float, high: float) -> float:
+def _mean_queue(run: LoadedRun, low: float, high: float) -> float:
     """Requests that have arrived and never been scheduled, averaged over the time from `low` to `high`, seconds."""
     if high <= low:
         return 0.0
@@ -105,23 +107,27 @@ def _mean_queue(run: Run, low: float, high: float) -> float:
     return float(waited.clip(min=0).sum() / (high - low))
 
 
-def _calibration(run: Run) -> str | None:
+def _calibration(run: LoadedRun) -> str | None:
     """A fit is used beyond what it was fitted to."""
     if run.measured or run.scenario["cost"]["kind"] != "fitted":
         return None
     return "; ".join(coverage.warnings(run.scenario, run.table)) or None
 
 
-def _not_done(run: Run) -> str | None:
+def _not_done(run: LoadedRun) -> str | None:
     others = run.summary["requests_by_status"]
-    told = [f"{count:,} {status}" for status, count in others.items() if count and status not in ENDED]
+    unfinished = [f"{count:,} {status}" for status, count in others.items() if count and status not in ENDED]
     total = run.summary["requests"]
     reasons = run.requests["reason"][run.requests["reason"] != ""]
     why = f" Most often: {reasons.mode()[0]}." if len(reasons) else ""
-    return f"of {total:,} requests {', '.join(told)}: they are in no latency of a request.{why}" if told else None
+    return (
+        f"of {total:,} requests {', '.join(unfinished)}: they are in no latency of a request.{why}"
+        if unfinished
+        else None
+    )
 
 
-def _window(run: Run) -> str | None:
+def _window(run: LoadedRun) -> str | None:
     if not run.summary.get("window_s"):
         return None
     low, high = ("" if edge is None else f"{edge:g}" for edge in run.summary["window_s"])
@@ -129,14 +135,14 @@ def _window(run: Run) -> str | None:
     return f"latencies and SLO are of {counted}; all other numbers are the whole run's."
 
 
-def _arrivals_limit(run: Run) -> str | None:
+def _arrivals_limit(run: LoadedRun) -> str | None:
     """Throughput of a server that keeps up is that of the traffic: no scheduler or loop could raise it much."""
     if not is_open(run) or not sweeps.keeps_up(run) or sweeps.waits(run):
         return None
     return "requests end as fast as they come: throughput and cost are the traffic's, not the server's limit."
 
 
-def _warm_up(run: Run) -> str | None:
+def _warm_up(run: LoadedRun) -> str | None:
     """Arrivals before the server first holds its usual number of requests: those meet an emptier one than the rest."""
     if not is_open(run) or run.summary.get("window_s") or len(run.steps) < ENOUGH:
         return None
@@ -154,7 +160,7 @@ def _warm_up(run: Run) -> str | None:
     return f"{texts} {at}; they count in latencies, and `cbsim run --window` would leave them out."
 
 
-def _slow_start(run: Run) -> str | None:
+def _slow_start(run: LoadedRun) -> str | None:
     """Steps early in a measured run that took far longer than later ones of about as many tokens."""
     lasted = (run.table["update_end_ns"] - run.table["schedule_start_ns"]) / 1e6
     tokens = run.table["tokens"]
@@ -173,7 +179,7 @@ def _factor(lasted: Floats, tokens: npt.NDArray[np.int64], step: int) -> float:
     return float(lasted[step] / np.median(lasted[later][alike])) if alike.sum() >= FIRST else 0.0
 
 
-def _tail(run: Run) -> str | None:
+def _tail(run: LoadedRun) -> str | None:
     """From the last step that ran half of the most requests, to the end; where requests do not come over time."""
     span = run.end_ns - run.start_ns
     if _arrivals(run) not in ("at_once", "closed_loop") or len(run.steps) < ENOUGH or not span:
@@ -187,7 +193,7 @@ def _tail(run: Run) -> str | None:
     return f"for the last {lasted}, fewer than half of at most {most:,} requests ran; rates are over the whole span."
 
 
-def _few(run: Run) -> str | None:
+def _few(run: LoadedRun) -> str | None:
     n = int(run.summary["ttft_s"]["n"])
     short = [f"{name} wants {needed}" for name, needed in SAMPLES_NEEDED.items() if n < needed]
     return f"{n:,} requests are in the latencies: {', '.join(short)}." if short else None
@@ -196,7 +202,7 @@ def _few(run: Run) -> str | None:
 # -- where it was run -------------------------------------------------------------------------------------------------
 
 
-def _modelled(run: Run) -> str | None:
+def _modelled(run: LoadedRun) -> str | None:
     """What stands behind the times of the device."""
     device = str(run.environment.get("device"))
     if device == "modelled":
@@ -206,7 +212,7 @@ def _modelled(run: Run) -> str | None:
     return None
 
 
-def _capacity(run: Run) -> str | None:
+def _capacity(run: LoadedRun) -> str | None:
     """The cache was nearly full, and how large it is was worked out from the memory."""
     if run.measured or (run.scenario.get("kv_cache") or {}).get("num_blocks") is not None or not len(run.table):
         return None
@@ -214,15 +220,15 @@ def _capacity(run: Run) -> str | None:
     share = int(run.table["used_blocks"].max()) / total
     if share < NEAR_FULL:
         return None
-    told = f"KV use reaches {share:.0%} of {total:,} blocks, which are derived from the memory and not measured"
-    return f"{told}: with another number others wait or are preempted."
+    shown = f"KV use reaches {share:.0%} of {total:,} blocks, which are derived from the memory and not measured"
+    return f"{shown}: with another number others wait or are preempted."
 
 
-def _hardware(run: Run) -> str | None:
+def _hardware(run: LoadedRun) -> str | None:
     """The scenario's GPU is another model than the one measured on."""
-    device, asked = str(run.environment.get("device")), str(run.scenario.get("hardware", {}).get("name"))
-    if run.measured and models(device) and models(asked) and not models(device) & models(asked):
-        return f"measured on {device}, while the scenario's hardware is {asked}: price and memory are the latter's."
+    device, named = str(run.environment.get("device")), str(run.scenario.get("hardware", {}).get("name"))
+    if run.measured and models(device) and models(named) and not models(device) & models(named):
+        return f"measured on {device}, while the scenario's hardware is {named}: price and memory are the latter's."
     return None
 
 
@@ -234,18 +240,18 @@ def models(name: str) -> set[str]:
     }
 
 
-def _injected(run: Run) -> str | None:
+def _injected(run: LoadedRun) -> str | None:
     extra = {phase: ms for phase, ms in (run.environment.get("injected_ms") or {}).items() if ms}
-    told = ", ".join(f"{ms:g} ms to {phase}" for phase, ms in extra.items())
-    return f"CPU work was added to every step on purpose: {told}." if told else None
+    added = ", ".join(f"{ms:g} ms to {phase}" for phase, ms in extra.items())
+    return f"CPU work was added to every step on purpose: {added}." if added else None
 
 
-def _notes(run: Run) -> str | None:
+def _notes(run: LoadedRun) -> str | None:
     notes = run.environment.get("notes") or ()
     return f"{run.environment.get('engine', 'the engine')} ran with: {'; '.join(map(str, notes))}." if notes else None
 
 
-def _assumed(run: Run) -> str | None:
+def _assumed(run: LoadedRun) -> str | None:
     """Step times of a roofline are data sheet rates times shares that nobody has measured; tables leave things out."""
     cost = run.scenario.get("cost", {})
     if run.measured or cost.get("kind") not in ("roofline", "table"):
@@ -254,12 +260,12 @@ def _assumed(run: Run) -> str | None:
         added = ", ".join(f"{cost.get(f'{what}_s', 0) * 1e6:g} us a {what}" for what in ("step", "layer", "row"))
         return f"simulated times rest on kernel tables that others measured, on {added} and CPU times as stated."
     shares = flat({name: cost.get(f"{name}_efficiency", {}) for name in ("compute", "memory")})
-    told = ", ".join(f"{name.replace('.', ' of ')} {share:.0%}" for name, share in shares.items())
-    given = f"shares of the data sheet's peak ({told}) and CPU times as the scenario gives them"
+    assumed = ", ".join(f"{name.replace('.', ' of ')} {share:.0%}" for name, share in shares.items())
+    given = f"shares of the data sheet's peak ({assumed}) and CPU times as the scenario gives them"
     return f"simulated times rest on {given}, not on coefficients fitted to a measured engine."
 
 
-def _code(run: Run) -> str | None:
+def _code(run: LoadedRun) -> str | None:
     git = run.environment.get("git") or {}
     if not git.get("commit"):
         return "the commit of the code is not known: the run cannot be traced to it."
@@ -269,20 +275,20 @@ def _code(run: Run) -> str | None:
 # -- among runs -------------------------------------------------------------------------------------------------------
 
 
-def _devices(runs: Sequence[Run]) -> str | None:
+def _devices(runs: Sequence[LoadedRun]) -> str | None:
     devices = {str(run.environment.get("device")) for run in runs if run.measured}
     return f"measured on different devices: {', '.join(sorted(devices))}." if len(devices) > 1 else None
 
 
-def _commits(runs: Sequence[Run]) -> str | None:
+def _commits(runs: Sequence[LoadedRun]) -> str | None:
     commits = {str(commit)[:10] for run in runs if (commit := (run.environment.get("git") or {}).get("commit"))}
     return f"made by different commits: {', '.join(sorted(commits))}." if len(commits) > 1 else None
 
 
-def _packages(runs: Sequence[Run]) -> str | None:
+def _packages(runs: Sequence[LoadedRun]) -> str | None:
     facts = [{"python": run.environment.get("python"), **(run.environment.get("packages") or {})} for run in runs]
-    told = [f"{name} {', '.join(seen)}" for name, seen in _versions(facts) if len(seen) > 1]
-    return f"made with different versions: {'; '.join(told)}." if told else None
+    versions = [f"{name} {', '.join(seen)}" for name, seen in _versions(facts) if len(seen) > 1]
+    return f"made with different versions: {'; '.join(versions)}." if versions else None
 
 
 def _versions(facts: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
@@ -291,17 +297,17 @@ def _versions(facts: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[st
         yield name, sorted({str(fact[name]) for fact in facts if fact.get(name)})
 
 
-def is_open(run: Run) -> bool:
+def is_open(run: LoadedRun) -> bool:
     """Do requests come whether or not the server keeps up, over time?"""
     return run.scenario.get("workload", {}).get("kind") in TIMED or _arrivals(run) in OPEN_LOOP
 
 
-def _arrivals(run: Run) -> str | None:
+def _arrivals(run: LoadedRun) -> str | None:
     kind: str | None = (run.scenario.get("workload", {}).get("arrivals") or {}).get("kind")
     return kind
 
 
-RULES: dict[str, Callable[[Run], str | None]] = {  # by weight
+RULES: dict[str, Callable[[LoadedRun], str | None]] = {  # by weight
     "incomplete": _incomplete,
     "overload": _overload,
     "near capacity": _near_capacity,
@@ -321,7 +327,7 @@ RULES: dict[str, Callable[[Run], str | None]] = {  # by weight
     "engine": _notes,
     "code": _code,
 }
-AMONG: tuple[tuple[str, Callable[[Sequence[Run]], str | None]], ...] = (
+AMONG: tuple[tuple[str, Callable[[Sequence[LoadedRun]], str | None]], ...] = (
     ("hardware", _devices),
     ("code", _commits),
     ("code", _packages),

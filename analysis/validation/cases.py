@@ -1,7 +1,7 @@
 """A validation folder: workloads that were measured and simulated, each a case with its runs and what they score.
 
 validation/<case>/case.json says what a case is; the run directories beside it, in measured/ and simulated/, are one or
-more runs of each loop and one of each. What is not there yet is told and left out; what is wrong is refused by name.
+more runs of each loop and one of each. What is not there yet is left out and told; what is wrong is refused by name.
 A folder without validation/ is read from its packed runs, if it has any.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 from analysis.statistics import comparable, declared, loading, pairing
 from analysis.statistics.content import Caveat
 from analysis.statistics.declared import Kind
-from analysis.statistics.loading import VERDICT, Run
-from analysis.statistics.pairing import NotAPair, Replay
+from analysis.statistics.loading import VERDICT, LoadedRun
+from analysis.statistics.pairing import NotAPair, ReplayOutcome
 from analysis.validation import packed
 from cbsim.proof import bars
 from cbsim.proof.bars import Score
@@ -37,27 +37,27 @@ REPLAYED = {"matched": declared.WHOLE._replace(needed=False), "steps": declared.
 class Pair:
     """One loop of a case: the simulated run, and the measured ones in the order in which they were made."""
 
-    simulated: Run
-    measured: Sequence[Run]
+    simulated: LoadedRun
+    measured: Sequence[LoadedRun]
 
     @property
-    def middle(self) -> Run:
+    def middle(self) -> LoadedRun:
         """The measured run of median makespan; of an even number the faster one in the middle."""
         ordered = sorted(self.measured, key=lambda run: float(run.summary["makespan_s"]))
         return ordered[(len(ordered) - 1) // 2]
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[LoadedRun]:
         return [*self.measured, self.simulated]
 
     @property
     def whole(self) -> bool:
-        """Are the tables there of the two runs that are looked into?"""
+        """Do both runs that are looked into still have their tables?"""
         return self.middle.whole and self.simulated.whole
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ValidationCase:
     """A workload with its runs by loop. `load` is the rate of arrivals as a share of the capacity, None: all at once.
 
     `predicted`: simulated speed-ups for other CPU work, by its milliseconds. `replays`: of the measured runs, by loop.
@@ -73,24 +73,24 @@ class Case:
     predicted: Mapping[str, float]
     loops: Mapping[str, Pair]
     scores: Sequence[Score]
-    replays: Mapping[str, Sequence[Replay]]
+    replays: Mapping[str, Sequence[ReplayOutcome]]
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[LoadedRun]:
         return [run for pair in self.loops.values() for run in pair.runs]
 
 
 @dataclass(frozen=True, slots=True)
-class Validation:
+class DeviceCases:
     """Every case that has runs to compare, and what was left out. `device`: as provenance.json names it."""
 
     place: Path
     device: str | None
-    cases: Sequence[Case]
+    cases: Sequence[ValidationCase]
     left_out: Sequence[Caveat]
 
 
-def read(place: Path) -> Validation:
+def read(place: Path) -> DeviceCases:
     """The cases of a validation folder. Raises RunError naming file, field and what is expected; NotAPair and
     Incomparable naming runs that do not belong together.
     """
@@ -104,14 +104,14 @@ def read(place: Path) -> Validation:
             raise type(error)(str(error).replace(f"{folder}/validation", str(place / packed.RUNS))) from None
 
 
-def _read(place: Path) -> Validation:
-    found = [_read_case(folder) for folder in _folders(place / "validation")]
-    cases = [case for case, _ in found if case is not None]
-    left_out = [one for _, told in found for one in told]
+def _read(place: Path) -> DeviceCases:
+    cases_read = [_read_case(folder) for folder in _folders(place / "validation")]
+    cases = [case for case, _ in cases_read if case is not None]
+    left_out = [caveat for _, caveats in cases_read for caveat in caveats]
     if not cases:
-        told = "; ".join(f"{one.run}: {one.text}" for one in left_out)
-        raise RunError(f"{place}: {told or 'holds no case'}; {EXPECTED}")
-    return Validation(place, _device(place / "provenance.json"), cases, left_out)
+        reasons = "; ".join(f"{caveat.run}: {caveat.text}" for caveat in left_out)
+        raise RunError(f"{place}: {reasons or 'holds no case'}; {EXPECTED}")
+    return DeviceCases(place, _device(place / "provenance.json"), cases, left_out)
 
 
 def _folders(place: Path) -> list[Path]:
@@ -197,33 +197,33 @@ def _json(file: Path) -> dict[str, Any]:
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
-def _read_case(folder: Path) -> tuple[Case | None, list[Caveat]]:
+def _read_case(folder: Path) -> tuple[ValidationCase | None, list[Caveat]]:
     """The case, None if there is nothing to compare, and what was left out of it."""
-    about, told = _about(folder / "case.json"), [*_cut_short(folder)]
+    about, left_out = _about(folder / "case.json"), [*_cut_short(folder)]
     runs = {kind: _runs(folder, kind) for kind in KINDS}
-    told += _lacking(folder.name, runs)
-    loops = {loop: Pair(_one(ours), theirs) for loop in LOOPS for theirs, ours in [_of(loop, runs)] if ours and theirs}
+    left_out += _lacking(folder.name, runs)
+    loops = {loop: Pair(_only(ours), theirs) for loop in LOOPS for theirs, ours in [_of(loop, runs)] if ours and theirs}
     if not loops:
-        return None, told
+        return None, left_out
     _check(list(loops.values()))
-    return _case(about, loops), told
+    return _case(about, loops), left_out
 
 
-def _case(about: Mapping[str, Any], loops: Mapping[str, Pair]) -> Case:
+def _case(about: Mapping[str, Any], loops: Mapping[str, Pair]) -> ValidationCase:
     simulated = {loop: pair.simulated.summary for loop, pair in loops.items()}
     measured = {loop: [run.summary for run in pair.measured] for loop, pair in loops.items()}
-    found = bars.scores(simulated, measured, about["load"])
+    scores = bars.scores(simulated, measured, about["load"])
     replays = {loop: [_replay(run) for run in pair.measured] for loop, pair in loops.items()}
-    return Case(**about, loops=loops, scores=found, replays=replays)
+    return ValidationCase(**about, loops=loops, scores=scores, replays=replays)
 
 
-def _replay(run: Run) -> Replay:
+def _replay(run: LoadedRun) -> ReplayOutcome:
     """What deriving the plans of a run again comes to, or had come to when it still had its tables."""
     if run.whole:
         return pairing.replays([run])[0]
     verdict = _json(run.path / VERDICT)
     declared.check(run.path / VERDICT, verdict, REPLAYED)
-    return Replay(run.label, verdict.get("matched"), verdict["steps"], verdict["says"])
+    return ReplayOutcome(run.label, verdict.get("matched"), verdict["steps"], verdict["says"])
 
 
 def _cut_short(folder: Path) -> Iterator[Caveat]:
@@ -240,7 +240,7 @@ def _reason(marker: Path) -> str:
         return "its reason cannot be read"
 
 
-def _runs(folder: Path, kind: str) -> list[Run]:
+def _runs(folder: Path, kind: str) -> list[LoadedRun]:
     """The complete runs of a kind, labelled with case, loop and kind, and a number if there are several."""
     runs = loading.read([path for path in _folders(folder / kind) if not (path / MARKER).exists()])
     for run in runs:
@@ -253,21 +253,21 @@ def _runs(folder: Path, kind: str) -> list[Run]:
     return named
 
 
-def _check_kind(run: Run, kind: str) -> None:
-    is_one, other = (MEASURED, SIMULATED) if run.measured else (SIMULATED, MEASURED)
-    if is_one != kind:
-        raise NotAPair(f"{run.path}: is {is_one}, expected a {other} run; those that were {is_one} go to {is_one}/")
+def _check_kind(run: LoadedRun, kind: str) -> None:
+    actual, other = (MEASURED, SIMULATED) if run.measured else (SIMULATED, MEASURED)
+    if actual != kind:
+        raise NotAPair(f"{run.path}: is {actual}, expected a {other} run; those that were {actual} go to {actual}/")
     makespan = run.summary.get("makespan_s")
     if not makespan or makespan < 0:
         raise RunError(f"{run.path / 'summary.json'}: makespan_s is {shown(makespan)}, expected seconds above 0")
 
 
-def _of(loop: str, runs: Mapping[str, Sequence[Run]]) -> list[list[Run]]:
+def _of(loop: str, runs: Mapping[str, Sequence[LoadedRun]]) -> list[list[LoadedRun]]:
     return [[run for run in runs[kind] if run.loop == loop] for kind in KINDS]
 
 
-def _lacking(case: str, runs: Mapping[str, Sequence[Run]]) -> Iterator[Caveat]:
-    """What there is no run of: in a case as a whole, else in one of its loops."""
+def _lacking(case: str, runs: Mapping[str, Sequence[LoadedRun]]) -> Iterator[Caveat]:
+    """What has no run: the whole case, else one of its loops."""
     for kind in KINDS:
         if not runs[kind]:
             yield Caveat(LACKS[kind], case, f"{LACKS[kind]}, left out")
@@ -276,7 +276,7 @@ def _lacking(case: str, runs: Mapping[str, Sequence[Run]]) -> Iterator[Caveat]:
         yield from (Caveat(LACKS[kind], case, f"the {loop} loop is {LACKS[kind]}, left out") for loop in missing)
 
 
-def _one(simulated: Sequence[Run]) -> Run:
+def _only(simulated: Sequence[LoadedRun]) -> LoadedRun:
     if len(simulated) > 1:
         names = ", ".join(run.path.name for run in simulated)
         raise RunError(

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from analysis.statistics import pairing
-from analysis.statistics.loading import Run
+from analysis.statistics.loading import LoadedRun
 from analysis.statistics.pairing import Phase
-from analysis.validation.cases import Case, Pair
+from analysis.validation.cases import Pair, ValidationCase
 from cbsim.draw.markdown import Table
 from cbsim.proof.bars import BOTH
 from cbsim.results.record import LANES, PHASES
@@ -72,31 +72,31 @@ class Cause:
         if abs(self.more_steps) > abs(self.share):
             return f"{self.more_steps:+.1%} steps: other batches"
         if self.largest.name == "compute":
-            worst = max(self.regimes, key=lambda one: one.weight)
+            worst = max(self.regimes, key=lambda regime: regime.weight)
             return f"compute of {worst.name} {_relative(worst.error)}"
         return f"{self.largest.name} {self.difference_us:+,.0f} us a step"
 
 
 def cause(pair: Pair, bars: Sequence[str]) -> Cause:
-    """Of the simulated run against the measured one of median makespan."""
+    """How the simulated run differs from the measured one of median makespan."""
     sim, measured = pair.simulated, pair.middle
     phases = _that_count(pairing.phases(sim, measured), sim.loop)
-    largest = max(phases, key=lambda one: abs(one.simulated_mean_us - one.measured_mean_us), default=None)
+    largest = max(phases, key=lambda phase: abs(phase.simulated_mean_us - phase.measured_mean_us), default=None)
     ours, theirs = (int((run.table["rows"] > 0).sum()) for run in (sim, measured))
     step_us = float(measured.summary["makespan_s"]) * 1e6 / max(theirs, 1)
     return Cause(bars, ours, theirs, step_us, largest, regimes(sim, measured))
 
 
 def _that_count(phases: Sequence[Phase], loop: str) -> Sequence[Phase]:
-    """All but the wait; where CPU and device overlap, of the side that takes longer, as the other costs nothing."""
-    cpu = [one for one in phases if one.name in PHASES and one.name != WAIT]
-    device = [one for one in phases if one.name in LANES]
+    """All phases but the wait. Where CPU and device overlap, those of the longer side: the other is free."""
+    cpu = [phase for phase in phases if phase.name in PHASES and phase.name != WAIT]
+    device = [phase for phase in phases if phase.name in LANES]
     if loop == "sync":
         return [*cpu, *device]
-    return max((cpu, device), key=lambda some: sum(one.measured_mean_us for one in some))
+    return max((cpu, device), key=lambda side: sum(phase.measured_mean_us for phase in side))
 
 
-def regimes(sim: Run, measured: Run) -> list[Regime]:
+def regimes(sim: LoadedRun, measured: LoadedRun) -> list[Regime]:
     """Steps that only decode, and steps that read prompts."""
     return [
         Regime(name, _compute_us(sim, prefill)[0], *_compute_us(measured, prefill))
@@ -104,14 +104,14 @@ def regimes(sim: Run, measured: Run) -> list[Regime]:
     ]
 
 
-def _compute_us(run: Run, prefill: bool) -> tuple[float, int]:
+def _compute_us(run: LoadedRun, prefill: bool) -> tuple[float, int]:
     """The mean compute time of the steps of a kind, NaN if there is none, and their number."""
     kind = (run.table["rows"] > 0) & ((run.table["prefill_tokens"] > 0) == prefill)
     count = int(kind.sum())
     return (float(run.table.lane("compute")[kind].mean()) / 1e3 if count else float("nan"), count)
 
 
-def table(cases: Sequence[Case]) -> list[Table]:
+def table(cases: Sequence[ValidationCase]) -> list[Table]:
     """A row for each case and loop with a bar that is not met; none if all are."""
     header = (
         *("case", "loop", "so", "differs most", "us a step", "its error", "of the step"),
@@ -133,17 +133,26 @@ def table(cases: Sequence[Case]) -> list[Table]:
     return [Table("Where missed bars come from", header, rows, says)] if rows else []
 
 
-def not_met(case: Case, loop: str) -> list[str]:
+def not_met(case: ValidationCase, loop: str) -> list[str]:
     """The bars that this loop misses or that cannot be decided; a speed-up is of both loops."""
-    found = [one for one in case.scores if one.loop in (loop, BOTH) and one.verdict in ("missed", "undecided")]
-    return [one.bar.label for one in found]
+    failing = [
+        score for score in case.scores if score.loop in (loop, BOTH) and score.verdict in ("missed", "undecided")
+    ]
+    return [score.bar.label for score in failing]
 
 
-def _cells(one: Cause) -> tuple[str, ...]:
-    name, error = (one.largest.name, one.largest.error) if one.largest else ("-", None)
-    differs = (name, f"{one.difference_us:+,.0f}", _relative(error), f"{one.share:+.1%}")
-    kinds = (_relative(regime.error) for regime in one.regimes)
-    return (one.says, *differs, *kinds, f"{one.simulated_steps:,}", f"{one.measured_steps:,}", ", ".join(one.bars))
+def _cells(reason: Cause) -> tuple[str, ...]:
+    name, error = (reason.largest.name, reason.largest.error) if reason.largest else ("-", None)
+    differs = (name, f"{reason.difference_us:+,.0f}", _relative(error), f"{reason.share:+.1%}")
+    kinds = (_relative(regime.error) for regime in reason.regimes)
+    return (
+        reason.says,
+        *differs,
+        *kinds,
+        f"{reason.simulated_steps:,}",
+        f"{reason.measured_steps:,}",
+        ", ".join(reason.bars),
+    )
 
 
 def _relative(error: float | None) -> str:

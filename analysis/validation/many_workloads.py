@@ -9,12 +9,12 @@ from math import isfinite
 from typing import Any
 
 from analysis.figures import predictions as figures
-from analysis.figures.predictions import Point
+from analysis.figures.predictions import SpeedUpPoint
 from analysis.statistics import trust
 from analysis.statistics.content import Caveat, Report, Source
-from analysis.statistics.loading import Run
+from analysis.statistics.loading import LoadedRun
 from analysis.validation import causes, tally
-from analysis.validation.cases import LOOPS, MEASURED, SIMULATED, Case, Validation
+from analysis.validation.cases import LOOPS, MEASURED, SIMULATED, DeviceCases, ValidationCase
 from cbsim.draw import lanes
 from cbsim.draw.chart import Chart
 from cbsim.draw.lanes import STEPS_SHOWN
@@ -26,14 +26,14 @@ DRAWN_IF_THERE = "8k_b32"  # the case whose lanes are drawn
 MOST_NAMED = 3  # runs of a caveat
 
 
-def build(found: Validation, command: str) -> Report:
+def build(validation: DeviceCases, command: str) -> Report:
     """Everything that the cases say, in the order in which it is read."""
-    cases = found.cases
+    cases = validation.cases
     return Report(
-        title="Simulated against measured" + (f": {found.device}" if found.device else ""),
+        title="Simulated against measured" + (f": {validation.device}" if validation.device else ""),
         question="How near are simulated runs to measured ones of the same workloads, and what are they off by?",
-        sources=[source for case in cases for source in sources(case, found)],
-        caveats=[*found.left_out, *not_kept(cases), *caveats(cases)],
+        sources=[source for case in cases for source in sources(case, validation)],
+        caveats=[*validation.left_out, *not_kept(cases), *caveats(cases)],
         findings=tally.findings(cases),
         tables=[
             *(tally.bar_table(cases), tally.error_table(cases), *tally.repeat_table(cases), *causes.table(cases)),
@@ -46,13 +46,13 @@ def build(found: Validation, command: str) -> Report:
     )
 
 
-def sources(case: Case, found: Validation) -> list[Source]:
+def sources(case: ValidationCase, validation: DeviceCases) -> list[Source]:
     """Every run; what the runs of a case have in common is in the first simulated and the first measured one."""
     first = [next(run for run in case.runs if run.measured is measured) for measured in (True, False)]
-    return [_source(run, run.path.relative_to(found.place).as_posix(), whole=run in first) for run in case.runs]
+    return [_source(run, run.path.relative_to(validation.place).as_posix(), whole=run in first) for run in case.runs]
 
 
-def _source(run: Run, folder: str, *, whole: bool) -> Source:
+def _source(run: LoadedRun, folder: str, *, whole: bool) -> Source:
     return Source(
         label=run.label,
         folder=folder,
@@ -64,36 +64,36 @@ def _source(run: Run, folder: str, *, whole: bool) -> Source:
     )
 
 
-def caveats(cases: Sequence[Case]) -> list[Caveat]:
-    """Of the runs that stand in the tables and figures; whom a caveat is of is named as long as that can be read."""
+def caveats(cases: Sequence[ValidationCase]) -> list[Caveat]:
+    """Caveats of the runs in tables and figures; of many runs only the first few are named."""
     pairs = [pair for case in cases for pair in case.loops.values() if pair.whole]
     runs = [run for pair in pairs for run in (pair.middle, pair.simulated)]
     labels = {run.label for run in runs}
-    return [_shortened(one, labels) for one in trust.caveats(runs)]
+    return [_shortened(caveat, labels) for caveat in trust.caveats(runs)]
 
 
-def not_kept(cases: Sequence[Case]) -> list[Caveat]:
-    """The packed cases of which only the numbers can be told."""
+def not_kept(cases: Sequence[ValidationCase]) -> list[Caveat]:
+    """The packed cases without tables: only their numbers are known."""
     names = [case.name for case in cases if not _is_whole(case)]
     says = "packed without steps and requests: in the tables of errors only, and in no other caveat"
     return [Caveat("not kept", ", ".join(names), f"{says}.")] if names else []
 
 
-def _is_whole(case: Case) -> bool:
+def _is_whole(case: ValidationCase) -> bool:
     return all(pair.whole for pair in case.loops.values())
 
 
-def _shortened(one: Caveat, labels: set[str]) -> Caveat:
-    names = [name for name in one.run.split(", ") if name in labels]
+def _shortened(caveat: Caveat, labels: set[str]) -> Caveat:
+    names = [name for name in caveat.run.split(", ") if name in labels]
     if len(names) <= MOST_NAMED:
-        return one
-    return replace(one, run=f"{', '.join(names[:MOST_NAMED])} and {len(names) - MOST_NAMED:,} more")
+        return caveat
+    return replace(caveat, run=f"{', '.join(names[:MOST_NAMED])} and {len(names) - MOST_NAMED:,} more")
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
-def charts(cases: Sequence[Case]) -> list[Chart]:
+def charts(cases: Sequence[ValidationCase]) -> list[Chart]:
     """Errors, the curves of speed-up if there are any, requests, and the lanes of one case."""
     curves = speed_ups(cases)
     whole = [case for case in cases if _is_whole(case)]
@@ -106,9 +106,9 @@ def charts(cases: Sequence[Case]) -> list[Chart]:
     ]
 
 
-def speed_ups(cases: Sequence[Case]) -> dict[str, list[Point]]:
+def speed_ups(cases: Sequence[ValidationCase]) -> dict[str, list[SpeedUpPoint]]:
     """The points of every curve, of cases with both loops."""
-    curves: dict[str, list[Point]] = {}
+    curves: dict[str, list[SpeedUpPoint]] = {}
     for case in cases:
         if case.curve is not None and set(LOOPS) <= case.loops.keys():
             measured = bars.speed_ups(
@@ -116,23 +116,23 @@ def speed_ups(cases: Sequence[Case]) -> dict[str, list[Point]]:
             )
             simulated = bars.speed_up({loop: pair.simulated.summary for loop, pair in case.loops.items()})
             points = curves.setdefault(case.curve, [])
-            points.append(Point(case.name, case.injected_ms, simulated, measured))
-            points += [Point(case.name, float(at), gain, ()) for at, gain in case.predicted.items()]
+            points.append(SpeedUpPoint(case.name, case.injected_ms, simulated, measured))
+            points += [SpeedUpPoint(case.name, float(at), gain, ()) for at, gain in case.predicted.items()]
     return curves
 
 
-def _requests(case: Case, loop: str) -> Any:
+def _requests(case: ValidationCase, loop: str) -> Any:
     pair = case.loops[loop]
     return figures.matched(pair.middle.counted, pair.simulated.counted)
 
 
-def chosen(cases: Sequence[Case]) -> Case:
-    """The case whose lanes are drawn: of a name that is known well, else on a curve, else the first."""
+def chosen(cases: Sequence[ValidationCase]) -> ValidationCase:
+    """The case whose lanes are drawn: a well-known one, else one on a curve, else the first."""
     named = [case for case in cases if case.name == DRAWN_IF_THERE]
     return [*named, *(case for case in cases if case.curve is not None), *cases][0]
 
 
-def case_lanes(case: Case) -> Chart:
+def case_lanes(case: ValidationCase) -> Chart:
     """The lanes of the measured run above those of the simulated one, loop by loop, all from the same step on."""
     frames = {
         f"{loop} {kind}": run.steps
@@ -147,18 +147,18 @@ def case_lanes(case: Case) -> Chart:
 # -- facts ------------------------------------------------------------------------------------------------------------
 
 
-def scores(cases: Sequence[Case]) -> list[dict[str, Any]]:
+def scores(cases: Sequence[ValidationCase]) -> list[dict[str, Any]]:
     """Every score as plain values, for others to read; what is no number is null."""
-    return [_score(case.name, one) for case in cases for one in case.scores]
+    return [_score(case.name, score) for case in cases for score in case.scores]
 
 
-def _score(case: str, one: Score) -> dict[str, Any]:
-    numbers = {"simulated": one.simulated, "measured": one.measured, "error": one.error, "spread": one.spread}
+def _score(case: str, score: Score) -> dict[str, Any]:
+    numbers = {"simulated": score.simulated, "measured": score.measured, "error": score.error, "spread": score.spread}
     finite = {name: value if value is not None and isfinite(value) else None for name, value in numbers.items()}
-    about = {"case": case, "loop": one.loop, "metric": one.bar.label}
-    return {**about, **finite, "bound": one.bar.bound, "verdict": one.verdict}
+    about = {"case": case, "loop": score.loop, "metric": score.bar.label}
+    return {**about, **finite, "bound": score.bar.bound, "verdict": score.verdict}
 
 
-def replays(cases: Sequence[Case]) -> list[Mapping[str, Any]]:
+def replays(cases: Sequence[ValidationCase]) -> list[Mapping[str, Any]]:
     """What deriving the plans of every measured run again came to."""
-    return [asdict(one) for one in tally.replays(cases)]
+    return [asdict(replay) for replay in tally.replays(cases)]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from analysis.statistics.loading import VERDICT, Run
+from analysis.statistics.loading import VERDICT, LoadedRun
 from cbsim.draw import folder
 from cbsim.results import columns, directory, parquet
 from cbsim.results.columns import Column
@@ -79,7 +79,7 @@ class Packed(NamedTuple):
     folder: str
     about: str
     documents: Mapping[str, str]
-    tables: Run | None
+    tables: LoadedRun | None
     replay: Mapping[str, Any] | None
 
 
@@ -111,7 +111,7 @@ def _keys(counts: Sequence[tuple[Key, int]]) -> dict[str, list[Any]]:
     return {name: [getattr(key, name) for key, count in counts for _ in range(count)] for name in Key._fields}
 
 
-def _steps(runs: Sequence[tuple[Key, Run]]) -> dict[str, Any]:
+def _steps(runs: Sequence[tuple[Key, LoadedRun]]) -> dict[str, Any]:
     made: dict[str, Any] = _keys([(key, len(run.table)) for key, run in runs])
     for column in columns.STEPS:
         name, earlier = column.name, BEHIND.get(column.name)
@@ -120,12 +120,12 @@ def _steps(runs: Sequence[tuple[Key, Run]]) -> dict[str, Any]:
     return made
 
 
-def _requests(runs: Sequence[tuple[Key, Run]]) -> dict[str, Any]:
+def _requests(runs: Sequence[tuple[Key, LoadedRun]]) -> dict[str, Any]:
     made: dict[str, Any] = _keys([(key, len(run.requests)) for key, run in runs])
     values = [directory.request_columns(run.times) for _, run in runs]
     for column in columns.REQUESTS:
         kind = parquet.schema([column]).field(0).type
-        made[column.name] = pa.chunked_array([pa.array(one[column.name], kind) for one in values], kind)
+        made[column.name] = pa.chunked_array([pa.array(table[column.name], kind) for table in values], kind)
     return made
 
 

@@ -9,8 +9,8 @@ from math import inf, isfinite
 from statistics import median
 from typing import NamedTuple
 
-from analysis.statistics.pairing import Replay
-from analysis.validation.cases import LOOPS, Case
+from analysis.statistics.pairing import ReplayOutcome
+from analysis.validation.cases import LOOPS, ValidationCase
 from cbsim.draw.markdown import Table
 from cbsim.proof.bars import BARS, BOTH, SPEED_UP, Bar, Score
 
@@ -20,10 +20,10 @@ REPEATED = ("makespan", "TPOT p50", "TPOT p99", "GPU active", SPEED_UP)
 MOST_NAMED = 3
 
 
-class Scored(NamedTuple):
+class CaseScore(NamedTuple):
     """A score, and the case that it is of."""
 
-    case: Case
+    case: ValidationCase
     score: Score
 
     @property
@@ -32,46 +32,46 @@ class Scored(NamedTuple):
 
     @property
     def size(self) -> float:
-        """Of the error; what is no number is the worst."""
+        """The size of the error; one that is no number counts as the largest."""
         return abs(self.score.error) if isfinite(self.score.error) else inf
 
 
-def asked(cases: Sequence[Case], bar: Bar | None = None) -> list[Scored]:
-    """The scores that a bar is asked of: of one bar, or all."""
-    found = [Scored(case, score) for case in cases for score in case.scores if score.counts]
-    return [one for one in found if bar is None or one.score.bar == bar]
+def judged(cases: Sequence[ValidationCase], bar: Bar | None = None) -> list[CaseScore]:
+    """The scores that are held to a bar: to this one, or to any."""
+    scores = [CaseScore(case, score) for case in cases for score in case.scores if score.counts]
+    return [scored for scored in scores if bar is None or scored.score.bar == bar]
 
 
-def of(case: Case, loop: str, label: str) -> Score | None:
-    """The score of a row: the speed-up is told in that of the async loop."""
+def of(case: ValidationCase, loop: str, label: str) -> Score | None:
+    """The score in a row of the table: the speed-up stands in the async loop's."""
     wanted = BOTH if label == SPEED_UP and loop == "async" else loop
-    return next((one for one in case.scores if (one.loop, one.bar.label) == (wanted, label)), None)
+    return next((score for score in case.scores if (score.loop, score.bar.label) == (wanted, label)), None)
 
 
-def replays(cases: Sequence[Case]) -> list[Replay]:
-    """Of every measured run."""
-    return [one for case in cases for some in case.replays.values() for one in some]
+def replays(cases: Sequence[ValidationCase]) -> list[ReplayOutcome]:
+    """Every measured run, replayed."""
+    return [verdict for case in cases for verdicts in case.replays.values() for verdict in verdicts]
 
 
-def identical(one: Replay) -> bool:
-    return one.says == "identical"
+def identical(replay: ReplayOutcome) -> bool:
+    return replay.says == "identical"
 
 
-def holds(cases: Sequence[Case]) -> bool:
+def holds(cases: Sequence[ValidationCase]) -> bool:
     """Is no bar missed, and does every measured run replay? What cannot be decided is not missed."""
-    return all(one.score.verdict != "missed" for one in asked(cases)) and all(map(identical, replays(cases)))
+    return all(scored.score.verdict != "missed" for scored in judged(cases)) and all(map(identical, replays(cases)))
 
 
 # -- sentences --------------------------------------------------------------------------------------------------------
 
 
-def findings(cases: Sequence[Case]) -> list[str]:
+def findings(cases: Sequence[ValidationCase]) -> list[str]:
     """The verdict, where it is furthest from what is asked, the speed-up, and the plans."""
     return [_verdict(cases), *_furthest(cases), *_speed_up(cases), _replayed(cases)]
 
 
-def _verdict(cases: Sequence[Case]) -> str:
-    verdicts = [one.score.verdict for one in asked(cases)]
+def _verdict(cases: Sequence[ValidationCase]) -> str:
+    verdicts = [scored.score.verdict for scored in judged(cases)]
     met, missed, undecided = (verdicts.count(name) for name in MARKS)
     reason = " (missed by no more than the measured runs themselves lie apart)" if undecided else ""
     runs = sum(len(pair.measured) for case in cases for pair in case.loops.values())
@@ -85,20 +85,23 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _furthest(cases: Sequence[Case]) -> Iterator[str]:
+def _furthest(cases: Sequence[ValidationCase]) -> Iterator[str]:
     """The largest errors, one a bar, measured by what is asked."""
-    worst = [max(found, key=lambda one: one.size) for bar in BARS if (found := asked(cases, bar))]
-    found = sorted(worst, key=lambda one: -one.size / one.score.bar.bound)[:MOST_NAMED]
-    told = [f"{one.score.bar.label} {error_text(one.score)} ({one.where}; {wanted(one.score.bar)})" for one in found]
-    if told:
-        yield f"Largest errors, by what is asked: {', '.join(told)}."
+    worst = [max(scores, key=lambda scored: scored.size) for bar in BARS if (scores := judged(cases, bar))]
+    largest = sorted(worst, key=lambda scored: -scored.size / scored.score.bar.bound)[:MOST_NAMED]
+    sentences = [
+        f"{scored.score.bar.label} {error_text(scored.score)} ({scored.where}; {wanted(scored.score.bar)})"
+        for scored in largest
+    ]
+    if sentences:
+        yield f"Largest errors, by what is asked: {', '.join(sentences)}."
 
 
-def _speed_up(cases: Sequence[Case]) -> Iterator[str]:
-    found = [one for one in asked(cases) if one.score.bar.label == SPEED_UP]
-    if not found:
+def _speed_up(cases: Sequence[ValidationCase]) -> Iterator[str]:
+    speed_ups = [scored for scored in judged(cases) if scored.score.bar.label == SPEED_UP]
+    if not speed_ups:
         return
-    worst = max(found, key=lambda one: one.size)
+    worst = max(speed_ups, key=lambda scored: scored.size)
     simulated, measured, _ = worst.score.shown()
     at = f"{worst.case.name}, with {worst.case.injected_ms:g} ms of CPU work added to every step"
     yield (
@@ -107,15 +110,15 @@ def _speed_up(cases: Sequence[Case]) -> Iterator[str]:
     )
 
 
-def _replayed(cases: Sequence[Case]) -> str:
-    found = replays(cases)
-    others = [one for one in found if not identical(one)]
+def _replayed(cases: Sequence[ValidationCase]) -> str:
+    verdicts = replays(cases)
+    others = [replay for replay in verdicts if not identical(replay)]
     if not others:
-        return f"Every measured run replays to identical plans: {len(found):,} of {len(found):,}."
-    told = "; ".join(f"{one.run}: {one.says}" for one in others[:MOST_NAMED])
+        return f"Every measured run replays to identical plans: {len(verdicts):,} of {len(verdicts):,}."
+    reasons = "; ".join(f"{replay.run}: {replay.says}" for replay in others[:MOST_NAMED])
     more = f"; {len(others) - MOST_NAMED:,} more" if len(others) > MOST_NAMED else ""
-    agreed = len(found) - len(others)
-    return f"{agreed:,} of {_count(len(found), 'measured run')} replay to identical plans; not {told}{more}."
+    agreed = len(verdicts) - len(others)
+    return f"{agreed:,} of {_count(len(verdicts), 'measured run')} replay to identical plans; not {reasons}{more}."
 
 
 def error_text(score: Score) -> str:
@@ -138,37 +141,37 @@ def wanted(bar: Bar) -> str:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def bar_table(cases: Sequence[Case]) -> Table:
+def bar_table(cases: Sequence[ValidationCase]) -> Table:
     """A row a bar, and one for the plans."""
     header = ("metric", "asked", "met", "missed", "undecided", "median |error|", "largest error", "where")
-    rows = [_bar_row(bar, asked(cases, bar)) for bar in BARS]
+    rows = [_bar_row(bar, judged(cases, bar)) for bar in BARS]
     says = (
         "Simulated against the median of the measured runs; errors of shares in points. TTFT is asked below saturation."
     )
     return Table("Bars", header, [*rows, _plans_row(replays(cases))], says)
 
 
-def _bar_row(bar: Bar, found: Sequence[Scored]) -> tuple[str, ...]:
-    if not found:
+def _bar_row(bar: Bar, scores: Sequence[CaseScore]) -> tuple[str, ...]:
+    if not scores:
         return (bar.label, wanted(bar), "not asked", "-", "-", "-", "-", "-")
-    worst = max(found, key=lambda one: one.size)
-    verdicts = [one.score.verdict for one in found]
+    worst = max(scores, key=lambda scored: scored.size)
+    verdicts = [scored.score.verdict for scored in scores]
     counts = (
-        f"{verdicts.count('met'):,} of {len(found):,}",
+        f"{verdicts.count('met'):,} of {len(scores):,}",
         *(f"{verdicts.count(v):,}" for v in ("missed", "undecided")),
     )
-    middle = size_text(bar, median(one.size for one in found))
+    middle = size_text(bar, median(scored.size for scored in scores))
     return (bar.label, wanted(bar), *counts, middle, error_text(worst.score), worst.where)
 
 
-def _plans_row(found: Sequence[Replay]) -> tuple[str, ...]:
-    others = [one for one in found if not identical(one)]
+def _plans_row(verdicts: Sequence[ReplayOutcome]) -> tuple[str, ...]:
+    others = [replay for replay in verdicts if not identical(replay)]
     where = others[0].run if others else "-"
-    counts = (f"{len(found) - len(others):,} of {len(found):,}", f"{len(others):,}", "0")
+    counts = (f"{len(verdicts) - len(others):,} of {len(verdicts):,}", f"{len(others):,}", "0")
     return ("measured runs, replayed", "identical plans", *counts, "-", others[0].says if others else "-", where)
 
 
-def error_table(cases: Sequence[Case]) -> Table:
+def error_table(cases: Sequence[ValidationCase]) -> Table:
     """A row for each case and loop, a column for each metric."""
     header = ("case", "loop", *(SHORT.get(bar.label, bar.label) for bar in BARS), "plans replayed")
     rows = [_error_row(case, loop) for case in cases for loop in case.loops]
@@ -182,7 +185,7 @@ def error_table(cases: Sequence[Case]) -> Table:
     return Table("Errors by workload", header, rows, says)
 
 
-def _error_row(case: Case, loop: str) -> tuple[str, ...]:
+def _error_row(case: ValidationCase, loop: str) -> tuple[str, ...]:
     cells = [_error_cell(of(case, loop, bar.label)) for bar in BARS]
     return (case.name, loop, *cells, _replay_cell(case.replays[loop]))
 
@@ -193,12 +196,12 @@ def _error_cell(score: Score | None) -> str:
     return f"{error_text(score)}{MARKS[score.verdict]}" if score.counts else f"({error_text(score)})"
 
 
-def _replay_cell(found: Sequence[Replay]) -> str:
-    matched = f"{sum(one.matched or 0 for one in found):,} of {sum(one.steps for one in found):,}"
-    return matched if all(map(identical, found)) else f"{matched} *"
+def _replay_cell(verdicts: Sequence[ReplayOutcome]) -> str:
+    matched = f"{sum(replay.matched or 0 for replay in verdicts):,} of {sum(replay.steps for replay in verdicts):,}"
+    return matched if all(map(identical, verdicts)) else f"{matched} *"
 
 
-def repeat_table(cases: Sequence[Case]) -> list[Table]:
+def repeat_table(cases: Sequence[ValidationCase]) -> list[Table]:
     """How far the measured runs of one workload and loop lie apart; none if there is one of each."""
     repeated = [(case, loop, len(pair.measured)) for case in cases for loop, pair in case.loops.items()]
     rows = [_repeat_row(case, loop, count) for case, loop, count in repeated if count > 1]
@@ -208,7 +211,7 @@ def repeat_table(cases: Sequence[Case]) -> list[Table]:
     return [Table("Repeats", header, rows, says)] if rows else []
 
 
-def _repeat_row(case: Case, loop: str, count: int) -> tuple[str, ...]:
+def _repeat_row(case: ValidationCase, loop: str, count: int) -> tuple[str, ...]:
     scores = [of(case, loop, label) for label in REPEATED]
     return (case.name, loop, f"{count:,}", *map(_spread_cell, scores))
 
@@ -219,7 +222,7 @@ def _spread_cell(score: Score | None) -> str:
     return size_text(score.bar, score.spread) + ("" if score.spread <= score.bar.bound else MARKS["undecided"])
 
 
-def case_table(cases: Sequence[Case]) -> Table:
+def case_table(cases: Sequence[ValidationCase]) -> Table:
     """What the cases are."""
     header = ("case", "model", "scheduler", "CPU work added", "arrivals", "requests", "runs of a loop", "about")
     says = (
@@ -228,7 +231,7 @@ def case_table(cases: Sequence[Case]) -> Table:
     return Table("Workloads", header, [_case_row(case) for case in cases], says)
 
 
-def _case_row(case: Case) -> tuple[str, ...]:
+def _case_row(case: ValidationCase) -> tuple[str, ...]:
     arrivals = "all at once" if case.load is None else f"{case.load:.0%} of capacity"
     pairs = [case.loops[loop] for loop in LOOPS if loop in case.loops]
     runs = ", ".join(dict.fromkeys(f"{len(pair.measured):,}" for pair in pairs))

@@ -30,7 +30,7 @@ BAR_PREFILL = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class AttentionCase:
     """Attention of one step, layer by layer, and the least that one layer has to do."""
 
     queries: Tensor
@@ -40,13 +40,13 @@ class Case:
     flop: float  # 4 x heads x width for each query and token that it sees
 
     def answers(self, ops: Ops) -> Tensor:
-        """Of the last layer, after all others were computed."""
+        """Attention of the last layer, after all others were computed."""
         for keys, values in self.cache:
             out = ops.attention(self.queries, keys, values, self.rows)
         return out
 
     def seconds(self, ops: Ops) -> float:
-        """Of one layer."""
+        """Seconds that one layer takes."""
         return timing.timed(lambda: self.answers(ops), self.queries.device.type) / len(self.cache)
 
 
@@ -58,12 +58,12 @@ def decode_case(
     *,
     span: int = SPAN_BYTES,
     block_tokens: int = BLOCK_TOKENS,
-) -> Case:
+) -> AttentionCase:
     """`rows` requests that decode with `context` cached tokens each; the caches are `span` bytes or more together."""
     step, blocks = ragged([(1, context)] * rows, block_tokens, device)
     read = 2 * rows * context * model.kv_heads * model.head_dim * 2
     cached = (max(2, -(-span // read)), 2, blocks, block_tokens, model.kv_heads, model.head_dim)
-    return Case(
+    return AttentionCase(
         queries=torch.randn(rows, model.heads, model.head_dim, dtype=torch.bfloat16, device=device),
         cache=torch.randn(cached, dtype=torch.bfloat16, device=device),
         rows=step,
@@ -74,12 +74,12 @@ def decode_case(
 
 def prefill_case(
     model: ModelShape, tokens: int, cached: int, device: str = "cuda", *, block_tokens: int = BLOCK_TOKENS
-) -> Case:
+) -> AttentionCase:
     """One prompt's chunk of `tokens` behind `cached` ones."""
     step, blocks = ragged([(tokens, cached + tokens)], block_tokens, device)
     pairs = tokens * cached + tokens * (tokens + 1) / 2
     held = (1, 2, blocks, block_tokens, model.kv_heads, model.head_dim)
-    return Case(
+    return AttentionCase(
         queries=torch.randn(tokens, model.heads, model.head_dim, dtype=torch.bfloat16, device=device),
         cache=torch.randn(held, dtype=torch.bfloat16, device=device),
         rows=step,

@@ -17,13 +17,13 @@ import torch
 from cbengine import build
 from cbengine.bench import attention_bench, timing
 from cbengine.bench.attention_bench import BATCH
-from cbengine.bench.figures import Figure, Group, say, shown
+from cbengine.bench.figures import Figure, FindingGroup, say, shown
 from cbengine.bench.timing import give_back
 from cbengine.build import Setup
 from cbengine.errors import MissingError
 from cbsim.policy.phases import WORKED
 from cbsim.results.metrics import Steps
-from cbsim.scenario import scenario
+from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.shapes import ModelShape
 from cbsim.server import run_command
@@ -52,26 +52,26 @@ def bench(device: str, out: Path, serve: Serve, *, quick: bool, as_json: bool) -
 # -- without a GPU ----------------------------------------------------------------------------------------------------
 
 
-def on_cpu(out: Path, serve: Serve, quick: bool) -> list[Group]:
+def on_cpu(out: Path, serve: Serve, quick: bool) -> list[FindingGroup]:
     """The CPU's work a step by batch size, policy and loop; medians, since other processes only ever add time."""
     return [
-        Group(f"{policy}, {rows} requests", partial(_loops, out, serve, rows, policy, 200 if quick else 1000))
+        FindingGroup(f"{policy}, {rows} requests", partial(_loops, out, serve, rows, policy, 200 if quick else 1000))
         for rows in BAR_CPU_S
         for policy in ("vllm", "transformers_fifo")
     ]
 
 
 def _loops(out: Path, serve: Serve, rows: int, policy: str, steps: int) -> Iterator[Figure]:
-    asked = _steady(rows, policy, steps)
-    for loop in scenario.loops(asked):
-        done = run_command.one_loop(asked, loop, _options(asked, out), serve(Setup(device="modelled"), False))
+    scenario = _steady(rows, policy, steps)
+    for loop in scenarios.loops(scenario):
+        done = run_command.one_loop(scenario, loop, _options(scenario, out), serve(Setup(device="modelled"), False))
         yield cpu_work(f"CPU a step, {rows} requests, {policy}, {loop}", done.step_numbers, rows)
 
 
 def _steady(rows: int, policy: str, steps: int) -> Scenario:
     """`rows` requests that decode together."""
     cache = {"vllm": (16, rows * (steps // 16 + 4) + 1)}.get(policy, (256, rows * (steps // 256 + 3)))
-    return scenario.load(
+    return scenarios.load(
         "8k_b32",
         [
             *(f"workload.requests={rows}", f"workload.output_tokens={steps}", f"scheduler={{name: {policy}}}"),
@@ -93,18 +93,18 @@ def cpu_work(name: str, steps: Steps, rows: int) -> Figure:
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
-def on_gpu(out: Path, serve: Serve, quick: bool) -> list[Group]:
+def on_gpu(out: Path, serve: Serve, quick: bool) -> list[FindingGroup]:
     """Device, kernel, engine, peer; what takes longest comes last."""
     setup, bandwidth = Setup(device="cuda"), cache(timing.copy_bandwidth)
     length = 512 if quick else LENGTH
     groups = [
-        Group("device", partial(_device, bandwidth)),
-        Group("decode attention", partial(_attention, bandwidth)),
-        Group("engine, async", partial(engine, out, serve, setup, "async", length, bandwidth)),
-        Group("peer", partial(against_peer, out, serve, setup, 128 if quick else 512)),
+        FindingGroup("device", partial(_device, bandwidth)),
+        FindingGroup("decode attention", partial(_attention, bandwidth)),
+        FindingGroup("engine, async", partial(engine, out, serve, setup, "async", length, bandwidth)),
+        FindingGroup("peer", partial(against_peer, out, serve, setup, 128 if quick else 512)),
     ]
     if not quick:
-        groups.append(Group("engine, sync", partial(engine, out, serve, setup, "sync", length, bandwidth)))
+        groups.append(FindingGroup("engine, sync", partial(engine, out, serve, setup, "sync", length, bandwidth)))
     return groups
 
 
@@ -118,7 +118,7 @@ def _device(bandwidth: Callable[[], float]) -> Iterator[Figure]:
 
 
 def _attention(bandwidth: Callable[[], float]) -> Iterator[Figure]:
-    ops, model = build.ops("cuda"), scenario.load("8k_b32").model
+    ops, model = build.ops("cuda"), scenarios.load("8k_b32").model
     yield from attention_bench.decodes(ops, model, bandwidth(), (BATCH,), CONTEXTS)
 
 
@@ -129,8 +129,8 @@ def engine(
     give_back()
     name = f"8k_b32, {length:,} tokens, {loop}"
     say(f"{name} ...")
-    asked = build.adapted(scenario.load("8k_b32", [f"workload.output_tokens={length}"]), setup)
-    done = run_command.one_loop(asked, loop, _options(asked, out), serve(setup, False))
+    scenario = build.adapted(scenarios.load("8k_b32", [f"workload.output_tokens={length}"]), setup)
+    done = run_command.one_loop(scenario, loop, _options(scenario, out), serve(setup, False))
     seconds, active = done.summary["makespan_s"], done.summary["gpu_active"] * 100
     bar_s = bar_seconds() if loop == "async" and length == LENGTH else None
     held = None if bar_s is None else seconds <= bar_s
@@ -138,7 +138,7 @@ def engine(
     held = None if bar_s is None else active >= BAR_ACTIVE
     yield Figure(f"{name}: GPU active", active, "%", "" if bar_s is None else f">= {BAR_ACTIVE}", held)
     yield cpu_work(f"{name}: CPU a step", done.step_numbers, BATCH)
-    floor_s = least_bytes(asked.model, done.step_numbers) / bandwidth()
+    floor_s = least_bytes(scenario.model, done.step_numbers) / bandwidth()
     yield Figure(f"{name}: floor at the copy's bandwidth", floor_s, "s")
 
 
@@ -155,8 +155,8 @@ def bar_seconds() -> float | None:
 
 
 def against_peer(out: Path, serve: Serve, setup: Setup, length: int) -> Iterator[Figure]:
-    """Both engines at the same length, which is shorter, since the peer is slower. The peer needs more than every
-    machine has: what it cannot do is said, and the rest goes on.
+    """Both engines at the same output length, a short one, since the peer is slow. Where the peer cannot run, its
+    complaint is printed and the rest goes on.
     """
     for loop in ("async", "sync"):
         rates = []
@@ -164,9 +164,9 @@ def against_peer(out: Path, serve: Serve, setup: Setup, length: int) -> Iterator
             give_back()
             name = f"{'transformers' if peer else 'cbengine'}, {length} tokens, {loop}"
             say(f"{name} ...")
-            asked = build.adapted(scenario.load("8k_b32", [f"workload.output_tokens={length}"]), setup)
+            scenario = build.adapted(scenarios.load("8k_b32", [f"workload.output_tokens={length}"]), setup)
             try:
-                done = run_command.one_loop(asked, loop, _options(asked, out), serve(setup, peer))
+                done = run_command.one_loop(scenario, loop, _options(scenario, out), serve(setup, peer))
             except (ValueError, RuntimeError, ImportError) as error:
                 if not peer:
                     raise
@@ -179,10 +179,10 @@ def against_peer(out: Path, serve: Serve, setup: Setup, length: int) -> Iterator
             yield Figure(name, ratio, "x", ">= 2", ratio >= 2) if loop == "async" else Figure(name, ratio, "x")
 
 
-def _options(asked: Scenario, out: Path) -> RunOptions:
-    overrides = [f"workload.output_tokens={getattr(asked.workload, 'output_tokens', 0)}"]
+def _options(scenario: Scenario, out: Path) -> RunOptions:
+    overrides = [f"workload.output_tokens={getattr(scenario.workload, 'output_tokens', 0)}"]
     return RunOptions(
-        scenario=asked.name,
+        scenario=scenario.name,
         overrides=overrides,
         out=out,
         window=(0, 2000),

@@ -29,19 +29,19 @@ class Figure:
         return f"{self.name:<58} {self.value:>10,.4g} {self.unit:<8}{bar}{verdict}".rstrip()
 
 
-class Group(NamedTuple):
-    """Findings that are measured together: dataclasses that are their own line."""
+class FindingGroup(NamedTuple):
+    """Findings that are measured together: dataclasses, each printed as a line."""
 
     name: str
     measure: Callable[[], Iterable[Any]]
 
 
-def shown(groups: Iterable[Group], *, as_json: bool, keep: Path | None = None) -> bool:
+def shown(groups: Iterable[FindingGroup], *, as_json: bool, keep: Path | None = None) -> bool:
     """Measure and print group after group; did all of them end well? A failure is one line on stderr, and the next
     group follows. As JSON, all that was found is one list on stdout. `keep` is a folder for a file a group: JSON
     Lines, each written as it is found.
     """
-    found, well = [], True
+    findings, well = [], True
     for group in groups:
         mine: list[dict[str, Any]] = []
         try:
@@ -55,14 +55,14 @@ def shown(groups: Iterable[Group], *, as_json: bool, keep: Path | None = None) -
             say(f"failed: {group.name}: {type(error).__name__}: {first}")
             well = False
         give_back()
-        found += mine
+        findings += mine
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(findings, indent=2))
     return well
 
 
 def _add(path: Path, mine: list[dict[str, Any]]) -> None:
-    """The last of them to the file, which the first one begins."""
+    """Append the last finding to the file; the first one creates it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w" if len(mine) == 1 else "a", encoding="utf-8") as file:
         file.write(json.dumps(mine[-1]) + "\n")

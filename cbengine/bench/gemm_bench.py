@@ -105,17 +105,17 @@ def table(
     sampled: dict[int, Product] = {}
     for rows in Budget(budget_s).left([*decodes, *prefills], "GEMMs, rows"):
         head_rows = rows if rows in decodes else 1
-        found = []
+        products = []
         for matrix, copies in weights.items():
             if matrix.name == HEAD and head_rows in sampled:
-                found.append((matrix, sampled[head_rows]))
+                products.append((matrix, sampled[head_rows]))
                 continue
-            one = product(matrix, copies, head_rows if matrix.name == HEAD else rows, best)
-            yield one
+            timed = product(matrix, copies, head_rows if matrix.name == HEAD else rows, best)
+            yield timed
             if matrix.name == HEAD:
-                sampled[head_rows] = one
-            found.append((matrix, one))
-        yield _step(rows, head_rows, found, best)
+                sampled[head_rows] = timed
+            products.append((matrix, timed))
+        yield _step(rows, head_rows, products, best)
 
 
 def product(matrix: Matrix, copies: Sequence[Tensor], rows: int, best: Ceilings) -> Product:
@@ -143,10 +143,10 @@ def product(matrix: Matrix, copies: Sequence[Tensor], rows: int, best: Ceilings)
     )
 
 
-def _step(rows: int, head_rows: int, found: Sequence[tuple[Matrix, Product]], best: Ceilings) -> StepProducts:
-    moved = sum(matrix.times * one.bytes for matrix, one in found)
-    flop = sum(matrix.times * one.flop for matrix, one in found)
-    seconds = sum(matrix.times * one.seconds for matrix, one in found)
+def _step(rows: int, head_rows: int, products: Sequence[tuple[Matrix, Product]], best: Ceilings) -> StepProducts:
+    moved = sum(matrix.times * timed.bytes for matrix, timed in products)
+    flop = sum(matrix.times * timed.flop for matrix, timed in products)
+    seconds = sum(matrix.times * timed.seconds for matrix, timed in products)
     return StepProducts(
         rows, head_rows, moved, flop, seconds, moved / seconds / best.bandwidth, flop / seconds / best.rate
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cbengine import build
 from cbengine.bench import BENCH_PARTS, attention_bench, gemm_bench, timing
-from cbengine.bench.figures import Figure, Group, shown
+from cbengine.bench.figures import Figure, FindingGroup, shown
 from cbengine.bench.timing import Ceilings, timed
 from cbsim.scenario.shapes import ModelShape
 from cbsim.server.status import ERROR, OK
@@ -29,7 +29,7 @@ def bench(parts: Sequence[str], model: ModelShape, out: Path, *, quick: bool, as
     return OK if shown(groups(parts, model, quick), as_json=as_json, keep=out) else ERROR
 
 
-def groups(parts: Sequence[str], model: ModelShape, quick: bool, device: str = "cuda") -> list[Group]:
+def groups(parts: Sequence[str], model: ModelShape, quick: bool, device: str = "cuda") -> list[FindingGroup]:
     """The parts in their own order. `quick` leaves out most sizes."""
     best = cache(partial(timing.ceilings, device))
     measures: dict[str, Callable[[], Iterator[Any]]] = {
@@ -38,7 +38,7 @@ def groups(parts: Sequence[str], model: ModelShape, quick: bool, device: str = "
         "attention": partial(_attention, model, best, quick, device),
         "tiles": partial(_tiles, model, best, quick, device),
     }
-    return [Group(name, measures[name]) for name in BENCH_PARTS if name in parts]
+    return [FindingGroup(name, measures[name]) for name in BENCH_PARTS if name in parts]
 
 
 def _copies(best: Callable[[], Ceilings], device: str) -> Iterator[Figure]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cbengine.bench.attention_bench import BATCH, BLOCK_TOKENS, SPAN_BYTES, Case, decode_case, prefill_case
+from cbengine.bench.attention_bench import BATCH, BLOCK_TOKENS, SPAN_BYTES, AttentionCase, decode_case, prefill_case
 from cbengine.bench.figures import Budget
 from cbengine.bench.timing import Ceilings
 from cbengine.model.kernels.tiles import DECODE, PREFILL, Tiles, fitted
@@ -129,7 +129,7 @@ def prefills(
 
 def _sorted(
     point: str,
-    case: Case,
+    case: AttentionCase,
     floor_s: float,
     made: Callable[[Tiles, int], TritonOps],
     tried: Sequence[tuple[Tiles, int]],
@@ -140,14 +140,21 @@ def _sorted(
     """
     (shipped, parts), *others = tried
     right = case.answers(made(shipped, parts)).clone()
-    found = [_measured(point, case, floor_s, made(shipped, parts), (shipped, parts), right, default=True)]
+    variants = [_measured(point, case, floor_s, made(shipped, parts), (shipped, parts), right, default=True)]
     for cut, splits in budget.left(others, f"{point}: tiles and splits"):
-        found.append(_measured(point, case, floor_s, made(cut, splits), (cut, splits), right, default=False))
-    return sorted(found, key=lambda variant: float("inf") if variant.seconds is None else variant.seconds)
+        variants.append(_measured(point, case, floor_s, made(cut, splits), (cut, splits), right, default=False))
+    return sorted(variants, key=lambda variant: float("inf") if variant.seconds is None else variant.seconds)
 
 
 def _measured(
-    point: str, case: Case, floor_s: float, ops: TritonOps, cut: tuple[Tiles, int], right: Tensor, *, default: bool
+    point: str,
+    case: AttentionCase,
+    floor_s: float,
+    ops: TritonOps,
+    cut: tuple[Tiles, int],
+    right: Tensor,
+    *,
+    default: bool,
 ) -> Variant:
     tiles, splits = cut
     variant = Variant(

@@ -226,8 +226,10 @@ def _generate_arguments(generate: argparse.ArgumentParser) -> None:
 
 
 def _device_arguments(parser: argparse.ArgumentParser, *devices: str, weights_needed: bool = False) -> None:
-    told = "; ".join(f"{name}: {DEVICES[name]}" for name in devices)
-    parser.add_argument("--device", choices=devices, help=f"{told} (default: cuda if there is one, else process)")
+    devices_text = "; ".join(f"{name}: {DEVICES[name]}" for name in devices)
+    parser.add_argument(
+        "--device", choices=devices, help=f"{devices_text} (default: cuda if there is one, else process)"
+    )
     kind = "a local Hugging Face folder of Llama 3, Qwen2.5 or Qwen3: config.json and safetensors"
     more = ", and a tokenizer" if weights_needed else " (default: random weights of the scenario's shape)"
     parser.add_argument("--weights", type=Path, required=weights_needed, metavar="DIR", help=kind + more)

@@ -19,7 +19,8 @@ from cbengine.errors import MissingError, UsageError
 from cbengine.first.pack_run import ended_politely
 from cbengine.measure import calibrate, campaign, predict, provenance, scores
 from cbengine.measure.probes import Reach
-from cbsim.scenario import scenario, shapes
+from cbsim.scenario import scenario as scenarios
+from cbsim.scenario import shapes
 from cbsim.server import run_command
 from cbsim.server.run_command import RunOptions
 from cbsim.server.status import CHECK_FAILED, ERROR, OK
@@ -47,15 +48,15 @@ def replay(options: RunOptions, setup: Setup, *, peer: bool, profiled: int, stan
     if stand_in and not (peer and setup.device == "cuda"):
         raise UsageError("--flash-attn stand-in: needs --engine transformers and --device cuda")
     serve = servers.maker(setup, peer, stand_in, profiled)
-    return run_command.run(options, serve, lambda asked: build.adapted(asked, setup))
+    return run_command.run(options, serve, lambda scenario: build.adapted(scenario, setup))
 
 
 def calibration(options: CalibrateOptions, setup: Setup) -> int:
     """Measure the coefficients of a model on a device and write them where the simulator can read them."""
-    asked = build.adapted(scenario.load(options.scenario, options.overrides), setup)
+    scenario = build.adapted(scenarios.load(options.scenario, options.overrides), setup)
     calibrate.check_writable(options.out)
-    found = calibrate.calibrate(asked, setup, say, reach=options.reach, quick=options.quick)
-    calibrate.write(options.out, found, asked, build.device_name(setup))
+    measured = calibrate.calibrate(scenario, setup, say, reach=options.reach, quick=options.quick)
+    calibrate.write(options.out, measured, scenario, build.device_name(setup))
     print(options.out.read_text(encoding="utf-8"))
     cost = f"cost={{kind: fitted, path: {json.dumps(str(options.out.resolve()), ensure_ascii=False)}}}"
     words = [word for override in (*options.overrides, cost) for word in ("--set", override)]
@@ -63,23 +64,24 @@ def calibration(options: CalibrateOptions, setup: Setup) -> int:
     return OK
 
 
-def predicted(names: Sequence[str], asked: predict.Asked) -> int:
+def predicted(names: Sequence[str], options: predict.PredictOptions) -> int:
     """Simulated against measured; 3 if a bar is missed."""
-    if asked.device == "cuda" and not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available():
         raise MissingError("--device cuda: torch finds no CUDA device here")
-    rough = asked.device == "process" or (asked.quick and asked.device != "cuda")  # a shared CPU for a few seconds
-    return _told(predict.predict(names, asked, servers.maker, say), absurd_only=rough)
+    # A shared CPU for a few seconds.
+    rough = options.device == "process" or (options.quick and options.device != "cuda")
+    return _say_scores(predict.predict(names, options, servers.maker, say), absurd_only=rough)
 
 
 def predicted_again(names: Sequence[str], place: Path) -> int:
     """What was measured before, predicted again; 3 if a bar is missed."""
     shared_cores = place.resolve().name == provenance.slug("process")
-    return _told(predict.again(names, place, say), absurd_only=shared_cores)
+    return _say_scores(predict.again(names, place, say), absurd_only=shared_cores)
 
 
-def _told(found: Sequence[scores.Scored], *, absurd_only: bool) -> int:
-    print(scores.table(found))
-    failed = scores.failures(found, absurd_only=absurd_only)
+def _say_scores(cases: Sequence[scores.ScoredCase], *, absurd_only: bool) -> int:
+    print(scores.table(cases))
+    failed = scores.failures(cases, absurd_only=absurd_only)
     for case, score in failed:
         print(f"missed: {case}, {score.loop}, {score.bar.label}: {score.shown()[-1]}", file=sys.stderr)
     return CHECK_FAILED if failed else OK
@@ -109,7 +111,7 @@ def speed(device: str | None, out: Path, parts: Sequence[str], model: str | None
     if where == "cuda" and not torch.cuda.is_available():
         raise MissingError("--device cuda: torch finds no CUDA device here")
     if parts:
-        shape = shapes.model(model) if model else scenario.load("8k_b32").model
+        shape = shapes.model(model) if model else scenarios.load("8k_b32").model
         return kernels_bench.bench(parts, shape, out, quick=quick, as_json=as_json)
     return engine_bench.bench(where, out, servers.maker, quick=quick, as_json=as_json)
 

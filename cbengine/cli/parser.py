@@ -22,7 +22,7 @@ from cbsim.server.status import ERROR, USAGE
 
 if TYPE_CHECKING:
     from cbengine.build import Setup
-    from cbengine.measure.predict import Asked
+    from cbengine.measure.predict import PredictOptions
 
 BEGUN_S = time.monotonic()  # before anything heavy is imported
 OURS = ("cbengine", "cbsim", "analysis")
@@ -85,7 +85,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         scenario=arguments.scenario or name,
         overrides=arguments.set,
         out=arguments.out,
-        reach=Reach(*(one or other for one, other in zip(given, usual, strict=True))),
+        reach=Reach(*(number or default for number, default in zip(given, usual, strict=True))),
         quick=arguments.quick,
     )
     return commands.calibration(wanted, setup)
@@ -128,7 +128,7 @@ def _predict(arguments: argparse.Namespace) -> int:
     from cbengine.errors import UsageError
 
     if arguments.again is None:
-        return commands.predicted(arguments.cases, _asked(arguments))
+        return commands.predicted(arguments.cases, _predict_options(arguments))
     if arguments.set or arguments.repeat > 1 or arguments.device or arguments.quick:
         raise UsageError("--again: measures nothing, and takes no --set, --repeat, --device or --quick")
     return commands.predicted_again(arguments.cases, arguments.again)
@@ -148,7 +148,7 @@ def _smoke(arguments: argparse.Namespace) -> int:
 
     device = arguments.device or ("cuda" if shutil.which("nvidia-smi") else "cpu")
     if arguments.worker is not None:
-        return smoke.work(smoke.Place(device, arguments.out), checks()[arguments.worker :])
+        return smoke.work(smoke.CheckPlace(device, arguments.out), checks()[arguments.worker :])
     worker = (sys.executable, "-m", "cbengine", "smoke", "--device", device, "--out", str(arguments.out), "--from")
     try:
         with ended_politely((signal.SIGTERM, signal.SIGHUP)):
@@ -172,11 +172,11 @@ ACTIONS = {
 }
 
 
-def _asked(arguments: argparse.Namespace) -> Asked:
+def _predict_options(arguments: argparse.Namespace) -> PredictOptions:
     from cbengine.build import default_device
-    from cbengine.measure.predict import Asked
+    from cbengine.measure.predict import PredictOptions
 
-    return Asked(
+    return PredictOptions(
         device=arguments.device or default_device(),
         out=arguments.out,
         overrides=arguments.set,
@@ -189,7 +189,7 @@ def _setup(arguments: argparse.Namespace) -> Setup:
     from cbengine.build import Setup, default_device
     from cbengine.errors import UsageError
     from cbengine.sampling import Sampling
-    from cbengine.settings import Settings, read
+    from cbengine.settings import SamplingSettings, read
 
     try:
         sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.sampling_seed)
@@ -201,7 +201,7 @@ def _setup(arguments: argparse.Namespace) -> Setup:
         device=arguments.device or default_device(),
         weights=arguments.weights,
         sampling=sampling,
-        requests=read(apart, sampling) if apart else Settings(),
+        requests=read(apart, sampling) if apart else SamplingSettings(),
         cuda_graphs=not getattr(arguments, "no_cuda_graphs", False),
         end_tokens=getattr(arguments, "stop_at_end_tokens", arguments.command == "generate"),
         injected=tuple(getattr(arguments, "inject", ())),

@@ -41,7 +41,7 @@ class Lanes(NamedTuple):
     d2h_end_ns: int
 
 
-class Device(Protocol):
+class EngineDevice(Protocol):
     """A device made for one run."""
 
     staging: list[Ints]  # one buffer for each step in flight

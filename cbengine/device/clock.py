@@ -21,7 +21,7 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """The real one."""
+    """The machine's own clock."""
 
     now_ns = staticmethod(time.perf_counter_ns)
 

@@ -67,8 +67,8 @@ def guarded(doing: Callable[[], str], act: Callable[[], T]) -> T:
 
 def out_of_memory(doing: str, complaint: str, free: int, total: int) -> str:
     """What was asked for, in torch's words, and what is there."""
-    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", complaint)
-    wanted, there = asked[1] if asked else "more", f"{free / 2**30:.2f} of the GPU's {total / 2**30:.2f} GiB are free"
+    size = re.search(r"Tried to allocate ([\d.]+ \w+)", complaint)
+    wanted, there = size[1] if size else "more", f"{free / 2**30:.2f} of the GPU's {total / 2**30:.2f} GiB are free"
     return f"no memory for {doing}: {wanted} asked for, {there}"
 
 

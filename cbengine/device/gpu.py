@@ -38,14 +38,14 @@ def facts() -> dict[str, Any]:
 
 def driver() -> str | None:
     """Version of the GPU's driver, where the system says it."""
-    found = _query("driver_version")
-    return found[0] if found else None
+    versions = _query("driver_version")
+    return versions[0] if versions else None
 
 
 def state() -> dict[str, float | str] | None:
     """Clocks, power, temperature and why the clocks are held back, at this moment; None where nobody says."""
-    found = _query(*STATE.values())
-    return dict(zip(STATE, map(_number, found), strict=True)) if found else None
+    values = _query(*STATE.values())
+    return dict(zip(STATE, map(_number, values), strict=True)) if values else None
 
 
 def _query(*fields: str) -> list[str] | None:
@@ -55,8 +55,8 @@ def _query(*fields: str) -> list[str] | None:
         said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    found = [word.strip() for word in said.partition("\n")[0].split(",")]
-    return found if len(found) == len(fields) else None
+    values = [word.strip() for word in said.partition("\n")[0].split(",")]
+    return values if len(values) == len(fields) else None
 
 
 def _identity() -> str:

@@ -66,10 +66,10 @@ class Process:
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         sampling, sent = self._sampling.pop(slot)
-        asked = time.perf_counter_ns()
+        begun_ns = time.perf_counter_ns()
         done, start, end = self._receive(None)
         assert done == slot, (done, slot)
-        arrived = time.perf_counter_ns() if asked < end else end  # a result that lay waiting took no time to come
+        arrived = time.perf_counter_ns() if begun_ns < end else end  # a result that lay waiting took no time to come
         d2h_start = max(end, self._arrived_ns)
         self._arrived_ns = max(arrived, d2h_start)
         lanes = Lanes(max(sent, self._idle_ns), start, start, end, d2h_start, self._arrived_ns)

@@ -105,14 +105,14 @@ def said(window: Steps, spans: Sequence[Span]) -> str:
 
 def kernels(events: Iterable[Any]) -> list[Span]:
     """What ran on the GPU's multiprocessors, of all that a profiler tells, in order of time."""
-    found = [
+    spans = [
         Span(event.name, event.time_range.start, event.time_range.end)
         for event in events
         if event.device_type.name == "CUDA"
         and not event.name.startswith(COPIES)
         and not getattr(event, "is_user_annotation", False)
     ]
-    return sorted(found, key=attrgetter("start_us"))
+    return sorted(spans, key=attrgetter("start_us"))
 
 
 def union(spans: Sequence[Span]) -> tuple[float, float]:
@@ -135,8 +135,8 @@ def by_kernel(spans: Sequence[Span]) -> list[Kernel]:
         line[2] += max(0.0, start - reach)
         reach = max(reach, end)
     whole = sum(line[1] for line in counts.values()) or 1.0
-    found = [Kernel(name, int(n), total, total / whole, gap) for name, (n, total, gap) in counts.items()]
-    return sorted(found, key=lambda kernel: (-kernel.total_us, kernel.name))
+    totals = [Kernel(name, int(n), total, total / whole, gap) for name, (n, total, gap) in counts.items()]
+    return sorted(totals, key=lambda kernel: (-kernel.total_us, kernel.name))
 
 
 def table(lines: Sequence[Kernel]) -> str:

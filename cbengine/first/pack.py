@@ -72,7 +72,7 @@ def _fill(out: Path, options: PackOptions, say: Callable[[str], None]) -> int:
         kernels = [path for path in sorted(options.triton_cache.rglob("*")) if _plain(path)]
         _archive(out / "triton-cache.tar.gz", options.triton_cache, kernels)
     shutil.copyfile(Path(pack_run.__file__), out / "run.py")
-    files = {str(path.relative_to(out)): _told(path) for path in _files(out)}
+    files = {str(path.relative_to(out)): _size_and_sum(path) for path in _files(out)}
     content = {
         "version": code_version(),
         **git_state(),
@@ -144,7 +144,7 @@ def _files(out: Path) -> list[Path]:
     return sorted(path for path in out.rglob("*") if path.is_file())
 
 
-def _told(path: Path) -> tuple[int, str]:
+def _size_and_sum(path: Path) -> tuple[int, str]:
     """(bytes, SHA-256)."""
     content = path.read_bytes()
     return len(content), hashlib.sha256(content).hexdigest()
@@ -154,5 +154,5 @@ def _check_size(options: PackOptions, files: dict[str, tuple[int, str]]) -> None
     whole = sum(size for size, _ in files.values())
     if whole > options.max_mb * 1e6:
         largest = sorted(files.items(), key=lambda item: -item[1][0])[:3]
-        told = ", ".join(f"{name} {size / 1e6:.1f}" for name, (size, _) in largest)
-        raise UsageError(f"--max-mb: the pack takes {whole / 1e6:.1f} MB, must be <= {options.max_mb:g}; MB: {told}")
+        sizes = ", ".join(f"{name} {size / 1e6:.1f}" for name, (size, _) in largest)
+        raise UsageError(f"--max-mb: the pack takes {whole / 1e6:.1f} MB, must be <= {options.max_mb:g}; MB: {sizes}")

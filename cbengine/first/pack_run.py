@@ -81,15 +81,15 @@ def checked(here: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads((here / MANIFEST).read_text(encoding="utf-8"))
         numbers = float(manifest["minutes"]), int(manifest["max_result_bytes"])
-        sums = {name: str(told[1]) for name, told in manifest["files"].items()}
+        sums = {name: str(entry[1]) for name, entry in manifest["files"].items()}
         wanted = str(manifest["python"]), str(manifest["version"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise PackError(f"{here / MANIFEST}: no manifest of a pack: {type(error).__name__}: {error}") from None
     if not all(number > 0 for number in numbers):
         raise PackError(f"{here / MANIFEST}: minutes, max_result_bytes: got {numbers}, must be > 0")
-    for name, told in sums.items():
+    for name, expected in sums.items():
         path = here / name
-        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != told:
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != expected:
             raise PackError(f"{path}: is not as it was packed: copy the pack again")
     has = ".".join(platform.python_version_tuple()[:2])
     if has != wanted[0] and not all(map(installed, ("pydantic", "pydantic_core"))):

@@ -40,7 +40,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 
 class TargetAlone:
-    """As much of a driver as compiling asks: what for, not where."""
+    """As much of a driver as compiling needs: a target, but no device."""
 
     def get_current_target(self) -> GPUTarget:
         return TARGET
@@ -85,12 +85,12 @@ def compiled(act: Callable[[], object]) -> list[Compiled]:
     """Every launch of `act`, compiled for the target or found in Triton's cache, and not run. The driver stays: from
     here on this process can launch nothing.
     """
-    found, plain_run = [], JITFunction.run
+    kernels, plain_run = [], JITFunction.run
 
     def run(self: JITFunction, *arguments: Any, grid: Any, **options: Any) -> None:
         kernel = plain_run(self, *arguments, grid=grid, **(options | {"warmup": True}))
         given = zip(self.params, arguments, strict=True)
-        found.append(Compiled(self.__name__, {p.name: value for p, value in given if p.is_constexpr}, kernel))
+        kernels.append(Compiled(self.__name__, {p.name: value for p, value in given if p.is_constexpr}, kernel))
 
     driver.set_active(TargetAlone())
     JITFunction.run = run
@@ -98,7 +98,7 @@ def compiled(act: Callable[[], object]) -> list[Compiled]:
         act()
     finally:
         JITFunction.run = plain_run
-    return found
+    return kernels
 
 
 def launch(of: Launches) -> None:
@@ -129,9 +129,9 @@ def launch_tiles(of: Launches) -> None:
     queries = torch.zeros(3, of.model.heads, of.model.head_dim, dtype=keys.dtype)
     tried = [(TritonOps(1, decode=cut), queries[:1], replace(rows, slots=rows.slots[:1])) for cut in DECODE_TILES]
     tried += [(TritonOps(1, prefill=cut), queries, replace(rows, decodes=0)) for cut in PREFILL_TILES]
-    for ops, asked, some in tried:
+    for ops, queried, row_table in tried:
         with suppress(OutOfResources):
-            ops.attention(asked, keys, values, some)
+            ops.attention(queried, keys, values, row_table)
 
 
 def inputs(of: Launches) -> tuple[tuple[Tensor, Tensor], Rows]:

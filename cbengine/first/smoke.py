@@ -37,7 +37,7 @@ class NotHereError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CheckPlace:
     """Where a check runs, and where its tables go."""
 
     device: str  # cuda, or cpu
@@ -49,16 +49,16 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class SmokeCheck:
     """What is looked at, the longest it may take, and the look itself: returns what was found, raises what is wrong."""
 
     name: str
     limit_s: float
-    look: Callable[[Place], Found]
+    look: Callable[[CheckPlace], Found]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CheckOutcome:
     """How a check ended."""
 
     check: str
@@ -68,8 +68,8 @@ class Line:
     error: str = ""
 
     def __str__(self) -> str:
-        told = "; ".join(f"{name} {_short(value)}" for name, value in self.found.items())
-        return f"{self.ended:<11} {self.seconds:6.1f} s  {self.check}: {self.error or told}"
+        findings = "; ".join(f"{name} {_short(value)}" for name, value in self.found.items())
+        return f"{self.ended:<11} {self.seconds:6.1f} s  {self.check}: {self.error or findings}"
 
     def json(self) -> str:
         fields = {name: getattr(self, name) for name in self.__slots__}
@@ -85,7 +85,7 @@ def _short(value: Any) -> str:
 
 
 def smoke(
-    out: Path, checks: Sequence[Check], worker: Sequence[str], say: Callable[[str], None], limit_s: float = LIMIT_S
+    out: Path, checks: Sequence[SmokeCheck], worker: Sequence[str], say: Callable[[str], None], limit_s: float = LIMIT_S
 ) -> bool:
     """Run all checks; has none failed? A check that was not reached is a failed one. `worker` is the command of a
     process that calls `work`: the number of its first check is added. Raises OSError where `out` cannot be written.
@@ -98,7 +98,7 @@ def smoke(
         if begun < len(checks) and time.monotonic() < until:
             begun = _process(out, checks, begun, worker, until, say)
     for check in checks[begun:]:
-        _add(book, Line(check.name, FAILED, 0.0, {}, "not reached: no process or no time was left"), say)
+        _add(book, CheckOutcome(check.name, FAILED, 0.0, {}, "not reached: no process or no time was left"), say)
     lines = [json.loads(text) for text in book.read_text(encoding="utf-8").splitlines()]
     ended = [line["ended"] for line in lines]
     say(f"{ended.count(OK)} ok, {ended.count(FAILED)} failed, {ended.count(NOT_CHECKED)} not checked: {book}")
@@ -106,7 +106,7 @@ def smoke(
 
 
 def _process(
-    out: Path, checks: Sequence[Check], begun: int, worker: Sequence[str], until: float, say: Callable[[str], None]
+    out: Path, checks: Sequence[SmokeCheck], begun: int, worker: Sequence[str], until: float, say: Callable[[str], None]
 ) -> int:
     """Let a process run checks from number `begun` on; returns the number of the first that it left undone."""
     book, shown, since = out / "smoke.jsonl", begun, time.monotonic()
@@ -118,7 +118,7 @@ def _process(
             code = process.poll()
             lines = book.read_text(encoding="utf-8").split("\n")[:-1]  # the last piece may still be being written
             for text in lines[shown:]:
-                say(str(Line(**json.loads(text))))
+                say(str(CheckOutcome(**json.loads(text))))
                 since = time.monotonic()
             shown = len(lines)
             if code is None and time.monotonic() > until:
@@ -132,7 +132,7 @@ def _process(
     took = time.monotonic() - since
     how = f"had not ended after {took:.0f} s" if code == -signal.SIGKILL or took > checks[shown].limit_s else "died"
     text = f"its process {how}, exit status {code}: {_last(out / 'smoke.log')}"
-    _add(book, Line(checks[shown].name, FAILED, round(took, 3), {}, text), say)
+    _add(book, CheckOutcome(checks[shown].name, FAILED, round(took, 3), {}, text), say)
     return shown + 1
 
 
@@ -143,7 +143,7 @@ def _last(log: Path) -> str:
     return " | ".join(lines[tops[-1] + 1 :][:3] if tops else lines[-3:]) or "it has said nothing"
 
 
-def _add(book: Path, line: Line, say: Callable[[str], None]) -> None:
+def _add(book: Path, line: CheckOutcome, say: Callable[[str], None]) -> None:
     with book.open("a", encoding="utf-8") as file:
         file.write(line.json() + "\n")
     say(str(line))
@@ -152,7 +152,7 @@ def _add(book: Path, line: Line, say: Callable[[str], None]) -> None:
 # -- the process that checks ------------------------------------------------------------------------------------------
 
 
-def work(place: Place, checks: Sequence[Check]) -> int:
+def work(place: CheckPlace, checks: Sequence[SmokeCheck]) -> int:
     """Run checks in this process, a line for each. Returns 0; ends the process with BROKEN after a check that broke the
     GPU's context, at once: giving memory back would crash it.
     """
@@ -169,23 +169,23 @@ def work(place: Place, checks: Sequence[Check]) -> int:
     return 0
 
 
-def looked(check: Check, place: Place) -> Line:
+def looked(check: SmokeCheck, place: CheckPlace) -> CheckOutcome:
     """One check, whatever it raises."""
     begun = time.perf_counter()
     try:
-        found, ended, error = check.look(place), OK, ""
+        findings, ended, error = check.look(place), OK, ""
     except NotHereError as reason:
-        found, ended, error = {}, NOT_CHECKED, str(reason)
+        findings, ended, error = {}, NOT_CHECKED, str(reason)
     except (Exception, SystemExit) as failure:
         traceback.print_exc()
         sys.stderr.flush()
         where = traceback.extract_tb(failure.__traceback__)[-1]
         spot = f"{Path(where.filename).name}:{where.lineno}"
-        found, ended, error = {}, FAILED, f"{type(failure).__name__} at {spot}: {str(failure)[:1500]}"
-    return Line(check.name, ended, round(time.perf_counter() - begun, 3), found, error)
+        findings, ended, error = {}, FAILED, f"{type(failure).__name__} at {spot}: {str(failure)[:1500]}"
+    return CheckOutcome(check.name, ended, round(time.perf_counter() - begun, 3), findings, error)
 
 
-def _context_is_broken(place: Place) -> bool:
+def _context_is_broken(place: CheckPlace) -> bool:
     """An illegal access breaks everything that comes after it in the same process."""
     if place.device != "cuda" or "torch" not in sys.modules:
         return False

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from cbengine.first import smoke_models
-from cbengine.first.smoke import Check, Found, Place
+from cbengine.first.smoke import CheckPlace, Found, SmokeCheck
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,56 +28,56 @@ BOUND = 1e-2  # bfloat16: of the relative error of every vector
 BIG_ELEMENTS = (1 << 31) + (1 << 24)  # of one layer's keys: their places do not fit 32 bits
 
 
-def checks() -> list[Check]:
+def checks() -> list[SmokeCheck]:
     """In the order in which they are run: what decides whether to go on, then what would be missed most."""
     return [
-        Check("environment", 60, environment),
-        Check("one kernel", 30, one_kernel),
-        Check("one capture", 15, one_capture),
-        Check("tokens of a tiny model", 60, smoke_models.tiny_tokens),
-        Check("attention, 8B, block 256", 25, partial(attention, shape=(4, 128, 256))),
-        Check("small kernels", 20, small_kernels),
-        Check("8B shape, one layer", 30, smoke_models.one_layer),
-        Check("8B, random weights", 60, smoke_models.whole_model),
-        Check("ceilings", 15, ceilings),
-        Check("matrix products", 20, matrix_products),
-        Check("8B, kernels of a step", 50, smoke_models.kernels_of_a_step),
-        Check("streams and events", 15, streams_and_events),
-        Check("attention, 8B, block 16", 20, partial(attention, shape=(4, 128, 16))),
-        Check("attention, 1B, block 16", 20, partial(attention, shape=(4, 64, 16))),
-        Check("attention, qwen3, block 16", 20, partial(attention, shape=(2, 128, 16))),
-        Check("a cache beyond 2^31 elements", 20, big_cache),
-        Check("state under load", 10, state),
+        SmokeCheck("environment", 60, environment),
+        SmokeCheck("one kernel", 30, one_kernel),
+        SmokeCheck("one capture", 15, one_capture),
+        SmokeCheck("tokens of a tiny model", 60, smoke_models.tiny_tokens),
+        SmokeCheck("attention, 8B, block 256", 25, partial(attention, shape=(4, 128, 256))),
+        SmokeCheck("small kernels", 20, small_kernels),
+        SmokeCheck("8B shape, one layer", 30, smoke_models.one_layer),
+        SmokeCheck("8B, random weights", 60, smoke_models.whole_model),
+        SmokeCheck("ceilings", 15, ceilings),
+        SmokeCheck("matrix products", 20, matrix_products),
+        SmokeCheck("8B, kernels of a step", 50, smoke_models.kernels_of_a_step),
+        SmokeCheck("streams and events", 15, streams_and_events),
+        SmokeCheck("attention, 8B, block 16", 20, partial(attention, shape=(4, 128, 16))),
+        SmokeCheck("attention, 1B, block 16", 20, partial(attention, shape=(4, 64, 16))),
+        SmokeCheck("attention, qwen3, block 16", 20, partial(attention, shape=(2, 128, 16))),
+        SmokeCheck("a cache beyond 2^31 elements", 20, big_cache),
+        SmokeCheck("state under load", 10, state),
     ]
 
 
 # -- the machine ------------------------------------------------------------------------------------------------------
 
 
-def environment(place: Place) -> Found:
+def environment(place: CheckPlace) -> Found:
     """Versions, and the GPU as the system describes it. A package that the engine needs and is missing is a failure."""
-    found: Found = {"python": platform.python_version()}
+    versions: Found = {"python": platform.python_version()}
     missing = []
     for name in (*NEEDED, *FURTHER):
         try:
-            found[name] = getattr(import_module(name), "__version__", "there")
+            versions[name] = getattr(import_module(name), "__version__", "there")
         except Exception as error:  # a package may break in any way
-            found[name] = f"missing: {type(error).__name__}: {error}"
+            versions[name] = f"missing: {type(error).__name__}: {error}"
             missing += [name] * (name in NEEDED)
     if missing:
-        raise RuntimeError(f"cannot be imported: {', '.join(missing)}; found {found}")
+        raise RuntimeError(f"cannot be imported: {', '.join(missing)}; found {versions}")
     if place.device == "cuda":
         import torch
 
         from cbengine.device import gpu
 
         if not torch.cuda.is_available():
-            raise RuntimeError(f"torch finds no CUDA device; found {found}")
-        found |= gpu.facts() | {"free_bytes": torch.cuda.mem_get_info()[0], "state": gpu.state()}
-    return found
+            raise RuntimeError(f"torch finds no CUDA device; found {versions}")
+        versions |= gpu.facts() | {"free_bytes": torch.cuda.mem_get_info()[0], "state": gpu.state()}
+    return versions
 
 
-def state(place: Place) -> Found:
+def state(place: CheckPlace) -> Found:
     """Clocks, power and throttling, while products are computed."""
     place.only_on_gpu()
     import torch
@@ -87,15 +87,15 @@ def state(place: Place) -> Found:
     x = drawn(place, 8192, 8192)
     for _ in range(1000):  # over a second of work, which nvidia-smi sees
         _ = x @ x
-    found = gpu.state()
+    gpu_state = gpu.state()
     torch.cuda.synchronize()
-    if found is None:
+    if gpu_state is None:
         raise RuntimeError("nvidia-smi does not say")
-    return dict(found)
+    return dict(gpu_state)
 
 
-def ceilings(place: Place) -> Found:
-    """What everything else is a share of."""
+def ceilings(place: CheckPlace) -> Found:
+    """The device's ceilings: what else is measured is given as a share of them."""
     place.only_on_gpu()
     from cbengine.bench import timing
 
@@ -114,7 +114,7 @@ def best() -> Ceilings:
     return timing.ceilings()
 
 
-def matrix_products(place: Place) -> Found:
+def matrix_products(place: CheckPlace) -> Found:
     """Those of a decode step of the 8B model, by rows: milliseconds, and the share of the copy's bandwidth. All of them
     go to gemms.json.
     """
@@ -131,7 +131,7 @@ def matrix_products(place: Place) -> Found:
     return {f"{step.rows} rows": f"{step.seconds * 1e3:.3f} ms, {step.of_copy:.0%} of the copy" for step in steps}
 
 
-def one_kernel(place: Place) -> Found:
+def one_kernel(place: CheckPlace) -> Found:
     """The smallest kernel, compiled and right."""
     from cbengine import build
     from cbengine.model.ops import TorchOps
@@ -141,7 +141,7 @@ def one_kernel(place: Place) -> Found:
     return {"error": worst(build.ops(place.device).rms_norm(x, weight, 1e-5), right), "on": str(x.device)}
 
 
-def one_capture(place: Place) -> Found:
+def one_capture(place: CheckPlace) -> Found:
     """A captured product is computed again from what its input holds at the replay."""
     place.only_on_gpu()
     import torch
@@ -159,7 +159,7 @@ def one_capture(place: Place) -> Found:
     return {"error": worst(y, x.double() @ weight.double())}
 
 
-def streams_and_events(place: Place) -> Found:
+def streams_and_events(place: CheckPlace) -> Found:
     """A copy on one stream beside work on another, ordered by events; how long the CPU takes to hear of an end."""
     place.only_on_gpu()
     import torch
@@ -204,7 +204,7 @@ def streams_and_events(place: Place) -> Found:
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def drawn(place: Place, *shape: int, seed: int = 1) -> Tensor:
+def drawn(place: CheckPlace, *shape: int, seed: int = 1) -> Tensor:
     """Random numbers, bfloat16."""
     import torch
 
@@ -212,9 +212,9 @@ def drawn(place: Place, *shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=draw, device=place.device).bfloat16()
 
 
-def worst(found: Tensor, right: Tensor) -> float:
+def worst(answer: Tensor, right: Tensor) -> float:
     """The largest relative error of a vector; raises AssertionError if it is above BOUND or no number."""
-    error = (found.double() - right).norm(dim=-1) / right.norm(dim=-1)
+    error = (answer.double() - right).norm(dim=-1) / right.norm(dim=-1)
     most = float(error.max())
     if not most < BOUND:
         raise AssertionError(f"relative error {most:.3g}, bound {BOUND:g}")
@@ -230,24 +230,24 @@ STEPS = {
 }
 
 
-def attention(place: Place, shape: tuple[int, int, int]) -> Found:
+def attention(place: CheckPlace, shape: tuple[int, int, int]) -> Found:
     """Decode, prefill and both in one step, against float64."""
     from cbengine import build
     from cbengine.bench.attention_bench import ragged
     from cbengine.model.ops import TorchOps
 
     (group, width, block), kv_heads = shape, 8 if place.device == "cuda" else 1
-    found: Found = {}
+    errors: Found = {}
     for name, lengths in STEPS.items():
         rows, blocks = ragged(lengths if place.device == "cuda" else lengths[:3], block, place.device)
         queries = drawn(place, len(rows.positions), group * kv_heads, width)
         keys, values = (drawn(place, blocks, block, kv_heads, width, seed=seed) for seed in (4, 5))
         answer = build.ops(place.device).attention(queries, keys, values, rows)
-        found[name] = worst(answer, TorchOps().attention(queries.double(), keys.double(), values.double(), rows))
-    return found
+        errors[name] = worst(answer, TorchOps().attention(queries.double(), keys.double(), values.double(), rows))
+    return errors
 
 
-def small_kernels(place: Place) -> Found:
+def small_kernels(place: CheckPlace) -> Found:
     """Norms, rotation with the cache write, and the gate, at the widths of 8B, for a decode step and a chunk of 2,048.
     The gate is held to float64; the others to torch's own roundings, bit by bit where no sum is involved.
     """
@@ -257,15 +257,15 @@ def small_kernels(place: Place) -> Found:
     from cbengine.bench.attention_bench import ragged
     from cbengine.model.ops import TorchOps
 
-    ours, plain, found = build.ops(place.device), TorchOps(), {}
+    ours, plain, errors = build.ops(place.device), TorchOps(), {}
     for tokens in (32, 2048 if place.device == "cuda" else 40):
         x, residual, weight = drawn(place, tokens, 4096), drawn(place, tokens, 4096, seed=2), drawn(place, 4096, seed=3)
         right, total = plain.add_rms_norm(x, residual, weight, 1e-5)
         normed, kept = ours.add_rms_norm(x, residual.clone(), weight, 1e-5)
-        found[f"add_rms_norm, {tokens}"] = worst(normed, right.double())
+        errors[f"add_rms_norm, {tokens}"] = worst(normed, right.double())
         worst(kept, total.double())
         gate_up = drawn(place, tokens, 2 * 14336, seed=4)
-        found[f"silu_mul, {tokens}"] = worst(ours.silu_mul(gate_up), plain.silu_mul(gate_up.double()))
+        errors[f"silu_mul, {tokens}"] = worst(ours.silu_mul(gate_up), plain.silu_mul(gate_up.double()))
         rows, blocks = ragged([(1, 100 + i) for i in range(31)] + [(tokens - 31, tokens)], 16, place.device)
         qkv = drawn(place, tokens, 48 * 128, seed=5)
         angles = drawn(place, 8192, 64, seed=6).float()
@@ -274,12 +274,12 @@ def small_kernels(place: Place) -> Found:
         for ops in (ours, plain):
             keys, values = (torch.zeros(blocks, 16, 8, 128, device=place.device).bfloat16() for _ in range(2))
             written.append((ops.rotate_and_cache(qkv, rotation, None, 1e-5, keys, values, rows), keys, values))
-        if not all(torch.equal(one, other) for one, other in zip(*written, strict=True)):
+        if not all(torch.equal(first, second) for first, second in zip(*written, strict=True)):
             raise AssertionError(f"rotate_and_cache of {tokens} tokens differs from torch's")
-    return found
+    return errors
 
 
-def big_cache(place: Place) -> Found:
+def big_cache(place: CheckPlace) -> Found:
     """Rows whose blocks lie at the end of a cache that 32 bits cannot address: written and read there."""
     place.only_on_gpu()
     import torch

@@ -21,9 +21,9 @@ from cbengine import build
 from cbengine.build import Setup
 from cbengine.errors import UsageError
 from cbengine.measure import probes
-from cbengine.measure.equal_steps import EqualSteps
+from cbengine.measure.equal_steps import EqualStepTimes
 from cbengine.measure.fit import Fit, fit
-from cbengine.measure.probes import Reach, Table
+from cbengine.measure.probes import ProbeTable, Reach
 from cbsim.cost.cpu import PHASES, PhaseCost
 from cbsim.results import environment
 from cbsim.scenario import documents
@@ -48,7 +48,7 @@ class Calibration:
 
     coefficients: dict[str, Any]
     fits: dict[str, Fit]
-    table: Table
+    table: ProbeTable
 
 
 def calibrate(base: Scenario, setup: Setup, say: Callable[[str], None], *, reach: Reach, quick: bool) -> Calibration:
@@ -62,7 +62,7 @@ def calibrate(base: Scenario, setup: Setup, say: Callable[[str], None], *, reach
     return calibration(table, base.model.layers)
 
 
-def calibration(table: Table, layers: int) -> Calibration:
+def calibration(table: ProbeTable, layers: int) -> Calibration:
     """Fit everything. Raises UsageError if the probes were too short for it."""
     if len(table.lines) < ENOUGH:
         text = f"{len(table.lines)} steps are too few, {ENOUGH} would do"
@@ -83,7 +83,7 @@ def calibration(table: Table, layers: int) -> Calibration:
     return Calibration(coefficients | {"cpu": cpu}, fits, table)
 
 
-def _kernels(table: Table) -> tuple[dict[str, Any], Fit]:
+def _kernels(table: ProbeTable) -> tuple[dict[str, Any], Fit]:
     """Terms of the kernels' time. Steps whose kernels waited for their launches say nothing of it; of a step that was
     replayed with nothing before it, what equal steps take less when they are launched ahead was waiting for the launch.
     """
@@ -95,12 +95,12 @@ def _kernels(table: Table) -> tuple[dict[str, Any], Fit]:
     waited = 1e9 * max(0.0, table.equal.difference_s) if table.equal else 0.0
     alone = (table.column("eager") == 0) & (table.column("ahead") == 0)
     compute = np.maximum(table.column("compute") - waited * alone, 1.0)
-    found = fit(columns[free], compute[free], kinds(tokens, context, table.column("chunks"))[free])
-    values = iter(map(_rounded, found.coefficients))
+    gpu_fit = fit(columns[free], compute[free], kinds(tokens, context, table.column("chunks"))[free])
+    values = iter(map(_rounded, gpu_fit.coefficients))
     coefficients: dict[str, Any] = {"query_tokens": [{"tokens": size, "s": next(values)} for size in sizes]}
     read = [{"tokens": size, "s": next(values)} for size in contexts]
     coefficients["context_tokens"] = [{"tokens": 0, "s": 0.0}, *read]
-    return coefficients | {name: next(values) for name in GPU_TERMS}, found
+    return coefficients | {name: next(values) for name in GPU_TERMS}, gpu_fit
 
 
 def kinds(tokens: Floats, context: Floats, chunks: Floats) -> Floats:
@@ -115,19 +115,19 @@ def kinds(tokens: Floats, context: Floats, chunks: Floats) -> Floats:
 
 def points(counted: Floats, allowed: Sequence[int]) -> list[int]:
     """Those of `allowed` up to which FEW more steps lie, and the largest size that was measured."""
-    largest, found, below = int(counted.max()), [], 0.0
+    largest, chosen, below = int(counted.max()), [], 0.0
     for size in allowed:
         if size < largest and np.count_nonzero((counted > below) & (counted <= size)) >= FEW:
-            found.append(size)
+            chosen.append(size)
             below = size
-    if found and np.count_nonzero(counted > below) < FEW:
-        found.pop()
-    return [*found, max(largest, 1)]
+    if chosen and np.count_nonzero(counted > below) < FEW:
+        chosen.pop()
+    return [*chosen, max(largest, 1)]
 
 
 def hats(counted: Floats, at: Sequence[int]) -> list[Floats]:
     """The weight of each point in what lies between: 1 there, 0 at its neighbours, 1 beyond the ends."""
-    return [np.interp(counted, at, one) for one in np.eye(len(at))]
+    return [np.interp(counted, at, unit_vector) for unit_vector in np.eye(len(at))]
 
 
 def _rounded(nanoseconds: float) -> float:
@@ -135,16 +135,16 @@ def _rounded(nanoseconds: float) -> float:
     return float(f"{nanoseconds / 1e9:.6g}")
 
 
-def _told(equal: EqualSteps | None) -> dict[str, Any] | None:
-    """With the digits that a file has."""
+def _recorded(equal: EqualStepTimes | None) -> dict[str, Any] | None:
+    """As a file records it, with six digits."""
     return (
-        {name: float(f"{one:.6g}") if isinstance(one, float) else one for name, one in equal._asdict().items()}
+        {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in equal._asdict().items()}
         if equal
         else None
     )
 
 
-def write(path: Path, found: Calibration, base: Scenario, device: str) -> dict[str, Any]:
+def write(path: Path, measured: Calibration, base: Scenario, device: str) -> dict[str, Any]:
     """Write the coefficient file, and the steps that it rests on beside it; returns what the file holds. Raises
     UsageError if that cannot be done.
     """
@@ -157,27 +157,27 @@ def write(path: Path, found: Calibration, base: Scenario, device: str) -> dict[s
         "commit": f"{(git['commit'] or 'unknown')[:12]}{'+' if git['dirty'] else ''}",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "settings": settings(base, device),
-        "capture_s": round(found.table.capture_s, 6),
-        "equal_steps": _told(found.table.equal),
+        "capture_s": round(measured.table.capture_s, 6),
+        "equal_steps": _recorded(measured.table.equal),
     }
     raw = io.BytesIO()
-    pq.write_table(found.table.arrow(), raw, compression="zstd", compression_level=19)
+    pq.write_table(measured.table.arrow(), raw, compression="zstd", compression_level=19)
     try:
         steps_of(path).write_bytes(raw.getvalue())
     except OSError as error:
         raise _unwritable(path, error) from None
-    return _written(path, origin, found)
+    return _written(path, origin, measured)
 
 
 def refit(path: Path, layers: int) -> dict[str, Any]:
     """Derive a coefficient file again from the steps beside it; returns what it holds. Raises UsageError."""
     try:
-        steps = Table.of(pq.read_table(steps_of(path)))
+        steps = ProbeTable.of(pq.read_table(steps_of(path)))
         before = documents.read(path).data
         coefficients = Coefficients.model_validate(before)
         steps.gap_s = float(coefficients.gap_s)
-        if (told := coefficients.calibrated) and told.equal_steps:
-            steps.equal = EqualSteps(**told.equal_steps.model_dump())
+        if (recorded := coefficients.calibrated) and recorded.equal_steps:
+            steps.equal = EqualStepTimes(**recorded.equal_steps.model_dump())
         known = Calibrated.model_validate(before["calibrated"]).model_dump(exclude={*RANGE, "fits"})
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
         reason = build.first_complaint(error) if isinstance(error, ValidationError) else error
@@ -191,8 +191,8 @@ def settings(base: Scenario, device: str) -> str:
     shape = base.model.model_dump(mode="json")
     if not base.model.qkv_bias:
         del shape["qkv_bias"]  # a file probed before there was such a field keeps its fingerprint
-    told = [shape, base.block_size, base.graph_padding, cost]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
+    parts = [shape, base.block_size, base.graph_padding, cost]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
 
 def check_settings(path: Path, base: Scenario, device: str) -> None:
@@ -207,9 +207,13 @@ def check_settings(path: Path, base: Scenario, device: str) -> None:
         )
 
 
-def _written(path: Path, origin: dict[str, Any], found: Calibration) -> dict[str, Any]:
-    calibrated = {**origin, **_range(found.table), "fits": {name: one.errors() for name, one in found.fits.items()}}
-    content = {"calibrated": calibrated, **found.coefficients}
+def _written(path: Path, origin: dict[str, Any], measured: Calibration) -> dict[str, Any]:
+    calibrated = {
+        **origin,
+        **_range(measured.table),
+        "fits": {name: fitted.errors() for name, fitted in measured.fits.items()},
+    }
+    content = {"calibrated": calibrated, **measured.coefficients}
     said = "# Measured with `python -m cbengine calibrate`. Errors are shares of a step's time.\n"
     try:
         path.write_text(said + documents.write(content), encoding="utf-8")
@@ -221,8 +225,8 @@ def _written(path: Path, origin: dict[str, Any], found: Calibration) -> dict[str
 RANGE = ("rows", "tokens", "context_tokens")
 
 
-def _range(table: Table) -> dict[str, int]:
-    """The largest that was measured."""
+def _range(table: ProbeTable) -> dict[str, int]:
+    """The largest sizes that were measured."""
     columns = dict(zip(RANGE, ("requests", "query_tokens", "read"), strict=True))
     return {name: int(table.column(column).max()) for name, column in columns.items()}
 

@@ -129,7 +129,7 @@ def _rehearsal(device: str) -> dict[str, Part]:
     def run(*words: str) -> tuple[str, ...]:
         return ("cbengine", "replay", "tiny_cpu", *words, "--device", device, "--out", "{runs}", "--quiet")
 
-    found = {
+    rehearsed = {
         "smoke": Part("what a CPU can check", [_smoke("cpu")]),
         "bench": Part("the CPU's work a step", [_bench("modelled")]),
         "loops": Part("tiny_cpu, both loops", [run(), _report()]),
@@ -140,8 +140,8 @@ def _rehearsal(device: str) -> dict[str, Part]:
         "predict-cpu": Part("simulated and measured", [(*_predict(device, "cpu-0", "cpu-5"), "--quick"), _scores()]),
     }
     if device == "modelled":  # the peer computes: it has no device that only takes time
-        del found["peer-sync"]
-    return found
+        del rehearsed["peer-sync"]
+    return rehearsed
 
 
 def _smoke(device: str) -> tuple[str, ...]:
@@ -189,12 +189,12 @@ def campaign(
 
 def _wanted(names: Sequence[str], known: Mapping[str, Part], calls: Mapping[str, Sequence[str]]) -> list[str]:
     """Parts in the order in which they are named, each once."""
-    found: dict[str, None] = {}
+    wanted: dict[str, None] = {}
     for name in names:
         if name not in known and name not in calls:
             raise UsageError(f"part {name!r}: expected one of {', '.join(calls)}, {', '.join(known)}")
-        found |= dict.fromkeys(calls.get(name, (name,)))
-    return list(found or known)
+        wanted |= dict.fromkeys(calls.get(name, (name,)))
+    return list(wanted or known)
 
 
 def _part(part: Part, place: Path, ledger: Ledger, say: Callable[[str], None], until: float) -> list[str]:
@@ -205,20 +205,20 @@ def _part(part: Part, place: Path, ledger: Ledger, say: Callable[[str], None], u
     until = min(until, time.monotonic() + part.minutes * 60)
     for command in part.commands:
         words = _filled(command, place)
-        told = shlex.join(["python", "-m", *(word.replace(str(place.parents[1]), "OUT") for word in words)])
-        if ledger.done(told):
-            say(f"  done before: {told}")
+        command_line = shlex.join(["python", "-m", *(word.replace(str(place.parents[1]), "OUT") for word in words)])
+        if ledger.done(command_line):
+            say(f"  done before: {command_line}")
             continue
         if (rest_s := until - time.monotonic()) < LEAST_S:
-            say(f"  not begun, no time is left: {told}")
-            left.append(told)
+            say(f"  not begun, no time is left: {command_line}")
+            left.append(command_line)
             continue
-        say(f"  {told}")
+        say(f"  {command_line}")
         ledger.begin()
         code, seconds, printed = _run(_expanded(words), log, rest_s)
-        ledger.add(told, code, seconds)
-        if not ended_well(told, code):
-            left.append(told)
+        ledger.add(command_line, code, seconds)
+        if not ended_well(command_line, code):
+            left.append(command_line)
             why = "ran out of time" if code == OUT_OF_TIME else f"ended with exit status {code}"
             say(f"  {why} after {seconds:.0f} s; the last lines of {log}:")
             for line in printed:
@@ -242,16 +242,16 @@ def _replaced(word: str, folders: Mapping[str, Path]) -> str:
 
 def _expanded(words: Sequence[str]) -> list[str]:
     """The command as it is run: by this Python, with what a trailing * stands for."""
-    found = [sys.executable, "-m"]
+    command = [sys.executable, "-m"]
     for word in words:
-        found += whole_runs(Path(word[:-1])) if word.endswith("/*") else [word]
-    return found
+        command += whole_runs(Path(word[:-1])) if word.endswith("/*") else [word]
+    return command
 
 
 def whole_runs(folder: Path) -> list[str]:
     """Run directories, but for those that were cut short; none, if there is no folder."""
-    found = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [str(path) for path in found if not (path / INCOMPLETE).exists()]
+    folders = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [str(path) for path in folders if not (path / INCOMPLETE).exists()]
 
 
 def _run(words: Sequence[str], log: Path, limit_s: float) -> tuple[int, float, list[str]]:

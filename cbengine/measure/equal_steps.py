@@ -20,35 +20,35 @@ KEYS = ("padded_tokens", "rows", "context_tokens")
 Kinds = dict[tuple[int, ...], list[int]]
 
 
-class EqualSteps(NamedTuple):
+class EqualStepTimes(NamedTuple):
     """Kinds of decode steps that both loops ran, and the median over them of the kernels' seconds in each."""
 
     steps: int
     sync_s: float
     async_s: float
-    difference_s: float  # median of the differences; above 0: synchronous steps are told as longer
+    difference_s: float  # median of the differences; above 0: synchronous steps are measured as longer
 
     def __str__(self) -> str:
         share = self.difference_s / self.async_s if self.async_s else 0.0
-        told = f"{self.sync_s * 1e6:,.1f} us synchronous, {self.async_s * 1e6:,.1f} us asynchronous"
+        both = f"{self.sync_s * 1e6:,.1f} us synchronous, {self.async_s * 1e6:,.1f} us asynchronous"
         return (
-            f"kernels of {self.steps} equal steps: {told}, difference {self.difference_s * 1e6:+,.1f} us ({share:+.2%})"
+            f"kernels of {self.steps} equal steps: {both}, difference {self.difference_s * 1e6:+,.1f} us ({share:+.2%})"
         )
 
 
-def equal_steps(runs: Sequence[tuple[Steps, Steps]]) -> EqualSteps | None:
+def equal_steps(runs: Sequence[tuple[Steps, Steps]]) -> EqualStepTimes | None:
     """Compare runs of the same scenarios, (synchronous, asynchronous); None if they have no decode step in common."""
-    one: Kinds = {}
-    other: Kinds = {}
+    of_sync: Kinds = {}
+    of_async: Kinds = {}
     for synchronous, asynchronous in runs:
-        _add_decodes(one, synchronous, np.ones(len(synchronous), dtype=bool))
-        _add_decodes(other, asynchronous, launched_ahead(asynchronous))
-    both = sorted(one.keys() & other.keys())
+        _add_decodes(of_sync, synchronous, np.ones(len(synchronous), dtype=bool))
+        _add_decodes(of_async, asynchronous, launched_ahead(asynchronous))
+    both = sorted(of_sync.keys() & of_async.keys())
     if not both:
         return None
-    times = np.array([(np.median(one[key]), np.median(other[key])) for key in both]) / 1e9
+    times = np.array([(np.median(of_sync[key]), np.median(of_async[key])) for key in both]) / 1e9
     sync_s, async_s = np.median(times, axis=0)
-    return EqualSteps(len(both), float(sync_s), float(async_s), float(np.median(times[:, 0] - times[:, 1])))
+    return EqualStepTimes(len(both), float(sync_s), float(async_s), float(np.median(times[:, 0] - times[:, 1])))
 
 
 def launched_ahead(steps: Steps) -> npt.NDArray[np.bool_]:

@@ -30,13 +30,13 @@ from cbengine import build
 from cbengine.build import Setup
 from cbengine.errors import UsageError
 from cbengine.measure import calibrate, probes, provenance, suite
-from cbengine.measure.scores import Scored
-from cbengine.measure.suite import Case
+from cbengine.measure.scores import ScoredCase
+from cbengine.measure.suite import SuiteCase
 from cbsim.proof import bars
 from cbsim.proof.bars import BARS, Score
 from cbsim.results import directory
 from cbsim.results.terminal import lookup
-from cbsim.scenario import scenario
+from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.demand import Synthetic
 from cbsim.scenario.fields import Frozen, Real, ScenarioError, shown
 from cbsim.scenario.scenario import Scenario
@@ -49,7 +49,7 @@ LEFT_OUT = ("timeline.json.gz", "figures")  # of a run: both can be drawn again 
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PredictOptions:
     """`predict`, parsed: where, on what, with which changes to every case, how often."""
 
     device: build.DeviceName
@@ -75,51 +75,51 @@ class About(Frozen):
 
 
 def predict(
-    names: Sequence[str], asked: Asked, maker: Callable[[Setup], Maker], say: Callable[[str], None]
-) -> list[Scored]:
+    names: Sequence[str], options: PredictOptions, maker: Callable[[Setup], Maker], say: Callable[[str], None]
+) -> list[ScoredCase]:
     """Predict and run every case of these names and groups. Raises UsageError, ScenarioError, ServerError, RunError."""
-    wanted = suite.chosen(names, asked.device)
-    place = asked.out / provenance.slug(asked.device)
-    session = _Session(asked, place, maker, say)
+    wanted = suite.chosen(names, options.device)
+    place = options.out / provenance.slug(options.device)
+    session = _Session(options, place, maker, say)
     for case in wanted:  # what cannot be is refused before anything is measured
         session.scenario(*case.overrides)
-    provenance.begin(place / "provenance.json", asked.device)
-    return [Scored(case.name, session.case(case)) for case in wanted]
+    provenance.begin(place / "provenance.json", options.device)
+    return [ScoredCase(case.name, session.case(case)) for case in wanted]
 
 
-def again(names: Sequence[str], place: Path, say: Callable[[str], None]) -> list[Scored]:
+def again(names: Sequence[str], place: Path, say: Callable[[str], None]) -> list[ScoredCase]:
     """Predict the cases that were measured into this folder once more, from what lies there. Raises UsageError for one
     that is no such folder, and for a name that is none of its cases or groups.
     """
     folders = sorted(path for path in (place / "validation").glob("*/") if path.is_dir())
-    found = {folder.name: about for folder in folders if (about := _about(folder / "case.json"))}
-    known = {word for name, about in found.items() for word in (name, about.group)}
+    cases = {folder.name: about for folder in folders if (about := _about(folder / "case.json"))}
+    known = {word for name, about in cases.items() for word in (name, about.group)}
     for name in names:
         if name not in known:
-            raise UsageError(f"case {name!r}: {place} has {', '.join(found) or 'none'}")
-    if not found:
+            raise UsageError(f"case {name!r}: {place} has {', '.join(cases) or 'none'}")
+    if not cases:
         packed = (place / "runs.parquet").exists()
         hint = f"; `python -m analysis predictions {place} --unpack` writes them from the packed runs" if packed else ""
         raise UsageError(f"{place}: holds no validation/CASE/case.json{hint}")
     done = []
-    for name, about in found.items():
+    for name, about in cases.items():
         if names and not {name, about.group} & set(names):
             continue
         say(name)
         folder = place / "validation" / name
-        measured = {one["loop"]: path for path, one in _runs(folder / "measured")}
+        measured = {summary["loop"]: path for path, summary in _runs(folder / "measured")}
         for loop in sorted({"sync", "async"} - measured.keys()):
             say(f"  the {loop} loop was not measured: left out")
         if measured:
             ready = _both(next(iter(measured.values())) / "scenario.resolved.yaml")
-            done.append(Scored(name, _predict(folder, about, ready, _refitted(place, ready), say)))
+            done.append(ScoredCase(name, _predict(folder, about, ready, _refitted(place, ready), say)))
     return done
 
 
 def _both(file: Path) -> Scenario:
     """What a run served, under both loops. Raises UsageError."""
     try:
-        return scenario.load(str(file), ["loop.mode=both"])
+        return scenarios.load(str(file), ["loop.mode=both"])
     except ScenarioError as error:
         raise UsageError(str(error)) from None
 
@@ -140,28 +140,30 @@ def _tell(place: Path, about: About) -> None:
     _write(place / "case.json", json.dumps(about.model_dump(), indent=2) + "\n")
 
 
-def _gain(asked: Scenario) -> float:
+def _gain(scenario: Scenario) -> float:
     """What the asynchronous loop gains, simulated and forgotten; warnings have been said of the case itself."""
     with TemporaryDirectory() as folder:
-        return bars.speed_up(simulated(asked, Path(folder) / "run", lambda _: None))
+        return bars.speed_up(simulated(scenario, Path(folder) / "run", lambda _: None))
 
 
 class _Session:
-    """One call: what it was asked for, and the coefficients it has found so far."""
+    """One call of `predict`: its options, and the coefficients fitted so far."""
 
-    def __init__(self, asked: Asked, place: Path, maker: Callable[[Setup], Maker], say: Callable[[str], None]) -> None:
-        self._asked, self._place, self._maker, self._say = asked, place, maker, say
-        self._setup = Setup(device=asked.device)
-        self._found: dict[str, dict[str, Any]] = {}
+    def __init__(
+        self, options: PredictOptions, place: Path, maker: Callable[[Setup], Maker], say: Callable[[str], None]
+    ) -> None:
+        self._options, self._place, self._maker, self._say = options, place, maker, say
+        self._setup = Setup(device=options.device)
+        self._fitted: dict[str, dict[str, Any]] = {}
 
-    def case(self, case: Case) -> list[Score]:
+    def case(self, case: SuiteCase) -> list[Score]:
         place = self._place / "validation" / case.name
         self._say(f"{case.name}: {case.about}")
         known, ready = _about(place / "case.json"), self.scenario(*case.overrides)
         rate = known.rate_per_s if known and case.load is not None else None
         if rate is not None:  # what was measured with before
             case, ready = self._arriving(case, rate)
-        for loop in scenario.loops(ready):  # runs of another scenario are refused before anything is written
+        for loop in scenarios.loops(ready):  # runs of another scenario are refused before anything is written
             _complete(place / "measured", loop, ready)
         coefficients = self._coefficients(ready)
         if case.load is not None and rate is None:
@@ -172,22 +174,22 @@ class _Session:
         self._measure(case, ready, place / "measured")
         return _predict(place, about, ready, coefficients, self._say)
 
-    def _arriving(self, case: Case, rate: float) -> tuple[Case, Scenario]:
+    def _arriving(self, case: SuiteCase, rate: float) -> tuple[SuiteCase, Scenario]:
         """The case with random arrivals at so many requests a second."""
         arrivals = f"workload.arrivals={{kind: poisson, rate_per_s: {rate}}}"
         case = replace(case, overrides=(*case.overrides, arrivals))
         return case, self.scenario(*case.overrides)
 
     def scenario(self, *overrides: str) -> Scenario:
-        asked = scenario.load(suite.base(self._asked.device), [*overrides, *self._asked.overrides])
-        return build.adapted(asked, self._setup)
+        scenario = scenarios.load(suite.base(self._options.device), [*overrides, *self._options.overrides])
+        return build.adapted(scenario, self._setup)
 
     def _coefficients(self, ready: Scenario) -> dict[str, Any]:
-        """Those of the model and the family of schedulers, from probes that were run before if there are any."""
+        """Coefficients of the model and the family of schedulers; probes that were run before are used again."""
         file = _coefficient_file(self._place, ready)
-        if file.name not in self._found:
-            self._found[file.name] = self._calibrated(file, ready)
-        return self._found[file.name]
+        if file.name not in self._fitted:
+            self._fitted[file.name] = self._calibrated(file, ready)
+        return self._fitted[file.name]
 
     def _calibrated(self, file: Path, ready: Scenario) -> dict[str, Any]:
         steps, device = calibrate.steps_of(file), build.device_name(self._setup)
@@ -198,14 +200,14 @@ class _Session:
             calibrate.check_settings(file, ready, device)
             return calibrate.refit(file, ready.model.layers)
         calibrate.check_writable(file)
-        name, small = suite.base(self._asked.device), self._asked.device == "process"
+        name, small = suite.base(self._options.device), self._options.device == "process"
         changes = [f"model={_model(ready)}", f"scheduler={{name: {ready.scheduler.name}}}"]
-        probed = build.adapted(scenario.load(name, [*changes, *self._asked.overrides]), self._setup)
+        probed = build.adapted(scenarios.load(name, [*changes, *self._options.overrides]), self._setup)
         reach = probes.CPU_REACH if small else probes.GPU_REACH
-        found = calibrate.calibrate(probed, self._setup, self._say, reach=reach, quick=self._asked.quick)
-        return calibrate.write(file, found, probed, device)
+        measured = calibrate.calibrate(probed, self._setup, self._say, reach=reach, quick=self._options.quick)
+        return calibrate.write(file, measured, probed, device)
 
-    def _rate(self, case: Case, ready: Scenario, coefficients: dict[str, Any], place: Path) -> float:
+    def _rate(self, case: SuiteCase, ready: Scenario, coefficients: dict[str, Any], place: Path) -> float:
         """Requests a second of a case under load: its share of the capacity, simulated."""
         assert case.load is not None
         if not isinstance(ready.workload, Synthetic):
@@ -217,18 +219,18 @@ class _Session:
         summary = simulated(predictable(flood, coefficients, case.injected_ms), place / "capacity", self._say)["sync"]
         return float(f"{case.load * summary['requests_per_s']:.4g}")
 
-    def _measure(self, case: Case, ready: Scenario, out: Path) -> None:
+    def _measure(self, case: SuiteCase, ready: Scenario, out: Path) -> None:
         """As many runs of each loop as were asked for, less those that are there. Forth and back, so that a machine
         that becomes slower does so for both loops.
         """
         setup = replace(self._setup, injected=(("prepare", round(case.injected_ms * 1e6)),))
-        loops = scenario.loops(ready)
-        for turn in range(self._asked.repeat):
+        loops = scenarios.loops(ready)
+        for turn in range(self._options.repeat):
             for loop in loops if turn % 2 == 0 else loops[::-1]:
                 if len(_complete(out, loop, ready)) > turn:
                     continue
                 self._say(f"  measuring {loop}")
-                options = _options(self._asked.device, case, self._asked.overrides, out)
+                options = _options(self._options.device, case, self._options.overrides, out)
                 _trim(run_command.one_loop(ready, loop, options, self._maker(setup)).folder)
 
 
@@ -246,16 +248,16 @@ def _refitted(place: Path, ready: Scenario) -> dict[str, Any]:
 
 
 def _model(ready: Scenario) -> str:
-    """As an override takes it: every field, so that any model will do."""
+    """The model as an override's value, with every field, so that any model will do."""
     return json.dumps(ready.model.model_dump(mode="json"))
 
 
-def _facts(case: Case, ready: Scenario, rate: float | None) -> About:
+def _facts(case: SuiteCase, ready: Scenario, rate: float | None) -> About:
     facts = {name: value for name, value in asdict(case).items() if name != "overrides"}
     return About(**facts, model=ready.model.name, scheduler=ready.scheduler.name, rate_per_s=rate)
 
 
-def _options(device: str, case: Case, overrides: Sequence[str], out: Path) -> RunOptions:
+def _options(device: str, case: SuiteCase, overrides: Sequence[str], out: Path) -> RunOptions:
     injected = ("--inject", f"prepare={case.injected_ms:g}") if case.injected_ms else ()
     return RunOptions(
         scenario=suite.base(device),
@@ -276,16 +278,16 @@ def _options(device: str, case: Case, overrides: Sequence[str], out: Path) -> Ru
 
 def _complete(out: Path, loop: str, ready: Scenario) -> list[Path]:
     """Whole runs of this loop. Raises UsageError for one of another scenario."""
-    found = [path for path, one in _runs(out) if one["loop"] == loop]
-    for path in found:
+    complete = [path for path, summary in _runs(out) if summary["loop"] == loop]
+    for path in complete:
         if _served(_both(path / "scenario.resolved.yaml")) != _served(ready):
             raise UsageError(f"{path}: was measured on another scenario than this call's: name another --out")
-    return found
+    return complete
 
 
-def _served(asked: Scenario) -> dict[str, Any]:
+def _served(scenario: Scenario) -> dict[str, Any]:
     """What a scenario says of a measured run: not which of both loops, and not the simulated CPU's cost."""
-    return asked.model_dump(mode="json", exclude={"loop": {"mode"}, "cost": {"cpu"}})
+    return scenario.model_dump(mode="json", exclude={"loop": {"mode"}, "cost": {"cpu"}})
 
 
 def _runs(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -297,15 +299,15 @@ def _runs(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 def _summary(file: Path) -> dict[str, Any]:
     """The summary of a run, as far as it is scored. Raises UsageError."""
-    found = _read(file)
-    if found.get("loop") not in ("sync", "async"):
-        raise UsageError(f"{file}: loop is {shown(found.get('loop'))}, expected sync or async")
+    summary = _read(file)
+    if summary.get("loop") not in ("sync", "async"):
+        raise UsageError(f"{file}: loop is {shown(summary.get('loop'))}, expected sync or async")
     for bar in BARS:
-        value = lookup(found, bar.metric) if bar.metric else None
+        value = lookup(summary, bar.metric) if bar.metric else None
         least = value is None or (isinstance(value, int | float) and value >= 0)
         if not least or (bar.metric == "makespan_s" and not value):
             raise UsageError(f"{file}: {bar.metric} is {shown(value)}, expected a number >= 0")
-    return found
+    return summary
 
 
 def _about(file: Path) -> About | None:
@@ -319,29 +321,29 @@ def _about(file: Path) -> About | None:
 
 
 def _summaries(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Of the measured runs, by loop."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    """Summaries of the measured runs, by loop."""
+    by_loop: dict[str, list[dict[str, Any]]] = {}
     for _, summary in _runs(folder):
-        found.setdefault(summary["loop"], []).append(summary)
-    return found
+        by_loop.setdefault(summary["loop"], []).append(summary)
+    return by_loop
 
 
 def _trim(path: Path) -> None:
     """Without what is large and can be made again."""
     for name in LEFT_OUT:
-        thing = path / name
-        shutil.rmtree(thing) if thing.is_dir() else thing.unlink(missing_ok=True)
+        rest = path / name
+        shutil.rmtree(rest) if rest.is_dir() else rest.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict[str, Any]:
     """A JSON object. Raises UsageError."""
     try:
-        found = json.loads(_text(path))
+        content = json.loads(_text(path))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"{path}: is {shown(found)}, expected a JSON object")
-    return found
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: is {shown(content)}, expected a JSON object")
+    return content
 
 
 def _text(path: Path) -> str:
@@ -362,20 +364,20 @@ def _write(path: Path, text: str) -> None:
 # -- predicting -------------------------------------------------------------------------------------------------------
 
 
-def predictable(asked: Scenario, coefficients: Mapping[str, Any], injected_ms: float) -> Scenario:
+def predictable(scenario: Scenario, coefficients: Mapping[str, Any], injected_ms: float) -> Scenario:
     """The scenario with what was measured in it, and the injected work in the phase that was made longer."""
     cpu: dict[str, Any] = {name: dict(terms) for name, terms in coefficients["cpu"].items()}
     cpu["prepare"]["base_s"] += injected_ms / 1e3
-    data = asked.model_dump(mode="json")
+    data = scenario.model_dump(mode="json")
     data["cost"] = {"kind": "fitted", **coefficients, "cpu": cpu}
     return Scenario.model_validate(data)
 
 
-def simulated(asked: Scenario, out: Path, say: Callable[[str], None]) -> dict[str, Any]:
+def simulated(scenario: Scenario, out: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Summaries by loop, from `python -m cbsim run` on a scenario file that stays beside `out`. What was there goes."""
     file = out.with_name(f"{out.name}.yaml")
     shutil.rmtree(out, ignore_errors=True)
-    _write(file, scenario.dump(asked))
+    _write(file, scenarios.dump(scenario))
     words = [sys.executable, "-m", "cbsim", "run", str(file), "--out", str(out), "--json"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:

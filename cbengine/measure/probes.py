@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from cbengine import build
 from cbengine.build import Setup
 from cbengine.errors import UsageError
-from cbengine.measure.equal_steps import SETTLING, EqualSteps, equal_steps, launched_ahead
+from cbengine.measure.equal_steps import SETTLING, EqualStepTimes, equal_steps, launched_ahead
 from cbsim.cost.cpu import PHASES, size
 from cbsim.cost.fitted import work
 from cbsim.policy.graphs import captured, captured_sizes
@@ -63,7 +63,7 @@ class Probe(NamedTuple):
     ahead: bool = False  # run with two steps in flight, too
 
 
-class Line(NamedTuple):
+class ProbeStep(NamedTuple):
     """A step of a probe: what it did, its size, and nanoseconds."""
 
     tokens: int  # computed, padding included, as are decodes
@@ -91,15 +91,15 @@ class Line(NamedTuple):
 
 
 @dataclass(slots=True)
-class Table:
+class ProbeTable:
     """A line for each step of all probes, the gaps between steps that followed each other at once, how long a graph
     took to capture, and how equal steps of both loops compare.
     """
 
-    lines: list[Line] = field(default_factory=list)
+    lines: list[ProbeStep] = field(default_factory=list)
     gap_s: float = 0.0
     capture_s: float = 0.0
-    equal: EqualSteps | None = None
+    equal: EqualStepTimes | None = None
 
     def add(self, plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int]) -> None:
         """Steps of the synchronous loop. `sizes` are those with a graph; none: every step is launched in one go."""
@@ -107,36 +107,38 @@ class Table:
 
     def add_ahead(self, plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int]) -> None:
         """Steps of the asynchronous loop: those that were launched ahead and in one go."""
-        found = _lines(plans, steps, sizes, launched_ahead(steps))
-        self.lines += [line._replace(ahead=True) for line in found if not line.eager]
+        ahead = _lines(plans, steps, sizes, launched_ahead(steps))
+        self.lines += [line._replace(ahead=True) for line in ahead if not line.eager]
 
     def column(self, name: str) -> npt.NDArray[np.float64]:
         return np.array([getattr(line, name) for line in self.lines], dtype=np.float64)
 
-    def alone(self) -> Table:
+    def alone(self) -> ProbeTable:
         """The steps of the synchronous loop, on which the CPU's times rest."""
-        return Table([line for line in self.lines if not line.ahead])
+        return ProbeTable([line for line in self.lines if not line.ahead])
 
     @classmethod
-    def of(cls, table: pa.Table) -> Table:
-        """From such a file. Raises KeyError for a missing column, ValueError for what is no count or time."""
-        names = [name for name in Line._fields if name != "ahead" or name in table.column_names]  # older files lack it
+    def of(cls, table: pa.Table) -> ProbeTable:
+        """From what `arrow` made. Raises KeyError for a missing column, ValueError for what is no count or time."""
+        names = [
+            name for name in ProbeStep._fields if name != "ahead" or name in table.column_names
+        ]  # older files lack it
         columns = [table.column(name).to_pylist() for name in names]
         for name, values in zip(names, columns, strict=True):
             numbers = np.array(values, dtype=np.float64)
             least = 1 if name in ("tokens", "compute") else 0
             if not ((numbers >= least) & (numbers <= LARGEST_WHOLE)).all():
                 raise ValueError(f"{name}: expected numbers from {least} to {LARGEST_WHOLE:,}")
-        return cls([Line(*values) for values in zip(*columns, strict=True)])
+        return cls([ProbeStep(*values) for values in zip(*columns, strict=True)])
 
     def arrow(self) -> pa.Table:
-        """For a file: whoever wants to fit other terms need not measure again."""
-        return pa.table({name: [getattr(line, name) for line in self.lines] for name in Line._fields})
+        """For a file, so that other terms can be fitted without measuring again."""
+        return pa.table({name: [getattr(line, name) for line in self.lines] for name in ProbeStep._fields})
 
 
 def _lines(
     plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int], which: npt.NDArray[np.bool_] | None = None
-) -> list[Line]:
+) -> list[ProbeStep]:
     """A line for each of these steps (all), but for the first ones and empty ones."""
     columns = {name: i for i, name in enumerate(STEP_COLUMNS)}
     chosen = np.ones(len(steps), dtype=bool) if which is None else which
@@ -148,11 +150,11 @@ def _lines(
     ]
 
 
-def _line(plan: StepPlan, at: dict[str, int], sizes: Sequence[int]) -> Line:
+def _line(plan: StepPlan, at: dict[str, int], sizes: Sequence[int]) -> ProbeStep:
     has = size(plan)
     eager = bool(sizes) and captured(plan, sizes) is None
     compute = at["compute_end_ns"] - at["compute_start_ns"]
-    return Line(
+    return ProbeStep(
         *work(plan, at["padded_tokens"]),
         requests=has.requests,
         query_tokens=has.tokens,
@@ -195,9 +197,9 @@ def probes(reach: Reach, *, quick: bool) -> list[Probe]:
     ]
 
 
-def measure(base: Scenario, setup: Setup, runs: Sequence[Probe], say: Callable[[str], None]) -> Table:
+def measure(base: Scenario, setup: Setup, runs: Sequence[Probe], say: Callable[[str], None]) -> ProbeTable:
     """Run all probes on the device of `setup`, with the model and the scheduler of `base`."""
-    table, gaps = Table(), []
+    table, gaps = ProbeTable(), []
     equal: list[tuple[Steps, Steps]] = []
     for number, probe in enumerate(runs, start=1):
         say(f"probe {number} of {len(runs)}: {probe.about}{', in both loops' if probe.ahead else ''}")

@@ -19,7 +19,7 @@ BAR_MISSED = 3  # exit status of a command of ours that has said what it had to;
 
 
 def ended_well(command: str, code: int) -> bool:
-    """Has a command, told as `python -m ...`, done all that it was to do?"""
+    """Has a command, written as `python -m ...`, done all that it was to do?"""
     return code == 0 or (code == BAR_MISSED and "pytest" not in command)
 
 
@@ -32,9 +32,9 @@ class Ledger:
         self._facts, self._version = facts(device), code_version()
 
     def done(self, command: str) -> bool:
-        """Has this code run it to its end? Where nobody says which code this is, nothing is known to be done."""
-        found = [c for c in self._commands if (c["command"], c["commit"]) == (command, self._version)]
-        return self._version is not None and any(ended_well(command, c["exit"]) for c in found)
+        """Has this commit run the command to its end? Of an unknown commit nothing is known to be done."""
+        same = [c for c in self._commands if (c["command"], c["commit"]) == (command, self._version)]
+        return self._version is not None and any(ended_well(command, c["exit"]) for c in same)
 
     def begin(self) -> None:
         """Say where and by what, whatever becomes of the commands."""
@@ -66,9 +66,11 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        commands = [dict(one) for one in found["commands"]]
-        if lacking := next((one for one in commands if not one.keys() >= {"command", "exit", "commit"}), None):
+        ledger: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        commands = [dict(command) for command in ledger["commands"]]
+        if lacking := next(
+            (command for command in commands if not command.keys() >= {"command", "exit", "commit"}), None
+        ):
             raise ValueError(f"{lacking}: needs command, exit and commit")
         return {"commands": commands}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

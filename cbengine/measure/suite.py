@@ -13,7 +13,7 @@ from cbengine.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SuiteCase:
     """A workload. `injected_ms` of CPU work are added to the phase `prepare` of every step. `load`: requests arrive at
     random, at this share of what the synchronous loop can serve. `curve`: it is a point of what the asynchronous loop
     gains over the injected work.
@@ -48,14 +48,14 @@ PREDICTED_MS = (
 )  # of a curve, simulated only: where it turns need not be where it is measured
 
 
-def _load(share: float, *overrides: str, prefix: str = "", group: str = "load") -> Case:
+def _load(share: float, *overrides: str, prefix: str = "", group: str = "load") -> SuiteCase:
     about = f"mixed lengths, random arrivals at {share:.0%} of the synchronous capacity"
-    return Case(f"{prefix}load-{share * 100:.0f}", group, about, overrides, load=share)
+    return SuiteCase(f"{prefix}load-{share * 100:.0f}", group, about, overrides, load=share)
 
 
-def _cpu(curve: str, *overrides: str, prefix: str = "", group: str = "cpu") -> list[Case]:
+def _cpu(curve: str, *overrides: str, prefix: str = "", group: str = "cpu") -> list[SuiteCase]:
     return [
-        Case(f"{prefix}cpu-{ms}", group, f"{curve}, {ms} ms of CPU work a step", overrides, ms, curve=curve)
+        SuiteCase(f"{prefix}cpu-{ms}", group, f"{curve}, {ms} ms of CPU work a step", overrides, ms, curve=curve)
         for ms in INJECTED_MS
     ]
 
@@ -68,13 +68,13 @@ def _uniform(low: int, high: int) -> str:
     return f"{{uniform: {{low: {low}, high: {high}}}}}"
 
 
-def _gpu() -> list[Case]:
+def _gpu() -> list[SuiteCase]:
     published = "scheduler={name: transformers_fifo, max_blocks_per_request: 34, max_batch_tokens: 8192}"
     long, short = _workload(48, _uniform(1024, 8000), _uniform(16, 128)), _workload(32, "64", "512")
     prefix = _workload(96, _uniform(2176, 4096), _uniform(16, 128), ", shared_prefix_tokens: 2048")
     few, many = (_workload(32, _uniform(64, 1024), _uniform(32, 256)), _workload(384, _uniform(16, 512), "256"))
     return [
-        Case(
+        SuiteCase(
             "8k_b32",
             "reference",
             "the published comparison: batch 32, 8K tokens",
@@ -83,37 +83,41 @@ def _gpu() -> list[Case]:
         *(_load(share) for share in (0.6, 0.85, 1.0)),
         _load(0.85, FIFO(64, 2048), prefix="transformers-"),
         *(
-            Case(f"chunk-{size}", "chunk", f"prompts of 1K to 8K in chunks of {size}", (long, SEATS(32), CHUNK(size)))
+            SuiteCase(
+                f"chunk-{size}", "chunk", f"prompts of 1K to 8K in chunks of {size}", (long, SEATS(32), CHUNK(size))
+            )
             for size in (512, 2048, 8192)
         ),
-        Case("preemptions", "memory", "a cache for a third of the seats: vLLM preempts", (BLOCKS(1000),)),
-        Case("soft-resets", "memory", "the same for transformers, which resets", (FIFO(64, 2048), BLOCKS(64))),
-        Case("prefix-shared", "prefix", "2,048 tokens of every prompt are the same", (prefix,)),
-        Case("batch-8", "batch", "8 seats", (few, SEATS(8))),
-        Case("batch-256", "batch", "256 seats", (many, SEATS(256))),
+        SuiteCase("preemptions", "memory", "a cache for a third of the seats: vLLM preempts", (BLOCKS(1000),)),
+        SuiteCase("soft-resets", "memory", "the same for transformers, which resets", (FIFO(64, 2048), BLOCKS(64))),
+        SuiteCase("prefix-shared", "prefix", "2,048 tokens of every prompt are the same", (prefix,)),
+        SuiteCase("batch-8", "batch", "8 seats", (few, SEATS(8))),
+        SuiteCase("batch-256", "batch", "256 seats", (many, SEATS(256))),
         *_cpu("8B, batch 32", short, SEATS(32)),
         *_cpu("1B, batch 32", short, SEATS(32), SMALL, prefix="1b-", group="1b"),
         _load(0.85, SMALL, prefix="1b-", group="1b"),
     ]
 
 
-def _tiny() -> list[Case]:
+def _tiny() -> list[SuiteCase]:
     mixed, room = REQUESTS(64), BLOCKS(512)
     long, short = _workload(32, _uniform(48, 240), _uniform(8, 32)), _workload(16, "8", "96")
     prefix = _workload(48, _uniform(96, 160), _uniform(8, 32), ", shared_prefix_tokens: 80")
     return [
-        Case("long-b16", "reference", "a batch of 16 that only decodes", (_workload(16, "8", "256"), room)),
+        SuiteCase("long-b16", "reference", "a batch of 16 that only decodes", (_workload(16, "8", "256"), room)),
         *(_load(share, mixed) for share in (0.6, 0.85, 1.0)),
         _load(0.85, mixed, FIFO(16, 128), prefix="transformers-"),
         *(
-            Case(f"chunk-{size}", "chunk", f"prompts of 48 to 240 in chunks of {size}", (long, room, CHUNK(size)))
+            SuiteCase(f"chunk-{size}", "chunk", f"prompts of 48 to 240 in chunks of {size}", (long, room, CHUNK(size)))
             for size in (32, 64, 128)
         ),
-        Case("preemptions", "memory", "a cache for a third of the seats: vLLM preempts", (mixed, BLOCKS(40))),
-        Case("soft-resets", "memory", "the same for transformers, which resets", (mixed, FIFO(16, 128), BLOCKS(40))),
-        Case("prefix-shared", "prefix", "80 tokens of every prompt are the same", (prefix, room)),
-        Case("batch-2", "batch", "2 seats", (REQUESTS(16), SEATS(2))),
-        Case("batch-32", "batch", "32 seats", (mixed, SEATS(32), room)),
+        SuiteCase("preemptions", "memory", "a cache for a third of the seats: vLLM preempts", (mixed, BLOCKS(40))),
+        SuiteCase(
+            "soft-resets", "memory", "the same for transformers, which resets", (mixed, FIFO(16, 128), BLOCKS(40))
+        ),
+        SuiteCase("prefix-shared", "prefix", "80 tokens of every prompt are the same", (prefix, room)),
+        SuiteCase("batch-2", "batch", "2 seats", (REQUESTS(16), SEATS(2))),
+        SuiteCase("batch-32", "batch", "32 seats", (mixed, SEATS(32), room)),
         *_cpu("tiny, batch 16", short, room),
     ]
 
@@ -123,17 +127,17 @@ def base(device: str) -> str:
     return "tiny_cpu" if device == "process" else "validation"
 
 
-def cases(device: str) -> dict[str, Case]:
+def cases(device: str) -> dict[str, SuiteCase]:
     """The workloads of a device by name, in the order in which they are run."""
     return {case.name: case for case in (_tiny() if device == "process" else _gpu())}
 
 
-def chosen(names: Sequence[str], device: str) -> list[Case]:
+def chosen(names: Sequence[str], device: str) -> list[SuiteCase]:
     """The cases of these names and groups; all, if none is named. Raises UsageError for a name that is neither."""
     known = cases(device)
     groups = dict.fromkeys(case.group for case in known.values())
     for name in names:
         if name not in known and name not in groups:
-            told = f"a group ({', '.join(groups)}) or a workload of --device {device} ({', '.join(known)})"
-            raise UsageError(f"case {name!r}: expected {told}")
+            known_names = f"a group ({', '.join(groups)}) or a workload of --device {device} ({', '.join(known)})"
+            raise UsageError(f"case {name!r}: expected {known_names}")
     return [case for case in known.values() if not names or {case.name, case.group} & set(names)]

@@ -55,8 +55,8 @@ class KvCache:
         return self.keys[index], self.values[index]
 
     def _refusal(self, free: int | None, device: torch.device) -> str:
-        asked = f"kv_cache.num_blocks: got {self.scratch:,}, which takes {self.bytes:,} bytes on {device}"
+        cache = f"kv_cache.num_blocks: got {self.scratch:,}, which takes {self.bytes:,} bytes on {device}"
         if free is None:
-            return f"{asked}: more than it gives"
+            return f"{cache}: more than it gives"
         fit = max(free // (self.bytes // (self.scratch + 1)) - 1, 0)  # one of them would be scratch
-        return f"{asked}, where {free:,} bytes are free: {fit:,} blocks would fit"
+        return f"{cache}, where {free:,} bytes are free: {fit:,} blocks would fit"

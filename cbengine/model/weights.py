@@ -167,11 +167,11 @@ def _beside(index: Path, name: str, place: str) -> Path:
     return index.parent / place
 
 
-def _check(path: Path, name: str, found: Any, shape: tuple[int, ...]) -> None:
-    if tuple(found.get_shape()) != shape:
-        raise WeightsError(f"{path}: tensor {name} has shape {tuple(found.get_shape())}, expected {shape}")
-    if found.get_dtype() not in READABLE:
-        raise WeightsError(f"{path}: tensor {name} is {found.get_dtype()}, expected one of {', '.join(READABLE)}")
+def _check(path: Path, name: str, stored: Any, shape: tuple[int, ...]) -> None:
+    if tuple(stored.get_shape()) != shape:
+        raise WeightsError(f"{path}: tensor {name} has shape {tuple(stored.get_shape())}, expected {shape}")
+    if stored.get_dtype() not in READABLE:
+        raise WeightsError(f"{path}: tensor {name} is {stored.get_dtype()}, expected one of {', '.join(READABLE)}")
 
 
 @contextmanager
@@ -208,8 +208,8 @@ class _Config:
     fields: dict[str, Any]
 
     def refuse(self, field: str, expected: str) -> WeightsError:
-        found = shown(self.fields[field]) if field in self.fields else "nothing"
-        return WeightsError(f"{self.where}: {field}: got {found}, expected {expected}")
+        given = shown(self.fields[field]) if field in self.fields else "nothing"
+        return WeightsError(f"{self.where}: {field}: got {given}, expected {expected}")
 
     def whole(self, field: str, default: int | None = None) -> int:
         value = self.fields.get(field)

@@ -49,12 +49,14 @@ def attention(device: torch.device, dtype: torch.dtype, loop: str) -> tuple[str,
     """
     if device.type != "cuda":
         return SDPA, [DOUBLE_BUFFER] if loop == "async" else []
-    found, weights = is_flash_attn_2_available(), str(dtype).removeprefix("torch.")
-    if found and dtype in FLASH_DTYPES:
+    installed, weights = is_flash_attn_2_available(), str(dtype).removeprefix("torch.")
+    if installed and dtype in FLASH_DTYPES:
         return FLASH, [standin.NOTE] if standin.is_lent() else []
     if standin.is_lent():
         text = f"flash attention computes in bfloat16 or float16 (the weights are {weights})"
-        raise PeerError(f"--flash-attn stand-in: {text if found else 'transformers does not take it for the package'}")
+        raise PeerError(
+            f"--flash-attn stand-in: {text if installed else 'transformers does not take it for the package'}"
+        )
     if loop == "async":
         text = f"transformers needs flash attention in bfloat16 or float16 (the weights are {weights})"
         way_out = "put a flash_attn package on PYTHONPATH, or run with loop.mode=sync, or with --flash-attn stand-in"

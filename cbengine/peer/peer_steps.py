@@ -32,7 +32,7 @@ from cbsim.policy.request import Finish, RequestSpec
 from cbsim.results.record import StepTimes
 
 
-class Served:
+class PeerRequest:
     """Progress of a request: those fields of a policy's Request that a Record reads, and no more, because a row of it
     is noted in every step.
     """
@@ -112,7 +112,7 @@ class Flight(NamedTuple):
 
     plan: StepPlan
     times: StepTimes
-    rows: list[tuple[Any, Served]]
+    rows: list[tuple[Any, PeerRequest]]
     before: Any
     after: Any
 
@@ -126,7 +126,7 @@ class Watch:
     def __init__(
         self,
         processor: Any,
-        served: Mapping[str, Served],
+        served: Mapping[str, PeerRequest],
         outputs: dict[RequestSpec, list[int]],
         now_ns: Callable[[], int],
         *,
@@ -321,6 +321,6 @@ class Watch:
         self._flights.append(Flight(plan, self._times, rows, self._before, self._after))
 
 
-def _worth(future: Any, served: Served) -> bool:
+def _worth(future: Any, served: PeerRequest) -> bool:
     """Has its request neither ended nor lost its blocks since the row was planned?"""
     return served.finish is None and future.state.status is not RequestStatus.FINISHED

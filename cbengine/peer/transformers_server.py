@@ -25,7 +25,7 @@ from transformers.generation.continuous_batching.requests import logger as libra
 from cbengine import tokens
 from cbengine.peer import peer_device, standin
 from cbengine.peer.peer_device import PeerError
-from cbengine.peer.peer_steps import Served, Watch
+from cbengine.peer.peer_steps import PeerRequest, Watch
 from cbsim.policy.plan import Outcome, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec
 from cbsim.proof.conformance.check import TRANSFORMERS_VERSIONS
@@ -79,7 +79,7 @@ class TransformersServer:
         self._saves = saves_tokens
         self._inbox = Inbox(workload, record)
         self._ready = {spec: prompts(spec) for spec in workload.open}  # at hand when their requests arrive
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, PeerRequest] = {}
         self._tell: Callable[[int], None] = lambda _: None
         self._start_ns = self._now_ns = 0
         self._manager: Any = None
@@ -224,7 +224,7 @@ class TransformersServer:
             self._inbox.ended(spec, self._now_ns)
             return False
         name = str(spec.index)
-        self._served[name] = Served(spec)
+        self._served[name] = PeerRequest(spec)
         prompt = self._ready.pop(spec) if spec in self._ready else self._prompts(spec)
         taken = self._manager.add_request(prompt, request_id=name, max_new_tokens=spec.output_tokens, eos_token_id=-1)
         assert taken == name, "the loop takes no more requests"

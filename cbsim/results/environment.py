@@ -73,7 +73,9 @@ def code_version() -> str | None:
 
 def _git(root: Path, *words: str) -> str | None:
     try:
-        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            ["git", "--no-optional-locks", *words], cwd=root, capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

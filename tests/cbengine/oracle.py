@@ -17,7 +17,7 @@ from served import VOCAB, Case, Run
 
 from cbengine import build
 from cbengine.batch import Capacity, Ints
-from cbengine.device.base import Device, Lanes, staging
+from cbengine.device.base import EngineDevice, Lanes, staging
 from cbengine.device.layout import Header, arrays
 from cbengine.driver import Engine
 from cbengine.sampling import uniforms
@@ -110,7 +110,7 @@ class Checked:
     every launched row sampled, once that has come back.
     """
 
-    def __init__(self, device: Device, capacity: Capacity) -> None:
+    def __init__(self, device: EngineDevice, capacity: Capacity) -> None:
         self.texts: dict[RequestSpec, Text] = {}  # the engine's
         self._device, self._capacity = device, capacity
         self.staging, self.facts = device.staging, device.facts
@@ -251,7 +251,7 @@ def toy_run(case: Case, loop: str, *, broken: int = -1, **options: Any) -> tuple
     """Serve a case with the toy, every step checked."""
     made: list[Checked] = []
 
-    def device(_: Any, loop: str, plan: Any, *more: Any) -> Device:
+    def device(_: Any, loop: str, plan: Any, *more: Any) -> EngineDevice:
         toy = Toy(plan.capacity, build.depth(loop), plan.num_blocks, plan.block_size, broken)
         made.append(Checked(toy, plan.capacity))
         return made[0]

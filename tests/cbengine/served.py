@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cbengine import build
 from cbengine.build import Setup
-from cbengine.device.base import Device
+from cbengine.device.base import EngineDevice
 from cbengine.driver import Engine
 from cbengine.first import smoke_models
 from cbengine.model import weights
@@ -76,7 +76,7 @@ class Run:
         setup: Setup = INLINE,
         *,
         tick_ns: int = MS,
-        device: Callable[..., Device] | None = None,
+        device: Callable[..., EngineDevice] | None = None,
         met: Callable[[Engine], None] = lambda _: None,
     ) -> None:
         self.replaced = 0

@@ -24,7 +24,7 @@ from cbengine.batch import Capacity
 from cbengine.device.layout import Header, arrays
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
-from cbengine.settings import Settings
+from cbengine.settings import SamplingSettings
 from cbsim.workload.generators import Workload
 
 HOWS = (
@@ -83,7 +83,7 @@ def test_arrays_say_what_plans_say(scheduler: str, loop: str, data: st.DataObjec
     case = data.draw(odd_cases(scheduler))
     ids = [one.id for one in case.load.specs()]
     own = data.draw(st.dictionaries(st.sampled_from(ids), st.sampled_from(HOWS)))
-    setup = replace(INLINE, sampling=sampling, requests=Settings(own))
+    setup = replace(INLINE, sampling=sampling, requests=SamplingSettings(own))
     run, checked = toy_run(case, loop, setup=setup)
     check_texts(run, check_toy_text)
     check_derived(run, loop)

@@ -22,7 +22,7 @@ from served import INLINE, VOCAB, asked
 
 from cbengine import build
 from cbengine.batch import Batcher, Capacity, Sent
-from cbengine.device.base import Device, Inline
+from cbengine.device.base import EngineDevice, Inline
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
@@ -47,10 +47,10 @@ TRACES = (
     "transformers/5.17.0/x0101_evict_prefill_first_async_share_bs8",
     "transformers/5.17.0/x0113_tinyshare_prefill_first_sync_share_bs4",
 )
-Made = Callable[[Any, Capacity, int], Device]
+Made = Callable[[Any, Capacity, int], EngineDevice]
 
 
-def inline(options: Any, sizes: Capacity, depth: int) -> Device:
+def inline(options: Any, sizes: Capacity, depth: int) -> EngineDevice:
     """The tiny model on this CPU."""
     plan = build.executor_plan(asked("vllm"), "sync", [], INLINE)
     positions = sizes.width * options.block_size

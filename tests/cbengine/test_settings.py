@@ -40,7 +40,7 @@ from cbengine.cli.parser import main
 from cbengine.device.layout import Header
 from cbengine.errors import UsageError
 from cbengine.sampling import Sampling
-from cbengine.settings import Settings, read
+from cbengine.settings import SamplingSettings, read
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario.fields import ScenarioError
@@ -53,7 +53,7 @@ GREEDY = {
     "r2": Sampling(top_k=3, top_p=0.5, seed=1),
 }
 SAMPLED = {"r3": Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=3), "r4": Sampling(temperature=2.0, seed=3)}
-OWN = Settings(GREEDY | SAMPLED)  # r5, r6 and r7 have the run's
+OWN = SamplingSettings(GREEDY | SAMPLED)  # r5, r6 and r7 have the run's
 MIXED = replace(INLINE, sampling=USUAL, requests=OWN)
 SPECS = [
     spec(i, PROMPTS[i % 5], 6 + 2 * i, arrival_ns=9 * MS * i, **(shared(i % 2, 4) if i % 5 > 1 else {}))
@@ -140,7 +140,7 @@ def test_settings_make_a_difference(said_alone: dict[int, list[int]]) -> None:
 )
 def test_a_run_without_anyone_who_samples_is_greedy(usual: Sampling, own: dict[str, Sampling], random: bool) -> None:
     """Steps have no array for what nobody draws, whether the run is greedy or every one of its requests."""
-    setup = replace(INLINE, sampling=usual, requests=Settings(own))
+    setup = replace(INLINE, sampling=usual, requests=SamplingSettings(own))
     engine, device = build.engine(asked("vllm"), "sync", Workload(list(SPECS), 8), setup)
     headers: list[Header] = []
 
@@ -168,7 +168,7 @@ def test_a_line_says_what_differs_from_the_run(tmp_path: Path) -> None:
     file.write_bytes(found.file())
     assert read(file, Sampling()).by_id == found.by_id
     assert found.facts == {"file": str(file), "requests": 3}
-    assert Settings().facts == {"file": None, "requests": 0}
+    assert SamplingSettings().facts == {"file": None, "requests": 0}
     assert json.loads(found.file().splitlines()[0]) == {"id": "a/0", **asdict(USUAL), "temperature": 0}
 
 
@@ -224,7 +224,7 @@ def check_refused(file: Path, message: str) -> None:
 
 
 def test_python_is_told_of_a_request_that_is_not_there() -> None:
-    setup = replace(INLINE, requests=Settings({"r9": Sampling()}))
+    setup = replace(INLINE, requests=SamplingSettings({"r9": Sampling()}))
     with pytest.raises(UsageError, match=r"^sampling: id: got 'r9', expected the id of one of the 8 requests$"):
         build.engine(asked("vllm"), "sync", Workload(list(SPECS), 8), setup)
 

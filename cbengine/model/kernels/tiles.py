@@ -51,5 +51,5 @@ PREFILL = {
 def fitted(cut: Tiles | None, table: Mapping[tuple[int, int], Tiles], queries: Tensor, kv_heads: int) -> Tiles:
     """`cut`, or else the entry of `table` for these queries; one token's heads of a group always fit into a program."""
     _, heads, width = queries.shape
-    found = cut or table[queries.element_size(), max(width, min(w for _, w in table))]
-    return replace(found, queries=max(found.queries, triton.next_power_of_2(heads // kv_heads)))
+    tiles = cut or table[queries.element_size(), max(width, min(w for _, w in table))]
+    return replace(tiles, queries=max(tiles.queries, triton.next_power_of_2(heads // kv_heads)))

@@ -56,7 +56,7 @@ def append(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, cached: Tensor, t
     return slots, kv_tokens
 
 
-class Kernels:
+class GpuAttention:
     """`Attention` on a GPU. `ops` computes decoding rows; its scratch lives as long as this does."""
 
     def __init__(self, ops: TritonOps | None = None) -> None:

@@ -20,7 +20,7 @@ class UnsupportedCallError(UsageError):
     """A call that continuous batching never makes: the stand-in is for nothing else."""
 
 
-class Attention(Protocol):
+class StandInAttention(Protocol):
     """What computes; softmax of scores times D^-0.5."""
 
     def varlen(
@@ -50,7 +50,7 @@ class Attention(Protocol):
 class FlashAttention:
     """The functions of the package, on one device. Good for one stream, since its scratch memory is shared by calls."""
 
-    def __init__(self, attention: Attention) -> None:
+    def __init__(self, attention: StandInAttention) -> None:
         self._attention = attention
 
     def flash_attn_varlen_func(
@@ -97,9 +97,9 @@ def for_device(device: torch.device) -> FlashAttention:
     """Kernels on a GPU; plain torch elsewhere, right and slow."""
     if device.type != "cuda":
         return FlashAttention(plain)
-    from cbengine.peer.standin.append import Kernels
+    from cbengine.peer.standin.append import GpuAttention
 
-    return FlashAttention(Kernels())
+    return FlashAttention(GpuAttention())
 
 
 def missing(*_: Any, **__: Any) -> NoReturn:

@@ -55,7 +55,7 @@ def test_a_drift_is_named(runs: list[Path], tmp_path: Path, capsys: pytest.Captu
 def test_a_number_without_its_run_has_drifted(runs: list[Path], where: str, tmp_path: Path) -> None:
     numbers = f"numbers:\n- where: {where}\n  expect: {{makespan_s: {{value: 42, within: 1}}}}\n"
     (finding,) = published.compared(published.read(write(tmp_path / "p.yaml", numbers)), loading.read(runs))
-    assert finding.found is None
+    assert finding.value is None
     assert not finding.holds
 
 

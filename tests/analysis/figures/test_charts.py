@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from analysis.figures import activity, cost, gallery, latency, memory, queues, requests, steps
 from analysis.figures.axis import Frames, held
-from analysis.statistics.loading import Run, read, request_frame
+from analysis.statistics.loading import LoadedRun, read, request_frame
 from cbsim.cli.parser import main
 from cbsim.draw import lanes, render
 from cbsim.draw.chart import Area, Bars, Chart, Level, Line, Panel, Points, Spans
@@ -34,22 +34,22 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Run]]:
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[LoadedRun]]:
     """Async, then sync run of several scenarios."""
     return {name: _runs(tmp_path_factory.mktemp(name), *words) for name, words in CASES.items()}
 
 
-def _runs(out: Path, *words: str) -> list[Run]:
+def _runs(out: Path, *words: str) -> list[LoadedRun]:
     assert main(["run", *words, "--quiet", "--out", str(out)]) == 0
     return read(sorted(out.iterdir(), key=lambda path: "-sync-" in path.name))
 
 
-def _steps(runs: Sequence[Run]) -> dict[str, pd.DataFrame]:
+def _steps(runs: Sequence[LoadedRun]) -> dict[str, pd.DataFrame]:
     return {run.label: run.steps for run in runs}
 
 
 @pytest.fixture(params=CASES)
-def runs(request: pytest.FixtureRequest, cases: dict[str, list[Run]]) -> list[Run]:
+def runs(request: pytest.FixtureRequest, cases: dict[str, list[LoadedRun]]) -> list[LoadedRun]:
     return cases[request.param]
 
 
@@ -173,12 +173,12 @@ def _integral(mark: Line) -> float:
 # -- real runs --------------------------------------------------------------------------------------------------------
 
 
-def test_every_figure_of_a_real_run_is_valid(runs: list[Run]) -> None:
+def test_every_figure_of_a_real_run_is_valid(runs: list[LoadedRun]) -> None:
     for chart in gallery.details(runs):
         _valid(chart)
 
 
-def test_every_figure_can_be_drawn(cases: dict[str, list[Run]]) -> None:
+def test_every_figure_can_be_drawn(cases: dict[str, list[LoadedRun]]) -> None:
     for chart in gallery.details(cases["sparse"]):
         assert render.png(chart).startswith(b"\x89PNG")
 
@@ -195,7 +195,7 @@ def test_a_run_without_a_request_that_is_done_says_so_and_is_drawn() -> None:
     assert "No run has a price" in cost.cost({"run": {}}).says
 
 
-def test_the_sync_loop_stands_above_the_async_one(runs: list[Run]) -> None:
+def test_the_sync_loop_stands_above_the_async_one(runs: list[LoadedRun]) -> None:
     """However they were given; a loop is told by its steps, and both panels show as long a time."""
     chart = lanes.lanes(_steps(runs))
     assert [pipelined(run.steps) for run in runs] == [True, False]
@@ -204,7 +204,7 @@ def test_the_sync_loop_stands_above_the_async_one(runs: list[Run]) -> None:
     assert chart.share_x
 
 
-def test_lanes_start_with_the_step_that_was_asked_for(cases: dict[str, list[Run]]) -> None:
+def test_lanes_start_with_the_step_that_was_asked_for(cases: dict[str, list[LoadedRun]]) -> None:
     (panel,) = lanes.lanes({"run": cases["example"][1].steps}, (10, 3)).panels
     (compute,) = (mark for mark in panel.marks if mark.name == "compute")
     assert isinstance(compute, Spans)
@@ -213,7 +213,7 @@ def test_lanes_start_with_the_step_that_was_asked_for(cases: dict[str, list[Run]
     assert "step" in lanes.lanes({"run": cases["example"][1].steps}, (10_000, 1)).panels[0].title
 
 
-def test_queue_and_blocks_over_time_average_to_the_metrics(runs: list[Run]) -> None:
+def test_queue_and_blocks_over_time_average_to_the_metrics(runs: list[LoadedRun]) -> None:
     """The same weights as in cbsim.results.metrics: a count holds until the next plan, and an idle server has none."""
     for run in runs:
         size = unit(run.steps["update_end_ns"].max() / 1e9).seconds
@@ -241,7 +241,7 @@ def test_a_sync_loop_with_requests_left_is_not_idle_between_steps() -> None:
     assert end.tolist() == [1e-7, 2e-7, 4e-7]
 
 
-def test_tokens_reach_their_largest_step_and_the_budget(cases: dict[str, list[Run]]) -> None:
+def test_tokens_reach_their_largest_step_and_the_budget(cases: dict[str, list[LoadedRun]]) -> None:
     for name in ("sparse", "tight"):
         run = cases[name][1]
         bound = steps.budget(run.scenario)
@@ -254,7 +254,7 @@ def test_tokens_reach_their_largest_step_and_the_budget(cases: dict[str, list[Ru
     assert "budget of 999,999" in steps.tokens({"run": run.steps}, {"run": 999_999}).says
 
 
-def test_preemptions_end_at_their_total(cases: dict[str, list[Run]]) -> None:
+def test_preemptions_end_at_their_total(cases: dict[str, list[LoadedRun]]) -> None:
     runs = cases["tight"]
     chart = queues.preemptions(_steps(runs))
     for panel, metric in zip(chart.panels, ("preemptions", "recomputed_tokens"), strict=True):
@@ -263,7 +263,7 @@ def test_preemptions_end_at_their_total(cases: dict[str, list[Run]]) -> None:
     assert "none" in queues.preemptions(_steps(cases["example"])).says
 
 
-def test_a_request_is_drawn_from_arrival_to_last_token(runs: list[Run]) -> None:
+def test_a_request_is_drawn_from_arrival_to_last_token(runs: list[LoadedRun]) -> None:
     """Queue, prefill and decode of a request that is done add up to its E2E latency."""
     frame = runs[0].requests
     (panel,) = requests.timeline({"run": frame}, most=1000).panels
@@ -278,7 +278,7 @@ def test_a_request_is_drawn_from_arrival_to_last_token(runs: list[Run]) -> None:
     assert drawn[done] * size == pytest.approx(frame["e2e_s"].to_numpy()[order][done], rel=1e-9)
 
 
-def test_of_many_requests_the_first_and_the_last_are_drawn(cases: dict[str, list[Run]]) -> None:
+def test_of_many_requests_the_first_and_the_last_are_drawn(cases: dict[str, list[LoadedRun]]) -> None:
     frame = cases["tight"][0].requests
     chart = requests.timeline({"run": frame}, most=7)
     texts = [text for mark in chart.panels[0].marks if isinstance(mark, Spans) for text in mark.texts]
@@ -300,7 +300,7 @@ def test_what_an_interrupted_run_left_lasts_until_its_end() -> None:
     assert marks["not done"].y.tolist() == [1.0, 2.0]
 
 
-def test_latencies_are_exact_and_marked_as_in_the_summary(runs: list[Run]) -> None:
+def test_latencies_are_exact_and_marked_as_in_the_summary(runs: list[LoadedRun]) -> None:
     """Every drawn point is the exact share of values; percentiles are the summary's, of the window, and only those
     for which there are enough values.
     """
@@ -319,14 +319,14 @@ def test_latencies_are_exact_and_marked_as_in_the_summary(runs: list[Run]) -> No
                 assert line.y[1:] == pytest.approx([(values <= x * size * (1 + 1e-12)).mean() for x in line.x[1:]])
 
 
-def test_measured_runs_are_solid_and_simulated_ones_dashed(runs: list[Run]) -> None:
+def test_measured_runs_are_solid_and_simulated_ones_dashed(runs: list[LoadedRun]) -> None:
     frames, times = {run.label: run.requests for run in runs}, {run.label: run.times for run in runs}
     measured = {runs[0].label: True, runs[1].label: False}
     for panel in latency.latency(frames, times, measured).panels:
         assert [mark.style.dash for mark in panel.marks if isinstance(mark, Line)] == ["solid", "dashed"]
 
 
-def test_step_times_keep_their_extremes_and_are_few(cases: dict[str, list[Run]]) -> None:
+def test_step_times_keep_their_extremes_and_are_few(cases: dict[str, list[LoadedRun]]) -> None:
     table = cases["tight"][0].steps
     ran = table[table["rows"] > 0]
     spent = (ran["compute_end_ns"] - ran["compute_start_ns"]).to_numpy() / 1e9
@@ -351,7 +351,7 @@ def test_the_frontier_is_what_no_other_point_beats(points: list[tuple[int, int]]
     assert (np.diff(x[best]) > 0).all()
 
 
-def test_cost_and_pareto_show_the_summaries(runs: list[Run]) -> None:
+def test_cost_and_pareto_show_the_summaries(runs: list[LoadedRun]) -> None:
     chart = cost.pareto({"all": {run.label: run.summary for run in runs}})
     (points,) = (mark for mark in chart.panels[0].marks if isinstance(mark, Points))
     assert points.x == pytest.approx([1 / run.summary["tpot_s"]["p50"] for run in runs])

@@ -9,12 +9,12 @@ import pytest
 
 from analysis.statistics import comparable
 from analysis.statistics.comparable import Incomparable
-from analysis.statistics.loading import Run, read
+from analysis.statistics.loading import LoadedRun, read
 from cbsim.cli.parser import main
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[LoadedRun]:
     """Both loops of one workload, and one of another."""
     out = tmp_path_factory.mktemp("runs")
     small = ["run", "tiny_cpu", "--quiet", "--set", "workload.requests=12"]
@@ -24,14 +24,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     return read(folders)
 
 
-def test_runs_of_one_workload_may_be_compared(runs: list[Run]) -> None:
+def test_runs_of_one_workload_may_be_compared(runs: list[LoadedRun]) -> None:
     comparable.check(runs[:2])
     comparable.check(runs[:1])
     comparable.check([])
     assert comparable.same_workload(runs[:2])
 
 
-def test_another_workload_is_refused_with_the_fields_that_differ(runs: list[Run]) -> None:
+def test_another_workload_is_refused_with_the_fields_that_differ(runs: list[LoadedRun]) -> None:
     assert not comparable.same_workload(runs)
     with pytest.raises(Incomparable) as caught:
         comparable.check(runs)
@@ -43,7 +43,7 @@ def test_another_workload_is_refused_with_the_fields_that_differ(runs: list[Run]
     assert "scheduler" not in text
 
 
-def test_all_reasons_are_said_at_once(runs: list[Run]) -> None:
+def test_all_reasons_are_said_at_once(runs: list[LoadedRun]) -> None:
     cut = replace(
         runs[1], incomplete="interrupted, after 7 steps", summary={**runs[1].summary, "window_s": [2.0, None]}
     )
@@ -56,19 +56,19 @@ def test_all_reasons_are_said_at_once(runs: list[Run]) -> None:
 
 
 @pytest.mark.parametrize("key", ["schema_version", "percentile_method", "window_s"])
-def test_what_is_counted_otherwise_is_refused(runs: list[Run], key: str) -> None:
+def test_what_is_counted_otherwise_is_refused(runs: list[LoadedRun], key: str) -> None:
     other = replace(runs[1], summary={**runs[1].summary, key: "other"})
     with pytest.raises(Incomparable, match=f"{key} is .* and other"):
         comparable.check([runs[0], other])
 
 
-def test_a_run_that_does_not_say_its_workload_is_not_taken_for_the_same(runs: list[Run]) -> None:
+def test_a_run_that_does_not_say_its_workload_is_not_taken_for_the_same(runs: list[LoadedRun]) -> None:
     unknown = [replace(run, environment={**run.environment, "workload_hash": None}) for run in runs[:2]]
     with pytest.raises(Incomparable, match="no workload_hash"):
         comparable.check(unknown)
 
 
-def test_equal_fields_with_another_hash_point_to_data_or_code(runs: list[Run]) -> None:
+def test_equal_fields_with_another_hash_point_to_data_or_code(runs: list[LoadedRun]) -> None:
     changed = replace(runs[1], environment={**runs[1].environment, "workload_hash": "0" * 64})
     with pytest.raises(Incomparable, match="the data that it was made from or the code"):
         comparable.check([runs[0], changed])

@@ -9,35 +9,35 @@ import pytest
 
 from analysis.statistics import compare, intervals
 from analysis.statistics.comparable import Incomparable
-from analysis.statistics.compare import MARK, NOT_SEEN, ONE_VALUE, SHOWN, TOO_FEW, Difference
+from analysis.statistics.compare import MARK, NOT_SEEN, ONE_VALUE, SHOWN, TOO_FEW, MetricDifference
 from analysis.statistics.intervals import Interval
-from analysis.statistics.loading import Run, read
+from analysis.statistics.loading import LoadedRun, read
 from cbsim.cli.parser import main
 from cbsim.results.checks import NAMES
 from cbsim.results.terminal import QUANTITIES, lookup, shown
 
 
-def _runs(out: Path, *words: str) -> list[Run]:
+def _runs(out: Path, *words: str) -> list[LoadedRun]:
     """Sync, then async."""
     assert main(["run", *words, "--quiet", "--out", str(out)]) == 0
     return read(sorted(out.iterdir(), key=lambda path: "-async-" in path.name))
 
 
 @pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+def example(tmp_path_factory: pytest.TempPathFactory) -> list[LoadedRun]:
     return _runs(tmp_path_factory.mktemp("example"), "worked_example", "--set", "workload.output_tokens=50")
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> list[LoadedRun]:
     return _runs(tmp_path_factory.mktemp("mixed"), "tiny_cpu", "--set", "workload.requests=80")
 
 
-def _by_name(found: list[Difference]) -> dict[str, Difference]:
+def _by_name(found: list[MetricDifference]) -> dict[str, MetricDifference]:
     return {one.metric: one for one in found}
 
 
-def test_every_metric_that_both_runs_have_is_there_with_the_summaries_values(mixed: list[Run]) -> None:
+def test_every_metric_that_both_runs_have_is_there_with_the_summaries_values(mixed: list[LoadedRun]) -> None:
     a, b = mixed
     found = _by_name(compare.differences(a, b))
     both = [name for name in NAMES if None not in (lookup(a.summary, name), lookup(b.summary, name))]
@@ -47,7 +47,7 @@ def test_every_metric_that_both_runs_have_is_there_with_the_summaries_values(mix
         assert one.delta == one.b - one.a
 
 
-def test_what_planning_meanwhile_saves_is_exact(example: list[Run]) -> None:
+def test_what_planning_meanwhile_saves_is_exact(example: list[LoadedRun]) -> None:
     """Theory: 50 steps of 42 ms against 50 of 32 ms and one plan before the first; all requests are alike, so there is
     no doubt about any latency, and the GPU's share is near 32 / 42 in all blocks of steps.
     """
@@ -64,7 +64,7 @@ def test_what_planning_meanwhile_saves_is_exact(example: list[Run]) -> None:
     assert 0.15 < active.low <= active.delta <= (active.high or 0) < 0.25
 
 
-def test_a_run_does_not_differ_from_itself(mixed: list[Run]) -> None:
+def test_a_run_does_not_differ_from_itself(mixed: list[LoadedRun]) -> None:
     """Latencies are paired: no doubt at all. Steps are not, but their interval holds 0."""
     for one in compare.differences(mixed[0], mixed[0]):
         assert one.delta == 0
@@ -75,12 +75,12 @@ def test_a_run_does_not_differ_from_itself(mixed: list[Run]) -> None:
             assert compare.range_text(one).endswith(NOT_SEEN)
 
 
-def test_runs_of_other_workloads_have_no_differences(mixed: list[Run], example: list[Run]) -> None:
+def test_runs_of_other_workloads_have_no_differences(mixed: list[LoadedRun], example: list[LoadedRun]) -> None:
     with pytest.raises(Incomparable):
         compare.differences(mixed[0], example[0])
 
 
-def test_totals_are_one_value_a_run(mixed: list[Run]) -> None:
+def test_totals_are_one_value_a_run(mixed: list[LoadedRun]) -> None:
     """One makespan from one run says nothing of the next one."""
     found = _by_name(compare.differences(*mixed))
     for name in ("makespan_s", "output_tokens_per_s", "preemptions", "steps", "ttft_s.max", "itl_s.n"):
@@ -89,7 +89,7 @@ def test_totals_are_one_value_a_run(mixed: list[Run]) -> None:
         assert compare.range_text(found[name]) == found[name].method == ONE_VALUE
 
 
-def test_small_samples_are_marked(mixed: list[Run], example: list[Run]) -> None:
+def test_small_samples_are_marked(mixed: list[LoadedRun], example: list[LoadedRun]) -> None:
     """80 requests are enough for p95 (72), not for p99 (368); 32 only for what needs 30; a total is no sample."""
     found = _by_name(compare.differences(*mixed))
     assert not found["ttft_s.p95"].few
@@ -107,7 +107,7 @@ def test_small_samples_are_marked(mixed: list[Run], example: list[Run]) -> None:
     ]
 
 
-def test_requests_that_one_run_did_not_finish_are_left_out_and_counted(mixed: list[Run]) -> None:
+def test_requests_that_one_run_did_not_finish_are_left_out_and_counted(mixed: list[LoadedRun]) -> None:
     """The values stay those of all requests; only the interval rests on those that can be paired."""
     a, b = mixed
     requests = b.requests.copy()
@@ -119,7 +119,7 @@ def test_requests_that_one_run_did_not_finish_are_left_out_and_counted(mixed: li
     assert one.a == a.summary["ttft_s"]["p50"]
 
 
-def test_only_requests_of_the_window_are_paired(mixed: list[Run]) -> None:
+def test_only_requests_of_the_window_are_paired(mixed: list[LoadedRun]) -> None:
     a, b = mixed
     late = [replace(run, summary={**run.summary, "window_s": [1.0, None]}) for run in (a, b)]
     assert len(intervals.pairs(*late)[0]) == 0
@@ -127,7 +127,7 @@ def test_only_requests_of_the_window_are_paired(mixed: list[Run]) -> None:
     assert len(intervals.pairs(*whole)[0]) == 80
 
 
-def test_requests_are_paired_by_index_not_by_row(mixed: list[Run]) -> None:
+def test_requests_are_paired_by_index_not_by_row(mixed: list[LoadedRun]) -> None:
     """Two runs may list other requests: the third row of one is not the third of the other."""
     a, b = mixed
     fewer = replace(b, requests=b.requests.iloc[3:].reset_index(drop=True))
@@ -145,7 +145,7 @@ def test_every_metric_has_a_unit_and_a_label(metric: str) -> None:
         assert (compare.label(metric), compare.unit(metric)) == given
 
 
-def test_the_table_has_what_the_terminal_shows_and_everything_when_asked(mixed: list[Run]) -> None:
+def test_the_table_has_what_the_terminal_shows_and_everything_when_asked(mixed: list[LoadedRun]) -> None:
     found = compare.differences(*mixed)
     table = compare.table(found, "one", "other")
     assert list(table.header[1:3]) == ["one", "other"]
@@ -159,9 +159,9 @@ def test_the_table_has_what_the_terminal_shows_and_everything_when_asked(mixed: 
 
 def _difference(
     a: float, b: float, unit: str, delta: tuple[float, float] | None, relative: tuple[float, float] | None
-) -> Difference:
+) -> MetricDifference:
     interval = Interval(delta, relative) if delta else None
-    return Difference("x", "X", unit, a, b, interval, 100, "how" if interval else ONE_VALUE, few=False)
+    return MetricDifference("x", "X", unit, a, b, interval, 100, "how" if interval else ONE_VALUE, few=False)
 
 
 @pytest.mark.parametrize(
@@ -176,12 +176,12 @@ def _difference(
         (_difference(1.0, 1.0, "s", (0.0, 0.0), (0.0, 0.0)), "=", NOT_SEEN),
     ],
 )
-def test_cells_read_well(one: Difference, change: str, interval: str) -> None:
+def test_cells_read_well(one: MetricDifference, change: str, interval: str) -> None:
     assert compare.change_text(one) == change
     assert compare.range_text(one) == interval
 
 
-def test_the_verdict_is_short_and_says_what_is_sure(mixed: list[Run], example: list[Run]) -> None:
+def test_the_verdict_is_short_and_says_what_is_sure(mixed: list[LoadedRun], example: list[LoadedRun]) -> None:
     sentences = compare.verdict(compare.differences(*example))
     assert 2 <= len(sentences) <= 3
     assert "makespan: -21.8 %" in sentences[0]

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.statistics import compare
-from analysis.statistics.compare import ONE_VALUE, Difference
+from analysis.statistics.compare import ONE_VALUE, MetricDifference
 from analysis.statistics.condition import Condition, ConditionError, parse, verdict
 from analysis.statistics.intervals import Interval
 
 
-def _difference(metric: str, a: float, b: float, relative: tuple[float, float] | None = None) -> Difference:
+def _difference(metric: str, a: float, b: float, relative: tuple[float, float] | None = None) -> MetricDifference:
     interval = Interval((relative[0] * a, relative[1] * a), relative) if relative else None
     method = "how" if interval else ONE_VALUE
-    return Difference(metric, compare.label(metric), compare.unit(metric), a, b, interval, 100, method, few=False)
+    return MetricDifference(metric, compare.label(metric), compare.unit(metric), a, b, interval, 100, method, few=False)
 
 
 @pytest.mark.parametrize(

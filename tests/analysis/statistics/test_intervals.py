@@ -87,7 +87,8 @@ def test_paired_intervals_cover_the_truth(
     held = []
     for _ in range(400):
         a = rng.lognormal(0.0, 0.7, 80)
-        low, high = _paired(a, a * rng.lognormal(np.log(1.1), spread, 80)).found[f"x.{statistic}"].relative or (1, 0)
+        paired = _paired(a, a * rng.lognormal(np.log(1.1), spread, 80)).by_metric
+        low, high = paired[f"x.{statistic}"].relative or (1, 0)
         held.append(bool(low <= truth <= high))
     assert 0.91 <= _share(held) <= most
 
@@ -122,7 +123,7 @@ def test_blocks_keep_what_single_steps_lose() -> None:
 def test_what_both_runs_share_cancels() -> None:
     """Theory: a constant shift of every request is a difference without doubt, however much requests vary."""
     a = np.random.default_rng(3).lognormal(0.0, 1.0, 60)
-    found = _paired(a, a + 0.25).found
+    found = _paired(a, a + 0.25).by_metric
     for one in found.values():
         assert one.delta == pytest.approx((0.25, 0.25), abs=1e-12)
         assert one.seen
@@ -130,7 +131,7 @@ def test_what_both_runs_share_cancels() -> None:
 
 def test_equal_samples_differ_by_exactly_nothing() -> None:
     a = np.random.default_rng(4).lognormal(0.0, 1.0, 60)
-    for one in _paired(a, a.copy()).found.values():
+    for one in _paired(a, a.copy()).by_metric.values():
         assert one.delta == one.relative == (0.0, 0.0)
         assert not one.seen
 
@@ -149,7 +150,7 @@ def test_chunks_do_not_change_the_draws(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_change_from_nothing_has_no_relative_interval() -> None:
     a = np.array([0.0] * 20 + [1.0] * 20)
-    found = _paired(a, a + 1.0).found
+    found = _paired(a, a + 1.0).by_metric
     assert found["x.p50"].relative is None
     assert found["x.p50"].delta == pytest.approx((1.0, 1.0))
     assert found["x.p50"].seen
@@ -159,7 +160,7 @@ def test_too_few_units_have_no_interval() -> None:
     few = np.arange(1.0, FEWEST)
     assert _paired(few, few + 1) == intervals.Intervals({}, FEWEST - 1, 0)
     enough = np.arange(1.0, FEWEST + 1)
-    assert _paired(enough, enough + 1).found
+    assert _paired(enough, enough + 1).by_metric
 
 
 def test_values_that_are_missing_are_left_out() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from analysis.statistics import landscape
-from analysis.statistics.loading import Run, read
+from analysis.statistics.loading import LoadedRun, read
 from cbsim.cli.parser import main
 from cbsim.draw.chart import Bars
 from cbsim.results.terminal import shown
@@ -17,7 +17,7 @@ SCHEDULERS = ("{name: vllm, max_num_seqs: 16}", "{name: static, batch_size: 16}"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[LoadedRun]:
     """Three schedulers, both loops, one workload of mixed lengths."""
     out = tmp_path_factory.mktemp("runs")
     words = ["run", "landscape", "--quiet", "--out", str(out), "--set", "workload.requests=48"]
@@ -26,11 +26,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     return read(sorted(out.iterdir()))
 
 
-def _rate(run: Run) -> float:
+def _rate(run: LoadedRun) -> float:
     return float(run.summary["output_tokens_per_s"])
 
 
-def test_a_sweep_of_what_arrives_is_no_ranking(runs: list[Run]) -> None:
+def test_a_sweep_of_what_arrives_is_no_ranking(runs: list[LoadedRun]) -> None:
     """More traffic is not a better server: the order stays, and there is no factor and no gain."""
     table = landscape.landscape(runs, by_rate=True)
     assert [row[0] for row in table.rows] == [run.label for run in runs]
@@ -38,7 +38,7 @@ def test_a_sweep_of_what_arrives_is_no_ranking(runs: list[Run]) -> None:
     assert {len(row) for row in table.rows} == {len(table.header)}
 
 
-def test_best_throughput_first_with_its_factor(runs: list[Run]) -> None:
+def test_best_throughput_first_with_its_factor(runs: list[LoadedRun]) -> None:
     table = landscape.landscape(runs)
     ordered = sorted(runs, key=_rate, reverse=True)
     assert [row[0] for row in table.rows] == [run.label for run in ordered]
@@ -47,7 +47,7 @@ def test_best_throughput_first_with_its_factor(runs: list[Run]) -> None:
     assert factors == [f"{_rate(run) / _rate(ordered[-1]):.2f}x" for run in ordered]
 
 
-def test_an_async_loop_gains_over_the_sync_loop_of_the_same_scheduler(runs: list[Run]) -> None:
+def test_an_async_loop_gains_over_the_sync_loop_of_the_same_scheduler(runs: list[LoadedRun]) -> None:
     table = landscape.landscape(runs)
     gains = {row[0]: row[-1] for row in table.rows}
     sync = {run.scenario["scheduler"]["name"]: run for run in runs if run.loop == "sync"}
@@ -56,7 +56,7 @@ def test_an_async_loop_gains_over_the_sync_loop_of_the_same_scheduler(runs: list
         assert gains[run.label] == ("" if run is base else f"{_rate(run) / _rate(base) - 1:+.1%}")
 
 
-def test_nothing_is_gained_over_another_configuration(runs: list[Run]) -> None:
+def test_nothing_is_gained_over_another_configuration(runs: list[LoadedRun]) -> None:
     """A measured loop is not compared with a simulated one, nor a scheduler with another."""
     one = next(run for run in runs if run.loop == "async")
     other = next(run for run in runs if run.loop == "sync" and run.scenario["scheduler"] == one.scenario["scheduler"])
@@ -68,7 +68,7 @@ def test_nothing_is_gained_over_another_configuration(runs: list[Run]) -> None:
     assert all(not row[-1] for row in landscape.landscape([one, stranger]).rows)
 
 
-def test_a_percentile_of_too_few_is_marked(runs: list[Run]) -> None:
+def test_a_percentile_of_too_few_is_marked(runs: list[LoadedRun]) -> None:
     table = landscape.landscape(runs)
     for row, run in zip(table.rows, sorted(runs, key=_rate, reverse=True), strict=True):
         cells = dict(zip(table.header, row, strict=True))
@@ -77,7 +77,7 @@ def test_a_percentile_of_too_few_is_marked(runs: list[Run]) -> None:
     assert "368" in table.says
 
 
-def test_bars_are_the_summaries_static_first_sync_before_async(runs: list[Run]) -> None:
+def test_bars_are_the_summaries_static_first_sync_before_async(runs: list[LoadedRun]) -> None:
     chart = landscape.chart(runs[::-1])
     for panel, metric in zip(chart.panels, ("output_tokens_per_s", "gpu_active"), strict=True):
         assert panel.categories[0] == "static"
@@ -91,14 +91,14 @@ def test_bars_are_the_summaries_static_first_sync_before_async(runs: list[Run]) 
                 assert height == run.summary[metric]
 
 
-def test_repetitions_have_bars_of_their_own(runs: list[Run]) -> None:
+def test_repetitions_have_bars_of_their_own(runs: list[LoadedRun]) -> None:
     pair = [runs[0], replace(runs[0], label="again")]
     chart = landscape.chart(pair)
     assert len(set(chart.panels[0].categories)) == 2
     assert sum(len(mark.x) for mark in chart.panels[0].marks if isinstance(mark, Bars)) == 2
 
 
-def test_runs_without_an_output_token_have_a_row(tmp_path: Path, runs: list[Run]) -> None:
+def test_runs_without_an_output_token_have_a_row(tmp_path: Path, runs: list[LoadedRun]) -> None:
     empty = dict(runs[0].summary) | {"output_tokens_per_s": 0.0, "tpot_s": {"n": 0}, "ttft_s": {"n": 0}}
     table = landscape.landscape([replace(runs[0], summary=empty)])
     cells = dict(zip(table.header, table.rows[0], strict=True))

@@ -12,7 +12,7 @@ import pytest
 
 from analysis.statistics import condition, pairing
 from analysis.statistics.comparable import Incomparable
-from analysis.statistics.loading import Run, read
+from analysis.statistics.loading import LoadedRun, read
 from analysis.statistics.pairing import NotAPair
 from cbsim.cli.parser import main
 from cbsim.results.checks import SINGLE
@@ -34,14 +34,14 @@ def _served(out: Path, *overrides: str, device: str | None = None, **facts: Any)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedRun, LoadedRun]:
     """Everything in the simulated run takes twice as long."""
     out = tmp_path_factory.mktemp("pair")
     sim, measured = read([_served(out / "sim", SLOW), _served(out / "measured", FAST, device=GPU)])
     return sim, measured
 
 
-def test_twice_as_slow_is_an_error_of_100_percent(pair: tuple[Run, Run]) -> None:
+def test_twice_as_slow_is_an_error_of_100_percent(pair: tuple[LoadedRun, LoadedRun]) -> None:
     """Theory: with every time doubled, times are +100 %, rates -50 %; counts and shares are right. It is certain."""
     for one in pairing.errors(*pair):
         difference = one.difference
@@ -65,7 +65,7 @@ def test_twice_as_slow_is_an_error_of_100_percent(pair: tuple[Run, Run]) -> None
             assert one.error == pytest.approx(0.0, abs=1e-9)
 
 
-def test_phases_and_lanes_are_compared_in_microseconds(pair: tuple[Run, Run]) -> None:
+def test_phases_and_lanes_are_compared_in_microseconds(pair: tuple[LoadedRun, LoadedRun]) -> None:
     phases = {one.name: one for one in pairing.phases(*pair)}
     assert list(phases) == ["schedule", "prepare", "launch", "await", "update", "h2d", "compute", "d2h"]
     compute = phases["compute"]
@@ -74,7 +74,7 @@ def test_phases_and_lanes_are_compared_in_microseconds(pair: tuple[Run, Run]) ->
     assert phases["h2d"].error is None or phases["h2d"].measured_mean_us > 0
 
 
-def test_conditions_apply_to_errors(pair: tuple[Run, Run]) -> None:
+def test_conditions_apply_to_errors(pair: tuple[LoadedRun, LoadedRun]) -> None:
     """An error of +100 % is beyond 5 % either way; what is judged is simulated against measured."""
     found = [one.difference for one in pairing.errors(*pair)]
     assert condition.verdict(condition.parse("tpot.p50>±5%"), found)[0]
@@ -83,7 +83,7 @@ def test_conditions_apply_to_errors(pair: tuple[Run, Run]) -> None:
     assert not condition.verdict(condition.parse("gpu_active>±1pt"), found)[0]
 
 
-def test_the_summary_has_the_largest_and_the_median_error(pair: tuple[Run, Run]) -> None:
+def test_the_summary_has_the_largest_and_the_median_error(pair: tuple[LoadedRun, LoadedRun]) -> None:
     sim, measured = pair
     text = pairing.summary_line(pairing.errors(sim, measured))
     assert "times and rates: median 100.0 %, largest +100.0 %" in text
@@ -92,7 +92,7 @@ def test_the_summary_has_the_largest_and_the_median_error(pair: tuple[Run, Run])
     assert pairing.summary_line([]) == "no metric to tell by"
 
 
-def test_zero_of_zero_does_not_make_the_median_small(pair: tuple[Run, Run]) -> None:
+def test_zero_of_zero_does_not_make_the_median_small(pair: tuple[LoadedRun, LoadedRun]) -> None:
     """Counts that agree because nothing happened are no merit of the simulator."""
     errors = pairing.errors(*pair)
     some = [one for one in errors if one.metric in ("makespan_s", "preemptions", "wasted_rows", "padding_share")]
@@ -100,7 +100,7 @@ def test_zero_of_zero_does_not_make_the_median_small(pair: tuple[Run, Run]) -> N
     assert "share" not in pairing.summary_line(some)
 
 
-def test_runs_that_are_no_pair_are_refused_by_name(pair: tuple[Run, Run]) -> None:
+def test_runs_that_are_no_pair_are_refused_by_name(pair: tuple[LoadedRun, LoadedRun]) -> None:
     sim, measured = pair
     with pytest.raises(NotAPair, match="is measured, expected a simulated run; put the simulated run first") as caught:
         pairing.errors(measured, sim)
@@ -111,13 +111,13 @@ def test_runs_that_are_no_pair_are_refused_by_name(pair: tuple[Run, Run]) -> Non
         pairing.tables(measured, measured)
 
 
-def test_another_workload_is_no_measure_of_error(pair: tuple[Run, Run], tmp_path: Path) -> None:
+def test_another_workload_is_no_measure_of_error(pair: tuple[LoadedRun, LoadedRun], tmp_path: Path) -> None:
     (other,) = read([_served(tmp_path / "other", "seed=4", device=GPU)])
     with pytest.raises(Incomparable, match="seed is 0 and 4"):
         pairing.errors(pair[0], other)
 
 
-def test_all_at_once_the_same_plans_are_made_at_any_speed(pair: tuple[Run, Run]) -> None:
+def test_all_at_once_the_same_plans_are_made_at_any_speed(pair: tuple[LoadedRun, LoadedRun]) -> None:
     found = pairing.divergence(*pair)
     steps = len(pair[0].steps)
     assert (found.agreed, found.simulated_steps, found.measured_steps, found.step) == (steps, steps, steps, None)
@@ -138,14 +138,14 @@ def test_arrivals_that_meet_other_steps_part_the_plans(tmp_path: Path) -> None:
     assert "normal" in found.reason
 
 
-def test_other_settings_are_named_before_anything_else(pair: tuple[Run, Run], tmp_path: Path) -> None:
+def test_other_settings_are_named_before_anything_else(pair: tuple[LoadedRun, LoadedRun], tmp_path: Path) -> None:
     (other,) = read([_served(tmp_path / "other", FAST, "scheduler.max_num_seqs=8", device=GPU)])
     found = pairing.divergence(pair[0], other)
     assert "scheduler.max_num_seqs" in found.reason
     assert "cost" not in found.reason
 
 
-def test_a_run_with_more_steps_parts_where_the_other_ends(pair: tuple[Run, Run]) -> None:
+def test_a_run_with_more_steps_parts_where_the_other_ends(pair: tuple[LoadedRun, LoadedRun]) -> None:
     sim, measured = pair
     short = replace(measured, table=type(measured.table)(measured.table.table[:10]))
     found = pairing.divergence(sim, short)
@@ -153,12 +153,12 @@ def test_a_run_with_more_steps_parts_where_the_other_ends(pair: tuple[Run, Run])
     assert "more steps" in found.reason
 
 
-def test_both_runs_are_replayed(pair: tuple[Run, Run]) -> None:
+def test_both_runs_are_replayed(pair: tuple[LoadedRun, LoadedRun]) -> None:
     for run, one in zip(pair, pairing.replays(pair), strict=True):
         assert (one.run, one.matched, one.steps, one.says) == (run.label, len(run.steps), len(run.steps), "identical")
 
 
-def test_what_cannot_be_replayed_says_why(pair: tuple[Run, Run], tmp_path: Path) -> None:
+def test_what_cannot_be_replayed_says_why(pair: tuple[LoadedRun, LoadedRun], tmp_path: Path) -> None:
     """Another engine decides by itself; a broken directory is named. Neither stops the report."""
     sim, measured = pair
     peer = Path(shutil.copytree(measured.path, tmp_path / "peer"))
@@ -172,7 +172,7 @@ def test_what_cannot_be_replayed_says_why(pair: tuple[Run, Run], tmp_path: Path)
     assert "steps.parquet" in broken.says
 
 
-def test_tables_are_whole(pair: tuple[Run, Run]) -> None:
+def test_tables_are_whole(pair: tuple[LoadedRun, LoadedRun]) -> None:
     tables = pairing.tables(*pair)
     assert [table.title for table in tables] == ["Errors", "Time in a step", "Decisions"]
     for table in tables:
@@ -183,7 +183,7 @@ def test_tables_are_whole(pair: tuple[Run, Run]) -> None:
     assert len(pairing.tables(*pair, everything=True)[0].rows) == len(pairing.errors(*pair))
 
 
-def test_runs_without_steps_have_no_phases(pair: tuple[Run, Run]) -> None:
+def test_runs_without_steps_have_no_phases(pair: tuple[LoadedRun, LoadedRun]) -> None:
     sim, measured = pair
     empty = replace(measured, table=type(measured.table)(measured.table.table[:0]))
     assert pairing.phases(sim, empty) == []

@@ -9,7 +9,7 @@ import pytest
 
 from analysis.figures import gallery
 from analysis.statistics import sweeps
-from analysis.statistics.loading import Run, read
+from analysis.statistics.loading import LoadedRun, read
 from cbsim.cli.parser import main
 from cbsim.draw.chart import Edge, Line, Points
 from cbsim.results.terminal import lookup
@@ -21,14 +21,14 @@ SERVICE_S = {
 RATES = (1, 2, 2.7, 4)
 
 
-def _run(out: Path, *settings: str) -> list[Run]:
+def _run(out: Path, *settings: str) -> list[LoadedRun]:
     words = [word for setting in settings for word in ("--set", setting)]
     assert main(["run", "worked_example", "--quiet", "--out", str(out), *words]) == 0
     return read(sorted(out.iterdir(), key=lambda path: "-async-" in path.name))
 
 
 @pytest.fixture(scope="module")
-def rated(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+def rated(tmp_path_factory: pytest.TempPathFactory) -> list[LoadedRun]:
     """A server that can bear 1 / SERVICE_S requests a second, under constant arrivals of several rates, both loops."""
     paths = []
     for rate in RATES:
@@ -40,7 +40,7 @@ def rated(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
 
 
 @pytest.fixture(scope="module")
-def seats(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+def seats(tmp_path_factory: pytest.TempPathFactory) -> list[LoadedRun]:
     paths = []
     for count in (4, 8, 16):
         out = tmp_path_factory.mktemp("seats")
@@ -49,7 +49,7 @@ def seats(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     return read(paths)
 
 
-def test_a_sweep_of_the_rate_is_found_with_a_group_for_each_loop(rated: list[Run]) -> None:
+def test_a_sweep_of_the_rate_is_found_with_a_group_for_each_loop(rated: list[LoadedRun]) -> None:
     """Whatever the order of the runs; groups ascend."""
     for runs in (rated, rated[::-1]):
         found = sweeps.sweep(runs)
@@ -62,7 +62,7 @@ def test_a_sweep_of_the_rate_is_found_with_a_group_for_each_loop(rated: list[Run
             assert {run.loop for run in group.runs} == {group.label}
 
 
-def test_the_knee_is_where_service_cannot_keep_up(rated: list[Run]) -> None:
+def test_the_knee_is_where_service_cannot_keep_up(rated: list[LoadedRun]) -> None:
     """Theory: a server that needs S seconds for a request, one after the other, bears rates below 1 / S."""
     found = sweeps.sweep(rated)
     assert found is not None
@@ -73,7 +73,7 @@ def test_the_knee_is_where_service_cannot_keep_up(rated: list[Run]) -> None:
     assert {group.label: sweeps.knee(group, RATES).rate for group in found.groups} == {"sync": 2, "async": 2.7}
 
 
-def test_no_knee_is_claimed_outside_the_range(rated: list[Run]) -> None:
+def test_no_knee_is_claimed_outside_the_range(rated: list[LoadedRun]) -> None:
     found = sweeps.sweep(rated)
     assert found is not None
     group = found.groups[0]
@@ -85,17 +85,17 @@ def test_no_knee_is_claimed_outside_the_range(rated: list[Run]) -> None:
         assert "no knee in this range" in knee.says and said in knee.says
 
 
-def test_the_offered_rate_is_that_of_the_arrivals(rated: list[Run]) -> None:
+def test_the_offered_rate_is_that_of_the_arrivals(rated: list[LoadedRun]) -> None:
     for run in rated:
         assert sweeps.offered(run) == pytest.approx(run.scenario["workload"]["arrivals"]["rate_per_s"])
 
 
-def test_runs_that_arrive_at_once_have_no_rate(seats: list[Run]) -> None:
+def test_runs_that_arrive_at_once_have_no_rate(seats: list[LoadedRun]) -> None:
     assert sweeps.offered(seats[0]) is None
     assert sweeps.keeps_up(seats[0]) is None
 
 
-def test_any_number_can_be_swept(seats: list[Run]) -> None:
+def test_any_number_can_be_swept(seats: list[LoadedRun]) -> None:
     found = sweeps.sweep(seats)
     assert found is not None
     assert (found.field, list(found.values)) == ("scheduler.max_num_seqs", [4, 8, 16])
@@ -103,7 +103,7 @@ def test_any_number_can_be_swept(seats: list[Run]) -> None:
     assert "scheduler.max_num_seqs = 16" in sweeps.findings(found)[0]
 
 
-def test_what_is_no_sweep_is_none(rated: list[Run], seats: list[Run], tmp_path: Path) -> None:
+def test_what_is_no_sweep_is_none(rated: list[LoadedRun], seats: list[LoadedRun], tmp_path: Path) -> None:
     """Two values are none, nor are runs that differ in more than one field, nor the loops of one scenario."""
     assert sweeps.sweep(seats[:2]) is None
     assert sweeps.sweep(_run(tmp_path, "workload.output_tokens=5")) is None
@@ -111,7 +111,7 @@ def test_what_is_no_sweep_is_none(rated: list[Run], seats: list[Run], tmp_path: 
     assert sweeps.sweep(seats[:1]) is None
 
 
-def test_seeds_repeat_a_point(seats: list[Run]) -> None:
+def test_seeds_repeat_a_point(seats: list[LoadedRun]) -> None:
     """Runs that differ in the seed as well are the same sweep: a marker each, the line through their mean."""
     again = [replace(run, label=f"{run.label} again", scenario=dict(run.scenario) | {"seed": 1}) for run in seats]
     again = [replace(run, summary=dict(run.summary) | {"output_tokens_per_s": 0.0}) for run in again]
@@ -125,7 +125,7 @@ def test_seeds_repeat_a_point(seats: list[Run]) -> None:
     assert line.y == pytest.approx([run.summary["output_tokens_per_s"] / 2 for run in seats])
 
 
-def test_curves_show_the_summaries(rated: list[Run]) -> None:
+def test_curves_show_the_summaries(rated: list[LoadedRun]) -> None:
     """Every point is a metric of a run; the knee stands at its rate; p99 is not drawn of 60 requests."""
     found = sweeps.sweep(rated)
     assert found is not None
@@ -145,7 +145,7 @@ def test_curves_show_the_summaries(rated: list[Run]) -> None:
     assert [list(mark.labels) for mark in points] == [[f"{rate:g}" for rate in RATES]] * 2
 
 
-def test_the_service_level_has_a_rate_of_its_own(rated: list[Run]) -> None:
+def test_the_service_level_has_a_rate_of_its_own(rated: list[LoadedRun]) -> None:
     """It may allow for a wait that a knee does not: up to which rate 99 % of the requests meet it."""
     rate = "workload.arrivals.rate_per_s"
     met = {1: 1.0, 2: 0.995, 2.7: 0.98, 4: 1.0}  # a rate above one that misses it does not count

@@ -12,21 +12,21 @@ import pytest
 
 from analysis.statistics import trust
 from analysis.statistics.content import Caveat
-from analysis.statistics.loading import Run, read
+from analysis.statistics.loading import LoadedRun, read
 from cbsim.cli.parser import main
 from cbsim.results.metrics import Steps
 from cbsim.results.record import STEP_COLUMNS
 
 CONSTANT = "cost={kind: constant, step_s: 0.01}"  # eight seats of ten steps: a capacity of about 80 requests a second
 SMALL = ("model=tiny", "hardware=laptop-cpu", "scheduler={name: vllm, max_num_seqs: 8}", "loop.mode=sync", CONSTANT)
-Serve = Callable[..., Run]
+Serve = Callable[..., LoadedRun]
 
 
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
     """A run of requests of ten tokens, in eight seats, with fields as given."""
 
-    def run(*overrides: str) -> Run:
+    def run(*overrides: str) -> LoadedRun:
         out = tmp_path_factory.mktemp("runs")
         fields = (*SMALL, "workload.output_tokens=10", "workload.prompt_tokens=16", "workload.requests=400", *overrides)
         words = [word for field in fields for word in ("--set", field)]
@@ -38,24 +38,24 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
 
 
 @pytest.fixture(scope="module")
-def plain(serve: Serve) -> Run:
+def plain(serve: Serve) -> LoadedRun:
     return serve()
 
 
-def _kinds(*runs: Run) -> list[str]:
+def _kinds(*runs: LoadedRun) -> list[str]:
     return [one.kind for one in trust.caveats(runs)]
 
 
-def _text(kind: str, *runs: Run) -> str:
+def _text(kind: str, *runs: LoadedRun) -> str:
     (one,) = [one for one in trust.caveats(runs) if one.kind == kind]
     return one.text
 
 
-def _with(run: Run, **facts: Any) -> Run:
+def _with(run: LoadedRun, **facts: Any) -> LoadedRun:
     return replace(run, environment={**run.environment, **facts})
 
 
-def test_a_plain_run_has_no_caveat(plain: Run) -> None:
+def test_a_plain_run_has_no_caveat(plain: LoadedRun) -> None:
     """400 requests at once, a known commit, nothing assumed: nothing to be said."""
     assert trust.caveats([plain]) == []
     assert trust.caveats([]) == []
@@ -104,7 +104,7 @@ def test_too_few_requests_name_how_many_there_are_and_are_needed(serve: Serve) -
     assert "p95 wants 72" in _text("few requests", serve("workload.requests=71"))
 
 
-def test_a_long_tail_is_said_with_its_share(serve: Serve, plain: Run) -> None:
+def test_a_long_tail_is_said_with_its_share(serve: Serve, plain: LoadedRun) -> None:
     """A few requests of 1500 tokens outlive many of 10: the rates are mostly those of a server that idles."""
     lengths = f"workload.output_tokens={{empirical: {{values: [{', '.join(['10'] * 40 + ['1500'])}]}}}}"
     run = serve(lengths, "workload.requests=120")
@@ -114,7 +114,7 @@ def test_a_long_tail_is_said_with_its_share(serve: Serve, plain: Run) -> None:
     assert "tail" not in _kinds(light)  # few requests at a time are what was asked for
 
 
-def test_requests_that_did_not_end_are_counted(plain: Run) -> None:
+def test_requests_that_did_not_end_are_counted(plain: LoadedRun) -> None:
     by_status = {**plain.summary["requests_by_status"], "length": 390, "refused": 7, "aborted": 3}
     text = _text("not done", replace(plain, summary={**plain.summary, "requests_by_status": by_status}))
     assert "of 400 requests" in text
@@ -122,7 +122,7 @@ def test_requests_that_did_not_end_are_counted(plain: Run) -> None:
     assert "3 aborted" in text
 
 
-def test_an_incomplete_run_comes_first(plain: Run) -> None:
+def test_an_incomplete_run_comes_first(plain: LoadedRun) -> None:
     cut = _with(replace(plain, incomplete="interrupted, after 7 steps"), git={"commit": None, "dirty": None})
     found = trust.caveats([cut])
     assert [one.kind for one in found] == ["incomplete", "code"]
@@ -144,13 +144,13 @@ def test_an_incomplete_run_comes_first(plain: Run) -> None:
         ),
     ],
 )
-def test_what_the_environment_says(plain: Run, facts: dict[str, Any], kind: str, says: str) -> None:
+def test_what_the_environment_says(plain: LoadedRun, facts: dict[str, Any], kind: str, says: str) -> None:
     run = _with(plain, **facts)
     assert _kinds(run) == [kind]
     assert says in _text(kind, run)
 
 
-def _on(run: Run, device: str, hardware: str) -> Run:
+def _on(run: LoadedRun, device: str, hardware: str) -> LoadedRun:
     return _with(replace(run, scenario={**run.scenario, "hardware": {"name": hardware}}), device=device)
 
 
@@ -167,13 +167,13 @@ def _on(run: Run, device: str, hardware: str) -> Run:
         ("NVIDIA H100 80GB HBM3", "one core of a laptop", False),
     ],
 )
-def test_hardware_is_told_by_its_model(plain: Run, device: str, hardware: str, other: bool) -> None:
+def test_hardware_is_told_by_its_model(plain: LoadedRun, device: str, hardware: str, other: bool) -> None:
     """80 GB and HBM3 are no model: two different GPUs have them."""
     assert ("hardware" in _kinds(_on(plain, device, hardware))) is other
     assert "hardware" not in _kinds(_on(plain, "simulated", hardware))
 
 
-def test_runs_on_different_devices_code_and_packages(plain: Run) -> None:
+def test_runs_on_different_devices_code_and_packages(plain: LoadedRun) -> None:
     one = _with(plain, device="gpu one", packages={"torch": "2.11", "numpy": "2.4"})
     other = _with(plain, device="gpu two", packages={"torch": "2.13", "numpy": "2.4", "simpy": "4"})
     other = _with(other, git={"commit": "d" * 40, "dirty": False})
@@ -184,7 +184,7 @@ def test_runs_on_different_devices_code_and_packages(plain: Run) -> None:
     assert texts[2] == "made with different versions: torch 2.11, 2.13."
 
 
-def test_a_text_of_several_runs_is_said_once(plain: Run) -> None:
+def test_a_text_of_several_runs_is_said_once(plain: LoadedRun) -> None:
     runs = [replace(plain, label=label) for label in ("one", "two", "three")]
     modelled = [_with(run, device="modelled") for run in runs]
     assert [one.run for one in trust.caveats(modelled)] == [""]
@@ -201,7 +201,7 @@ def test_a_roofline_is_an_assumption_with_figures(serve: Serve) -> None:
     assert "assumed" not in _kinds(_with(run, device="gpu"))
 
 
-def test_a_slow_first_step_is_told_from_a_large_one(plain: Run) -> None:
+def test_a_slow_first_step_is_told_from_a_large_one(plain: LoadedRun) -> None:
     """Only steps of about as many tokens are compared: a long prompt is not a slow start."""
     run = _with(plain, device="gpu")
     assert "slow start" not in _kinds(run)
@@ -214,7 +214,7 @@ def test_a_slow_first_step_is_told_from_a_large_one(plain: Run) -> None:
     assert "slow start" not in _kinds(replace(run, table=Steps(table)))
 
 
-def test_a_run_of_nothing_has_caveats_not_errors(plain: Run, tmp_path: Path) -> None:
+def test_a_run_of_nothing_has_caveats_not_errors(plain: LoadedRun, tmp_path: Path) -> None:
     empty = replace(
         plain,
         requests=plain.requests.iloc[:0],

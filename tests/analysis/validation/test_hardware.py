@@ -14,10 +14,10 @@ from validations import GPU, case
 
 from analysis.cli import parser
 from analysis.figures import predictions as figures
-from analysis.figures.predictions import Point
-from analysis.statistics.pairing import Replay
+from analysis.figures.predictions import SpeedUpPoint
+from analysis.statistics.pairing import ReplayOutcome
 from analysis.validation import cases, causes, many_workloads, tally
-from analysis.validation.cases import Case, Validation
+from analysis.validation.cases import DeviceCases, ValidationCase
 from cbsim.draw import folder, render
 from cbsim.draw.chart import Chart, Level, Line, Points
 from cbsim.proof.bars import BARS, BOTH, Bar, Score
@@ -27,7 +27,7 @@ MAKESPAN, SPEED_UP, TTFT = BAR["makespan"], BAR["async speed-up"], BAR["TTFT p50
 
 
 @pytest.fixture(scope="session")
-def slow(tmp_path_factory: pytest.TempPathFactory, loops: dict[str, Path]) -> Validation:
+def slow(tmp_path_factory: pytest.TempPathFactory, loops: dict[str, Path]) -> DeviceCases:
     """Two cases on a curve: one is simulated right, in the other everything takes twice as long."""
     place = tmp_path_factory.mktemp("slow")
     case(place, "right", loops["fast"], [loops["fast"]], injected_ms=0.0, curve="tiny")
@@ -40,14 +40,14 @@ def score(bar: Bar, error: float, loop: str = "sync", *, spread: float | None = 
     return Score(loop, bar, 1 + error, 1.0, error, spread, counts)
 
 
-def scored(like: Case, name: str, *scores: Score) -> Case:
+def scored(like: ValidationCase, name: str, *scores: Score) -> ValidationCase:
     return replace(like, name=name, scores=scores)
 
 
 # -- what it comes to -------------------------------------------------------------------------------------------------
 
 
-def test_bars_are_counted_over_what_is_asked(slow: Validation) -> None:
+def test_bars_are_counted_over_what_is_asked(slow: DeviceCases) -> None:
     """What is not asked counts nowhere; an error that is no number is the largest of all, and missed."""
     like = slow.cases[0]
     found = [
@@ -72,7 +72,7 @@ def test_bars_are_counted_over_what_is_asked(slow: Validation) -> None:
     assert row[2:5] == ("1 of 4", "2", "1") and row[6:] == ("no number", "c, sync")
 
 
-def test_cells_say_whether_a_bar_is_missed_undecided_or_not_asked(slow: Validation) -> None:
+def test_cells_say_whether_a_bar_is_missed_undecided_or_not_asked(slow: DeviceCases) -> None:
     like = slow.cases[0]
     found = scored(
         like,
@@ -88,7 +88,7 @@ def test_cells_say_whether_a_bar_is_missed_undecided_or_not_asked(slow: Validati
     assert (sync["speed-up"], overlapped["speed-up"]) == ("-", "-1.00 pt")
 
 
-def test_findings_name_the_verdict_the_worst_and_what_does_not_replay(slow: Validation) -> None:
+def test_findings_name_the_verdict_the_worst_and_what_does_not_replay(slow: DeviceCases) -> None:
     like = slow.cases[1]
     found = scored(like, "a", score(MAKESPAN, 0.01), score(SPEED_UP, -0.05, BOTH), score(MAKESPAN, 0.04, spread=0.06))
     verdict, largest, speed_up, replayed = tally.findings([found])
@@ -98,22 +98,25 @@ def test_findings_name_the_verdict_the_worst_and_what_does_not_replay(slow: Vali
     )
     assert "largest error -5.00 pt, in a, with 8 ms of CPU work" in speed_up
     assert replayed == "Every measured run replays to identical plans: 4 of 4."
-    parted = replace(found, replays={"sync": [Replay("a sync measured", 3, 9, "step 3: rows is 2, recorded 1")]})
+    parted = replace(found, replays={"sync": [ReplayOutcome("a sync measured", 3, 9, "step 3: rows is 2, recorded 1")]})
     assert "0 of 1 measured run replay to identical plans; not a sync measured: step 3" in tally.findings([parted])[-1]
     assert tally.error_table([replace(parted, loops={"sync": like.loops["sync"]})]).rows[0][-1] == "3 of 9 *"
 
 
-def test_only_what_is_missed_or_does_not_replay_fails(slow: Validation) -> None:
+def test_only_what_is_missed_or_does_not_replay_fails(slow: DeviceCases) -> None:
     """Undecided is not missed: another measurement might meet it. A plan that differs fails by itself."""
     like = slow.cases[0]
     held = scored(like, "a", score(MAKESPAN, 0.01), score(MAKESPAN, 0.04, spread=0.06), score(TTFT, 0.9, counts=False))
     assert tally.holds([held])
     assert not tally.holds([held, scored(like, "b", score(MAKESPAN, 0.04))])
-    for parted in (Replay("a", 3, 9, "step 3: rows"), Replay("a", None, 9, "cannot be replayed: served by another")):
+    for parted in (
+        ReplayOutcome("a", 3, 9, "step 3: rows"),
+        ReplayOutcome("a", None, 9, "cannot be replayed: served by another"),
+    ):
         assert not tally.holds([replace(held, replays={"sync": [parted]})])
 
 
-def test_repeats_say_how_far_measured_runs_lie_apart(slow: Validation) -> None:
+def test_repeats_say_how_far_measured_runs_lie_apart(slow: DeviceCases) -> None:
     """Only of what was measured more than once; more than the bar allows is marked."""
     assert tally.repeat_table(slow.cases[:1]) == []
     (table,) = tally.repeat_table(slow.cases)
@@ -123,7 +126,7 @@ def test_repeats_say_how_far_measured_runs_lie_apart(slow: Validation) -> None:
     assert sync[3] == "6.0% ~" and (sync[-1], overlapped[-1]) == ("-", "1.10 pt")
 
 
-def test_a_miss_is_traced_to_the_lane_that_differs_most(slow: Validation) -> None:
+def test_a_miss_is_traced_to_the_lane_that_differs_most(slow: DeviceCases) -> None:
     """Everything takes twice as long: most of it is the compute lane, in both kinds of steps."""
     (table,) = causes.table(slow.cases)
     assert [row[:2] for row in table.rows] == [("wrong", "sync"), ("wrong", "async")]
@@ -143,13 +146,13 @@ def test_what_runs_beside_something_longer_is_no_cause(tmp_path: Path, loops: di
     assert named["async"] is not None and named["async"].name in ("schedule", "update")
 
 
-def test_other_batches_are_a_cause_of_their_own(slow: Validation) -> None:
+def test_other_batches_are_a_cause_of_their_own(slow: DeviceCases) -> None:
     """A run of twice as many steps cannot be explained by the length of one."""
     found = causes.cause(slow.cases[0].loops["sync"], ["makespan"])
     assert replace(found, simulated_steps=2 * found.measured_steps).says == "+100.0% steps: other batches"
 
 
-def test_runs_without_steps_have_no_cause(slow: Validation) -> None:
+def test_runs_without_steps_have_no_cause(slow: DeviceCases) -> None:
     pair = slow.cases[0].loops["sync"]
     empty = replace(pair.simulated, table=type(pair.simulated.table)(pair.simulated.table.table[:0]))
     assert causes.cause(replace(pair, simulated=empty), ["makespan"]).says == "no step with rows to tell by"
@@ -165,7 +168,13 @@ def _of(chart: Chart, kind: type, name: str, panel: int = 0) -> Any:
 def test_predicted_points_are_on_the_line_alone() -> None:
     """Between two measured cases the line has the points that were only simulated."""
     chart = figures.speed_up(
-        {"tiny": [Point("a", 0.0, 0.05, [0.04]), Point("a", 3.0, 0.2, ()), Point("b", 8.0, 0.1, [0.1])]}
+        {
+            "tiny": [
+                SpeedUpPoint("a", 0.0, 0.05, [0.04]),
+                SpeedUpPoint("a", 3.0, 0.2, ()),
+                SpeedUpPoint("b", 8.0, 0.1, [0.1]),
+            ]
+        }
     )
     line, measured = _of(chart, Line, "tiny: simulated"), _of(chart, Points, "tiny: measured")
     assert line.x.tolist() == [0, 3, 8] and measured.x.tolist() == [0, 8]
@@ -173,8 +182,8 @@ def test_predicted_points_are_on_the_line_alone() -> None:
 
 def test_speed_up_is_drawn_over_the_injected_time_with_every_repeat() -> None:
     """In percent over milliseconds; the line, simulated, goes from left to right in any order of the cases."""
-    points = [Point("b", 8.0, 0.2, [0.21, 0.25]), Point("a", 0.0, 0.05, [0.04])]
-    chart = figures.speed_up({"tiny": points, "large": [Point("c", 1.0, 0.1, [0.1])]})
+    points = [SpeedUpPoint("b", 8.0, 0.2, [0.21, 0.25]), SpeedUpPoint("a", 0.0, 0.05, [0.04])]
+    chart = figures.speed_up({"tiny": points, "large": [SpeedUpPoint("c", 1.0, 0.1, [0.1])]})
     line, measured = _of(chart, Line, "tiny: simulated"), _of(chart, Points, "tiny: measured")
     assert (list(line.x), list(line.y)) == ([0, 8], pytest.approx([5, 20]))
     assert (list(measured.x), list(measured.y)) == ([0, 8, 8], pytest.approx([4, 21, 25]))
@@ -225,7 +234,7 @@ def test_points_of_cases_and_loops_stay_in_the_place_of_their_metric() -> None:
     assert len(set(x)) == len(x) and all(abs(place - round(place)) < 0.45 for place in x)
 
 
-def test_lanes_are_measured_above_simulated_loop_by_loop(slow: Validation) -> None:
+def test_lanes_are_measured_above_simulated_loop_by_loop(slow: DeviceCases) -> None:
     """Whichever of the runs is pipelined, so that what belongs together stands together; all from the same step on."""
     chart = many_workloads.case_lanes(slow.cases[1])
     titles = [panel.title.partition(":")[0] for panel in chart.panels]
@@ -234,7 +243,7 @@ def test_lanes_are_measured_above_simulated_loop_by_loop(slow: Validation) -> No
     assert len(firsts) == 1 and chart.share_x
 
 
-def test_the_case_whose_lanes_are_drawn_is_the_known_one_else_one_on_a_curve(slow: Validation) -> None:
+def test_the_case_whose_lanes_are_drawn_is_the_known_one_else_one_on_a_curve(slow: DeviceCases) -> None:
     right, wrong = slow.cases
     known, plain = replace(right, name="8k_b32", curve=None), replace(right, curve=None)
     assert many_workloads.chosen([plain, wrong, known]) is known
@@ -245,7 +254,7 @@ def test_the_case_whose_lanes_are_drawn_is_the_known_one_else_one_on_a_curve(slo
 # -- the report -------------------------------------------------------------------------------------------------------
 
 
-def test_a_report_has_its_tables_and_figures_and_no_text_twice(slow: Validation) -> None:
+def test_a_report_has_its_tables_and_figures_and_no_text_twice(slow: DeviceCases) -> None:
     """Dozens of runs: the scenario once a case, every run with folder and command."""
     made = many_workloads.build(slow, "c")
     assert made.title == "Simulated against measured: NVIDIA H100"
@@ -267,7 +276,7 @@ def test_without_curves_and_repeats_their_figure_and_table_are_left_out(one: Pat
     assert [chart.key for chart in made.charts] == ["errors", "scatter", "lanes"]
 
 
-def test_a_caveat_of_many_runs_names_a_few(slow: Validation) -> None:
+def test_a_caveat_of_many_runs_names_a_few(slow: DeviceCases) -> None:
     """The labels of a hundred runs are no sentence."""
     many = [replace(slow.cases[0], name=f"case {i}", loops=_relabelled(slow.cases[0], i)) for i in range(9)]
     for caveat in many_workloads.caveats(many):
@@ -275,7 +284,7 @@ def test_a_caveat_of_many_runs_names_a_few(slow: Validation) -> None:
     assert any("and" in caveat.run and "more" in caveat.run for caveat in many_workloads.caveats(many))
 
 
-def _relabelled(like: Case, index: int) -> dict[str, Any]:
+def _relabelled(like: ValidationCase, index: int) -> dict[str, Any]:
     facts = {"device": GPU, "injected_ms": {"prepare": 4.0}}
     return {
         loop: replace(
@@ -287,7 +296,7 @@ def _relabelled(like: Case, index: int) -> dict[str, Any]:
     }
 
 
-def test_the_command_writes_a_whole_report_that_the_index_lists(slow: Validation, tmp_path: Path) -> None:
+def test_the_command_writes_a_whole_report_that_the_index_lists(slow: DeviceCases, tmp_path: Path) -> None:
     out = tmp_path / "reports" / "gpu"
     assert parser.main(["predictions", str(slow.place), "--out", str(out)]) == 0
     facts = json.loads((out / folder.FACTS).read_text())
@@ -306,14 +315,14 @@ def test_the_command_writes_a_whole_report_that_the_index_lists(slow: Validation
     assert "[Simulated against measured: NVIDIA H100](gpu/report.md)" in (out.parent / "README.md").read_text()
 
 
-def test_a_number_that_is_none_is_null_in_the_facts(slow: Validation) -> None:
+def test_a_number_that_is_none_is_null_in_the_facts(slow: DeviceCases) -> None:
     """report.json stays JSON."""
     found = scored(slow.cases[0], "a", score(MAKESPAN, float("nan"), spread=float("inf")))
     (one,) = many_workloads.scores([found])
     assert (one["error"], one["spread"], one["simulated"], one["measured"]) == (None, None, None, 1.0)
 
 
-def test_missed_bars_fail_only_a_check(slow: Validation, one: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missed_bars_fail_only_a_check(slow: DeviceCases, one: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The report is written either way, by default into the folder itself, again and again."""
     for words, status in (((), 0), (("--check",), 3)):
         assert parser.main(["predictions", str(slow.place), *words]) == status

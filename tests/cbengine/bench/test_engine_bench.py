@@ -16,7 +16,7 @@ from served import SHAPE
 
 from cbengine import build, servers
 from cbengine.bench import attention_bench, engine_bench, timing
-from cbengine.bench.figures import Budget, Figure, Group, shown
+from cbengine.bench.figures import Budget, Figure, FindingGroup, shown
 from cbengine.build import Setup
 from cbengine.errors import MissingError, UsageError
 from cbengine.model.ops import TorchOps
@@ -66,7 +66,7 @@ def test_every_figure_is_printed_before_the_next_is_measured(
             seen.append(capfd.readouterr().out)
             yield Figure(name, 1.0, "s")
 
-    monkeypatch.setattr(engine_bench, "on_gpu", lambda out, serve, quick: [Group("all", measured)])
+    monkeypatch.setattr(engine_bench, "on_gpu", lambda out, serve, quick: [FindingGroup("all", measured)])
     assert engine_bench.bench("cuda", tmp_path, servers.maker, quick=True, as_json=False) == 0
     assert [text.split()[:1] for text in seen] == [[], ["first"]]
     assert capfd.readouterr().out.split()[0] == "second"
@@ -77,7 +77,7 @@ def test_json_is_one_list_on_stdout_and_the_lines_are_on_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     figures = [Figure("first", 1.0, "s"), Figure("second", 2.0, "x", ">= 2", True)]
-    monkeypatch.setattr(engine_bench, "on_gpu", lambda out, serve, quick: [Group("all", lambda: figures)])
+    monkeypatch.setattr(engine_bench, "on_gpu", lambda out, serve, quick: [FindingGroup("all", lambda: figures)])
     assert engine_bench.bench("cuda", tmp_path, servers.maker, quick=True, as_json=True) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)[1] == {"name": "second", "value": 2.0, "unit": "x", "bar": ">= 2", "holds": True}
@@ -94,7 +94,7 @@ def test_a_group_that_fails_is_told_and_the_others_are_measured(
         yield Figure("before", 1.0, "s")
         raise RuntimeError("no memory\nfor details see the log")
 
-    groups = [Group("engine", failing), Group("peer", lambda: [Figure("after", 2.0, "s")])]
+    groups = [FindingGroup("engine", failing), FindingGroup("peer", lambda: [Figure("after", 2.0, "s")])]
     monkeypatch.setattr(engine_bench, "on_gpu", lambda out, serve, quick: groups)
     assert engine_bench.bench("cuda", tmp_path, servers.maker, quick=True, as_json=False) == 1
     out, err = capsys.readouterr()
@@ -108,12 +108,12 @@ def test_an_interrupt_ends_the_bench() -> None:
         yield
 
     with pytest.raises(KeyboardInterrupt):
-        shown([Group("a", interrupted), Group("b", pytest.fail)], as_json=False)
+        shown([FindingGroup("a", interrupted), FindingGroup("b", pytest.fail)], as_json=False)
 
 
 def test_each_group_keeps_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One file a group; none where nothing was found."""
-    groups = [Group("first", lambda: [Figure("a", 1.0, "s")]), Group("second", list)]
+    groups = [FindingGroup("first", lambda: [Figure("a", 1.0, "s")]), FindingGroup("second", list)]
     assert shown(groups, as_json=False, keep=tmp_path / "kept")
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["first.jsonl"]
     assert json.loads((tmp_path / "kept" / "first.jsonl").read_text().splitlines()[0])["name"] == "a"

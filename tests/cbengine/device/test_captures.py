@@ -30,7 +30,7 @@ from cbengine.model.decoder import Model
 from cbengine.model.kvcache import KvCache
 from cbengine.model.ops import Rows, TorchOps
 from cbengine.sampling import Sampling
-from cbengine.settings import Settings
+from cbengine.settings import SamplingSettings
 from cbsim.policy.graphs import CAPTURED, bucket, captured_sizes
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_padding_rows_change_nobody_s_text(
     scheduler: str, loop: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode steps padded to captured sizes, as for graphs, give every live row the tokens that it has without."""
-    requests = MIXED if way == "mixed" else Settings()
+    requests = MIXED if way == "mixed" else SamplingSettings()
     setup = Setup(device="inline", sampling=WAYS.get(way, SAMPLED), requests=requests)
     plain = tiny_run(scheduler, loop, setup)
     monkeypatch.setattr(Inline, "bucket", lambda _, rows: bucket(captured_sizes(1024), rows))

@@ -24,7 +24,7 @@ from cbengine.model.decoder import Model
 from cbengine.model.kvcache import KvCache
 from cbengine.model.ops import Rows
 from cbengine.sampling import Sampling
-from cbengine.settings import Settings
+from cbengine.settings import SamplingSettings
 from cbsim.results import invariants
 from cbsim.workload.generators import Workload
 
@@ -73,8 +73,8 @@ def test_texts_are_those_of_the_cpu(scheduler: str, loop: str, graphs: bool, fol
 @pytest.mark.gpu
 @GPU
 @each_loop
-@pytest.mark.parametrize("requests", [Settings(), MIXED], ids=["alike", "mixed"])
-def test_replayed_or_launched_sampled_texts_are_the_same(loop: str, requests: Settings, folder: Path) -> None:
+@pytest.mark.parametrize("requests", [SamplingSettings(), MIXED], ids=["alike", "mixed"])
+def test_replayed_or_launched_sampled_texts_are_the_same(loop: str, requests: SamplingSettings, folder: Path) -> None:
     gpu = [replace(on(folder, graphs, SAMPLED), requests=requests) for graphs in (True, False)]
     cpu = Setup(device="inline", sampling=SAMPLED, requests=requests)
     one, other, third = (tiny_run(SCHEDULERS[0], loop, setup).texts for setup in (*gpu, cpu))

@@ -17,13 +17,13 @@ from cbengine.model.decoder import Model
 from cbengine.model.kvcache import KvCache
 from cbengine.model.ops import TorchOps
 from cbengine.sampling import Sampling
-from cbengine.settings import Settings
+from cbengine.settings import SamplingSettings
 from cbsim.workload.generators import Workload
 
 TINY = Architecture(name="tiny", tied_embeddings=False, max_position=256, **SHAPE)
 SAMPLED = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=3)
 WAYS = {"greedy": Sampling(), "sampled": SAMPLED}
-MIXED = Settings(
+MIXED = SamplingSettings(
     {"r1": Sampling(), "r2": Sampling(temperature=1.2, top_p=0.8), "r4": Sampling(temperature=2.0, top_k=3)}
 )
 capacities = st.builds(

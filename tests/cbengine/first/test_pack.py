@@ -83,7 +83,7 @@ def replace_engine(made: Path, body: str) -> None:
 def sealed(made: Path, **changes: Any) -> None:
     """The manifest after files, or fields of it, were changed on purpose."""
     manifest = json.loads((made / "pack.json").read_text()) | changes
-    manifest["files"] = {name: pack._told(made / name) for name in manifest["files"]}
+    manifest["files"] = {name: pack._size_and_sum(made / name) for name in manifest["files"]}
     (made / "pack.json").write_text(json.dumps(manifest))
 
 

@@ -16,7 +16,7 @@ from faulty_checks import faulty
 
 from cbengine.cli import parser
 from cbengine.first import smoke
-from cbengine.first.smoke import Check, Line, NotHereError, Place
+from cbengine.first.smoke import CheckOutcome, CheckPlace, NotHereError, SmokeCheck
 from cbengine.first.smoke_checks import checks
 
 PROGRAM = Path(__file__).with_name("faulty_checks.py")
@@ -82,13 +82,13 @@ def test_all_well_is_success(tmp_path: Path) -> None:
 def test_a_missing_package_is_named() -> None:
     """Before anything else: the machine may have no network."""
 
-    def missing(place: Place) -> smoke.Found:
+    def missing(place: CheckPlace) -> smoke.Found:
         raise NotHereError("needs more")
 
-    line = smoke.looked(Check("x", 1, missing), Place("cpu", Path()))
+    line = smoke.looked(SmokeCheck("x", 1, missing), CheckPlace("cpu", Path()))
     assert (line.ended, line.error) == ("not checked", "needs more")
     assert json.loads(line.json())["check"] == "x"
-    assert Line(**json.loads(line.json())) == line
+    assert CheckOutcome(**json.loads(line.json())) == line
 
 
 def test_on_a_cpu_it_says_what_it_could_not_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from helpers import step_plan
 from served import asked
 
 from cbengine.measure import calibrate
-from cbengine.measure.probes import Line, Table
+from cbengine.measure.probes import ProbeStep, ProbeTable
 from cbsim.cost.cpu import PHASES
 from cbsim.cost.fitted import Curve
 from cbsim.policy.plan import Chunk, StepPlan
@@ -39,14 +39,14 @@ def compute_s(tokens: int, chunks: int, cached: int, pairs: float, decodes: int,
     return linear + MATRICES(tokens) + READS(context)
 
 
-def made_up(count: int, seed: int, noise: float) -> Table:
+def made_up(count: int, seed: int, noise: float) -> ProbeTable:
     """Steps that take what KERNELS, both curves and CPU say, give or take `noise`; those with chunks are eager."""
     rng = np.random.default_rng(seed)
 
     def ns(seconds: float) -> int:
         return round(seconds * 1e9 * (1 + noise * rng.standard_normal()))
 
-    table = Table()
+    table = ProbeTable()
     for _ in range(count):
         chunks, decodes = int(rng.integers(0, 3)), int(rng.integers(1, 17))
         prefill, cached = chunks * int(rng.integers(2, 64)), chunks * int(rng.integers(0, 90))
@@ -57,7 +57,7 @@ def made_up(count: int, seed: int, noise: float) -> Table:
         phases = {name: float(np.dot(list(CPU[name].values()), counts)) for name in PHASES}
         phases["launch"] += EAGER_S * (chunks > 0)
         table.lines.append(
-            Line(
+            ProbeStep(
                 *(tokens, chunks, prefill, cached, pairs, decodes, context, rows, tokens, blocks, changes, context),
                 eager=chunks > 0,
                 bound=False,
@@ -75,7 +75,7 @@ def plan(chunks: tuple[Chunk, ...], **counts: int) -> StepPlan:
     return step_plan(chunks, **counts)
 
 
-def simulated(table: Table) -> Any:
+def simulated(table: ProbeTable) -> Any:
     """The simulator's cost model with what a calibration makes of these steps."""
     found = calibrate.calibration(table, LAYERS)
     base = asked("vllm").model_dump(mode="json")

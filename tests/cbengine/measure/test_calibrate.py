@@ -23,7 +23,7 @@ from cbengine.cli import parser
 from cbengine.errors import UsageError
 from cbengine.measure import calibrate
 from cbengine.measure.calibrate import CPU_TERMS, GPU_TERMS
-from cbengine.measure.probes import Table
+from cbengine.measure.probes import ProbeTable
 from cbsim.cli import parser as simulator
 from cbsim.cost.cpu import PHASES
 from cbsim.cost.fitted import Curve
@@ -67,7 +67,7 @@ def test_a_larger_batch_may_be_the_faster_one() -> None:
     table = made_up(600, 1, 0.0)
     slower = Curve([8, 16, 24], [0, 1e6, 0])
     slow = [line._replace(compute=line.compute + round(slower(min(line.tokens, 24)))) for line in table.lines]
-    curve = calibrate.calibration(Table(slow), LAYERS).coefficients["query_tokens"]
+    curve = calibrate.calibration(ProbeTable(slow), LAYERS).coefficients["query_tokens"]
     at = {point["tokens"]: point["s"] for point in curve}
     assert at[16] > at[24] > 0
 
@@ -79,9 +79,11 @@ def test_steps_that_waited_for_their_launches_do_not_count() -> None:
         line._replace(compute=line.compute * 3, bound=True) if i % 3 == 0 else line
         for i, line in enumerate(table.lines)
     ]
-    assert calibrate.calibration(Table(waited), LAYERS).fits["kernels"].steps == 400
+    assert calibrate.calibration(ProbeTable(waited), LAYERS).fits["kernels"].steps == 400
     step = plan((), decodes=8, decode_context=800)
-    assert simulated(Table(waited)).gpu_ns(step, 8)[1] == pytest.approx(simulated(table).gpu_ns(step, 8)[1], rel=0.01)
+    assert simulated(ProbeTable(waited)).gpu_ns(step, 8)[1] == pytest.approx(
+        simulated(table).gpu_ns(step, 8)[1], rel=0.01
+    )
 
 
 def test_a_curve_has_points_only_where_steps_are() -> None:

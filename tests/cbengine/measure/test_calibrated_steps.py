@@ -11,8 +11,8 @@ from made_up_steps import LAYERS, made_up, plan
 from served import spec
 
 from cbengine.measure import calibrate, probes
-from cbengine.measure.equal_steps import EqualSteps, equal_steps
-from cbengine.measure.probes import Table
+from cbengine.measure.equal_steps import EqualStepTimes, equal_steps
+from cbengine.measure.probes import ProbeTable
 from cbsim.policy.plan import Chunk
 from cbsim.results.metrics import Steps
 from cbsim.results.record import STEP_COLUMNS
@@ -60,7 +60,7 @@ def test_of_the_asynchronous_loop_count_kernels_that_did_not_wait() -> None:
     """Steps that were launched in one go while the one before ran: not the late one, not the eager one. What the CPU
     took in that loop is not used.
     """
-    table, n = Table(), 7
+    table, n = ProbeTable(), 7
     plans = [plan((), decodes=4, decode_context=400)] * (n - 1)
     plans.append(plan((Chunk(spec(0, 90, 4), 0, 0, 20, (), 0),)))
     start = np.arange(n) * 100
@@ -103,8 +103,8 @@ def test_waiting_for_a_launch_is_no_work_of_the_kernels() -> None:
         for i, line in enumerate(clean.lines)
         if i % 2 == 0 or not line.eager
     ]
-    table = Table(late, equal=EqualSteps(9, 1e-3, 9.6e-4, waited_ns / 1e9))
-    same = Table(
+    table = ProbeTable(late, equal=EqualStepTimes(9, 1e-3, 9.6e-4, waited_ns / 1e9))
+    same = ProbeTable(
         [line._replace(compute=line.compute - waited_ns * (not line.eager and not line.ahead)) for line in late]
     )
     found, right = (calibrate.calibration(one, LAYERS).coefficients for one in (table, same))
@@ -115,4 +115,4 @@ def test_waiting_for_a_launch_is_no_work_of_the_kernels() -> None:
 @pytest.mark.parametrize("missing", [(), ("ahead",)])
 def test_steps_of_older_files_are_those_of_the_synchronous_loop(missing: tuple[str, ...]) -> None:
     made = made_up(30, 1, 0.0)
-    assert Table.of(made.arrow().drop_columns(list(missing))).lines == made.lines
+    assert ProbeTable.of(made.arrow().drop_columns(list(missing))).lines == made.lines

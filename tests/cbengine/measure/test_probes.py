@@ -15,7 +15,7 @@ from served import INLINE, LOOPS, SCHEDULERS, asked
 from cbengine import build
 from cbengine.errors import UsageError
 from cbengine.measure import calibrate, probes
-from cbengine.measure.probes import Probe, Reach, Table
+from cbengine.measure.probes import Probe, ProbeTable, Reach
 from cbsim.scenario import scenario
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import generators
@@ -81,7 +81,7 @@ def test_what_a_base_scenario_says_of_its_loop_does_not_matter(loop: str) -> Non
     assert said[:2] == ["probe 1 of 2: few", "probe 2 of 2: few, in both loops"]
     assert table.lines
     assert all(line.requests >= 1 and line.d2h >= 0 and not line.eager for line in table.lines)
-    assert Table.of(table.arrow()).lines == table.lines
+    assert ProbeTable.of(table.arrow()).lines == table.lines
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from cbengine.build import Setup
 from cbengine.cli import parser
 from cbengine.errors import UsageError
 from cbengine.measure import calibrate, predict, probes, scores, suite
-from cbengine.measure.suite import Case
+from cbengine.measure.suite import SuiteCase
 from cbsim.cost.cpu import PHASES
 from cbsim.proof import bars
 from cbsim.proof.bars import BARS
@@ -39,9 +39,9 @@ SMALL = (
     *("workload.output_tokens=6", "kv_cache={num_blocks: 400, block_size: 16}", "scheduler.max_num_seqs=4"),
 )
 CASES = {
-    "plain": Case("plain", "batch", "as it is"),
-    "slow": Case("slow", "cpu", "2 ms more", (), 2.0, curve="tiny"),
-    "busy": Case("busy", "load", "arrivals", (), load=0.5),
+    "plain": SuiteCase("plain", "batch", "as it is"),
+    "slow": SuiteCase("slow", "cpu", "2 ms more", (), 2.0, curve="tiny"),
+    "busy": SuiteCase("busy", "load", "arrivals", (), load=0.5),
 }
 REACH = probes.Reach(4, 64, 32, 256)
 
@@ -164,7 +164,7 @@ def test_a_curve_is_predicted_between_its_measured_points(
     """Where the CPU's work equals the GPU's the curve turns, and that need not be where somebody measured: the first
     case of a curve holds the simulated speed-up at other milliseconds.
     """
-    monkeypatch.setattr(suite, "cases", lambda device: {"first": Case("first", "cpu", "0 ms", curve="tiny")})
+    monkeypatch.setattr(suite, "cases", lambda device: {"first": SuiteCase("first", "cpu", "0 ms", curve="tiny")})
     monkeypatch.setattr(suite, "PREDICTED_MS", (1, 3))
     call(tmp_path)
     place = tmp_path / "cpu-modelled" / "validation" / "first"
@@ -289,7 +289,7 @@ def test_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
         (0.3, "process", 3),
     ):
         ours, theirs = summary | {"makespan_s": 1 + error}, summary | {"makespan_s": 1.0}
-        found = [scores.Scored("plain", bars.scores({"sync": ours}, {"sync": [theirs]}, None))]
+        found = [scores.ScoredCase("plain", bars.scores({"sync": ours}, {"sync": [theirs]}, None))]
         monkeypatch.setattr(predict, "predict", lambda *_, found=found: found)
         assert parser.main(["predict", "--device", device, "--out", str(tmp_path)]) == status
         said = capsys.readouterr()

@@ -91,10 +91,10 @@ def test_the_kernels_read_the_cache_as_the_library_lays_it_out(
     import interpreted  # noqa: F401 - skips this test where triton cannot run
 
     from cbengine.model.kernels.triton_ops import TritonOps
-    from cbengine.peer.standin.append import Kernels
+    from cbengine.peer.standin.append import GpuAttention
 
-    monkeypatch.setattr(Kernels, "varlen", lambda _, *given: plain.varlen(*given))
-    monkeypatch.setattr(functions, "for_device", lambda _: functions.FlashAttention(Kernels(TritonOps(4))))
+    monkeypatch.setattr(GpuAttention, "varlen", lambda _, *given: plain.varlen(*given))
+    monkeypatch.setattr(functions, "for_device", lambda _: functions.FlashAttention(GpuAttention(TritonOps(4))))
     one = server("async", tiny(), {"requests": 3, "output_tokens": 6})
     one._manager.batch_processor.model_runner.pad_inputs = True
     one.run()

@@ -21,7 +21,7 @@ from ragged import BOUND, DEVICE, attended, lengths_of, step, worst
 
 from cbengine.model.kernels import attention
 from cbengine.model.kernels.triton_ops import TritonOps
-from cbengine.peer.standin.append import Kernels
+from cbengine.peer.standin.append import GpuAttention
 from cbengine.peer.standin.functions import FlashAttention
 
 ON_GPU = DEVICE == "cuda"
@@ -57,7 +57,7 @@ def poison() -> Iterator[None]:
 def test_a_new_token_is_cached_and_sees_itself(cached, shape, padding, multiprocessors, seed):
     """However rows are split: keys and values go to their place and nowhere else; padding answers zeros."""
     of = step(seed, [(1, tokens) for tokens in cached], **shape)
-    answers, keys, values = with_cache(FlashAttention(Kernels(TritonOps(multiprocessors))), of, padding)
+    answers, keys, values = with_cache(FlashAttention(GpuAttention(TritonOps(multiprocessors))), of, padding)
     assert worst(answers[: len(cached)], attended(of)) < BOUND[shape["dtype"]]
     assert answers[len(cached) :].count_nonzero() == 0
     torch.testing.assert_close(keys, of.keys, rtol=0, atol=0, equal_nan=True)
@@ -68,7 +68,7 @@ def test_the_call_is_one_that_this_torch_takes():
     """Its operator is private and has grown arguments: here without data, and hence with no look at any value."""
     q, k = (torch.empty(tokens, heads, 64, dtype=torch.bfloat16, device="meta") for tokens, heads in ((7, 8), (30, 2)))
     at = torch.empty(3, dtype=torch.int32, device="meta")
-    assert Kernels(TritonOps(1)).varlen(q, k, k, at, at, (5, 20)).shape == q.shape
+    assert GpuAttention(TritonOps(1)).varlen(q, k, k, at, at, (5, 20)).shape == q.shape
 
 
 def test_the_append_compiles_for_hopper_without_spilling(tmp_path):
@@ -98,7 +98,7 @@ def test_the_append_compiles_for_hopper_without_spilling(tmp_path):
 def test_ragged_rows_see_what_lies_before_them(lengths, group, width, dtype, padding, seed):
     """torch's flash attention is aligned to the last token, as the package's is, and does not read padding."""
     of = step(seed, lengths, group=group, kv_heads=2, width=width, dtype=dtype)
-    assert worst(varlen(FlashAttention(Kernels()), of, padding), attended(of)) < BOUND[torch.bfloat16]
+    assert worst(varlen(FlashAttention(GpuAttention()), of, padding), attended(of)) < BOUND[torch.bfloat16]
 
 
 @pytest.mark.gpu
@@ -106,7 +106,7 @@ def test_ragged_rows_see_what_lies_before_them(lengths, group, width, dtype, pad
 @pytest.mark.parametrize("rows", [1, 3, 32])
 def test_calls_can_be_captured_and_replayed(rows):
     """Lengths, tables and tokens change between replays of one graph; both functions read them on the device."""
-    kernels = Kernels()
+    kernels = GpuAttention()
     first, second = (
         step(1, [(1, tokens + 7 * row) for row in range(rows)], group=4, kv_heads=2, width=64, dtype=torch.bfloat16)
         for tokens in (500, 900)
