@@ -6,7 +6,6 @@ one. Only waiting for arrivals is in none.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,11 +19,10 @@ from cbsim.policy.loop import Applied, Await, Effect, Idle, Landed, Launch, Poll
 from cbsim.policy.plan import NOTHING_STOPPED, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
 from cbsim.results.record import Record, StepTimes
+from cbsim.server.driving import CLOSED, OPEN, no_collections, note_admissions
 from cbsim.server.inbox import Client, Inbox
 
 OnStep = Callable[[int], None]
-OPEN, CLOSED = Polled(), Polled(closed=True)
-INJECTED = ("schedule", "prepare", "launch", "update")
 
 
 class Ticket(NamedTuple):
@@ -81,14 +79,8 @@ class Engine:
         """Serve to the end of the workload. Interrupted, the record holds what happened until then. Raises StuckError,
         DeviceError, and what `on_step` raises, which is called after every step and while waiting.
         """
-        tell: OnStep = on_step or (lambda _: None)
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            self._run(tell)
-        finally:
-            if collects:
-                gc.enable()
+        with no_collections():
+            self._run(on_step or (lambda _: None))
 
     def close(self) -> None:
         """Give back the device's memory."""
@@ -170,9 +162,8 @@ class Engine:
     def _launch(self, effect: Launch) -> Ticket:
         """Phases `schedule` (which ends here), `prepare` and `launch`."""
         plan, times, slot = effect.plan, self._times, effect.plan.step % self._depth
-        for chunk in plan.work.chunks:
-            if chunk.admitted:
-                self.record.admitted(self.scheduler.requests[chunk.spec], plan.step)
+        if plan.work.chunks:
+            note_admissions(self.record, self.scheduler, plan)
         self._inject("schedule")
         times.schedule_end_ns = times.prepare_start_ns = self._elapsed()
         if self._on_plan:

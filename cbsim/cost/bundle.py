@@ -116,7 +116,7 @@ class _Skew:
                 shots[(*batch, 1.0)] = [0.0]
         if not shots:
             raise ScenarioError(f"{path}: holds no usable rows")
-        self._share = Ladder((at, sum(shares) / len(shares)) for at, shares in shots.items())
+        self._share = Ladder((at, sum(values) / len(values)) for at, values in shots.items())
         self._most = [max(at[axis] for at in shots) for axis in range(5)]
 
     def __call__(self, work: Attention) -> float:

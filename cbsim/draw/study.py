@@ -32,8 +32,8 @@ class Study:
 
 def say(study: Study) -> None:
     """Print tables and findings."""
-    for shown in study.tables:
-        print(f"{shown.title}\n{aligned([shown.header, *shown.rows])}\n")
+    for part in study.tables:
+        print(f"{part.title}\n{aligned([part.header, *part.rows])}\n")
     for finding in study.findings:
         print(finding)
 
@@ -67,8 +67,8 @@ def _text(study: Study, command: str) -> str:
     lines = [f"# {plain(study.title)}", "", plain(study.question), "", "## Findings", ""]
     lines += [f"- {plain(finding)}" for finding in study.findings]
     lines.append("")
-    for shown in study.tables:
-        lines += [f"## {plain(shown.title)}", "", *table(shown)]
+    for part in study.tables:
+        lines += [f"## {plain(part.title)}", "", *table(part)]
     if study.charts:
         lines += ["## Figures", ""]
     for chart in study.charts:

@@ -21,9 +21,9 @@ from cbsim.policy.loop import Applied, Await, Idle, Landed, Launch, Poll, Polled
 from cbsim.policy.plan import NOTHING_STOPPED, StepResult
 from cbsim.policy.request import RequestSpec
 from cbsim.results.record import Record, StepTimes
+from cbsim.server.driving import CLOSED, OPEN, note_admissions
 from cbsim.server.inbox import NEVER_NS, Inbox
 
-OPEN, CLOSED = Polled(), Polled(closed=True)
 LONGEST_NS = 1 << 61  # 73 years: beyond, times would not fit their columns
 UNEVENTFUL = Landed(NOTHING_STOPPED)
 
@@ -114,9 +114,8 @@ class Machine:
     def _launch(self, effect: Launch) -> StepTimes:
         """CPU phases `schedule`, `prepare` and `launch`; then the device has the step."""
         plan, times, cost = effect.plan, self._times, self._cost
-        for chunk in plan.work.chunks:
-            if chunk.admitted:
-                self.record.admitted(self.scheduler.requests[chunk.spec], plan.step)
+        if plan.work.chunks:
+            note_admissions(self.record, self.scheduler, plan)
         schedule_ns, prepare_ns, launch_ns, times.update_ns = cost.cpu_ns(plan)
         shape = self._graphs.shape(plan)
         times.padded_tokens = shape.tokens

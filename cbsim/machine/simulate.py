@@ -5,9 +5,7 @@ Everything a run needs is built from the scenario, which alone has defaults; not
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import simpy
 
@@ -20,6 +18,7 @@ from cbsim.results.columns import NS
 from cbsim.results.record import Record
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.server.assemble import cost_model, scheduler
+from cbsim.server.driving import no_collections
 from cbsim.server.inbox import Inbox
 from cbsim.workload.generators import Workload
 
@@ -39,20 +38,8 @@ def run(server: Machine, on_step: Callable[[int], None] | None = None) -> None:
     """Run a server to the end of its workload. Interrupted, its record holds what happened until then."""
     env = simpy.Environment()
     env.process(server.run(env, on_step))
-    with _no_collections():
+    with no_collections():
         env.run()
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """A run makes millions of small objects and no cycles: looking for cycles would take a sixth of its time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def graphs(scenario: Scenario, policy: Scheduler) -> Graphs:

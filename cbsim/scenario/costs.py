@@ -173,7 +173,7 @@ class Fits(Frozen):
 
 
 class EqualSteps(Frozen):
-    """Decode steps that were measured in both loops. Synchronous ones may be told as longer: see docs/calibrate.md."""
+    """Decode steps that were measured in both loops. Synchronous ones may be told as longer: see docs/gpu.md."""
 
     steps: Whole
     """Kinds of steps that both loops ran."""

@@ -44,7 +44,7 @@ class RunOptions:
 def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario] = lambda scenario: scenario) -> int:
     """Serve a scenario under each of its loops, write the run directories, say what came out. The exit status.
 
-    `adapt` makes of what was asked what this server can run; that is what is recorded.
+    `adapt` changes the scenario to one that this server can run; that one is recorded.
     """
     scenario = adapt(scenarios.load(options.scenario, options.overrides))
     results = Results([one_loop(scenario, loop, options, serve) for loop in scenarios.loops(scenario)])

@@ -42,15 +42,15 @@ class Second(NamedTuple):
 
 
 def requests(path: Path, limit: int | None = None) -> list[Arrival]:
-    """The requests asked for, in order of id, which counts from 0. Raises ScenarioError."""
+    """The first `limit` requests of the file, or all. Ids count from 0, in order. Raises ScenarioError."""
     with text(path) as file:
-        rows = [_asked(line, number) for number, line in enumerate(islice(lines(path, file), limit))]
+        rows = [_arrival(line, number) for number, line in enumerate(islice(lines(path, file), limit))]
     if not rows:
         raise ScenarioError(f"{path}: holds no requests")
     return rows
 
 
-def _asked(line: JsonLine, number: int) -> Arrival:
+def _arrival(line: JsonLine, number: int) -> Arrival:
     if line.values.get("id") != number:
         raise line.bad("id", f"{number}, the number of the row")
     prompt = line.count("input_toks")

@@ -40,10 +40,10 @@ class Ablated(NamedTuple):
 
 def ablate(case: Case) -> list[Ablated]:
     """The case by all of `PARTS`. Raises ScenarioError if the case itself cannot be replayed."""
-    return [_one(case, name, changes) for name, changes in PARTS.items()]
+    return [_ablated(case, name, changes) for name, changes in PARTS.items()]
 
 
-def _one(case: Case, name: str, changes: Mapping[str, Any]) -> Ablated:
+def _ablated(case: Case, name: str, changes: Mapping[str, Any]) -> Ablated:
     done = replay(case, case.scenario(changes))
     errors = scores(done.served, recorded(case))
     return Ablated(name, changes, errors, done.preemptions, sum(len(table) for table in done.steps))

@@ -101,7 +101,7 @@ def recorded(case: Case) -> Served:
 
 
 def replay(case: Case, scenario: Scenario) -> Replayed:
-    """Serve the case's requests by `scenario`, which is one of its own. Raises ScenarioError."""
+    """Serve the case's requests by `scenario`, made by the case itself. Raises ScenarioError."""
     load = generators.build(scenario)
     if load.total != len(case.arrivals):
         raise ScenarioError(f"workload: got {load.total} requests, the recorded run has {len(case.arrivals)}")

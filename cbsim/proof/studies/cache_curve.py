@@ -92,7 +92,7 @@ def _lookups(chains: Sequence[Sequence[int]], blocks: int) -> Iterator[tuple[int
 
 
 def _merged(block_tokens: int) -> int:
-    """How many of the trace's blocks make one of the cache's."""
+    """Blocks of the trace in a block of the cache."""
     many, rest = divmod(block_tokens, BLOCK_TOKENS)
     if rest or not 1 <= many <= LARGEST_WHOLE // BLOCK_TOKENS:
         expected = f"a multiple of {BLOCK_TOKENS}, the tokens of a hash id, up to {LARGEST_WHOLE:,}"
@@ -101,7 +101,7 @@ def _merged(block_tokens: int) -> int:
 
 
 def _chain(hash_ids: Sequence[int], many: int) -> Sequence[int]:
-    """Every `many` ids as one: the last of them, as an id stands for all before it too."""
+    """The last of every `many` ids. It stands for the others: an id names its block and all before it."""
     return (*hash_ids[many - 1 :: many], *(hash_ids[-1:] if len(hash_ids) % many else ()))
 
 
@@ -130,7 +130,7 @@ def _tokens(part: str) -> int:
 
 
 def find(name: str) -> Path:
-    """The trace file meant: a path, or one below a folder of data."""
+    """The trace file: a path as it is, or below a folder of data."""
     places = [Path(name), *(folder / name for folder in catalog.data_folders())]
     for place in places:
         if place.is_file():

@@ -48,7 +48,7 @@ def study() -> Study:
         "What async buys on Hopper",
         "With kernels as fast as today's, what does 8k_b32 take on an H100 and an H200, and what is asynchronous "
         "batching worth there, by batch, context and CPU cost of a step?",
-        [*_findings_8k(served), *(_finding_map(name, row_of) for name, row_of in maps.items()), ASSUMED, DISTURBED],
+        [*_findings_8k(served), *(_finding_map(name, points) for name, points in maps.items()), ASSUMED, DISTURBED],
         [_table_8k(served, LAYER_S), _table_8k(served, 0.0), *(table for name in GPUS for table in _maps(name, maps))],
         [_chart_8k(served), _chart_saved(maps), _chart_matters(maps)],
         {
@@ -60,8 +60,8 @@ def study() -> Study:
             ],
             "map": [
                 {"gpu": name} | cell._asdict() | {"saved": cell.saved, "matters_cpu_s": cell.matters_s}
-                for name, row_of in maps.items()
-                for cell in row_of
+                for name, points in maps.items()
+                for cell in points
             ],
         },
     )

@@ -171,9 +171,9 @@ def _read(
         table = rows.CsvTable(path, file, columns)
         cells = [[_cell(table, i, cell) for i, cell in enumerate(row)] for row in table.rows(None)]
     points = sorted(point([int(cell) for cell in row], row) for row in cells)
-    for read, key in zip_longest(points, expected):
-        if read is None or read[:3] != key:
-            got = read and read[:3]
+    for entry, key in zip_longest(points, expected):
+        if entry is None or entry[:3] != key:
+            got = entry and entry[:3]
             raise ScenarioError(f"{path}: (prompt, chunk, decodes): got {got}, expected the published {key}")
     return points
 
