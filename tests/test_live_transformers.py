@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cbsim.proof.conformance.check import TRANSFORMERS_VERSIONS, compare
+from cbsim.policy.schedulers.transformers import VERSIONS
+from cbsim.proof.conformance.check import compare
 from cbsim.proof.conformance.transformers_traces import Line
 
 
@@ -21,8 +22,8 @@ def installed() -> str:
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     version: str = import_module("transformers").__version__
-    if ".".join(version.split(".")[:2]) not in TRANSFORMERS_VERSIONS:
-        pytest.skip(f"transformers {version} is installed, our rules are those of {', '.join(TRANSFORMERS_VERSIONS)}")
+    if ".".join(version.split(".")[:2]) not in VERSIONS:
+        pytest.skip(f"transformers {version} is installed, our rules are those of {', '.join(VERSIONS)}")
     return version
 
 

@@ -26,7 +26,7 @@ from cbsim.draw.chart import (
     series,
 )
 from cbsim.draw.units import column, unit
-from cbsim.proof.bars import BARS, BOTH, Bar, Score
+from cbsim.results.bars import BARS, BOTH, Bar, Score
 
 MOST_POINTS = 3_000  # requests of the scatter
 VERDICTS = {  # how a score is drawn

@@ -21,8 +21,8 @@ from analysis.statistics.declared import Kind
 from analysis.statistics.loading import VERDICT, LoadedRun
 from analysis.statistics.pairing import NotAPair, ReplayOutcome
 from analysis.validation import packed
-from cbsim.proof import bars
-from cbsim.proof.bars import Score
+from cbsim.results import bars
+from cbsim.results.bars import Score
 from cbsim.results.directory import MARKER, RunError
 from cbsim.scenario.fields import LARGEST_REAL, shown
 

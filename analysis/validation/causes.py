@@ -13,7 +13,7 @@ from analysis.statistics.loading import LoadedRun
 from analysis.statistics.pairing import Phase
 from analysis.validation.cases import Pair, ValidationCase
 from cbsim.draw.markdown import Table
-from cbsim.proof.bars import BOTH
+from cbsim.results.bars import BOTH
 from cbsim.results.record import LANES, PHASES
 
 WAIT = "await"  # follows from what is waited for

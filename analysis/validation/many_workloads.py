@@ -18,8 +18,8 @@ from analysis.validation.cases import LOOPS, MEASURED, SIMULATED, DeviceCases, V
 from cbsim.draw import lanes
 from cbsim.draw.chart import Chart
 from cbsim.draw.lanes import STEPS_SHOWN
-from cbsim.proof import bars
-from cbsim.proof.bars import Score
+from cbsim.results import bars
+from cbsim.results.bars import Score
 from cbsim.scenario import documents
 
 DRAWN_IF_THERE = "8k_b32"  # the case whose lanes are drawn

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from analysis.statistics.pairing import ReplayOutcome
 from analysis.validation.cases import LOOPS, ValidationCase
 from cbsim.draw.markdown import Table
-from cbsim.proof.bars import BARS, BOTH, SPEED_UP, Bar, Score
+from cbsim.results.bars import BARS, BOTH, SPEED_UP, Bar, Score
 
 MARKS = {"met": "", "missed": " *", "undecided": " ~"}
 SHORT = {SPEED_UP: "speed-up", "output tokens/s": "tokens/s"}

@@ -32,9 +32,8 @@ from cbengine.errors import UsageError
 from cbengine.measure import calibrate, probes, provenance, suite
 from cbengine.measure.scores import ScoredCase
 from cbengine.measure.suite import SuiteCase
-from cbsim.proof import bars
-from cbsim.proof.bars import BARS, Score
-from cbsim.results import directory
+from cbsim.results import bars, directory
+from cbsim.results.bars import BARS, Score
 from cbsim.results.terminal import lookup
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.demand import Synthetic

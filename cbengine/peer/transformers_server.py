@@ -28,7 +28,7 @@ from cbengine.peer.peer_device import PeerError
 from cbengine.peer.peer_steps import PeerRequest, Watch
 from cbsim.policy.plan import Outcome, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec
-from cbsim.proof.conformance.check import TRANSFORMERS_VERSIONS
+from cbsim.policy.schedulers.transformers import VERSIONS
 from cbsim.results.record import Record, StepTimes
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.server.inbox import Inbox
@@ -71,8 +71,8 @@ class TransformersServer:
         it ends. With `stand_in`, a GPU without a flash_attn package has the stand-in for it. Raises PeerError.
         """
         version = transformers.__version__
-        if ".".join(version.split(".")[:2]) not in TRANSFORMERS_VERSIONS:
-            raise PeerError(f"needs transformers {' or '.join(TRANSFORMERS_VERSIONS)}, {version} is installed")
+        if ".".join(version.split(".")[:2]) not in VERSIONS:
+            raise PeerError(f"needs transformers {' or '.join(VERSIONS)}, {version} is installed")
         self.record = record
         self.outputs: dict[RequestSpec, list[int]] = {}
         self._depth, self._model, self._prompts, self._said = depth(loop), model, prompts, said

@@ -63,10 +63,6 @@ class RequestSpec:
                 f"prompt_tokens={self.prompt_tokens}, output_tokens={self.output_tokens}, max_tokens={self.max_tokens}"
             )
 
-    def __hash__(self) -> int:
-        """The same in every process."""
-        return self.index
-
     def shared_blocks(self, block_size: int) -> int:
         """How many leading blocks have declared content; the blocks after them are this request's own."""
         return min(self.prefix_tokens, len(self.prefix) * self.prefix_block_tokens) // block_size

@@ -24,6 +24,7 @@ from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 
+VERSIONS = ("5.17",)  # whose rules these are
 FIFO, PREFILL_FIRST = "transformers_fifo", "transformers_prefill_first"
 
 

@@ -34,6 +34,8 @@ from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.queues import ArrivalQueue, PriorityQueue, Queue
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 
+VERSIONS = ("0.19", "0.33")  # whose rules these are
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings(Settings):

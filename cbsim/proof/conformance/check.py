@@ -16,6 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cbsim.policy.schedulers import transformers, vllm
 from cbsim.proof.conformance import transformers_traces, vllm_traces
 from cbsim.workload.scheduler_tests import unsupported
 
@@ -23,8 +24,6 @@ Line = dict[str, Any]
 T = TypeVar("T")
 Replay = vllm_traces.VllmReplay | transformers_traces.TransformersReplay
 TRACES, WORKLOADS = (".jsonl", ".jsonl.gz"), (".json", ".json.gz")
-VLLM_VERSIONS = ("0.19", "0.33")
-TRANSFORMERS_VERSIONS = ("5.17",)
 VLLM_CONFIG = frozenset(
     [
         "block_size",
@@ -176,7 +175,7 @@ def compare(trace: Path, *, invariants: bool = False) -> TraceResult:
 def _vllm(trace: Path, header: Line) -> _Case:
     version, mode, config = _fields(trace, header, vllm=str, mode=str, config=dict)
     name = _stem(trace).removesuffix(f".{mode}")
-    skipped = _version(version, VLLM_VERSIONS) or _unknown(config, VLLM_CONFIG)
+    skipped = _version(version, vllm.VERSIONS) or _unknown(config, VLLM_CONFIG)
     if skipped:
         return _Case(name, f"vllm {version}", mode, skipped=skipped)
     return _Case(name, f"vllm {version}", mode, _replay(trace, vllm_traces.VllmReplay, header, _workload(trace, name)))
@@ -186,7 +185,7 @@ def _transformers(trace: Path, header: Line) -> _Case:
     (resolved,) = _fields(trace, header, resolved=dict)
     (version,) = _fields(trace, resolved, transformers=str)
     name, version_name, mode = _stem(trace), f"transformers {version}", "async" if resolved.get("async") else "sync"
-    skipped = _version(version, TRANSFORMERS_VERSIONS)
+    skipped = _version(version, transformers.VERSIONS)
     if skipped:
         return _Case(name, version_name, mode, skipped=skipped)
     workload = _workload(trace, name)

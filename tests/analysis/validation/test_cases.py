@@ -15,7 +15,7 @@ from analysis.cli import parser
 from analysis.statistics.comparable import Incomparable
 from analysis.statistics.pairing import NotAPair
 from analysis.validation import cases
-from cbsim.proof.bars import BARS
+from cbsim.results.bars import BARS
 from cbsim.results.directory import RunError
 
 MAKESPAN = next(bar for bar in BARS if bar.label == "makespan")

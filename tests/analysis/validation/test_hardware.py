@@ -20,7 +20,7 @@ from analysis.validation import cases, causes, many_workloads, tally
 from analysis.validation.cases import DeviceCases, ValidationCase
 from cbsim.draw import folder, render
 from cbsim.draw.chart import Chart, Level, Line, Points
-from cbsim.proof.bars import BARS, BOTH, Bar, Score
+from cbsim.results.bars import BARS, BOTH, Bar, Score
 
 BAR = {bar.label: bar for bar in BARS}
 MAKESPAN, SPEED_UP, TTFT = BAR["makespan"], BAR["async speed-up"], BAR["TTFT p50"]

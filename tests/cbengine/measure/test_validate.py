@@ -22,8 +22,8 @@ from cbengine.errors import UsageError
 from cbengine.measure import calibrate, predict, probes, scores, suite
 from cbengine.measure.suite import SuiteCase
 from cbsim.cost.cpu import PHASES
-from cbsim.proof import bars
-from cbsim.proof.bars import BARS
+from cbsim.results import bars
+from cbsim.results.bars import BARS
 from cbsim.scenario import documents, scenario
 from cbsim.scenario.scenario import Scenario
 from cbsim.server import assemble, running

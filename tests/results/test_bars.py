@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cbsim.proof import bars
-from cbsim.proof.bars import BARS, SPEED_UP, Score
+from cbsim.results import bars
+from cbsim.results.bars import BARS, SPEED_UP, Score
 
 
 def summary(makespan_s: float = 10.0, **others: float) -> dict[str, Any]:
