@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from reference import ran
 
-from cbsim.policy.graphs import CAPTURED
+from cbsim.policy.captures import CAPTURED
 from cbsim.scenario import catalog, scenario
 from cbsim.scenario.costs import ConstantSettings, RooflineSettings
 

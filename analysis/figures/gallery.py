@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from analysis.figures import activity, cost, curves, latency, memory, queues, requests, steps
 from analysis.statistics.loading import LoadedRun
 from analysis.statistics.sweeps import Sweep
-from cbsim.draw import lanes
+from cbsim.draw import lane_chart
 from cbsim.draw.chart import Chart
 from cbsim.results.metrics import Requests, token_times
 
@@ -33,7 +33,7 @@ def details(runs: Sequence[LoadedRun]) -> list[Chart]:
     summaries = {run.label: run.summary for run in runs}
     charts = [
         latencies(runs),
-        lanes.lanes(frames),
+        lane_chart.lanes(frames),
         activity.gpu_active(frames),
         steps.tokens(frames, {run.label: steps.budget(run.scenario) for run in runs}),
         queues.queues(frames),

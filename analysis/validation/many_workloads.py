@@ -15,9 +15,9 @@ from analysis.statistics.content import Caveat, Report, Source
 from analysis.statistics.loading import LoadedRun
 from analysis.validation import causes, tally
 from analysis.validation.cases import LOOPS, MEASURED, SIMULATED, DeviceCases, ValidationCase
-from cbsim.draw import lanes
+from cbsim.draw import lane_chart
 from cbsim.draw.chart import Chart
-from cbsim.draw.lanes import STEPS_SHOWN
+from cbsim.draw.lane_chart import STEPS_SHOWN
 from cbsim.results import bars
 from cbsim.results.bars import Score
 from cbsim.scenario import documents
@@ -140,7 +140,7 @@ def case_lanes(case: ValidationCase) -> Chart:
         for kind, run in ((MEASURED, pair.middle), (SIMULATED, pair.simulated))
     }
     middle = min(map(len, frames.values())) // 2
-    chart = lanes.lanes(frames, (max(0, middle - STEPS_SHOWN // 2), STEPS_SHOWN), as_given=True)
+    chart = lane_chart.lanes(frames, (max(0, middle - STEPS_SHOWN // 2), STEPS_SHOWN), as_given=True)
     return replace(chart, title=f"{case.name}: CPU and GPU, measured above simulated")
 
 

@@ -18,7 +18,7 @@ from cbengine.device.clock import Clock
 from cbengine.device.executor import Executor
 from cbengine.device.layout import Header, arrays
 from cbsim.cost.base import Cost
-from cbsim.policy.graphs import bucket, captured_sizes
+from cbsim.policy.captures import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan
 from cbsim.server.running import ServerError
 

@@ -31,7 +31,7 @@ from cbengine.device.graphs import Graph, captured, streams
 from cbengine.device.layout import Arrays, Header, arrays
 from cbengine.device.timeline import Timeline
 from cbengine.device.warmup import scratch_step, warm_ups
-from cbsim.policy.graphs import bucket, captured_sizes
+from cbsim.policy.captures import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan
 
 

@@ -23,7 +23,7 @@ from cbengine.errors import UsageError
 from cbengine.measure.equal_steps import SETTLING, EqualStepTimes, equal_steps, launched_ahead
 from cbsim.cost.cpu import PHASES, size
 from cbsim.cost.fitted import work
-from cbsim.policy.graphs import captured, captured_sizes
+from cbsim.policy.captures import captured, captured_sizes
 from cbsim.policy.kind import SettingsError
 from cbsim.policy.plan import StepPlan
 from cbsim.results.metrics import Steps

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from cbsim.policy.graphs import captured, captured_sizes, up_to_multiple, up_to_power
+from cbsim.policy.captures import captured, captured_sizes, up_to_multiple, up_to_power
 from cbsim.policy.plan import StepPlan
 
 Bucket = tuple[int, Hashable] | None  # (query tokens computed, key of the graph), None: no graph fits

@@ -12,7 +12,7 @@ import simpy
 from cbsim.machine.device import OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, engine_buckets, transformers_buckets, unpadded, vllm_buckets
-from cbsim.policy.graphs import CAPTURED
+from cbsim.policy.captures import CAPTURED
 from cbsim.policy.loop import Scheduler
 from cbsim.results.columns import NS
 from cbsim.results.record import Record

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from cbsim.draw.lanes import lanes
+from cbsim.draw.lane_chart import lanes
 from cbsim.draw.picture import Picture
 from cbsim.results import checks, columns, coverage, directory, measures, metrics, parquet, terminal, timeline
 from cbsim.results.checks import Verdict

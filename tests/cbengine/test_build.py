@@ -30,7 +30,7 @@ from cbengine.errors import MissingError, UsageError
 from cbengine.model import weights
 from cbengine.model.kvcache import DeviceMemoryError
 from cbengine.sampling import Sampling
-from cbsim.policy.graphs import bucket, captured_sizes
+from cbsim.policy.captures import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan
 from cbsim.scenario import scenario
 from cbsim.scenario.fields import ScenarioError

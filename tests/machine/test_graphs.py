@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbsim.machine.graphs import Graphs, Shape, engine_buckets, transformers_buckets, unpadded, vllm_buckets
-from cbsim.policy.graphs import up_to_multiple, up_to_power
+from cbsim.policy.captures import up_to_multiple, up_to_power
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario.serving import VLLM_CAPTURE_SIZES

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from written import scenario, simulated
 
-from cbsim.draw import lanes, render
+from cbsim.draw import lane_chart, render
 from cbsim.draw.chart import Panel, Spans
 from cbsim.machine.driver import Machine
 from cbsim.results import timeline
@@ -79,7 +79,7 @@ def png_size(content: bytes) -> tuple[int, int]:
 
 
 def drawn(*runs: tuple[str, Steps]) -> bytes:
-    return render.png(lanes.lanes(dict(runs), as_given=True))
+    return render.png(lane_chart.lanes(dict(runs), as_given=True))
 
 
 def test_one_run_and_two_are_drawn(server: Machine) -> None:
@@ -109,16 +109,16 @@ def test_idle_gaps_are_hatched() -> None:
     cost = {"kind": "constant", "step_s": 0.03, "cpu": {"schedule": {"base_s": 0.01}}}
     load = {"kind": "synthetic", "requests": 4, "prompt_tokens": 64, "output_tokens": 40}
     asked = scenario(cost=cost, workload=load)
-    chart = lanes.lanes({loop: steps_of(simulated(asked, loop)) for loop in ("sync", "async")})
+    chart = lane_chart.lanes({loop: steps_of(simulated(asked, loop)) for loop in ("sync", "async")})
     sync, ahead = chart.panels
-    assert idle_bars(sync) >= lanes.STEPS_SHOWN - 1
+    assert idle_bars(sync) >= lane_chart.STEPS_SHOWN - 1
     assert idle_bars(ahead) == 0
 
 
 def test_titles_have_the_share_of_the_run_if_it_is_given(server: Machine) -> None:
     steps = {"sync": steps_of(server)}
-    assert lanes.lanes(steps, active={"sync": 0.76}).panels[0].title == "sync: GPU active 76.00% of the run"
-    assert lanes.lanes(steps).panels[0].title.endswith("of what is shown")
+    assert lane_chart.lanes(steps, active={"sync": 0.76}).panels[0].title == "sync: GPU active 76.00% of the run"
+    assert lane_chart.lanes(steps).panels[0].title.endswith("of what is shown")
 
 
 @given(steps=st.integers(1, 40))
@@ -132,8 +132,8 @@ def test_the_figure_shows_the_middle_of_the_run(steps: int) -> None:
         table[:, STEP_COLUMNS.index(name)] = 100 * np.arange(steps)
     for name in ("compute_end_ns", "update_end_ns"):
         table[:, STEP_COLUMNS.index(name)] = 100 * np.arange(steps) + 60
-    (panel,) = lanes.lanes({"run": Steps(table)}).panels
+    (panel,) = lane_chart.lanes({"run": Steps(table)}).panels
     shown = [int(label) for mark in panel.marks if isinstance(mark, Spans) for label in mark.labels]
     first, last = shown[0], shown[-1]
-    assert last - first + 1 == len(shown) == min(lanes.STEPS_SHOWN, steps)
+    assert last - first + 1 == len(shown) == min(lane_chart.STEPS_SHOWN, steps)
     assert abs(first - (steps - 1 - last)) <= 1

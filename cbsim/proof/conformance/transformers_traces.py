@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cbsim.policy.blocks import CachedLast
+from cbsim.policy.captures import up_to_multiple, up_to_power
 from cbsim.policy.cohort import Landing
-from cbsim.policy.graphs import up_to_multiple, up_to_power
 from cbsim.policy.loop import Applied, Await, Effect, Idle, Landed, Launch, Poll, Polled, serve
 from cbsim.policy.observer import Observer
 from cbsim.policy.plan import Batch, Row, StepPlan, StepResult

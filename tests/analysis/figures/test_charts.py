@@ -16,7 +16,7 @@ from analysis.figures import activity, cost, gallery, latency, memory, queues, r
 from analysis.figures.axis import Frames, held
 from analysis.statistics.loading import LoadedRun, read, request_frame
 from cbsim.cli.parser import main
-from cbsim.draw import lanes, render
+from cbsim.draw import lane_chart, render
 from cbsim.draw.chart import Area, Bars, Chart, Level, Line, Panel, Points, Spans
 from cbsim.draw.units import pipelined, unit
 from cbsim.results.metrics import Steps, token_times
@@ -80,7 +80,12 @@ def tables(draw: Any) -> pd.DataFrame:
 def _all(frames: Frames) -> list[Chart]:
     nothing = dict.fromkeys(frames)
     return [
-        *(lanes.lanes(frames), lanes.lanes(frames, (1, 2)), activity.gpu_active(frames), steps.step_time(frames)),
+        *(
+            lane_chart.lanes(frames),
+            lane_chart.lanes(frames, (1, 2)),
+            activity.gpu_active(frames),
+            steps.step_time(frames),
+        ),
         *(steps.tokens(frames, nothing), steps.tokens(frames, dict.fromkeys(frames, 32)), queues.queues(frames)),
         *(queues.preemptions(frames), memory.blocks(frames, nothing), memory.blocks(frames, dict.fromkeys(frames, 99))),
     ]
@@ -124,11 +129,11 @@ def test_lanes_show_all_that_is_in_the_window_and_nothing_else(table: pd.DataFra
     """For each phase and lane, the drawn bars last as long as it is busy in the window; computing and idle time
     between the first and the last compute fill it without overlap.
     """
-    (panel,) = lanes.lanes({"run": table}).panels
+    (panel,) = lane_chart.lanes({"run": table}).panels
     if not len(table):
         return
     assert panel.x_range is not None
-    first = max(0, len(table) // 2 - lanes.STEPS_SHOWN // 2)
+    first = max(0, len(table) // 2 - lane_chart.STEPS_SHOWN // 2)
     origin = int(table["compute_start_ns" if first else "schedule_start_ns"].iloc[first])
     size = _size(panel)
     end = origin + panel.x_range[1] * size
@@ -197,7 +202,7 @@ def test_a_run_without_a_request_that_is_done_says_so_and_is_drawn() -> None:
 
 def test_the_sync_loop_stands_above_the_async_one(runs: list[LoadedRun]) -> None:
     """However they were given; a loop is told by its steps, and both panels show as long a time."""
-    chart = lanes.lanes(_steps(runs))
+    chart = lane_chart.lanes(_steps(runs))
     assert [pipelined(run.steps) for run in runs] == [True, False]
     assert [panel.title.split(":")[0] for panel in chart.panels] == [runs[1].label, runs[0].label]
     assert chart.panels[0].x_range == chart.panels[1].x_range
@@ -205,12 +210,12 @@ def test_the_sync_loop_stands_above_the_async_one(runs: list[LoadedRun]) -> None
 
 
 def test_lanes_start_with_the_step_that_was_asked_for(cases: dict[str, list[LoadedRun]]) -> None:
-    (panel,) = lanes.lanes({"run": cases["example"][1].steps}, (10, 3)).panels
+    (panel,) = lane_chart.lanes({"run": cases["example"][1].steps}, (10, 3)).panels
     (compute,) = (mark for mark in panel.marks if mark.name == "compute")
     assert isinstance(compute, Spans)
     assert list(compute.labels) == ["10", "11", "12"]
     assert compute.start[0] == 0.0
-    assert "step" in lanes.lanes({"run": cases["example"][1].steps}, (10_000, 1)).panels[0].title
+    assert "step" in lane_chart.lanes({"run": cases["example"][1].steps}, (10_000, 1)).panels[0].title
 
 
 def test_queue_and_blocks_over_time_average_to_the_metrics(runs: list[LoadedRun]) -> None:

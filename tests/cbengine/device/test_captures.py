@@ -31,7 +31,7 @@ from cbengine.model.kvcache import KvCache
 from cbengine.model.ops import Rows, TorchOps
 from cbengine.sampling import Sampling
 from cbengine.settings import SamplingSettings
-from cbsim.policy.graphs import CAPTURED, bucket, captured_sizes
+from cbsim.policy.captures import CAPTURED, bucket, captured_sizes
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
 

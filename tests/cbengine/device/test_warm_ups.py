@@ -15,7 +15,7 @@ from cbengine.batch import Capacity
 from cbengine.device.layout import arrays
 from cbengine.device.warmup import warm_ups
 from cbengine.sampling import Sampling
-from cbsim.policy.graphs import captured_sizes
+from cbsim.policy.captures import captured_sizes
 
 
 @given(capacity=capacities, reach=st.integers(2, 400), graphs=st.booleans(), random=st.booleans())
