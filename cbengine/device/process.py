@@ -11,6 +11,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -125,7 +126,8 @@ def _work(build: Build, shared: list[Any], pipe: Connection) -> None:
             tokens = executor.run(step, header)
             buffers[2 * slot + 1][: header.sampling] = tokens
             pipe.send((slot, start, time.perf_counter_ns()))
-    except (EOFError, BrokenPipeError):
+    except (EOFError, ConnectionError):  # the driver has gone
         return
     except Exception as error:  # whatever it is, the driver is to say it
-        pipe.send(f"{type(error).__name__}: {error}")
+        with suppress(ConnectionError):
+            pipe.send(f"{type(error).__name__}: {error}")

@@ -19,7 +19,6 @@ from served import LOOPS, VOCAB, Run, asked, server, spec
 
 from cbengine import build, servers
 from cbengine.build import Setup
-from cbengine.cli import commands
 from cbengine.measure import calibrate
 from cbsim.policy.request import RequestSpec
 from cbsim.workload.generators import Workload
@@ -80,7 +79,7 @@ def test_the_peer_says_what_generate_says(folder: Path, loop: str) -> None:
     peer = servers.maker(setup, peer=True)(ready, loop, Workload(list(SPECS), len(SPECS)))
     peer.run(lambda _: None)
     said: dict[RequestSpec, list[int]] = peer.outputs  # type: ignore[attr-defined]
-    prompts = commands.Prompts(ready.seed, VOCAB)
+    prompts = servers.Prompts(ready.seed, VOCAB)
     assert len(said) == len(SPECS)
     for one, outputs in said.items():
         assert outputs == generated(folder, prompts.of(one).tolist(), one.output_tokens), one.id
