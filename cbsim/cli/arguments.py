@@ -15,6 +15,8 @@ from cbsim.server.status import ERROR, USAGE
 if TYPE_CHECKING:
     from cbsim.server.run_command import RunOptions
 
+STUDIES = {"hopper": "hopper", "chunks": "chunks", "schedulers": "which_scheduler"}  # modules of cbsim.proof.studies
+
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong and how the command is used; exits 2. Its help ends with a complete `example`."""

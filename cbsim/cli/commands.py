@@ -27,7 +27,8 @@ def run(options: RunOptions) -> int:
 
 def conformance(paths: Sequence[Path]) -> int:
     """Compare our policies with recorded traces of the originals."""
-    from cbsim.proof.conformance import check
+    from cbsim.cli.arguments import STUDIES
+from cbsim.proof.conformance import check
 
     return check.run(paths, print)
 
@@ -99,7 +100,7 @@ def study(name: str, out: Path | None, *, as_json: bool) -> int:
     """Answer one of the questions in cbsim.proof.studies, and say or write the answer."""
     from importlib import import_module
 
-    answer: Study = import_module(f"cbsim.proof.studies.{name}").study()
+    answer: Study = import_module(f"cbsim.proof.studies.{STUDIES[name]}").study()
     return _answer(answer, out, ["study", name], "simulated", as_json=as_json)
 
 

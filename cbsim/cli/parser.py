@@ -9,11 +9,10 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cbsim.cli.arguments import Parser, guarded, renamed, run_arguments, run_options
+from cbsim.cli.arguments import STUDIES, Parser, guarded, renamed, run_arguments, run_options
 from cbsim.server.status import ERROR, USAGE
 
 RENAMED = {"replay": "replan", "validate": "score"}
-STUDIES = ("hopper", "chunks", "schedulers")  # modules of cbsim.proof.studies
 
 
 def main(argv: Sequence[str] | None = None) -> int:
