@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cbsim.cli.arguments import STUDIES
 from cbsim.machine.simulation import Simulation
 from cbsim.results import directory
 from cbsim.scenario import scenario
@@ -27,8 +28,7 @@ def run(options: RunOptions) -> int:
 
 def conformance(paths: Sequence[Path]) -> int:
     """Compare our policies with recorded traces of the originals."""
-    from cbsim.cli.arguments import STUDIES
-from cbsim.proof.conformance import check
+    from cbsim.proof.conformance import check
 
     return check.run(paths, print)
 
