@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from calls import ROOT, call, refused, runs
+from calls import call, refused, runs
+from own_policy import TEXT
 
 from analysis.cli.parser import main as analysis
 from cbsim.policy.schedulers import registry
 from cbsim.server.replan import rederive
 
-PAGE = ROOT / "docs" / "your_own_policy.md"
-(TEXT,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 NAME = 'scheduler={name: "shortest:SHORTEST", seats: 2}'
 
 
@@ -100,6 +98,7 @@ BREAKS = {
     "over-budget": ("seats=self.seats, tokens=self.step_tokens", "seats=self.seats, tokens=10"),
     "raises": ("        self.waiting.sort(", "        raise OSError('no file is read')\n        self.waiting.sort("),
     "a-stolen-table": (".admit(request)", ".admit(request)\n            self.pool.tables[request] = [0]"),
+    "guesses": ("min(request.wanted, left), ())", "min(request.wanted, left) + 1, (), guesses=1)"),
     "not-made": ("        self.options, self", "        1 / 0\n        self.options, self"),
 }
 SAID = {
@@ -109,6 +108,7 @@ SAID = {
     "over-budget": ("step 0", "query tokens, 10 are allowed"),
     "raises": ("step 0, add", "OSError: no file is read"),
     "a-stolen-table": ("step", "breaks a rule"),
+    "guesses": ("schedule", "may yield several tokens"),
     "not-made": ("cannot be made", "ZeroDivisionError"),
 }
 

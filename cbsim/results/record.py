@@ -137,15 +137,13 @@ class Record:
         work, held = plan.work, plan.counts
         chunks, decodes = work.chunks, work.decodes
         prefill, context = work.prefill_tokens, work.decode_context
-        sampled, outputs, recomputed, cached = decodes, decodes, 0, 0
+        sampled, recomputed, cached = decodes, 0, 0
         for chunk in chunks:
-            sampled += chunk.outputs > 0
-            outputs += chunk.outputs
+            assert chunk.outputs <= 1, (plan.step, "a row may yield several tokens, which no run table can hold")
+            sampled += chunk.outputs
             recomputed += chunk.recomputed
             cached += chunk.cached
             context += chunk.start
-        if outputs > sampled:
-            raise NotImplementedError(f"step {plan.step}: a row may yield several tokens, which no run table can hold")
         self.sampled_tokens += sampled - outcome.wasted_rows
         counts = (
             plan.step,

@@ -123,6 +123,8 @@ class Guarded:
             self._check_table(row.spec, row.blocks, whole=row.chunk is not None and row.chunk.admitted)
             held = len(self._tables[row.spec]) * self.pool.block_size
             assert row.start + row.tokens <= held, f"{row.spec.id} computes past its {held} tokens of cache"
+            several = row.chunk is not None and row.chunk.outputs > 1
+            assert not several, f"a row of {row.spec.id} may yield several tokens, which no run table can hold"
         self._check_limits(plan)
         self.pool.check()
 

@@ -1,9 +1,10 @@
-"""A policy that knows nothing of the fast path: shortest prompt first, every row listed, in some sixty lines."""
+"""A policy that knows nothing of the fast path, every row listed: the one of docs/your_own_policy.md."""
 
 from __future__ import annotations
 
 from functools import partial
 
+import own_policy
 import pytest
 from helpers import Ask, Drive, token_steps
 from hypothesis import given
@@ -12,77 +13,21 @@ from hypothesis import strategies as st
 from cbsim.policy.blocks import BlockPool, FreeQueue
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.loop import Scheduler
-from cbsim.policy.plan import Chunk, Outcome, Row, StepPlan, StepResult
-from cbsim.policy.request import Finish, Request, RequestSpec, Status
+from cbsim.policy.plan import Row, StepPlan
+from cbsim.policy.request import Finish, RequestSpec
 
 SIZE, BLOCKS, TOKENS, SEATS = 4, 10, 12, 3
 Drawn = tuple[int, int, int, int, int | None]
 
 
-class ShortestFirst:
-    """Whoever runs goes on; then the shortest prompt that fits is let in, with all its blocks; prompts are chunked."""
-
-    polls_before_update = False
-    awaits_when_idle = True
-
-    def __init__(self) -> None:
-        self.pool = BlockPool(SIZE, BLOCKS, FreeQueue(range(BLOCKS), unhashed_first=True))
-        self.decoding = Decoding(self.pool)
-        self.requests = self.decoding.requests
-        self.waiting: list[Request] = []
-
-    @property
-    def running(self) -> list[Request]:
-        return list(self.decoding.loose)
-
-    @property
-    def idle(self) -> bool:
-        return not self.requests
-
-    def refusal(self, spec: RequestSpec) -> str | None:
-        return None if self._whole(spec) <= BLOCKS else f"the cache has {BLOCKS} blocks"
-
-    def _whole(self, spec: RequestSpec) -> int:
-        return self.pool.blocks_for(spec.prompt_tokens + spec.max_tokens)
-
-    def add(self, spec: RequestSpec) -> None:
-        self.waiting.append(self.decoding.add(spec, spec.max_tokens))
-        self.waiting.sort(key=lambda request: request.spec.prompt_tokens)
-
-    def cancel(self, spec: RequestSpec) -> None:
-        if request := self.requests.get(spec):
-            self._finish(request, Finish.ABORTED)
-
-    def schedule(self) -> StepPlan | None:
-        rows: dict[Request, Chunk] = {}
-        budget = TOKENS
-        for request in self.running:
-            if budget and request.promised < request.limit:
-                rows[request] = self.decoding.row(request, min(request.wanted, budget), ())
-                budget -= rows[request].tokens
-        while budget and self.waiting and len(self.running) < SEATS:
-            request = self.waiting[0]
-            if (whole := self._whole(request.spec)) > self.pool.free:
-                break
-            self.decoding.admit(self.waiting.pop(0))
-            blocks = self.pool.grow(request, whole)
-            rows[request] = self.decoding.row(request, min(request.wanted, budget), blocks)
-            budget -= rows[request].tokens
-        return self.decoding.plan(rows, running=len(self.running), waiting=len(self.waiting)) if rows else None
-
-    def runs_ahead(self, plan: StepPlan) -> bool:
-        return True
-
-    def update(self, plan: StepPlan, result: StepResult) -> Outcome:
-        return self.decoding.land(plan, result, self._finish)
-
-    def _finish(self, request: Request, reason: Finish) -> None:
-        if request.status is Status.WAITING:
-            self.waiting.remove(request)
-        self.decoding.end(request, reason)
+SHORTEST = own_policy.module()
 
 
-SCHEDULER: Scheduler = ShortestFirst()  # the protocol has nothing else
+def shortest() -> Scheduler:
+    """A small one; the protocol asks for nothing else."""
+    sizes = {"block_size": SIZE, "num_blocks": BLOCKS, "seats": SEATS, "step_tokens": TOKENS}
+    made: Scheduler = SHORTEST.Shortest(SHORTEST.ShortestOptions(name="shortest", **sizes))
+    return made
 
 
 def ask(index: int, drawn: Drawn) -> Ask:
@@ -91,7 +36,7 @@ def ask(index: int, drawn: Drawn) -> Ask:
 
 
 def driven(asks: list[Ask], depth: int) -> Drive:
-    return Drive(ShortestFirst(), asks, depth)  # type: ignore[arg-type]  # all it asks of a scheduler is there
+    return Drive(shortest(), asks, depth)  # type: ignore[arg-type]  # all it asks of a scheduler is there
 
 
 REQUEST = st.tuples(
