@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from cbsim.policy.loop import Applied, Await, Effect, Landed, Launch, Poll, Polled, Refused, serve
@@ -15,13 +16,13 @@ AnyScheduler = VllmScheduler | TransformersScheduler
 MOST_POLLS = 20_000
 
 
-def step_plan(chunks: tuple[Chunk, ...] = (), **fields: Any) -> StepPlan:
-    """A plan of these chunks, and of fields of its parts by their names."""
+def step_plan(chunks: tuple[Chunk, ...] = (), **values: Any) -> StepPlan:
+    """A plan of these chunks, and of values of its parts by their names."""
     work, changes, counts = (
-        {name: fields.pop(name) for name in part._fields if name in fields}
+        {field.name: values.pop(field.name) for field in fields(part) if field.name in values}
         for part in (StepWork, StepChanges, StepCounts)
     )
-    assert not fields
+    assert not values
     work = {"chunks": chunks, "prefill_tokens": sum(c.tokens for c in chunks)} | work
     return StepPlan(0, StepWork(**work), StepChanges(**changes), StepCounts(**counts))
 

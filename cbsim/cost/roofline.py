@@ -44,6 +44,7 @@ class RooflineCost:
         self._rates, self._weights = rates, weights
         self._overhead_s = overhead_s
         self._launch_ns = round(launch_s * 1e9)
+        self._linear_flop, self._head_flop = 2 * weights.linear, 2 * weights.head  # of a token
         self._linear_s = weights.linear * weights.bytes / rates.bytes_weights  # to read them once
         self._head_s = weights.head * weights.bytes / rates.bytes_weights
         self._pcie_ns = 1e9 / rates.bytes_pcie  # of a byte
@@ -52,22 +53,22 @@ class RooflineCost:
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         work = plan.work
-        rows = work.decodes + len(work.chunks)
+        decodes, chunks = work.decodes, work.chunks
+        rows = decodes + len(chunks)
         if not rows:
             return 0, 0, 0
-        weights, flops = self._weights, self._rates.flops_decode
-        sampled = work.decodes + work.padding_rows
+        sampled, flops = decodes + work.padding_rows, self._rates.flops_decode
         time = self._overhead_s + tokens * self._embedding_s
-        time += (work.decode_context + work.decodes + work.padding_context + work.padding_rows) * self._context_s
-        if work.chunks:
+        time += (work.decode_context + work.padding_context + sampled) * self._context_s
+        if chunks:
             flops = self._rates.flops_prefill
-            sampled += sum([c.outputs for c in work.chunks])
+            sampled += sum([c.outputs for c in chunks])
             time += self._prefill_attention(plan)
-        time += max(2 * tokens * weights.linear / flops, self._linear_s)
+        time += max(tokens * self._linear_flop / flops, self._linear_s)
         if sampled:
-            time += max(2 * sampled * weights.head / flops, self._head_s)
+            time += max(sampled * self._head_flop / flops, self._head_s)
         per_byte = self._pcie_ns
-        h2d_bytes = 4 * (3 * (work.prefill_tokens + work.decodes) + plan.counts.table_blocks)
+        h2d_bytes = 4 * (3 * (work.prefill_tokens + decodes) + plan.counts.table_blocks)
         return round(h2d_bytes * per_byte), round(time * 1e9), round(4 * rows * per_byte)
 
     def _prefill_attention(self, plan: StepPlan) -> float:

@@ -60,13 +60,6 @@ class Machine:
     def run(self, env: simpy.Environment, on_step: Callable[[int], None] | None = None) -> Generator[Any, Any, None]:
         """The SimPy process. `on_step` is told the simulated time after every step."""
         loop = serve(self.scheduler, self._depth)
-        handlers: dict[type, Callable[[Any], Any]] = {
-            Launch: self._launch,
-            Idle: self._idle,
-            Await: self._await,
-            Applied: self._applied,
-            Refused: self._refused,
-        }
         answer: Any = None
         while True:
             try:
@@ -75,27 +68,39 @@ class Machine:
                 self._device.rest(None)
                 yield env.timeout(self._cpu_ns - env.now)
                 return
-            if not isinstance(effect, Poll):
-                if type(effect) is Await:
-                    while (landing := self._device.landing(effect.ticket)) is not None:
-                        yield landing
-                    landed_ns = max(self._cpu_ns, effect.ticket.d2h_end_ns)
-                    if env.peek() <= landed_ns:
-                        yield env.timeout(landed_ns - env.now)
-                answer = handlers[type(effect)](effect)
-                if on_step and type(effect) is Applied:
+            answer = None
+            if isinstance(effect, Poll):
+                if effect.wait:
+                    yield from self._wait(env)
+                if env.peek() <= self._cpu_ns:
+                    yield env.timeout(self._cpu_ns - env.now)
+                answer = self._poll()
+            elif isinstance(effect, Launch):
+                answer = self._launch(effect)
+            elif isinstance(effect, Await):
+                times: StepTimes = effect.ticket
+                while (landing := self._device.landing(times)) is not None:
+                    yield landing
+                landed_ns = max(self._cpu_ns, times.d2h_end_ns)
+                if env.peek() <= landed_ns:
+                    yield env.timeout(landed_ns - env.now)
+                answer = self._await(effect, landed_ns)
+            elif isinstance(effect, Applied):
+                self._applied(effect)
+                if on_step:
                     on_step(self._cpu_ns)
-                continue
-            if effect.wait:
-                while self._inbox and self._inbox.due_ns == NEVER_NS:
-                    self._device.rest(self._inbox.news)
-                    yield self._inbox.news
-                    self._cpu_ns = max(self._cpu_ns, int(env.now))
-                if self._inbox:
-                    self._cpu_ns = max(self._cpu_ns, self._inbox.due_ns)
-            if env.peek() <= self._cpu_ns:
-                yield env.timeout(self._cpu_ns - env.now)
-            answer = self._poll()
+            else:
+                self._other(effect)
+
+    def _wait(self, env: simpy.Environment) -> Generator[Any, Any, None]:
+        """Nothing to do until something arrives."""
+        inbox = self._inbox
+        while inbox and inbox.due_ns == NEVER_NS:
+            self._device.rest(inbox.news)
+            yield inbox.news
+            self._cpu_ns = max(self._cpu_ns, int(env.now))
+        if inbox:
+            self._cpu_ns = max(self._cpu_ns, inbox.due_ns)
 
     def _poll(self) -> Polled:
         """What has come in until now. A step may be planned next: its times start here."""
@@ -107,9 +112,6 @@ class Machine:
         if arrived or cancels:
             return Polled(arrived, cancels)  # not closed yet: one that is refused may be followed by others
         return OPEN if inbox else CLOSED
-
-    def _idle(self, _: Idle) -> None:
-        self._cpu_ns += self._cost.cpu_ns(None)[0]
 
     def _launch(self, effect: Launch) -> StepTimes:
         """CPU phases `schedule`, `prepare` and `launch`; then the device has the step."""
@@ -127,11 +129,11 @@ class Machine:
         self._device.launch(plan, shape, times)
         return times
 
-    def _await(self, effect: Await) -> Landed:
+    def _await(self, effect: Await, landed_ns: int) -> Landed:
         """The CPU blocks until the step's outputs are on the host. Declared ends short of the limit are stop tokens."""
         times: StepTimes = effect.ticket
         times.await_start_ns = self._cpu_ns
-        times.await_end_ns = self._cpu_ns = max(self._cpu_ns, times.d2h_end_ns)
+        times.await_end_ns = self._cpu_ns = landed_ns
         self._landing = times
         cancels: Sequence[RequestSpec] = ()
         if effect.cancels:
@@ -152,7 +154,11 @@ class Machine:
         for spec, _ in effect.outcome.finished:
             self._inbox.ended(spec, self._cpu_ns)
 
-    def _refused(self, effect: Refused) -> None:
+    def _other(self, effect: Idle | Refused) -> None:
+        """Nothing could be planned, or a request can never be served."""
+        if isinstance(effect, Idle):
+            self._cpu_ns += self._cost.cpu_ns(None)[0]
+            return
         self.record.refused(effect.spec, effect.reason)
         if effect.spec not in self.record.cancels:
             self._inbox.ended(effect.spec, self._cpu_ns)

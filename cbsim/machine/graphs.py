@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
 
 from cbsim.policy.captures import captured, captured_sizes, up_to_multiple, up_to_power
 from cbsim.policy.plan import StepPlan
+from cbsim.policy.value import value
 
 Bucket = tuple[int, Hashable] | None  # (query tokens computed, key of the graph), None: no graph fits
 
 
-class Shape(NamedTuple):
+@value(frozen=True)
+class Shape:
     """How a step is run: at how many query tokens, eagerly or not, and the CPU time to capture its graph first."""
 
     tokens: int

@@ -19,7 +19,7 @@ from cbsim.results.record import Record
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.server.assemble import cost_model, scheduler
 from cbsim.server.driving import no_collections
-from cbsim.server.inbox import Inbox
+from cbsim.server.inbox import NEVER_NS, Inbox
 from cbsim.workload.generators import Workload
 
 TRANSFORMERS_ROWS, UNBOUNDED = 1024, 1 << 30  # for schedulers that have no such limit, padded as transformers does
@@ -37,9 +37,10 @@ def machine(scenario: Scenario, loop: str, workload: Workload) -> Machine:
 def run(server: Machine, on_step: Callable[[int], None] | None = None) -> None:
     """Run a server to the end of its workload. Interrupted, its record holds what happened until then."""
     env = simpy.Environment()
-    env.process(server.run(env, on_step))
+    over = env.process(server.run(env, on_step))
+    env.timeout(NEVER_NS)  # so that there is always a next event: to ask an empty list for it costs an exception
     with no_collections():
-        env.run()
+        env.run(over)
 
 
 def graphs(scenario: Scenario, policy: Scheduler) -> Graphs:

@@ -11,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from operator import attrgetter
-from typing import NamedTuple
 
 from cbsim.policy.request import Request
+from cbsim.policy.value import value
 
 Calendar = dict[int, list[tuple[Request, int]]]
 by_order = attrgetter("order")
 
 
-class Landing(NamedTuple):
+@value(frozen=True)
+class Landing:
     """A row in flight that will change more than a count when it comes back."""
 
     request: Request

@@ -14,7 +14,7 @@ once. Both ways give the same rows, blocks and tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 from cbsim.policy.blocks import BlockPool, Replaced
 from cbsim.policy.cohort import Cohort, Landing, by_order
@@ -33,11 +33,13 @@ from cbsim.policy.plan import (
     StepWork,
 )
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
+from cbsim.policy.value import value
 
 Landings = tuple[list[Landing], list[Landing], list[Landing]]  # of the chunks before the members, of them, and after
 
 
-class _Promised(NamedTuple):
+@value(frozen=True)
+class _Promised:
     """What the listed rows of a step come to."""
 
     joined: Sequence[RequestSpec] = ()
@@ -221,13 +223,13 @@ class Decoding:
         if not (grown or joined or left or ends or ended or preempted or replaced):
             return UNDISTURBED
         return StepChanges(
-            tuple(grown),
-            tuple(joined),
-            tuple(left),
-            tuple(ends),
-            tuple(ended),
-            tuple(preempted),
-            tuple(replaced),
+            tuple(grown) if grown else (),
+            tuple(joined) if joined else (),
+            tuple(left) if left else (),
+            tuple(ends) if ends else (),
+            tuple(ended) if ended else (),
+            tuple(preempted) if preempted else (),
+            tuple(replaced) if replaced else (),
         )
 
     def _promise(self, rows: Mapping[Request, Chunk], lead: int, ending: Sequence[Request]) -> _Promised:
@@ -245,9 +247,10 @@ class Decoding:
             new_blocks += len(row.blocks) - pool.blocks_for(row.cached)
             request.advance(row.tokens, outputs)
             if outputs:
-                if request.promised >= request.last > request.promised - outputs:
+                promised = request.promised
+                if promised >= request.last > promised - outputs:
                     ends.append(request.spec)
-                if together and outputs == 1 and (request.promised < request.limit or not self._foresees):
+                if together and outputs == 1 and (promised < request.limit or not self._foresees):
                     joined.append(request.spec)  # a member yields exactly one token a row
             if outputs or wastes_chunks:
                 first += position < lead
@@ -288,8 +291,8 @@ class Decoding:
         finished: list[tuple[RequestSpec, Finish]] = []
         keys, observer, wasted = self._keys, self._observer, 0
         for noted in landings:
-            request, epoch, outputs, _, _, _ = noted
-            if epoch != request.epoch or request.status is Status.FINISHED:
+            request, outputs = noted.request, noted.outputs
+            if noted.epoch != request.epoch or request.status is Status.FINISHED:
                 wasted += 1
                 observer.wasted(noted, step)
                 continue
@@ -323,7 +326,7 @@ class Decoding:
         assert 0 <= tokens <= min(outputs, left), (request.spec.id, tokens, outputs, left)
         request.receive(step, tokens)
         short = outputs - tokens
-        return landing._replace(short=short, reach=landing.reach - short) if short else landing
+        return replace(landing, short=short, reach=landing.reach - short) if short else landing
 
     def check(self) -> None:
         """Raise AssertionError unless every block is free or owned and the members' sums equal a recount."""

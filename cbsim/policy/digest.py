@@ -29,44 +29,79 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cbsim.policy.plan import StepPlan
 
+_HEAD = Struct("<23q").pack
 _PACKERS: dict[int, Callable[..., bytes]] = {}  # by the number of integers
+_WORD = Struct("<q").unpack
 
 
 def digest(plan: StepPlan) -> int:
     """The digest of everything that `plan` says."""
-    items = _integers(plan)
-    pack = _PACKERS.get(len(items)) or _packer(len(items))
-    return int.from_bytes(blake2b(pack(*items), digest_size=8).digest(), "little", signed=True)
+    said, items = _head(plan), _items(plan)
+    if items:
+        said += (_PACKERS.get(len(items)) or _packer(len(items)))(*items)
+    word: int = _WORD(blake2b(said, digest_size=8).digest())[0]
+    return word
 
 
-def _integers(plan: StepPlan) -> list[int]:
-    """What a plan says as a flat list, in the declared order. One is made for every step, so it is made in one go."""
-    step, (chunks, *work), changes, counts = plan
-    grown, joined, left, ends, ended, preempted, replaced = changes
-    items: list[int] = [step, *work, *counts, len(chunks), *map(len, changes)]
-    for spec, order, start, tokens, blocks, outputs, admitted, resumed, cached, recomputed, padding in chunks:
+def _head(plan: StepPlan) -> bytes:
+    work, changes, counts = plan.work, plan.changes, plan.counts
+    return _HEAD(
+        plan.step,
+        work.lead,
+        work.decodes,
+        work.decode_context,
+        work.longest_context,
+        work.prefill_tokens,
+        work.padding_rows,
+        work.padding_context,
+        work.fast_decode,
+        counts.table_blocks,
+        counts.new_blocks,
+        counts.running,
+        counts.waiting,
+        counts.free_blocks,
+        counts.cached_blocks,
+        len(work.chunks),
+        len(changes.grown),
+        len(changes.joined),
+        len(changes.left),
+        len(changes.ends),
+        len(changes.ended),
+        len(changes.preempted),
+        len(changes.replaced),
+    )
+
+
+def _items(plan: StepPlan) -> list[int]:
+    """What is in the lists of a plan, in the declared order, as integers."""
+    items: list[int] = []
+    for chunk in plan.work.chunks:
+        blocks = chunk.blocks
         items += (
-            spec.index,
-            order,
-            start,
-            tokens,
-            outputs,
-            admitted,
-            resumed,
-            cached,
-            recomputed,
-            padding,
+            chunk.spec.index,
+            chunk.order,
+            chunk.start,
+            chunk.tokens,
+            chunk.outputs,
+            chunk.admitted,
+            chunk.resumed,
+            chunk.cached,
+            chunk.recomputed,
+            chunk.padding,
             len(blocks),
         )
         items += blocks
-    for spec, block in grown:
-        items += (spec.index, block)
-    if joined or left or ends or ended or preempted or replaced:
-        items += [spec.index for spec in (*joined, *left, *ends, *ended)]
-        for spec, lost_tokens, held in preempted:
-            items += (spec.index, lost_tokens, held)
-        for spec, index, block in replaced:
-            items += (spec.index, index, block)
+    changes = plan.changes
+    for spec, block in changes.grown:
+        items.append(spec.index)
+        items.append(block)
+    for group in (changes.joined, changes.left, changes.ends, changes.ended):
+        for spec in group:
+            items.append(spec.index)
+    for spec, lost_tokens, held in changes.preempted:
+        items += (spec.index, lost_tokens, held)
+    for spec, index, block in changes.replaced:
+        items += (spec.index, index, block)
     return items
 
 

@@ -17,15 +17,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence, Sized
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from cbsim.policy.blocks import BlockPool
 from cbsim.policy.limits import Limits
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.request import Request, RequestSpec
+from cbsim.policy.value import value
 
 
-class Polled(NamedTuple):
+@value(frozen=True)
+class Polled:
     """Answer to `Poll`. `closed`: nothing will ever arrive any more."""
 
     arrivals: Sequence[RequestSpec] = ()
@@ -33,21 +35,25 @@ class Polled(NamedTuple):
     closed: bool = False
 
 
-class Poll(NamedTuple):
+@value(frozen=True)
+class Poll:
     """`wait`: there is nothing else to do, so block until something arrives."""
 
     wait: bool = False
 
 
-class Launch(NamedTuple):
+@value(frozen=True)
+class Launch:
     plan: StepPlan
 
 
-class Idle(NamedTuple):
+@value(frozen=True)
+class Idle:
     pass
 
 
-class Await(NamedTuple):
+@value(frozen=True)
+class Await:
     """`cancels`: cancellations that have come in by the time the result is there are wanted with it."""
 
     plan: StepPlan
@@ -55,19 +61,22 @@ class Await(NamedTuple):
     cancels: bool
 
 
-class Landed(NamedTuple):
+@value(frozen=True)
+class Landed:
     """Answer to `Await`."""
 
     result: StepResult
     cancels: Sequence[RequestSpec] = ()
 
 
-class Applied(NamedTuple):
+@value(frozen=True)
+class Applied:
     plan: StepPlan
     outcome: Outcome
 
 
-class Refused(NamedTuple):
+@value(frozen=True)
+class Refused:
     spec: RequestSpec
     reason: str
 

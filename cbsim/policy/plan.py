@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 from cbsim.policy.digest import digest
 from cbsim.policy.request import Finish, RequestSpec
+from cbsim.policy.value import value
 
 
-class Chunk(NamedTuple):
+@value(frozen=True)
+class Chunk:
     """A row listed by itself: `tokens` query tokens of a request, behind `start` tokens already in the cache.
 
     `blocks` are the block ids added to its table, or the whole table when `admitted` (first chunk after the queue).
@@ -43,7 +45,8 @@ class Preempted(NamedTuple):
     blocks: int
 
 
-class StepWork(NamedTuple):
+@value(frozen=True)
+class StepWork:
     """What a step computes. Rows run in the order chunks[:lead], the decoding rows by admission order, chunks[lead:].
 
     `decodes` rows go on decoding from the plans before, a token each; together they read `decode_context` cached
@@ -80,7 +83,8 @@ class StepWork(NamedTuple):
         return tokens
 
 
-class StepChanges(NamedTuple):
+@value(frozen=True)
+class StepChanges:
     """What is new since the plan before, for whoever keeps requests and their tables.
 
     `grown` gives the decoding rows that got a block; `joined` decode without being listed from the next step on; `left`
@@ -101,7 +105,8 @@ class StepChanges(NamedTuple):
 UNDISTURBED = StepChanges()
 
 
-class StepCounts(NamedTuple):
+@value(frozen=True)
+class StepCounts:
     """Sums for costs and records. All but the first two hold after planning.
 
     `table_blocks` are in the tables of the step's rows, `new_blocks` were handed out for it. `cached_blocks` are the
@@ -116,7 +121,8 @@ class StepCounts(NamedTuple):
     cached_blocks: int = 0
 
 
-class StepPlan(NamedTuple):
+@value(frozen=True)
+class StepPlan:
     """One step: what it computes, what changes with it, and how things stand after planning."""
 
     step: int
@@ -129,7 +135,8 @@ class StepPlan(NamedTuple):
         return digest(self)
 
 
-class StepResult(NamedTuple):
+@value(frozen=True)
+class StepResult:
     """What came back: the requests that sampled a stop token, and the output tokens of rows that yielded other than
     they might, a stop token included and nothing behind it. Every other row delivered as promised, up to the declared
     last token of its request.
@@ -142,7 +149,8 @@ class StepResult(NamedTuple):
 NOTHING_STOPPED = StepResult()
 
 
-class Outcome(NamedTuple):
+@value(frozen=True)
+class Outcome:
     """What a result changed: requests that got tokens one by one or ended, rows computed for nothing."""
 
     received: tuple[RequestSpec, ...]

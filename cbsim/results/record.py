@@ -51,7 +51,7 @@ class StepTimes:
 
 
 _TIMES = attrgetter(*STEP_TIMES)
-_PACK = Struct(f"={len(STEP_COLUMNS)}q").pack
+_PACK_COUNTS, _PACK_TIMES = (Struct(f"={len(names)}q").pack for names in (STEP_COUNTS, STEP_TIMES))
 
 
 class RequestRow(NamedTuple):
@@ -145,7 +145,7 @@ class Record:
             cached += chunk.cached
             context += chunk.start
         self.sampled_tokens += sampled - outcome.wasted_rows
-        counts = (
+        counts = _PACK_COUNTS(
             plan.step,
             len(chunks) + decodes,
             decodes,
@@ -166,7 +166,7 @@ class Record:
             outcome.wasted_rows,
             plan.digest(),
         )
-        self.steps += _PACK(*counts, *_TIMES(times))
+        self.steps += counts + _PACK_TIMES(*_TIMES(times))  # at once: an interrupt leaves whole rows
 
     def requests(self) -> list[RequestRow]:
         """A row for every request that was queued or refused, in order of index."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from helpers import step_plan
@@ -21,4 +22,4 @@ def plan(decodes: int = 0, context: int = 0, chunks: Chunks = (), *, outputs: in
 
 def padded(step: StepPlan, padding: int) -> StepPlan:
     work = step.work
-    return step._replace(work=work._replace(chunks=tuple(c._replace(padding=padding) for c in work.chunks)))
+    return replace(step, work=replace(work, chunks=tuple(replace(c, padding=padding) for c in work.chunks)))

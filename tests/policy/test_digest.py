@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -71,6 +71,9 @@ def altered(value: Any) -> Iterator[Any]:
         yield value + 1
     elif isinstance(value, RequestSpec):
         yield replace(value, index=value.index + 1)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from (replace(value, **{field.name: other}) for other in altered(getattr(value, field.name)))
     else:
         make = type(value)._make if hasattr(value, "_make") else tuple
         fixed = make is not tuple or {type(item) for item in value} == {RequestSpec, int}
@@ -98,5 +101,5 @@ def test_the_digest_covers_everything_that_a_plan_says() -> None:
     plans = [FULL, *altered(FULL)]
     assert len({plan.digest() for plan in plans}) == len({tuple(words(plan)) for plan in plans}) == len(set(plans))
     assert len(plans) > 80
-    twin = FULL._replace(changes=FULL.changes._replace(joined=(replace(A, id="another", prompt_tokens=1),)))
+    twin = replace(FULL, changes=replace(FULL.changes, joined=(replace(A, id="another", prompt_tokens=1),)))
     assert twin.digest() == FULL.digest()

@@ -107,7 +107,7 @@ class StaticScheduler:
         for request in self._batch:
             self.decoding.admit(request)
             row = self.decoding.row(request, request.target, self.pool.grow(request, blocks))
-            rows[request] = row._replace(padding=prompt - request.target)
+            rows[request] = replace(row, padding=prompt - request.target)
         self._length = prompt
         return self._commit(rows)
 
@@ -131,11 +131,11 @@ class StaticScheduler:
         self.decoding.go_on()
         plan = self._commit({})
         ended, beyond = rows - plan.work.decodes, context - plan.work.decode_context
-        return plan._replace(work=plan.work._replace(padding_rows=ended, padding_context=beyond))
+        return replace(plan, work=replace(plan.work, padding_rows=ended, padding_context=beyond))
 
     def _commit(self, rows: dict[Request, Chunk]) -> StepPlan:
         plan = self.decoding.plan(rows, running=len(self.running), waiting=len(self.waiting))
-        return plan._replace(counts=plan.counts._replace(table_blocks=self.pool.num_blocks - self.pool.free))
+        return replace(plan, counts=replace(plan.counts, table_blocks=self.pool.num_blocks - self.pool.free))
 
     def runs_ahead(self, plan: StepPlan) -> bool:
         return True

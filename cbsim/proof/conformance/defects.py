@@ -8,6 +8,8 @@ active requests are cancelled after a soft reset.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cbsim.policy.blocks import BlockPool, FreeList, Replaced
 from cbsim.policy.cohort import Landing
 from cbsim.policy.keys import Keys, KeysWhenLanded
@@ -114,4 +116,4 @@ class DefectiveTransformers(TransformersScheduler):
         finished = self._ghosts.take()
         if len(finished) > len(outcome.finished):
             self.block_new_requests = False
-        return outcome._replace(finished=tuple(finished))
+        return replace(outcome, finished=tuple(finished))
