@@ -29,7 +29,7 @@ from cbsim.cli import parser
 from cbsim.policy.schedulers.registry import OURS
 from cbsim.policy.schedulers.static import StaticOptions
 from cbsim.policy.schedulers.transformers import TransformersOptions
-from cbsim.policy.schedulers.vllm import VllmOptions
+from cbsim.policy.schedulers.vllm_settings import VllmOptions
 from cbsim.proof.conformance.check import traces
 from cbsim.results import checks, columns, parquet
 from cbsim.results.columns import Column
@@ -160,7 +160,7 @@ def field_table(name: str) -> str:
     tags_first = sorted(part["properties"].items(), key=lambda item: item[0] not in ("kind", "name"))
     for field, about in tags_first:
         default = "required" if field in required else _default(about.get("default"))
-        meaning = "" if "const" in about else about["description"]
+        meaning = "" if "const" in about else " ".join(about["description"].split())
         rows.append(f"| `{field}` | {_value(about)} | {default} | {meaning} |".replace("|  |", "| |"))
     return "\n".join(rows) + "\n"
 

@@ -13,6 +13,8 @@ from analysis.figures.axis import Frames, band, bubbles, longest, over_time, ran
 from analysis.statistics.thin import Binned, chosen
 from cbsim.draw.chart import BLACK, BLUE, GREY, ORANGE, PALE, Area, Chart, Level, Mark, Panel, Points, Style, series
 from cbsim.draw.units import Unit, column, unit, without
+from cbsim.scenario.fields import ScenarioError
+from cbsim.scenario.scenario import depth, parse, scheduler_options
 
 PARTS = (("prefill", Style(BLUE)), ("decode", Style(ORANGE)), ("padding", Style(GREY)))
 MOST_POINTS = 1000  # of a run's steps with prefill, and likewise of its others
@@ -20,10 +22,11 @@ SEEN = 0.25  # share of the budget that a step must reach for it to be drawn: el
 
 
 def budget(scenario: Mapping[str, Any]) -> int | None:
-    """Query tokens that a step may have, by a resolved scenario; None if it has no bound or one solved from memory."""
-    scheduler = scenario.get("scheduler") or {}
-    bound = scheduler.get("max_num_batched_tokens", scheduler.get("max_batch_tokens"))
-    return None if bound is None else int(bound)
+    """Query tokens that a step may have, by a resolved scenario; None if it has no bound or cannot be read."""
+    try:
+        return scheduler_options(parse(dict(scenario), "the scenario of a run"), depth("async")).limits.tokens
+    except ScenarioError:
+        return None
 
 
 def tokens(steps: Frames, budgets: Mapping[str, int | None]) -> Chart:

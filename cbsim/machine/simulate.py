@@ -12,7 +12,7 @@ import simpy
 from cbsim.machine.device import OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, engine_buckets, transformers_buckets, unpadded, vllm_buckets
-from cbsim.policy.captures import CAPTURED
+from cbsim.policy.captures import CAPTURED, vllm_sizes
 from cbsim.policy.loop import Scheduler
 from cbsim.results.columns import NS
 from cbsim.results.record import Record
@@ -23,6 +23,7 @@ from cbsim.server.inbox import NEVER_NS, Inbox
 from cbsim.workload.generators import Workload
 
 TRANSFORMERS_ROWS, UNBOUNDED = 1024, 1 << 30  # for schedulers that have no such limit, padded as transformers does
+VLLM_LARGEST = 512  # likewise as vLLM does
 
 
 def machine(scenario: Scenario, loop: str, workload: Workload) -> Machine:
@@ -50,7 +51,8 @@ def graphs(scenario: Scenario, policy: Scheduler) -> Graphs:
     if not settings.enabled:
         return Graphs(None, 0)
     if scenario.graph_padding == "vllm":
-        return Graphs(vllm_buckets(settings.vllm_capture_sizes), capture_ns)
+        sizes = settings.vllm_capture_sizes or vllm_sizes(limits.graphs or VLLM_LARGEST)
+        return Graphs(vllm_buckets(sizes), capture_ns)
     if scenario.graph_padding == "cbengine":
         return Graphs(engine_buckets(limits.seats or limits.rows or CAPTURED[-1]), capture_ns)
     if scenario.graph_padding == "transformers":

@@ -6,7 +6,7 @@ what a user may write, options are settings with everything solved from model an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -97,6 +97,14 @@ class Site(Protocol):
     def max_position(self) -> int:
         """Longest sequence that the model is made for, tokens."""
 
+    @property
+    def gpu(self) -> str:
+        """What the GPU is called."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Its memory, as a process sees it on the empty device."""
+
     def blocks(self, tokens: int, requests: int) -> int:
         """Blocks of the cache: those that the scenario gives, or as many as fit beside the weights and a step of so
         many query tokens and sampling rows, by vLLM's rule.
@@ -124,6 +132,11 @@ def _as_they_are(settings: S, options: Any) -> S:
     return settings
 
 
+def _without_reasons(settings: S, site: Site) -> Mapping[str, str]:
+    del settings, site
+    return {}
+
+
 def _unchanged(settings: S, seats: int, tokens: int) -> S:
     del seats, tokens
     return settings
@@ -135,7 +148,8 @@ class SchedulerKind(Generic[S, O]):
 
     `padding` is the rule by which its steps are padded to captured CUDA graphs. `settled` writes sizes that were solved
     into the settings, so that a smaller cache does not change them. `widened` gives settings for a probe: so many
-    seats, so many query tokens a step, nothing shared between requests.
+    seats, so many query tokens a step, nothing shared between requests. `reasons` says of settings that may be left
+    open by which rule they are solved.
     """
 
     name: str
@@ -149,3 +163,4 @@ class SchedulerKind(Generic[S, O]):
     padded: bool = False  # every row is computed at the length of the longest
     settled: Callable[[S, O], S] = _as_they_are
     widened: Callable[[S, int, int], S] = _unchanged
+    reasons: Callable[[S, Site], Mapping[str, str]] = _without_reasons

@@ -12,3 +12,4 @@ class Limits(NamedTuple):
     rows: int | None = None  # requests in a step
     tokens: int | None = None  # query tokens in a step
     longest: int | None = None  # tokens of a sequence: what is longer is refused, or ends there
+    graphs: int | None = None  # query tokens of the largest CUDA graph

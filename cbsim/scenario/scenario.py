@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 from cbsim.policy.kind import Options, Settings, SettingsError
 from cbsim.policy.schedulers import registry
 from cbsim.policy.schedulers.registry import Kind
-from cbsim.policy.schedulers.vllm import VllmSettings
+from cbsim.policy.schedulers.vllm_settings import VllmSettings
 from cbsim.scenario import catalog, documents, sizing
 from cbsim.scenario.costs import Coefficients, Cost, RooflineSettings, TableSettings
 from cbsim.scenario.demand import Demand
@@ -170,12 +170,10 @@ def _defaults(data: dict[str, Any], base: Path) -> dict[str, Any]:
 # -- what follows from it ---------------------------------------------------------------------------------------------
 
 
-def scheduler_options(scenario: Scenario, depth: int) -> Options:
-    """All options of the scheduler resolved, sizes solved from memory where they are not given; `depth` steps in
-    flight. Raises ScenarioError if the model does not fit or sizes contradict each other.
-    """
+def site(scenario: Scenario, depth: int) -> sizing.Place:
+    """What sizes follow from: model, GPU and cache, with `depth` steps in flight."""
     cache = scenario.kv_cache
-    site = sizing.Place(
+    return sizing.Place(
         scenario.model,
         scenario.hardware,
         depth,
@@ -184,8 +182,14 @@ def scheduler_options(scenario: Scenario, depth: int) -> Options:
         cache.num_blocks,
         scenario.cost.tensor_parallel if isinstance(scenario.cost, TableSettings) else 1,
     )
+
+
+def scheduler_options(scenario: Scenario, depth: int) -> Options:
+    """All options of the scheduler resolved, sizes solved from memory where they are not given; `depth` steps in
+    flight. Raises ScenarioError if the model does not fit or sizes contradict each other.
+    """
     try:
-        options: Options = scenario.kind.resolve(scenario.scheduler, site)
+        options: Options = scenario.kind.resolve(scenario.scheduler, site(scenario, depth))
     except SettingsError as error:
         raise ScenarioError(f"scheduler.{error.field}: {error}") from None
     except Exception as error:

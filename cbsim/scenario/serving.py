@@ -11,7 +11,6 @@ from cbsim.scenario.fields import Frozen, Real, Whole, Wholes, complaint
 
 Count = Annotated[Whole, Field(ge=1)]
 Seconds = Annotated[Real, Field(gt=0)]
-VLLM_CAPTURE_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 
 
 class KvCache(Frozen):
@@ -34,12 +33,15 @@ class CudaGraphs(Frozen):
     """Seconds that the first use of a shape costs; 0: all were captured before the run."""
     padding: Literal["auto", "transformers", "vllm", "cbengine", "none"] = "auto"
     """Rule by which shapes are padded; auto: the scheduler's own, none for static; cbengine: as our engine pads."""
-    vllm_capture_sizes: Annotated[Wholes, Field(min_length=1)] = VLLM_CAPTURE_SIZES
-    """vLLM's captured batch sizes, tokens, increasing; larger steps run without a graph."""
+    vllm_capture_sizes: Annotated[Wholes, Field(min_length=1)] | None = None
+    """vLLM's captured batch sizes, tokens, increasing; larger steps run without a graph. Null: vLLM's own list, up to
+    the scheduler's max_cudagraph_capture_size, or 512."""
 
     @model_validator(mode="after")
     def _increasing(self) -> CudaGraphs:
         sizes = self.vllm_capture_sizes
+        if sizes is None:
+            return self
         if sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):
             raise complaint("must be increasing and >= 1", "vllm_capture_sizes")
         return self

@@ -133,6 +133,14 @@ class Place:
     def max_position(self) -> int:
         return self.model.max_position
 
+    @property
+    def gpu(self) -> str:
+        return self.hardware.name
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.hardware.memory_bytes
+
     def blocks(self, tokens: int, requests: int) -> int:
         if self.num_blocks is not None:
             return self.num_blocks

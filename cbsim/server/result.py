@@ -18,6 +18,7 @@ from cbsim.results.directory import RunError, RunWriter
 from cbsim.results.metrics import Requests, Steps
 from cbsim.results.record import RequestRow
 from cbsim.scenario import scenario as scenarios
+from cbsim.scenario import solved
 from cbsim.scenario.scenario import Scenario
 
 SIMULATED = "simulated"  # the device of a run that was not measured
@@ -240,6 +241,8 @@ def draw_together(results: Results, path: Path) -> None:
 
 
 def _said(results: Sequence[Result]) -> str:
+    """What was asked, what the scenario left open, and what came out."""
     summary = results[0].summary
     table = terminal.table({result.loop: result.summary for result in results})
-    return f"{summary['name']}: {summary['question']}\n\n{table}"
+    asked = [f"{summary['name']}: {summary['question']}", solved.lines(results[0].scenario)]
+    return "\n".join([*filter(None, asked), "", table])

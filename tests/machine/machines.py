@@ -19,7 +19,7 @@ from cbsim.policy.request import RequestSpec
 from cbsim.policy.schedulers.registry import OURS
 from cbsim.policy.schedulers.static import StaticOptions
 from cbsim.policy.schedulers.transformers import TransformersOptions
-from cbsim.policy.schedulers.vllm import VllmOptions
+from cbsim.policy.schedulers.vllm_settings import VllmOptions
 from cbsim.results.metrics import Steps
 from cbsim.results.record import STEP_COLUMNS, Record
 from cbsim.server.inbox import Inbox

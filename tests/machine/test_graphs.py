@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbsim.machine.graphs import Graphs, Shape, engine_buckets, transformers_buckets, unpadded, vllm_buckets
-from cbsim.policy.captures import up_to_multiple, up_to_power
+from cbsim.policy.captures import up_to_multiple, up_to_power, vllm_sizes
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.scenario.serving import VLLM_CAPTURE_SIZES
 
 SPEC = RequestSpec(0, "0", 0, 4096, 8, 8)
 
@@ -57,7 +56,7 @@ def test_computed_tokens_count_all_padding() -> None:
 def test_vllm_pads_to_the_next_captured_size(tokens: int, bucket: int | None) -> None:
     """vLLM captures 1, 2, 4, then every 8 up to 256 and every 16 up to 512; larger steps run without a graph. Prefill
     and decode count alike."""
-    rule = vllm_buckets(VLLM_CAPTURE_SIZES)
+    rule = vllm_buckets(vllm_sizes(512))
     expected = None if bucket is None else (bucket, bucket)
     assert rule(plan(tokens)) == rule(plan(0, ((0, tokens, 0),))) == expected
     assert Graphs(rule, 7).shape(plan(tokens)) == Shape(

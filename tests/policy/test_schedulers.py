@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec
 from cbsim.policy.schedulers.transformers import TransformersOptions, TransformersScheduler
-from cbsim.policy.schedulers.vllm import VllmOptions, VllmScheduler
+from cbsim.policy.schedulers.vllm import VllmScheduler
+from cbsim.policy.schedulers.vllm_settings import VllmOptions
 from cbsim.workload.scheduler_tests import ChainedKeys
 
 MOST_TOKENS = 24  # longest request

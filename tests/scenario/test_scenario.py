@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbsim.policy.schedulers.transformers import TransformersOptions
-from cbsim.policy.schedulers.vllm import VllmOptions
+from cbsim.policy.schedulers.vllm_settings import VllmOptions
 from cbsim.scenario import catalog, scenario
 from cbsim.scenario.scenario import Scenario, ScenarioError
 
@@ -242,9 +242,10 @@ def test_override_of_a_kind_takes_the_new_kinds_defaults(small: Path) -> None:
 
 
 def test_override_of_a_list_entry(small: Path) -> None:
-    s = scenario.load(small, ["loop.cuda_graphs.vllm_capture_sizes.2=3"])
-    assert s.loop.cuda_graphs.vllm_capture_sizes[:4] == (1, 2, 3, 8)
-    assert "expected a position from 0 to 50" in refused(small, "loop.cuda_graphs.vllm_capture_sizes.99=3")
+    sizes = "loop.cuda_graphs.vllm_capture_sizes"
+    s = scenario.load(small, [f"{sizes}=[1, 2, 4, 8]", f"{sizes}.2=3"])
+    assert s.loop.cuda_graphs.vllm_capture_sizes == (1, 2, 3, 8)
+    assert "expected a position from 0 to 3" in refused(small, f"{sizes}=[1, 2, 4, 8]", f"{sizes}.99=3")
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -271,7 +272,10 @@ def test_override_of_a_list_entry(small: Path) -> None:
         ),
         ("scheduler: {name: vllm, version: 0.19, watermark: 0.1}", "scheduler.watermark: vLLM 0.19 has no such option"),
         ("scheduler: {name: vllm, version: 0.2}", "scheduler.version: got '0.2', expected one of 0.33, 0.19"),
-        ("scheduler: {name: vllm, enable_chunked_prefill: false}", "must be >= max_model_len (131072) without chunked"),
+        (
+            "scheduler: {name: vllm, enable_chunked_prefill: false, max_num_batched_tokens: 9000}",
+            "must be >= max_model_len (131072) without chunked",
+        ),
         (
             "scheduler: {name: vllm, max_model_len: 100, long_prefill_token_threshold: 101}",
             "long_prefill_token_threshold: got 101, must be <= max_model_len (100)",

@@ -89,6 +89,12 @@ def settled(settings: TransformersSettings, options: TransformersOptions) -> Tra
     return replace(settings, max_batch_tokens=options.max_batch_tokens)
 
 
+def reasons(settings: TransformersSettings, site: Site) -> dict[str, str]:
+    """Where what the settings leave open comes from."""
+    equation = f"transformers' memory equation, on what the weights leave of {site.gpu}"
+    return {"max_batch_tokens": equation, "num_blocks": equation, "safety_margin": f"that of {settings.name}"}
+
+
 def widened(settings: TransformersSettings, seats: int, tokens: int) -> TransformersSettings:
     """The same rules with other sizes, for a probe."""
     return replace(settings, max_requests_per_batch=seats, max_batch_tokens=max(tokens, seats))
@@ -351,6 +357,7 @@ def _kind(name: str, about: str) -> SchedulerKind[TransformersSettings, Transfor
         padding="transformers",
         settled=settled,
         widened=widened,
+        reasons=reasons,
     )
 
 

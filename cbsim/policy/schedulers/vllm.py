@@ -10,115 +10,18 @@ so the rules are stated once, in `_run`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
 
 from cbsim.policy.blocks import BlockPool, FreeQueue
 from cbsim.policy.cohort import by_order
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.keys import KeysWhenKnown
-from cbsim.policy.kind import (
-    AsText,
-    Count,
-    Natural,
-    SchedulerKind,
-    Settings,
-    SettingsError,
-    Share,
-    Site,
-    resolved,
-)
-from cbsim.policy.limits import Limits
+from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.queues import ArrivalQueue, PriorityQueue, Queue
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
-
-VERSIONS = ("0.19", "0.33")  # whose rules these are
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmSettings(Settings):
-    """vLLM V1. Defaults are those of its server on a GPU with 70 to 160 GB (H100, H200)."""
-
-    name: str = "vllm"
-    version: Annotated[Literal["0.33", "0.19"], AsText()] = "0.33"
-    """Whose rules: 0.33 or 0.19."""
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    """Order of the queue."""
-    max_num_seqs: Count = 1024
-    """Requests that may run."""
-    max_num_batched_tokens: Count = 8192
-    """Query tokens in a step."""
-    max_model_len: Count | None = None
-    """Longest sequence, tokens; null: the model's, capped by the cache."""
-    enable_chunked_prefill: bool = True
-    """May a prompt be prefilled over several steps?"""
-    enable_prefix_caching: bool = True
-    """Reuse the blocks of known prefixes."""
-    long_prefill_token_threshold: Natural = 0
-    """Most tokens of one prompt in a step; 0: no limit of its own."""
-    adaptive_long_prefill_threshold: bool = False
-    """0.33: raise that limit when few requests are present."""
-    scheduler_reserve_full_isl: bool = True
-    """Admit a request only if its whole prompt fits the cache."""
-    watermark: Share = 0.0
-    """0.33: share of the blocks kept free when the queue is admitted from."""
-    prefill_schedule_interval: Count = 1
-    """0.33: executed steps from one prefill to the next."""
-    reserve_output: bool = False
-    """Not vLLM's: admit a request only if the cache could hold all outputs to their limits, so nobody is preempted."""
-
-    def __post_init__(self) -> None:
-        if self.version == "0.19":
-            usual = {field.name: field.default for field in fields(self)}
-            for name in ("adaptive_long_prefill_threshold", "watermark", "prefill_schedule_interval"):
-                if getattr(self, name) != usual[name]:
-                    raise SettingsError(name, "vLLM 0.19 has no such option; use version 0.33 or leave it out")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            text = f"got {self.max_num_batched_tokens}, must be >= max_num_seqs ({self.max_num_seqs})"
-            raise SettingsError("max_num_batched_tokens", text)
-        if self.max_model_len is not None and self.long_prefill_token_threshold > self.max_model_len:
-            text = f"got {self.long_prefill_token_threshold}, must be <= max_model_len ({self.max_model_len})"
-            raise SettingsError("long_prefill_token_threshold", text)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmOptions(VllmSettings):
-    """vLLM's own names. `num_blocks` includes block 0, the null block, which is never handed out."""
-
-    block_size: int
-    num_blocks: int
-    max_model_len: int
-
-    def __post_init__(self) -> None:
-        """Recorded schedulers have sizes that their command line refuses."""
-
-    @property
-    def limits(self) -> Limits:
-        return Limits(seats=self.max_num_seqs, tokens=self.max_num_batched_tokens, longest=self.max_model_len)
-
-
-def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
-    """The cache beside a full step, and the longest sequence that it can hold."""
-    blocks = site.blocks(settings.max_num_batched_tokens, settings.max_num_seqs)
-    longest = settings.max_model_len or min(site.max_position, (blocks - 1) * site.block_size)
-    if not settings.enable_chunked_prefill and settings.max_num_batched_tokens < longest:
-        text = f"got {settings.max_num_batched_tokens}, must be >= max_model_len ({longest}) without chunked prefill"
-        raise SettingsError("max_num_batched_tokens", text)
-    return resolved(settings, VllmOptions, block_size=site.block_size, num_blocks=blocks, max_model_len=longest)
-
-
-def widened(settings: VllmSettings, seats: int, tokens: int) -> VllmSettings:
-    """The same rules for a probe, which no prompt's length and no shared prefix may disturb."""
-    return replace(
-        settings,
-        max_num_seqs=seats,
-        max_num_batched_tokens=max(tokens, seats),
-        max_model_len=None,
-        enable_prefix_caching=False,
-        enable_chunked_prefill=True,
-    )
+from cbsim.policy.schedulers.vllm_settings import VllmOptions, VllmSettings, reasons, resolve, settled, widened
 
 
 @dataclass(slots=True)
@@ -354,5 +257,7 @@ VLLM = SchedulerKind(
     resolve=resolve,
     make=VllmScheduler,
     padding="vllm",
+    settled=settled,
     widened=widened,
+    reasons=reasons,
 )

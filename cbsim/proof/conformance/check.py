@@ -16,7 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cbsim.policy.schedulers import transformers, vllm
+from cbsim.policy.schedulers import transformers, vllm_settings
 from cbsim.proof.conformance import transformers_traces, vllm_traces
 from cbsim.workload.scheduler_tests import unsupported
 
@@ -175,7 +175,7 @@ def compare(trace: Path, *, invariants: bool = False) -> TraceResult:
 def _vllm(trace: Path, header: Line) -> _Case:
     version, mode, config = _fields(trace, header, vllm=str, mode=str, config=dict)
     name = _stem(trace).removesuffix(f".{mode}")
-    skipped = _version(version, vllm.VERSIONS) or _unknown(config, VLLM_CONFIG)
+    skipped = _version(version, vllm_settings.VERSIONS) or _unknown(config, VLLM_CONFIG)
     if skipped:
         return _Case(name, f"vllm {version}", mode, skipped=skipped)
     return _Case(name, f"vllm {version}", mode, _replay(trace, vllm_traces.VllmReplay, header, _workload(trace, name)))

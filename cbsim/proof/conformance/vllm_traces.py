@@ -11,7 +11,8 @@ from typing import Any
 from cbsim.policy.loop import Applied, Await, Effect, Landed, Launch, Poll, Polled, serve
 from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
-from cbsim.policy.schedulers.vllm import VllmOptions, VllmScheduler
+from cbsim.policy.schedulers.vllm import VllmScheduler
+from cbsim.policy.schedulers.vllm_settings import VllmOptions
 from cbsim.workload.scheduler_tests import vllm_requests
 
 Line = dict[str, Any]

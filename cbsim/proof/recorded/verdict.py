@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from cbsim.draw.markdown import Table
 from cbsim.draw.study import Study
-from cbsim.policy.schedulers.vllm import VllmSettings
+from cbsim.policy.schedulers.vllm_settings import VllmSettings
 from cbsim.proof.recorded import ablation, case, case_figures, score
 from cbsim.proof.recorded.ablation import Ablated
 from cbsim.proof.recorded.case import Case

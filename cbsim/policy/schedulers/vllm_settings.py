@@ -1,0 +1,174 @@
+"""What vLLM V1 may be told, and what its server makes of what it is not told: options by GPU, model and version."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Literal, NamedTuple
+
+from cbsim.policy.kind import AsText, Count, Natural, Settings, SettingsError, Share, Site, resolved
+from cbsim.policy.limits import Limits
+
+VERSIONS = ("0.19", "0.33")  # whose rules these are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings(Settings):
+    """vLLM V1. Defaults are those of its server on the scenario's GPU."""
+
+    name: str = "vllm"
+    version: Annotated[Literal["0.33", "0.19"], AsText()] = "0.33"
+    """Whose rules: 0.33 or 0.19."""
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of the queue."""
+    max_num_seqs: Count | None = None
+    """Requests that may run; null: 1024, or 256 on a GPU with less than 70 GiB and on an A100."""
+    max_num_batched_tokens: Count | None = None
+    """Query tokens in a step; null: 8192, or 2048 on a GPU with less than 70 GiB and on an A100; 0.33: 16384 on one
+    with 160 GiB or more."""
+    max_model_len: Count | None = None
+    """Longest sequence, tokens; null: the model's, capped by the cache."""
+    enable_chunked_prefill: bool = True
+    """May a prompt be prefilled over several steps?"""
+    enable_prefix_caching: bool = True
+    """Reuse the blocks of known prefixes."""
+    long_prefill_token_threshold: Natural = 0
+    """Most tokens of one prompt in a step; 0: no limit of its own."""
+    adaptive_long_prefill_threshold: bool = False
+    """0.33: raise that limit when few requests are present."""
+    scheduler_reserve_full_isl: bool = True
+    """Admit a request only if its whole prompt fits the cache."""
+    watermark: Share = 0.0
+    """0.33: share of the blocks kept free when the queue is admitted from."""
+    prefill_schedule_interval: Count = 1
+    """0.33: executed steps from one prefill to the next."""
+    max_cudagraph_capture_size: Count | None = None
+    """Query tokens of the largest CUDA graph; null: twice the seats, at most 512 (0.33 on a B200 or B300: 1024) and
+    max_num_batched_tokens."""
+    reserve_output: bool = False
+    """Not vLLM's: admit a request only if the cache could hold all outputs to their limits, so nobody is preempted."""
+
+    def __post_init__(self) -> None:
+        if self.version == "0.19":
+            usual = {field.name: field.default for field in fields(self)}
+            for name in ("adaptive_long_prefill_threshold", "watermark", "prefill_schedule_interval"):
+                if getattr(self, name) != usual[name]:
+                    raise SettingsError(name, "vLLM 0.19 has no such option; use version 0.33 or leave it out")
+        if self.max_num_batched_tokens is not None and self.max_num_seqs is not None:
+            _check_budget(self.max_num_batched_tokens, self.max_num_seqs)
+        if self.max_model_len is not None and self.long_prefill_token_threshold > self.max_model_len:
+            text = f"got {self.long_prefill_token_threshold}, must be <= max_model_len ({self.max_model_len})"
+            raise SettingsError("long_prefill_token_threshold", text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOptions(VllmSettings):
+    """vLLM's own names. `num_blocks` includes block 0, the null block, which is never handed out."""
+
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+    def __post_init__(self) -> None:
+        """Recorded schedulers have sizes that their command line refuses."""
+
+    @property
+    def limits(self) -> Limits:
+        graphs = self.max_cudagraph_capture_size
+        return Limits(self.max_num_seqs, tokens=self.max_num_batched_tokens, longest=self.max_model_len, graphs=graphs)
+
+
+class Tier(NamedTuple):
+    """What vLLM's server starts with on a class of GPUs (`EngineArgs.get_batch_defaults`)."""
+
+    seats: int
+    tokens: int
+    gpus: str
+
+
+BLACKWELL = re.compile(r"\bG?B[23]00\b")  # of compute capability 10
+SMALL = Tier(256, 2048, "a GPU with less than 70 GiB, or an A100")
+LARGE = Tier(1024, 8192, "a GPU with 70 GiB or more that is no A100")
+LARGEST = Tier(1024, 16384, "a GPU with 160 GiB or more")
+
+
+def tier(version: str, site: Site) -> Tier:
+    """The defaults on a GPU. That of 160 GiB came with vLLM 0.28; the A100 is told by its name, as there."""
+    memory_gib = site.memory_bytes / (1 << 30)
+    if version == "0.33" and memory_gib >= 160:
+        return LARGEST
+    return LARGE if memory_gib >= 70 and "a100" not in site.gpu.lower() else SMALL
+
+
+def _steps(settings: VllmSettings, site: Site) -> tuple[int, int]:
+    """Seats and tokens a step; a default gives way to what is given. Raises SettingsError."""
+    default, longest = tier(settings.version, site), settings.max_model_len or site.max_position
+    seats, tokens = settings.max_num_seqs or default.seats, settings.max_num_batched_tokens
+    if tokens is None:
+        tokens = default.tokens if settings.enable_chunked_prefill else max(default.tokens, longest)
+        tokens = min(tokens, seats * longest)
+    if settings.max_num_seqs is None:
+        seats = min(seats, tokens)
+    _check_budget(tokens, seats)
+    return seats, tokens
+
+
+def _check_budget(tokens: int, seats: int) -> None:
+    if tokens < seats:
+        raise SettingsError("max_num_batched_tokens", f"got {tokens}, must be >= max_num_seqs ({seats})")
+
+
+def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
+    """Seats and tokens by the GPU, the cache beside a full step, and the longest sequence that it can hold."""
+    seats, tokens = _steps(settings, site)
+    blocks = site.blocks(tokens, seats)
+    longest = settings.max_model_len or min(site.max_position, (blocks - 1) * site.block_size)
+    if not settings.enable_chunked_prefill and tokens < longest:
+        text = f"got {tokens}, must be >= max_model_len ({longest}) without chunked prefill"
+        raise SettingsError("max_num_batched_tokens", text)
+    return resolved(
+        settings,
+        VllmOptions,
+        block_size=site.block_size,
+        num_blocks=blocks,
+        max_num_seqs=seats,
+        max_num_batched_tokens=tokens,
+        max_model_len=longest,
+        max_cudagraph_capture_size=settings.max_cudagraph_capture_size or _largest_graph(settings, site, seats, tokens),
+    )
+
+
+def _largest_graph(settings: VllmSettings, site: Site, seats: int, tokens: int) -> int:
+    """`VllmConfig._set_cudagraph_sizes`; 0.28 raised the bound for compute capability 10."""
+    raised = settings.version == "0.33" and BLACKWELL.search(site.gpu)
+    return min(2 * seats, 1024 if raised else 512, tokens)
+
+
+def settled(settings: VllmSettings, options: VllmOptions) -> VllmSettings:
+    """Seats and tokens stay those of the scenario's GPU, whatever the cache becomes."""
+    return replace(settings, max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.max_num_batched_tokens)
+
+
+def reasons(settings: VllmSettings, site: Site) -> dict[str, str]:
+    """Where what the settings leave open comes from."""
+    server = f"vLLM {settings.version} on {tier(settings.version, site).gpus}"
+    return {
+        "max_num_seqs": server,
+        "max_num_batched_tokens": server,
+        "max_model_len": "the model's, or what the cache holds",
+        "max_cudagraph_capture_size": "twice the seats, up to vLLM's bound on this GPU",
+    }
+
+
+def widened(settings: VllmSettings, seats: int, tokens: int) -> VllmSettings:
+    """The same rules for a probe, which no prompt's length and no shared prefix may disturb."""
+    return replace(
+        settings,
+        max_num_seqs=seats,
+        max_num_batched_tokens=max(tokens, seats),
+        max_model_len=None,
+        enable_prefix_caching=False,
+        enable_chunked_prefill=True,
+    )
