@@ -125,7 +125,7 @@ def _say_differences(a: LoadedRun, b: LoadedRun, options: Judged) -> Sequence[co
     differences = comparison.differences(a, b)
     print(f"A  {a.path}\nB  {b.path}\n")
     print(_text(comparison.table(differences, a.label, b.label, everything=options.everything)))
-    for sentence in comparison.verdict(differences):
+    for sentence in comparison.verdict(differences, everything=options.everything):
         print(_wrapped(sentence))
     return differences
 

@@ -233,8 +233,10 @@ def signed(value: float, unit: str) -> str:
     return f"{'-' if value < 0 else '+'}{shown(abs(value), unit)}"
 
 
-def verdict(differences: Sequence[MetricDifference]) -> list[str]:
-    """What changed, in two or three sentences: throughput and makespan, TTFT and TPOT, and how much is to be seen."""
+def verdict(differences: Sequence[MetricDifference], *, everything: bool = False) -> list[str]:
+    """What changed, in two or three sentences: throughput and makespan, TTFT and TPOT, and how much is to be seen, of
+    the rows of the table or of `everything`.
+    """
     known = {difference.metric: difference for difference in differences}
     totals = [known[name] for name in ("output_tokens_per_s", "makespan_s") if name in known]
     sentences = (
@@ -243,10 +245,10 @@ def verdict(differences: Sequence[MetricDifference]) -> list[str]:
     main = [difference for name in ("ttft_s", "tpot_s") for difference in [_most(differences, name)] if difference]
     if main:
         sentences.append("; ".join(f"{difference.label}: {_words(difference)}" for difference in main) + ".")
-    seen = [difference.seen for difference in differences if difference.interval]
+    seen = [d.seen for d in differences if d.interval and (everything or d.metric in SHOWN)]
     if seen:
         by_chance = f"one in {round(1 / (1 - CONFIDENCE))} does by chance alone, or more where requests share a queue"
-        sentences.append(f"{sum(map(bool, seen))} of {len(seen)} intervals leave out 0; {by_chance}.")
+        sentences.append(f"{sum(map(bool, seen))} of {len(seen)} intervals of the table leave out 0; {by_chance}.")
     return [sentence[0].upper() + sentence[1:] for sentence in sentences]
 
 

@@ -116,7 +116,9 @@ def run_arguments(run: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--check", action="append", default=[], metavar="COND", help="e.g. 'ttft.p99<500ms' (repeatable)")
     run.add_argument("--json", action="store_true", help="print one object: loop name -> that run's summary.json")
-    run.add_argument("--quiet", action="store_true", help="no progress line and no table")
+    run.add_argument(
+        "--quiet", action="store_true", help="nothing but the run directories, a line each, and verdicts of --check"
+    )
 
 
 def _steps(text: str) -> tuple[int, int]:

@@ -54,7 +54,10 @@ def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario]
             print(f"warning: {loop}: beyond the calibration: {warning}", file=sys.stderr)
     if options.as_json:
         print(json.dumps({loop: result.summary for loop, result in results.items()}, indent=2))
-    elif not options.quiet:
+    elif options.quiet:
+        for result in results.values():
+            print(result.path)
+    else:
         print(f"{results}\n")
         _say_where(list(results.values()), options)
     return _judge(options.conditions, results, sys.stderr if options.as_json else sys.stdout)

@@ -204,18 +204,21 @@ def test_the_printed_command_makes_the_run_again(small: Path, tmp_path: Path, mo
 
 
 def test_what_a_person_sees(small: Path, out: Path) -> None:
-    """The question, a table with both loops side by side, both directories, the picture, the timeline, the command;
-    every path that is printed exists. The progress line goes to stderr.
+    """The question, what the scenario left open and by which rule it was solved, a table with both loops side by side,
+    both directories, the picture, the timeline, the command; every path that is printed exists. The progress line goes
+    to stderr.
     """
     said = call("run", small, "--loop", "both", "--out", out)
     assert said.status == 0
     assert said.out.startswith("small: What does a small run cost?\n")
-    header = said.out.splitlines()[2].split()
-    assert header == ["sync", "async", "change"]
+    head, table = said.out.split("\n\n")[:2]
+    assert "solved  max_num_seqs 1,024, max_num_batched_tokens 8,192: vLLM 0.33 on a GPU with 70 GiB or more" in head
+    assert "blocks of 16 tokens: 0.9 of the 139.8 GiB of NVIDIA H200 SXM 141GB" in head
+    assert table.splitlines()[0].split() == ["sync", "async", "change"]
     rows = [line for line in said.out.splitlines() if line.startswith(("makespan", "GPU active", "TTFT p99"))]
     assert len(rows) == 3
     for label in ("sync", "async", "picture", "timeline"):
-        (line,) = (line for line in said.out.splitlines()[3:] if line.split()[:1] == [label])
+        (line,) = (line for line in said.out.split("-----\n", 1)[1].splitlines() if line.split()[:1] == [label])
         assert Path(line.split()[1]).exists()
     assert "12 of 12 requests" in said.err
     assert said.err.splitlines()[-1].startswith("async: ")
@@ -229,12 +232,13 @@ def test_loop_picks_the_directories(small: Path, out: Path, loop: str | None, ex
     assert [path.name.split("-")[2] for path in runs(out)] == expected
 
 
-def test_quiet_says_nothing_but_verdicts(small: Path, out: Path) -> None:
-    """--quiet: neither progress nor table; a check that was asked for is still answered."""
-    assert call("run", small, "--quiet", "--out", out) == Said(0, "", "")
+def test_quiet_says_where_and_nothing_but_verdicts(small: Path, out: Path) -> None:
+    """--quiet: neither progress nor table, only the run directories, for scripts; a check is still answered."""
+    said = call("run", small, "--quiet", "--out", out)
+    assert said == Said(0, f"{runs(out)[0]}\n", "")
     said = call("run", small, "--quiet", "--out", out, "--check", "steps>1")
     assert (said.status, said.err) == (0, "")
-    assert [line.split()[:3] for line in said.out.splitlines()] == [["sync", "ok", "steps>1:"]]
+    assert [line.split()[:3] for line in said.out.splitlines()[1:]] == [["sync", "ok", "steps>1:"]]
 
 
 def test_runs_of_one_second_do_not_share_a_directory(small: Path, out: Path) -> None:
@@ -290,7 +294,7 @@ def test_a_failed_check_is_exit_3_and_says_by_how_much(both: Both, small: Path, 
     checks = ["ttft.p99<500ms", "gpu_active>=99.5%", "e2e_s.mean < 1us", "requests==12"]
     said = call("run", small, *(part for text in checks for part in ("--check", text)), "--out", out, "--quiet")
     assert said.status == 3
-    assert [line.split()[:2] for line in said.out.splitlines()] == [
+    assert [line.split()[:2] for line in said.out.splitlines()[1:]] == [
         ["sync", verdict] for verdict in ("ok", "FAILED", "FAILED", "ok")
     ]
     summary = read(runs(out)[0] / "summary.json")

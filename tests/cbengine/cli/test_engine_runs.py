@@ -41,7 +41,7 @@ def test_plans_of_a_run_are_derived_again(small: Path, out: Path, scheduler: str
     budget = ("--set", "scheduler.max_batch_tokens=64") if name.startswith("transformers") else ()
     words = ("--set", f"scheduler.name={name}", *versions, *budget, "--loop", "both", "--device", device)
     said = call("replay", small, *words, "--out", out, "--quiet")
-    assert said == Said(0, "", "")
+    assert said == Said(0, "".join(f"{path}\n" for path in runs(out)), "")
     assert [path.name.split("-")[2] for path in runs(out)] == list(LOOPS)
     for path in runs(out):
         assert all((path / file).exists() for file in FILES)
