@@ -20,6 +20,7 @@ from cbsim.results.record import RequestRow
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario import solved
 from cbsim.scenario.scenario import Scenario
+from cbsim.server import binding
 
 SIMULATED = "simulated"  # the device of a run that was not measured
 TIMELINE = (0, 2000)  # steps
@@ -71,6 +72,11 @@ class Result:
     def warnings(self) -> list[str]:
         """Where a simulated run leaves what its cost model was calibrated on."""
         return [] if self.measured else coverage.warnings(self.scenario.model_dump(mode="json"), self.step_numbers)
+
+    @property
+    def binds(self) -> list[str]:
+        """What limits the run, and what would change it: a sentence or two."""
+        return binding.binding(self.scenario, self.loop, self.step_numbers, self._times())
 
     @cached_property
     def steps(self) -> pa.Table:
@@ -245,4 +251,10 @@ def _said(results: Sequence[Result]) -> str:
     summary = results[0].summary
     table = terminal.table({result.loop: result.summary for result in results})
     asked = [f"{summary['name']}: {summary['question']}", solved.lines(results[0].scenario)]
-    return "\n".join([*filter(None, asked), "", table])
+    return "\n".join([*filter(None, asked), "", table, "", *_bound(results)])
+
+
+def _bound(results: Sequence[Result]) -> list[str]:
+    """What binds each loop."""
+    said = [(result.loop, text) for result in results for text in result.binds]
+    return [f"{'binds' if not at else '':<8}{loop:<7}{text}" for at, (loop, text) in enumerate(said)]

@@ -211,14 +211,15 @@ def test_what_a_person_sees(small: Path, out: Path) -> None:
     said = call("run", small, "--loop", "both", "--out", out)
     assert said.status == 0
     assert said.out.startswith("small: What does a small run cost?\n")
-    head, table = said.out.split("\n\n")[:2]
+    head, table, _ = said.out.split("\n\n", 2)
+    table_and_rest = said.out.split("-----\n", 1)[1]
     assert "solved  max_num_seqs 1,024, max_num_batched_tokens 8,192: vLLM 0.33 on a GPU with 70 GiB or more" in head
     assert "blocks of 16 tokens: 0.9 of the 139.8 GiB of NVIDIA H200 SXM 141GB" in head
     assert table.splitlines()[0].split() == ["sync", "async", "change"]
     rows = [line for line in said.out.splitlines() if line.startswith(("makespan", "GPU active", "TTFT p99"))]
     assert len(rows) == 3
     for label in ("sync", "async", "picture", "timeline"):
-        (line,) = (line for line in said.out.split("-----\n", 1)[1].splitlines() if line.split()[:1] == [label])
+        (line,) = (line for line in table_and_rest.splitlines() if line.startswith(f"{label} "))
         assert Path(line.split()[1]).exists()
     assert "12 of 12 requests" in said.err
     assert said.err.splitlines()[-1].startswith("async: ")

@@ -1,0 +1,80 @@
+"""A run says what limits it. Each case is built so that one thing does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import cbsim
+
+BASE: dict[str, Any] = {
+    "question": "What binds?",
+    "model": "llama-3.1-8b",
+    "hardware": "h200-sxm",
+    "workload": {"kind": "synthetic", "requests": 40, "prompt_tokens": 100, "output_tokens": 50},
+    "cost": {"kind": "constant", "step_s": 0.01},
+    "loop": {"mode": "sync"},
+}
+STEADY = {"arrivals": {"kind": "constant", "rate_per_s": 0.5}}
+
+
+def binds(*overrides: str, **parts: Any) -> list[str]:
+    scenario = cbsim.load(BASE | parts, *overrides)
+    result = cbsim.run(scenario)
+    assert isinstance(result, cbsim.Result)
+    assert "\nbinds   sync" in str(result) or "\nbinds   async" in str(result)
+    return result.binds
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("scheduler.max_num_seqs=4", "seats: requests wait 90% of the time, 90% because all 4 are taken"),
+        ("kv_cache.num_blocks=21", "cache: "),
+        ("scheduler={name: transformers_fifo, max_requests_per_batch: 4}", "seats: "),
+    ],
+)
+def test_why_requests_wait(override: str, text: str) -> None:
+    assert binds(override)[0].startswith(text)
+
+
+def test_a_static_batch_ends_with_its_last_request() -> None:
+    """Seats are free long before, and nobody may take them."""
+    workload = BASE["workload"] | {"output_tokens": {"empirical": {"values": [2, 2, 2, 200]}}}
+    (said, _) = binds("scheduler={name: static, batch_size: 20}", workload=workload)
+    assert said.startswith("batch: ")
+
+
+def test_the_budget_of_a_step() -> None:
+    """A token each: prefill alone fills the steps."""
+    workload = BASE["workload"] | {"output_tokens": 1}
+    (said, _) = binds("scheduler={name: vllm, max_num_batched_tokens: 64, max_num_seqs: 64}", workload=workload)
+    assert said.startswith("tokens: requests wait 95% of the time, 95% because a step's 64 are used up")
+
+
+def test_arrivals_bind_a_server_that_keeps_up() -> None:
+    said = binds(workload=BASE["workload"] | STEADY)
+    assert said[0].startswith("arrivals: requests wait 0% of the time")
+    assert said[1].startswith("GPU"), "time without requests is nobody's waiting"
+
+
+def test_nobody_waits_and_all_are_there() -> None:
+    """Then only a step's own time is left to name."""
+    assert len(binds()) == 1
+
+
+def test_the_cpu_binds_where_the_gpu_waits_for_it() -> None:
+    """Half of each step is the CPU's: the asynchronous loop hides it, unless it is longer than the GPU's part."""
+    cpu = ["cost.cpu.prepare.base_s=0.01"]
+    assert "waits 50% of the time for it; loop.mode: async would hide it" in binds(*cpu)[0]
+    assert binds(*cpu, "loop.mode=async")[0].startswith("GPU")
+    assert "its work is longer than the GPU's" in binds("cost.cpu.prepare.base_s=0.02", "loop.mode=async")[0]
+
+
+def test_bandwidth_until_as_many_tokens_as_arithmetic_needs_for_the_weights() -> None:
+    """989.4e12 FLOP/s x 2 bytes / (2 FLOP x 4.8e12 bytes/s) = 206 tokens."""
+    assert binds()[0].startswith("GPU bandwidth: ")
+    long = BASE["workload"] | {"prompt_tokens": 6000, "output_tokens": 1}
+    (_, said) = binds(workload=long)
+    assert said.startswith("GPU arithmetic: ") and "from 206 on" in said
