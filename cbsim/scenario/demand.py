@@ -239,11 +239,33 @@ class Mooncake(Timed):
     """Timestamps on a 3 s grid: spread the requests of a cell evenly at random over its 3 s, order kept."""
 
 
+Column = Annotated[str, Field(min_length=1)] | None
+
+
+class CsvColumns(Frozen):
+    """Names of a CSV file's columns. Null: the column of our own name, else the only one with a common name."""
+
+    arrival: Column = None
+    """Seconds from the start of the run, or times such as 2023-11-16 18:17:03.97, the first of which is the start."""
+    prompt: Column = None
+    """Tokens of the prompt."""
+    output: Column = None
+    """Tokens that are generated."""
+    max_tokens: Column = None
+    """Limit that the scheduler knows; without such a column the output."""
+    priority: Column = None
+    """The least is the most urgent; without such a column 0."""
+    id: Column = None
+    """Text, each once; without such a column the number of the row, from 0."""
+
+
 class Csv(Timed):
-    """A CSV file with columns id, arrival_s, prefill_tokens, decode_tokens; max_tokens and priority may be there."""
+    """A CSV file of requests with a header; what its columns are called can be said."""
 
     kind: Literal["csv"]
     """csv"""
+    columns: CsvColumns = CsvColumns()
+    """Which column holds what."""
 
 
 class Lengths(Trace):

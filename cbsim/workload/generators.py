@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, demand
 from cbsim.scenario.scenario import Scenario
-from cbsim.workload import scheduler_tests, traces, vllm_bench
+from cbsim.workload import csv_columns, scheduler_tests, traces, vllm_bench
 
 Ints = NDArray[np.int64]
 GRID_NS = 3_000_000_000
@@ -54,6 +54,7 @@ class Workload:
     total: int
     cancels: list[tuple[int, RequestSpec]] = field(default_factory=list)
     follow: Users | Sessions | None = None
+    notices: tuple[str, ...] = ()  # what its user may not have meant, a line each
 
     def __post_init__(self) -> None:
         self.open.sort(key=lambda spec: (spec.arrival_ns, spec.index))
@@ -237,7 +238,10 @@ def _azure(wanted: demand.Azure, streams: Streams) -> Workload:
 
 def _csv(wanted: demand.Csv, streams: Streams) -> Workload:
     del streams
-    return _timed(traces.plain(catalog.data(wanted.path), wanted.limit), wanted.time_scale)
+    path = catalog.data(wanted.path)
+    workload = _timed(traces.plain(path, wanted.limit, wanted.columns), wanted.time_scale)
+    columns = csv_columns.said(traces.plain_columns(path, wanted.columns))
+    return replace(workload, notices=(f"{path}: {columns}",)) if columns else workload
 
 
 def _mooncake(wanted: demand.Mooncake, streams: Streams) -> Workload:
