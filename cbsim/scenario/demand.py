@@ -161,7 +161,11 @@ class ClosedLoop(Frozen):
     users: Annotated[Whole, Field(ge=1)]
     """Requests in progress or being thought about."""
     think_s: Annotated[Real, Field(ge=0)] = 0.0
-    """Seconds from the end of a request to the user's next one."""
+    """Seconds from the end of a request to the user's next one, or their mean."""
+    think: Literal["constant", "exponential"] = "constant"
+    """Are all of them think_s, or exponentially distributed with that mean?"""
+    duration_s: Annotated[Real, Field(gt=0)] | None = None
+    """No request is sent later, even if fewer than `requests` have been; null for no bound."""
 
 
 arrivals_by = By("kind", AtOnce, Constant, Poisson, Gamma, ClosedLoop)

@@ -7,7 +7,7 @@ scheduler, or only in their arrivals, share the others' numbers exactly.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from itertools import groupby
@@ -21,6 +21,7 @@ from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, demand
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import csv_columns, scheduler_tests, traces, vllm_bench
+from cbsim.workload.clients import Sessions, Users
 
 Ints = NDArray[np.int64]
 GRID_NS = 3_000_000_000
@@ -36,10 +37,11 @@ class Streams(NamedTuple):
     outputs: np.random.Generator
     priorities: np.random.Generator
     spread: np.random.Generator
+    users: np.random.Generator  # spawns one for each user
 
     @classmethod
     def of(cls, seed: int) -> Streams:
-        return cls(*map(np.random.default_rng, np.random.SeedSequence(seed).spawn(5)))
+        return cls(*map(np.random.default_rng, np.random.SeedSequence(seed).spawn(6)))
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Workload:
     total: int
     cancels: list[tuple[int, RequestSpec]] = field(default_factory=list)
     follow: Users | Sessions | None = None
+    terms: str = ""  # how requests follow others, as far as their delays do not say it
     notices: tuple[str, ...] = ()  # what its user may not have meant, a line each
 
     def __post_init__(self) -> None:
@@ -78,38 +81,10 @@ class Workload:
             lengths = (spec.arrival_ns, spec.prompt_tokens, spec.output_tokens, spec.max_tokens, spec.priority)
             shared = (spec.prefix, spec.prefix_block_tokens, spec.prefix_tokens)
             digest.update(f"{spec.index} {spec.id!r} {lengths} {shared} {delay_ns}\n".encode())
+        digest.update(self.terms.encode())
         for at_ns, spec in self.cancels:
             digest.update(f"cancel {spec.index} {at_ns}\n".encode())
         return digest.hexdigest()
-
-
-class Users:
-    """A closed loop: whoever's request ends sends the next one of the list, after thinking."""
-
-    def __init__(self, waiting: Sequence[RequestSpec], think_ns: int) -> None:
-        self._waiting = list(waiting)[::-1]
-        self._think_ns = think_ns
-
-    def after(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
-        del spec
-        return [replace(self._waiting.pop(), arrival_ns=now_ns + self._think_ns)] if self._waiting else []
-
-    def drafts(self) -> Iterator[tuple[RequestSpec, int]]:
-        return ((spec, self._think_ns) for spec in reversed(self._waiting))
-
-
-class Sessions:
-    """Conversations: the end of a turn is followed by the next turn of its session, after the delay of that turn."""
-
-    def __init__(self, following: dict[int, tuple[RequestSpec, int]]) -> None:
-        self._following = following  # index of a turn -> the next turn, its delay in ns
-
-    def after(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
-        following = self._following.pop(spec.index, None)
-        return [replace(following[0], arrival_ns=now_ns + following[1])] if following else []
-
-    def drafts(self) -> Iterator[tuple[RequestSpec, int]]:
-        return iter(self._following.values())
 
 
 def build(scenario: Scenario, given: str | None = None) -> Workload:
@@ -197,14 +172,18 @@ def _synthetic(wanted: demand.Synthetic, streams: Streams) -> Workload:
         )
         for i in range(count)
     ]
-    return _arriving(specs, wanted.arrivals)
+    return _arriving(specs, wanted.arrivals, streams.users)
 
 
-def _arriving(specs: list[RequestSpec], arrivals: object) -> Workload:
+def _arriving(specs: list[RequestSpec], arrivals: object, rng: np.random.Generator) -> Workload:
     if not isinstance(arrivals, demand.ClosedLoop):
         return Workload(specs, len(specs))
-    users = Users(specs[arrivals.users :], round(arrivals.think_s * 1e9))
-    return Workload(specs[: arrivals.users], len(specs), follow=users)
+    users = specs[: arrivals.users]
+    draws = rng.spawn(len(users)) if arrivals.think == "exponential" else []
+    until_ns = None if arrivals.duration_s is None else round(arrivals.duration_s * 1e9)
+    follow = Users(specs[len(users) :], round(arrivals.think_s * 1e9), draws, until_ns)
+    terms = (f"exponential {rng.bit_generator.state}\n" if draws else "") + (f"until {until_ns}\n" if until_ns else "")
+    return Workload(users, len(specs), follow=follow, terms=terms)
 
 
 # -- traces -----------------------------------------------------------------------------------------------------------
@@ -268,7 +247,7 @@ def _lengths(wanted: demand.Lengths, streams: Streams) -> Workload:
     rows = traces.lengths(catalog.data(wanted.path), wanted.limit)
     times = arrival_times(wanted.arrivals, len(rows), streams.arrivals)
     specs = [_spec(i, traces.Arrival(times[i], prompt, output)) for i, (prompt, output) in enumerate(rows)]
-    return _arriving(specs, wanted.arrivals)
+    return _arriving(specs, wanted.arrivals, streams.users)
 
 
 def _golden(wanted: demand.Golden, streams: Streams) -> Workload:
