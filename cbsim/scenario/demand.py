@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from cbsim.scenario.fields import By, DataPath, Frozen, Real, Whole, Wholes, as_tuple, complaint, near, shown
+from cbsim.scenario.lengths import LengthsName
 
 Tokens = Annotated[Whole, Field(ge=1)]
 
@@ -191,10 +192,12 @@ class Synthetic(Frozen):
     """synthetic"""
     requests: Annotated[Whole, Field(ge=1)]
     """How many requests in all."""
-    prompt_tokens: Length
+    prompt_tokens: Length | None = None
     """Prompt length: a number, or {uniform}, {lognormal}, {empirical}. It includes the shared prefix."""
-    output_tokens: Length
+    output_tokens: Length | None = None
     """Output length: a number, or {uniform}, {lognormal}, {empirical}."""
+    lengths: LengthsName | None = None
+    """Prompt and output lengths together, in place of the two above: a name in scenarios/lengths."""
     arrivals: Arrivals = AtOnce(kind="at_once")
     """When they arrive."""
     shared_prefix_tokens: Annotated[Whole, Field(ge=0)] = 0
@@ -205,6 +208,19 @@ class Synthetic(Frozen):
     """No output is longer; with stop_early also the limit that the scheduler knows (null: the longest drawn)."""
     priorities: Annotated[Wholes, Field(min_length=1)] | None = None
     """Priorities drawn from, all equally likely; the least is the most urgent. Null: all 0."""
+
+    @model_validator(mode="after")
+    def _lengths_once(self) -> Synthetic:
+        for field in ("prompt_tokens", "output_tokens"):
+            given = getattr(self, field) is not None
+            if given and self.lengths is not None:
+                other = (
+                    f"is given by lengths ({self.lengths}) too; leave out lengths, or prompt_tokens and output_tokens"
+                )
+                raise complaint(f"{other} (or null)", field)
+            if not given and self.lengths is None:
+                raise complaint("is required, or `lengths` in place of prompt_tokens and output_tokens", field)
+        return self
 
 
 Limit = Annotated[Whole, Field(ge=1)] | None

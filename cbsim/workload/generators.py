@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, demand
+from cbsim.scenario import lengths as length_tables
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import csv_columns, scheduler_tests, traces, vllm_bench
 from cbsim.workload.clients import Sessions, Users
@@ -122,6 +123,25 @@ def draw(length: object, count: int, rng: np.random.Generator, name: str = "work
     return np.full(count, length, dtype=np.int64)
 
 
+def draw_pairs(name: str, count: int, streams: Streams) -> tuple[Ints, Ints]:
+    """Prompts and outputs of a distribution that comes with the project: a prompt, then an output among those of
+    prompts about as long.
+    """
+    table = length_tables.load(name)
+    at, further = streams.prompts.random(count), streams.outputs.random(count)
+    prompts, groups = _quantile(table.prompt_tokens, at), len(table.output_tokens)
+    group = (at * groups).astype(np.int64)
+    outputs = np.zeros(count, dtype=np.int64)
+    for number, quantiles in enumerate(table.output_tokens):
+        outputs[group == number] = _quantile(quantiles, further[group == number])
+    return prompts, np.clip(outputs, 1, table.most_tokens - prompts)
+
+
+def _quantile(quantiles: Sequence[int], at: NDArray[np.float64]) -> Ints:
+    """The whole numbers nearest to the quantiles `at`, linear between those given."""
+    return np.rint(np.interp(at, np.linspace(0, 1, len(quantiles)), quantiles)).astype(np.int64)
+
+
 def _lognormal(shape: demand.Lognormal, count: int, rng: np.random.Generator) -> Ints:
     mu = np.log(shape.mean) - shape.sigma**2 / 2
     drawn = np.rint(rng.lognormal(mu, shape.sigma, count))
@@ -150,8 +170,11 @@ def arrival_times(arrivals: object, count: int, rng: np.random.Generator) -> lis
 
 def _synthetic(wanted: demand.Synthetic, streams: Streams) -> Workload:
     count = wanted.requests
-    prompts = draw(wanted.prompt_tokens, count, streams.prompts, "workload.prompt_tokens").tolist()
-    outputs = draw(wanted.output_tokens, count, streams.outputs, "workload.output_tokens").tolist()
+    if wanted.lengths is not None:
+        prompts, outputs = (lengths.tolist() for lengths in draw_pairs(wanted.lengths, count, streams))
+    else:
+        prompts = draw(wanted.prompt_tokens, count, streams.prompts, "workload.prompt_tokens").tolist()
+        outputs = draw(wanted.output_tokens, count, streams.outputs, "workload.output_tokens").tolist()
     most = wanted.max_tokens or max(outputs)
     outputs = [min(tokens, most) for tokens in outputs]
     priorities = streams.priorities.choice(wanted.priorities, count).tolist() if wanted.priorities else [0] * count
