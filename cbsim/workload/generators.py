@@ -25,6 +25,8 @@ from cbsim.workload import csv_columns, scheduler_tests, traces, vllm_bench
 from cbsim.workload.clients import Sessions, Users
 
 Ints = NDArray[np.int64]
+LONG_GAP_NS = 100_000_000_000
+"""Few servers wait longer for a request, and a log in milliseconds of one request in 0.1 s has such gaps."""
 GRID_NS = 3_000_000_000
 """Mooncake's timestamps are multiples of this, give or take GRID_SLACK_NS."""
 GRID_SLACK_NS = 10_000_000
@@ -243,7 +245,18 @@ def _csv(wanted: demand.Csv, streams: Streams) -> Workload:
     path = catalog.data(wanted.path)
     workload = _timed(traces.plain(path, wanted.limit, wanted.columns), wanted.time_scale)
     columns = csv_columns.said(traces.plain_columns(path, wanted.columns))
-    return replace(workload, notices=(f"{path}: {columns}",)) if columns else workload
+    notices = (columns, _slow(workload.open))
+    return replace(workload, notices=tuple(f"{path}: {notice}" for notice in notices if notice))
+
+
+def _slow(specs: Sequence[RequestSpec]) -> str | None:
+    """What to say of arrivals that are likely not in seconds."""
+    gap_ns = float(np.median(np.diff([spec.arrival_ns for spec in specs]))) if len(specs) > 1 else 0.0
+    if gap_ns <= LONG_GAP_NS:
+        return None
+    return (
+        f"the median gap of arrivals is {gap_ns / 1e9:.6g} s; if they are milliseconds, set workload.time_scale=0.001"
+    )
 
 
 def _mooncake(wanted: demand.Mooncake, streams: Streams) -> Workload:
