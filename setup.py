@@ -6,5 +6,6 @@ DATA = {
     "cbsim.scenarios": "scenarios",
     "cbsim.scenarios.models": "scenarios/models",
     "cbsim.scenarios.hardware": "scenarios/hardware",
+    "cbsim.scenarios.lengths": "scenarios/lengths",
 }
 setup(packages=[*find_packages(include=["cbsim*", "cbengine*", "analysis*"]), *DATA], package_dir=DATA)

@@ -209,7 +209,14 @@ def test_the_scenario_fields_are_the_schema_s() -> None:
 
 def test_names_that_a_scenario_can_use_are_documented() -> None:
     text = SCENARIOS.read_text() + REFERENCE.read_text()
-    names = [*PRESETS, *catalog.names("models"), *catalog.names("hardware"), *catalog.names(), *OURS]
+    names = [
+        *PRESETS,
+        *catalog.names("lengths"),
+        *catalog.names("models"),
+        *catalog.names("hardware"),
+        *catalog.names(),
+        *OURS,
+    ]
     assert not [name for name in names if f"`{name}`" not in text]
 
 

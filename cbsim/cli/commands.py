@@ -87,7 +87,7 @@ def catalogue() -> int:
 
     _section("schedulers", {name: kind.about for name, kind in registry.kinds().items()})
     _section("cost models", COST_MODELS)
-    for folder, title in (("hardware", "hardware"), ("models", "models")):
+    for folder, title in (("hardware", "hardware"), ("models", "models"), ("lengths", "lengths")):
         _section(title, {name: _about(folder, name) for name in catalog.names(folder)})
     questions = {}
     for name in catalog.names():
@@ -151,8 +151,11 @@ COST_MODELS = {
 
 
 def _about(folder: str, name: str) -> str:
-    from cbsim.scenario import shapes
+    from cbsim.scenario import lengths, shapes
 
+    if folder == lengths.FOLDER:
+        table = lengths.load(name)
+        return f"{table.name}: prompts and outputs together, at most {table.most_tokens:,} tokens"
     if folder == "models":
         model = shapes.model(name)
         return f"{model.parameters / 1e9:.2f} B parameters, {model.kv_bytes_per_token / 1024:g} KiB of KV a token"

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from cbsim.scenario.fields import By, DataPath, Frozen, Real, Whole, Wholes, as_tuple, complaint, near, shown
+from cbsim.scenario.lengths import LengthsName
 
 Tokens = Annotated[Whole, Field(ge=1)]
 
@@ -161,7 +162,11 @@ class ClosedLoop(Frozen):
     users: Annotated[Whole, Field(ge=1)]
     """Requests in progress or being thought about."""
     think_s: Annotated[Real, Field(ge=0)] = 0.0
-    """Seconds from the end of a request to the user's next one."""
+    """Seconds from the end of a request to the user's next one, or their mean."""
+    think: Literal["constant", "exponential"] = "constant"
+    """Are all of them think_s, or exponentially distributed with that mean?"""
+    duration_s: Annotated[Real, Field(gt=0)] | None = None
+    """No request is sent later, even if fewer than `requests` have been; null for no bound."""
 
 
 arrivals_by = By("kind", AtOnce, Constant, Poisson, Gamma, ClosedLoop)
@@ -187,10 +192,12 @@ class Synthetic(Frozen):
     """synthetic"""
     requests: Annotated[Whole, Field(ge=1)]
     """How many requests in all."""
-    prompt_tokens: Length
+    prompt_tokens: Length | None = None
     """Prompt length: a number, or {uniform}, {lognormal}, {empirical}. It includes the shared prefix."""
-    output_tokens: Length
+    output_tokens: Length | None = None
     """Output length: a number, or {uniform}, {lognormal}, {empirical}."""
+    lengths: LengthsName | None = None
+    """Prompt and output lengths together, in place of the two above: a name in scenarios/lengths."""
     arrivals: Arrivals = AtOnce(kind="at_once")
     """When they arrive."""
     shared_prefix_tokens: Annotated[Whole, Field(ge=0)] = 0
@@ -201,6 +208,19 @@ class Synthetic(Frozen):
     """No output is longer; with stop_early also the limit that the scheduler knows (null: the longest drawn)."""
     priorities: Annotated[Wholes, Field(min_length=1)] | None = None
     """Priorities drawn from, all equally likely; the least is the most urgent. Null: all 0."""
+
+    @model_validator(mode="after")
+    def _lengths_once(self) -> Synthetic:
+        for field in ("prompt_tokens", "output_tokens"):
+            given = getattr(self, field) is not None
+            if given and self.lengths is not None:
+                other = (
+                    f"is given by lengths ({self.lengths}) too; leave out lengths, or prompt_tokens and output_tokens"
+                )
+                raise complaint(f"{other} (or null)", field)
+            if not given and self.lengths is None:
+                raise complaint("is required, or `lengths` in place of prompt_tokens and output_tokens", field)
+        return self
 
 
 Limit = Annotated[Whole, Field(ge=1)] | None
@@ -239,11 +259,33 @@ class Mooncake(Timed):
     """Timestamps on a 3 s grid: spread the requests of a cell evenly at random over its 3 s, order kept."""
 
 
+Column = Annotated[str, Field(min_length=1)] | None
+
+
+class CsvColumns(Frozen):
+    """Names of a CSV file's columns. Null: the column of our own name, else the only one with a common name."""
+
+    arrival: Column = None
+    """Seconds from the start of the run, or times such as 2023-11-16 18:17:03.97, the first of which is the start."""
+    prompt: Column = None
+    """Tokens of the prompt."""
+    output: Column = None
+    """Tokens that are generated."""
+    max_tokens: Column = None
+    """Limit that the scheduler knows; without such a column the output."""
+    priority: Column = None
+    """The least is the most urgent; without such a column 0."""
+    id: Column = None
+    """Text, each once; without such a column the number of the row, from 0."""
+
+
 class Csv(Timed):
-    """A CSV file with columns id, arrival_s, prefill_tokens, decode_tokens; max_tokens and priority may be there."""
+    """A CSV file of requests with a header; what its columns are called can be said."""
 
     kind: Literal["csv"]
     """csv"""
+    columns: CsvColumns = CsvColumns()
+    """Which column holds what."""
 
 
 class Lengths(Trace):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -43,20 +43,24 @@ def text(path: Path) -> Iterator[IO[str]]:
 
 
 class CsvTable:
-    """A CSV file with a header, by columns: those asked for, and of the `optional` ones those that are there. `line` is
-    the line of the row that was read last.
+    """A CSV file with a header, by columns: those asked for, or picked once the header is known. `line` is the line of
+    the row that was read last.
     """
 
-    def __init__(self, path: Path, file: IO[str], columns: Sequence[str], optional: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path, file: IO[str], columns: Sequence[str] = ()) -> None:
         self.path = path
         self._reader = csv.reader(file)
-        self._header = [name.strip() for name in next(self._reader, [])]
+        self.header = [name.strip() for name in next(self._reader, [])]
         for column in columns:
-            if column not in self._header:
-                header = ", ".join(self._header) or "nothing"
+            if column not in self.header:
+                header = ", ".join(self.header) or "nothing"
                 raise ScenarioError(f"{path}:1: no column {column}; expected {', '.join(columns)}, found {header}")
-        self.columns = (*columns, *(column for column in optional if column in self._header))
-        self._places = [self._header.index(column) for column in self.columns]
+        self.pick(columns)
+
+    def pick(self, columns: Iterable[str]) -> None:
+        """Rows shall have these cells. All are columns of the header."""
+        self.columns = tuple(columns)
+        self._places = [self.header.index(column) for column in self.columns]
 
     @property
     def line(self) -> int:
@@ -64,7 +68,7 @@ class CsvTable:
 
     def rows(self, limit: int | None) -> Iterator[list[str]]:
         """The wanted cells of each row, at most `limit` of them."""
-        width, places = len(self._header), self._places
+        width, places = len(self.header), self._places
         for row in islice((row for row in self._reader if row), limit):
             if len(row) != width:
                 raise ScenarioError(f"{self.path}:{self.line}: got {len(row)} cells, expected {width}")

@@ -46,6 +46,7 @@ class Result:
     files: Mapping[str, bytes] = field(default_factory=dict)  # what else the directory holds
     incomplete: str | None = None
     path: Path | None = None
+    notices: tuple[str, ...] = ()  # how its workload was read, if that may not be what was meant
 
     @property
     def loop(self) -> str:

@@ -49,6 +49,8 @@ def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario]
     scenario = adapt(scenarios.load(options.scenario, options.overrides))
     results = Results([one_loop(scenario, loop, options, serve) for loop in scenarios.loops(scenario)])
     draw_together(results, list(results.values())[-1].folder)
+    for notice in next(iter(results.values())).notices:
+        print(f"notice: {notice}", file=sys.stderr)
     for loop, result in results.items():
         for warning in result.warnings:
             print(f"warning: {loop}: beyond the calibration: {warning}", file=sys.stderr)

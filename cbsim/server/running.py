@@ -76,7 +76,7 @@ class Session:
         self.scenario = scenario.model_copy(update={"loop": scenario.loop.model_copy(update={"mode": loop})})
         self.loop, self.resolved = loop, scenarios.dump(self.scenario)
         workload = generators.build(self.scenario, terms.requests)
-        self.requests = workload.total
+        self.requests, self.notices = workload.total, workload.notices
         self.server = serve(self.scenario, loop, workload)
         self._terms = terms
         self._facts = environment.environment(terms.command, workload.fingerprint(), scenario.seed)
@@ -105,7 +105,17 @@ class Session:
         requests = {} if text is None else {given.FILE: text.encode()}
         files = {**requests, **self.server.files()}
         environment = self.environment
-        return Result(scenario, environment, version | about | numbers, steps, rows, self.resolved, files, incomplete)
+        return Result(
+            scenario,
+            environment,
+            version | about | numbers,
+            steps,
+            rows,
+            self.resolved,
+            files,
+            incomplete,
+            notices=self.notices,
+        )
 
 
 Watch = Callable[[Session], AbstractContextManager[OnStep]]

@@ -7,7 +7,7 @@ scheduler, or only in their arrivals, share the others' numbers exactly.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from itertools import groupby
@@ -19,10 +19,14 @@ from numpy.typing import NDArray
 
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, demand
+from cbsim.scenario import lengths as length_tables
 from cbsim.scenario.scenario import Scenario
-from cbsim.workload import scheduler_tests, traces, vllm_bench
+from cbsim.workload import csv_columns, scheduler_tests, traces, vllm_bench
+from cbsim.workload.clients import Sessions, Users
 
 Ints = NDArray[np.int64]
+LONG_GAP_NS = 100_000_000_000
+"""Few servers wait longer for a request, and a log in milliseconds of one request in 0.1 s has such gaps."""
 GRID_NS = 3_000_000_000
 """Mooncake's timestamps are multiples of this, give or take GRID_SLACK_NS."""
 GRID_SLACK_NS = 10_000_000
@@ -36,10 +40,11 @@ class Streams(NamedTuple):
     outputs: np.random.Generator
     priorities: np.random.Generator
     spread: np.random.Generator
+    users: np.random.Generator  # spawns one for each user
 
     @classmethod
     def of(cls, seed: int) -> Streams:
-        return cls(*map(np.random.default_rng, np.random.SeedSequence(seed).spawn(5)))
+        return cls(*map(np.random.default_rng, np.random.SeedSequence(seed).spawn(6)))
 
 
 @dataclass
@@ -54,6 +59,8 @@ class Workload:
     total: int
     cancels: list[tuple[int, RequestSpec]] = field(default_factory=list)
     follow: Users | Sessions | None = None
+    terms: str = ""  # how requests follow others, as far as their delays do not say it
+    notices: tuple[str, ...] = ()  # what its user may not have meant, a line each
 
     def __post_init__(self) -> None:
         self.open.sort(key=lambda spec: (spec.arrival_ns, spec.index))
@@ -77,38 +84,10 @@ class Workload:
             lengths = (spec.arrival_ns, spec.prompt_tokens, spec.output_tokens, spec.max_tokens, spec.priority)
             shared = (spec.prefix, spec.prefix_block_tokens, spec.prefix_tokens)
             digest.update(f"{spec.index} {spec.id!r} {lengths} {shared} {delay_ns}\n".encode())
+        digest.update(self.terms.encode())
         for at_ns, spec in self.cancels:
             digest.update(f"cancel {spec.index} {at_ns}\n".encode())
         return digest.hexdigest()
-
-
-class Users:
-    """A closed loop: whoever's request ends sends the next one of the list, after thinking."""
-
-    def __init__(self, waiting: Sequence[RequestSpec], think_ns: int) -> None:
-        self._waiting = list(waiting)[::-1]
-        self._think_ns = think_ns
-
-    def after(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
-        del spec
-        return [replace(self._waiting.pop(), arrival_ns=now_ns + self._think_ns)] if self._waiting else []
-
-    def drafts(self) -> Iterator[tuple[RequestSpec, int]]:
-        return ((spec, self._think_ns) for spec in reversed(self._waiting))
-
-
-class Sessions:
-    """Conversations: the end of a turn is followed by the next turn of its session, after the delay of that turn."""
-
-    def __init__(self, following: dict[int, tuple[RequestSpec, int]]) -> None:
-        self._following = following  # index of a turn -> the next turn, its delay in ns
-
-    def after(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
-        following = self._following.pop(spec.index, None)
-        return [replace(following[0], arrival_ns=now_ns + following[1])] if following else []
-
-    def drafts(self) -> Iterator[tuple[RequestSpec, int]]:
-        return iter(self._following.values())
 
 
 def build(scenario: Scenario, given: str | None = None) -> Workload:
@@ -146,6 +125,25 @@ def draw(length: object, count: int, rng: np.random.Generator, name: str = "work
     return np.full(count, length, dtype=np.int64)
 
 
+def draw_pairs(name: str, count: int, streams: Streams) -> tuple[Ints, Ints]:
+    """Prompts and outputs of a distribution that comes with the project: a prompt, then an output among those of
+    prompts about as long.
+    """
+    table = length_tables.load(name)
+    at, further = streams.prompts.random(count), streams.outputs.random(count)
+    prompts, groups = _quantile(table.prompt_tokens, at), len(table.output_tokens)
+    group = (at * groups).astype(np.int64)
+    outputs = np.zeros(count, dtype=np.int64)
+    for number, quantiles in enumerate(table.output_tokens):
+        outputs[group == number] = _quantile(quantiles, further[group == number])
+    return prompts, np.clip(outputs, 1, table.most_tokens - prompts)
+
+
+def _quantile(quantiles: Sequence[int], at: NDArray[np.float64]) -> Ints:
+    """The whole numbers nearest to the quantiles `at`, linear between those given."""
+    return np.rint(np.interp(at, np.linspace(0, 1, len(quantiles)), quantiles)).astype(np.int64)
+
+
 def _lognormal(shape: demand.Lognormal, count: int, rng: np.random.Generator) -> Ints:
     mu = np.log(shape.mean) - shape.sigma**2 / 2
     drawn = np.rint(rng.lognormal(mu, shape.sigma, count))
@@ -174,8 +172,11 @@ def arrival_times(arrivals: object, count: int, rng: np.random.Generator) -> lis
 
 def _synthetic(wanted: demand.Synthetic, streams: Streams) -> Workload:
     count = wanted.requests
-    prompts = draw(wanted.prompt_tokens, count, streams.prompts, "workload.prompt_tokens").tolist()
-    outputs = draw(wanted.output_tokens, count, streams.outputs, "workload.output_tokens").tolist()
+    if wanted.lengths is not None:
+        prompts, outputs = (lengths.tolist() for lengths in draw_pairs(wanted.lengths, count, streams))
+    else:
+        prompts = draw(wanted.prompt_tokens, count, streams.prompts, "workload.prompt_tokens").tolist()
+        outputs = draw(wanted.output_tokens, count, streams.outputs, "workload.output_tokens").tolist()
     most = wanted.max_tokens or max(outputs)
     outputs = [min(tokens, most) for tokens in outputs]
     priorities = streams.priorities.choice(wanted.priorities, count).tolist() if wanted.priorities else [0] * count
@@ -196,14 +197,18 @@ def _synthetic(wanted: demand.Synthetic, streams: Streams) -> Workload:
         )
         for i in range(count)
     ]
-    return _arriving(specs, wanted.arrivals)
+    return _arriving(specs, wanted.arrivals, streams.users)
 
 
-def _arriving(specs: list[RequestSpec], arrivals: object) -> Workload:
+def _arriving(specs: list[RequestSpec], arrivals: object, rng: np.random.Generator) -> Workload:
     if not isinstance(arrivals, demand.ClosedLoop):
         return Workload(specs, len(specs))
-    users = Users(specs[arrivals.users :], round(arrivals.think_s * 1e9))
-    return Workload(specs[: arrivals.users], len(specs), follow=users)
+    users = specs[: arrivals.users]
+    draws = rng.spawn(len(users)) if arrivals.think == "exponential" else []
+    until_ns = None if arrivals.duration_s is None else round(arrivals.duration_s * 1e9)
+    follow = Users(specs[len(users) :], round(arrivals.think_s * 1e9), draws, until_ns)
+    terms = (f"exponential {rng.bit_generator.state}\n" if draws else "") + (f"until {until_ns}\n" if until_ns else "")
+    return Workload(users, len(specs), follow=follow, terms=terms)
 
 
 # -- traces -----------------------------------------------------------------------------------------------------------
@@ -237,7 +242,21 @@ def _azure(wanted: demand.Azure, streams: Streams) -> Workload:
 
 def _csv(wanted: demand.Csv, streams: Streams) -> Workload:
     del streams
-    return _timed(traces.plain(catalog.data(wanted.path), wanted.limit), wanted.time_scale)
+    path = catalog.data(wanted.path)
+    workload = _timed(traces.plain(path, wanted.limit, wanted.columns), wanted.time_scale)
+    columns = csv_columns.said(traces.plain_columns(path, wanted.columns))
+    notices = (columns, _slow(workload.open))
+    return replace(workload, notices=tuple(f"{path}: {notice}" for notice in notices if notice))
+
+
+def _slow(specs: Sequence[RequestSpec]) -> str | None:
+    """What to say of arrivals that are likely not in seconds."""
+    gap_ns = float(np.median(np.diff([spec.arrival_ns for spec in specs]))) if len(specs) > 1 else 0.0
+    if gap_ns <= LONG_GAP_NS:
+        return None
+    return (
+        f"the median gap of arrivals is {gap_ns / 1e9:.6g} s; if they are milliseconds, set workload.time_scale=0.001"
+    )
 
 
 def _mooncake(wanted: demand.Mooncake, streams: Streams) -> Workload:
@@ -264,7 +283,7 @@ def _lengths(wanted: demand.Lengths, streams: Streams) -> Workload:
     rows = traces.lengths(catalog.data(wanted.path), wanted.limit)
     times = arrival_times(wanted.arrivals, len(rows), streams.arrivals)
     specs = [_spec(i, traces.Arrival(times[i], prompt, output)) for i, (prompt, output) in enumerate(rows)]
-    return _arriving(specs, wanted.arrivals)
+    return _arriving(specs, wanted.arrivals, streams.users)
 
 
 def _golden(wanted: demand.Golden, streams: Streams) -> Workload:

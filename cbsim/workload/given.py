@@ -16,12 +16,13 @@ import pyarrow as pa
 from cbsim.scenario.demand import Csv
 from cbsim.scenario.fields import ScenarioError, near, shown
 from cbsim.scenario.scenario import Scenario
-from cbsim.workload.traces import CSV_COLUMNS, CSV_OPTIONAL
 
 FILE = "workload.csv"  # of a run directory
 SOURCE = "requests"  # what messages call the table
 NEEDED, OPTIONAL = ("arrival_s", "prompt_tokens", "output_tokens"), ("max_tokens", "priority", "id")
 LONGEST_S, MOST = 1e9, 10**12
+WRITTEN = {"id": "id", "arrival_s": "arrival_s", "prefill_tokens": "prompt_tokens", "decode_tokens": "output_tokens"}
+WRITTEN |= {"max_tokens": "max_tokens", "priority": "priority"}  # column of FILE -> column of the table
 SECONDS, COUNT, WHOLE = "seconds >= 0, less than 30 years", "a whole number >= 1", "a whole number"
 
 
@@ -41,12 +42,11 @@ def text(requests: Any) -> str:
         raise ScenarioError(f"{SOURCE}: holds no requests", file=SOURCE)
     _check_order(columns)
     columns.setdefault("id", list(map(str, range(count))))
-    header = [*CSV_COLUMNS, *(name for name in CSV_OPTIONAL if name in columns)]
-    names = {"prefill_tokens": "prompt_tokens", "decode_tokens": "output_tokens"}
+    header = [name for name, column in WRITTEN.items() if column in columns]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(header)
-    writer.writerows(zip(*(columns[names.get(name, name)] for name in header), strict=True))
+    writer.writerows(zip(*(columns[WRITTEN[name]] for name in header), strict=True))
     return out.getvalue()
 
 

@@ -16,14 +16,14 @@ from math import isfinite
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from cbsim.scenario.demand import CsvColumns
 from cbsim.scenario.fields import ScenarioError, shown
 from cbsim.scenario.rows import CsvTable, JsonLine, lines, text
+from cbsim.workload import csv_columns
 
 BLOCK_TOKENS = 512
 """Tokens that one hash id stands for, in Mooncake's and aiperf's files."""
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-CSV_COLUMNS = ("id", "arrival_s", "prefill_tokens", "decode_tokens")
-CSV_OPTIONAL = ("max_tokens", "priority")
 LENGTH_COLUMNS = ("num_prefill_tokens", "num_decode_tokens")
 
 
@@ -98,45 +98,88 @@ def _second(stamp: str) -> int:
     return int(datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp())
 
 
-def plain(path: Path, limit: int | None = None) -> list[Arrival]:
-    """id, arrival_s, prefill_tokens, decode_tokens, and if there max_tokens and priority; arrivals count from the start
-    of the run.
-    """
+def plain(path: Path, limit: int | None = None, wanted: CsvColumns = csv_columns.UNNAMED) -> list[Arrival]:
+    """When and how long, and if there max_tokens, priority and id; seconds count from the start of the run."""
     with text(path) as file:
-        return plain_rows(path, file, limit)
+        return plain_rows(path, file, limit, wanted)
 
 
-def plain_rows(path: Path, file: IO[str], limit: int | None = None) -> list[Arrival]:
+def plain_columns(path: Path, wanted: CsvColumns) -> dict[str, str]:
+    """The columns that `plain` reads, by what they hold."""
+    with text(path) as file:
+        return csv_columns.found(path, CsvTable(path, file).header, wanted)
+
+
+def plain_rows(
+    path: Path, file: IO[str], limit: int | None = None, wanted: CsvColumns = csv_columns.UNNAMED
+) -> list[Arrival]:
     """The rows of an open file of that kind; `path` is what messages call it."""
     rows: list[Arrival] = []
     ids: set[str] = set()
-    table = CsvTable(path, file, CSV_COLUMNS, CSV_OPTIONAL)
-    last = 0.0
-    for name, arrival, prompt, output, *more in table.rows(limit):
-        now = _seconds(table, arrival)
-        if now < last:
-            raise table.bad(1, arrival, f"seconds not before those of the row above ({last})")
-        if not name or name in ids:
-            raise table.bad(0, name, "an id that no row above has" if name else "an id")
-        ids.add(name)
-        last = now
-        row = Arrival(round(now * 1e9), table.count(2, prompt), table.count(3, output), id=name)
-        rows.append(_with_limits(table, row, more) if more else row)
+    table = CsvTable(path, file)
+    columns = csv_columns.found(path, table.header, wanted)
+    table.pick(columns.values())
+    optional = list(columns)[3:]
+    clock = _Clock(table)
+    for arrival, prompt, output, *more in table.rows(limit):
+        row = Arrival(clock.ns(arrival), table.count(1, prompt), table.count(2, output))
+        row = _with_optional(table, row, optional, more) if more else row
+        if row.id in ids or ("id" in columns and not row.id):
+            raise table.bad(len(columns) - 1, row.id, "an id that no row above has" if row.id else "an id")
+        if row.id:
+            ids.add(row.id)
+        rows.append(row)
     _not_empty(path, rows)
     return rows
 
 
-def _with_limits(table: CsvTable, row: Arrival, cells: Sequence[str]) -> Arrival:
-    """The row with its max_tokens and priority, as far as the table has them."""
-    for place, cell in enumerate(cells, len(CSV_COLUMNS)):
-        if table.columns[place] == "max_tokens":
+def _with_optional(table: CsvTable, row: Arrival, roles: Sequence[str], cells: Sequence[str]) -> Arrival:
+    """The row with its max_tokens, priority and id, as far as the table has them."""
+    for place, (role, cell) in enumerate(zip(roles, cells, strict=True), 3):
+        if role == "max_tokens":
             most = table.count(place, cell)
             if most < row.output_tokens:
-                raise table.bad(place, cell, f"at least decode_tokens ({row.output_tokens})")
+                raise table.bad(place, cell, f"at least {table.columns[2]} ({row.output_tokens})")
             row = row._replace(max_tokens=most)
-        else:
+        elif role == "priority":
             row = row._replace(priority=table.whole(place, cell))
+        else:
+            row = row._replace(id=cell)
     return row
+
+
+class _Clock:
+    """Reads arrivals, the first column of a table: seconds, or, if the first row has one, times of day."""
+
+    def __init__(self, table: CsvTable) -> None:
+        self._table = table
+        self._start_ns: int | None = None  # of times of day: the first
+        self._last_ns: int | None = None
+
+    def ns(self, cell: str) -> int:
+        """Time of the next row. Raises ScenarioError if it lies before the one above."""
+        stamp = cell.strip().replace("T", " ").removesuffix("Z").removesuffix("+00:00")
+        if self._last_ns is None and _is_stamp(stamp):
+            self._start_ns = _stamp_ns(stamp)
+        if self._start_ns is None:
+            now, unit = round(_seconds(self._table, cell) * 1e9), "seconds"
+        elif _is_stamp(stamp):
+            now, unit = _stamp_ns(stamp) - self._start_ns, "a time"
+        else:
+            raise self._table.bad(0, cell, "a time such as 2023-11-16 18:17:03.9799600, as in the rows above")
+        if self._last_ns is not None and now < self._last_ns:
+            above = f"those of the row above ({self._last_ns / 1e9})" if unit == "seconds" else "the row above"
+            raise self._table.bad(0, cell, f"{unit} not before {above}")
+        self._last_ns = now
+        return now
+
+
+def _is_stamp(cell: str) -> bool:
+    try:
+        _stamp_ns(cell)
+    except ValueError:
+        return False
+    return True
 
 
 def _seconds(table: CsvTable, cell: str) -> float:
@@ -145,7 +188,7 @@ def _seconds(table: CsvTable, cell: str) -> float:
     except ValueError:
         value = float("nan")
     if not isfinite(value) or not 0 <= value < 1e9:
-        raise table.bad(1, cell, "seconds >= 0, less than 30 years")
+        raise table.bad(0, cell, "seconds >= 0, less than 30 years, or a time such as 2023-11-16 18:17:03.97")
     return value
 
 

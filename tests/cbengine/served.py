@@ -29,7 +29,8 @@ from cbsim.results.record import STEP_COLUMNS, RequestRow
 from cbsim.scenario import scenario
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.server import assemble, replan
-from cbsim.workload.generators import Users, Workload
+from cbsim.workload.clients import Users
+from cbsim.workload.generators import Workload
 
 torch.set_num_threads(1)
 SCHEDULERS = ("vllm 0.33", "vllm 0.19", "transformers_fifo", "transformers_prefill_first", "static")

@@ -21,7 +21,8 @@ from cbsim.policy.request import RequestSpec
 from cbsim.results import invariants
 from cbsim.results.metrics import Steps
 from cbsim.results.record import STEP_COLUMNS
-from cbsim.workload.generators import Sessions, Users, Workload
+from cbsim.workload.clients import Sessions, Users
+from cbsim.workload.generators import Workload
 
 # -- every run --------------------------------------------------------------------------------------------------------
 

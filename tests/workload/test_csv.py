@@ -1,0 +1,170 @@
+"""CSV files of requests: which column is read as what, what is refused, and the example of docs/scenarios.md."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import cbsim
+from cbsim.scenario import catalog
+from cbsim.scenario.demand import CsvColumns
+from cbsim.scenario.fields import ScenarioError
+from cbsim.workload import csv_columns, traces
+from cbsim.workload.traces import Arrival
+
+ROWS = "0.5,7,3\n"
+
+
+def read(path: Path, content: str, **columns: str) -> list[Arrival]:
+    path.write_text(content)
+    return traces.plain(path, None, CsvColumns(**columns))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "mine.csv"
+
+
+# -- which column is what ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "arrival_s,prefill_tokens,decode_tokens",
+        "timestamp,prompt_tokens,output_tokens",
+        "Timestamp,Request tokens,Response tokens",  # BurstGPT
+        "TIMESTAMP,ContextTokens,GeneratedTokens",  # Azure
+        "arrived_at,num_prefill_tokens,num_decode_tokens",  # Vidur
+        "Arrival-Time,Input_Length,Output_Length",
+    ],
+)
+def test_common_names_need_no_mapping(file: Path, header: str) -> None:
+    assert read(file, f"{header}\n{ROWS}") == [Arrival(500_000_000, 7, 3)]
+
+
+@pytest.mark.parametrize("role", csv_columns.NEEDED)
+def test_every_known_name_is_found_and_documented(file: Path, role: str) -> None:
+    page = (catalog.ROOT / "docs" / "scenarios.md").read_text()
+    names = {part: csv_columns.NAMES[part][0] for part in csv_columns.NEEDED}
+    for name in csv_columns.NAMES[role]:
+        assert f"`{name}`" in page
+        header = ",".join((names | {role: name}).values())
+        assert len(read(file, f"{header}\n{ROWS}")) == 1
+
+
+def test_a_mapping_names_any_column_in_any_order(file: Path) -> None:
+    content = "out,who,in,tier,t,most\n3,a,7,-2,0.5,9\n"
+    columns = {"arrival": "t", "prompt": "in", "output": "out", "max_tokens": "most", "priority": "tier", "id": "who"}
+    assert read(file, content, **columns) == [Arrival(500_000_000, 7, 3, id="a", max_tokens=9, priority=-2)]
+
+
+def test_our_own_name_wins_over_others(file: Path) -> None:
+    """A file of our own format stays one, whatever else it holds; a mapping says otherwise."""
+    content = "arrival_s,timestamp,prefill_tokens,decode_tokens\n1,2,7,3\n"
+    assert read(file, content)[0].arrival_ns == 10**9
+    assert read(file, content, arrival="timestamp")[0].arrival_ns == 2 * 10**9
+
+
+def test_rows_without_ids_are_numbered(file: Path) -> None:
+    file.write_text(f"time,prompt_len,output_len\n{ROWS}{ROWS}")
+    requests = cbsim.run(scenario(file) | {"loop": {"mode": "sync"}}).requests
+    assert requests.column("id").to_pylist() == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("content", "columns", "said"),
+    [
+        (
+            "t,in,out\n",
+            {"arrival": "t", "prompt": "inn", "output": "out"},
+            "workload.columns.prompt: no column 'inn'; did you mean in?; found t, in, out",
+        ),
+        (
+            "time,timestamp,input_len,output_len\n",
+            {},
+            "workload.columns.arrival: may be 'time' or 'timestamp'; say which; found time, timestamp, input_len",
+        ),
+        ("t,input_len,output_len\n", {}, "workload.columns.arrival: no column with a known name (arrival_s, arrival,"),
+        ("time,input_len\n", {}, "workload.columns.output: no column with a known name (decode_tokens,"),
+        (
+            "time,input_len,output_len\n",
+            {"prompt": "output_len"},
+            "workload.columns.output: column 'output_len' cannot be both prompt and output; found",
+        ),
+        ("t,t,input_len,output_len\n", {"arrival": "t"}, "workload.columns.arrival: there are 2 columns 't'"),
+        ("id,time,input_len,output_len\na,0,1,1\na,1,1,1\n", {}, "id: got 'a', expected an id that no row above has"),
+        ("time,input_len,output_len,max_tokens\n0,1,5,4\n", {}, "got '4', expected at least output_len (5)"),
+        ("", {}, "found nothing"),
+    ],
+)
+def test_what_cannot_be_told_is_refused_in_one_line(
+    file: Path, content: str, columns: dict[str, str], said: str
+) -> None:
+    """It names the file, what the column was to hold, and the columns that there are."""
+    with pytest.raises(ScenarioError) as caught:
+        read(file, content, **columns)
+    text = str(caught.value)
+    assert text.startswith(f"{file}:") and said in text and "\n" not in text
+
+
+# -- when -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stamp", ["2023-11-16 23:59:5{}.9", "2023-11-16T23:59:5{}.9Z", "2023-11-16 23:59:5{}.9+00:00"])
+def test_times_of_day_count_from_the_first(file: Path, stamp: str) -> None:
+    content = f"TIMESTAMP,ContextTokens,GeneratedTokens\n{stamp.format(8)},7,3\n{stamp.format(9)},7,3\n"
+    assert [row.arrival_ns for row in read(file, content)] == [0, 10**9]
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ("7", "got '7', expected a time such as"),
+        ("2023-11-16 10:00:00", "got '2023-11-16 10:00:00', expected a time not before the row above"),
+    ],
+)
+def test_times_of_day_are_in_order_and_not_mixed_with_seconds(file: Path, second: str, said: str) -> None:
+    with pytest.raises(ScenarioError, match=said):
+        read(file, f"time,input_len,output_len\n2023-11-16 11:00:00,1,1\n{second},1,1\n")
+
+
+# -- what a user sees -------------------------------------------------------------------------------------------------
+
+
+def scenario(file: Path) -> dict[str, object]:
+    workload = {"kind": "csv", "path": str(file)}
+    return {"question": "?", "model": "llama-3.1-8b", "hardware": "h100-sxm", "workload": workload}
+
+
+def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
+    """Its blocks, written as the page says, are a scenario; the run says what it has read as what."""
+    page = (catalog.ROOT / "docs" / "scenarios.md").read_text()
+    section = page[page.index("### Requests of your own: csv") :]
+    for language, name in (("csv", "requests.csv"), ("yaml", "mine.yaml")):
+        block = re.search(rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+        assert block and block[1].count("\n") < 10
+        (tmp_path / name).write_text(block[1])
+    result = cbsim.run(tmp_path / "mine.yaml")["sync"]
+    assert result.requests.column("prompt_tokens").to_pylist() == [900, 120, 3000]
+    assert result.requests.column("arrival_ns").to_pylist() == [0, 400_000_000, 1_500_000_000]
+    (notice,) = result.notices
+    assert notice.endswith("requests.csv: arrival from 't', prompt from 'in', output from 'out', priority from 'tier'")
+
+
+def test_our_own_names_are_nothing_to_be_told(file: Path) -> None:
+    file.write_text(f"arrival_s,prefill_tokens,decode_tokens\n{ROWS}")
+    assert cbsim.run(scenario(file))["sync"].notices == ()
+
+
+@pytest.mark.parametrize(("scale", "noticed"), [(1, True), (0.001, False)])
+def test_arrivals_that_look_like_milliseconds_are_noticed(file: Path, scale: float, noticed: bool) -> None:
+    """A log of a request in 0.4 s, in milliseconds: taken as seconds the median gap is 400 s. Once scaled, or in a file
+    that has one long night only, nothing is said."""
+    file.write_text("arrival_s,prefill_tokens,decode_tokens\n0,7,3\n400,7,3\n800,7,3\n900,7,3\n")
+    asked = scenario(file)
+    asked["workload"] = {"kind": "csv", "path": str(file), "time_scale": scale}
+    said = f"{file}: the median gap of arrivals is 400 s; if they are milliseconds, set workload.time_scale=0.001"
+    assert cbsim.run(asked)["sync"].notices == ((said,) if noticed else ())
+    file.write_text("arrival_s,prefill_tokens,decode_tokens\n0,7,3\n1,7,3\n30000,7,3\n30001,7,3\n")
+    assert cbsim.run(asked)["sync"].notices == ()
