@@ -51,8 +51,8 @@ class Lognormal(Frozen):
 class Sample(Frozen):
     """Draws with replacement from given lengths: either `values`, or a `column` of the CSV file at `path`."""
 
-    values: Annotated[tuple[Tokens, ...], BeforeValidator(as_tuple)] = ()
-    """Lengths in tokens."""
+    values: Annotated[tuple[Tokens, ...], BeforeValidator(as_tuple), Field(max_length=5000)] = ()
+    """Lengths in tokens; more of them belong into a file."""
     path: DataPath | None = None
     """CSV file with a header."""
     column: str | None = None

@@ -19,7 +19,7 @@ class ScenarioError(UserError):
 
 def near(word: object, known: Iterable[str]) -> str:
     """`; did you mean a or b?` for the nearest of the known words and one about as near, or nothing."""
-    scores = {name: difflib.SequenceMatcher(None, str(word).lower(), name.lower()).ratio() for name in known}
+    scores = {name: difflib.SequenceMatcher(None, str(word)[:100].lower(), name.lower()).ratio() for name in known}
     best = max(scores.values(), default=0.0)
     close = [name for name in sorted(scores, key=lambda name: -scores[name]) if scores[name] >= max(0.6, best - 0.1)]
     return f"; did you mean {' or '.join(close[:2])}?" if close else ""
@@ -27,8 +27,17 @@ def near(word: object, known: Iterable[str]) -> str:
 
 def shown(value: object) -> str:
     """A value as a user would recognise it, in at most 60 characters."""
-    text = str(value).lower() if isinstance(value, bool) else "nothing" if value is None else repr(value)
+    try:
+        text = str(value).lower() if isinstance(value, bool) else "nothing" if value is None else repr(value)
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return "a number of thousands of digits"
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def cut(text: str, most: int = 200) -> str:
+    """A user's own words in one line of at most so many characters."""
+    short = text if len(text) <= most else f"{text[: most - 3]}..."
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in short)
 
 
 def complaint(text: str, field: str = "") -> PydanticCustomError:

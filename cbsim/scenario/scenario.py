@@ -40,7 +40,7 @@ class Scenario(Frozen):
     """Names the run; the file's name by default."""
     question: Annotated[str, Field(pattern=r"^[^\n]*\S[^\n]*$")]
     """What the scenario is meant to answer, in one line."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=10**19)] = 0
     """Root of all random numbers."""
     model: NamedModel
     """A model's shape: a name in scenarios/models, a path, or the fields themselves."""
@@ -127,7 +127,7 @@ def parse(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Sc
 
     Raises ScenarioError.
     """
-    document = Document(where, "", data)  # nobody wrote its lines
+    document = Document(where, None, data)  # nobody wrote its lines
     if overrides:
         document = apply(document, overrides, _defaults(data, Path()), Path())
     scenario = _validated(document, Path())
@@ -221,8 +221,9 @@ def _standard(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     known = {KEYWORDS.get(key, key): _standard(value) for key, value in node.items()}
-    if known.get("type") == "array" and "minLength" in known:
-        known["minItems"] = known.pop("minLength")
+    for of_text, of_list in (("minLength", "minItems"), ("maxLength", "maxItems")):
+        if known.get("type") == "array" and of_text in known:
+            known[of_list] = known.pop(of_text)
     return known
 
 
