@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, demand
 from cbsim.scenario.scenario import Scenario
-from cbsim.workload import scheduler_tests, traces, vllm_bench
+from cbsim.workload import memory, scheduler_tests, traces, vllm_bench
 
 Ints = NDArray[np.int64]
 GRID_NS = 3_000_000_000
@@ -174,6 +174,7 @@ def arrival_times(arrivals: object, count: int, rng: np.random.Generator) -> lis
 
 def _synthetic(wanted: demand.Synthetic, streams: Streams) -> Workload:
     count = wanted.requests
+    memory.check(count)
     prompts = draw(wanted.prompt_tokens, count, streams.prompts, "workload.prompt_tokens").tolist()
     outputs = draw(wanted.output_tokens, count, streams.outputs, "workload.output_tokens").tolist()
     most = wanted.max_tokens or max(outputs)
