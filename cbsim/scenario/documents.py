@@ -119,6 +119,7 @@ _EXPECTED = {
     "bool_type": "expected true or false",
     "string_type": "expected text",
     "tuple_type": "expected a list",
+    "list_type": "expected a list",
     "dict_type": "expected fields",
     "model_type": "expected fields",
     "finite_number": "expected a finite number",
@@ -128,6 +129,7 @@ _EXPECTED = {
     "less_than_equal": "must be <= {le}",
     "too_short": "needs at least {min_length} entries",
     "too_long": "needs at most {max_length} entries",
+    "string_too_short": "needs at least {min_length} characters",
     "string_too_long": "needs at most {max_length} characters",
     "string_pattern_mismatch": "must match {pattern}",
 }
