@@ -40,6 +40,14 @@ def cut(text: str, most: int = 200) -> str:
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in short)
 
 
+PATH_BOUND = "a path has at most 1,000 characters, each name in it at most 255 bytes"
+
+
+def too_long(path: str) -> bool:
+    """Is it a path that no system can look up?"""
+    return len(path) > 1000 or any(len(name.encode("utf-8", "replace")) > 255 for name in path.split("/"))
+
+
 def complaint(text: str, field: str = "") -> PydanticCustomError:
     """An error at `field` of the value being validated, or at the value itself, in our own words."""
     return PydanticCustomError("complaint", "{text}", {"text": text, "field": field})
@@ -87,6 +95,12 @@ def _decimal(value: Any) -> Any:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def _lookable(path: str) -> str:
+    if too_long(path):
+        raise complaint(f"got {shown(path)}, {PATH_BOUND}")
+    return path
+
+
 def _anchored(path: str, info: ValidationInfo) -> str:
     base = (info.context or {}).get("base")
     if base is not None and not Path(path).is_absolute() and (Path(base) / path).is_file():
@@ -107,7 +121,10 @@ Real = Annotated[float, BeforeValidator(_decimal)]
 
 Wholes = Annotated[tuple[Whole, ...], BeforeValidator(as_tuple)]
 
-DataPath = Annotated[str, AfterValidator(_anchored)]
+PlainPath = Annotated[str, AfterValidator(_lookable)]
+"""A path as it was written."""
+
+DataPath = Annotated[PlainPath, AfterValidator(_anchored)]
 """A file of data. If it lies beside the scenario file the value is its absolute path, else it stays as written."""
 
 

@@ -36,9 +36,9 @@ MOST_BLOCKS = 10_000_000
 class Scenario(Frozen):
     """One question to the simulator, completely specified."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "scenario"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=150)] = "scenario"
     """Names the run; the file's name by default."""
-    question: Annotated[str, Field(pattern=r"^[^\n]*\S[^\n]*$")]
+    question: Annotated[str, Field(pattern=r"^[^\n]*\S[^\n]*$", max_length=1000)]
     """What the scenario is meant to answer, in one line."""
     seed: Annotated[int, Field(ge=0, lt=10**19)] = 0
     """Root of all random numbers."""
@@ -114,7 +114,7 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Scenario:
     """
     path = catalog.scenario(path_or_name)
     document = documents.read(path)
-    document.data.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "scenario")
+    document.data.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:150].strip("-._") or "scenario")
     if overrides:
         document = apply(document, overrides, _defaults(document.data, path.parent), path.parent)
     scenario = _validated(document, path.parent)
