@@ -149,7 +149,7 @@ class Gamma(Frozen):
     """gamma"""
     rate_per_s: Rate
     """Mean requests a second."""
-    burstiness: Annotated[Real, Field(gt=0)]
+    burstiness: Annotated[Real, Field(ge=0.001, le=1e6)]
     """Shape of the gamma: 1 is Poisson, less is burstier; the gaps' coefficient of variation is its root's inverse."""
 
 

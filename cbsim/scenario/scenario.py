@@ -32,6 +32,9 @@ __all__ = ["Scenario", "ScenarioError", "dump", "json_schema", "load", "loops", 
 MOST_BLOCKS = 10_000_000
 """Blocks that are kept track of one by one; more would only cost memory."""
 
+LEAST_MEMORY_BYTES = 100_000_000
+"""No device has less; who writes less has written another unit."""
+
 
 class Scenario(Frozen):
     """One question to the simulator, completely specified."""
@@ -65,6 +68,13 @@ class Scenario(Frozen):
         if self.block_size < least:
             family = self.scheduler.name.partition("_")[0]
             raise complaint(f"got {self.block_size}, must be >= {least} for {family}", "kv_cache.block_size")
+        return self
+
+    @model_validator(mode="after")
+    def _memory_in_bytes(self) -> Scenario:
+        if self.hardware.memory_bytes < LEAST_MEMORY_BYTES:
+            text = f"got {self.hardware.memory_bytes:,}, must be >= {LEAST_MEMORY_BYTES:,} (bytes)"
+            raise complaint(text, "hardware.memory_bytes")
         return self
 
     @model_validator(mode="after")
