@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cbsim.scenario.fields import PATH_BOUND, ScenarioError, cut, near, shown, too_long
+from cbsim.scenario.fields import PATH_BOUND, ScenarioError, bare, cut, near, shown, too_long
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = ROOT / "cbsim" / "scenarios"  # in an installed wheel the scenarios lie inside the package
@@ -46,16 +46,11 @@ def shape(folder: str, name: str, base: Path | None = None) -> Path:
 def _named(folder: str, name: str, noun: str) -> Path:
     known = names(folder)
     for candidate in known:
-        if plain(candidate) == plain(name):
+        if bare(candidate) == bare(name):
             return SCENARIOS / folder / f"{candidate}.yaml"
     allowed = ", ".join(known) or "none"
     message = f"unknown {noun} {name!r}{near(name, known)} (known: {allowed})"
     raise ScenarioError(message, field=noun, value=name, bound=f"one of {allowed}")
-
-
-def plain(name: str) -> str:
-    """A name without case and separators: `H100 SXM` is `h100-sxm`."""
-    return "".join(letter for letter in name.lower() if letter.isalnum() or letter == ".")
 
 
 def data_folders() -> list[Path]:

@@ -12,17 +12,33 @@ from pydantic_core import PydanticCustomError
 
 from cbsim.scenario.errors import UserError
 
+MOST_HINTS = 8
+
 
 class ScenarioError(UserError):
     """Something a user wrote cannot be used. Its text says where it is, what it is, and what would be allowed."""
 
 
+def bare(name: str) -> str:
+    """A name without case and separators: `H100 SXM` is `h100sxm`."""
+    return "".join(letter for letter in name.lower() if letter.isalnum() or letter == ".")
+
+
 def near(word: object, known: Iterable[str]) -> str:
-    """`; did you mean a or b?` for the nearest of the known words and one about as near, or nothing."""
+    """`; did you mean a or b?`: all known words that begin with the given one, or that contain it, else the most
+    similar one and one about as similar. Nothing if there is none.
+    """
+    names, part = list(known), bare(str(word)[:100])
+    begin = [name for name in names if part and bare(name).startswith(part)]
+    close = begin or [name for name in names if len(part) > 2 and part in bare(name)] or _similar(word, names)
+    return f"; did you mean {' or '.join(close[:MOST_HINTS])}?" if close else ""
+
+
+def _similar(word: object, known: Iterable[str]) -> list[str]:
     scores = {name: difflib.SequenceMatcher(None, str(word)[:100].lower(), name.lower()).ratio() for name in known}
     best = max(scores.values(), default=0.0)
     close = [name for name in sorted(scores, key=lambda name: -scores[name]) if scores[name] >= max(0.6, best - 0.1)]
-    return f"; did you mean {' or '.join(close[:2])}?" if close else ""
+    return close[:2]
 
 
 def shown(value: object) -> str:
