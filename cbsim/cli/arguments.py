@@ -6,6 +6,7 @@ import argparse
 import io
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -64,13 +65,23 @@ def guarded(program: str, command: str, act: Callable[[], int], status: Callable
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         what = f"{error.filename}" if error.filename else "output cannot be written"
         return fail(f"{what}: {error.strerror or error}", ERROR)
-    except (OverflowError, MemoryError) as error:
+    except MemoryError as error:
+        needed = f": {error}" if str(error) else ""
+        return fail(f"{command}: out of memory in {_place(error)}{needed}", ERROR)
+    except OverflowError as error:
         return fail(f"{command}: a number is too large for a run: {error}", USAGE)
     except Exception as error:
         known = status(error)
         if known is None:
             raise
         return fail(str(error), known)
+
+
+def _place(error: BaseException) -> str:
+    """The innermost function of ours that was at work, such as cbsim.workload.generators._synthetic."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" for frame in frames]
+    return next((name for name in reversed(names) if name.startswith(("cbsim.", "cbengine.", "analysis."))), names[-1])
 
 
 def run_options(arguments: argparse.Namespace) -> RunOptions:

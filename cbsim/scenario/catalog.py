@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cbsim.scenario.fields import ScenarioError, near
+from cbsim.scenario.fields import PATH_BOUND, ScenarioError, bare, cut, near, shown, too_long
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = ROOT / "cbsim" / "scenarios"  # in an installed wheel the scenarios lie inside the package
@@ -20,6 +20,8 @@ def names(folder: str = "") -> list[str]:
 def scenario(name_or_path: str | Path) -> Path:
     """The scenario file meant: a path, or the name of one that comes with the project."""
     path = Path(name_or_path)
+    if too_long(str(path)):
+        raise ScenarioError(f"{cut(str(path), 60)}: {PATH_BOUND}", file=path, bound=PATH_BOUND)
     if path.is_file():
         return path
     if path.is_dir() and (path.suffix or len(path.parts) > 1):
@@ -31,6 +33,8 @@ def scenario(name_or_path: str | Path) -> Path:
 
 def shape(folder: str, name: str, base: Path | None = None) -> Path:
     """The file of a model (`models`) or of a GPU (`hardware`): a name, or a path from the folder `base`."""
+    if too_long(name):
+        raise ScenarioError(f"got {shown(name)}, {PATH_BOUND}", value=name, bound=PATH_BOUND)
     if name.endswith((".yaml", ".yml")):
         path = (base or Path()) / name
         if not path.is_file():
@@ -42,16 +46,11 @@ def shape(folder: str, name: str, base: Path | None = None) -> Path:
 def _named(folder: str, name: str, noun: str) -> Path:
     known = names(folder)
     for candidate in known:
-        if plain(candidate) == plain(name):
+        if bare(candidate) == bare(name):
             return SCENARIOS / folder / f"{candidate}.yaml"
     allowed = ", ".join(known) or "none"
     message = f"unknown {noun} {name!r}{near(name, known)} (known: {allowed})"
     raise ScenarioError(message, field=noun, value=name, bound=f"one of {allowed}")
-
-
-def plain(name: str) -> str:
-    """A name without case and separators: `H100 SXM` is `h100-sxm`."""
-    return "".join(letter for letter in name.lower() if letter.isalnum() or letter == ".")
 
 
 def data_folders() -> list[Path]:
@@ -64,9 +63,17 @@ def tables(path: str) -> Path:
     """The folder of kernel tables that a scenario names, or how their file names begin. Raises ScenarioError."""
     candidates = [Path(path), *(folder / path for folder in data_folders())]
     for candidate in candidates:
-        if candidate.is_dir() or (candidate.parent.is_dir() and any(candidate.parent.glob(f"{candidate.name}_*"))):
+        if candidate.is_dir() or begins_a_name(candidate, "_"):
             return candidate
     raise _missing("cost.path", f"no tables {path!r}", candidates)
+
+
+def begins_a_name(path: Path, further: str = "") -> bool:
+    """Is there a file whose name begins like that of `path`, then `further`? No letter of it is a wildcard."""
+    try:
+        return any(file.name.startswith(path.name + further) for file in path.parent.iterdir())
+    except (OSError, ValueError):  # no such folder
+        return False
 
 
 def data(path: str, field: str = "workload.path") -> Path:

@@ -17,8 +17,8 @@ from pydantic import (
     model_validator,
 )
 
-from cbsim.scenario import documents
-from cbsim.scenario.fields import By, Frozen, Real, ScenarioError, Whole, as_tuple, complaint
+from cbsim.scenario import catalog, documents
+from cbsim.scenario.fields import By, Frozen, PlainPath, Real, ScenarioError, Whole, as_tuple, complaint, too_long
 
 Seconds = Annotated[Real, Field(ge=0)]
 Efficiency = Annotated[Real, Field(gt=0, le=1)]
@@ -256,14 +256,14 @@ class FittedSettings(Coefficients):
 
     kind: Literal["fitted"]
     """fitted"""
-    path: str | None = None
+    path: PlainPath | None = None
     """YAML file of coefficients, from the scenario's or the current folder. Once read they stand here, this is null."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_file(cls, data: Any, info: ValidationInfo) -> Any:
         path = data.get("path") if isinstance(data, dict) else None
-        if not isinstance(path, str):
+        if not isinstance(path, str) or too_long(path):
             return data
         base: Path = (info.context or {}).get("base") or Path()
         file = base / path
@@ -288,7 +288,7 @@ def _anchored(path: str, info: ValidationInfo) -> str:
     """Tables beside the scenario file: their absolute path, as with other data."""
     base = (info.context or {}).get("base")
     beside = Path(base) / path if base is not None and not Path(path).is_absolute() else None
-    return str(beside.resolve()) if beside is not None and next(beside.parent.glob(f"{beside.name}*"), None) else path
+    return str(beside.resolve()) if beside is not None and catalog.begins_a_name(beside) else path
 
 
 class LinkSettings(Frozen):
@@ -305,7 +305,7 @@ class TableSettings(Frozen):
 
     kind: Literal["table"]
     """table"""
-    path: Annotated[str, AfterValidator(_anchored)]
+    path: Annotated[PlainPath, AfterValidator(_anchored)]
     """Folder of vLLM layer profiles, or how the names of GEMM and attention tables begin; found as other data are."""
     tensor_parallel: Annotated[Whole, Field(ge=1)] = 1
     """GPUs that share every layer."""

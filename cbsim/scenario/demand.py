@@ -52,8 +52,8 @@ class Lognormal(Frozen):
 class Sample(Frozen):
     """Draws with replacement from given lengths: either `values`, or a `column` of the CSV file at `path`."""
 
-    values: Annotated[tuple[Tokens, ...], BeforeValidator(as_tuple)] = ()
-    """Lengths in tokens."""
+    values: Annotated[tuple[Tokens, ...], BeforeValidator(as_tuple), Field(max_length=5000)] = ()
+    """Lengths in tokens; more of them belong into a file."""
     path: DataPath | None = None
     """CSV file with a header."""
     column: str | None = None
@@ -150,7 +150,7 @@ class Gamma(Frozen):
     """gamma"""
     rate_per_s: Rate
     """Mean requests a second."""
-    burstiness: Annotated[Real, Field(gt=0)]
+    burstiness: Annotated[Real, Field(ge=0.001, le=1e6)]
     """Shape of the gamma: 1 is Poisson, less is burstier; the gaps' coefficient of variation is its root's inverse."""
 
 
@@ -190,8 +190,8 @@ class Synthetic(Frozen):
 
     kind: Literal["synthetic"]
     """synthetic"""
-    requests: Annotated[Whole, Field(ge=1)]
-    """How many requests in all."""
+    requests: Annotated[Whole, Field(ge=1, le=100_000_000)]
+    """How many requests in all. A run takes about 1.3 KB of memory for each."""
     prompt_tokens: Length | None = None
     """Prompt length: a number, or {uniform}, {lognormal}, {empirical}. It includes the shared prefix."""
     output_tokens: Length | None = None

@@ -12,23 +12,56 @@ from pydantic_core import PydanticCustomError
 
 from cbsim.scenario.errors import UserError
 
+MOST_HINTS = 8
+
 
 class ScenarioError(UserError):
     """Something a user wrote cannot be used. Its text says where it is, what it is, and what would be allowed."""
 
 
+def bare(name: str) -> str:
+    """A name without case and separators: `H100 SXM` is `h100sxm`."""
+    return "".join(letter for letter in name.lower() if letter.isalnum() or letter == ".")
+
+
 def near(word: object, known: Iterable[str]) -> str:
-    """`; did you mean a or b?` for the nearest of the known words and one about as near, or nothing."""
-    scores = {name: difflib.SequenceMatcher(None, str(word).lower(), name.lower()).ratio() for name in known}
+    """`; did you mean a or b?`: all known words that begin with the given one, or that contain it, else the most
+    similar one and one about as similar. Nothing if there is none.
+    """
+    names, part = list(known), bare(str(word)[:100])
+    begin = [name for name in names if part and bare(name).startswith(part)]
+    close = begin or [name for name in names if len(part) > 2 and part in bare(name)] or _similar(word, names)
+    return f"; did you mean {' or '.join(close[:MOST_HINTS])}?" if close else ""
+
+
+def _similar(word: object, known: Iterable[str]) -> list[str]:
+    scores = {name: difflib.SequenceMatcher(None, str(word)[:100].lower(), name.lower()).ratio() for name in known}
     best = max(scores.values(), default=0.0)
     close = [name for name in sorted(scores, key=lambda name: -scores[name]) if scores[name] >= max(0.6, best - 0.1)]
-    return f"; did you mean {' or '.join(close[:2])}?" if close else ""
+    return close[:2]
 
 
 def shown(value: object) -> str:
     """A value as a user would recognise it, in at most 60 characters."""
-    text = str(value).lower() if isinstance(value, bool) else "nothing" if value is None else repr(value)
+    try:
+        text = str(value).lower() if isinstance(value, bool) else "nothing" if value is None else repr(value)
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return "a number of thousands of digits"
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def cut(text: str, most: int = 200) -> str:
+    """A user's own words in one line of at most so many characters."""
+    short = text if len(text) <= most else f"{text[: most - 3]}..."
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in short)
+
+
+PATH_BOUND = "a path has at most 1,000 characters, each name in it at most 255 bytes"
+
+
+def too_long(path: str) -> bool:
+    """Is it a path that no system can look up?"""
+    return len(path) > 1000 or any(len(name.encode("utf-8", "replace")) > 255 for name in path.split("/"))
 
 
 def complaint(text: str, field: str = "") -> PydanticCustomError:
@@ -78,6 +111,12 @@ def _decimal(value: Any) -> Any:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def _lookable(path: str) -> str:
+    if too_long(path):
+        raise complaint(f"got {shown(path)}, {PATH_BOUND}")
+    return path
+
+
 def _anchored(path: str, info: ValidationInfo) -> str:
     base = (info.context or {}).get("base")
     if base is not None and not Path(path).is_absolute() and (Path(base) / path).is_file():
@@ -98,7 +137,10 @@ Real = Annotated[float, BeforeValidator(_decimal)]
 
 Wholes = Annotated[tuple[Whole, ...], BeforeValidator(as_tuple)]
 
-DataPath = Annotated[str, AfterValidator(_anchored)]
+PlainPath = Annotated[str, AfterValidator(_lookable)]
+"""A path as it was written."""
+
+DataPath = Annotated[PlainPath, AfterValidator(_anchored)]
 """A file of data. If it lies beside the scenario file the value is its absolute path, else it stays as written."""
 
 

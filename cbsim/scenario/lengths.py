@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from cbsim.scenario import catalog, documents
-from cbsim.scenario.fields import Frozen, Whole, as_tuple, complaint, near, shown
+from cbsim.scenario.fields import Frozen, Whole, as_tuple, bare, complaint, near, shown
 
 FOLDER = "lengths"
 
@@ -54,7 +54,7 @@ def _known(value: Any) -> Any:
     """The name of a distribution as the catalog has it."""
     known = catalog.names(FOLDER)
     for name in known if isinstance(value, str) else ():
-        if catalog.plain(name) == catalog.plain(value):
+        if bare(name) == bare(value):
             return name
     raise complaint(f"got {shown(value)}, expected one of {', '.join(known)}{near(value, known)}")
 

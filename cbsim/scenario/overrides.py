@@ -11,7 +11,7 @@ from cbsim.scenario import shapes
 from cbsim.scenario.costs import cost_by
 from cbsim.scenario.demand import arrivals_by, workload_by
 from cbsim.scenario.documents import Document, PathParts, parse, split
-from cbsim.scenario.fields import By, ScenarioError, shown
+from cbsim.scenario.fields import By, ScenarioError, cut, shown
 from cbsim.scenario.schedulers import SchedulerUnion
 
 UNIONS: dict[PathParts, By | SchedulerUnion] = {
@@ -38,7 +38,7 @@ def apply(document: Document, overrides: Sequence[str], defaults: dict[str, Any]
         else:
             assign(data, defaults, path, value, text)
     written = tuple((path, text) for path, _, text in given)
-    return Document(document.file, document.text, data, written)
+    return Document(document.file, document.root, data, written)
 
 
 def parsed(text: str) -> tuple[PathParts, Any]:
@@ -46,8 +46,8 @@ def parsed(text: str) -> tuple[PathParts, Any]:
     dotted, equals, value = text.partition("=")
     if not equals or not all(dotted.strip().split(".")):
         bound = "expected field=value, such as kv_cache.block_size=32"
-        raise ScenarioError(f"--set {text}: {bound}", value=text, bound=bound)
-    return split(dotted.strip()), parse(value, f"--set {text}", lines=False)
+        raise ScenarioError(f"--set {cut(text)}: {bound}", value=text, bound=bound)
+    return split(dotted.strip()), parse(value, f"--set {cut(text)}", lines=False)
 
 
 def assign(data: Any, defaults: Any, path: PathParts, value: Any, text: str) -> None:
@@ -56,9 +56,9 @@ def assign(data: Any, defaults: Any, path: PathParts, value: Any, text: str) -> 
     below = defaults.get(head) if isinstance(defaults, dict) else None
     if isinstance(data, list):
         if not (isinstance(head, int) and head < len(data)):
-            raise ScenarioError(f"--set {text}: got {shown(head)}, expected a position from 0 to {len(data) - 1}")
+            raise ScenarioError(f"--set {cut(text)}: got {shown(head)}, expected a position from 0 to {len(data) - 1}")
     elif not isinstance(data, dict):
-        raise ScenarioError(f"--set {text}: {shown(data)} has no field {head}")
+        raise ScenarioError(f"--set {cut(text)}: {shown(data)} has no field {cut(str(head), 60)}")
     elif rest and data.get(head) is None:
         data[head] = below if isinstance(below, dict | list) else {}
     if rest:

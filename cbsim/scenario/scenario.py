@@ -32,15 +32,18 @@ __all__ = ["Scenario", "ScenarioError", "dump", "json_schema", "load", "loops", 
 MOST_BLOCKS = 10_000_000
 """Blocks that are kept track of one by one; more would only cost memory."""
 
+LEAST_MEMORY_BYTES = 100_000_000
+"""No device has less; who writes less has written another unit."""
+
 
 class Scenario(Frozen):
     """One question to the simulator, completely specified."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "scenario"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=150)] = "scenario"
     """Names the run; the file's name by default."""
-    question: Annotated[str, Field(pattern=r"^[^\n]*\S[^\n]*$")]
+    question: Annotated[str, Field(pattern=r"^[^\n]*\S[^\n]*$", max_length=1000)]
     """What the scenario is meant to answer, in one line."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=10**19)] = 0
     """Root of all random numbers."""
     model: NamedModel
     """A model's shape: a name in scenarios/models, a path, or the fields themselves."""
@@ -65,6 +68,13 @@ class Scenario(Frozen):
         if self.block_size < least:
             family = self.scheduler.name.partition("_")[0]
             raise complaint(f"got {self.block_size}, must be >= {least} for {family}", "kv_cache.block_size")
+        return self
+
+    @model_validator(mode="after")
+    def _memory_in_bytes(self) -> Scenario:
+        if self.hardware.memory_bytes < LEAST_MEMORY_BYTES:
+            text = f"got {self.hardware.memory_bytes:,}, must be >= {LEAST_MEMORY_BYTES:,} (bytes)"
+            raise complaint(text, "hardware.memory_bytes")
         return self
 
     @model_validator(mode="after")
@@ -114,7 +124,7 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Scenario:
     """
     path = catalog.scenario(path_or_name)
     document = documents.read(path)
-    document.data.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "scenario")
+    document.data.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:150].strip("-._") or "scenario")
     if overrides:
         document = apply(document, overrides, _defaults(document.data, path.parent), path.parent)
     scenario = _validated(document, path.parent)
@@ -127,7 +137,7 @@ def parse(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Sc
 
     Raises ScenarioError.
     """
-    document = Document(where, "", data)  # nobody wrote its lines
+    document = Document(where, None, data)  # nobody wrote its lines
     if overrides:
         document = apply(document, overrides, _defaults(data, Path()), Path())
     scenario = _validated(document, Path())
@@ -225,8 +235,9 @@ def _standard(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     known = {KEYWORDS.get(key, key): _standard(value) for key, value in node.items()}
-    if known.get("type") == "array" and "minLength" in known:
-        known["minItems"] = known.pop("minLength")
+    for of_text, of_list in (("minLength", "minItems"), ("maxLength", "maxItems")):
+        if known.get("type") == "array" and of_text in known:
+            known[of_list] = known.pop(of_text)
     return known
 
 

@@ -19,7 +19,7 @@ from cbsim.policy.schedulers import registry
 from cbsim.results.columns import NS
 from cbsim.scenario import catalog, documents
 from cbsim.scenario.costs import ConstantSettings, CpuSettings, CurvePoint, RooflineSettings, TableSettings
-from cbsim.scenario.fields import ScenarioError
+from cbsim.scenario.fields import ScenarioError, bare
 from cbsim.scenario.scenario import Scenario, depth, scheduler_options
 from cbsim.scenario.shapes import ModelShape
 from cbsim.server.guard import guarded
@@ -107,7 +107,7 @@ def _check_profiled(scenario: Scenario, settings: TableSettings) -> None:
     source = documents.read(meta).data
     for field, of, name in (("model", "model", scenario.model.name), ("hardware", "hardware", scenario.hardware.name)):
         profiled = str(source.get(field, "")).rsplit("/", maxsplit=1)[-1]
-        if catalog.plain(profiled) not in catalog.plain(name):
+        if bare(profiled) not in bare(name):
             raise ScenarioError(f"cost.path: {meta} is of {profiled}, but {of}.name is {name!r}")
 
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cbsim.scenario.catalog import plain
 from cbsim.scenario.demand import CsvColumns
-from cbsim.scenario.fields import ScenarioError, near
+from cbsim.scenario.fields import ScenarioError, bare, near
 
 UNNAMED = CsvColumns()
 NEEDED = ("arrival", "prompt", "output")
@@ -62,8 +61,8 @@ def _named(path: Path, header: Sequence[str], role: str, column: str) -> str:
 
 def _known(path: Path, header: Sequence[str], role: str) -> str | None:
     own, *_ = NAMES[role]
-    names = {plain(name) for name in NAMES[role]}
-    candidates = [own] if own in header else [name for name in header if plain(name) in names]
+    names = {bare(name) for name in NAMES[role]}
+    candidates = [own] if own in header else [name for name in header if bare(name) in names]
     if len(candidates) > 1:
         raise _wrong(path, header, f"may be {' or '.join(map(repr, candidates))}; say which", role)
     if candidates or role not in NEEDED:

@@ -21,7 +21,7 @@ from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, demand
 from cbsim.scenario import lengths as length_tables
 from cbsim.scenario.scenario import Scenario
-from cbsim.workload import csv_columns, scheduler_tests, traces, vllm_bench
+from cbsim.workload import csv_columns, memory, scheduler_tests, traces, vllm_bench
 from cbsim.workload.clients import Sessions, Users
 
 Ints = NDArray[np.int64]
@@ -172,6 +172,7 @@ def arrival_times(arrivals: object, count: int, rng: np.random.Generator) -> lis
 
 def _synthetic(wanted: demand.Synthetic, streams: Streams) -> Workload:
     count = wanted.requests
+    memory.check(count)
     if wanted.lengths is not None:
         prompts, outputs = (lengths.tolist() for lengths in draw_pairs(wanted.lengths, count, streams))
     else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.rows import text
+from cbsim.workload.recorded_form import Form, Transformers, Vllm, check
 
 Line = dict[str, Any]
 STOP_TOKEN = 2
@@ -27,6 +28,9 @@ class Recorded(NamedTuple):
     cancels: list[tuple[int, RequestSpec]]
 
 
+Reader = Callable[[Line, float], Recorded]
+
+
 def golden(path: Path, step_s: float, limit: int | None = None) -> Recorded:
     """Requests of a vLLM test (times in microseconds) or a transformers one (times in loop passes of `step_s`).
 
@@ -37,15 +41,15 @@ def golden(path: Path, step_s: float, limit: int | None = None) -> Recorded:
             workload = json.load(file)
         except ValueError as error:
             raise ScenarioError(f"{path}: not valid JSON: {error}") from None
-    read = {"config": _vllm, "cb": _transformers}
-    layout = next((key for key in read if isinstance(workload, dict) and key in workload), None)
+    layouts: dict[str, tuple[type[Form], Reader]] = {"config": (Vllm, _vllm), "cb": (Transformers, _transformers)}
+    layout = next((key for key in layouts if isinstance(workload, dict) and key in workload), None)
     if layout is None or not workload.get("requests"):
         raise ScenarioError(f"{path}: expected `requests`, and `config` (vLLM) or `cb` (transformers)")
+    form, read = layouts[layout]
+    check(path, form, workload)
     try:
-        recorded = read[layout](workload, step_s)
-    except KeyError as error:
-        raise ScenarioError(f"{path}: not a recorded workload: {error.args[0]} is missing") from None
-    except (TypeError, AttributeError, ValueError) as error:
+        recorded = read(workload, step_s)
+    except ValueError as error:
         raise ScenarioError(f"{path}: cannot be used: {error}") from None
     kept = recorded.specs[:limit]
     chosen = set(kept)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from calls import SMALL, call, refused
 
+from cbsim.workload import generators, memory
+
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
@@ -48,6 +50,13 @@ def test_a_condition_that_cannot_be_understood_runs_nothing(
         ("cost.kind=rooflin", ("cost.kind: got 'rooflin'", "did you mean roofline?")),
         ("model=lama-3.1-8b", ("unknown model 'lama-3.1-8b'", "did you mean llama-3.1-8b")),
         ("hardware=h201-sxm", ("unknown hardware 'h201-sxm'", "did you mean h200-sxm")),
+        ("hardware=A100", ("unknown hardware 'A100'; did you mean a100-80gb? (known: ",)),
+        ("hardware=H", ("unknown hardware 'H'; did you mean h100-sxm or h200-sxm?",)),
+        ("hardware=sxm", ("; did you mean h100-sxm or h200-sxm?",)),
+        ("model=Llama 3.1", ("; did you mean llama-3.1-70b or llama-3.1-8b?",)),
+        ("workload.arrivals.rate=5", ("rate: unknown field; did you mean rate_per_s?",)),
+        ("scheduler.max_num=5", ("max_num_seqs", "or max_num_batched_tokens")),
+        ("scheduler.seqs=5", ("seqs: unknown field; did you mean max_num_seqs",)),
         ("workload.requests=0", ("workload.requests: got 0", "must be >= 1")),
         ("workload.requests=-3", ("workload.requests: got -3", "must be >= 1")),
         ("workload.requests=2.5", ("workload.requests: got 2.5", "expected a whole number")),
@@ -198,3 +207,41 @@ def test_bad_arguments_are_exit_2(argv: list[str]) -> None:
     first, *usage = said.err.splitlines()
     assert first.startswith("python -m cbsim")
     assert usage[0].startswith("usage: ")
+
+
+def test_requests_that_do_not_fit_the_memory(small: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.3 KB a request are asked for before they are taken: 2e7 of them, 26 GB, do not fit 8 GB."""
+    monkeypatch.setattr(memory, "free_bytes", lambda: 8_000_000_000)
+    words = ("workload.requests: got 20,000,000, about 26.0 GB, must be <= 6,153,846: 8.0 GB of memory are free",)
+    refused(call("run", small, "--set", "workload.requests=2e7", "--out", out), 2, *words)
+    said = call("run", small, "--set", "workload.requests=2e8", "--out", out)
+    refused(said, 2, "workload.requests: got 200000000.0, must be <= 100000000")
+    assert not out.exists()
+
+
+def test_what_the_system_says_of_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least of the machine's and the container's; a machine that says nothing refuses nothing."""
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    assert memory.free_bytes() is None
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 4 kB\n")
+    assert memory.free_bytes() == 4096
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.free_bytes() == 4096
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert memory.free_bytes() == 100
+
+
+@pytest.mark.parametrize(("text", "end"), [("", ""), ("Unable to allocate 9 GiB", ": Unable to allocate 9 GiB")])
+def test_memory_that_runs_out_is_no_mistake_of_the_arguments(
+    small: Path, out: Path, monkeypatch: pytest.MonkeyPatch, text: str, end: str
+) -> None:
+    """Exit 1, and what was at work: Python's own MemoryError says nothing."""
+
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError(*([text] if text else []))
+
+    monkeypatch.setattr(generators.np, "full", full)
+    said = call("run", small, "--set", "workload.prompt_tokens=5", "--out", out)
+    refused(said, 1, f"run: out of memory in cbsim.workload.generators.draw{end}\n")

@@ -152,7 +152,7 @@ rates = st.floats(1e-6, 1e6)
 arrivals = st.one_of(
     st.just({"kind": "at_once"}),
     st.builds(lambda k, r: {"kind": k, "rate_per_s": r}, st.sampled_from(["constant", "poisson"]), rates),
-    st.builds(lambda r, b: {"kind": "gamma", "rate_per_s": r, "burstiness": b}, rates, rates),
+    st.builds(lambda r, b: {"kind": "gamma", "rate_per_s": r, "burstiness": b}, rates, st.floats(1e-3, 1e6)),
     st.builds(lambda u, t: {"kind": "closed_loop", "users": u, "think_s": t}, st.integers(1, 99), st.floats(0, 1e9)),
 )
 seconds = st.floats(0, 1e3)
@@ -364,3 +364,17 @@ def test_every_field_has_a_description() -> None:
         assert part.get("description"), name
         for field, values in part.get("properties", {}).items():
             assert values.get("description"), f"{name}.{field}"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("workload.arrivals={kind: gamma, rate_per_s: 1, burstiness: 1e-30}", "got 1e-30, must be >= 0.001"),
+        ("workload.arrivals={kind: gamma, rate_per_s: 1, burstiness: 1e7}", "got 10000000.0, must be <= 1000000.0"),
+        ("hardware.memory_bytes=1", "hardware.memory_bytes: got 1, must be >= 100,000,000 (bytes)"),
+        ("hardware.memory_bytes=80", "hardware.memory_bytes: got 80, must be >= 100,000,000 (bytes)"),
+    ],
+)
+def test_numbers_that_can_only_be_meant_otherwise(small: Path, override: str, words: str) -> None:
+    """A burstiness that puts all arrivals at 0, memory in GB: also where a given num_blocks needs no memory."""
+    assert words in refused(small, override, "kv_cache.num_blocks=100")

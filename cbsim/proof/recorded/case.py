@@ -283,7 +283,7 @@ def _model(root: Path, name: str) -> ModelShape:
             max_position=given.whole("max_position_embeddings"),
         )
     except ValidationError as error:
-        raise Document(str(given.path), "", {}).explain(error) from None
+        raise Document(str(given.path), None, {}).explain(error) from None
 
 
 def _known(hardware: str) -> str:

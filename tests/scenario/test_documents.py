@@ -1,0 +1,108 @@
+"""YAML as an attacker or an accident writes it: read in a moment, or refused in short lines that name the place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from calls import SMALL, Said, call
+
+from cbsim.scenario import bounded, documents
+from cbsim.scenario.errors import UserError
+
+SCALE = 400  # far beyond what is allowed, yet quick to write down
+
+
+def served(tmp_path: Path, text: str) -> Said:
+    path = tmp_path / "s.yaml"
+    path.write_text(text)
+    return call("run", path, "--out", tmp_path / "out")
+
+
+def bomb(levels: int) -> str:
+    """Lists of nine lists of nine lists ...: 9 ** levels values in about 50 characters a level."""
+    rows = [f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]" for i in range(1, levels)]
+    return "\n".join(["x0: &x0 [a, a, a, a, a, a, a, a, a]", *rows, ""])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (bomb(7) + SMALL, ":5: not valid YAML: holds too many values, must be <= 12,000, aliases written out"),
+        (bomb(30) + SMALL.replace("question: What", "question: *x29 #"), ":5: not valid YAML: holds too many values"),
+        (f"a: &a {'x' * 9000}\nb: [{'*a, ' * 2000}]\n", ":2: not valid YAML: holds too many values"),
+        (SMALL + f"a: [{'1, ' * 13000}]\n", ":12: not valid YAML: holds too many values"),
+        (SMALL + f"# {'x' * bounded.MOST_BYTES}\n", ": is too large, must be <= 500,000 bytes"),
+        (SMALL + f"a: {'[' * SCALE}{']' * SCALE}\n", ":12: not valid YAML: nested too deeply, must be <= 40 levels"),
+        ("x0: &x0 [1]\n" + "".join(f"x{i}: &x{i} [*x{i - 1}]\n" for i in range(1, SCALE)), "nested too deeply"),
+        (SMALL + "a: &a [*a]\n", ":12: not valid YAML: *a stands inside of what it names"),
+        (SMALL + "a: &a 1\nb: &a [*a]\n", ":13: not valid YAML: *a stands inside of what it names"),
+        (SMALL + "a: !!omap [b: 1]\n", ":12: not valid YAML: tag tag:yaml.org,2002:omap is not known here"),
+        (SMALL + "a: !mine 1\n", ":12: not valid YAML: tag !mine is not known here"),
+        (SMALL + "a: !!int x\n", ":12: not valid YAML: got 'x', expected a whole number"),
+        (SMALL + "a: !!bool x\n", ":12: not valid YAML: got 'x', expected true or false"),
+        (SMALL + "a: 2026-13-51\n", ":12: not valid YAML: got '2026-13-51', expected timestamp"),
+        (SMALL + f"seed: {'9' * 5000}\n", ":12: not valid YAML: got '999"),
+        (SMALL + f"seed: 0x{'f' * 5000}\n", ":12: seed: got a number of thousands of digits, must be <"),
+        (SMALL + f"question: {'x' * 5000}\n", ":12: not valid YAML: found duplicate key"),
+        (SMALL + '"a\\nb": 1\n', ":12: a\\nb: unknown field"),
+    ],
+)
+def test_a_text_that_would_become_too_much_is_one_short_line(tmp_path: Path, text: str, words: str) -> None:
+    """Aliases that expand to millions of values, depth, size and tags: exit 2, the line, the bound, and no more."""
+    said = served(tmp_path, text)
+    assert (said.status, said.out) == (2, "")
+    assert words in said.err
+    assert len(said.err.splitlines()) == 1
+    assert len(said.err) < 300 + len(str(tmp_path))
+
+
+def test_aliases_within_the_bounds_are_read(tmp_path: Path) -> None:
+    """Anchors, aliases, merge keys and a name given twice are ordinary YAML."""
+    path = tmp_path / "s.yaml"
+    path.write_text("a: &a {x: 1, y: [2]}\nb: {<<: *a, x: 3}\nc: &a 5\nd: *a\n")
+    read = documents.read(path)
+    assert read.data == {"a": {"x": 1, "y": [2]}, "b": {"x": 3, "y": [2]}, "c": 5, "d": 5}
+    assert [read.line(("b", "x")), read.line(("a", "y", 0)), read.line(("nowhere",))] == [2, 1, None]
+
+
+def test_hundreds_of_mistakes_are_told_by_their_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """400 bad entries: 20 lines and how many more; the file is parsed once, not again for every line number."""
+    parses: list[object] = []
+    compose = documents.YAML.compose
+    monkeypatch.setattr(documents.YAML, "compose", lambda yaml, text: (parses.append(text), compose(yaml, text))[1])
+    entries = "".join("  - x\n" for _ in range(SCALE))
+    said = served(tmp_path, SMALL.replace("loop:\n", f"  priorities:\n{entries}loop:\n").replace("  - ", "    - "))
+    lines = said.err.splitlines()
+    assert said.status == 2
+    assert len(lines) == 21
+    assert lines[1].endswith("s.yaml:12: workload.priorities.1: got 'x', expected a whole number")
+    assert lines[-1].endswith("s.yaml: 380 more mistakes are not listed")
+    assert sum("priorities" in str(text) for text in parses) == 1
+
+
+def test_what_is_accepted_can_be_read_again(tmp_path: Path) -> None:
+    """The longest samples that a scenario may hold, written out with every default, stay within the bounds."""
+    sample = f"{{empirical: {{values: [{'12345678, ' * 5000}]}}}}"
+    text = SMALL.replace("{uniform: {low: 20, high: 90}}", sample).replace("{uniform: {low: 2, high: 30}}", sample)
+    said = served(tmp_path, text)
+    assert said.status == 0, said.err
+    (resolved,) = tmp_path.glob("out/*/scenario.resolved.yaml")
+    assert len(documents.read(resolved).data["workload"]["prompt_tokens"]["empirical"]["values"]) == 5000
+    said = served(
+        tmp_path, SMALL.replace("{uniform: {low: 20, high: 90}}", f"{{empirical: {{values: [{'1, ' * 5001}]}}}}")
+    )
+    assert "workload.prompt_tokens.empirical.values: got [1, 1" in said.err
+    assert "needs at most 5000 entries" in said.err
+
+
+def test_an_override_is_cut_in_its_error(tmp_path: Path) -> None:
+    """What a user typed is repeated as far as it helps."""
+    path = tmp_path / "s.yaml"
+    path.write_text(SMALL)
+    with pytest.raises(UserError) as caught:
+        documents.parse("[" * SCALE, "--set x", lines=False)
+    assert len(str(caught.value)) < 200
+    said = call("run", path, "--set", f"workload.requests={'x' * 5000}")
+    assert (said.status, len(said.err.splitlines())) == (2, 1)
+    assert len(said.err) < 500
