@@ -43,7 +43,7 @@ class Scenario(Frozen):
     seed: Annotated[int, Field(ge=0)] = 0
     """Root of all random numbers."""
     model: NamedModel
-    """A model's shape: a name in scenarios/models, a path, or the fields themselves."""
+    """A model's shape: a name in scenarios/models, the path of a file or of a config.json, or the fields themselves."""
     hardware: NamedHardware
     """A GPU: a name in scenarios/hardware, a path, or the fields themselves."""
     workload: Demand

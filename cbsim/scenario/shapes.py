@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, model_validator
 
-from cbsim.scenario import catalog, documents
+from cbsim.scenario import catalog, documents, pretrained
+from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, Real, Whole, complaint
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -129,8 +130,10 @@ _Shape = TypeVar("_Shape", ModelShape, Hardware)
 
 
 def load(folder: str, shape: type[_Shape], name: str, base: Path | None = None) -> _Shape:
-    """The model or GPU called `name`, or in the file of that path from `base`. Raises ScenarioError."""
-    document = documents.read(catalog.shape(folder, name, base))
+    """The model or GPU called `name`, or in the file of that path. Raises ScenarioError."""
+    path = catalog.shape(folder, name, base)
+    config = shape is ModelShape and path.suffix == ".json"
+    document = Document(str(path), "", pretrained.shape(path)) if config else documents.read(path)
     try:
         return shape.model_validate(document.data)
     except ValidationError as error:
