@@ -9,25 +9,37 @@ LLAMA = shapes.model("llama-3.1-8b")
 H100 = shapes.hardware("h100-sxm")
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [
-        ("llama-3.1-8b", 8.03),
-        ("llama-3.2-1b", 1.24),
-        ("llama-3.1-70b", 70.55),
-        ("llama-2-7b", 6.74),
-        ("qwen2.5-7b", 7.616),
-        ("qwen3-0.6b", 0.596),
-        ("qwen3-8b", 8.19),
-        ("qwen3-32b", 32.76),
-    ],
-)
-def test_parameter_counts_are_the_published_ones(name: str, billions: float) -> None:
-    assert shapes.model(name).parameters / 1e9 == pytest.approx(billions, rel=0.005)
+PUBLISHED = {  # billions of parameters by the model's card or the header of its safetensors
+    "llama-2-7b": 6.74,
+    "llama-3.1-405b": 405.85,
+    "llama-3.1-70b": 70.55,
+    "llama-3.1-8b": 8.03,
+    "llama-3.2-1b": 1.24,
+    "llama-3.2-3b": 3.21,
+    "llama-3.3-70b": 70.55,
+    "mistral-7b": 7.25,
+    "phi-4": 14.66,
+    "qwen2.5-32b": 32.5,
+    "qwen2.5-72b": 72.7,
+    "qwen2.5-7b": 7.616,
+    "qwen3-0.6b": 0.596,
+    "qwen3-14b": 14.8,
+    "qwen3-30b-a3b": 30.5,
+    "qwen3-32b": 32.76,
+    "qwen3-4b": 4.02,
+    "qwen3-8b": 8.19,
+}
+
+
+@pytest.mark.parametrize("name", catalog.names("models"))
+def test_parameter_counts_are_the_published_ones(name: str) -> None:
+    """Every shape that ships, within 1 %: a field read wrongly shows here. Nobody published the tiny model."""
+    if name != "tiny":
+        assert shapes.model(name).parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.01)
 
 
 def test_every_shape_in_the_catalog_loads() -> None:
-    assert len(catalog.names("models")) >= 7 and len(catalog.names("hardware")) >= 5
+    assert len(catalog.names("models")) >= 19 and len(catalog.names("hardware")) >= 12
     for name in catalog.names("models"):
         assert shapes.model(name).heads % shapes.model(name).kv_heads == 0
     for name in catalog.names("hardware"):
