@@ -23,6 +23,7 @@ class Rates(NamedTuple):
     bytes_weights: float
     bytes_kv: float
     bytes_pcie: float
+    linear: float = 1.0  # FLOP/s of the linear layers, which may have a type of their own, over those of the rest
 
 
 class Weights(NamedTuple):
@@ -34,6 +35,7 @@ class Weights(NamedTuple):
     attention_flop: int  # a query token and KV token: 4 x layers x heads x head_dim
     bytes: int  # a weight or an activation
     kv_bytes: int  # of a token in all layers
+    linear_bytes: int | None = None  # of the linear weights, if they have a type of their own
 
 
 class RooflineCost:
@@ -44,8 +46,9 @@ class RooflineCost:
         self._rates, self._weights = rates, weights
         self._overhead_s = overhead_s
         self._launch_ns = round(launch_s * 1e9)
-        self._linear_flop, self._head_flop = 2 * weights.linear, 2 * weights.head  # of a token
-        self._linear_s = weights.linear * weights.bytes / rates.bytes_weights  # to read them once
+        self._linear_flop, self._head_flop = 2 * weights.linear / rates.linear, 2 * weights.head  # of a token
+        linear_bytes = weights.linear * weights.bytes if weights.linear_bytes is None else weights.linear_bytes
+        self._linear_s = linear_bytes / rates.bytes_weights  # to read them once
         self._head_s = weights.head * weights.bytes / rates.bytes_weights
         self._pcie_ns = 1e9 / rates.bytes_pcie  # of a byte
         self._embedding_s = weights.hidden * weights.bytes / rates.bytes_weights  # of a token

@@ -12,12 +12,14 @@ from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, Real, Whole, complaint
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
+INT4_BYTES, INT4_GROUP = 133, 256
+"""256 int4 weights, two groups of 128 with a scale of 2 bytes and a zero point of 4 bits each: 128 + 2 x 2.5 bytes."""
 
 
 class ModelShape(Frozen):
     """A decoder: grouped-query attention, gated feed-forward or a mixture of such experts, RMS norms; one type for
-    all tensors.
+    all tensors, unless `weights_dtype` and `kv_dtype` say otherwise.
     """
 
     name: str
@@ -48,6 +50,10 @@ class ModelShape(Frozen):
     """Do queries, keys and values have biases (Qwen2.5)? They take memory, but no time of their own."""
     dtype: Dtype = "bfloat16"
     """Type of weights, activations and KV cache."""
+    weights_dtype: Literal["fp8", "int4"] | None = None
+    """Type of the layers' matrices if not `dtype`; int4 in groups of 128. Embedding and output layer have `dtype`."""
+    kv_dtype: Literal["fp8"] | None = None
+    """Type of the KV cache if not `dtype`."""
     max_position: Annotated[Whole, Field(ge=1)]
     """Longest sequence that the model is made for, in tokens."""
 
@@ -81,19 +87,27 @@ class ModelShape(Frozen):
         biases = self.layers * self.head_dim * (self.heads + 2 * self.kv_heads) * self.qkv_bias
         return self.layers * self.layer_parameters + embeddings + norms + biases
 
+    def matrix_bytes(self, weights: int) -> int:
+        """What so many weights of the layers' matrices take."""
+        if self.weights_dtype == "int4":
+            return weights * INT4_BYTES // INT4_GROUP
+        return weights * DTYPE_BYTES[self.weights_dtype or self.dtype]
+
     @property
     def weight_bytes(self) -> int:
-        return self.parameters * self.dtype_bytes
+        """What chooses experts is not quantized, nor are embedding, output layer, norms and biases."""
+        matrices = self.layers * (self.layer_parameters - self.hidden * self.experts)
+        return self.matrix_bytes(matrices) + (self.parameters - matrices) * self.dtype_bytes
 
     def shard_bytes(self, tensor: int, ranks: int = 1) -> int:
         """Weights on one GPU of `tensor` that share every layer and of `ranks` that share the experts."""
-        experts = self.layers * self.expert_parameters
-        return ((self.parameters - experts) // tensor + experts // (tensor * ranks)) * self.dtype_bytes
+        experts = self.matrix_bytes(self.layers * self.expert_parameters)
+        return (self.weight_bytes - experts) // tensor + experts // (tensor * ranks)
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+        return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[self.kv_dtype or self.dtype]
 
 
 class Flops(Frozen):
@@ -105,6 +119,8 @@ class Flops(Frozen):
     """FLOP/s in float16."""
     float32: Annotated[Real, Field(gt=0)]
     """FLOP/s in float32."""
+    float8: Annotated[Real, Field(gt=0)] | None = None
+    """FLOP/s in float8; null: fp8 weights are read as such, and computed in the model's dtype."""
 
 
 class Hardware(Frozen):

@@ -78,6 +78,8 @@ def fit_transformers(
     num_blocks: int | None,
 ) -> Size:
     """What transformers would choose, the weights being all that is allocated before. Raises ScenarioError."""
+    if model.kv_dtype:
+        raise ScenarioError(f"model.kv_dtype: got {model.kv_dtype}, must be null: transformers' cache has the model's")
     free = hardware.memory_bytes - model.weight_bytes
     available = int(free * fraction)
     peaks = transformers_peaks(model, depth, max_blocks_per_request)

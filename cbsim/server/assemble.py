@@ -125,6 +125,7 @@ def _tables(model: ModelShape, settings: TableSettings) -> Tables:
 def _roofline(scenario: Scenario, settings: RooflineSettings, cpu: CpuCost) -> RooflineCost:
     model, gpu = scenario.model, scenario.hardware
     flops = getattr(gpu.flops, model.dtype)
+    linear_flops = gpu.flops.float8 if model.weights_dtype == "fp8" else None
     compute, memory, bandwidth = settings.compute_efficiency, settings.memory_efficiency, gpu.memory_bandwidth_bytes_s
     rates = Rates(
         flops_prefill=flops * compute.prefill,
@@ -132,13 +133,16 @@ def _roofline(scenario: Scenario, settings: RooflineSettings, cpu: CpuCost) -> R
         bytes_weights=bandwidth * memory.weights,
         bytes_kv=bandwidth * memory.kv,
         bytes_pcie=gpu.pcie_bytes_s,
+        linear=(linear_flops or flops) / flops,
     )
+    linear = model.layers * model.layer_parameters
     weights = Weights(
-        linear=model.layers * model.layer_parameters,
+        linear=linear,
         head=model.vocab * model.hidden,
         hidden=model.hidden,
         attention_flop=4 * model.layers * model.heads * model.head_dim,
         bytes=model.dtype_bytes,
         kv_bytes=model.kv_bytes_per_token,
+        linear_bytes=model.matrix_bytes(linear),
     )
     return RooflineCost(cpu, rates, weights, settings.step_overhead_s, settings.launch_s_per_layer * model.layers)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cbsim.scenario import catalog, shapes, sizing
+from cbsim.scenario import catalog, scenario, shapes, sizing
 from cbsim.scenario.fields import ScenarioError
 
 LLAMA = shapes.model("llama-3.1-8b")
@@ -49,6 +49,46 @@ def test_every_shape_in_the_catalog_loads() -> None:
 
 def test_a_token_of_llama_8b_takes_128_kib_of_cache() -> None:
     assert LLAMA.kv_bytes_per_token == 131_072
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "gigabytes"), [("llama-3.1-8b", "fp8", 9.08), ("qwen2.5-7b", "int4", 5.57)]
+)
+def test_quantized_weights_are_as_large_as_published_files(name: str, weights: str, gigabytes: float) -> None:
+    """The safetensors of RedHatAI's Meta-Llama-3.1-8B-Instruct-FP8 and of Qwen2.5-7B-Instruct-AWQ: the matrices of the
+    layers are quantized; embedding and output layer are not."""
+    model = shapes.model(name).model_copy(update={"weights_dtype": weights})
+    assert model.weight_bytes / 1e9 == pytest.approx(gigabytes, rel=0.01)
+    assert model.shard_bytes(1) == model.weight_bytes
+
+
+def test_int4_weights_take_half_a_byte_and_their_scales() -> None:
+    """A group of 128: 64 bytes, a scale of 2 and a zero point of half a byte."""
+    model = LLAMA.model_copy(update={"weights_dtype": "int4"})
+    saved = LLAMA.layers * LLAMA.layer_parameters * (2 - 66.5 / 128)
+    assert LLAMA.weight_bytes - model.weight_bytes == saved
+
+
+def test_an_fp8_cache_holds_twice_as_many_tokens() -> None:
+    """Half the bytes a token; what the weights leave is the same, so vLLM has twice the blocks, within one."""
+    half = LLAMA.model_copy(update={"kv_dtype": "fp8"})
+    step = sizing.Step(2048, 256)
+    wide, narrow = (sizing.fit_vllm(m, H100, fraction=0.9, block_size=16, step=step) for m in (LLAMA, half))
+    assert half.kv_bytes_per_token == 65_536 and narrow - 2 * wide in (0, 1)
+
+
+def test_fp8_weights_leave_what_they_save_to_the_cache() -> None:
+    """7 GB less of weights for Llama-3.1-8B are 7e9 bytes more of cache."""
+    small = LLAMA.model_copy(update={"weights_dtype": "fp8"})
+    step = sizing.Step(2048, 256)
+    wide, narrow = (sizing.fit_vllm(m, H100, fraction=0.9, block_size=16, step=step) for m in (LLAMA, small))
+    saved = LLAMA.layers * LLAMA.layer_parameters
+    assert narrow - wide == pytest.approx(saved / (16 * 131_072), abs=1)
+
+
+def test_transformers_has_no_fp8_cache() -> None:
+    with pytest.raises(ScenarioError, match=r"model\.kv_dtype: got fp8, must be null: transformers"):
+        scenario.load("landscape", ["scheduler.name=transformers_fifo", "model=llama-3.1-8b", "model.kv_dtype=fp8"])
 
 
 def with_free_bytes(free: int) -> shapes.Hardware:
