@@ -68,10 +68,17 @@ class Scenario(Frozen):
         return self
 
     @model_validator(mode="after")
-    def _cost_knows_experts(self) -> Scenario:
-        if self.model.experts and self.cost.kind == "roofline":
-            raise complaint("the roofline knows dense models only; use measured tables (table)", "cost.kind")
+    def _heads_divide(self) -> Scenario:
+        gpus, model = self.gpus, self.model
+        if self.cost.kind == "roofline" and (model.heads % gpus or model.kv_heads % gpus):
+            text = f"got {gpus}, must divide heads ({model.heads}) and kv_heads ({model.kv_heads})"
+            raise complaint(text, "cost.tensor_parallel")
         return self
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that share every layer."""
+        return self.cost.tensor_parallel if isinstance(self.cost, RooflineSettings | TableSettings) else 1
 
     @property
     def kind(self) -> Kind:
@@ -182,7 +189,7 @@ def scheduler_options(scenario: Scenario, depth: int) -> Options:
         scenario.block_size,
         cache.memory_fraction,
         cache.num_blocks,
-        scenario.cost.tensor_parallel if isinstance(scenario.cost, TableSettings) else 1,
+        scenario.gpus,
     )
     try:
         options: Options = scenario.kind.resolve(scenario.scheduler, site)

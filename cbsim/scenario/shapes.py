@@ -80,6 +80,11 @@ class ModelShape(Frozen):
         return 3 * self.hidden * self.intermediate * self.experts
 
     @property
+    def expert_bytes(self) -> int:
+        """Weights of all layers' experts."""
+        return self.matrix_bytes(self.layers * self.expert_parameters)
+
+    @property
     def parameters(self) -> int:
         """All weights."""
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
@@ -101,7 +106,7 @@ class ModelShape(Frozen):
 
     def shard_bytes(self, tensor: int, ranks: int = 1) -> int:
         """Weights on one GPU of `tensor` that share every layer and of `ranks` that share the experts."""
-        experts = self.matrix_bytes(self.layers * self.expert_parameters)
+        experts = self.expert_bytes
         return (self.weight_bytes - experts) // tensor + experts // (tensor * ranks)
 
     @property
@@ -136,6 +141,8 @@ class Hardware(Frozen):
     """Peak dense FLOP/s (no sparsity) by type."""
     pcie_bytes_s: Annotated[Real, Field(gt=0)]
     """Host link, bytes/s in each direction."""
+    link_bytes_s: Annotated[Real, Field(gt=0)] | None = None
+    """To the other GPUs (NVLink), bytes/s in each direction; null: over the host link."""
     price_usd_hour: Annotated[Real, Field(ge=0)] | None = None
     """Price of one GPU for an hour, USD; an assumption, dated in `source`."""
     source: str = ""

@@ -148,6 +148,10 @@ class Place:
         )
 
     def transformers_size(self, max_blocks_per_request: int, max_batch_tokens: int | None) -> Size:
+        if self.tensor > 1:
+            raise ScenarioError(
+                f"cost.tensor_parallel: got {self.tensor}, must be 1: transformers' sizes are of one GPU"
+            )
         return fit_transformers(
             self.model,
             self.hardware,
