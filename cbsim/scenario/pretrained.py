@@ -98,7 +98,8 @@ def shape(path: Path) -> dict[str, Any]:
     config = Config(path, read_json(path, most_bytes=MOST_BYTES))
     text = config.part("text_config")
     if text is not None:
-        config = Config(path, {k: v for k, v in config.fields.items() if not k.endswith("_config")} | text.fields)
+        others = ("text_config", "vision_config", "audio_config")
+        config = Config(path, {k: v for k, v in config.fields.items() if k not in others} | text.fields)
     for field, value in config.fields.items():
         reason = next((why for pattern, why in REFUSED.items() if re.fullmatch(pattern, field)), None)
         if reason and value not in (None, False, [], {}):

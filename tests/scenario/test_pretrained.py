@@ -123,6 +123,8 @@ def test_of_several_media_the_text_model_is_read(tmp_path: Path) -> None:
     text = LLAMA | {"model_type": "mistral", "sliding_window": None, "torch_dtype": ...}
     text = {k: v for k, v in text.items() if v is not ...}
     assert read(written(tmp_path, outer, text_config=text)).layers == 32
+    with pytest.raises(ScenarioError, match=r"quantization_config: got .*, expected none"):
+        read(written(tmp_path, outer, text_config=text, quantization_config={"bits": 4}))
 
 
 @pytest.mark.parametrize(
