@@ -95,6 +95,7 @@ def adapted(scenario: Scenario, setup: Setup) -> Scenario:
     if shape.experts and setup.device != "modelled":
         raise UsageError(f"model.experts: got {shape.experts}, must be 0: the engine computes dense models only")
     if setup.device != "modelled":
+        _check_types(shape)
         _check_heads(shape)
     ready = scenario.model_copy(update={"model": shape})
     if setup.device == "modelled":
@@ -128,6 +129,13 @@ def first_complaint(error: ValidationError) -> str:
     """The first of pydantic's complaints: field and text."""
     first = error.errors(include_url=False)[0]
     return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+
+
+def _check_types(shape: ModelShape) -> None:
+    """Refuse types that can be simulated but not computed."""
+    for name in ("weights_dtype", "kv_dtype"):
+        if given := getattr(shape, name):
+            raise UsageError(f"model.{name}: got {given}, must be null: the engine has one type for all")
 
 
 def _check_heads(shape: ModelShape) -> None:

@@ -5,11 +5,9 @@ transformers' own model.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +17,9 @@ from torch import Tensor
 from cbengine.errors import UsageError
 from cbengine.model.architecture import Architecture, RopeScaling
 from cbengine.model.kvcache import DeviceMemoryError, free_bytes
+from cbsim.scenario import pretrained
 from cbsim.scenario.fields import shown
+from cbsim.scenario.pretrained import Config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -186,64 +186,17 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise WeightsError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{path}: is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise WeightsError(f"{path}: got {shown(data)}, expected an object")
-    return data
+    return pretrained.read_json(path, WeightsError)
 
 
 # -- config.json ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Config:
-    """The fields of config.json, or of an object in it; each is asked for by what it must be. Null is absent."""
-
-    where: Path | str
-    fields: dict[str, Any]
-
-    def refuse(self, field: str, expected: str) -> WeightsError:
-        given = shown(self.fields[field]) if field in self.fields else "nothing"
-        return WeightsError(f"{self.where}: {field}: got {given}, expected {expected}")
-
-    def whole(self, field: str, default: int | None = None) -> int:
-        value = self.fields.get(field)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.refuse(field, "a whole number >= 1")
-        return value
-
-    def real(self, field: str, default: float | None = None) -> float:
-        value = self.fields.get(field)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self.refuse(field, "a number > 0")
-        return float(value)
-
-    def flag(self, field: str) -> bool:
-        value = self.fields.get(field)
-        value = False if value is None else value
-        if not isinstance(value, bool):
-            raise self.refuse(field, "true or false")
-        return value
-
-    def part(self, field: str) -> _Config | None:
-        value = self.fields.get(field)
-        if value is not None and not isinstance(value, dict):
-            raise self.refuse(field, "an object")
-        return _Config(f"{self.where}: {field}", value) if value else None
 
 
 def architecture(folder: Path) -> Architecture:
     """What a folder's config.json says, with transformers' defaults where it says nothing; called by the folder's name.
     Raises WeightsError.
     """
-    config = _Config(folder / "config.json", _json(folder / "config.json"))
+    config = Config(folder / "config.json", _json(folder / "config.json"), WeightsError)
     kind = config.fields.get("model_type")
     if kind not in ("llama", "qwen2", "qwen3"):
         raise config.refuse("model_type", "'llama', 'qwen2' or 'qwen3'")
@@ -282,7 +235,7 @@ def architecture(folder: Path) -> Architecture:
     )
 
 
-def _rope(config: _Config) -> tuple[float, RopeScaling | None]:
+def _rope(config: Config) -> tuple[float, RopeScaling | None]:
     """Theta and scaling, from `rope_scaling` and beside it, or from transformers 5's `rope_parameters`."""
     theta = config.real("rope_theta", 10_000.0)
     rope = config.part("rope_scaling") or config.part("rope_parameters")
@@ -304,7 +257,7 @@ def _rope(config: _Config) -> tuple[float, RopeScaling | None]:
     return theta, RopeScaling(rope.real("factor"), low, high, original)
 
 
-def _end_tokens(config: _Config) -> tuple[int, ...]:
+def _end_tokens(config: Config) -> tuple[int, ...]:
     given = config.fields.get("eos_token_id")
     tokens = [] if given is None else given if isinstance(given, list) else [given]
     if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in tokens):

@@ -173,6 +173,11 @@ def _check(path: Path, tensor_parallel: int, model: ModelShape) -> None:
         raise ScenarioError(f"cost.path: {problem} or vLLM layer profiles")
     if model.dtype_bytes != 2:
         raise ScenarioError(f"model.dtype: got {model.dtype}, must be bfloat16 or float16: {path} was measured in bf16")
+    for field in ("weights_dtype", "kv_dtype"):
+        if getattr(model, field):
+            raise ScenarioError(
+                f"model.{field}: got {getattr(model, field)}, must be null: {path} was measured in bf16"
+            )
     if model.heads % tensor_parallel or model.kv_heads % tensor_parallel:
         problem = f"must divide heads ({model.heads}) and kv_heads ({model.kv_heads})"
         raise ScenarioError(f"cost.tensor_parallel: got {tensor_parallel}, {problem} with the tables {path}")

@@ -5,6 +5,10 @@ step, 2 FLOP a weight and query token), attention of the chunks, attention of th
 and the output head for the rows that sample. Parts run one after the other. An efficiency a regime says which share of
 the data sheet is reached; they are the model's only free constants. Copies: three 4-byte inputs a query token and one a
 block of the tables to the device, one 4-byte token a row back.
+
+Of E experts of which each token goes through k, t tokens are expected to read E (1 - (1 - k/E)^t): all sets of k are
+equally likely. Of p GPUs that share every layer each has a p-th of weights, heads and cache; twice a layer they add up
+their results, which takes a latency and 2 (p - 1) / p of the residual stream over the link (a ring).
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ class Rates(NamedTuple):
     bytes_weights: float
     bytes_kv: float
     bytes_pcie: float
+    linear: float = 1.0  # FLOP/s of the linear layers, which may have a type of their own, over those of the rest
 
 
 class Weights(NamedTuple):
@@ -34,21 +39,51 @@ class Weights(NamedTuple):
     attention_flop: int  # a query token and KV token: 4 x layers x heads x head_dim
     bytes: int  # a weight or an activation
     kv_bytes: int  # of a token in all layers
+    linear_bytes: int | None = None  # of the linear weights, if they have a type of their own
+
+
+class Experts(NamedTuple):
+    """Those of all layers: the share of them that a token goes through, and the bytes of them all."""
+
+    share: float
+    bytes: float
+
+
+class AllReduces(NamedTuple):
+    """Those of a step: seconds whatever its size, and seconds a query token."""
+
+    step_s: float = 0.0
+    token_s: float = 0.0
 
 
 class RooflineCost:
-    """`overhead_s` is added to every step; `launch_s` is the CPU time to launch a step's kernels one by one."""
+    """`overhead_s` is added to every step; `launch_s` is the CPU time to launch a step's kernels one by one. `weights`
+    are those of one GPU; `linear_bytes` leaves the experts out, `linear` counts those of a token.
+    """
 
-    def __init__(self, cpu: CpuCost, rates: Rates, weights: Weights, overhead_s: float, launch_s: float) -> None:
+    def __init__(
+        self,
+        cpu: CpuCost,
+        rates: Rates,
+        weights: Weights,
+        overhead_s: float,
+        launch_s: float,
+        *,
+        experts: Experts | None = None,
+        reduces: AllReduces | None = None,
+    ) -> None:
         self.cpu_ns = cpu
         self._rates, self._weights = rates, weights
         self._overhead_s = overhead_s
         self._launch_ns = round(launch_s * 1e9)
-        self._linear_flop, self._head_flop = 2 * weights.linear, 2 * weights.head  # of a token
-        self._linear_s = weights.linear * weights.bytes / rates.bytes_weights  # to read them once
+        self._linear_flop, self._head_flop = 2 * weights.linear / rates.linear, 2 * weights.head  # of a token
+        linear_bytes = weights.linear * weights.bytes if weights.linear_bytes is None else weights.linear_bytes
+        self._linear_s = linear_bytes / rates.bytes_weights  # to read them once
         self._head_s = weights.head * weights.bytes / rates.bytes_weights
         self._pcie_ns = 1e9 / rates.bytes_pcie  # of a byte
         self._embedding_s = weights.hidden * weights.bytes / rates.bytes_weights  # of a token
+        self._experts, self._experts_s = experts, experts.bytes / rates.bytes_weights if experts else 0.0
+        self._reduces = reduces
         self._context_s = max(weights.kv_bytes / rates.bytes_kv, weights.attention_flop / rates.flops_decode)
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
@@ -64,7 +99,12 @@ class RooflineCost:
             flops = self._rates.flops_prefill
             sampled += sum([c.outputs for c in chunks])
             time += self._prefill_attention(plan)
-        time += max(tokens * self._linear_flop / flops, self._linear_s)
+        read = self._linear_s
+        if self._experts is not None:
+            read += self._experts_s * (1 - (1 - self._experts.share) ** tokens)
+        if self._reduces is not None:
+            time += self._reduces.step_s + tokens * self._reduces.token_s
+        time += max(tokens * self._linear_flop / flops, read)
         if sampled:
             time += max(sampled * self._head_flop / flops, self._head_s)
         per_byte = self._pcie_ns

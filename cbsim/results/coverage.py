@@ -27,7 +27,9 @@ def warnings(scenario: Mapping[str, Any], steps: Steps) -> list[str]:
 
 def _subject(scenario: Mapping[str, Any]) -> list[tuple[str, Any]]:
     model = scenario["model"]
-    return [("model", model["name"]), ("dtype", model["dtype"]), ("scheduler", scenario["scheduler"]["name"])]
+    types = {"dtype": model["dtype"], "weights": model.get("weights_dtype"), "KV cache": model.get("kv_dtype")}
+    dtype = ", ".join(f"{kind} of {name}" if name != "dtype" else kind for name, kind in types.items() if kind)
+    return [("model", model["name"]), ("dtype", dtype), ("scheduler", scenario["scheduler"]["name"])]
 
 
 def _other(name: str, was: str, is_now: str) -> str:

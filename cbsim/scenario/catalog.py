@@ -32,14 +32,21 @@ def scenario(name_or_path: str | Path) -> Path:
 
 
 def shape(folder: str, name: str, base: Path | None = None) -> Path:
-    """The file of a model (`models`) or of a GPU (`hardware`): a name, or a path from the folder `base`."""
+    """The file of a model (`models`) or of a GPU (`hardware`): a name, or a path from the folder `base` or the current
+    one. A model may also be a config.json, or a folder that holds one.
+    """
     if too_long(name):
         raise ScenarioError(f"got {shown(name)}, {PATH_BOUND}", value=name, bound=PATH_BOUND)
-    if name.endswith((".yaml", ".yml")):
-        path = (base or Path()) / name
-        if not path.is_file():
-            raise ScenarioError(f"{path}: no such file", file=path)
-        return path
+    places = [(base or Path()) / name, Path(name)]
+    if folder == "models" and ("/" in name or bare(name) not in map(bare, names(folder))):
+        for place in filter(Path.is_dir, places):
+            if (place / "config.json").exists():
+                return place / "config.json"
+            raise ScenarioError(f"{place}: holds no config.json", file=place)
+    if name.endswith((".yaml", ".yml", ".json")):
+        for place in filter(Path.is_file, places):
+            return place
+        raise ScenarioError(f"{places[0]}: no such file", file=places[0])
     return _named(folder, name, folder.removesuffix("s"))
 
 

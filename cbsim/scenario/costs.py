@@ -113,6 +113,10 @@ class RooflineSettings(Frozen):
     """Share of the peak FLOP/s."""
     memory_efficiency: MemoryEfficiency = MemoryEfficiency()
     """Share of the peak bandwidth."""
+    tensor_parallel: Annotated[Whole, Field(ge=1)] = 1
+    """GPUs that share every layer."""
+    all_reduce_latency_s: Seconds = 5e-6
+    """Seconds that each of two all-reduces a layer takes whatever its size, if there are several."""
     step_overhead_s: Seconds = 0.0
     """Seconds on the device that every step costs, whatever it holds."""
     launch_s_per_layer: Seconds = 50e-6

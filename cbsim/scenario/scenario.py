@@ -46,7 +46,7 @@ class Scenario(Frozen):
     seed: Annotated[int, Field(ge=0, lt=10**19)] = 0
     """Root of all random numbers."""
     model: NamedModel
-    """A model's shape: a name in scenarios/models, a path, or the fields themselves."""
+    """A model's shape: a name in scenarios/models, the path of a file or of a config.json, or the fields themselves."""
     hardware: NamedHardware
     """A GPU: a name in scenarios/hardware, a path, or the fields themselves."""
     workload: Demand
@@ -78,10 +78,17 @@ class Scenario(Frozen):
         return self
 
     @model_validator(mode="after")
-    def _cost_knows_experts(self) -> Scenario:
-        if self.model.experts and self.cost.kind == "roofline":
-            raise complaint("the roofline knows dense models only; use measured tables (table)", "cost.kind")
+    def _heads_divide(self) -> Scenario:
+        gpus, model = self.gpus, self.model
+        if self.cost.kind == "roofline" and (model.heads % gpus or model.kv_heads % gpus):
+            text = f"got {gpus}, must divide heads ({model.heads}) and kv_heads ({model.kv_heads})"
+            raise complaint(text, "cost.tensor_parallel")
         return self
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that share every layer."""
+        return self.cost.tensor_parallel if isinstance(self.cost, RooflineSettings | TableSettings) else 1
 
     @property
     def kind(self) -> Kind:
@@ -190,7 +197,7 @@ def site(scenario: Scenario, depth: int) -> sizing.Place:
         scenario.block_size,
         cache.memory_fraction,
         cache.num_blocks,
-        scenario.cost.tensor_parallel if isinstance(scenario.cost, TableSettings) else 1,
+        scenario.gpus,
     )
 
 

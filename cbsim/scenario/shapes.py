@@ -7,16 +7,19 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, model_validator
 
-from cbsim.scenario import catalog, documents
+from cbsim.scenario import catalog, documents, pretrained
+from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, Real, Whole, complaint
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
+INT4_BYTES, INT4_GROUP = 133, 256
+"""256 int4 weights, two groups of 128 with a scale of 2 bytes and a zero point of 4 bits each: 128 + 2 x 2.5 bytes."""
 
 
 class ModelShape(Frozen):
     """A decoder: grouped-query attention, gated feed-forward or a mixture of such experts, RMS norms; one type for
-    all tensors.
+    all tensors, unless `weights_dtype` and `kv_dtype` say otherwise.
     """
 
     name: str
@@ -47,6 +50,10 @@ class ModelShape(Frozen):
     """Do queries, keys and values have biases (Qwen2.5)? They take memory, but no time of their own."""
     dtype: Dtype = "bfloat16"
     """Type of weights, activations and KV cache."""
+    weights_dtype: Literal["fp8", "int4"] | None = None
+    """Type of the layers' matrices if not `dtype`; int4 in groups of 128. Embedding and output layer have `dtype`."""
+    kv_dtype: Literal["fp8"] | None = None
+    """Type of the KV cache if not `dtype`."""
     max_position: Annotated[Whole, Field(ge=1)]
     """Longest sequence that the model is made for, in tokens."""
 
@@ -73,6 +80,11 @@ class ModelShape(Frozen):
         return 3 * self.hidden * self.intermediate * self.experts
 
     @property
+    def expert_bytes(self) -> int:
+        """Weights of all layers' experts."""
+        return self.matrix_bytes(self.layers * self.expert_parameters)
+
+    @property
     def parameters(self) -> int:
         """All weights."""
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
@@ -80,19 +92,27 @@ class ModelShape(Frozen):
         biases = self.layers * self.head_dim * (self.heads + 2 * self.kv_heads) * self.qkv_bias
         return self.layers * self.layer_parameters + embeddings + norms + biases
 
+    def matrix_bytes(self, weights: int) -> int:
+        """What so many weights of the layers' matrices take."""
+        if self.weights_dtype == "int4":
+            return weights * INT4_BYTES // INT4_GROUP
+        return weights * DTYPE_BYTES[self.weights_dtype or self.dtype]
+
     @property
     def weight_bytes(self) -> int:
-        return self.parameters * self.dtype_bytes
+        """What chooses experts is not quantized, nor are embedding, output layer, norms and biases."""
+        matrices = self.layers * (self.layer_parameters - self.hidden * self.experts)
+        return self.matrix_bytes(matrices) + (self.parameters - matrices) * self.dtype_bytes
 
     def shard_bytes(self, tensor: int, ranks: int = 1) -> int:
         """Weights on one GPU of `tensor` that share every layer and of `ranks` that share the experts."""
-        experts = self.layers * self.expert_parameters
-        return ((self.parameters - experts) // tensor + experts // (tensor * ranks)) * self.dtype_bytes
+        experts = self.expert_bytes
+        return (self.weight_bytes - experts) // tensor + experts // (tensor * ranks)
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+        return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[self.kv_dtype or self.dtype]
 
 
 class Flops(Frozen):
@@ -104,6 +124,8 @@ class Flops(Frozen):
     """FLOP/s in float16."""
     float32: Annotated[Real, Field(gt=0)]
     """FLOP/s in float32."""
+    float8: Annotated[Real, Field(gt=0)] | None = None
+    """FLOP/s in float8; null: fp8 weights are read as such, and computed in the model's dtype."""
 
 
 class Hardware(Frozen):
@@ -119,6 +141,8 @@ class Hardware(Frozen):
     """Peak dense FLOP/s (no sparsity) by type."""
     pcie_bytes_s: Annotated[Real, Field(gt=0)]
     """Host link, bytes/s in each direction."""
+    link_bytes_s: Annotated[Real, Field(gt=0)] | None = None
+    """To the other GPUs (NVLink), bytes/s in each direction; null: over the host link."""
     price_usd_hour: Annotated[Real, Field(ge=0)] | None = None
     """Price of one GPU for an hour, USD; an assumption, dated in `source`."""
     source: str = ""
@@ -129,8 +153,10 @@ _Shape = TypeVar("_Shape", ModelShape, Hardware)
 
 
 def load(folder: str, shape: type[_Shape], name: str, base: Path | None = None) -> _Shape:
-    """The model or GPU called `name`, or in the file of that path from `base`. Raises ScenarioError."""
-    document = documents.read(catalog.shape(folder, name, base))
+    """The model or GPU called `name`, or in the file of that path. Raises ScenarioError."""
+    path = catalog.shape(folder, name, base)
+    config = shape is ModelShape and path.suffix == ".json"
+    document = Document(str(path), None, pretrained.shape(path)) if config else documents.read(path)
     try:
         return shape.model_validate(document.data)
     except ValidationError as error:

@@ -78,6 +78,8 @@ def fit_transformers(
     num_blocks: int | None,
 ) -> Size:
     """What transformers would choose, the weights being all that is allocated before. Raises ScenarioError."""
+    if model.kv_dtype:
+        raise ScenarioError(f"model.kv_dtype: got {model.kv_dtype}, must be null: transformers' cache has the model's")
     free = hardware.memory_bytes - model.weight_bytes
     available = int(free * fraction)
     peaks = transformers_peaks(model, depth, max_blocks_per_request)
@@ -154,6 +156,10 @@ class Place:
         )
 
     def transformers_size(self, max_blocks_per_request: int, max_batch_tokens: int | None) -> Size:
+        if self.tensor > 1:
+            raise ScenarioError(
+                f"cost.tensor_parallel: got {self.tensor}, must be 1: transformers' sizes are of one GPU"
+            )
         return fit_transformers(
             self.model,
             self.hardware,

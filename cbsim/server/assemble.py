@@ -12,7 +12,7 @@ from cbsim.cost.constant import ConstantCost
 from cbsim.cost.cpu import CpuCost, PhaseCost
 from cbsim.cost.fitted import Curve, FittedCost
 from cbsim.cost.lookup import Tables
-from cbsim.cost.roofline import Rates, RooflineCost, Weights
+from cbsim.cost.roofline import AllReduces, Experts, Rates, RooflineCost, Weights
 from cbsim.cost.table import Added, Group, Link, TableCost
 from cbsim.policy.loop import Scheduler
 from cbsim.policy.schedulers import registry
@@ -125,6 +125,7 @@ def _tables(model: ModelShape, settings: TableSettings) -> Tables:
 def _roofline(scenario: Scenario, settings: RooflineSettings, cpu: CpuCost) -> RooflineCost:
     model, gpu = scenario.model, scenario.hardware
     flops = getattr(gpu.flops, model.dtype)
+    linear_flops = gpu.flops.float8 if model.weights_dtype == "fp8" else None
     compute, memory, bandwidth = settings.compute_efficiency, settings.memory_efficiency, gpu.memory_bandwidth_bytes_s
     rates = Rates(
         flops_prefill=flops * compute.prefill,
@@ -132,13 +133,34 @@ def _roofline(scenario: Scenario, settings: RooflineSettings, cpu: CpuCost) -> R
         bytes_weights=bandwidth * memory.weights,
         bytes_kv=bandwidth * memory.kv,
         bytes_pcie=gpu.pcie_bytes_s,
+        linear=(linear_flops or flops) / flops,
     )
+    ranks, experts = settings.tensor_parallel, model.layers * model.expert_parameters
+    share = model.experts_per_token / model.experts if model.experts else 0.0
+    router = model.layers * model.hidden * model.experts
+    dense = model.layers * model.layer_parameters - experts
     weights = Weights(
-        linear=model.layers * model.layer_parameters,
-        head=model.vocab * model.hidden,
+        linear=(dense + round(experts * share)) // ranks,
+        head=model.vocab * model.hidden // ranks,
         hidden=model.hidden,
-        attention_flop=4 * model.layers * model.heads * model.head_dim,
+        attention_flop=4 * model.layers * model.heads * model.head_dim // ranks,
         bytes=model.dtype_bytes,
-        kv_bytes=model.kv_bytes_per_token,
+        kv_bytes=model.kv_bytes_per_token // ranks,
+        linear_bytes=(model.matrix_bytes(dense - router) + router * model.dtype_bytes) // ranks,
     )
-    return RooflineCost(cpu, rates, weights, settings.step_overhead_s, settings.launch_s_per_layer * model.layers)
+    return RooflineCost(
+        cpu,
+        rates,
+        weights,
+        settings.step_overhead_s,
+        settings.launch_s_per_layer * model.layers,
+        experts=Experts(share, model.expert_bytes / ranks) if experts else None,
+        reduces=_all_reduces(scenario, settings) if ranks > 1 else None,
+    )
+
+
+def _all_reduces(scenario: Scenario, settings: RooflineSettings) -> AllReduces:
+    """Two a layer, each of the residual stream of a step's tokens."""
+    model, gpu, ranks = scenario.model, scenario.hardware, settings.tensor_parallel
+    token_s = 2 * (ranks - 1) / ranks * model.hidden * model.dtype_bytes / (gpu.link_bytes_s or gpu.pcie_bytes_s)
+    return AllReduces(2 * model.layers * settings.all_reduce_latency_s, 2 * model.layers * token_s)

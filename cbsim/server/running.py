@@ -90,13 +90,13 @@ class Session:
     def result(self, incomplete: str | None = None) -> Result:
         """What has happened; `incomplete` says why that is not all."""
         rows, steps = directory.contents(self.server.record)
-        scenario = self.scenario
+        scenario, price = self.scenario, self.scenario.hardware.price_usd_hour
         numbers = metrics.summarise(
             rows,
             steps,
             total_blocks=self.server.record.total_blocks,
             slo=scenario.slo.model_dump(exclude={"preset"}, exclude_none=True),
-            price_usd_hour=scenario.hardware.price_usd_hour,
+            price_usd_hour=None if price is None else price * scenario.gpus,
             window_s=self._terms.window_s,
         )
         about = {"name": scenario.name, "question": scenario.question, "loop": self.loop, "seed": scenario.seed}

@@ -348,6 +348,15 @@ def test_the_random_model_is_the_scenarios() -> None:
     assert not torch.equal(first["lm_head.weight"], second["lm_head.weight"])
 
 
+@pytest.mark.parametrize(("field", "value"), [("weights_dtype", "int4"), ("kv_dtype", "fp8")])
+def test_the_engine_has_one_type_for_all(field: str, value: str) -> None:
+    """Quantized weights and caches can be simulated only; where kernels only take time they are let through."""
+    asked = scenario.load("tiny_cpu", [f"model.{field}={value}", "scheduler.name=vllm"])
+    with pytest.raises(UsageError, match=rf"model\.{field}: got {value}, must be null"):
+        build.adapted(asked, Setup(device="inline"))
+    assert getattr(build.adapted(asked, Setup(device="modelled")).model, field) == value
+
+
 def test_experts_are_not_for_the_engine() -> None:
     """A mixture of experts is refused by name before anything is built, but where kernels only take time."""
     experts = ["model.experts=4", "model.experts_per_token=2", "cost={kind: constant, step_s: 0.001}"]

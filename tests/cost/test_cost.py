@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import SPEC, padded, plan
 
+import cbsim
 from cbsim.cost.base import Cost
 from cbsim.cost.constant import ConstantCost
 from cbsim.cost.cpu import CpuCost, PhaseCost
 from cbsim.cost.fitted import Curve, FittedCost
-from cbsim.cost.roofline import Rates, RooflineCost, Weights
-from cbsim.scenario import shapes
-from cbsim.scenario.scenario import Scenario
+from cbsim.cost.roofline import Experts, Rates, RooflineCost, Weights
+from cbsim.scenario import shapes, sizing
+from cbsim.scenario.fields import ScenarioError
+from cbsim.scenario.scenario import Scenario, load, scheduler_options
 from cbsim.server import assemble
 
 FREE = CpuCost({})
@@ -153,6 +155,103 @@ def test_roofline_pays_for_graph_padding_in_the_linear_layers() -> None:
     exact, rounded = (roofline().gpu_ns(plan(100, 0), tokens) for tokens in (100, 128))
     assert rounded[1] - exact[1] == 112_000 + 5_600
     assert (rounded[0], rounded[2]) == (exact[0], exact[2])
+
+
+def test_roofline_of_weights_with_a_type_of_their_own() -> None:
+    """Linear weights of 1,000 bytes are read in 10 us instead of 20; computed at twice the rate, 100 rows take 200 us
+    instead of 400. Head, embedding and attention stay what they are."""
+    rates, narrow = RATES._replace(linear=2.0), WEIGHTS._replace(linear_bytes=1000)
+    same = RooflineCost(FREE, RATES, narrow, 0.0, 0.0)
+    fast = RooflineCost(FREE, rates, narrow, 0.0, 0.0)
+    step, many = plan(2, 298), plan(100, 0)
+    assert roofline().gpu_ns(step, 2)[1] - same.gpu_ns(step, 2)[1] == 10_000
+    assert roofline().gpu_ns(many, 100)[1] == same.gpu_ns(many, 100)[1] == fast.gpu_ns(many, 100)[1] + 200_000
+
+
+def decode_ns(*overrides: str, context: int = 0, rows: int = 1) -> int:
+    """Of a decoding step on an H100, at full efficiency and with no overhead."""
+    full = "cost={kind: roofline, compute_efficiency: {prefill: 1, decode: 1}, memory_efficiency: {weights: 1, kv: 1}}"
+    base = ["model=llama-3.1-8b", "hardware=h100-sxm", "scheduler.name=vllm", full]
+    return assemble.cost_model(load("worked_example", [*base, *overrides])).gpu_ns(plan(rows, context), rows)[1]
+
+
+def test_roofline_reads_quantized_weights_and_cache_at_their_width() -> None:
+    """Llama-3.1-8B on an H100 at full efficiency: 6.98e9 linear weights of 2 bytes; of 1; of 66.5 a group of 128. A
+    token of fp8 context is 65,536 bytes. At many rows fp8 computes at the data sheet's fp8 rate, int4 in bfloat16."""
+    linear, ns = 32 * (2 * 4096 * 128 * 40 + 3 * 4096 * 14336), 1e9 / 3.35e12
+    for weights, width in (("fp8", 1), ("int4", 66.5 / 128)):
+        saved = decode_ns() - decode_ns(f"model.weights_dtype={weights}")
+        assert saved == pytest.approx(linear * (2 - width) * ns, abs=2)
+    longer = decode_ns("model.kv_dtype=fp8", context=1000) - decode_ns("model.kv_dtype=fp8")
+    assert longer == pytest.approx(1000 * 65_536 * ns, abs=2)
+    wide, fp8, int4 = (decode_ns(f"model.weights_dtype={weights}", rows=4096) for weights in ("null", "fp8", "int4"))
+    assert wide == int4
+    assert wide - fp8 == pytest.approx(4096 * 2 * linear * (1 / 9.894e14 - 1 / 1.9789e15) * 1e9, rel=1e-6)
+    slow = ["hardware.flops.float8=null", "model.weights_dtype=fp8"]
+    assert decode_ns(*slow, rows=4096) == wide
+
+
+def test_roofline_reads_the_experts_that_tokens_are_expected_to_need() -> None:
+    """Closed form: of 4 experts of which a token takes 2, one token reads half, two tokens 3/4, three 7/8. 8,000 bytes
+    at 1e8 are 80 us, on top of the 20 us of the other weights; at 1,000 rows arithmetic, 4 ms, takes longer."""
+    mixed = RooflineCost(FREE, RATES, WEIGHTS, 0.0, 0.0, experts=Experts(2 / 4, 8000))
+    for rows, share in ((1, 1 / 2), (2, 3 / 4), (3, 7 / 8)):
+        assert mixed.gpu_ns(plan(rows, 0), rows)[1] - roofline().gpu_ns(plan(rows, 0), rows)[1] == 80_000 * share
+    assert mixed.gpu_ns(plan(1000, 0), 1000) == roofline().gpu_ns(plan(1000, 0), 1000)
+
+
+def test_roofline_of_a_mixture_reads_its_active_weights_for_one_token() -> None:
+    """Qwen3-30B-A3B, one row: 48 layers of attention, router and 8 of 128 experts, and the head, 2 bytes a weight; for
+    many rows all 128 experts."""
+    attention, router, expert = 2 * 2048 * 128 * 36, 2048 * 128, 3 * 2048 * 768
+    few, many = (48 * (attention + router + n * expert) + 151936 * 2048 for n in (8, 128))
+    one, all_ = (decode_ns("model=qwen3-30b-a3b", rows=rows) for rows in (1, 1000))
+    assert one == pytest.approx(2 * few / 3.35e12 * 1e9, rel=1e-3)
+    assert all_ > 2 * many / 3.35e12 * 1e9
+
+
+def test_roofline_of_gpus_that_share_every_layer() -> None:
+    """Llama-3.1-8B over 4 H100: a row reads a quarter of the weights, a token of context a quarter of its keys and
+    values. 64 all-reduces take 5 us each and 2 x 3/4 of 8,192 bytes a row over NVLink. One GPU is as before."""
+    four = "cost.tensor_parallel=4"
+    ns = 1e9 / 3.35e12
+    embedding, others = 8192 * ns, decode_ns() - (8192 + 131_072) * ns
+    reduces = 64 * (5000 + 1.5 * 8192 / 450)
+    assert decode_ns(four) == pytest.approx(others / 4 + embedding + 131_072 / 4 * ns + reduces, abs=2)
+    longer = decode_ns(four, context=1000) - decode_ns(four)
+    assert longer == pytest.approx(1000 * 131_072 / 4 * ns, abs=2)
+    free, slow = ["cost.all_reduce_latency_s=0", four], "hardware.link_bytes_s=null"
+    more = decode_ns(*free, slow) - decode_ns(*free)
+    assert more == pytest.approx(64 * 1.5 * 8192 * (1 / 64 - 1 / 450), abs=2)  # over PCIe
+    assert decode_ns("cost.tensor_parallel=1", slow) == decode_ns()
+
+
+def test_gpus_that_share_every_layer_share_weights_and_cache() -> None:
+    """Llama-3.1-70B does not fit one H100; over 4 it has the blocks that vLLM would find. Heads must divide, and
+    transformers' sizes are those of one GPU."""
+    asked = ["model=llama-3.1-70b", "hardware=h100-sxm", "scheduler.name=vllm", "cost={kind: roofline}"]
+    with pytest.raises(ScenarioError, match="too little for a cache"):
+        load("worked_example", asked)
+    shared = load("worked_example", [*asked, "cost.tensor_parallel=4"])
+    step = sizing.Step(8192, 1024)
+    h100, llama = shapes.hardware("h100-sxm"), shapes.model("llama-3.1-70b")
+    blocks = sizing.fit_vllm(llama, h100, fraction=0.9, block_size=16, step=step, tensor=4)
+    assert scheduler_options(shared, 1).num_blocks == pytest.approx(blocks, rel=0.1) and blocks > 10_000
+    with pytest.raises(
+        ScenarioError, match=r"cost\.tensor_parallel: got 3, must divide heads \(64\) and kv_heads \(8\)"
+    ):
+        load("worked_example", [*asked, "cost.tensor_parallel=3"])
+    with pytest.raises(ScenarioError, match=r"cost\.tensor_parallel: got 2, must be 1"):
+        load("worked_example", ["cost={kind: roofline}", "cost.tensor_parallel=2", "model=llama-3.1-8b"])
+
+
+def test_several_gpus_cost_what_several_cost() -> None:
+    """A run on two H100 is charged two of them, 3 USD an hour each; one as before."""
+    asked = ["model=llama-3.1-8b", "hardware=h100-sxm", "scheduler.name=vllm", "workload.output_tokens=2"]
+    for gpus in (1, 2):
+        cost = f"cost={{kind: roofline, tensor_parallel: {gpus}}}"
+        result = cbsim.run(load("worked_example", [*asked, "loop.mode=sync", cost]))
+        assert result.summary["cost"]["price_usd_hour"] == 3.0 * gpus
 
 
 def test_roofline_of_a_scenario_has_the_data_sheets_numbers() -> None:

@@ -276,6 +276,7 @@ def test_what_cannot_be_used_is_named(place: Path, kernel: str, content: str, sa
 @pytest.mark.parametrize(
     ("change", "tensor", "says"),
     [
+        ({"weights_dtype": "fp8"}, 1, r"model\.weights_dtype: got fp8, must be null"),
         ({"experts": 8, "experts_per_token": 2}, 1, "cost.path: got .*, which holds no experts, and Llama.* has 8"),
         ({"dtype": "float32"}, 1, "model.dtype: got float32, must be bfloat16 or float16"),
         ({}, 4, r"cost.tensor_parallel: got 4, must divide heads \(4\) and kv_heads \(2\)"),

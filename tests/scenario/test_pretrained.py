@@ -1,0 +1,200 @@
+"""config.json of Hugging Face: what is read, transformers' defaults, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbsim.scenario import pretrained, scenario, shapes
+from cbsim.scenario.fields import ScenarioError
+
+LLAMA = {  # meta-llama/Llama-3.1-8B, and what does not bear on a simulation
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rope_scaling": {"factor": 8.0, "rope_type": "llama3"},
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+QWEN3_MOE = LLAMA | {
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "vocab_size": 151936,
+}
+
+
+def written(folder: Path, config: dict[str, Any] | str, **fields: Any) -> Path:
+    """A folder with this config.json, some fields of it changed; ... takes one away."""
+    folder.mkdir(exist_ok=True)
+    fields = {k: v for k, v in (config | fields).items() if v is not ...} if isinstance(config, dict) else {}
+    (folder / "config.json").write_text(json.dumps(fields) if isinstance(config, dict) else config)
+    return folder
+
+
+def read(folder: Path) -> shapes.ModelShape:
+    return shapes.model(str(folder))
+
+
+def test_a_config_gives_the_shape_that_ships(tmp_path: Path) -> None:
+    """By its folder or by its own path, from the scenario's folder or the current one."""
+    folder = written(tmp_path / "Llama-3.1-8B", LLAMA)
+    shipped = shapes.model("llama-3.1-8b")
+    assert read(folder) == read(folder / "config.json") == shipped
+    assert shapes.model("./Llama-3.1-8B", tmp_path) == shapes.model("Llama-3.1-8B/config.json", tmp_path) == shipped
+
+
+def test_a_config_named_on_the_command_line_may_lie_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with coefficients; a name that ships goes before a folder of the same name, unless it is written as a path."""
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "mine", LLAMA, num_hidden_layers=2)
+    written(tmp_path / "llama-3.1-8b", LLAMA, num_hidden_layers=2)
+    for name, layers in (("mine", 2), ("mine/config.json", 2), ("llama-3.1-8b", 32), ("./llama-3.1-8b", 2)):
+        assert scenario.load("worked_example", [f"model={name}"]).model.layers == layers
+
+
+def test_the_name_of_a_cached_model_is_that_of_its_repository(tmp_path: Path) -> None:
+    """Hugging Face's cache has links in folders called by the commit."""
+    folder = tmp_path / "models--meta-llama--Llama-3.1-8B" / "snapshots" / "d04e592bb4f6"
+    folder.mkdir(parents=True)
+    (folder / "config.json").symlink_to(written(tmp_path / "blobs", LLAMA) / "config.json")
+    assert read(folder).name == "Llama-3.1-8B"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"num_key_value_heads": ...}, {"kv_heads": 32}),
+        ({"num_key_value_heads": ..., "model_type": "mistral", "sliding_window": None}, {"kv_heads": 8}),
+        ({"num_key_value_heads": None, "model_type": "mistral", "sliding_window": None}, {"kv_heads": 32}),
+        ({"num_key_value_heads": ..., "model_type": "phi3"}, {"kv_heads": 32}),
+        ({"hidden_size": 2048, "model_type": "qwen3"}, {"head_dim": 128, "qk_norm": True, "qkv_bias": False}),
+        ({"hidden_size": 2048, "model_type": "qwen2"}, {"head_dim": 64, "qk_norm": False, "qkv_bias": True}),
+        ({"head_dim": 96}, {"head_dim": 96}),
+        ({"tie_word_embeddings": ...}, {"tied_embeddings": False}),
+        ({"torch_dtype": ..., "dtype": "float16"}, {"dtype": "float16"}),
+        ({"torch_dtype": ...}, {"dtype": "bfloat16"}),
+        ({"model_type": "phi3", "sliding_window": 262_144}, {"max_position": 131_072}),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, {"layers": 32}),
+    ],
+)
+def test_what_a_config_leaves_out_is_what_transformers_takes(
+    fields: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """The defaults of transformers 5.17's configuration classes. A window beyond the longest sequence is none."""
+    shape = read(written(tmp_path, LLAMA, **fields)).model_dump()
+    assert {name: shape[name] for name in expected} == expected
+
+
+def test_experts_are_read(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B: 48 layers of 128 experts of width 768, of which a token goes through 8."""
+    shape = read(written(tmp_path, QWEN3_MOE))
+    assert (shape.experts, shape.experts_per_token, shape.intermediate) == (128, 8, 768)
+    assert shape.parameters / 1e9 == pytest.approx(30.5, rel=0.005)
+
+
+def test_of_several_media_the_text_model_is_read(tmp_path: Path) -> None:
+    outer = {"model_type": "mistral3", "vision_config": {"hidden_size": 1}, "torch_dtype": "bfloat16"}
+    text = LLAMA | {"model_type": "mistral", "sliding_window": None, "torch_dtype": ...}
+    text = {k: v for k, v in text.items() if v is not ...}
+    assert read(written(tmp_path, outer, text_config=text)).layers == 32
+    with pytest.raises(ScenarioError, match=r"quantization_config: got .*, expected none"):
+        read(written(tmp_path, outer, text_config=text, quantization_config={"bits": 4}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window: got 4096, expected null: sliding windows"),
+        ({"model_type": "mistral"}, "sliding_window: got nothing, expected null (4096, says transformers"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window: got true, expected false"),
+        ({"layer_types": ["sliding_attention"] * 32}, "layer_types: got ['sliding_attention'"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "kv_lora_rank: got 512, expected none: multi-head latent"),
+        (
+            {"model_type": "qwen3_next", "linear_num_value_heads": 32},
+            "linear_num_value_heads: got 32, expected none: li",
+        ),
+        ({"model_type": "jamba", "mamba_d_state": 16}, "mamba_d_state: got 16, expected none: Mamba layers"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "is_encoder_decoder: got true, expected none: encoders"),
+        ({"model_type": "llava", "vision_config": {"a": 1}}, "vision_config: got {'a': 1}, expected none: of several"),
+        ({"attention_bias": True}, "attention_bias: got true, expected none: biases"),
+        (
+            {"quantization_config": {"bits": 4}},
+            "quantization_config: got {'bits': 4}, expected none: read the original",
+        ),
+        (
+            {"model_type": "gpt2"},
+            "model_type: got 'gpt2', expected one of llama, mistral, phi3, qwen2, qwen3, qwen3_moe",
+        ),
+        ({"model_type": ...}, "model_type: got nothing, expected one of"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: got 0, expected a whole number >= 1"),
+        ({"num_hidden_layers": "32"}, "num_hidden_layers: got '32', expected a whole number >= 1"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads: got 5, expected a divisor of num_attention_heads, 32"),
+        ({"vocab_size": ...}, "vocab_size: got nothing, expected a whole number"),
+        ({"torch_dtype": "float8"}, "torch_dtype: got 'float8', expected one of bfloat16, float16, float32"),
+        (QWEN3_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers: got [0], expected none: all layers must have experts"),
+        (
+            QWEN3_MOE | {"decoder_sparse_step": 2},
+            "decoder_sparse_step: got 2, expected 1: all layers must have experts",
+        ),
+        (
+            QWEN3_MOE | {"num_experts_per_tok": 129},
+            "num_experts_per_tok: got 129, expected a number <= num_experts, 128",
+        ),
+    ],
+)
+def test_what_is_not_modelled_is_refused_by_name(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """File, field, value and what would do, in one line."""
+    folder = written(tmp_path, LLAMA, **fields)
+    with pytest.raises(ScenarioError) as raised:
+        read(folder)
+    assert str(raised.value).startswith(f"{folder / 'config.json'}: {words}")
+    assert "\n" not in str(raised.value) and raised.value.field == words.partition(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "is not JSON"), ("[1]", "got [1], expected an object"), ("[" * 100_000, "is not JSON")],
+)
+def test_a_file_that_is_no_config(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError, match=r"config\.json: ") as raised:
+        read(written(tmp_path, text))
+    assert words in str(raised.value)
+
+
+def test_only_small_regular_files_are_read(tmp_path: Path) -> None:
+    """A pipe would wait for ever; a file of weights is not a description."""
+    (tmp_path / "config.json").write_text(" " * (pretrained.MOST_BYTES + 1))
+    with pytest.raises(ScenarioError, match=r"config\.json: got 1,000,001 bytes, must be <= 1,000,000"):
+        read(tmp_path)
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ScenarioError, match="is not a regular file"):
+        read(tmp_path)
+    with pytest.raises(ScenarioError, match=r"holds no config\.json"):
+        read(tmp_path.parent)
