@@ -27,7 +27,7 @@ from cbengine.measure.probes import ProbeTable, Reach
 from cbsim.cost.cpu import PHASES, PhaseCost
 from cbsim.results import environment
 from cbsim.scenario import documents
-from cbsim.scenario.costs import Calibrated, Coefficients
+from cbsim.scenario.costs import Calibrated, Coefficients, read_whole, sealed
 from cbsim.scenario.scenario import Scenario, ScenarioError
 
 Floats = npt.NDArray[np.float64]
@@ -173,7 +173,7 @@ def refit(path: Path, layers: int) -> dict[str, Any]:
     """Derive a coefficient file again from the steps beside it; returns what it holds. Raises UsageError."""
     try:
         steps = ProbeTable.of(pq.read_table(steps_of(path)))
-        before = documents.read(path).data
+        before = read_whole(path).data
         coefficients = Coefficients.model_validate(before)
         steps.gap_s = float(coefficients.gap_s)
         if (recorded := coefficients.calibrated) and recorded.equal_steps:
@@ -216,7 +216,7 @@ def _written(path: Path, origin: dict[str, Any], measured: Calibration) -> dict[
     content = {"calibrated": calibrated, **measured.coefficients}
     said = "# Measured with `python -m cbengine calibrate`. Errors are shares of a step's time.\n"
     try:
-        path.write_text(said + documents.write(content), encoding="utf-8")
+        path.write_text(said + sealed(documents.write(content)), encoding="utf-8")
     except OSError as error:
         raise _unwritable(path, error) from None
     return content

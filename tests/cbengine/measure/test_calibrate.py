@@ -133,6 +133,11 @@ def test_a_file_is_fitted_again_from_the_steps_beside_it(tmp_path: Path) -> None
     held = calibrate.write(file, calibrate.calibration(made_up(100, 1, 0.01), LAYERS), asked("vllm"), "a device")
     assert calibrate.steps_of(file) == tmp_path / "8b.probes.parquet"
     assert calibrate.refit(file, LAYERS) == held == documents.read(file).data
+    whole = file.read_text()
+    file.write_text(whole[: whole.index("per_chunk_s")])
+    with pytest.raises(UsageError, match="was cut short or changed after it was calibrated"):
+        calibrate.refit(file, LAYERS)
+    file.write_text(whole)
     calibrate.steps_of(file).write_bytes(b"no table")
     with pytest.raises(UsageError, match=r"8b\.probes\.parquet: not a calibration: "):
         calibrate.refit(file, LAYERS)
