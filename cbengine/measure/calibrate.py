@@ -26,6 +26,7 @@ from cbengine.measure.fit import Fit, fit
 from cbengine.measure.probes import ProbeTable, Reach
 from cbsim.cost.cpu import PHASES, PhaseCost
 from cbsim.results import environment
+from cbsim.results.directory import write_whole
 from cbsim.scenario import documents
 from cbsim.scenario.costs import Calibrated, Coefficients, read_whole, sealed
 from cbsim.scenario.scenario import Scenario, ScenarioError
@@ -163,7 +164,7 @@ def write(path: Path, measured: Calibration, base: Scenario, device: str) -> dic
     raw = io.BytesIO()
     pq.write_table(measured.table.arrow(), raw, compression="zstd", compression_level=19)
     try:
-        steps_of(path).write_bytes(raw.getvalue())
+        write_whole(steps_of(path), raw.getvalue())
     except OSError as error:
         raise _unwritable(path, error) from None
     return _written(path, origin, measured)
@@ -216,7 +217,7 @@ def _written(path: Path, origin: dict[str, Any], measured: Calibration) -> dict[
     content = {"calibrated": calibrated, **measured.coefficients}
     said = "# Measured with `python -m cbengine calibrate`. Errors are shares of a step's time.\n"
     try:
-        path.write_text(said + sealed(documents.write(content)), encoding="utf-8")
+        write_whole(path, (said + sealed(documents.write(content))).encode())
     except OSError as error:
         raise _unwritable(path, error) from None
     return content

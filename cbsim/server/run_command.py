@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,12 @@ def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario]
 def one_loop(scenario: Scenario, loop: str, options: RunOptions, serve: Maker) -> Result:
     """One scenario under one loop: one directory. Raises RunError if it could not be finished or written."""
     recorder = _Recorder(options)
-    result = running.one_loop(scenario, loop, serve, Terms(command_line(options), options.span_s), recorder)
-    return recorder.write(result)
+    try:
+        result = running.one_loop(scenario, loop, serve, Terms(command_line(options), options.span_s), recorder)
+        return recorder.write(result)
+    except KeyboardInterrupt:
+        recorder.note("interrupted while its files were written")
+        raise
 
 
 class _Recorder:
@@ -101,9 +105,15 @@ class _Recorder:
             result.write(self._writer, self._options.window)
         except RunError as error:
             if result.incomplete is None:
-                self._writer.note(str(error))
+                self.note(str(error))
             raise
         return replace(result, path=self._writer.path)
+
+    def note(self, reason: str) -> None:
+        """Why the directory is incomplete, if there is one and room for a word."""
+        if self._writer is not None:
+            with suppress(RunError):
+                self._writer.note(reason)
 
 
 def _say_where(results: Sequence[Result], options: RunOptions) -> None:
