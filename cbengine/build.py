@@ -126,9 +126,10 @@ def shape_of(folder: Path, dtype: str = "bfloat16") -> ModelShape:
 
 
 def first_complaint(error: ValidationError) -> str:
-    """The first of pydantic's complaints: field and text."""
+    """The first of pydantic's complaints: field, as a user writes it, and text."""
     first = error.errors(include_url=False)[0]
-    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+    fields = (str(part) for part in first["loc"])
+    return f"{'.'.join(part for part in fields if not re.fullmatch('<.*>', part))}: {first['msg']}"
 
 
 def _check_types(shape: ModelShape) -> None:

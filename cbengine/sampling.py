@@ -21,7 +21,7 @@ from cbengine.errors import UsageError
 
 GOLDEN, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 ONE = float(1 << 40)  # the weight of the likeliest token; a vocabulary of 2**22 sums to less than 2**63
-MOST_TEMPERATURE = float(np.finfo(np.float32).max)
+LEAST_TEMPERATURE, MOST_TEMPERATURE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 MOST_TOP_K = np.iinfo(np.int32).max
 
 
@@ -50,8 +50,9 @@ class Sampling:
 
     @property
     def on_device(self) -> tuple[float, int, float]:
-        """Temperature, top_k and top_p as the types of `Draws` can hold them; more of the first two changes nothing."""
-        return min(self.temperature, MOST_TEMPERATURE), min(self.top_k, MOST_TOP_K), self.top_p
+        """Temperature, top_k and top_p as the types of `Draws` can hold them; beyond these nothing changes."""
+        temperature = 0.0 if self.greedy else min(max(self.temperature, LEAST_TEMPERATURE), MOST_TEMPERATURE)
+        return temperature, min(self.top_k, MOST_TOP_K), self.top_p
 
 
 def _check(field: str, value: float, kind: type, bounds: tuple[float, float], expected: str) -> None:

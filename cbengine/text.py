@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,6 +11,7 @@ from cbengine import build
 from cbengine.build import Setup
 from cbengine.content import Ids, Prompts
 from cbengine.errors import UsageError
+from cbengine.model.weights import read_json
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario.fields import shown
 from cbsim.scenario.scenario import Scenario
@@ -77,15 +77,9 @@ def tokenizer(folder: Path) -> Any:
 def end_tokens(folder: Path) -> frozenset[int]:
     """Tokens that end a text by generation_config.json, which may name more than config.json. Raises UsageError."""
     path = folder / "generation_config.json"
-    try:
-        data = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    if not path.exists():
         return frozenset()
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(data, dict):
-        raise UsageError(f"{path}: got {shown(data)}, expected an object")
-    given = data.get("eos_token_id")
+    given = read_json(path).get("eos_token_id")
     tokens = [] if given is None else given if isinstance(given, list) else [given]
     if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in tokens):
         raise UsageError(f"{path}: eos_token_id: got {shown(given)}, expected a token id or a list of them")

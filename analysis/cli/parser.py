@@ -35,12 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _status(error: Exception) -> int | None:
     """Exit status of an error that a user can cause; None for one that only we can."""
     from analysis.statistics.comparable import Incomparable
-    from analysis.statistics.condition import ConditionError
     from analysis.statistics.pairing import NotAPair
+    from cbsim.results.checks import CheckError
     from cbsim.results.directory import RunError
     from cbsim.scenario.fields import ScenarioError
 
-    if isinstance(error, Incomparable | ConditionError | NotAPair | ScenarioError | RunError):
+    if isinstance(error, Incomparable | CheckError | NotAPair | ScenarioError | RunError):
         return USAGE
     return None
 

@@ -10,7 +10,8 @@ from analysis.statistics.comparable import check
 from analysis.statistics.intervals import CONFIDENCE, Interval, Intervals
 from analysis.statistics.loading import LoadedRun
 from cbsim.draw.markdown import Table
-from cbsim.results.checks import DISTRIBUTIONS, NAMES, SINGLE
+from cbsim.results.checks import NAMES, SINGLE
+from cbsim.results.measures import DISTRIBUTIONS
 from cbsim.results.metrics import SAMPLES_NEEDED
 from cbsim.results.terminal import QUANTITIES, lookup, shown
 

@@ -8,21 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from analysis.statistics.compare import LEVEL, MetricDifference, change_text, signed, unit
-from cbsim.results.checks import OPERATORS, CheckError, named
-from cbsim.results.checks import UNITS as TIMES
+from cbsim.results.checks import METRIC, NUMBER, OPERATORS, TIMES, CheckError, bounded, named
 from cbsim.results.terminal import shown
 
 OPTION = "--fail-if"
-FORM = re.compile(
-    r"\s*([A-Za-z_][\w.]*)\s*(<=|>=|==|<|>)\s*(\+-|±|[+-]?)\s*(inf|nan|[\d.][\d.eE+-]*?)\s*([A-Za-z%]*)\s*"
-)
+FORM = re.compile(rf"{METRIC}(\+-|±|[+-]?)\s*{NUMBER}")
 RELATIVE, POINTS = "%", "pt"
-SECONDS = {name: scale for name, scale in TIMES.items() if name not in ("", RELATIVE)}
 Range = tuple[float, float]
-
-
-class ConditionError(ValueError):
-    """A condition that cannot be understood; the message says what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,48 +52,24 @@ class Condition:
 
 
 def parse(text: str) -> Condition:
-    """Understand METRIC OPERATOR CHANGE, for example tpot.p50>+5%. Raises ConditionError.
+    """Understand METRIC OPERATOR CHANGE, for example tpot.p50>+5%. Raises CheckError.
 
     `%` is relative to A, also for shares; `pt` are points of a share; seconds take ns, us, ms, s or min; other numbers
     none. +- or ± before the number bounds the size of the change in either direction. No sign is +.
     """
-    match = FORM.fullmatch(text)
+    match, source = FORM.fullmatch(text), f"{OPTION} {text!r}"
     if not match:
-        raise ConditionError(f"{OPTION} {text!r}: expected METRIC>CHANGE, for example tpot.p50>+5%")
+        raise CheckError(f"{source}: expected METRIC>CHANGE, for example tpot.p50>+5%", value=text)
     name, compare, sign, number, given = match.groups()
-    metric = _metric(name, text)
-    bound = _number(number, text) * _scale(metric, given, text)
+    metric = named(name, source)
+    bound = bounded(metric, number, given, _allowed(metric), source)
     return Condition(text, metric, compare, -bound if sign == "-" else bound, given == RELATIVE, sign in ("+-", "±"))
 
 
-def _number(text: str, condition: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ConditionError(f"{OPTION} {condition!r}: {text!r} is not a finite number")
-    return value
-
-
-def _scale(metric: str, given: str, text: str) -> float:
-    """What one of the given unit is in the metric's own; a bare number only where it can mean but one thing."""
-    if given == RELATIVE:
-        return 0.01
+def _allowed(metric: str) -> dict[str, float]:
+    """Units of a change, and what each is in the metric's own; none only where a bare number can mean but one thing."""
     own = unit(metric)
-    allowed = SECONDS if own == "s" else {POINTS: 0.01} if own.endswith("share") else {"": 1.0}
-    if given not in allowed:
-        names = ", ".join([RELATIVE, *(name or "none" for name in allowed)])
-        raise ConditionError(f"{OPTION} {text!r}: {f'unit {given!r}' if given else 'no unit'}, {metric} takes {names}")
-    return allowed[given]
-
-
-def _metric(name: str, text: str) -> str:
-    """The metric that is meant, by the names of `--check`."""
-    try:
-        return named(name, f"{OPTION} {text!r}")
-    except CheckError as error:
-        raise ConditionError(str(error)) from None
+    return {RELATIVE: 0.01} | (TIMES if own == "s" else {POINTS: 0.01} if own.endswith("share") else {"": 1.0})
 
 
 def verdict(condition: Condition, differences: Sequence[MetricDifference], *, sure: bool = False) -> tuple[bool, str]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from cbsim.results.checks import DISTRIBUTIONS, NAMES, SINGLE
+from cbsim.results.checks import NAMES, SINGLE
 from cbsim.results.directory import RunError
+from cbsim.results.measures import DISTRIBUTIONS
 from cbsim.results.terminal import lookup
 from cbsim.scenario.fields import LARGEST_REAL, LARGEST_WHOLE, shown
 

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.statistics import declared
-from cbsim.results import directory, metrics
+from cbsim.results import directory, invariants, metrics
 from cbsim.results.directory import RunError
 from cbsim.results.metrics import Requests, Steps
 from cbsim.results.record import STEP_COLUMNS, RequestRow
@@ -100,6 +100,7 @@ def _read(path: Path) -> LoadedRun:
     declared.check(path / "env.json", raw.environment, declared.ENVIRONMENT)
     declared.check(path / "summary.json", raw.summary, declared.SUMMARY)
     _check_whole(raw, scenario["loop"]["mode"], whole=whole)
+    _check_possible(raw)
     times = metrics.token_times(raw.requests, raw.steps)
     return LoadedRun(
         path=path,
@@ -133,6 +134,15 @@ def _check_whole(raw: directory.Run, loop: str, *, whole: bool) -> None:
     for key, value, file in (*(beside if whole else ()), ("loop", loop, "scenario.resolved.yaml")):
         if raw.summary[key] != value:
             raise RunError(f"{raw.path / 'summary.json'}: {key} is {raw.summary[key]}, that of {file} is {value}")
+
+
+def _check_possible(raw: directory.Run) -> None:
+    """Raises RunError if no server can have run these steps."""
+    try:
+        invariants.check_order(raw.steps)
+        invariants.check_blocks(raw.steps, int(raw.summary["total_blocks"]))
+    except AssertionError as error:
+        raise RunError(f"{raw.path / 'steps.parquet'}: {error}") from None
 
 
 def request_frame(times: Requests) -> pd.DataFrame:

@@ -25,6 +25,8 @@ from cbsim.server import run_command
 from cbsim.server.run_command import RunOptions
 from cbsim.server.status import CHECK_FAILED, ERROR, OK
 
+FEW_TOKENS = 16  # of the largest step probed: a calibration up to fewer says next to nothing
+
 
 @dataclass(frozen=True, slots=True)
 class CalibrateOptions:
@@ -56,7 +58,9 @@ def calibration(options: CalibrateOptions, setup: Setup) -> int:
     scenario = build.adapted(scenarios.load(options.scenario, options.overrides), setup)
     calibrate.check_writable(options.out)
     measured = calibrate.calibrate(scenario, setup, say, reach=options.reach, quick=options.quick)
-    calibrate.write(options.out, measured, scenario, build.device_name(setup))
+    held = calibrate.write(options.out, measured, scenario, build.device_name(setup))
+    if (most := held["calibrated"]["tokens"]) < FEW_TOKENS:
+        say(f"warning: the largest step probed has {most} query tokens: what larger ones cost is a guess")
     print(options.out.read_text(encoding="utf-8"))
     cost = f"cost={{kind: fitted, path: {json.dumps(str(options.out.resolve()), ensure_ascii=False)}}}"
     words = [word for override in (*options.overrides, cost) for word in ("--set", override)]

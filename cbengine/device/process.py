@@ -27,6 +27,7 @@ from cbsim.policy.plan import StepPlan
 
 LOOK_S = 0.2  # how often the other side's life is looked at
 START_S = 120.0  # the longest that a worker may take to load its model
+STEP_S = 600.0  # ... and to answer for a step: a stopped one never does, and no step of a CPU is that long
 Build = Callable[[], Executor]
 
 
@@ -68,7 +69,7 @@ class Process:
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         sampling, sent = self._sampling.pop(slot)
         begun_ns = time.perf_counter_ns()
-        done, start, end = self._receive(None)
+        done, start, end = self._receive(STEP_S)
         assert done == slot, (done, slot)
         arrived = time.perf_counter_ns() if begun_ns < end else end  # a result that lay waiting took no time to come
         d2h_start = max(end, self._arrived_ns)
@@ -77,15 +78,15 @@ class Process:
         self._idle_ns = end
         return self._results[slot][:sampling].copy(), lanes
 
-    def _receive(self, limit_s: float | None) -> tuple[int, int, int]:
+    def _receive(self, limit_s: float) -> tuple[int, int, int]:
         """The worker's next word. A worker that is dead or silent for longer than `limit_s` is an error."""
         waited = 0.0
         while not self._pipe.poll(LOOK_S):
             waited += LOOK_S
             if not self._worker.is_alive():
                 raise self._died()
-            if limit_s is not None and waited > limit_s:
-                raise DeviceError(f"the worker process was not ready after {limit_s:.0f} s")
+            if waited > limit_s:
+                raise DeviceError(f"the worker process has not answered for {limit_s:.0f} s")
         try:
             word = self._pipe.recv()
         except (EOFError, ConnectionResetError):

@@ -26,8 +26,9 @@ from cbengine.measure.fit import Fit, fit
 from cbengine.measure.probes import ProbeTable, Reach
 from cbsim.cost.cpu import PHASES, PhaseCost
 from cbsim.results import environment
+from cbsim.results.directory import write_whole
 from cbsim.scenario import documents
-from cbsim.scenario.costs import Calibrated, Coefficients
+from cbsim.scenario.costs import Calibrated, Coefficients, read_whole, sealed
 from cbsim.scenario.scenario import Scenario, ScenarioError
 
 Floats = npt.NDArray[np.float64]
@@ -163,7 +164,7 @@ def write(path: Path, measured: Calibration, base: Scenario, device: str) -> dic
     raw = io.BytesIO()
     pq.write_table(measured.table.arrow(), raw, compression="zstd", compression_level=19)
     try:
-        steps_of(path).write_bytes(raw.getvalue())
+        write_whole(steps_of(path), raw.getvalue())
     except OSError as error:
         raise _unwritable(path, error) from None
     return _written(path, origin, measured)
@@ -173,7 +174,7 @@ def refit(path: Path, layers: int) -> dict[str, Any]:
     """Derive a coefficient file again from the steps beside it; returns what it holds. Raises UsageError."""
     try:
         steps = ProbeTable.of(pq.read_table(steps_of(path)))
-        before = documents.read(path).data
+        before = read_whole(path).data
         coefficients = Coefficients.model_validate(before)
         steps.gap_s = float(coefficients.gap_s)
         if (recorded := coefficients.calibrated) and recorded.equal_steps:
@@ -216,7 +217,7 @@ def _written(path: Path, origin: dict[str, Any], measured: Calibration) -> dict[
     content = {"calibrated": calibrated, **measured.coefficients}
     said = "# Measured with `python -m cbengine calibrate`. Errors are shares of a step's time.\n"
     try:
-        path.write_text(said + documents.write(content), encoding="utf-8")
+        write_whole(path, (said + sealed(documents.write(content))).encode())
     except OSError as error:
         raise _unwritable(path, error) from None
     return content

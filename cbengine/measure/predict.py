@@ -355,7 +355,7 @@ def _text(path: Path) -> str:
 def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        directory.write_whole(path, text.encode())
     except OSError as error:
         raise running.ServerError(f"{path}: cannot be written: {error.strerror or error}") from error
 

@@ -13,6 +13,7 @@ import torch
 
 from cbengine.device import gpu
 from cbengine.errors import UsageError
+from cbsim.results.directory import write_whole
 from cbsim.results.environment import code_version, git_state, packages
 
 BAR_MISSED = 3  # exit status of a command of ours that has said what it had to; pytest means an error of its own
@@ -55,9 +56,7 @@ def begin(path: Path, device: str) -> None:
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.part")
-        unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(path)  # whole, or not at all: the next call rests on it
+        write_whole(path, (json.dumps(content, indent=2) + "\n").encode())  # the next call rests on it
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from error
 

@@ -5,6 +5,7 @@ transformers' own model.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,6 @@ from torch import Tensor
 from cbengine.errors import UsageError
 from cbengine.model.architecture import Architecture, RopeScaling
 from cbengine.model.kvcache import DeviceMemoryError, free_bytes
-from cbsim.scenario import pretrained
 from cbsim.scenario.fields import shown
 from cbsim.scenario.pretrained import Config
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MOST_JSON_BYTES = 64 << 20  # an index of a hundred thousand tensors has ten
 SHARPNESS = 1.5  # of random queries and keys; at 1 greedy texts stand still, at 2 rounding decides what they say
 READABLE = ("F64", "F32", "F16", "BF16")
 MODELLED: dict[str, object] = {  # fields of config.json that must be absent, null or this
@@ -144,7 +145,7 @@ def _files(folder: Path, architecture: Architecture, shapes: dict[str, tuple[int
         with _opened(single) as file:
             files = dict.fromkeys(file.keys(), single)
     elif index.exists():
-        source, places = index, _json(index).get("weight_map")
+        source, places = index, read_json(index).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
             raise WeightsError(f"{index}: weight_map: got {shown(places)}, expected the file name of every tensor")
         files = {name: _beside(index, name, place) for name, place in places.items()}
@@ -162,7 +163,7 @@ def _files(folder: Path, architecture: Architecture, shapes: dict[str, tuple[int
 
 
 def _beside(index: Path, name: str, place: str) -> Path:
-    if Path(place).name != place:
+    if Path(place).name != place or not place.isprintable():  # so is half a character
         raise WeightsError(f"{index}: weight_map.{name}: got {place!r}, expected the name of a file in this folder")
     return index.parent / place
 
@@ -178,6 +179,7 @@ def _check(path: Path, name: str, stored: Any, shape: tuple[int, ...]) -> None:
 def _opened(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
+    _check_regular(path)
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -185,8 +187,26 @@ def _opened(path: Path) -> Iterator[Any]:
         raise WeightsError(f"{path}: cannot be read as safetensors: {error}") from None
 
 
-def _json(path: Path) -> dict[str, Any]:
-    return pretrained.read_json(path, WeightsError)
+def _check_regular(path: Path) -> None:
+    """What is no file may never end, or never begin."""
+    if path.exists() and not path.is_file():
+        raise WeightsError(f"{path}: is not a regular file")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of such a folder. Raises WeightsError."""
+    _check_regular(path)
+    if path.exists() and (size := path.stat().st_size) > MOST_JSON_BYTES:
+        raise WeightsError(f"{path}: has {size:,} bytes, must be <= {MOST_JSON_BYTES:,}")
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise WeightsError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise WeightsError(f"{path}: got {shown(data)}, expected an object")
+    return data
 
 
 # -- config.json ------------------------------------------------------------------------------------------------------
@@ -196,7 +216,7 @@ def architecture(folder: Path) -> Architecture:
     """What a folder's config.json says, with transformers' defaults where it says nothing; called by the folder's name.
     Raises WeightsError.
     """
-    config = Config(folder / "config.json", _json(folder / "config.json"), WeightsError)
+    config = Config(folder / "config.json", read_json(folder / "config.json"), WeightsError)
     kind = config.fields.get("model_type")
     if kind not in ("llama", "qwen2", "qwen3"):
         raise config.refuse("model_type", "'llama', 'qwen2' or 'qwen3'")
@@ -216,7 +236,7 @@ def architecture(folder: Path) -> Architecture:
         raise config.refuse("head_dim", "an even number: rotation pairs the values of a head")
     theta, scaling = _rope(config)
     return Architecture(
-        name=folder.resolve().name,
+        name=folder.resolve().name.encode(errors="replace").decode(),
         layers=layers,
         hidden=hidden,
         heads=heads,

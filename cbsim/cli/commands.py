@@ -39,12 +39,11 @@ def replan(paths: Sequence[Path]) -> int:
 
     status = OK
     for path in paths:
-        verdict = rederive(path)
-        if verdict.difference is None:
-            print(f"{path}: {verdict.matched} of {verdict.steps} plans identical")
-        else:
-            print(f"{path}: {verdict.matched} of {verdict.steps} plans identical, then {verdict.difference}")
-            status = ERROR
+        verdict, incomplete = rederive(path), directory.load(path, whole=False).incomplete
+        said = f"{path}: {verdict.matched} of {verdict.steps} plans identical"
+        if verdict.difference is not None:
+            said, status = f"{said}, then {verdict.difference}", ERROR
+        print(f"{said}; the run is incomplete: {incomplete}" if incomplete else said)
     return status
 
 

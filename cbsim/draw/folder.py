@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from cbsim.results.directory import RunError
+from cbsim.results.directory import RunError, write_whole
 
 FACTS = "report.json"
 OURS = ("report.md", "report.html")
@@ -52,6 +52,6 @@ def write(folder: Path, files: Mapping[str, bytes]) -> None:
         path = folder / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+            write_whole(path, content)
         except OSError as error:
             raise RunError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cbsim.draw import render
 from cbsim.draw.chart import Chart
-from cbsim.results.directory import RunError
+from cbsim.results.directory import RunError, write_whole
 
 DRAWN = {".png": render.png, ".svg": render.svg}
 
@@ -31,7 +31,7 @@ class Picture:
             bound = f"expected a name that ends in {' or '.join(DRAWN)}"
             raise RunError(f"{file}: got {file.suffix!r}, {bound}", file=file, value=file.suffix, bound=bound)
         try:
-            file.write_bytes(DRAWN[file.suffix](self.chart))
+            write_whole(file, DRAWN[file.suffix](self.chart))
         except OSError as error:
             raise RunError(f"{file}: cannot be written: {error.strerror or error}", file=file) from None
         return file

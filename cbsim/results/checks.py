@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from cbsim.results import measures
+from cbsim.results.measures import DISTRIBUTIONS, STATISTICS
 from cbsim.results.record import STATUSES
 from cbsim.scenario.errors import UserError
 from cbsim.scenario.fields import near
@@ -19,13 +22,11 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-UNITS = {"": 1.0, "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "%": 0.01}
-FORM = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(<=|>=|==|<|>)\s*([-+.\deE]+?)\s*([a-z%]*)\s*")
-STATISTICS = ("mean", "std", "min", "max", "p50", "p90", "p95", "p99", "n")
-DISTRIBUTIONS = (
-    *("ttft_s", "tpot_s", "itl_s", "e2e_s", "normalized_latency_s"),
-    *("queue_s", "prefill_s", "decode_s", "step_time_s"),
-)
+TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+UNITS = {"s": {"": 1.0, **TIMES}, "share": {"": 1.0, "%": 0.01}}  # by what the metric is in; anything else takes none
+METRIC = r"\s*([A-Za-z_][\w.]*)\s*(<=|>=|==|<|>)\s*"
+NUMBER = r"(inf|nan|[\d.][\d.eE+-]*?)\s*([A-Za-z%]*)\s*"  # and its unit
+FORM = re.compile(rf"{METRIC}([+-]?){NUMBER}")
 SINGLE = (
     *("makespan_s", "steps", "requests", "gpu_active", "bubble_s", "cpu_busy", "rows_per_step", "tokens_per_step"),
     *("input_tokens", "output_tokens", "input_tokens_per_s", "output_tokens_per_s", "total_tokens_per_s"),
@@ -81,20 +82,33 @@ class Check:
 
 
 def parse(text: str) -> Check:
-    """Understand a condition. Raises CheckError; durations need no `_s`, and `%` is a hundredth."""
-    match = FORM.fullmatch(text)
+    """Understand a condition. Raises CheckError. Durations need no `_s`, and without a unit are seconds; `%` is a
+    hundredth of a share. No bound is infinite: such a condition would hold of every run, or of none.
+    """
+    match, source = FORM.fullmatch(text), f"--check {text!r}"
     if not match:
         expected = "expected METRIC<VALUE[UNIT], for example ttft.p99<500ms"
-        raise CheckError(f"--check {text!r}: {expected}", value=text, bound=expected)
-    metric, compare, number, unit = match.groups()
+        raise CheckError(f"{source}: {expected}", value=text, bound=expected)
+    name, compare, sign, number, unit = match.groups()
+    metric = named(name, source)
+    allowed = UNITS.get(str(measures.unit(metric)), {"": 1.0})
+    return Check(text, metric, compare, bounded(metric, f"{sign}{number}", unit, allowed, source))
+
+
+def bounded(metric: str, number: str, unit: str, allowed: Mapping[str, float], source: str) -> float:
+    """`number` in the unit of the metric. Raises CheckError unless the given one is allowed and the bound finite."""
+    if unit not in allowed:
+        takes = f"takes {', '.join(name or 'none' for name in allowed)}"
+        given = f"unit {unit!r}" if unit else "no unit"
+        raise CheckError(f"{source}: {given}, {metric} {takes}", field=metric, value=unit, bound=takes)
     try:
-        bound = float(number)
+        value = float(number) * allowed[unit]
     except ValueError:
-        raise CheckError(f"--check {text!r}: {number!r} is not a number", field=metric, value=number) from None
-    if unit not in UNITS:
-        known = f"known: {', '.join(u for u in UNITS if u)}"
-        raise CheckError(f"--check {text!r}: unknown unit {unit!r} ({known})", field=metric, value=unit, bound=known)
-    return Check(text, named(metric, f"--check {text!r}"), compare, bound * UNITS[unit])
+        value = math.nan
+    if not math.isfinite(value):
+        bound = "a finite number"
+        raise CheckError(f"{source}: {metric}: {number!r} is not {bound}", field=metric, value=number, bound=bound)
+    return value
 
 
 def named(name: str, source: str) -> str:
@@ -104,7 +118,8 @@ def named(name: str, source: str) -> str:
         if candidate in NAMES:
             return candidate
     if head in DISTRIBUTIONS or f"{head}_s" in DISTRIBUTIONS:
-        bound = f"needs one of {', '.join(f'{head}.{s}' for s in STATISTICS)}"
-        raise CheckError(f"{source}: {head} {bound}", field=name, bound=bound)
+        each = [f"{head}.{statistic}" for statistic in STATISTICS]
+        bound = f"needs one of {', '.join(each)}"
+        raise CheckError(f"{source}: {head} {bound}{near(name, each) if tail else ''}", field=name, bound=bound)
     hints = [n.replace("_s.", ".") for n in NAMES]
     raise CheckError(f"{source}: unknown metric {name!r}{near(name, hints)}", field=name)

@@ -10,14 +10,15 @@
     INCOMPLETE               only while the run is under way or if it was cut short; says why
 
 The marker is the first file written and the last one removed, so a run that dies at any moment, a full disk included,
-leaves a directory that says so, with whatever was complete by then. Tables of the same scenario and seed are
-byte-identical.
+leaves a directory that says so, with whatever was complete by then: a file is there whole or not at all. Tables of the
+same scenario and seed are byte-identical.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +36,7 @@ from cbsim.scenario.errors import UserError
 
 SCHEMA_VERSION = parquet.SCHEMA_VERSION
 MARKER = "INCOMPLETE"
+PART = ".part"  # a file that is being written
 T = TypeVar("T")
 
 
@@ -102,12 +104,24 @@ class RunWriter:
         path = self.path / name
         try:
             path.parent.mkdir(exist_ok=True)
-            path.write_bytes(content)
+            if name == MARKER:
+                path.touch()  # an empty marker is one, too, where there is no room for a reason
+            write_whole(path, content)
         except OSError as error:
-            if name != MARKER:
-                path.unlink(missing_ok=True)  # no half-written file passes for a whole one
             raise RunError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
         return path
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file under another name and give it its own when all of it is there. Raises OSError."""
+    part = path.with_name(f".{path.name}{PART}")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    except BaseException:  # interrupted, too
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
 
 
 def _fresh(path: Path) -> Path:

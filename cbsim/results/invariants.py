@@ -22,13 +22,18 @@ def check(steps: Steps, *, depth: int, overlap: bool, total_blocks: int) -> None
     """Raise AssertionError unless the table can be that of a server with `depth` steps in flight, as many I/O buffers,
     and copies that run beside kernels only with `overlap`.
     """
-    _numbers(steps)
-    _intervals(steps)
+    check_order(steps)
     _lanes(steps, overlap)
     _dependencies(steps)
     _flight(steps, depth)
     _rows(steps)
-    _blocks(steps, total_blocks)
+    check_blocks(steps, total_blocks)
+
+
+def check_order(steps: Steps) -> None:
+    """Raise AssertionError unless steps come in order and nothing ends before it starts."""
+    _numbers(steps)
+    _intervals(steps)
 
 
 def _require(rule: str, left: Ints, right: Ints | int, holds: Checked) -> None:
@@ -52,6 +57,7 @@ def _numbers(steps: Steps) -> None:
 
 
 def _intervals(steps: Steps) -> None:
+    _at_most("steps begin at or after the run", np.zeros_like(steps["step"]), steps["schedule_start_ns"])
     for name in (*PHASES, *LANES):
         _at_most(f"{name} ends at or after its start", steps[f"{name}_start_ns"], steps[f"{name}_end_ns"])
     for before, after in pairwise(PHASES):
@@ -106,7 +112,8 @@ def _rows(steps: Steps) -> None:
     _at_most("only listed tokens are recomputed", steps["recomputed_tokens"], prefill)
 
 
-def _blocks(steps: Steps, total: int) -> None:
+def check_blocks(steps: Steps, total: int) -> None:
+    """Raise AssertionError unless the cache of so many blocks can have been used so."""
     used, new, cached = steps["used_blocks"], steps["new_blocks"], steps["cached_blocks"]
     _at_most("blocks in use are not negative", np.zeros_like(used), used)
     _at_most("cached blocks are not negative", np.zeros_like(used), cached)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cbsim.results.checks import DISTRIBUTIONS
-
+STATISTICS = ("mean", "std", "min", "max", "p50", "p90", "p95", "p99", "n")
+DISTRIBUTIONS = (
+    *("ttft_s", "tpot_s", "itl_s", "e2e_s", "normalized_latency_s"),
+    *("queue_s", "prefill_s", "decode_s", "step_time_s"),
+)
 UNITS = {
     "makespan_s": "s",
     "steps": "count",

@@ -225,13 +225,12 @@ def _machine(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
     compute = steps.lane("compute")
     phases = {name: int(steps.lane(name).sum()) / span_ns for name in PHASES}
     ran = steps["rows"] > 0
-    reach = int(np.ptp(np.append(steps["compute_end_ns"][ran], steps["compute_start_ns"][ran]))) if ran.any() else 0
     used = steps["used_blocks"] / max(total_blocks, 1)
     starts, ends = steps["schedule_start_ns"], steps["update_end_ns"]
     lasted = np.minimum(np.append(starts[1:], ends[-1]), ends) - starts
     return {
         "gpu_active": int(compute.sum()) / span_ns,
-        "bubble_s": (reach - int(compute.sum())) / NS,
+        "bubble_s": _idle_ns(steps, np.flatnonzero(ran)) / NS,
         "cpu_busy": sum(share for name, share in phases.items() if name != "await"),
         "cpu_shares": phases,
         "step_time_s": distribution(compute[ran] / NS),
@@ -240,6 +239,14 @@ def _machine(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
         "kv_utilisation": {"mean": float(used @ lasted) / span_ns, "max": float(used.max())},
         "waiting": {"mean": int(steps["waiting"] @ lasted) / span_ns},
     }
+
+
+def _idle_ns(steps: Steps, ran: Ints) -> int:
+    """Of the compute lane from its first step with rows to its last: `ran` are those. An empty step between is busy."""
+    if not len(ran):
+        return 0
+    reach = np.ptp(np.append(steps["compute_end_ns"][ran], steps["compute_start_ns"][ran]))
+    return int(reach - steps.lane("compute")[ran[0] : ran[-1] + 1].sum())
 
 
 def _waste(requests: Requests, steps: Steps) -> dict[str, Any]:

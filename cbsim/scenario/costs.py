@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -275,17 +276,45 @@ class FittedSettings(Coefficients):
             file = Path(path)
         return coefficients(file) | {key: value for key, value in data.items() if key != "path"}
 
+    @model_validator(mode="after")
+    def _takes_time(self) -> FittedSettings:
+        every = self.base_s or any(point.s for point in self.query_tokens)
+        prefills = self.per_chunk_s or self.per_prefill_token_s or self.per_prefill_attention_s
+        decodes = self.per_decode_row_s or self.per_context_token_s or any(point.s for point in self.context_tokens)
+        if not every and not (prefills and decodes):
+            free = "decodes" if prefills else "prefills" if decodes else "steps"
+            raise complaint(f"{free} take no time: base_s or query_tokens is required, here or in a file at path")
+        return self
+
 
 def coefficients(path: Path) -> dict[str, Any]:
     """The coefficients in a file, checked. Raises ScenarioError."""
     try:
-        document = documents.read(path)
+        document = read_whole(path)
     except ScenarioError as error:
         raise ValueError(str(error)) from None
     try:
         return Coefficients.model_validate(document.data).model_dump()
     except ValidationError as error:
         raise document.explain(error) from None
+
+
+SEAL = "# SHA-256 of all below: "
+
+
+def sealed(text: str) -> str:
+    """`text` below a line that tells whether all of it is there: a part of a coefficient file reads as a whole one."""
+    return f"{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+
+
+def read_whole(path: Path) -> documents.Document:
+    """A coefficient file. Raises ScenarioError, also if it is sealed and not what it was; one by hand needs no seal."""
+    document = documents.read(path)
+    _, seal, rest = path.read_text(encoding="utf-8").partition(SEAL)
+    if seal and sealed(rest.partition("\n")[2]) != seal + rest:
+        reason = "was cut short or changed after it was calibrated"
+        raise ScenarioError(f"{path}: {reason}: restore it, or remove its line `{SEAL.strip()}`", file=path)
+    return document
 
 
 def _anchored(path: str, info: ValidationInfo) -> str:

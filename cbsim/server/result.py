@@ -111,7 +111,7 @@ class Result:
         writer.environment(self.environment)
         writer.steps(self.step_numbers)
         writer.requests(self._times())
-        writer.summary(self.summary)
+        writer.summary({**self.summary, "complete": False})
         for name, content in self._beside().items():
             writer.file(name, content)
         title = f"{self.summary['name']} {self.loop}"
@@ -119,6 +119,7 @@ class Result:
         if self.incomplete is None:
             if len(self.step_numbers):
                 writer.file("figures/timeline.png", self.figure().png())
+            writer.summary(self.summary)
             writer.complete()
 
     def _times(self) -> Requests:
@@ -129,7 +130,7 @@ class Result:
         if self.path is None:
             return self.files
         try:
-            files = sorted(file for file in self.path.iterdir() if file.is_file() and file.name not in OURS)
+            files = sorted(file for file in self.path.iterdir() if file.is_file() and not _ours(file))
             return {file.name: file.read_bytes() for file in files}
         except OSError as error:
             raise RunError(f"{self.path}: cannot be read: {error.strerror or error}", file=self.path) from error
@@ -212,6 +213,10 @@ class Comparison:
         return terminal.table({run.loop: run.summary for run in (self.first, self.second)})
 
 
+def _ours(file: Path) -> bool:
+    return file.name in OURS or file.suffix == directory.PART
+
+
 def read(path: Path | str) -> Result:
     """The result of a run directory. Raises RunError, ScenarioError."""
     run = directory.load(Path(path))
@@ -242,7 +247,7 @@ def draw_together(results: Results, path: Path) -> None:
     if len(results) != 2 or not all(len(result.step_numbers) for result in results.values()):
         return
     try:
-        (path / BOTH).write_bytes(results.figure().png())
+        directory.write_whole(path / BOTH, results.figure().png())
     except OSError as error:
         raise RunError(f"{path}: figure cannot be written: {error.strerror}", file=path) from error
 

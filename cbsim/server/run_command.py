@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from cbsim.policy.loop import StuckError
 from cbsim.results import checks
 from cbsim.results.directory import RunError, RunWriter
+from cbsim.results.record import FAILED
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario
 from cbsim.server import running
@@ -22,7 +23,7 @@ from cbsim.server.guard import PolicyError
 from cbsim.server.progress import Progress
 from cbsim.server.result import BOTH, Result, Results, draw_together
 from cbsim.server.running import Maker, OnStep, ServerError, Session, Terms
-from cbsim.server.status import CHECK_FAILED, OK
+from cbsim.server.status import CHECK_FAILED, ERROR, OK
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,19 @@ def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario]
     else:
         print(f"{results}\n")
         _say_where(list(results.values()), options)
-    return _judge(options.conditions, results, sys.stderr if options.as_json else sys.stdout)
+    judged = _judge(options.conditions, results, sys.stderr if options.as_json else sys.stdout)
+    return ERROR if _say_failed(results) else judged
 
 
 def one_loop(scenario: Scenario, loop: str, options: RunOptions, serve: Maker) -> Result:
     """One scenario under one loop: one directory. Raises RunError if it could not be finished or written."""
     recorder = _Recorder(options)
-    result = running.one_loop(scenario, loop, serve, Terms(command_line(options), options.span_s), recorder)
-    return recorder.write(result)
+    try:
+        result = running.one_loop(scenario, loop, serve, Terms(command_line(options), options.span_s), recorder)
+        return recorder.write(result)
+    except KeyboardInterrupt:
+        recorder.note("interrupted while its files were written")
+        raise
 
 
 class _Recorder:
@@ -106,9 +112,15 @@ class _Recorder:
             result.write(self._writer, self._options.window)
         except RunError as error:
             if result.incomplete is None:
-                self._writer.note(str(error))
+                self.note(str(error))
             raise
         return replace(result, path=self._writer.path)
+
+    def note(self, reason: str) -> None:
+        """Why the directory is incomplete, if there is one and room for a word."""
+        if self._writer is not None:
+            with suppress(RunError):
+                self._writer.note(reason)
 
 
 def _say_where(results: Sequence[Result], options: RunOptions) -> None:
@@ -122,6 +134,15 @@ def _say_where(results: Sequence[Result], options: RunOptions) -> None:
     print(f"\npicture   {figure}" if figure.exists() else "\nnothing ran: no picture")
     print(f"timeline  {last / 'timeline.json.gz'} (open it in ui.perfetto.dev)")
     print(f"again     {command_line(options)}")
+
+
+def _say_failed(results: Results) -> bool:
+    """Did a server fail requests of its own accord? Latencies without them say nothing."""
+    for loop, result in results.items():
+        if reasons := [row.reason for row in result.request_rows if row.status == FAILED]:
+            of = f"{len(reasons)} of {len(result.request_rows)} requests failed"
+            print(f"{loop}: {of}: {reasons[0]}; see {result.folder / 'requests.parquet'}", file=sys.stderr)
+    return any(result.summary["requests_by_status"].get(FAILED) for result in results.values())
 
 
 def _judge(conditions: Sequence[checks.Check], results: Results, out: Any) -> int:

@@ -49,6 +49,7 @@ from served import (
 from cbengine import build
 from cbengine.build import Setup
 from cbengine.content import Prompts
+from cbengine.device import process
 from cbengine.device.base import DeviceError
 from cbengine.device.layout import Header
 from cbengine.device.process import Process
@@ -342,9 +343,23 @@ def test_a_worker_that_fails_in_a_step_says_why() -> None:
     with pytest.raises(DeviceError, match=r"the worker process failed: IndexError: index 1073741824 is out of bounds"):
         device.wait(0)
     with pytest.raises(DeviceError, match=r"^the worker process ended with exit code 0$"):
-        device._receive(None)
+        device._receive(1.0)
     device.close()
     device.close()
+
+
+def test_a_worker_that_is_stopped_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lives, so that only a limit ends the wait; closing the device ends it, too."""
+    monkeypatch.setattr(process, "STEP_S", 0.5)
+    plan = executor_plan()
+    device = Process(plan, plan.capacity, 1)
+    worker = device._worker
+    os.kill(int(worker.pid or 0), signal.SIGSTOP)
+    device.launch(0, Header(0, 0, 0, 0, 1, 0, updates=0, random=False, padded=False), None)  # type: ignore[arg-type]
+    with pytest.raises(DeviceError, match=r"^the worker process has not answered for "):
+        device.wait(0)
+    device.close()
+    assert not worker.is_alive()
 
 
 @pytest.mark.parametrize("setup", [INLINE, MODELLED], ids=["inline", "modelled"])

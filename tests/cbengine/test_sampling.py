@@ -84,6 +84,18 @@ def test_a_row_without_a_distribution_gives_no_token() -> None:
     assert sample(logits, numbers(3), Sampling(temperature=1.0)).tolist() == [-1, -1, 0]
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-45, 1e-39])
+def test_a_temperature_that_float32_cannot_hold_is_the_least_that_it_can(temperature: float) -> None:
+    """It is no 0, which would make the row greedy in one place and drawn in another, nor a divisor that a device may
+    flush to 0: with so little heat the likeliest token is drawn, of equals any.
+    """
+    how = Sampling(temperature=temperature)
+    assert how.on_device[0] == float(torch.finfo(torch.float32).tiny)
+    logits = torch.randn((5, 33), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(sample(logits, numbers(5), how), logits.argmax(dim=-1).int())
+    assert Sampling().on_device[0] == 0
+
+
 def test_no_rows_give_no_tokens() -> None:
     for how in (Sampling(), *HOWS):
         assert sample(torch.empty((0, 5)), torch.empty(0), how).shape == (0,)

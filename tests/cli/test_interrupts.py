@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 from calls import ROOT, Said, call, refused, runs
 
+from cbsim.draw.picture import Picture
 from cbsim.results import directory
+from cbsim.server import result
 
 
 def test_ctrl_c_leaves_a_readable_directory(small: Path, out: Path) -> None:
@@ -47,7 +50,8 @@ def test_ctrl_c_leaves_a_readable_directory(small: Path, out: Path) -> None:
     assert run.summary["steps"] == len(run.steps) > 0
     assert 0 < len(run.requests) <= 60000
     replayed = call("replan", path)
-    assert replayed == Said(0, f"{path}: {len(run.steps)} of {len(run.steps)} plans identical\n", "")
+    count = f"{len(run.steps)} of {len(run.steps)} plans identical"
+    assert replayed == Said(0, f"{path}: {count}; the run is incomplete: {run.incomplete}\n", "")
 
 
 def seen(terminal: int, until: str | None, seconds: float) -> str:
@@ -67,11 +71,28 @@ def seen(terminal: int, until: str | None, seconds: float) -> str:
 
 
 def test_an_interrupt_in_process_is_one_line(small: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt outside the simulation, here while tables are written: exit 1, one line, the marker stays."""
+    """An interrupt outside the simulation, here while tables are written: exit 1, one line, and the marker says it."""
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(directory.RunWriter, "steps", interrupted)
     refused(call("run", small, "--out", out, "--quiet"), 1, "interrupted")
-    assert (runs(out)[0] / directory.MARKER).exists()
+    assert (runs(out)[0] / directory.MARKER).read_text() == "interrupted while its files were written\n"
+
+
+def test_a_run_killed_while_its_figure_is_drawn_is_not_called_complete(
+    small: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reads summary.json alone is told the same as by the marker, at every moment."""
+
+    def killed(self: result.Result) -> Picture:
+        (path,) = runs(out)
+        summary = json.loads((path / "summary.json").read_text())
+        assert (path / directory.MARKER).exists() and summary["complete"] is False
+        assert summary["makespan_s"] == self.summary["makespan_s"]
+        return result.figure([self])
+
+    monkeypatch.setattr(result.Result, "figure", killed)
+    assert call("run", small, "--loop", "sync", "--out", out, "--quiet").status == 0
+    assert json.loads((runs(out)[0] / "summary.json").read_text())["complete"] is True

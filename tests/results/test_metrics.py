@@ -191,6 +191,20 @@ def test_gpu_activity_and_the_bubble() -> None:
     assert (summary["rows_per_step"], summary["tokens_per_step"]) == pytest.approx((7 / 3, 43 / 3))
 
 
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()), min_size=1, max_size=12))
+def test_the_bubble_is_the_idle_time_between_steps_with_rows(parts: list[tuple[int, int, bool]]) -> None:
+    """Whatever steps the lane runs, each (idle ms before it, ms of kernels, has rows): the bubble is the idle time
+    after the first step with rows up to the last, and so never negative, also if empty steps outside took time.
+    """
+    rows, end = [], 0
+    for idle, kernels, has in parts:
+        start, end = end + idle, end + idle + kernels
+        rows.append({"start": start, "end": end, "compute": (start, end), "rows": int(has), "tokens": int(has)})
+    ran = [i for i, part in enumerate(parts) if part[2]]
+    idle_ms = sum(idle for idle, _, _ in parts[ran[0] + 1 : ran[-1] + 1]) if ran else 0
+    assert summary_of([request(0, [ran[0], 1] if ran else [])], steps_of(*rows))["bubble_s"] == idle_ms / 1e3
+
+
 def test_kv_use_is_weighted_by_time() -> None:
     """2 of 10 blocks for 20 ms, 6 for 30, none while the server is idle from 50 to 90 ms, 10 for 10 ms: a mean of
     (2 x 20 + 6 x 30 + 10 x 10) / 100 / 10 = 0.32. Three requests wait for 20 ms and one for 30: 0.9 on average."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cbsim.policy.schedulers.transformers import TransformersOptions
 from cbsim.policy.schedulers.vllm_settings import VllmOptions
 from cbsim.scenario import catalog, scenario
+from cbsim.scenario.costs import sealed
 from cbsim.scenario.scenario import Scenario, ScenarioError
 
 SMALL = """\
@@ -124,6 +125,42 @@ def test_fitted_coefficients_are_read_and_written_out(small: Path, tmp_path: Pat
     assert "c.yaml:1: base: unknown field; did you mean base_s?" in refused(small, "cost={kind: fitted, path: c.yaml}")
 
 
+@pytest.mark.parametrize(
+    ("terms", "free"),
+    [
+        ("", "steps"),
+        ("base_s: 0, query_tokens: [{tokens: 1, s: 0}]", "steps"),
+        ("gap_s: 0.1, h2d_s: 0.1, cpu: {schedule: {base_s: 1}}", "steps"),
+        ("per_decode_row_s: 1e-4", "prefills"),
+        ("per_chunk_s: 1e-4", "decodes"),
+        ("base_s: 1e-3", None),
+        ("query_tokens: [{tokens: 1, s: 1e-3}]", None),
+        ("per_prefill_token_s: 1e-6, per_context_token_s: 1e-6", None),
+    ],
+)
+def test_no_step_is_free(small: Path, terms: str, free: str | None) -> None:
+    """Terms are 0 where none is given: without those that every step needs a GPU would be infinitely fast."""
+    override = f"cost={{kind: fitted, {terms}}}"
+    if free is None:
+        assert scenario.load(small, [override]).cost.kind == "fitted"
+    else:
+        assert f"cost: {free} take no time: base_s or query_tokens is required" in refused(small, override)
+
+
+def test_a_coefficient_file_that_was_cut_short_is_refused(small: Path, tmp_path: Path) -> None:
+    """The first lines of a YAML file are one, too, and absent terms are 0: a digest tells. None is needed."""
+    whole = "# By hand.\n" + sealed("query_tokens:\n- tokens: 1\n  s: 0.01\n- tokens: 8\n  s: 0.04\nper_chunk_s: 0.1\n")
+    file, override = tmp_path / "c.yaml", "cost={kind: fitted, path: c.yaml}"
+    file.write_text(whole)
+    assert scenario.load(small, [override]).cost.per_chunk_s == 0.1  # type: ignore[union-attr]
+    lines = whole.splitlines(keepends=True)
+    for broken in ("".join(lines[:-1]), "".join(lines[:4]), whole[:-2], whole.replace("0.04", "0.05")):
+        file.write_text(broken)
+        assert "c.yaml: was cut short or changed after it was calibrated: restore it, or" in refused(small, override)
+    file.write_text("".join([lines[0], *lines[2:]]).replace("0.04", "0.05"))
+    assert scenario.load(small, [override]).cost.query_tokens[1].s == 0.05  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("name", catalog.names())
 def test_reference_scenarios_load_and_round_trip(name: str, tmp_path: Path) -> None:
     path = catalog.scenario(name)
@@ -159,7 +196,7 @@ seconds = st.floats(0, 1e3)
 costs = st.one_of(
     st.builds(lambda s, t: {"kind": "constant", "step_s": s, "per_token_s": t}, seconds, seconds),
     st.builds(lambda s: {"kind": "roofline", "step_overhead_s": s, "cpu": {"update": {"per_block_s": s}}}, seconds),
-    st.builds(lambda s: {"kind": "fitted", "base_s": s}, seconds),
+    st.builds(lambda s: {"kind": "fitted", "base_s": s}, st.floats(1e-9, 1e3)),
 )
 schedulers = st.one_of(
     st.builds(lambda b: {"name": "static", "batch_size": b}, st.integers(1, 999)),
@@ -214,7 +251,7 @@ def at(values: Any, dotted: str) -> Any:
     [
         ("static", "cost={kind: constant, step_s: 1}"),
         ("transformers_fifo", "cost.kind=roofline"),
-        ("vllm", "cost.kind=fitted"),
+        ("vllm", "cost={kind: fitted, base_s: 0.01}"),
     ],
 )
 def test_every_scalar_field_can_be_overridden(small: Path, scheduler: str, cost: str) -> None:

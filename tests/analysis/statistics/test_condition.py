@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from analysis.statistics import compare
 from analysis.statistics.compare import ONE_VALUE, MetricDifference
-from analysis.statistics.condition import Condition, ConditionError, parse, verdict
+from analysis.statistics.condition import Condition, parse, verdict
 from analysis.statistics.intervals import Interval
+from cbsim.results.checks import CheckError
 
 
 def _difference(metric: str, a: float, b: float, relative: tuple[float, float] | None = None) -> MetricDifference:
@@ -46,6 +47,7 @@ def test_a_condition_means(
     ("text", "says"),
     [
         ("tpto.p50>5%", "did you mean tpot.p50"),
+        ("tpot.p51>5%", "did you mean tpot.p50"),
         ("tpot>5%", "tpot.p50"),
         ("tpot.p50>5", "no unit, tpot_s.p50 takes %, ns, us, ms, s, min"),
         ("tpot.p50>5pt", "unit 'pt'"),
@@ -62,7 +64,7 @@ def test_a_condition_means(
     ],
 )
 def test_what_cannot_be_understood_is_refused_by_name(text: str, says: str) -> None:
-    with pytest.raises(ConditionError) as caught:
+    with pytest.raises(CheckError) as caught:
         parse(text)
     assert says in str(caught.value)
     assert f"--fail-if {text!r}" in str(caught.value)
@@ -77,7 +79,7 @@ def test_any_text_is_a_finite_bound_or_refused(text: str) -> None:
     """Property: nothing else comes out, neither another error nor a bound that nothing can be beyond."""
     try:
         bound = parse(text).bound
-    except ConditionError:
+    except CheckError:
         return
     assert math.isfinite(bound)
 

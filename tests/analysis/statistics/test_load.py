@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from analysis.statistics import loading
@@ -133,6 +136,34 @@ def test_a_broken_file_is_named(paths: list[Path], tmp_path: Path, name: str, co
     with pytest.raises(RunError) as error:
         loading.read([file.parent])
     assert str(error.value).startswith(str(file))
+
+
+Harm = Callable[[pd.DataFrame], pd.DataFrame]
+
+
+def _first(column: str, value: int) -> Harm:
+    return lambda table: table.assign(**{column: [value, *table[column][1:]]})
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda table: table.iloc[::-1], "steps are numbered 0, 1, 2 ...: row 0 has "),
+        (_first("schedule_start_ns", -(2**63)), "steps begin at or after the run: row 0 has 0 against -9223372036854"),
+        (_first("update_end_ns", 0), "update ends at or after its start: row 0 has "),
+        (_first("compute_end_ns", 0), "compute ends at or after its start: row 0 has "),
+        (_first("used_blocks", 2**40), "blocks in use and cached blocks exist: row 0 has "),
+    ],
+)
+def test_steps_that_no_machine_can_run_are_refused(paths: list[Path], tmp_path: Path, harm: Harm, said: str) -> None:
+    """A table whose columns are all there may still be none of a run: its numbers would be nonsense, said with care."""
+    file = _copy(paths[0], tmp_path) / "steps.parquet"
+    table = pq.read_table(file)
+    pq.write_table(pa.Table.from_pandas(harm(table.to_pandas()), table.schema, preserve_index=False), file)
+    with pytest.raises(RunError) as error:
+        loading.read([file.parent])
+    assert str(error.value).startswith(f"{file}: ") and "\n" not in str(error.value)
+    assert said in str(error.value)
 
 
 def test_fields_are_told_by_dotted_name() -> None:

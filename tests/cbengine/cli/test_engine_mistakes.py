@@ -13,6 +13,7 @@ pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
 
 import folders
+import safetensors.torch as safetensors_torch
 import torch
 from calls import ROOT, read, runs
 from engine_calls import call, refused
@@ -189,6 +190,20 @@ def test_weights_that_do_not_match(folder: Path, small: Path, tmp_path: Path) ->
     folders.alter(mine / "config.json", num_hidden_layers=3)
     said = call("replay", small, "--device", "process", "--weights", mine)
     refused(said, 2, "tensor model.layers.2.input_layernorm.weight is missing", "(9 tensors are)")
+
+
+@pytest.mark.parametrize("words", [(), ("--quiet",), ("--json",)])
+def test_weights_that_are_not_numbers(folder: Path, small: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """No request gets a token: that is no result, whatever is printed."""
+    mine = Path(shutil.copytree(folder, tmp_path / "mine"))
+    tensors = safetensors_torch.load_file(mine / "model.safetensors")
+    tensors["model.norm.weight"].fill_(torch.nan)
+    safetensors_torch.save_file(tensors, mine / "model.safetensors")
+    loop = ("--device", "inline", "--loop", "sync", "--out", tmp_path / "out")
+    said = call("replay", small, "--weights", mine, *loop, *words)
+    assert said.status == 1
+    line = said.err.splitlines()[-1]
+    assert "requests failed: the logits of a token were not numbers; see " in line and line.startswith("sync: ")
 
 
 def test_words_of_a_model_are_printed(folder: Path) -> None:

@@ -133,6 +133,11 @@ def test_a_file_is_fitted_again_from_the_steps_beside_it(tmp_path: Path) -> None
     held = calibrate.write(file, calibrate.calibration(made_up(100, 1, 0.01), LAYERS), asked("vllm"), "a device")
     assert calibrate.steps_of(file) == tmp_path / "8b.probes.parquet"
     assert calibrate.refit(file, LAYERS) == held == documents.read(file).data
+    whole = file.read_text()
+    file.write_text(whole[: whole.index("per_chunk_s")])
+    with pytest.raises(UsageError, match="was cut short or changed after it was calibrated"):
+        calibrate.refit(file, LAYERS)
+    file.write_text(whole)
     calibrate.steps_of(file).write_bytes(b"no table")
     with pytest.raises(UsageError, match=r"8b\.probes\.parquet: not a calibration: "):
         calibrate.refit(file, LAYERS)
@@ -184,6 +189,21 @@ def test_the_command_and_what_it_says_to_do_next(
     resolved = scenario.load(run / "scenario.resolved.yaml")
     assert resolved.cost.kind == "fitted"
     assert (resolved.model.layers, resolved.workload.requests) == (1, 3)  # type: ignore[union-attr]
+
+
+def test_probes_that_tell_nothing_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Larger steps would be a guess. What is beyond a scenario is called by the name that a user gives it."""
+    monkeypatch.setattr(build, "default_device", lambda: "modelled")
+    words = ["calibrate", "--quick", "--out", str(tmp_path / "c.yaml"), "--set", "model=tiny"]
+    assert parser.main([*words, "--rows", "1", "--longest", "1", "--tokens", "1"]) == 0
+    assert "warning: the largest step probed has " in capsys.readouterr().err
+    assert parser.main([*words, "--rows", str(10**16)]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "<Synthetic>" not in said and "calibrate: --rows, --longest or --tokens is too large: workload.requests" in said
+    )
 
 
 def test_nothing_is_measured_for_a_file_that_cannot_be_written(
