@@ -121,10 +121,6 @@ def _scenario(raw: directory.Run, file: Path) -> dict[str, Any]:
     if not isinstance(scenario, dict):
         raise RunError(f"{file}: not a scenario")
     declared.check(file, scenario, declared.SCENARIO)
-    try:
-        flat(scenario)
-    except RecursionError:
-        raise RunError(f"{file}: holds itself") from None
     return scenario
 
 

@@ -20,6 +20,7 @@ from cbsim.cli.parser import main
 from cbsim.results import metrics
 from cbsim.results.directory import RunError
 from cbsim.results.record import STEP_COLUMNS
+from cbsim.scenario.fields import ScenarioError
 
 FIELDS = ("workload.output_tokens=8", "workload.requests=12", "workload.arrivals={kind: constant, rate_per_s: 20}")
 
@@ -120,7 +121,7 @@ def test_a_scenario_that_holds_itself_is_refused(paths: list[Path], tmp_path: Pa
     copy = _copy(paths[0], tmp_path)
     with (copy / "scenario.resolved.yaml").open("a") as file:
         file.write("more: &self {inner: *self}\n")
-    with pytest.raises(RunError, match="holds itself"):
+    with pytest.raises(ScenarioError, match=r"\*self stands inside of what it names"):
         loading.read([copy])
 
 
