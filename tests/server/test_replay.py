@@ -220,11 +220,12 @@ def cut_short(run: Path, steps: int) -> None:
 
 
 def test_an_interrupted_run_is_compared_as_far_as_it_goes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A directory marked as incomplete has fewer steps than the policy would plan: no difference."""
+    """A directory marked as incomplete has fewer steps than the policy would plan: no difference, and that is said."""
     cut_short(run, 20)
     (run / directory.MARKER).write_text("interrupted after 20 steps\n")
     status, out, err = replayed(run, capsys)
-    assert (status, out, err) == (0, f"{run}: 20 of 20 plans identical\n", "")
+    said = "20 of 20 plans identical; the run is incomplete: interrupted after 20 steps"
+    assert (status, out, err) == (0, f"{run}: {said}\n", "")
 
 
 @pytest.mark.parametrize(
