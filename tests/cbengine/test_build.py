@@ -164,7 +164,9 @@ def test_what_is_recorded_loads_again(
     assert scenario.load(file) == ready == build.adapted(ready, setup)
     described = weights.architecture(path)
     assert (ready.model.experts, ready.model.experts_per_token) == (0, 0)  # weights are of dense models only
-    for field, value in ready.model.model_dump(exclude={"dtype", "experts", "experts_per_token"}).items():
+    assert (ready.model.weights_dtype, ready.model.kv_dtype) == (None, None)  # the engine has one type for all
+    elsewhere = {"dtype", "weights_dtype", "kv_dtype", "experts", "experts_per_token"}
+    for field, value in ready.model.model_dump(exclude=elsewhere).items():
         assert getattr(described, field) == value, field
     assert ready.model.name == path.name
     assert ready.model.dtype == ("bfloat16" if device == "modelled" else "float32")
