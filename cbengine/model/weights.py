@@ -5,7 +5,6 @@ transformers' own model.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch import Tensor
 from cbengine.errors import UsageError
 from cbengine.model.architecture import Architecture, RopeScaling
 from cbengine.model.kvcache import DeviceMemoryError, free_bytes
+from cbsim.scenario import pretrained
 from cbsim.scenario.fields import shown
 from cbsim.scenario.pretrained import Config
 
@@ -195,18 +195,7 @@ def _check_regular(path: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file of such a folder. Raises WeightsError."""
-    _check_regular(path)
-    if path.exists() and (size := path.stat().st_size) > MOST_JSON_BYTES:
-        raise WeightsError(f"{path}: has {size:,} bytes, must be <= {MOST_JSON_BYTES:,}")
-    try:
-        data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise WeightsError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{path}: is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise WeightsError(f"{path}: got {shown(data)}, expected an object")
-    return data
+    return pretrained.read_json(path, WeightsError, MOST_JSON_BYTES)
 
 
 # -- config.json ------------------------------------------------------------------------------------------------------

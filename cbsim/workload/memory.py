@@ -7,7 +7,7 @@ from pathlib import Path
 from cbsim.scenario.fields import ScenarioError
 
 REQUEST_BYTES = 1300
-"""Of a request in a run: what was asked, its progress, its rows of the tables. Measured."""
+"""Of a request in a run: what was asked, its progress, its rows of the tables; about that."""
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
