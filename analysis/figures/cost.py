@@ -38,7 +38,8 @@ def cost(summaries: Summaries) -> Chart:
 
 
 def pareto(groups: Mapping[str, Summaries]) -> Chart:
-    """Tokens/s of the GPU against tokens/s of a user (1 / TPOT p50), one marker a run, labelled; one style a group.
+    """Tokens/s of the GPU against tokens/s of a user (1 / TPOT p50), one marker a run, one style a group. Runs of a
+    group have their labels beside them.
 
     A line joins the runs that no other one beats in both. A run without TPOT has no place here.
     """
@@ -53,7 +54,7 @@ def pareto(groups: Mapping[str, Summaries]) -> Chart:
         texts = [
             f"{label}: {b:,.0f} tokens/s, {a:,.1f} tokens/s a user" for label, a, b in zip(kept, x, y, strict=True)
         ]
-        marks.append(Points(group, x, y, series(index), texts=texts, labels=kept))
+        marks.append(Points(group, x, y, series(index), texts=texts, labels=() if kept == [group] else kept))
         users.append(x)
         gpus.append(y)
     x, y = np.concatenate(users), np.concatenate(gpus)
@@ -62,7 +63,7 @@ def pareto(groups: Mapping[str, Summaries]) -> Chart:
     says = "Right is faster for a user (1 / TPOT p50), up is more from the GPU."
     says += " The line joins the runs that no other one beats in both."
     says += f" Without TPOT: {', '.join(left)}." if left else ""
-    y_range = (0.0, 1.1 * float(y.max())) if len(y) else None
+    y_range = (0.9 * float(y.min()), 1.1 * float(y.max())) if len(y) else None
     panel = Panel(marks, "output tokens/s of a user", "output tokens/s of the GPU", y_range=y_range)
     return Chart("pareto", "Throughput against speed for a user", says, [panel])
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from analysis.figures import slo
 from analysis.figures.axis import spread
 from analysis.statistics.sweeps import Knee, Sweep, SweepGroup, knee, rates
 from cbsim.draw.chart import GREY, Chart, Edge, Floats, Line, Mark, Panel, Points, Style, series
@@ -32,7 +33,7 @@ def curves(swept: Sweep) -> Chart:
         x = np.unique(np.concatenate(list(xs.values())))
         panels[-1] = _with(panels[-1], [Line("as many as offered", x, x, Style(GREY, "dotted"))])
     edges: list[Mark] = [
-        Edge(f"{label}: knee", known.rate, Style(series(index).colour, "dotted"))
+        Edge(f"{label}: knee", known.rate, Style(series(index).colour, "dashdot"))
         for index, (label, known) in enumerate(knees.items())
         if known.rate is not None
     ]
@@ -74,7 +75,8 @@ def _latency(swept: Sweep, xs: Mapping[str, Floats], name: str, key: str) -> Pan
         for percentile in drawn
     }
     known = [part[np.isfinite(part)] for part in values.values()]
-    scale = unit(max((float(part.max()) for part in known if len(part)), default=0.0))
+    most = max((float(part.max()) for part in known if len(part)), default=0.0)
+    scale = unit(most)
     marks: list[Mark] = []
     for index, group in enumerate(swept.groups):
         for percentile in drawn:
@@ -82,7 +84,10 @@ def _latency(swept: Sweep, xs: Mapping[str, Floats], name: str, key: str) -> Pan
             marks += _curve(
                 f"{group.label} {percentile}", xs[group.label], values[group.label, percentile] / scale.seconds, style
             )
-    return Panel(marks, "", scale.name, title=name, y_log=spread(known))
+    panel = Panel(marks, "", scale.name, title=name, y_log=spread(known))
+    return slo.across(
+        panel, slo.limits([run.scenario for run in _runs(swept)]).get(key), most, scale.seconds, level=True
+    )
 
 
 def _single(swept: Sweep, xs: Mapping[str, Floats], title: str, metric: str) -> Panel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from analysis.figures import activity, cost, curves, latency, memory, queues, requests, steps
+from analysis.figures import activity, cost, curves, latency, memory, queues, requests, side_by_side, slo, steps
 from analysis.statistics.loading import LoadedRun
 from analysis.statistics.sweeps import Sweep
 from cbsim.draw import lane_chart
@@ -15,7 +15,9 @@ from cbsim.results.metrics import Requests, token_times
 def latencies(runs: Sequence[LoadedRun]) -> Chart:
     """Distributions of the requests that count: those of each run's window."""
     times = {run.label: run.times if _all(run) else _counted(run) for run in runs}
-    return latency.latency({run.label: run.counted for run in runs}, times, {run.label: run.measured for run in runs})
+    measured = {run.label: run.measured for run in runs}
+    limits = slo.limits([run.scenario for run in runs])
+    return latency.latency({run.label: run.counted for run in runs}, times, measured, limits)
 
 
 def _all(run: LoadedRun) -> bool:
@@ -42,9 +44,12 @@ def details(runs: Sequence[LoadedRun]) -> list[Chart]:
         requests.timeline({run.label: run.requests for run in runs}),
         steps.step_time(frames),
     ]
-    if len(runs) > 2:
-        charts.insert(0, cost.pareto({run.label: {run.label: run.summary} for run in runs}))
     return [*charts, cost.cost(summaries)] if any("cost" in summary for summary in summaries.values()) else charts
+
+
+def several(runs: Sequence[LoadedRun]) -> list[Chart]:
+    """Of runs of one workload: their numbers side by side, and the trade-off between GPU and user."""
+    return [side_by_side.side_by_side(runs), cost.pareto({run.label: {run.label: run.summary} for run in runs})]
 
 
 def swept(sweep: Sweep) -> list[Chart]:

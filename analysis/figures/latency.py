@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from analysis.figures import slo
 from analysis.figures.axis import Frames, spread
 from analysis.statistics.thin import Ints, cdf
 from cbsim.draw.chart import Chart, Floats, Line, Mark, Panel, Points, Style, series
@@ -27,9 +29,15 @@ class LatencySample(NamedTuple):
     counts: Ints | None = None
 
 
-def latency(requests: Frames, times: Mapping[str, metrics.Requests], measured: Mapping[str, bool]) -> Chart:
-    """TTFT, TPOT, ITL and E2E as exact distribution functions, all runs overlaid. Percentiles are marked unless the
-    sample is too small to quote them. If there are measured and simulated runs, the simulated ones are dashed.
+def latency(
+    requests: Frames,
+    times: Mapping[str, metrics.Requests],
+    measured: Mapping[str, bool],
+    limits: Mapping[str, float] = MappingProxyType({}),
+) -> Chart:
+    """TTFT, TPOT, ITL and E2E as exact distribution functions, all runs overlaid, and the `limits` (s) of a service
+    level. Percentiles are marked unless the sample is too small to quote them. If there are measured and simulated
+    runs, the simulated ones are dashed.
     """
     mixed = len({measured[label] for label in requests}) > 1
     panels: list[Panel] = []
@@ -38,7 +46,8 @@ def latency(requests: Frames, times: Mapping[str, metrics.Requests], measured: M
     for key, name in QUANTITIES:
         samples = {label: _sample(frame, times[label], key) for label, frame in requests.items()}
         samples = {label: sample for label, sample in samples.items() if len(sample.values)}
-        scale = unit(max((float(sample.values.max()) for sample in samples.values()), default=0.0))
+        most = max((float(sample.values.max()) for sample in samples.values()), default=0.0)
+        scale = unit(most)
         marks: list[Mark] = []
         for index, label in enumerate(requests):
             if label in samples:
@@ -47,11 +56,15 @@ def latency(requests: Frames, times: Mapping[str, metrics.Requests], measured: M
                 cut |= len(samples[label].values) > MOST_POINTS
         counts |= {label: len(samples[label].values) for label in samples if key == "e2e_s"}
         log = spread(sample.values for sample in samples.values())
-        panels.append(Panel(marks, scale.name, "share", title=name, x_log=log, y_range=(0.0, 1.03)))
+        panel = Panel(marks, scale.name, "share", title=name, x_log=log, y_range=(0.0, 1.03))
+        panels.append(slo.across(panel, limits.get(key), most, scale.seconds))
+    each = {counts.get(label, 0) for label in requests}
     said = "; ".join(f"{label} {counts.get(label, 0):,}" for label in requests)
+    said = f"{each.pop():,} of each run" if len(each) == 1 < len(requests) else said
     says = f"Share of values up to x. ITL: every gap between two tokens; the others: requests that are done ({said})."
     says += " Marks: p50, p95, p99 of all values, where there are enough."
     says += " Solid: measured; dashed: simulated." if mixed else ""
+    says += " Black, dashed: the service level (SLO)." if limits else ""
     says += f" Thinned for drawing to {MOST_POINTS:,} points, each of them exact." if cut else ""
     return Chart("latency", "Latency distributions", says, panels, columns=2)
 

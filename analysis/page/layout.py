@@ -17,7 +17,7 @@ Dict = dict[str, Any]
 HEADROOM = 1.06  # above a level, in levels
 WIDE_PX, NARROW_PX = 1060, 340  # of the plots that the layouts are made for
 TITLE_PX, AXIS_PX, LEGEND_LINE_PX, LETTER_PX = 26, 52, 21, 7
-ROW_LETTERS, MOST_ROW_LABELS = 16, 40
+CATEGORY_LETTERS, MOST_ROW_LABELS = 16, 40
 FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 12, "color": "#222222"}
 LINES = {"gridcolor": "#E4E4E4", "linecolor": "#777777", "showline": True, "zeroline": False, "ticks": "outside"}
 
@@ -33,6 +33,11 @@ def escaped(text: str) -> str:
 
 def _wrapped(text: str, letters: int) -> str:
     return "<br>".join(escaped(line) for line in textwrap.wrap(text, letters)) or escaped(text)
+
+
+def _row_letters(width: int) -> int:
+    """Letters of a label in one line."""
+    return 30 if width >= WIDE_PX else 16
 
 
 def placed(mark: Mark) -> bool:
@@ -132,7 +137,7 @@ def _column(chart: Chart, place: int, width: int) -> tuple[float, float]:
     """From where to where its column reaches, as shares of the width: columns leave room for labels between them."""
     inner = [panel for number, panel in enumerate(chart.panels) if number % chart.columns]
     longest = max((len(row) for panel in inner for row in panel.rows), default=0)
-    gap = (75 + LETTER_PX * min(longest, ROW_LETTERS)) / width
+    gap = (75 + LETTER_PX * min(longest, _row_letters(width))) / width
     size = (1 - gap * (chart.columns - 1)) / chart.columns
     left = (place % chart.columns) * (size + gap)
     return (left, left + size)
@@ -145,13 +150,13 @@ def _pixels(chart: Chart, place: int, width: int) -> float:
 
 def _categories(panel: Panel, room: float) -> tuple[Dict, int]:
     """The x axis of a panel with categories, and the pixels that its labels need beyond a line. No room: they slant."""
-    lines = [textwrap.wrap(name, ROW_LETTERS) or [""] for name in panel.categories]
+    lines = [textwrap.wrap(name, CATEGORY_LETTERS) or [""] for name in panel.categories]
     longest = max((len(line) for name in lines for line in name), default=0)
     tallest = max(map(len, lines), default=0)
     slanted = (longest + 1) * LETTER_PX * len(lines) > room
     ticks = {
         "tickvals": list(range(len(lines))),
-        "ticktext": [_wrapped(name, ROW_LETTERS) for name in panel.categories],
+        "ticktext": [_wrapped(name, CATEGORY_LETTERS) for name in panel.categories],
     }
     ticks |= {"range": [-0.6, len(lines) - 0.4], "fixedrange": True, "showgrid": False, "tickangle": -35 * slanted}
     return ticks, 15 * tallest + (longest * LETTER_PX // 2 if slanted else -15)
@@ -169,26 +174,28 @@ def _axes(chart: Chart, place: int, width: int, span: list[float]) -> Dict:
     panel, number, column = chart.panels[place], place + 1, _column(chart, place, width)
     x: Dict = LINES | {"domain": column, "anchor": axis("y", number), "automargin": True}
     y: Dict = LINES | {"domain": span, "anchor": axis("x", number), "automargin": True, "title": _named(panel.y)}
-    x |= _range(panel.x_range, log=panel.x_log) | {"type": "log" if panel.x_log else "linear"}
+    edges = [mark.x for mark in panel.marks if isinstance(mark, Edge) and placed(mark)]
+    x |= _range(panel.x_range, log=panel.x_log) | {"autorangeoptions": {"include": edges}}
+    x |= {"type": "log" if panel.x_log else "linear"}
     y |= {"type": "log" if panel.y_log else "linear", "separatethousands": True}
     if chart.share_x and place:
         x["matches"] = "x"
     x |= {"title": _named(panel.x)} if _labelled(chart, place) else {"showticklabels": False}
     if panel.categories:
         x |= _categories(panel, _pixels(chart, place, width))[0]
-    return {axis("x", number, "axis"): x, axis("y", number, "axis"): y | _scale(panel)}
+    return {axis("x", number, "axis"): x, axis("y", number, "axis"): y | _scale(panel, width)}
 
 
 def _named(title: str) -> Dict:
     return {"text": escaped(title), "standoff": 8}
 
 
-def _scale(panel: Panel) -> Dict:
+def _scale(panel: Panel, width: int) -> Dict:
     """The y axis: rows from the top down, else the range asked for, else from 0 unless logarithmic."""
     if panel.rows:
         every = math.ceil(len(panel.rows) / MOST_ROW_LABELS)
         ticks: Dict = {"tickvals": list(range(0, len(panel.rows), every))}
-        ticks["ticktext"] = [_wrapped(row, ROW_LETTERS) for row in panel.rows[::every]]
+        ticks["ticktext"] = [_wrapped(row, _row_letters(width)) for row in panel.rows[::every]]
         return ticks | {"range": [len(panel.rows) - 0.5, -0.5], "fixedrange": True, "showgrid": False, "ticks": ""}
     if panel.y_range is not None:
         return _range(panel.y_range, log=panel.y_log)

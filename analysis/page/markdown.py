@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from analysis.statistics.content import Report, Source
 from cbsim.draw.markdown import Table, fenced, figure, plain, table
 
-MOST_COLUMNS = 4
+MOST_COLUMNS = 4  # runs; a table of the report has the numbers of more
 
 
 def text(report: Report) -> str:
@@ -20,7 +20,7 @@ def _lines(report: Report) -> Iterator[str]:
     yield ""
     if report.question:
         yield from (plain(report.question), "")
-    if any(source.tiles for source in report.sources):
+    if len(report.sources) <= MOST_COLUMNS and any(source.tiles for source in report.sources):
         yield from table(_tiles(report.sources))
     yield "## When not to trust this"
     yield ""
@@ -42,13 +42,10 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def _tiles(sources: Sequence[Source]) -> Table:
-    """Tiles of all runs: a metric a row, or a run a row if there are too many for columns."""
+    """Tiles of all runs, a metric a row."""
     labels = {tile.metric: tile.label for source in sources for tile in source.tiles}
     rows = [(label, *(_cell(source, metric) for source in sources)) for metric, label in labels.items()]
-    table = [("", *(source.label for source in sources)), *rows]
-    if len(sources) > MOST_COLUMNS:
-        table = list(zip(*table, strict=True))
-    return Table("", table[0], table[1:])
+    return Table("", ("", *(source.label for source in sources)), rows)
 
 
 def _cell(source: Source, metric: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from analysis.figures import gallery
 from analysis.statistics import comparable, compare, landscape, pairing, sweeps, trust
@@ -11,7 +12,7 @@ from analysis.statistics.compare import MetricDifference
 from analysis.statistics.content import Report, Source, Tile
 from analysis.statistics.loading import LoadedRun
 from analysis.statistics.pairing import Error
-from cbsim.draw.chart import SERIES, Chart
+from cbsim.draw.chart import Chart
 from cbsim.draw.markdown import Table
 from cbsim.results.metrics import SAMPLES_NEEDED
 from cbsim.results.terminal import QUANTITIES, lookup, shown
@@ -19,6 +20,7 @@ from cbsim.scenario import documents
 
 Pair = tuple[LoadedRun, LoadedRun]
 MOST_IN_DETAIL = 4  # runs whose steps and requests are drawn; the figures of more could not be read
+MOST_LINES = 16  # runs whose distributions are drawn over each other
 TILES = (
     *("makespan_s", "output_tokens_per_s", "gpu_active", "ttft_s.p50", "ttft_s.p99", "tpot_s.p50", "tpot_s.p99"),
     *("e2e_s.p50", "preemptions", "slo.attainment", "cost.usd_per_million_output_tokens"),
@@ -36,9 +38,9 @@ def build(runs: Sequence[LoadedRun], command: str) -> Report:
     return Report(
         title=f"{title}: {swept.field} from {swept.values[0]:g} to {swept.values[-1]:g}" if swept else title,
         question=questions[0] if len(questions) == 1 else "",
-        sources=[source(run) for run in runs],
+        sources=[source(run, runs[0]) for run in runs],
         caveats=trust.caveats(runs),
-        findings=findings(swept, errors, differences),
+        findings=findings(runs, swept, errors, differences),
         tables=tables(runs, pair, errors, differences, by_rate=swept is not None and swept.by_rate),
         charts=charts(runs, swept),
         command=command,
@@ -54,18 +56,33 @@ def checked(runs: Sequence[LoadedRun]) -> sweeps.Sweep | None:
     return swept
 
 
-def source(run: LoadedRun) -> Source:
-    """A run as the report names it."""
+def source(run: LoadedRun, first: LoadedRun) -> Source:
+    """A run as the report names it. The first has its whole scenario and environment, others what differs in theirs."""
     kind = f"measured on {run.environment.get('device')}" if run.measured else "simulated"
+    alone = run is first
+    scenario = run.scenario if alone else difference(run.scenario, first.scenario)
+    environment = run.environment if alone else difference(run.environment, first.environment)
     return Source(
         label=run.label,
         folder=run.path.name,
         kind=kind,
         tiles=[tile for metric in TILES if (tile := _tile(run, metric)) is not None],
-        scenario=documents.write(dict(run.scenario)),
-        environment=json.dumps(run.environment, indent=2),
+        scenario=f"# as {first.label} but for\n" * (not alone) + documents.write(dict(scenario)),
+        environment=json.dumps(environment, indent=2),
         command=str(run.environment.get("command", "")),
     )
+
+
+def difference(document: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a document is not as in the first; null for what it lacks."""
+    changed: dict[str, Any] = {}
+    for key in {**document, **first}:
+        own, other = document.get(key), first.get(key)
+        if isinstance(own, Mapping) and isinstance(other, Mapping):
+            changed |= {key: inner} if (inner := difference(own, other)) else {}
+        elif own != other:
+            changed[key] = own
+    return changed
 
 
 def _tile(run: LoadedRun, metric: str) -> Tile | None:
@@ -79,10 +96,17 @@ def _tile(run: LoadedRun, metric: str) -> Tile | None:
     return Tile(metric, label, shown(value, unit), note)
 
 
-def findings(swept: sweeps.Sweep | None, errors: Sequence[Error], differences: Sequence[MetricDifference]) -> list[str]:
+def findings(
+    runs: Sequence[LoadedRun],
+    swept: sweeps.Sweep | None,
+    errors: Sequence[Error],
+    differences: Sequence[MetricDifference],
+) -> list[str]:
     """What the runs say together, in sentences."""
     if swept is not None:
         return sweeps.findings(swept)
+    if len(runs) > 2:
+        return landscape.findings(runs)
     return [pairing.summary_line(errors)] if errors else compare.verdict(differences) if differences else []
 
 
@@ -122,10 +146,8 @@ def side_by_side(runs: Sequence[LoadedRun]) -> Table:
 
 def charts(runs: Sequence[LoadedRun], swept: sweeps.Sweep | None) -> list[Chart]:
     """Figures in the order in which practitioners look at them."""
-    several = gallery.swept(swept) if swept is not None else []
-    if len(runs) > 2 and swept is None:
-        several = [landscape.chart(runs)]
-    if len(runs) > len(SERIES):
+    several = gallery.swept(swept) if swept is not None else gallery.several(runs) if len(runs) > 2 else []
+    if len(runs) > MOST_LINES:
         return several
     if swept is not None or len(runs) > MOST_IN_DETAIL:
         return [*several, gallery.latencies(runs)]

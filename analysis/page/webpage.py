@@ -10,6 +10,7 @@ import base64
 import gzip
 import hashlib
 import json
+import re
 import string
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -21,8 +22,9 @@ from analysis.statistics.content import Caveat, Report, Source, Tile
 from cbsim.draw.chart import Chart, series
 from cbsim.draw.markdown import Table
 
-MOST_IN_TILES = 4  # runs; more make a table
+MOST_IN_TILES = 4  # runs; a table of the report has the numbers of more
 MOST_LISTED = 24  # runs; more are folded
+CSS_DASHES = {"solid": "solid", "dashed": "dashed", "dotted": "dotted", "dashdot": "double"}
 KEYS = (  # what a button does, its sign, its name
     *(("+", "+", "Zoom in"), ("-", "&minus;", "Zoom out")),
     *(("ArrowLeft", "&larr;", "Move left"), ("ArrowRight", "&rarr;", "Move right")),
@@ -44,7 +46,7 @@ def html(report: Report, script: str) -> str:
     own = _file("page.js")
     parts = [(title, name, content) for title, name, content in _parts(report) if content]
     links = [f'<a href="#{name}">{title}</a>' for title, name, _ in parts]
-    question = f'<p class="question">{escape(report.question)}</p>' if report.question else ""
+    question = f'<p class="question">{_said(report.question)}</p>' if report.question else ""
     return string.Template(_file("page.html")).substitute(
         policy=_policy(own, script),
         title=escape(report.title),
@@ -92,8 +94,13 @@ def _section(title: str, content: str) -> tuple[str, str, str]:
     return title, name, f"{head}\n{content}</section>" if content else ""
 
 
+def _said(text: str) -> str:
+    """A sentence of the report; what stands between backticks in Markdown is code here."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
+
+
 def _list(sentences: Sequence[str]) -> str:
-    lines = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    lines = "".join(f"<li>{_said(sentence)}</li>" for sentence in sentences)
     return f'<ul class="findings">{lines}</ul>' if lines else ""
 
 
@@ -102,8 +109,11 @@ def _list(sentences: Sequence[str]) -> str:
 
 
 def _mark(index: int) -> str:
-    """The colour of a run in the charts."""
-    return f'<span class="mark" style="background:{series(index).colour}" aria-hidden="true"></span>'
+    """The line of a run in the charts."""
+    style = series(index)
+    return (
+        f'<span class="mark" style="border-top:3px {CSS_DASHES[style.dash]} {style.colour}" aria-hidden="true"></span>'
+    )
 
 
 def _runs(report: Report) -> str:
@@ -121,12 +131,10 @@ def _runs(report: Report) -> str:
 
 def _numbers(sources: Sequence[Source]) -> str:
     metrics = {tile.metric: tile.label for source in sources for tile in source.tiles}
-    if not metrics:
+    if not metrics or len(sources) > MOST_IN_TILES:
         return ""
     if len(sources) == 1:
         return f'<dl class="tiles">{"".join(map(_tile, sources[0].tiles))}</dl>'
-    if len(sources) > MOST_IN_TILES:
-        return _table_of_runs(sources, metrics)
     return f'<div class="tiles several">{"".join(_shared(sources, *metric) for metric in metrics.items())}</div>'
 
 
@@ -153,21 +161,9 @@ def _shared(sources: Sequence[Source], metric: str, label: str) -> str:
     return f'<div class="tile"><h3>{escape(label)}</h3><dl>{rows}</dl></div>'
 
 
-def _table_of_runs(sources: Sequence[Source], metrics: dict[str, str]) -> str:
-    """Metrics of many runs: a run a row."""
-    head = "".join(f'<th scope="col">{escape(label)}</th>' for label in ("run", *metrics.values()))
-    rows = "".join(
-        f'<tr><th scope="row">{escape(source.label)}</th>'
-        + "".join(_value(tile, "td") if (tile := _tile_of(source, metric)) else "<td>none</td>" for metric in metrics)
-        + "</tr>"
-        for source in sources
-    )
-    return _scroll(f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>", 'aria-label="Numbers of all runs"')
-
-
 def _caveats(caveats: Sequence[Caveat]) -> str:
     lines = "".join(
-        f"<li>{f'<strong>{escape(caveat.run)}</strong>: ' if caveat.run else ''}{escape(caveat.text)}"
+        f"<li>{f'<strong>{escape(caveat.run)}</strong>: ' if caveat.run else ''}{_said(caveat.text)}"
         f' <span class="kind">{escape(caveat.kind)}</span></li>'
         for caveat in caveats
     )
@@ -182,7 +178,7 @@ def _table(table: Table, index: int) -> str:
         f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
         for first, *cells in table.rows
     )
-    says = f"<p>{escape(table.says)}</p>" if table.says else ""
+    says = f"<p>{_said(table.says)}</p>" if table.says else ""
     body = _scroll(f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>", f'aria-labelledby="table-{index}"')
     return f'<h3 id="table-{index}">{escape(table.title)}</h3>{says}{body}'
 
@@ -226,7 +222,7 @@ def _chart(chart: Chart, data: str) -> str:
 <div class="plot" tabindex="0" role="group" aria-roledescription="chart" aria-label="Chart: {escape(chart.title)}"
  aria-describedby="{name}-says keys" data-figure="{data}" data-file="{file}"></div>
 <noscript><p>This chart needs JavaScript. The same figure is {file}.</p></noscript>
-<figcaption id="{name}-says">{escape(chart.says)}</figcaption>
+<figcaption id="{name}-says">{_said(chart.says)}</figcaption>
 <script type="application/json" id="{data}">{_json(chart)}</script>
 </figure>"""
 

@@ -37,7 +37,7 @@ class Source:
     folder: str
     kind: str  # simulated or measured, and on what
     tiles: Sequence[Tile]
-    scenario: str  # the resolved scenario, YAML; "" if another source has it
+    scenario: str  # the resolved scenario, YAML, or how it differs from the first; "" if another source has it
     environment: str  # env.json, likewise
     command: str  # makes the run again
 

@@ -5,12 +5,8 @@ checked elsewhere.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
 
 from analysis.statistics.loading import LoadedRun, flat
-from cbsim.draw.chart import Bars, Chart, Panel, Style, series
 from cbsim.draw.markdown import Table
 from cbsim.results.metrics import SAMPLES_NEEDED
 from cbsim.results.terminal import lookup, shown
@@ -24,28 +20,35 @@ COLUMNS = (  # header, metric, unit
     ("TTFT p99", "ttft_s.p99", "s"),
     ("TPOT p50", "tpot_s.p50", "s"),
     ("TPOT p99", "tpot_s.p99", "s"),
+    ("E2E p50", "e2e_s.p50", "s"),
     ("SLO met", "slo.attainment", "share"),
     ("preemptions", "preemptions", "count"),
     ("$/M output tokens", "cost.usd_per_million_output_tokens", "number"),
 )
 LOOPS = ("sync", "async")
+KEPT = 0.99  # of the requests
+NEAR = 0.99  # of the most is as good
+FEW = 3  # are named
 ASIDE = ("name", "question", "loop.mode")  # do not make a run another configuration
 
 
 def landscape(runs: Sequence[LoadedRun], *, by_rate: bool = False) -> Table:
     """A row a run, most output tokens/s first, with its factor over the slowest, and what an async loop gains in output
-    tokens/s over the sync loop of the same configuration.
+    tokens/s over the sync loop of the same configuration. What is the same for all is said once.
 
     With `by_rate` what arrives was swept: runs stay in order, and a factor would be that of the traffic.
     """
     ordered = list(runs) if by_rate else sorted(runs, key=lambda run: -_rate(run))
     slowest = min((_rate(run) for run in runs), default=0.0)
     gains = _gains(runs)
-    kept = [column for column in COLUMNS if any(lookup(run.summary, column[1]) is not None for run in runs)]
+    there = [column for column in COLUMNS if any(lookup(run.summary, column[1]) is not None for run in runs)]
+    cells = {column: [_cell(run, *column[1:]) for run in ordered] for column in there}
+    same = [column for column in there if len(runs) > 1 and len(set(cells[column])) == 1]
+    kept = [column for column in there if column not in same]
     rows = [
-        (run.label, *(_cell(run, *column[1:]) for column in kept))
+        (run.label, *(cells[column][i] for column in kept))
         + (() if by_rate else (_factor(run, slowest), gains.get(run.label, "")))
-        for run in ordered
+        for i, run in enumerate(ordered)
     ]
     header = ("run", *(column[0] for column in kept), *(() if by_rate else ("factor", "async gain")))
     says = (
@@ -53,7 +56,9 @@ def landscape(runs: Sequence[LoadedRun], *, by_rate: bool = False) -> Table:
     )
     if by_rate:
         says = "Below the knee output tokens/s are those of the traffic."
-    if any("*" in cell for row in rows for cell in row[1:]):
+    if same:
+        says += f" The same for all: {', '.join(f'{column[0]} {cells[column][0]}' for column in same)}."
+    if any("*" in cell for column in there for cell in cells[column]):
         says += f" * too few requests to quote it (p99 needs {SAMPLES_NEEDED['p99']})."
     return Table("Side by side", header, rows, says)
 
@@ -88,47 +93,44 @@ def _gains(runs: Sequence[LoadedRun]) -> Mapping[str, str]:
     return gains
 
 
-def chart(runs: Sequence[LoadedRun]) -> Chart:
-    """Output tokens/s and GPU active, the bars of both loops of a configuration side by side; static batching first."""
-    groups: dict[Any, list[LoadedRun]] = {}
-    for run in sorted(runs, key=lambda run: (_scheduler(run) != "static", LOOPS.index(run.loop))):
-        groups.setdefault(_slot(run, groups), []).append(run)
-    names = _names(list(groups.values()))
-    panels = [
-        _panel(list(groups.values()), names, "output tokens/s", "output_tokens_per_s", "number"),
-        _panel(list(groups.values()), names, "GPU active", "gpu_active", "share"),
-    ]
-    says = "Throughput and GPU-active time over the whole run; sync and async loop of a configuration side by side."
-    return Chart("landscape", "Schedulers and loops side by side", says, panels)
+def findings(runs: Sequence[LoadedRun]) -> list[str]:
+    """What the runs say side by side, in sentences: who is best, what async gains, where the SLO holds."""
+    sentences = [_most(runs), *(_least(runs, name, key) for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s")))]
+    gains = [float(gain.rstrip("%")) for gain in _gains(runs).values()]
+    if gains:
+        reach = f"{min(gains):+.1f}" if min(gains) == max(gains) else f"{min(gains):+.1f} to {max(gains):+.1f}"
+        sentences.append(
+            f"Async against sync of the same configuration: {reach} % output tokens/s, {len(gains)} times."
+        )
+    met = {run.label: share for run in runs if (share := lookup(run.summary, "slo.attainment")) is not None}
+    if met:
+        kept = [label for label, share in met.items() if share >= KEPT]
+        sentences.append(f"SLO met by at least {KEPT:.0%} of the requests in {_named(kept, len(met))}.")
+    return [sentence for sentence in sentences if sentence]
 
 
-def _scheduler(run: LoadedRun) -> str:
-    return str(lookup(run.scenario, "scheduler.name"))
+def _most(runs: Sequence[LoadedRun]) -> str:
+    best, worst = max(runs, key=_rate), min(runs, key=_rate)
+    near = [run.label for run in runs if run is not best and _rate(run) >= NEAR * _rate(best)]
+    said = f"Most output tokens/s: {best.label}, {_rate(best):,.4g}"
+    said += f"; within 1 %: {_named(near, len(runs) - 1)}" if near else ""
+    return f"{said}. Fewest: {worst.label}, {_rate(worst):,.4g}." if _rate(best) else ""
 
 
-def _slot(run: LoadedRun, groups: Mapping[Any, Sequence[LoadedRun]]) -> tuple[str, int]:
-    """The bars that a run belongs to; repetitions get bars of their own."""
-    number = 0
-    while any(other.loop == run.loop for other in groups.get((configuration(run), number), ())):
-        number += 1
-    return configuration(run), number
+def _least(runs: Sequence[LoadedRun], name: str, key: str) -> str:
+    """The least and the greatest of a latency: its p99 if all runs may be quoted on it, else its p50."""
+    few = any("p99" in (lookup(run.summary, f"{key}.too_few_for") or ()) for run in runs)
+    percentile = "p50" if few else "p99"
+    values = {run.label: value for run in runs if (value := lookup(run.summary, f"{key}.{percentile}"))}
+    if len(values) < 2:
+        return ""
+    least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
+    ends = (f"{label}, {shown(values[label], 's')}" for label in (least, most))
+    return f"{name} {percentile} is least with {next(ends)}, and greatest with {next(ends)}."
 
 
-def _names(groups: Sequence[Sequence[LoadedRun]]) -> list[str]:
-    """Labels less the loop if that leaves them different, else of the first run of each."""
-    short = [" ".join(word for word in group[0].label.split() if word not in LOOPS) for group in groups]
-    return short if len(set(short)) == len(short) and all(short) else [group[0].label for group in groups]
-
-
-def _panel(groups: Sequence[Sequence[LoadedRun]], names: Sequence[str], title: str, metric: str, unit: str) -> Panel:
-    marks = []
-    for index, loop in enumerate(LOOPS):
-        kept = [(i, run) for i, group in enumerate(groups) for run in group if run.loop == loop]
-        heights = [lookup(run.summary, metric) or 0.0 for _, run in kept]
-        labels = [shown(height, unit) for height in heights]
-        style: Style = series(index)
-        if kept:
-            places = np.array([i for i, _ in kept])
-            marks.append(Bars(loop, places, np.array(heights, dtype=np.float64), style, labels))
-    y_range = (0.0, 1.1) if unit == "share" else None
-    return Panel(marks, "", "share" if unit == "share" else "tokens/s", title=title, categories=names, y_range=y_range)
+def _named(labels: Sequence[str], of: int) -> str:
+    """Some of the runs, by name if they are few."""
+    if len(labels) == of:
+        return f"all {of} runs" if of > 1 else "the run"
+    return f"{', '.join(labels) or 'none'}" if len(labels) <= FEW else f"{len(labels)} of {of} runs"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.statistics import declared
+from analysis.statistics import declared, labels
 from cbsim.results import directory, invariants, metrics
 from cbsim.results.directory import RunError
 from cbsim.results.metrics import Requests, Steps
@@ -25,7 +25,6 @@ LATENCIES = ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s", "queue_s", "pr
 SIMULATED = "simulated"
 VERDICT = "replay.json"
 """In a run directory in place of tables that are not kept: what deriving its plans again came to, null if none did."""
-UNTOLD = ("cost.cpu", "scheduler.name", "name")  # what says too little for its length, or is told already
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +62,12 @@ class LoadedRun:
     @property
     def name(self) -> str:
         return str(self.summary["name"])
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What may set it apart: the fields of its scenario by dotted name, the loop it had, and its world."""
+        world = "measured" if self.measured else SIMULATED
+        return flat(self.scenario) | {"loop.mode": self.loop, "world": world}
 
     @property
     def start_ns(self) -> int:
@@ -158,32 +163,9 @@ def request_frame(times: Requests) -> pd.DataFrame:
 
 
 def labelled(runs: Sequence[LoadedRun]) -> list[LoadedRun]:
-    """Each run with a label of its own: its loop, and whatever else sets it apart from the others."""
-    flats = [flat(run.scenario) for run in runs]
-    fields = sorted(
-        {field for settings in flats for field in settings if len({repr(other.get(field)) for other in flats}) > 1}
-    )
-    words = [[run.loop] for run in runs]
-    if len({run.measured for run in runs}) > 1:
-        words = [[*parts, "measured" if run.measured else SIMULATED] for parts, run in zip(words, runs, strict=True)]
-    for field in ("scheduler.name", "name", *(field for field in fields if not field.startswith(UNTOLD))):
-        differs = field in fields and field not in ("loop.mode", "question")
-        if differs and (field == "scheduler.name" or len({*map(tuple, words)}) < len(words)):
-            words = [_with(parts, field, flat_.get(field)) for parts, flat_ in zip(words, flats, strict=True)]
-    labels: list[str] = []
-    for parts in words:
-        label = " ".join(parts)
-        count = sum(label == other or other.startswith(f"{label} #") for other in labels)
-        labels.append(f"{label} #{count + 1}" if count else label)
-    return [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
-
-
-def _with(words: list[str], field: str, value: Any) -> list[str]:
-    """A label's words with a field's value: names in front, others as `field=value` behind."""
-    if field in ("scheduler.name", "name"):
-        return [str(value), *words]
-    text = f"{value:g}" if isinstance(value, float) else value
-    return words if value is None else [*words, f"{field.rpartition('.')[2]}={text}"]
+    """Each run with a label of its own."""
+    told = labels.labels([run.facts for run in runs], [run.loop for run in runs])
+    return [replace(run, label=label) for run, label in zip(runs, told, strict=True)]
 
 
 def flat(scenario: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from analysis.statistics.loading import LoadedRun, flat
+from analysis.statistics import labels
+from analysis.statistics.loading import LoadedRun
 from cbsim.results.terminal import lookup
 
 RATES = ("workload.arrivals.rate_per_s", "workload.time_scale")
@@ -47,7 +48,7 @@ def sweep(runs: Sequence[LoadedRun]) -> Sweep | None:
     If several fields were swept, the groups are those of one of them: of a rate if there is one, else of the one that
     leaves the fewest groups.
     """
-    flats = [_facts(run) for run in runs]
+    flats = [{name: value for name, value in run.facts.items() if name not in IGNORED} for run in runs]
     names = {name: None for facts in flats for name in facts}
     differing = [name for name in names if len({repr(facts.get(name)) for facts in flats}) > 1]
     candidates = [candidate for name in differing if (candidate := _by(name, differing, runs, flats)) is not None]
@@ -56,11 +57,6 @@ def sweep(runs: Sequence[LoadedRun]) -> Sweep | None:
         key=lambda candidate: (not candidate.by_rate, len(candidate.groups), -len(candidate.values), candidate.field),
         default=None,
     )
-
-
-def _facts(run: LoadedRun) -> dict[str, Any]:
-    fields = {name: value for name, value in flat(run.scenario).items() if name not in IGNORED}
-    return fields | {"loop.mode": run.loop, "measured": run.measured}
 
 
 def _by(
@@ -78,30 +74,13 @@ def _by(
     distinct = [len({values[i] for i in rows}) for rows in groups.values()]
     if min(distinct) < 2 or max(distinct) < FEWEST:
         return None
-    labels = _labels(others, [flats[rows[0]] for rows in groups.values()])
+    first = [rows[0] for rows in groups.values()]
+    apart = [{name: flats[i].get(name) for name in others} for i in first]
     made = []
-    for rows, label in zip(groups.values(), labels, strict=True):
+    for rows, label in zip(groups.values(), labels.labels(apart, [runs[i].loop for i in first]), strict=True):
         ordered = sorted(rows, key=lambda i: values[i])
         made.append(SweepGroup(label, [values[i] for i in ordered], [runs[i] for i in ordered]))
     return Sweep(field, sorted(set(values)), made)
-
-
-def _labels(differing: Sequence[str], flats: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What tells groups apart: scheduler, loop, kind, and of the other fields no more than are needed."""
-    words = [[str(facts["scheduler.name"])] if "scheduler.name" in differing else [] for facts in flats]
-    words = [[*parts, str(facts["loop.mode"])] for parts, facts in zip(words, flats, strict=True)]
-    for name in ("measured", *(name for name in differing if name not in ("measured", "scheduler.name", "loop.mode"))):
-        if name in differing and (name == "measured" or len({*map(tuple, words)}) < len(words)):
-            words = [[*parts, _word(name, facts.get(name))] for parts, facts in zip(words, flats, strict=True)]
-    return [" ".join(filter(None, parts)) for parts in words]
-
-
-def _word(name: str, value: Any) -> str:
-    if name == "measured":
-        return "measured" if value else "simulated"
-    if value is None:
-        return ""
-    return f"{name.rpartition('.')[2]}={f'{value:g}' if isinstance(value, float) else value}"
 
 
 # -- load -------------------------------------------------------------------------------------------------------------

@@ -57,12 +57,19 @@ SERIES = (  # of the first run, the second run ...
     Style(SKY, "dashed", "circle"),
     Style(BLACK, "dotted", "square"),
 )
+DASHES = ("solid", "dashed", "dotted", "dashdot")
+MARKERS = ("circle", "square", "diamond", "triangle", "cross")
 LANE_STYLES = {name: Style(colour) for name, colour in (*COLOURS.items(), ("idle", IDLE))}  # as in a run's own picture
 
 
 def series(index: int) -> Style:
-    """The style of the run number `index`, from 0."""
-    return SERIES[index % len(SERIES)]
+    """The style of the run number `index`, from 0. Colours return with another dash and marker: 28 styles."""
+    lap, place = divmod(index, len(SERIES))
+    return Style(
+        SERIES[place].colour,
+        DASHES[(DASHES.index(SERIES[place].dash) + lap) % len(DASHES)],
+        MARKERS[(MARKERS.index(SERIES[place].marker) + lap) % len(MARKERS)],
+    )
 
 
 @dataclass(frozen=True, slots=True)

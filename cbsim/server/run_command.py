@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,8 @@ from cbsim.server.progress import Progress
 from cbsim.server.result import BOTH, Result, Results, draw_together
 from cbsim.server.running import Maker, OnStep, ServerError, Session, Terms
 from cbsim.server.status import CHECK_FAILED, ERROR, OK
+
+MOST_OF_NAME = 80  # letters of a folder's name for what --set gave
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,8 @@ class _Recorder:
     def __call__(self, session: Session) -> Iterator[OnStep]:
         """Raises RunError if the run was cut short: what happened until then is in the directory."""
         digest = hashlib.sha256(session.resolved.encode()).hexdigest()
-        writer = self._writer = RunWriter(self._options.out, f"{session.scenario.name}-{session.loop}", digest)
+        name = "-".join(filter(None, (session.scenario.name, session.loop, settings(self._options.overrides))))
+        writer = self._writer = RunWriter(self._options.out, name, digest)
         writer.scenario(session.resolved)
         writer.environment(session.environment)
         progress = Progress(session, quiet=self._options.quiet or self._options.as_json)
@@ -121,6 +125,13 @@ class _Recorder:
         if self._writer is not None:
             with suppress(RunError):
                 self._writer.note(reason)
+
+
+def settings(overrides: Sequence[str]) -> str:
+    """What `--set` gave, as part of a folder's name: fields by their last word, no longer than can be read."""
+    given = (override.partition("=") for override in overrides)
+    text = "-".join(f"{key.rpartition('.')[2]}-{value}" for key, _, value in given)
+    return re.sub(r"[^A-Za-z0-9._]+", "-", re.sub(r"\bname\W+", "", text))[:MOST_OF_NAME].strip("-.")
 
 
 def _say_where(results: Sequence[Result], options: RunOptions) -> None:

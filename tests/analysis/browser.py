@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from analysis.statistics.content import Caveat, Report, Source, Tile
 from cbsim.draw.chart import (
@@ -57,6 +58,9 @@ def _program() -> str:
     return next(filter(None, map(shutil.which, BROWSERS)), "")
 
 
+needs_browser = pytest.mark.skipif(bool(missing()), reason=missing() or "none")
+
+
 @contextmanager
 def chromium(profile: Path) -> Iterator[Any]:
     """A browser with a profile of its own that keeps its console and every request it makes."""
@@ -81,6 +85,16 @@ def window(driver: Any, width: int, height: int = 900) -> None:
     """The page, not the frame, gets this size."""
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+
+def show(browser: Any, key: str) -> Any:
+    """Scroll to a chart and wait until it is drawn, or failed."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    box = browser.find_element("css selector", f"#chart-{key} .plot")
+    browser.execute_script("document.documentElement.style.scrollBehavior = 'auto'; arguments[0].scrollIntoView()", box)
+    WebDriverWait(browser, 30, 0.05).until(lambda _: box.get_attribute("data-state") in ("drawn", "failed"))
+    return box
 
 
 def requested(driver: Any) -> list[str]:

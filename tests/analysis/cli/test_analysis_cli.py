@@ -81,7 +81,7 @@ def test_drift_exits_3_if_a_number_is_off(runs: Path, tmp_path: Path) -> None:
         (("report", "RUNS/sync"), "--out"),
         (("compare", "RUNS/sync", "RUNS/nope"), "nope: no such run directory"),
         (("compare", "RUNS/sync", "RUNS/other"), "workload.output_tokens is 8 and 9"),
-        (("landscape", "RUNS/sync", "RUNS/other"), "sync output_tokens=8 and sync output_tokens=9"),
+        (("landscape", "RUNS/sync", "RUNS/other"), "output_tokens=8 and output_tokens=9: the workload differs"),
         (("compare", "RUNS/sync", "RUNS/async", "--fail-if", "tpot.p50>+1e999%"), "not a finite number"),
         (("compare", "RUNS/sync", "RUNS/async", "--fail-if", ""), "expected METRIC>CHANGE"),
         (("report", "RUNS/sync", "--out", "RUNS/sync"), "which is no report"),

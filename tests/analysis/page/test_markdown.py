@@ -22,7 +22,8 @@ def test_everything_of_a_report_is_in_it(runs: int) -> None:
     told += [caveat.text for caveat in made.caveats] + [chart.says for chart in made.charts]
     told += [cell for table in made.tables for row in table.rows for cell in row]
     told += [one for source in made.sources for one in (source.label, source.folder, source.command)]
-    told += [tile.value for source in made.sources for tile in source.tiles]
+    tiled = made.sources if runs <= markdown.MOST_COLUMNS else ()  # a table has the numbers of more
+    told += [tile.value for source in tiled for tile in source.tiles]
     assert [one for one in told if one not in text] == []
     linked = re.findall(r"\]\((figures/[^)]+)\)", text)
     assert linked == [f"figures/{chart.key}.png" for chart in made.charts]

@@ -69,7 +69,7 @@ def test_what_a_report_holds_follows_from_how_many_runs_there_are(paths: list[Pa
 def test_tiles_are_the_numbers_of_the_summary(paths: list[Path]) -> None:
     """Nothing is computed again or rounded otherwise than on the terminal; a percentile of too few says so."""
     for run in loading.read(paths):
-        for tile in report.source(run).tiles:
+        for tile in report.source(run, run).tiles:
             assert tile.value == shown(lookup(run.summary, tile.metric), report.UNITS[tile.metric][1])
             statistic = tile.metric.rpartition(".")[2]
             assert tile.note == ("of 12, needs 368" if statistic in SAMPLES_NEEDED else "")

@@ -10,7 +10,6 @@ import pytest
 from analysis.statistics import landscape
 from analysis.statistics.loading import LoadedRun, read
 from cbsim.cli.parser import main
-from cbsim.draw.chart import Bars
 from cbsim.results.terminal import shown
 
 SCHEDULERS = ("{name: vllm, max_num_seqs: 16}", "{name: static, batch_size: 16}", "{name: transformers_fifo}")
@@ -77,25 +76,24 @@ def test_a_percentile_of_too_few_is_marked(runs: list[LoadedRun]) -> None:
     assert "368" in table.says
 
 
-def test_bars_are_the_summaries_static_first_sync_before_async(runs: list[LoadedRun]) -> None:
-    chart = landscape.chart(runs[::-1])
-    for panel, metric in zip(chart.panels, ("output_tokens_per_s", "gpu_active"), strict=True):
-        assert panel.categories[0] == "static"
-        assert [mark.name for mark in panel.marks] == ["sync", "async"]
-        for mark in panel.marks:
-            assert isinstance(mark, Bars)
-            for x, height in zip(mark.x, mark.height, strict=True):
-                (run,) = (
-                    r for r in runs if r.loop == mark.name and r.scenario["scheduler"]["name"] in panel.categories[x]
-                )
-                assert height == run.summary[metric]
+def test_what_is_the_same_for_all_is_said_once(runs: list[LoadedRun]) -> None:
+    table = landscape.landscape(runs)
+    same = {run.summary["preemptions"] for run in runs}
+    assert len(same) == 1
+    assert "preemptions" not in table.header
+    assert f"preemptions {same.pop()}" in table.says
 
 
-def test_repetitions_have_bars_of_their_own(runs: list[LoadedRun]) -> None:
-    pair = [runs[0], replace(runs[0], label="again")]
-    chart = landscape.chart(pair)
-    assert len(set(chart.panels[0].categories)) == 2
-    assert sum(len(mark.x) for mark in chart.panels[0].marks if isinstance(mark, Bars)) == 2
+def test_findings_name_the_best_and_what_async_gains(runs: list[LoadedRun]) -> None:
+    """Each sentence is about numbers of the summaries; TTFT of 48 requests may be quoted at p50 only."""
+    said = landscape.findings(runs)
+    best, worst = max(runs, key=_rate), min(runs, key=_rate)
+    assert said[0].startswith(f"Most output tokens/s: {best.label}, {_rate(best):,.4g}")
+    assert said[0].endswith(f"Fewest: {worst.label}, {_rate(worst):,.4g}.")
+    quickest = min(runs, key=lambda run: float(run.summary["ttft_s"]["p50"]))
+    assert said[1].startswith(f"TTFT p50 is least with {quickest.label}, ")
+    gains = [float(row[-1].rstrip("%")) for row in landscape.landscape(runs).rows if row[-1]]
+    assert f"{min(gains):+.1f} to {max(gains):+.1f} % output tokens/s, 3 times" in said[3]
 
 
 def test_runs_without_an_output_token_have_a_row(tmp_path: Path, runs: list[LoadedRun]) -> None:

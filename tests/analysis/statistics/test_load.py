@@ -64,8 +64,8 @@ def test_frames_have_the_documented_columns_and_the_latencies_of_metrics(paths: 
 def test_labels_are_unique_and_say_what_differs(paths: list[Path], simulate: Callable[..., list[Path]]) -> None:
     other = simulate("workload.output_tokens=9", "loop.mode=sync")
     labels = [run.label for run in loading.read([*paths, *other, *other])]
-    assert labels[:2] == ["sync output_tokens=8", "async output_tokens=8"]
-    assert labels[2:] == ["sync output_tokens=9", "sync output_tokens=9 #2"]
+    assert labels[:2] == ["output_tokens=8 sync", "output_tokens=8 async"]
+    assert labels[2:] == ["output_tokens=9 sync", "output_tokens=9 sync #2"]
     assert [run.label for run in loading.read(paths)] == ["sync", "async"]
 
 
