@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from cbsim.scenario.paths import PATH_BOUND, too_long
 from cbsim.server.status import ERROR, USAGE
 
 if TYPE_CHECKING:
@@ -31,7 +33,12 @@ class Parser(argparse.ArgumentParser):
         return super().format_help() + example
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"{self.prog}: {message}\n{self.format_usage()}")
+        self.exit(USAGE, f"{self.prog}: {brief(message)}\n{self.format_usage()}")
+
+
+def brief(message: str) -> str:
+    """A message without words so long that nobody wrote them, and no path can be."""
+    return re.sub(r"\S{1001,}", lambda word: f"{word[0][:40]}...", message)
 
 
 def renamed(module: str, names: Mapping[str, str], argv: Sequence[str] | None) -> bool:
@@ -49,7 +56,7 @@ def guarded(program: str, command: str, act: Callable[[], int], status: Callable
         sys.stdout.reconfigure(errors="replace")  # a name that the terminal cannot show is no reason to fail
 
     def fail(message: str, code: int) -> int:
-        print(f"{program}: {message}", file=sys.stderr)
+        print(f"{program}: {brief(message)}", file=sys.stderr)
         return code
 
     try:
@@ -84,6 +91,13 @@ def _place(error: BaseException) -> str:
     return next((name for name in reversed(names) if name.startswith(("cbsim.", "cbengine.", "analysis."))), names[-1])
 
 
+def a_path(text: str) -> Path:
+    """A path of the command line; the option is named if no system can look it up."""
+    if too_long(text):
+        raise argparse.ArgumentTypeError(f"got {text[:40]!r}..., {PATH_BOUND}")
+    return Path(text)
+
+
 def run_options(arguments: argparse.Namespace) -> RunOptions:
     """What such arguments mean."""
     from cbsim.results import checks
@@ -112,7 +126,7 @@ def run_arguments(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field (repeatable)"
     )
-    run.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where run directories go (runs)")
+    run.add_argument("--out", type=a_path, default=Path("runs"), metavar="DIR", help="where run directories go (runs)")
     run.add_argument("--seed", type=int, help="root of all random numbers")
     run.add_argument("--loop", choices=("sync", "async", "both"), help="serving loop; both writes two directories")
     run.add_argument(
