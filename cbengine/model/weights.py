@@ -17,9 +17,9 @@ from torch import Tensor
 from cbengine.errors import UsageError
 from cbengine.model.architecture import Architecture, RopeScaling
 from cbengine.model.kvcache import DeviceMemoryError, free_bytes
-from cbsim.scenario import pretrained
+from cbsim.scenario import config as configs
+from cbsim.scenario.config import Config
 from cbsim.scenario.fields import shown
-from cbsim.scenario.pretrained import Config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -195,7 +195,7 @@ def _check_regular(path: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file of such a folder. Raises WeightsError."""
-    return pretrained.read_json(path, WeightsError, MOST_JSON_BYTES)
+    return configs.read_json(path, WeightsError, MOST_JSON_BYTES)
 
 
 # -- config.json ------------------------------------------------------------------------------------------------------
