@@ -13,8 +13,8 @@ from cbsim.scenario.fields import either, shown
 GROUP = 128
 LEFT = re.compile(
     r"""(re:)?(.*[.*])?(lm_head|embed_tokens|\w*norm)\$?
-    | (.*\.)?gate | re:.*gate\$        # without the $ it is gate_proj, too
-    | .*(vision|visual|multi_modal).*   # not counted at all""",
+    | (?!re:)(.*\.)?gate | re:.*gate\$  # without the $ it is gate_proj, too
+    | .*(vision|visual|multi_modal).*          # not counted at all""",
     re.VERBOSE,
 )
 """Names of modules that a shape leaves in the model's dtype: what is no matrix of a layer, and what chooses experts."""

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from calls import SMALL, call, refused
 
-from cbsim.workload import generators, memory
+from cbsim.scenario import memory
+from cbsim.workload import generators
 
 # -- checks -----------------------------------------------------------------------------------------------------------
 
