@@ -46,7 +46,7 @@ class Result:
     files: Mapping[str, bytes] = field(default_factory=dict)  # what else the directory holds
     incomplete: str | None = None
     path: Path | None = None
-    notices: tuple[str, ...] = ()  # how its workload was read, if that may not be what was meant
+    notices: tuple[str, ...] = ()  # what may not be meant or cannot be judged: a line each
 
     @property
     def loop(self) -> str:
