@@ -20,6 +20,7 @@ from cbengine.model.kvcache import DeviceMemoryError, free_bytes
 from cbsim.scenario import config as configs
 from cbsim.scenario.config import Config
 from cbsim.scenario.fields import shown
+from cbsim.scenario.paths import too_long
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -163,8 +164,10 @@ def _files(folder: Path, architecture: Architecture, shapes: dict[str, tuple[int
 
 
 def _beside(index: Path, name: str, place: str) -> Path:
-    if Path(place).name != place or not place.isprintable():  # so is half a character
-        raise WeightsError(f"{index}: weight_map.{name}: got {place!r}, expected the name of a file in this folder")
+    if Path(place).name != place or too_long(place) or not place.isprintable():  # so is half a character
+        raise WeightsError(
+            f"{index}: weight_map.{name}: got {shown(place)}, expected the name of a file in this folder"
+        )
     return index.parent / place
 
 

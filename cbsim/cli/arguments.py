@@ -9,6 +9,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -66,10 +67,10 @@ def guarded(program: str, command: str, act: Callable[[], int], status: Callable
     except KeyboardInterrupt:
         return fail("interrupted", ERROR)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return ERROR
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         what = f"{error.filename}" if error.filename else "output cannot be written"
         return fail(f"{what}: {error.strerror or error}", ERROR)
     except MemoryError as error:
@@ -82,6 +83,12 @@ def guarded(program: str, command: str, act: Callable[[], int], status: Callable
         if known is None:
             raise
         return fail(str(error), known)
+
+
+def _drop_stdout() -> None:
+    """What is left in its buffer can be written nowhere; Python would complain of it at exit."""
+    with suppress(io.UnsupportedOperation):  # no file: a caller of ours that collects it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _place(error: BaseException) -> str:
