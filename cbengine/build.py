@@ -97,6 +97,7 @@ def adapted(scenario: Scenario, setup: Setup) -> Scenario:
     if setup.device != "modelled":
         _check_types(shape)
         _check_heads(shape)
+        _check_gpus(scenario)
     ready = scenario.model_copy(update={"model": shape})
     if setup.device == "modelled":
         return ready
@@ -137,6 +138,12 @@ def _check_types(shape: ModelShape) -> None:
     for name in ("weights_dtype", "kv_dtype"):
         if given := getattr(shape, name):
             raise UsageError(f"model.{name}: got {given}, must be null: the engine has one type for all")
+
+
+def _check_gpus(scenario: Scenario) -> None:
+    """Refuse a group of GPUs: seats, cache and times would be those of several, and one computes."""
+    if scenario.gpus > 1:
+        raise UsageError(f"cost.tensor_parallel: got {scenario.gpus}, must be 1: the engine computes on one device")
 
 
 def _check_heads(shape: ModelShape) -> None:

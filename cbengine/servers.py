@@ -29,6 +29,7 @@ class Measured:
 
     def __init__(self, setup: Setup, profiled: int, scenario: Scenario, loop: str, workload: Workload) -> None:
         self._engine, device = build.engine(scenario, loop, workload, setup)
+        self._device_facts = device.facts  # a device adds to them when it is closed
         self._saves, self._requests = setup.saves_tokens, setup.requests
         self._profile = Profile(self._engine.record, profiled, depth(loop)) if profiled else None
         self.record = self._engine.record
@@ -62,6 +63,7 @@ class Measured:
             if self._profile:
                 self._profile.stop()
             self._engine.close()
+            self.facts |= self._device_facts
         if self._profile:
             print(self._profile.verdict(), file=sys.stderr)
 

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from cbsim.cli.arguments import Parser, guarded, renamed
+from cbsim.cli.arguments import Parser, a_path, guarded, renamed
 from cbsim.server.status import USAGE
 
 RENAMED = {"validate": "compare", "hardware": "predictions", "bench": "drawing-bench"}
@@ -89,22 +89,22 @@ def _parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, example=f"python -m analysis {name} {EXAMPLES[name]}")
 
     report = command("report", "figures (PNG, SVG), report.md and report.html of one or more runs")
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
-    report.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of the report")
+    report.add_argument("runs", nargs="+", type=a_path, metavar="RUN", help="a run directory")
+    report.add_argument("--out", required=True, type=a_path, metavar="DIR", help="folder of the report")
     _compare_arguments(
         command("compare", "errors of a simulated run against a measured one; else how run B differs from run A")
     )
     landscape = command("landscape", "runs of one workload, or of a sweep, side by side")
-    landscape.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
-    landscape.add_argument("--out", type=Path, metavar="DIR", help="write table and figures there, too")
+    landscape.add_argument("runs", nargs="+", type=a_path, metavar="RUN", help="a run directory")
+    landscape.add_argument("--out", type=a_path, metavar="DIR", help="write table and figures there, too")
     drift = command("drift", "compare runs with published numbers")
-    drift.add_argument("published", type=Path, metavar="FILE", help="YAML file of published numbers")
-    drift.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
+    drift.add_argument("published", type=a_path, metavar="FILE", help="YAML file of published numbers")
+    drift.add_argument("runs", nargs="+", type=a_path, metavar="RUN", help="a run directory")
     predictions = command("predictions", "report of many workloads, simulated against measured")
     predictions.add_argument(
-        "folder", type=Path, metavar="DIR", help="a folder with validation/CASE/{measured,simulated}, or packed runs"
+        "folder", type=a_path, metavar="DIR", help="a folder with validation/CASE/{measured,simulated}, or packed runs"
     )
-    predictions.add_argument("--out", type=Path, metavar="OUT", help="folder of the report (DIR/report)")
+    predictions.add_argument("--out", type=a_path, metavar="OUT", help="folder of the report (DIR/report)")
     predictions.add_argument("--check", action="store_true", help="exit 3 if a bar is missed or a run does not replay")
     packing = predictions.add_mutually_exclusive_group()
     packing.add_argument(
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     packing.add_argument("--unpack", action="store_true", help="no report: write validation/ from the packed runs")
     index = command("index", "write FOLDER/README.md, the list of the reports in it")
-    index.add_argument("folder", type=Path, nargs="?", default=Path("reports"), metavar="FOLDER", help="(reports)")
+    index.add_argument("folder", type=a_path, nargs="?", default=Path("reports"), metavar="FOLDER", help="(reports)")
     bench = command("drawing-bench", "measure loading and drawing of a long run: seconds, peak memory")
     bench.add_argument("--steps", type=_several, default=1_000_000, metavar="N", help="(1000000)")
     bench.add_argument("--requests", type=_several, default=100_000, metavar="N", help="(100000)")
@@ -123,8 +123,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _compare_arguments(compare: argparse.ArgumentParser) -> None:
-    compare.add_argument("first", type=Path, metavar="A", help="a run directory; of a pair the simulated one, SIM")
-    compare.add_argument("second", type=Path, metavar="B", help="one of the same workload; of a pair the MEASURED one")
+    compare.add_argument("first", type=a_path, metavar="A", help="a run directory; of a pair the simulated one, SIM")
+    compare.add_argument(
+        "second", type=a_path, metavar="B", help="one of the same workload; of a pair the MEASURED one"
+    )
     compare.add_argument(
         "--fail-if",
         action="append",
@@ -137,7 +139,7 @@ def _compare_arguments(compare: argparse.ArgumentParser) -> None:
         "--sure", action="store_true", help="a condition holds only if the whole interval lies beyond its bound"
     )
     compare.add_argument("--all", action="store_true", help="every metric, not only the main ones")
-    compare.add_argument("--out", type=Path, metavar="DIR", help="write a report of both runs there, too")
+    compare.add_argument("--out", type=a_path, metavar="DIR", help="write a report of both runs there, too")
 
 
 def _several(text: str) -> int:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.statistics import declared, labels
-from cbsim.results import directory, invariants, metrics
+from analysis.statistics import labels
+from cbsim.results import agreement, declared, directory, metrics
 from cbsim.results.directory import RunError
 from cbsim.results.metrics import Requests, Steps
 from cbsim.results.record import STEP_COLUMNS, RequestRow
@@ -102,10 +102,9 @@ def _read(path: Path) -> LoadedRun:
     whole = (path / "steps.parquet").exists() or not (path / VERDICT).exists()
     raw = directory.load(path, whole=whole)
     scenario = _scenario(raw, path / "scenario.resolved.yaml")
-    declared.check(path / "env.json", raw.environment, declared.ENVIRONMENT)
-    declared.check(path / "summary.json", raw.summary, declared.SUMMARY)
-    _check_whole(raw, scenario["loop"]["mode"], whole=whole)
-    _check_possible(raw)
+    agreement.check_documents(raw)
+    agreement.check_same(raw, scenario["loop"]["mode"], whole=whole)
+    agreement.check_possible(raw)
     times = metrics.token_times(raw.requests, raw.steps)
     return LoadedRun(
         path=path,
@@ -127,23 +126,6 @@ def _scenario(raw: directory.Run, file: Path) -> dict[str, Any]:
         raise RunError(f"{file}: not a scenario")
     declared.check(file, scenario, declared.SCENARIO)
     return scenario
-
-
-def _check_whole(raw: directory.Run, loop: str, *, whole: bool) -> None:
-    """Raises RunError if the summary is not that of the scenario and the tables beside it."""
-    beside = (("steps", len(raw.steps), "steps.parquet"), ("requests", len(raw.requests), "requests.parquet"))
-    for key, value, file in (*(beside if whole else ()), ("loop", loop, "scenario.resolved.yaml")):
-        if raw.summary[key] != value:
-            raise RunError(f"{raw.path / 'summary.json'}: {key} is {raw.summary[key]}, that of {file} is {value}")
-
-
-def _check_possible(raw: directory.Run) -> None:
-    """Raises RunError if no server can have run these steps."""
-    try:
-        invariants.check_order(raw.steps)
-        invariants.check_blocks(raw.steps, int(raw.summary["total_blocks"]))
-    except AssertionError as error:
-        raise RunError(f"{raw.path / 'steps.parquet'}: {error}") from None
 
 
 def request_frame(times: Requests) -> pd.DataFrame:

@@ -15,14 +15,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from analysis.statistics import comparable, declared, loading, pairing
+from analysis.statistics import comparable, loading, pairing
 from analysis.statistics.content import Caveat
-from analysis.statistics.declared import Kind
 from analysis.statistics.loading import VERDICT, LoadedRun
 from analysis.statistics.pairing import NotAPair, ReplayOutcome
 from analysis.validation import packed
-from cbsim.results import bars
+from cbsim.results import bars, declared
 from cbsim.results.bars import Score
+from cbsim.results.declared import Kind
 from cbsim.results.directory import MARKER, RunError
 from cbsim.scenario.fields import LARGEST_REAL, shown
 

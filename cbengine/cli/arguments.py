@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from cbengine.bench import BENCH_PARTS
-from cbsim.cli.arguments import Parser, run_arguments
+from cbsim.cli.arguments import Parser, a_path, run_arguments
 from cbsim.policy.phases import WORKED
 
 DEVICES = {
@@ -62,7 +62,7 @@ def _smoke_arguments(smoke: argparse.ArgumentParser) -> None:
         "--device", choices=("cuda", "cpu"), help="default: cuda if there is a driver, else cpu: what a CPU can check"
     )
     smoke.add_argument(
-        "--out", type=Path, default=Path("runs/smoke"), metavar="DIR", help="where lines go (runs/smoke)"
+        "--out", type=a_path, default=Path("runs/smoke"), metavar="DIR", help="where lines go (runs/smoke)"
     )
     smoke.add_argument("--from", type=int, dest="worker", metavar="N", help=argparse.SUPPRESS)
 
@@ -80,7 +80,7 @@ def _campaign_arguments(campaign: argparse.ArgumentParser) -> None:
         help="cuda: the GPU; the others rehearse on the CPU (default: cuda if there is one, else process)",
     )
     campaign.add_argument(
-        "--out", type=Path, default=Path("reports/hardware"), metavar="DIR", help="where all goes (reports/hardware)"
+        "--out", type=a_path, default=Path("reports/hardware"), metavar="DIR", help="where all goes (reports/hardware)"
     )
     campaign.add_argument(
         "--minutes", type=_positive, metavar="M", help="end after so many minutes; what is left waits for another call"
@@ -88,7 +88,9 @@ def _campaign_arguments(campaign: argparse.ArgumentParser) -> None:
 
 
 def _pack_arguments(pack: argparse.ArgumentParser) -> None:
-    pack.add_argument("--out", type=Path, default=Path("runs/pack"), metavar="DIR", help="an empty folder (runs/pack)")
+    pack.add_argument(
+        "--out", type=a_path, default=Path("runs/pack"), metavar="DIR", help="an empty folder (runs/pack)"
+    )
     pack.add_argument("--max-mb", type=_positive, default=64.0, metavar="MB", help="most that it may take (64)")
     pack.add_argument(
         "--part-minutes", type=_positive, default=8.0, metavar="M", help="a call ends by itself after M (8)"
@@ -99,7 +101,7 @@ def _pack_arguments(pack: argparse.ArgumentParser) -> None:
     pack.add_argument(
         "--python", type=_version, default="3.12", metavar="X.Y", help="version there, for the wheels (3.12)"
     )
-    pack.add_argument("--triton-cache", type=Path, metavar="DIR", help="compiled kernels to take along")
+    pack.add_argument("--triton-cache", type=a_path, metavar="DIR", help="compiled kernels to take along")
 
 
 def _speed_arguments(speed: argparse.ArgumentParser) -> None:
@@ -120,7 +122,9 @@ def _speed_arguments(speed: argparse.ArgumentParser) -> None:
     speed.add_argument("--model", metavar="NAME", help="whose sizes --only and --kernels take (8k_b32's)")
     speed.add_argument("--quick", action="store_true", help="a minute instead of ten")
     speed.add_argument("--json", action="store_true", help="print a list of figures")
-    speed.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="where runs go (runs/bench)")
+    speed.add_argument(
+        "--out", type=a_path, default=Path("runs/bench"), metavar="DIR", help="where runs go (runs/bench)"
+    )
 
 
 def _replay_arguments(replay: argparse.ArgumentParser) -> None:
@@ -149,7 +153,7 @@ def _replay_arguments(replay: argparse.ArgumentParser) -> None:
     )
     replay.add_argument(
         "--sampling",
-        type=Path,
+        type=a_path,
         metavar="FILE",
         help="settings of single requests, JSON Lines: id and any of temperature, top_k, top_p, seed",
     )
@@ -178,7 +182,7 @@ def _calibrate_arguments(calibrate: argparse.ArgumentParser) -> None:
     calibrate.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field (repeatable)"
     )
-    calibrate.add_argument("--out", type=Path, required=True, metavar="FILE", help="the coefficient file to write")
+    calibrate.add_argument("--out", type=a_path, required=True, metavar="FILE", help="the coefficient file to write")
     calibrate.add_argument("--rows", type=_count, metavar="N", help="most requests in a step (256 on a GPU, else 32)")
     calibrate.add_argument(
         "--longest", type=_count, metavar="N", help="longest sequence, tokens (8192 on a GPU, else 320)"
@@ -210,12 +214,12 @@ def _predict_arguments(predict: argparse.ArgumentParser) -> None:
     predict.add_argument("--quick", action="store_true", help="calibrate with shorter outputs, less precise")
     predict.add_argument(
         "--again",
-        type=Path,
+        type=a_path,
         metavar="DIR",
         help="measure nothing: fit and predict again what was measured into this folder",
     )
     predict.add_argument(
-        "--out", type=Path, default=Path("reports/hardware"), metavar="DIR", help="where all goes (reports/hardware)"
+        "--out", type=a_path, default=Path("reports/hardware"), metavar="DIR", help="where all goes (reports/hardware)"
     )
 
 
@@ -232,7 +236,7 @@ def _device_arguments(parser: argparse.ArgumentParser, *devices: str, weights_ne
     )
     kind = "a local Hugging Face folder of Llama 3, Qwen2.5 or Qwen3: config.json and safetensors"
     more = ", and a tokenizer" if weights_needed else " (default: random weights of the scenario's shape)"
-    parser.add_argument("--weights", type=Path, required=weights_needed, metavar="DIR", help=kind + more)
+    parser.add_argument("--weights", type=a_path, required=weights_needed, metavar="DIR", help=kind + more)
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 (default): the likeliest token; else sampled"
     )

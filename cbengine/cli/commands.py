@@ -26,6 +26,7 @@ from cbsim.server.run_command import RunOptions
 from cbsim.server.status import CHECK_FAILED, ERROR, OK
 
 FEW_TOKENS = 16  # of the largest step probed: a calibration up to fewer says next to nothing
+FAR_OFF = 0.3  # of a step's kernels: idle machines have some 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ def calibration(options: CalibrateOptions, setup: Setup) -> int:
     held = calibrate.write(options.out, measured, scenario, build.device_name(setup))
     if (most := held["calibrated"]["tokens"]) < FEW_TOKENS:
         say(f"warning: the largest step probed has {most} query tokens: what larger ones cost is a guess")
+    if (off := measured.fits["kernels"].median_error) > FAR_OFF:
+        say(f"warning: the kernels' times are {off:.0%} off at half of the steps or more: was the machine busy?")
     print(options.out.read_text(encoding="utf-8"))
     cost = f"cost={{kind: fitted, path: {json.dumps(str(options.out.resolve()), ensure_ascii=False)}}}"
     words = [word for override in (*options.overrides, cost) for word in ("--set", override)]

@@ -8,6 +8,7 @@ driver.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import torch
 
 from cbengine.batch import Capacity
 from cbengine.device.base import DeviceError, Ints, Lanes
+from cbengine.device.cores import Waits
 from cbengine.device.executor import Executor
 from cbengine.device.layout import Header, arrays
 from cbsim.policy.plan import StepPlan
@@ -54,6 +56,7 @@ class Process:
         theirs.close()
         self.facts: dict[str, Any] = {"device": "cpu, worker process", "threads": 1}
         self._receive(START_S)
+        self._waits = Waits({"driver": os.getpid(), "worker": self._worker.pid or 0})
 
     def bucket(self, rows: int) -> int:
         return rows
@@ -102,6 +105,9 @@ class Process:
         return DeviceError(f"the worker process {how}")
 
     def close(self) -> None:
+        """End the worker. `facts` say how it shared the machine's cores, if it lived until now."""
+        if self._worker.is_alive():
+            self.facts |= self._waits.facts()
         self._pipe.close()
         self._worker.join(2.0)
         if self._worker.is_alive():

@@ -54,9 +54,16 @@ class Calibration:
 
 def calibrate(base: Scenario, setup: Setup, say: Callable[[str], None], *, reach: Reach, quick: bool) -> Calibration:
     """Probe and fit, up to `reach`. Raises UsageError."""
+    for option, given in (("--longest", reach.longest), ("--tokens", reach.tokens)):
+        if given < probes.SHORTEST:
+            raise UsageError(f"{option}: got {given}, must be >= {probes.SHORTEST}: shorter steps all cost the same")
     if reach.longest > base.model.max_position:
         raise UsageError(f"--longest: got {reach.longest}, must be <= {base.model.max_position}, model.max_position")
-    if setup.device == "cuda" and (room := probes.room(base)) < reach.context:
+    room = probes.room(base)
+    if setup.device != "cuda" and room < reach.longest:
+        text = f"holds {room:,} tokens, less than the longest sequence probed, {reach.longest:,}"
+        say(f"warning: the scenario's cache {text}: the probes have caches of their own")
+    if setup.device == "cuda" and room < reach.context:
         say(f"the cache holds {room:,} tokens: probing up to that instead of {reach.context:,}")
         reach = reach._replace(context=room, longest=min(reach.longest, room))
     table = probes.measure(base, setup, probes.probes(reach, quick=quick), say)
@@ -96,6 +103,10 @@ def _kernels(table: ProbeTable) -> tuple[dict[str, Any], Fit]:
     waited = 1e9 * max(0.0, table.equal.difference_s) if table.equal else 0.0
     alone = (table.column("eager") == 0) & (table.column("ahead") == 0)
     compute = np.maximum(table.column("compute") - waited * alone, 1.0)
+    if np.median(compute[free]) <= 1:
+        short = f"kernels of {np.median(table.column('compute')[free]) / 1e3:,.1f} us"
+        text = f"{short} cannot be told from the {waited / 1e3:,.1f} us that they wait for their launch"
+        raise UsageError(f"calibrate: {text}: give a larger --rows or --tokens, on a machine that does nothing else")
     gpu_fit = fit(columns[free], compute[free], kinds(tokens, context, table.column("chunks"))[free])
     values = iter(map(_rounded, gpu_fit.coefficients))
     coefficients: dict[str, Any] = {"query_tokens": [{"tokens": size, "s": next(values)} for size in sizes]}

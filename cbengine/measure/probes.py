@@ -33,7 +33,7 @@ from cbsim.scenario.scenario import Scenario, ScenarioError, depth, scheduler_op
 from cbsim.scenario.schedulers import plain
 from cbsim.workload import generators
 
-SHORTEST = 8  # tokens of the longest sequence, at least
+SHORTEST = 8  # tokens of the longest sequence and of the largest step, at least
 SPREAD = 1.2  # of the logarithm of prompts: many short ones and some as long as may be
 Ints = npt.NDArray[np.int64]
 
@@ -179,8 +179,8 @@ def room(base: Scenario) -> int:
 
 def probes(reach: Reach, *, quick: bool) -> list[Probe]:
     """What is run to see steps of all kinds up to `reach`."""
-    rows, tokens = reach.rows, max(reach.tokens, SHORTEST)
-    longest = max(reach.longest, SHORTEST)
+    rows, longest, tokens, _ = reach
+    assert min(longest, tokens) >= SHORTEST
     output = min(longest // 2, 48 if quick else 192)
     prompt = longest - output
     seats = max(1, min(rows, reach.context // prompt))

@@ -17,9 +17,10 @@ from torch import Tensor
 from cbengine.errors import UsageError
 from cbengine.model.architecture import Architecture, RopeScaling
 from cbengine.model.kvcache import DeviceMemoryError, free_bytes
-from cbsim.scenario import pretrained
+from cbsim.scenario import config as configs
+from cbsim.scenario.config import Config
 from cbsim.scenario.fields import shown
-from cbsim.scenario.pretrained import Config
+from cbsim.scenario.paths import too_long
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -163,8 +164,10 @@ def _files(folder: Path, architecture: Architecture, shapes: dict[str, tuple[int
 
 
 def _beside(index: Path, name: str, place: str) -> Path:
-    if Path(place).name != place or not place.isprintable():  # so is half a character
-        raise WeightsError(f"{index}: weight_map.{name}: got {place!r}, expected the name of a file in this folder")
+    if Path(place).name != place or too_long(place) or not place.isprintable():  # so is half a character
+        raise WeightsError(
+            f"{index}: weight_map.{name}: got {shown(place)}, expected the name of a file in this folder"
+        )
     return index.parent / place
 
 
@@ -195,7 +198,7 @@ def _check_regular(path: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file of such a folder. Raises WeightsError."""
-    return pretrained.read_json(path, WeightsError, MOST_JSON_BYTES)
+    return configs.read_json(path, WeightsError, MOST_JSON_BYTES)
 
 
 # -- config.json ------------------------------------------------------------------------------------------------------

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from cbsim.scenario.paths import PATH_BOUND, too_long
 from cbsim.server.status import ERROR, USAGE
 
 if TYPE_CHECKING:
@@ -31,7 +34,12 @@ class Parser(argparse.ArgumentParser):
         return super().format_help() + example
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"{self.prog}: {message}\n{self.format_usage()}")
+        self.exit(USAGE, f"{self.prog}: {brief(message)}\n{self.format_usage()}")
+
+
+def brief(message: str) -> str:
+    """A message without words so long that nobody wrote them, and no path can be."""
+    return re.sub(r"\S{1001,}", lambda word: f"{word[0][:40]}...", message)
 
 
 def renamed(module: str, names: Mapping[str, str], argv: Sequence[str] | None) -> bool:
@@ -49,7 +57,7 @@ def guarded(program: str, command: str, act: Callable[[], int], status: Callable
         sys.stdout.reconfigure(errors="replace")  # a name that the terminal cannot show is no reason to fail
 
     def fail(message: str, code: int) -> int:
-        print(f"{program}: {message}", file=sys.stderr)
+        print(f"{program}: {brief(message)}", file=sys.stderr)
         return code
 
     try:
@@ -59,10 +67,10 @@ def guarded(program: str, command: str, act: Callable[[], int], status: Callable
     except KeyboardInterrupt:
         return fail("interrupted", ERROR)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return ERROR
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         what = f"{error.filename}" if error.filename else "output cannot be written"
         return fail(f"{what}: {error.strerror or error}", ERROR)
     except MemoryError as error:
@@ -77,11 +85,24 @@ def guarded(program: str, command: str, act: Callable[[], int], status: Callable
         return fail(str(error), known)
 
 
+def _drop_stdout() -> None:
+    """What is left in its buffer can be written nowhere; Python would complain of it at exit."""
+    with suppress(io.UnsupportedOperation):  # no file: a caller of ours that collects it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _place(error: BaseException) -> str:
     """The innermost function of ours that was at work, such as cbsim.workload.generators._synthetic."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" for frame in frames]
     return next((name for name in reversed(names) if name.startswith(("cbsim.", "cbengine.", "analysis."))), names[-1])
+
+
+def a_path(text: str) -> Path:
+    """A path of the command line; the option is named if no system can look it up."""
+    if too_long(text):
+        raise argparse.ArgumentTypeError(f"got {text[:40]!r}..., {PATH_BOUND}")
+    return Path(text)
 
 
 def run_options(arguments: argparse.Namespace) -> RunOptions:
@@ -112,7 +133,7 @@ def run_arguments(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field (repeatable)"
     )
-    run.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where run directories go (runs)")
+    run.add_argument("--out", type=a_path, default=Path("runs"), metavar="DIR", help="where run directories go (runs)")
     run.add_argument("--seed", type=int, help="root of all random numbers")
     run.add_argument("--loop", choices=("sync", "async", "both"), help="serving loop; both writes two directories")
     run.add_argument(

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cbsim.cli.arguments import STUDIES, Parser, guarded, renamed, run_arguments, run_options
+from cbsim.cli.arguments import STUDIES, Parser, a_path, guarded, renamed, run_arguments, run_options
 from cbsim.server.status import ERROR, USAGE
 
 RENAMED = {"replay": "replan", "validate": "score"}
@@ -44,7 +44,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         "score": lambda: commands.score(arguments),
         "study": lambda: commands.study(arguments.name, arguments.out, as_json=arguments.json),
         "cache-curve": lambda: commands.cache_curve(
-            arguments.trace, arguments.capacities, arguments.block_tokens, arguments.json
+            str(arguments.trace), arguments.capacities, arguments.block_tokens, arguments.json
         ),
         "schema": lambda: commands.schema(arguments.out),
         "list": commands.catalogue,
@@ -75,12 +75,12 @@ def _parser() -> argparse.ArgumentParser:
     run_arguments(command("run", about, "8k_b32 --loop async --set workload.requests=16 --check 'gpu_active>=99%'"))
     about = "compare the policies with traces of the real schedulers"
     conformance = command("conformance", about, "tests/golden/transformers")
-    conformance.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a trace, or a folder of traces")
+    conformance.add_argument("paths", nargs="+", type=a_path, metavar="PATH", help="a trace, or a folder of traces")
     about = "derive the plans of recorded runs again: identical, or the difference"
     replan = command("replan", about, "runs/20261122T120000Z-8k_b32-async-92a9494b")
-    replan.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
+    replan.add_argument("runs", nargs="+", type=a_path, metavar="RUN", help="a run directory")
     schema = command("schema", "write the JSON schemas of scenario files, for editors", "--out schemas")
-    schema.add_argument("--out", type=Path, default=Path("schemas"), metavar="DIR", help="folder (schemas)")
+    schema.add_argument("--out", type=a_path, default=Path("schemas"), metavar="DIR", help="folder (schemas)")
     command("list", "schedulers, cost models, hardware, models, scenarios", "")
     _cache_curve_arguments(
         command(
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "answer a question by many runs, or against published numbers"
     study = command("study", about, "schedulers --out reports/fidelity/schedulers")
     study.add_argument("name", choices=STUDIES, metavar="NAME", help=f"one of {', '.join(STUDIES)}")
-    study.add_argument("--out", type=Path, metavar="DIR", help="also write report.md and figures to this folder")
+    study.add_argument("--out", type=a_path, metavar="DIR", help="also write report.md and figures to this folder")
     study.add_argument("--json", action="store_true", help="print the numbers as one object instead of tables")
     about = "measure the simulator: seconds, steps, requests, peak memory a case"
     bench = command("bench", about, "decode_64 --json")
@@ -109,21 +109,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _cache_curve_arguments(curve: argparse.ArgumentParser) -> None:
-    curve.add_argument("trace", metavar="TRACE", help="a Mooncake trace: a path, or its name in the data folder")
+    curve.add_argument(
+        "trace", type=a_path, metavar="TRACE", help="a Mooncake trace: a path, or its name in the data folder"
+    )
     curve.add_argument("--capacities", metavar="N,N", help="rising, in tokens, such as 1e4,1e5 (those of the paper)")
     curve.add_argument("--block-tokens", type=int, default=512, metavar="N", help="of a cached block (512)")
     curve.add_argument("--json", action="store_true", help="print one object; capacity null is the infinite cache")
 
 
 def _score_arguments(score: argparse.ArgumentParser) -> None:
-    score.add_argument("case", type=Path, metavar="CASE", help="folder: config.json, meta.json, requests.jsonl, ...")
-    score.add_argument("--data", type=Path, metavar="DIR", help="pack of workloads and profiles (CASE/../..)")
+    score.add_argument("case", type=a_path, metavar="CASE", help="folder: config.json, meta.json, requests.jsonl, ...")
+    score.add_argument("--data", type=a_path, metavar="DIR", help="pack of workloads and profiles (CASE/../..)")
     score.add_argument("--hardware", metavar="NAME", help="data sheet of the case's GPU: a name or a file")
     score.add_argument("--ablate", action="store_true", help="repeat it without one part of the model at a time")
     score.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field of the case's scenario"
     )
     score.add_argument(
-        "--out", type=Path, metavar="DIR", help="report.md and figures (runs/score/<CASE>; none with --json)"
+        "--out", type=a_path, metavar="DIR", help="report.md and figures (runs/score/<CASE>; none with --json)"
     )
     score.add_argument("--json", action="store_true", help="print the numbers as one object instead of tables")

@@ -23,10 +23,22 @@ def check(steps: Steps, *, depth: int, overlap: bool, total_blocks: int) -> None
     and copies that run beside kernels only with `overlap`.
     """
     check_order(steps)
+    check_cpu(steps)
     _lanes(steps, overlap)
     _dependencies(steps)
     _flight(steps, depth)
-    _rows(steps)
+    check_rows(steps)
+    check_blocks(steps, total_blocks)
+
+
+def check_read(steps: Steps, total_blocks: int) -> None:
+    """Raise AssertionError unless the table can be that of any server, simulated or on a real clock, finished or not:
+    steps and phases in order, one thing at a time on the CPU, rows, tokens and blocks that add up. What a device does
+    beside the CPU is left alone: a clock of its own has errors of its own.
+    """
+    check_order(steps)
+    check_cpu(steps)
+    check_rows(steps)
     check_blocks(steps, total_blocks)
 
 
@@ -64,15 +76,23 @@ def _intervals(steps: Steps) -> None:
         _at_most(f"{after} follows {before}", steps[f"{before}_end_ns"], steps[f"{after}_start_ns"])
 
 
+def check_cpu(steps: Steps) -> None:
+    """Raise AssertionError unless the CPU, one lane for all phases, does one thing at a time."""
+    _lane(steps, PHASES)
+
+
 def _lanes(steps: Steps, overlap: bool) -> None:
-    """The CPU is one lane for all phases; without `overlap` copies and kernels are one lane, too."""
-    groups: list[Sequence[str]] = [PHASES, *([lane] for lane in LANES)]
-    for names in groups if overlap else [PHASES, LANES]:
-        starts = np.concatenate([steps[f"{name}_start_ns"] for name in names])
-        ends = np.concatenate([steps[f"{name}_end_ns"] for name in names])
-        order = np.lexsort((ends, starts))
-        lane = " + ".join(names)
-        _at_most(f"{lane}: one thing at a time, in order of start", ends[order][:-1], starts[order][1:])
+    """Without `overlap` copies and kernels are one lane."""
+    for names in [[lane] for lane in LANES] if overlap else [LANES]:
+        _lane(steps, names)
+
+
+def _lane(steps: Steps, names: Sequence[str]) -> None:
+    starts = np.concatenate([steps[f"{name}_start_ns"] for name in names])
+    ends = np.concatenate([steps[f"{name}_end_ns"] for name in names])
+    order = np.lexsort((ends, starts))
+    lane = " + ".join(names)
+    _at_most(f"{lane}: one thing at a time, in order of start", ends[order][:-1], starts[order][1:])
 
 
 def _dependencies(steps: Steps) -> None:
@@ -94,7 +114,8 @@ def _flight(steps: Steps, depth: int) -> None:
     _at_most(f"{depth} steps in flight at most", steps["update_end_ns"][earlier], planned)
 
 
-def _rows(steps: Steps) -> None:
+def check_rows(steps: Steps) -> None:
+    """Raise AssertionError unless the rows and tokens of each step add up."""
     rows, decodes, prefill = steps["rows"], steps["decode_rows"], steps["prefill_tokens"]
     for name in ("decode_rows", "prefill_tokens", "context_tokens", "waiting", "preempted", "cached_tokens"):
         _at_most(f"{name} is not negative", np.zeros_like(rows), steps[name])

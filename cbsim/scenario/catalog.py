@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cbsim.scenario.fields import PATH_BOUND, ScenarioError, bare, cut, near, shown, too_long
+from cbsim.scenario.fields import ScenarioError, bare, cut, near, shown
+from cbsim.scenario.paths import PATH_BOUND, too_long
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = ROOT / "cbsim" / "scenarios"  # in an installed wheel the scenarios lie inside the package

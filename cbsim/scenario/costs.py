@@ -19,7 +19,8 @@ from pydantic import (
 )
 
 from cbsim.scenario import catalog, documents
-from cbsim.scenario.fields import By, Frozen, PlainPath, Real, ScenarioError, Whole, as_tuple, complaint, too_long
+from cbsim.scenario.fields import By, Frozen, PlainPath, Real, ScenarioError, Whole, as_tuple, complaint
+from cbsim.scenario.paths import too_long
 
 Seconds = Annotated[Real, Field(ge=0)]
 Efficiency = Annotated[Real, Field(gt=0, le=1)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Val
 from pydantic_core import PydanticCustomError
 
 from cbsim.scenario.errors import UserError
+from cbsim.scenario.paths import PATH_BOUND, too_long
 
 MOST_HINTS = 8
 
@@ -24,14 +25,20 @@ def bare(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum() or letter == ".")
 
 
+def either(words: Sequence[str]) -> str:
+    """`a, b or c`."""
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def near(word: object, known: Iterable[str]) -> str:
-    """`; did you mean a or b?`: all known words that begin with the given one, or that contain it, else the most
+    """`; did you mean a, b or c?`: all known words that begin with the given one, or that contain it, else the most
     similar one and one about as similar. Nothing if there is none.
     """
     names, part = list(known), bare(str(word)[:100])
     begin = [name for name in names if part and bare(name).startswith(part)]
     close = begin or [name for name in names if len(part) > 2 and part in bare(name)] or _similar(word, names)
-    return f"; did you mean {' or '.join(close[:MOST_HINTS])}?" if close else ""
+    return f"; did you mean {either(close[:MOST_HINTS])}?" if close else ""
 
 
 def _similar(word: object, known: Iterable[str]) -> list[str]:
@@ -54,14 +61,6 @@ def cut(text: str, most: int = 200) -> str:
     """A user's own words in one line of at most so many characters."""
     short = text if len(text) <= most else f"{text[: most - 3]}..."
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in short)
-
-
-PATH_BOUND = "a path has at most 1,000 characters, each name in it at most 255 bytes"
-
-
-def too_long(path: str) -> bool:
-    """Is it a path that no system can look up?"""
-    return len(path) > 1000 or any(len(name.encode("utf-8", "replace")) > 255 for name in path.split("/"))
 
 
 def complaint(text: str, field: str = "") -> PydanticCustomError:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
-import stat
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cbsim.scenario.errors import UserError
-from cbsim.scenario.fields import ScenarioError, shown
+from cbsim.scenario import quantization
+from cbsim.scenario.config import Config, read_json
 
 MOST_BYTES = 1_000_000
 KV_HEADS = {"llama": None, "mistral": 8, "phi3": None, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}
@@ -25,70 +21,9 @@ REFUSED = {
     "(vision|audio)_config": "of several media only the text model is modelled, and there is no text_config",
     "attention_bias|mlp_bias": "biases but those of queries, keys and values are not modelled",
     "mlp_only_layers": "all layers must have experts",
-    "quantization_config": "read the original's config.json, and set the model's types in the scenario",
+    "compression_config": "read the original's config.json, and set the model's types in the scenario",
 }
 """Patterns of fields that must be absent, null, false or empty, and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """The fields of a JSON object in a file; each is asked for by what it must be. Null is absent."""
-
-    where: Path | str
-    fields: dict[str, Any]
-    error: type[UserError] = ScenarioError
-
-    def refuse(self, field: str, expected: str) -> UserError:
-        given = shown(self.fields[field]) if field in self.fields else "nothing"
-        text = f"{self.where}: {field}: got {given}, expected {expected}"
-        return self.error(text, field=field, value=self.fields.get(field), bound=f"expected {expected}")
-
-    def whole(self, field: str, default: int | None = None) -> int:
-        value = self.fields.get(field)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.refuse(field, "a whole number >= 1")
-        return value
-
-    def real(self, field: str, default: float | None = None) -> float:
-        value = self.fields.get(field)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self.refuse(field, "a number > 0")
-        return float(value)
-
-    def flag(self, field: str) -> bool:
-        value = self.fields.get(field)
-        value = False if value is None else value
-        if not isinstance(value, bool):
-            raise self.refuse(field, "true or false")
-        return value
-
-    def part(self, field: str) -> Config | None:
-        value = self.fields.get(field)
-        if value is not None and not isinstance(value, dict):
-            raise self.refuse(field, "an object")
-        return Config(f"{self.where}: {field}", value, self.error) if value else None
-
-
-def read_json(path: Path, error: type[UserError] = ScenarioError, most_bytes: int | None = None) -> dict[str, Any]:
-    """The JSON object in a regular file. Raises `error`."""
-    try:
-        file = path.stat()
-        if not stat.S_ISREG(file.st_mode):
-            raise error(f"{path}: cannot be read: is not a regular file", file=path)
-        if most_bytes is not None and file.st_size > most_bytes:
-            raise error(f"{path}: got {file.st_size:,} bytes, must be <= {most_bytes:,}", file=path)
-        data = json.loads(path.read_bytes())
-    except OSError as failed:
-        raise error(f"{path}: cannot be read: {failed.strerror}", file=path) from None
-    except (ValueError, RecursionError) as failed:
-        if isinstance(failed, UserError):
-            raise
-        raise error(f"{path}: is not JSON: {failed}", file=path) from None
-    if not isinstance(data, dict):
-        raise error(f"{path}: got {shown(data)}, expected an object", file=path)
-    return data
 
 
 def shape(path: Path) -> dict[str, Any]:
@@ -126,6 +61,7 @@ def shape(path: Path) -> dict[str, Any]:
         "qk_norm": kind.startswith("qwen3"),
         "qkv_bias": kind == "qwen2",
         "dtype": _dtype(config),
+        **quantization.types(config),
         "max_position": config.whole("max_position_embeddings"),
     }
 

@@ -7,14 +7,19 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from cbsim.scenario import memory
 from cbsim.scenario.fields import ScenarioError, shown
 
+MOST_LINE, MOST_DOCUMENT = 1_000_000, 64_000_000
+"""Characters of a line, and of a file that is one document: a small gzipped file may hold more than memory does."""
+LOOK_ROWS = 50_000  # so often it is asked whether so many still fit the memory
 POSITIVE = "a whole number >= 1"
 
 
@@ -36,10 +41,30 @@ def text(path: Path) -> Iterator[IO[str]]:
                 yield file
     except UnicodeDecodeError:
         raise ScenarioError(f"{path}: is not UTF-8 text") from None
-    except (csv.Error, RecursionError, EOFError) as error:
+    except (csv.Error, RecursionError, EOFError, zlib.error) as error:
         raise ScenarioError(f"{path}: cannot be read: {error}") from None
     except OSError as error:
         raise ScenarioError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def bounded(path: Path, file: IO[str]) -> Iterator[str]:
+    """The lines of a file as they are. Raises ScenarioError for one that is too long, or if there are too many."""
+    number = 0
+    while line := file.readline(MOST_LINE + 1):
+        number += 1
+        if len(line) > MOST_LINE:
+            raise ScenarioError(f"{path}:{number}: must have at most {MOST_LINE:,} characters", file=path, line=number)
+        if number % LOOK_ROWS == 0:
+            memory.check_rows(path, number)
+        yield line
+
+
+def document(path: Path, file: IO[str]) -> str:
+    """All of a file that is not read line by line. Raises ScenarioError if it is too large."""
+    content = file.read(MOST_DOCUMENT + 1)
+    if len(content) > MOST_DOCUMENT:
+        raise ScenarioError(f"{path}: must have at most {MOST_DOCUMENT:,} characters", file=path)
+    return content
 
 
 class CsvTable:
@@ -49,7 +74,7 @@ class CsvTable:
 
     def __init__(self, path: Path, file: IO[str], columns: Sequence[str] = ()) -> None:
         self.path = path
-        self._reader = csv.reader(file)
+        self._reader = csv.reader(bounded(path, file))
         self.header = [name.strip() for name in next(self._reader, [])]
         for column in columns:
             if column not in self.header:
@@ -137,7 +162,7 @@ class JsonLine(NamedTuple):
 
 def lines(path: Path, file: IO[str]) -> Iterator[JsonLine]:
     """The JSON objects of a file, one a line."""
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(bounded(path, file), 1):
         if not line.strip():
             continue
         try:

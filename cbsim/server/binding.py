@@ -16,8 +16,8 @@ SEEN = 0.1  # share of the time from which on something is said to bind
 
 
 def binding(scenario: Scenario, loop: str, steps: Steps, requests: Requests) -> list[str]:
-    """What binds, a sentence each: what keeps requests waiting, and what a step waits for. Empty if no step ran."""
-    if not len(steps):
+    """What binds, a sentence each: what keeps requests waiting, and what a step waits for. Empty if no row ran."""
+    if not steps["rows"].any():
         return []
     starts, ends = steps["schedule_start_ns"], steps["update_end_ns"]
     spans = np.diff(starts, append=ends[-1]).astype(np.float64)

@@ -70,7 +70,7 @@ def _specs(run: Run, workload: generators.Workload) -> dict[int, RequestSpec]:
 
 
 def _compare(run: Run, policy: Any, steps_in_flight: int, specs: dict[int, RequestSpec]) -> Replanned:
-    polls, stops = _Polls(run.requests, specs), _stops(run.requests, specs)
+    polls, stops = _Polls(run, specs), _stops(run.requests, specs)
     total, step = policy.pool.num_blocks, 0
     recorded = {name: run.steps[name] for name in COMPARED}
     loop = serve(policy, steps_in_flight)
@@ -82,7 +82,7 @@ def _compare(run: Run, policy: Any, steps_in_flight: int, specs: dict[int, Reque
             return Replanned(step, len(run.steps), None if step >= len(run.steps) else f"only {step} steps are planned")
         answer = None
         if isinstance(effect, Poll):
-            answer = polls.answer()
+            answer = polls.answer(effect.wait)
         elif isinstance(effect, Launch):
             if step == len(run.steps):
                 return Replanned(
@@ -109,7 +109,8 @@ def _stops(rows: list[RequestRow], specs: dict[int, RequestSpec]) -> dict[int, l
 class _Polls:
     """The answers to the polls of a run, in order."""
 
-    def __init__(self, rows: list[RequestRow], specs: dict[int, RequestSpec]) -> None:
+    def __init__(self, run: Run, specs: dict[int, RequestSpec]) -> None:
+        rows = run.requests
         self._arrivals: dict[int, list[RequestSpec]] = {}
         self._cancels: dict[int, list[RequestSpec]] = {}
         self._poll = 0
@@ -119,11 +120,17 @@ class _Polls:
                 self._arrivals.setdefault(row.queued_poll, []).append(spec)
             if row.cancelled_poll >= 0:
                 self._cancels.setdefault(row.cancelled_poll, []).append(spec)
+        self._waits, self._file = 2 * len(rows), run.path / "requests.parquet"
         self._last = max([*self._arrivals, *self._cancels, 0])
 
-    def answer(self) -> Polled:
+    def answer(self, wait: bool = False) -> Polled:
+        """Raises RunError if more polls waited for nothing than there are arrivals and cancels to wait for."""
         self._poll += 1
         arrivals, cancels = self._arrivals.get(self._poll, []), self._cancels.get(self._poll, [])
+        self._waits -= wait and not arrivals and not cancels
+        if self._waits < 0:
+            problem = f"nobody comes or leaves for so long before poll {self._last:,} that no run gets there"
+            raise RunError(f"{self._file}: {problem}", file=self._file)
         return Polled(arrivals, cancels, closed=self._poll >= self._last)
 
 

@@ -12,7 +12,18 @@ import pyarrow as pa
 
 from cbsim.draw.lane_chart import lanes
 from cbsim.draw.picture import Picture
-from cbsim.results import checks, columns, coverage, directory, measures, metrics, parquet, terminal, timeline
+from cbsim.results import (
+    agreement,
+    checks,
+    columns,
+    coverage,
+    directory,
+    measures,
+    metrics,
+    parquet,
+    terminal,
+    timeline,
+)
 from cbsim.results.checks import Verdict
 from cbsim.results.directory import RunError, RunWriter
 from cbsim.results.metrics import Requests, Steps
@@ -46,7 +57,7 @@ class Result:
     files: Mapping[str, bytes] = field(default_factory=dict)  # what else the directory holds
     incomplete: str | None = None
     path: Path | None = None
-    notices: tuple[str, ...] = ()  # how its workload was read, if that may not be what was meant
+    notices: tuple[str, ...] = ()  # what may not be meant or cannot be judged: a line each
 
     @property
     def loop(self) -> str:
@@ -220,8 +231,12 @@ def _ours(file: Path) -> bool:
 def read(path: Path | str) -> Result:
     """The result of a run directory. Raises RunError, ScenarioError."""
     run = directory.load(Path(path))
+    scenario = scenarios.load(run.path / "scenario.resolved.yaml")
+    agreement.check_documents(run)
+    agreement.check_same(run, scenario.loop.mode)
+    agreement.check_possible(run)
     return Result(
-        scenario=scenarios.load(run.path / "scenario.resolved.yaml"),
+        scenario=scenario,
         environment=run.environment,
         summary=run.summary,
         step_numbers=run.steps,

@@ -53,7 +53,7 @@ def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario]
     scenario = adapt(scenarios.load(options.scenario, options.overrides))
     results = Results([one_loop(scenario, loop, options, serve) for loop in scenarios.loops(scenario)])
     draw_together(results, list(results.values())[-1].folder)
-    for notice in next(iter(results.values())).notices:
+    for notice in dict.fromkeys(notice for result in results.values() for notice in result.notices):
         print(f"notice: {notice}", file=sys.stderr)
     for loop, result in results.items():
         for warning in result.warnings:

@@ -41,7 +41,7 @@ class Server(Protocol):
     @property
     def facts(self) -> Mapping[str, Any]:
         """What env.json says of the device, and of anything that the scenario does not say. Asked for before the run,
-        and again after it.
+        and again after it. `notices`: lines that its user has to know with the result.
         """
 
     def run(self, on_step: OnStep) -> None:
@@ -114,7 +114,7 @@ class Session:
             self.resolved,
             files,
             incomplete,
-            notices=self.notices,
+            notices=(*self.notices, *(f"{self.loop}: {notice}" for notice in environment.get("notices", ()))),
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cbsim.scenario.demand import CsvColumns
-from cbsim.scenario.fields import ScenarioError, bare, near
+from cbsim.scenario.fields import ScenarioError, bare, either, near
 
 UNNAMED = CsvColumns()
 NEEDED = ("arrival", "prompt", "output")
@@ -64,7 +64,7 @@ def _known(path: Path, header: Sequence[str], role: str) -> str | None:
     names = {bare(name) for name in NAMES[role]}
     candidates = [own] if own in header else [name for name in header if bare(name) in names]
     if len(candidates) > 1:
-        raise _wrong(path, header, f"may be {' or '.join(map(repr, candidates))}; say which", role)
+        raise _wrong(path, header, f"may be {either([repr(name) for name in candidates])}; say which", role)
     if candidates or role not in NEEDED:
         return next(iter(candidates), None)
     raise _wrong(path, header, f"no column with a known name ({', '.join(NAMES[role])}); say which", role)

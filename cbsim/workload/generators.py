@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbsim.policy.request import RequestSpec
-from cbsim.scenario import catalog, demand
+from cbsim.scenario import catalog, demand, memory
 from cbsim.scenario import lengths as length_tables
 from cbsim.scenario.scenario import Scenario
-from cbsim.workload import csv_columns, memory, scheduler_tests, traces, vllm_bench
+from cbsim.workload import csv_columns, scheduler_tests, traces, vllm_bench
 from cbsim.workload.clients import Sessions, Users
 
 Ints = NDArray[np.int64]

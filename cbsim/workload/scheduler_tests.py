@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario.fields import ScenarioError
-from cbsim.scenario.rows import text
+from cbsim.scenario.rows import document, text
 from cbsim.workload.recorded_form import Form, Transformers, Vllm, check
 
 Line = dict[str, Any]
@@ -37,8 +37,9 @@ def golden(path: Path, step_s: float, limit: int | None = None) -> Recorded:
     Prompt and output contents become chained content ids, so prefixes are shared exactly where they were.
     """
     with text(path) as file:
+        content = document(path, file)
         try:
-            workload = json.load(file)
+            workload = json.loads(content)
         except ValueError as error:
             raise ScenarioError(f"{path}: not valid JSON: {error}") from None
     layouts: dict[str, tuple[type[Form], Reader]] = {"config": (Vllm, _vllm), "cb": (Transformers, _transformers)}

@@ -366,3 +366,12 @@ def test_experts_are_not_for_the_engine() -> None:
     with pytest.raises(UsageError, match=r"model\.experts: got 4, must be 0"):
         build.adapted(asked, Setup(device="process"))
     assert build.adapted(asked, Setup(device="modelled")).model.experts == 4
+
+
+@pytest.mark.parametrize("device", ["inline", "process", "cuda"])
+def test_one_device_computes(device: build.DeviceName) -> None:
+    """A scenario of several GPUs is refused by name, not run with their cache on one; modelled kernels are theirs."""
+    asked = scenario.load("tiny_cpu", ["cost={kind: roofline, tensor_parallel: 2}"])
+    with pytest.raises(UsageError, match=r"cost\.tensor_parallel: got 2, must be 1"):
+        build.adapted(asked, Setup(device=device))
+    assert build.adapted(asked, Setup(device="modelled")).gpus == 2

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from calls import SMALL, call, refused
 
-from cbsim.workload import generators, memory
+from cbsim.scenario import memory
+from cbsim.workload import generators
 
 # -- checks -----------------------------------------------------------------------------------------------------------
 
@@ -54,7 +55,7 @@ def test_a_condition_that_cannot_be_understood_runs_nothing(
         ("hardware=A100", ("unknown hardware 'A100'; did you mean a100-40gb or a100-80gb? (known: ",)),
         ("hardware=H", ("unknown hardware 'H'; did you mean h100-sxm or h200-sxm?",)),
         ("hardware=sxm", ("; did you mean h100-sxm or h200-sxm?",)),
-        ("model=Llama 3.1", ("; did you mean llama-3.1-405b or llama-3.1-70b or llama-3.1-8b?",)),
+        ("model=Llama 3.1", ("; did you mean llama-3.1-405b, llama-3.1-70b or llama-3.1-8b?",)),
         ("workload.arrivals.rate=5", ("rate: unknown field; did you mean rate_per_s?",)),
         ("scheduler.max_num=5", ("max_num_seqs", "or max_num_batched_tokens")),
         ("scheduler.seqs=5", ("seqs: unknown field; did you mean max_num_seqs",)),

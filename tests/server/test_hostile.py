@@ -207,6 +207,30 @@ def test_requests_of_another_type(run: Path, capsys: pytest.CaptureFixture[str])
     assert replayed(run, capsys)[0] == 1
 
 
+def test_a_poll_that_no_run_reaches(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A request that left in poll 2^31 would be waited for for an hour."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(run / "requests.parquet")
+    place, polls = table.column_names.index("cancelled_poll"), table["cancelled_poll"].to_pylist()
+    broken = table.set_column(place, "cancelled_poll", pa.array([2**31, *polls[1:]], pa.int64()))
+    pq.write_table(broken, run / "requests.parquet")
+    status, printed, err = replayed(run, capsys)
+    assert (status, printed) == (1, "")
+    assert f"{run / 'requests.parquet'}: nobody comes or leaves for so long before poll 2,147,483,648" in err
+
+
+def test_a_run_in_which_nothing_was_computed_is_bound_by_nothing(small: Path, out: Path) -> None:
+    """All gave up before they came: the one step that tells so has no rows, and waits for nothing."""
+    request = {"id": "a", "prompt": [5, 6], "max_new_tokens": 4, "arrival_step": 11}
+    workload = {"cb": {"block_size": 4}, "requests": [request], "cancels": [{"id": "a", "step": 2}]}
+    (small.parent / "a.json").write_text(json.dumps(workload))
+    said = call("run", small, "--set", "workload={kind: golden, path: a.json}", "--out", out)
+    assert said.status == 0
+    assert "binds" not in said.out and "would hide it" not in said.out
+
+
 def test_golden_workloads_run_as_they_are_shipped(small: Path, out: Path) -> None:
     """The clone has them gzipped; `kind: golden` reads them."""
     packed = GOLDEN / "vllm" / "workloads" / "p004.json.gz"

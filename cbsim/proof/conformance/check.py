@@ -7,9 +7,7 @@ A trace outside what the policies model is listed with the reason and compared w
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -18,6 +16,8 @@ from typing import Any, TypeVar
 
 from cbsim.policy.schedulers import transformers, vllm_settings
 from cbsim.proof.conformance import transformers_traces, vllm_traces
+from cbsim.scenario import rows
+from cbsim.scenario.fields import ScenarioError
 from cbsim.workload.scheduler_tests import unsupported
 
 Line = dict[str, Any]
@@ -328,12 +328,10 @@ def _workload(trace: Path, name: str) -> Line:
 
 def _text(path: Path) -> str:
     try:
-        data = path.read_bytes()
-        return (gzip.decompress(data) if path.name.endswith(".gz") else data).decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise UnreadableError(
-            f"{path}: expected JSON text{', gzipped' * path.name.endswith('.gz')}: {error}"
-        ) from error
+        with rows.text(path) as file:
+            return rows.document(path, file)
+    except ScenarioError as error:
+        raise UnreadableError(f"{error}; expected JSON text{', gzipped' * path.name.endswith('.gz')}") from error
 
 
 def _parsed(path: Path, number: int | None, text: str) -> Line:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import cbsim
 from analysis.statistics import loading
 from analysis.statistics.loading import LATENCIES, flat
 from cbsim.cli.parser import main
@@ -153,6 +154,14 @@ def _first(column: str, value: int) -> Harm:
         (_first("schedule_start_ns", -(2**63)), "steps begin at or after the run: row 0 has 0 against -9223372036854"),
         (_first("update_end_ns", 0), "update ends at or after its start: row 0 has "),
         (_first("compute_end_ns", 0), "compute ends at or after its start: row 0 has "),
+        (_first("tokens", 7777), "tokens = prefill_tokens + decode_rows: row 0 has 7777 against "),
+        (_first("running", 0), "only running requests have rows: row 0 has "),
+        (
+            lambda table: table.assign(
+                schedule_start_ns=[*table.schedule_start_ns[:1], 0, *table.schedule_start_ns[2:]]
+            ),
+            "schedule + prepare + launch + await + update: one thing at a time, in order of start: row ",
+        ),
         (_first("used_blocks", 2**40), "blocks in use and cached blocks exist: row 0 has "),
     ],
 )
@@ -165,6 +174,30 @@ def test_steps_that_no_machine_can_run_are_refused(paths: list[Path], tmp_path: 
         loading.read([file.parent])
     assert str(error.value).startswith(f"{file}: ") and "\n" not in str(error.value)
     assert said in str(error.value)
+    with pytest.raises(RunError) as refused:
+        cbsim.read(file.parent)
+    assert str(refused.value) == str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("loop", None, "loop is missing or null, expected sync or async"),
+        ("makespan_s", -1, "makespan_s is -1, expected a number from 0 to 1e+30"),
+        ("preemptions", None, "preemptions is missing or null, expected a whole number"),
+        ("steps", 3, "steps is 3, that of steps.parquet is "),
+    ],
+)
+def test_a_summary_of_another_run_is_refused_by_all(
+    paths: list[Path], tmp_path: Path, key: str, value: object, said: str
+) -> None:
+    """The front door reads a directory as strictly as a report does."""
+    file = _copy(paths[0], tmp_path) / "summary.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    for read in (lambda: loading.read([file.parent]), lambda: cbsim.read(file.parent)):
+        with pytest.raises(RunError) as error:
+            read()
+        assert str(error.value).startswith(f"{file}: {said}")
 
 
 def test_fields_are_told_by_dotted_name() -> None:

@@ -146,3 +146,27 @@ def test_a_driver_that_is_killed_leaves_no_worker(out: Path) -> None:
     assert process.returncode == -signal.SIGKILL
     assert said == ""
     assert "Error" not in told.replace("BrokenPipeError", "")
+
+
+SPAWNED = """
+import os
+from functools import partial
+from multiprocessing.context import SpawnProcess
+from cbengine.batch import Capacity
+from cbengine.device.process import Process
+
+start = SpawnProcess.start
+SpawnProcess.start = lambda self: (start(self), os._exit(3))
+Process(partial({build}), Capacity(slots=1, width=1, rows=1, tokens=1), 1)
+"""
+
+
+@pytest.mark.parametrize("build", ["int, '7'", "int, 'none'"], ids=["ready", "fails"])
+def test_a_driver_that_dies_while_its_worker_starts(build: str) -> None:
+    """Nobody hears that the worker is ready, nor why it is not: it ends, and says nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", SPAWNED.format(build=build)],
+        capture_output=True, text=True, check=False, cwd=ROOT, timeout=60,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")

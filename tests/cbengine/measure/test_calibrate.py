@@ -23,6 +23,7 @@ from cbengine.cli import parser
 from cbengine.errors import UsageError
 from cbengine.measure import calibrate
 from cbengine.measure.calibrate import CPU_TERMS, GPU_TERMS
+from cbengine.measure.equal_steps import EqualStepTimes
 from cbengine.measure.probes import ProbeTable
 from cbsim.cli import parser as simulator
 from cbsim.cost.cpu import PHASES
@@ -98,6 +99,16 @@ def test_too_few_steps() -> None:
     with pytest.raises(UsageError, match="calibrate: 23 steps are too few, 24 would do: give a larger"):
         calibrate.calibration(made_up(23, 1, 0.0), LAYERS)
     calibrate.calibration(made_up(24, 1, 0.0), LAYERS)
+
+
+def test_kernels_that_only_wait_say_nothing() -> None:
+    """On a busy machine equal steps may take longer one by one than they take at all. What is left of them after that
+    is nothing, and coefficients of 1 ns would be written as if they were measured.
+    """
+    table = ProbeTable([line._replace(eager=False, ahead=False) for line in made_up(100, 1, 0.0).lines])
+    table.equal = EqualStepTimes(20, 3.0, 1.0, 2.0)
+    with pytest.raises(UsageError, match=r"calibrate: kernels of .* us cannot be told from the 2,000,000\.0 us that"):
+        calibrate.calibration(table, LAYERS)
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------
@@ -197,8 +208,28 @@ def test_probes_that_tell_nothing_are_warned_of(
     """Larger steps would be a guess. What is beyond a scenario is called by the name that a user gives it."""
     monkeypatch.setattr(build, "default_device", lambda: "modelled")
     words = ["calibrate", "--quick", "--out", str(tmp_path / "c.yaml"), "--set", "model=tiny"]
-    assert parser.main([*words, "--rows", "1", "--longest", "1", "--tokens", "1"]) == 0
-    assert "warning: the largest step probed has " in capsys.readouterr().err
+    assert parser.main([*words, "--rows", "1", "--longest", "8", "--tokens", "8"]) == 0
+    said = capsys.readouterr().err
+    assert "warning: the largest step probed has " in said and "caches of their own" not in said
+    few = [
+        *words,
+        "--rows",
+        "4",
+        "--longest",
+        "16",
+        "--tokens",
+        "16",
+        "--set",
+        "kv_cache={num_blocks: 2, block_size: 4}",
+    ]
+    assert parser.main([*few, "--set", "scheduler.name=static"]) == 0
+    assert (
+        "warning: the scenario's cache holds 8 tokens, less than the longest sequence probed, 16"
+        in capsys.readouterr().err
+    )
+    for option in ("--longest", "--tokens"):
+        assert parser.main([*words, option, "7"]) == 2
+        assert f"{option}: got 7, must be >= 8: shorter steps all cost the same" in capsys.readouterr().err
     assert parser.main([*words, "--rows", str(10**16)]) == 2
     said = capsys.readouterr().err
     assert (

@@ -1,4 +1,4 @@
-"""Does a workload fit the memory of this machine? Asked before any of it is taken."""
+"""Does a workload fit the memory of this machine? Asked before it is taken; of a file's rows, while they are read."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ def check(requests: int) -> None:
         bound = f"must be <= {free // REQUEST_BYTES:,}: {free / 1e9:.1f} GB of memory are free"
         message = f"workload.requests: got {requests:,}, about {needed / 1e9:.1f} GB, {bound}"
         raise ScenarioError(message, field="workload.requests", value=requests, bound=bound)
+
+
+def check_rows(path: Path, rows: int) -> None:
+    """Raises ScenarioError if a run of so many requests, those read from a file until now, needs more than is free."""
+    needed, free = rows * REQUEST_BYTES, free_bytes()
+    if free is not None and needed > free:
+        bound = f"must be <= {free // REQUEST_BYTES:,} at {REQUEST_BYTES:,} bytes each: {free / 1e9:.1f} GB are free"
+        message = f"{path}: got {rows:,} rows or more, {bound}; workload.limit reads fewer"
+        raise ScenarioError(message, file=path, value=rows, bound=bound)
 
 
 def free_bytes() -> int | None:

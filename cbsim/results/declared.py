@@ -53,6 +53,7 @@ TEXT = Kind("text", lambda value: isinstance(value, str))
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 WHOLE = Kind(f"a whole number from 0 to {LARGEST_WHOLE:,}", _is_whole)
 NUMBER = Kind(f"a number up to {LARGEST_REAL:g}", _is_number)
+AMOUNT = Kind(f"a number from 0 to {LARGEST_REAL:g}", lambda value: _is_number(value) and value >= 0)
 NUMBERS = Kind(f"names with numbers up to {LARGEST_REAL:g}", _are_numbers)
 FIELDS = Kind("fields", lambda value: isinstance(value, Mapping))
 LIST = Kind("a list", lambda value: isinstance(value, list))
@@ -65,10 +66,11 @@ def _optional(kind: Kind) -> Kind:
 
 
 SUMMARY = (
-    {metric: _optional(NUMBER) for metric in NAMES}
+    {metric: _optional(AMOUNT) for metric in NAMES}
+    | {"makespan_s": AMOUNT, "gpu_active": AMOUNT, "preemptions": WHOLE}
     | {"name": TEXT, "question": TEXT, "loop": LOOP, "complete": FLAG, "percentile_method": TEXT, "total_blocks": WHOLE}
     | {"window_s": _optional(WINDOW), "requests": WHOLE, "steps": WHOLE, "requests_by_status": NUMBERS}
-    | {metric: NUMBER for metric in SINGLE if "." not in metric and metric.endswith("_per_s")}
+    | {metric: AMOUNT for metric in SINGLE if "." not in metric and metric.endswith("_per_s")}
     | dict.fromkeys(DISTRIBUTIONS, FIELDS)
     | {"step_time_s": _optional(FIELDS)}  # a run without a step has none
     | {f"{name}.n": WHOLE for name in DISTRIBUTIONS}

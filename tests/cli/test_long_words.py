@@ -1,0 +1,104 @@
+"""Words of thousands of characters: refused with their option before anything is run, in a short message."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from analysis.cli import parser as reports
+from cbengine.cli import parser as engine
+from cbsim.cli import parser as simulator
+from cbsim.cli.arguments import brief
+
+LONG = "x" * 5000
+Main = Callable[[Sequence[str]], int]
+
+
+def said(main: Main, *words: str) -> tuple[int, str]:
+    """Exit status and stderr of a command that prints nothing else."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main(words)
+        except SystemExit as end:
+            status = int(end.code or 0)
+    assert not out.getvalue()
+    return status, err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "option"),
+    [
+        (simulator.main, ("run", "worked_example"), "--out"),
+        (simulator.main, ("schema",), "--out"),
+        (simulator.main, ("score", "case"), "--out"),
+        (simulator.main, ("score", "case"), "--data"),
+        (simulator.main, ("study", "chunks"), "--out"),
+        (simulator.main, ("replan",), "RUN"),
+        (simulator.main, ("conformance",), "PATH"),
+        (simulator.main, ("cache-curve",), "TRACE"),
+        (engine.main, ("replay", "tiny_cpu"), "--out"),
+        (engine.main, ("replay", "tiny_cpu"), "--weights"),
+        (engine.main, ("replay", "tiny_cpu"), "--sampling"),
+        (engine.main, ("calibrate",), "--out"),
+        (engine.main, ("predict",), "--out"),
+        (engine.main, ("predict",), "--again"),
+        (engine.main, ("smoke",), "--out"),
+        (engine.main, ("campaign",), "--out"),
+        (engine.main, ("pack",), "--out"),
+        (engine.main, ("pack",), "--triton-cache"),
+        (engine.main, ("speed",), "--out"),
+        (reports.main, ("report", "run"), "--out"),
+        (reports.main, ("compare", "run", "other"), "--out"),
+        (reports.main, ("landscape", "run"), "--out"),
+        (reports.main, ("predictions", "folder"), "--out"),
+        (reports.main, ("drift", "published.yaml"), "RUN"),
+        (reports.main, ("index",), "FOLDER"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_path_that_no_system_can_look_up(
+    main: Main, words: tuple[str, ...], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit 2 with the option, whichever command; nothing has been loaded, run or written."""
+    monkeypatch.chdir(tmp_path)
+    for path in (LONG, "a/" * 600, "ü" * 200):
+        status, err = said(main, *words, *([option] if option.startswith("-") else []), path)
+        message = err.splitlines()[0]
+        assert status == 2 and f"argument {option}: got {path[:9]!r}"[:-1] in message, message
+        assert "a path has at most 1,000 characters, each name in it at most 255 bytes" in message
+        assert len(message) < 250
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (simulator.main, (LONG,)),
+        (simulator.main, ("run", "worked_example", "--loop", LONG)),
+        (simulator.main, ("run", "worked_example", "--check", LONG)),
+        (simulator.main, ("run", "worked_example", "--window", LONG)),
+        (simulator.main, ("study", LONG)),
+        (simulator.main, ("bench", LONG)),
+        (engine.main, ("replay", "tiny_cpu", "--inject", LONG)),
+        (reports.main, ("compare", "run", "other", "--fail-if", LONG)),
+    ],
+    ids=lambda value: value[-2][:20] if isinstance(value, tuple) and len(value) > 1 else "",
+)
+def test_the_message_is_short(main: Main, words: tuple[str, ...]) -> None:
+    """What a user wrote is shown as far as it is recognised; the usage below it is ours."""
+    status, err = said(main, *words)
+    assert status == 2
+    assert "xxx..." in err
+    assert len(err.splitlines()[0]) < 500
+
+
+def test_no_path_is_cut() -> None:
+    """A path that may exist stays whole in a message."""
+    path = f"{'x' * 990}/a.yaml"
+    assert brief(f"{path}: no such file") == f"{path}: no such file"
+    assert brief(f"got {LONG}, expected a") == f"got {'x' * 40}... expected a"
