@@ -29,8 +29,8 @@ settings.load_profile("fixed")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Whole folders are tested by a worker a core, if pytest-xdist is installed. Single files are done before workers
-    have started, and a GPU is for one process at a time. `-n` says otherwise.
+    """Folders are tested by a worker a core, if pytest-xdist is installed. Single files are done before workers have
+    started, and a GPU is for one process at a time. `-n` says otherwise.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         return  # workers come here, too, and have none of their own
@@ -39,5 +39,5 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     gpu = find_spec("torch") is not None and Path("/dev/nvidiactl").exists()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if cores > 1 and not gpu and all((config.invocation_params.dir / word).is_dir() for word in config.args):
+    if cores > 1 and not gpu and any((config.invocation_params.dir / word).is_dir() for word in config.args):
         option.numprocesses, option.dist = min(cores, MOST_WORKERS), "worksteal"

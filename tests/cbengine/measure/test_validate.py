@@ -8,13 +8,17 @@ import contextlib
 import io
 import json
 import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("torch", reason="the engine needs torch")
 
+import calls
 from served import asked
 
 from cbengine import build
@@ -46,6 +50,19 @@ CASES = {
     "busy": SuiteCase("busy", "load", "arrivals", (), load=0.5),
 }
 REACH = probes.Reach(4, 64, 32, 256)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _simulator_here() -> Iterator[None]:
+    """The simulator in this process: one of its own takes seconds to begin, and the first test of it has one."""
+
+    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        said = calls.call(*words[3:])
+        return subprocess.CompletedProcess(words, said.status, said.out, said.err)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(predict, "subprocess", SimpleNamespace(run=run))
+        yield
 
 
 @pytest.fixture
@@ -157,10 +174,11 @@ def test_what_is_predicted_has_the_measured_coefficients_in_it() -> None:
     assert FOUND["cpu"]["prepare"]["base_s"] == 1e-4, "the calibration is left as it is"
 
 
-def test_the_simulator_is_asked_as_a_user_asks_it(tmp_path: Path) -> None:
-    """Summaries of both loops; its run directories stay, those of before do not. What it refuses is an error that says
-    why, and what it warns of is said.
+def test_the_simulator_is_asked_as_a_user_asks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own: summaries of both loops; its run directories stay, those of before do not. What it
+    refuses is an error that says why, and what it warns of is said.
     """
+    monkeypatch.setattr(predict, "subprocess", subprocess)
     few, said = asked("vllm", "workload.requests=2", "workload.output_tokens=3"), list[str]()
     for _ in range(2):
         found = predict.simulated(predict.predictable(few, FOUND, 0.0), tmp_path / "simulated", said.append)
