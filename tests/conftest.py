@@ -1,9 +1,20 @@
-"""Settings shared by all tests: property tests draw the same examples in every run."""
+"""Settings shared by all tests: how many workers there are; property tests draw the same examples in every run."""
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+# A worker has a core; so has a process that a test starts. Before numpy and torch are imported, which read it then.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
 from calls import out, small  # noqa: F401 - fixtures
 from hypothesis import HealthCheck, settings
+from pictures import drawn, sketched  # noqa: F401 - fixtures
+
+MOST_WORKERS = 4  # each imports and collects everything, ten seconds, and takes a gigabyte if torch is there
 
 settings.register_profile(
     "fixed",
@@ -14,3 +25,19 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("fixed")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Folders are tested by a worker a core, if pytest-xdist is installed. Single files are done before workers have
+    started, and a GPU is for one process at a time. `-n` says otherwise.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # workers come here, too, and have none of their own
+    option = config.option
+    if getattr(option, "numprocesses", 0) is not None or option.dist != "no" or option.usepdb or option.collectonly:
+        return
+    gpu = find_spec("torch") is not None and Path("/dev/nvidiactl").exists()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores > 1 and not gpu and any((config.invocation_params.dir / word).is_dir() for word in config.args):
+        option.numprocesses, option.dist = min(cores, MOST_WORKERS), "worksteal"

@@ -13,6 +13,7 @@ import json
 import re
 import string
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from html import escape
 from importlib import resources, util
 from pathlib import Path
@@ -55,9 +56,14 @@ def html(report: Report, script: str) -> str:
         runs=_runs(report),
         sections="\n".join(links),
         main="\n".join(content for _, _, content in parts),
-        library=base64.b64encode(gzip.compress(script.encode(), 9, mtime=0)).decode(),
+        library=_packed(script),
         script=own,
     )
+
+
+@lru_cache(maxsize=1)  # nearly a second, and the same in every report of a process
+def _packed(script: str) -> str:
+    return base64.b64encode(gzip.compress(script.encode(), 9, mtime=0)).decode()
 
 
 def _file(name: str) -> str:

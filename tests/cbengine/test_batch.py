@@ -74,7 +74,7 @@ def odd_cases(draw: st.DrawFn, scheduler: str) -> Case:
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_arrays_say_what_plans_say(scheduler: str, loop: str, data: st.DataObject) -> None:
     """Random loads, caches, options, all greedy, all sampled, or each request as it likes: row by row; and every text
     is that of its request alone.

@@ -67,7 +67,7 @@ def note(run: Run) -> None:
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @given(data=st.data())
-@settings(max_examples=24)
+@settings(max_examples=16)
 def test_every_text_is_that_of_generate(scheduler: str, loop: str, data: st.DataObject) -> None:
     """Whatever the load, the cache and the budgets: batching, chunks, shared and merged blocks, preemption, soft
     resets, rows computed for nothing, requests given up and steps in flight leave no trace in anyone's text.

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 import pytest
 from calls import ROOT, SMALL, Said, call, process, read, refused, runs
+from pictures import really
 
 from cbsim.results import directory
 from cbsim.results import environment as sources
@@ -44,7 +45,8 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
     folder = tmp_path_factory.mktemp("both")
     (folder / "small.yaml").write_text(SMALL)
     words = ("--loop", "both", "--seed", 7, "--trace-steps", "2:5", "--out", folder / "out", "--json")
-    said = call("run", folder / "small.yaml", *words, "--check", "ttft.p99<500ms", "--check", "preemptions==0")
+    with really():
+        said = call("run", folder / "small.yaml", *words, "--check", "ttft.p99<500ms", "--check", "preemptions==0")
     return Both(folder / "small.yaml", folder / "out", said)
 
 

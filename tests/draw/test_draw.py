@@ -9,6 +9,8 @@ from matplotlib.collections import PathCollection, PolyCollection
 from cbsim.draw import render
 from cbsim.draw.chart import RED, SERIES, Area, Bars, Chart, Edge, Level, Line, Panel, Points, Spans, Style
 
+pytestmark = pytest.mark.usefixtures("drawn")
+
 X = np.linspace(0.0, 4.0, 5)
 SPANS = Spans("compute", np.array([0, 2]), np.array([0.0, 1.0]), np.array([1.0, 4.0]), Style(RED), labels=("a", "b"))
 ALL = Chart(

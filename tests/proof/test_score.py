@@ -196,6 +196,7 @@ def test_ablation_has_all_parts_and_the_first_is_the_case(pack: Pack) -> None:
     assert "What carries the result" in call("score", pack.folder, "--ablate").out
 
 
+@pytest.mark.usefixtures("drawn")
 def test_out_is_a_report_that_is_replaced_whole(pack: Pack, tmp_path: Path) -> None:
     """report.md, its figures, and the numbers; made again without the ablation, its figure is gone."""
     packs.record(pack)

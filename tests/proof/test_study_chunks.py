@@ -147,6 +147,7 @@ def test_waves_are_never_more_than_full(tokens: int) -> None:
 # -- command and bad input --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("drawn")
 def test_the_command_writes_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Report, figures and JSON: 8 decode batches, 8 prefills, 16 chunked prompts, 3 steps of table 2."""
     real("figure-2_decode.csv")

@@ -20,6 +20,8 @@ from cbsim.results import timeline
 from cbsim.results.metrics import Steps
 from cbsim.results.record import LANES, PHASES, STEP_COLUMNS
 
+pytestmark = pytest.mark.usefixtures("drawn")
+
 # -- timeline ---------------------------------------------------------------------------------------------------------
 
 

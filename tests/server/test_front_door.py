@@ -117,6 +117,7 @@ def test_both_loops_are_compared() -> None:
     assert results.check("steps>1") and not results.check("gpu_active>99%")
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_picture_is_drawn_and_saved(scenario: cbsim.Scenario, tmp_path: Path) -> None:
     picture = cbsim.run(scenario).figure()
     assert picture._repr_png_().startswith(b"\x89PNG")

@@ -183,6 +183,7 @@ def test_every_figure_of_a_real_run_is_valid(runs: list[LoadedRun]) -> None:
         _valid(chart)
 
 
+@pytest.mark.usefixtures("drawn")
 def test_every_figure_can_be_drawn(cases: dict[str, list[LoadedRun]]) -> None:
     for chart in gallery.details(cases["sparse"]):
         assert render.png(chart).startswith(b"\x89PNG")

@@ -75,7 +75,10 @@ def test_tiles_are_the_numbers_of_the_summary(paths: list[Path]) -> None:
             assert tile.note == ("of 12, needs 368" if statistic in SAMPLES_NEEDED else "")
 
 
-def test_every_figure_is_there_as_png_and_svg_and_linked(written: Path) -> None:
+@pytest.mark.usefixtures("drawn")
+def test_every_figure_is_there_as_png_and_svg_and_linked(paths: list[Path], tmp_path: Path) -> None:
+    written = tmp_path / "drawn"
+    assert parser.main(["report", *map(str, paths), "--out", str(written)]) == 0
     names = re.findall(r"\]\(figures/(.+)\.png\)", (written / "report.md").read_text())
     assert names and sorted(path.stem for path in (written / "figures").glob("*.png")) == sorted(names)
     for name in names:

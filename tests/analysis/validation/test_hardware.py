@@ -203,6 +203,7 @@ def test_requests_are_matched_by_their_index() -> None:
     assert list(diagonal.x) == list(diagonal.y)
 
 
+@pytest.mark.usefixtures("drawn")
 def test_many_requests_are_thinned_and_the_caption_says_so() -> None:
     frame = pd.DataFrame({"index": range(5000), "ttft_s": 1.0, "tpot_s": 0.1})
     chart = figures.scatter({"sync": [figures.matched(frame, frame)], "async": [figures.matched(frame, frame)]})
@@ -296,6 +297,7 @@ def _relabelled(like: ValidationCase, index: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.usefixtures("drawn")
 def test_the_command_writes_a_whole_report_that_the_index_lists(slow: DeviceCases, tmp_path: Path) -> None:
     out = tmp_path / "reports" / "gpu"
     assert parser.main(["predictions", str(slow.place), "--out", str(out)]) == 0

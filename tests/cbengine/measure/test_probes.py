@@ -88,7 +88,7 @@ def test_what_a_base_scenario_says_of_its_loop_does_not_matter(loop: str) -> Non
     ("rows", "longest", "words"),
     [
         (4, 9000, "--longest: got 9000, must be <= 8192, model.max_position"),
-        (10**12, 8192, "calibrate: --rows, --longest or --tokens is too large: workload.requests: "),
+        (10**12, 64, "calibrate: --rows, --longest or --tokens is too large: workload.requests: "),
     ],
 )
 def test_sizes_that_cannot_be(rows: int, longest: int, words: str) -> None:

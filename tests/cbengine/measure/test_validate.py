@@ -4,15 +4,21 @@ measured is never looked at here: the modelled device and made-up coefficients s
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("torch", reason="the engine needs torch")
 
+import calls
 from served import asked
 
 from cbengine import build
@@ -46,6 +52,19 @@ CASES = {
 REACH = probes.Reach(4, 64, 32, 256)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _simulator_here() -> Iterator[None]:
+    """The simulator in this process: one of its own takes seconds to begin, and the first test of it has one."""
+
+    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        said = calls.call(*words[3:])
+        return subprocess.CompletedProcess(words, said.status, said.out, said.err)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(predict, "subprocess", SimpleNamespace(run=run))
+        yield
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three workloads of a tiny model on the modelled device, and short probes."""
@@ -58,15 +77,33 @@ def call(out: Path, *words: str) -> int:
     return parser.main(["predict", "--device", "modelled", "--quick", "--out", str(out), *changes, *words])
 
 
+class Measured(NamedTuple):
+    """What a call left in a folder, its exit status, and what it said."""
+
+    folder: Path
+    status: int
+    out: str
+
+
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one workload that was measured."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suite, "cases", lambda device: {"plain": CASES["plain"]})
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """The three workloads, measured once for all tests."""
+    out, said = tmp_path_factory.mktemp("validation"), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(suite, "cases", lambda device: CASES)
         patch.setattr(probes, "GPU_REACH", REACH)
-        out = tmp_path_factory.mktemp("validation")
-        assert call(out, "plain") in (0, 3)
-    return out / "cpu-modelled"
+        status = call(out)
+    return Measured(out / "cpu-modelled", status, said.getvalue())
+
+
+def copied(whole: Measured, out: Path, *names: str) -> Path:
+    """As the call of `whole` would have left `out`, had it been asked for these workloads."""
+    place = out / "cpu-modelled"
+    shutil.copytree(whole.folder, place)
+    for case in (place / "validation").iterdir():
+        if case.name not in names:
+            shutil.rmtree(case)
+    return place
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -137,10 +174,11 @@ def test_what_is_predicted_has_the_measured_coefficients_in_it() -> None:
     assert FOUND["cpu"]["prepare"]["base_s"] == 1e-4, "the calibration is left as it is"
 
 
-def test_the_simulator_is_asked_as_a_user_asks_it(tmp_path: Path) -> None:
-    """Summaries of both loops; its run directories stay, those of before do not. What it refuses is an error that says
-    why, and what it warns of is said.
+def test_the_simulator_is_asked_as_a_user_asks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own: summaries of both loops; its run directories stay, those of before do not. What it
+    refuses is an error that says why, and what it warns of is said.
     """
+    monkeypatch.setattr(predict, "subprocess", subprocess)
     few, said = asked("vllm", "workload.requests=2", "workload.output_tokens=3"), list[str]()
     for _ in range(2):
         found = predict.simulated(predict.predictable(few, FOUND, 0.0), tmp_path / "simulated", said.append)
@@ -177,14 +215,13 @@ def test_a_curve_is_predicted_between_its_measured_points(
 
 
 def test_from_probes_to_scores_and_on_from_there(
-    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: None, whole: Measured, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every workload is measured and simulated under both loops and told; a second call measures nothing again, and one
     that asks for a second measurement adds it.
     """
-    assert call(tmp_path) in (0, 3)
-    told = capsys.readouterr()
-    place = tmp_path / "cpu-modelled"
+    assert whole.status in (0, 3)
+    place = copied(whole, tmp_path, *CASES)
     assert json.loads((place / "provenance.json").read_text())["device"].startswith("CPU (modelled)")
     for name, case in CASES.items():
         here = place / "validation" / name
@@ -201,15 +238,15 @@ def test_from_probes_to_scores_and_on_from_there(
             )
             assert json.loads((path / "env.json").read_text())["injected_ms"] == {"prepare": case.injected_ms}
             assert not (path / "timeline.json.gz").exists() and (path / "steps.parquet").exists()
-        assert told.out.count(f"| {name} |") == 2 * (len(BARS) - 1) + 1
+        assert whole.out.count(f"| {name} |") == 2 * (len(BARS) - 1) + 1
     (fitted,) = (place / "calibration").glob("*.yaml")
     assert fitted.name == "tiny-vllm.fitted.yaml"
     assert documents.read(fitted).data["calibrated"]["device"] == "CPU, modelled device: no GPU"
 
     kept = {name: when for name, when in content(place).items() if "measured" in name or "probes" in name}
-    assert call(tmp_path, "plain", "busy", "--repeat", "2") in (0, 3)
+    assert call(tmp_path, "busy", "--repeat", "2") in (0, 3)
     said = capsys.readouterr().err
-    assert said.count("measuring sync") == said.count("measuring async") == 2
+    assert said.count("measuring sync") == said.count("measuring async") == 1
     assert "probe" not in said
     now = content(place)
     assert kept.items() <= now.items()
@@ -217,14 +254,13 @@ def test_from_probes_to_scores_and_on_from_there(
 
 
 def test_without_a_device_what_was_measured_is_predicted_again(
-    small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    whole: Measured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`--again` fits and simulates anew from what lies there, wherever it was measured: the same scores. A name
     chooses; one that is not there, and a folder that is none, are said.
     """
-    call(tmp_path, "plain", "busy")
-    before, _ = capsys.readouterr()
-    place = tmp_path / "cpu-modelled"
+    place = copied(whole, tmp_path, "plain", "busy")
+    before = "".join(line for line in whole.out.splitlines(keepends=True) if not line.startswith("| slow |"))
     monkeypatch.setattr(build, "adapted", None)  # no device is asked for
     assert parser.main(["predict", "--again", str(place)]) in (0, 3)
     after, said = capsys.readouterr()
@@ -244,10 +280,10 @@ def test_without_a_device_what_was_measured_is_predicted_again(
 
 
 def test_coefficients_of_other_settings_are_not_taken_for_these(
-    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: None, whole: Measured, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Other kernels, or half of a calibration: refused by name before anything is measured or written over."""
-    call(tmp_path, "plain")
+    copied(whole, tmp_path, "plain")
     assert call(tmp_path, "slow", "--set", "cost={kind: constant, step_s: 0.02}") == 2
     assert "tiny-vllm.fitted.yaml: was probed with another model, block size or cost" in capsys.readouterr().err
     (fitted,) = tmp_path.rglob("*.fitted.yaml")
@@ -265,9 +301,9 @@ def test_again_takes_no_options_of_a_measurement(capsys: pytest.CaptureFixture[s
 
 
 def test_runs_of_another_scenario_are_not_taken_for_this_one(
-    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: None, whole: Measured, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    call(tmp_path, "plain")
+    copied(whole, tmp_path, "plain")
     before = content(tmp_path)
     assert call(tmp_path, "plain", "--set", "workload.requests=5") == 2
     assert "was measured on another scenario than this call's: name another --out" in capsys.readouterr().err
@@ -297,9 +333,11 @@ def test_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
         assert said.err == (f"missed: plain, sync, makespan: {error:+.1%}\n" if status else "")
 
 
-def test_a_calibration_that_is_broken(small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_calibration_that_is_broken(
+    small: None, whole: Measured, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is named, and not measured over."""
-    call(tmp_path, "plain")
+    copied(whole, tmp_path, "plain")
     (fitted,) = tmp_path.rglob("*.fitted.yaml")
     fitted.write_text("base_s: 1\n")
     capsys.readouterr()
@@ -345,11 +383,10 @@ def test_the_modelled_device_captures_and_launches_as_a_gpu_does() -> None:
     ],
 )
 def test_what_lies_there_may_be_broken(
-    measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: Any, says: str
+    whole: Measured, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: Any, says: str
 ) -> None:
     """File and field are named, nobody sees a traceback, and nothing is measured over."""
-    place = tmp_path / "cpu-modelled"
-    shutil.copytree(measured, place)
+    place = copied(whole, tmp_path, "plain")
     target = next(path for path in sorted(place.rglob(f"*{name}")) if "simulated" not in str(path))
     if content is None:
         target.unlink()
