@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from hypothesis import HealthCheck, settings
 from pictures import drawn, sketched  # noqa: F401 - fixtures
 
 MOST_WORKERS = 4  # each imports and collects everything, ten seconds, and takes a gigabyte if torch is there
+
+# A shell that starts pytest in the background, and a worker's own start, have it ignore Ctrl-C; tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "fixed",
