@@ -9,7 +9,7 @@ from cbsim.draw import render
 from cbsim.draw.chart import Chart
 from cbsim.results.directory import RunError, write_whole
 
-DRAWN = {".png": render.png, ".svg": render.svg}
+ENDINGS = (".png", ".svg")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class Picture:
     def save(self, path: Path | str) -> Path:
         """Write it as .png or .svg, by the name. Raises RunError."""
         file = Path(path)
-        if file.suffix not in DRAWN:
-            bound = f"expected a name that ends in {' or '.join(DRAWN)}"
+        if file.suffix not in ENDINGS:
+            bound = f"expected a name that ends in {' or '.join(ENDINGS)}"
             raise RunError(f"{file}: got {file.suffix!r}, {bound}", file=file, value=file.suffix, bound=bound)
         try:
-            write_whole(file, DRAWN[file.suffix](self.chart))
+            write_whole(file, self.png() if file.suffix == ".png" else render.svg(self.chart))
         except OSError as error:
             raise RunError(f"{file}: cannot be written: {error.strerror or error}", file=file) from None
         return file
