@@ -56,6 +56,11 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     from cbsim.proof import bench
 
+    if arguments.peers:
+        from cbsim.proof import peers
+
+        peers.bench(as_json=arguments.json)
+        return 0
     return bench.bench(arguments.cases, as_json=arguments.json)
 
 
@@ -103,7 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     study.add_argument("--json", action="store_true", help="print the numbers as one object instead of tables")
     about = "measure the simulator: seconds, steps, requests, peak memory a case"
     bench = command("bench", about, "decode_64 --json")
-    bench.add_argument("cases", nargs="*", metavar="CASE", help="cases to run (all)")
+    bench.add_argument("cases", nargs="*", metavar="CASE", help="cases to run (all); steps: what a step costs")
+    bench.add_argument("--peers", action="store_true", help="beside other simulators that are installed, in turn")
     bench.add_argument("--json", action="store_true", help="print one JSON object, a case a key")
     return parser
 

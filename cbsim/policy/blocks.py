@@ -120,6 +120,24 @@ class CachedLast:
         return [*self.plain, *self.cached]
 
 
+class Lookup:
+    """The last prefix lookup, kept until a key that it read changes: the head of a queue asks again at every step.
+
+    `read` are the keys of the blocks it found, and the one it stopped at; `idle` of those blocks are free.
+    """
+
+    def __init__(self, spec: RequestSpec | None, most: int, found: list[int], read: set[int], idle: int) -> None:
+        self.spec = spec
+        self.most = most
+        self.found = found
+        self.blocks = set(found)
+        self.read = read
+        self.idle = idle
+
+
+NEVER_ASKED = Lookup(None, 0, [], set(), 0)
+
+
 class BlockPool:
     """Owner of every block of the KV cache. Only a scheduler writes it."""
 
@@ -135,6 +153,7 @@ class BlockPool:
         ] = {}  # key -> block, or the blocks that duplicate it, oldest first
         self._key_of: dict[int, int] = {}
         self._refs: dict[int, int] = {}  # of blocks with a key; every other block in use has one owner
+        self._last = NEVER_ASKED
 
     @property
     def free(self) -> int:
@@ -185,17 +204,29 @@ class BlockPool:
 
     def longest_prefix(self, spec: RequestSpec, blocks: int) -> list[int]:
         """The cached blocks that hold the first tokens of a request, at most `blocks` of them."""
-        prefix: list[int] = []
-        for i in range(blocks if self._index else 0):
-            entry = self._index.get(spec.block_key(i, self.block_size))
+        if not self._index:
+            return []
+        last = self._last
+        if last.spec is not spec or last.most != blocks:
+            last = self._last = self._look_up(spec, blocks)
+        return last.found
+
+    def _look_up(self, spec: RequestSpec, blocks: int) -> Lookup:
+        found: list[int] = []
+        read: set[int] = set()
+        for i in range(blocks):
+            key = spec.block_key(i, self.block_size)
+            read.add(key)
+            entry = self._index.get(key)
             if entry is None:
                 break
-            prefix.append(entry if isinstance(entry, int) else next(iter(entry)))
-        return prefix
+            found.append(entry if isinstance(entry, int) else next(iter(entry)))
+        return Lookup(spec, blocks, found, read, sum([not self._refs[block] for block in found]))
 
     def idle(self, blocks: Sequence[int]) -> int:
         """How many of these cached blocks are free at present, and so would leave the free list if adopted."""
-        return sum(not self._refs[block] for block in blocks)
+        last = self._last
+        return last.idle if blocks is last.found else sum([not self._refs[block] for block in blocks])
 
     def adopt(self, request: Request, blocks: Sequence[int]) -> None:
         """Share cached blocks: they become the head of the request's table."""
@@ -264,6 +295,8 @@ class BlockPool:
         """Give a block its key. False if it has one: a private block adopted by its own request after a requeue."""
         if block in self._key_of:
             return False
+        if key in self._last.read:
+            self._last = NEVER_ASKED
         self._key_of[block], self._refs[block] = key, 1
         entry = self._index.setdefault(key, block)
         if isinstance(entry, dict):
@@ -276,6 +309,8 @@ class BlockPool:
         key = self._key_of.pop(block, None)
         if key is None:
             return
+        if key in self._last.read:
+            self._last = NEVER_ASKED
         self.cached -= not self._refs.pop(block)
         entry = self._index[key]
         if isinstance(entry, dict) and len(entry) > 1:
@@ -287,6 +322,7 @@ class BlockPool:
         if not self._refs[block]:
             self._free.pick(block)
             self.cached -= 1
+            self._last.idle -= block in self._last.blocks
         self._refs[block] += 1
 
     def _drop(self, block: int) -> bool:
@@ -295,8 +331,11 @@ class BlockPool:
         if refs is None:
             return True
         self._refs[block] = refs - 1
-        self.cached += refs == 1
-        return refs == 1
+        if refs != 1:
+            return False
+        self.cached += 1
+        self._last.idle += block in self._last.blocks
+        return True
 
     def free_order(self) -> list[int]:
         """The free blocks in the order of their list, for checks against a trace."""
@@ -320,3 +359,7 @@ class BlockPool:
         assert all(users.get(b, 0) == n for b, n in self._refs.items()), "references of cached blocks"
         idle = sum(not n for n in self._refs.values())
         assert self.cached == idle, ("cached blocks", self.cached, idle)
+        last = self._last
+        if last.spec is not None:
+            again = self._look_up(last.spec, last.most)
+            assert (last.found, last.idle) == (again.found, again.idle), ("a lookup that was kept", last.spec.id)

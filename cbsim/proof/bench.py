@@ -18,6 +18,7 @@ from typing import Any
 
 from cbsim.machine import simulate
 from cbsim.machine.driver import Machine
+from cbsim.proof import step_costs
 from cbsim.results import directory, metrics, timeline
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.fields import ScenarioError, near
@@ -27,6 +28,7 @@ TRACE = "traces/speed/splitwise_conv_q6.45_n19366.csv"
 DECODE_STEPS = 2000
 LARGE, SMALL = 1024, 64
 REPEATS = 7
+STEPS_ONLY = "steps"
 
 SERVER: dict[str, Any] = {
     "model": "llama-3.1-8b",
@@ -78,10 +80,14 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def bench(names: Sequence[str], *, as_json: bool) -> int:
-    """Run the cases called `names`, all by default, and print what they took."""
+    """Run the cases called `names`, all by default, and print what they took. `steps`: what a step costs, by itself."""
+    if list(names) == [STEPS_ONLY]:
+        step_costs.bench(as_json=as_json)
+        return 0
     for name in names:
         if name not in CASES:
-            raise ScenarioError(f"unknown case {name!r}{near(name, CASES)} (known: {', '.join(CASES)})")
+            known = f"known: {', '.join(CASES)}; {STEPS_ONLY} by itself"
+            raise ScenarioError(f"unknown case {name!r}{near(name, CASES)} ({known})")
     results = {}
     for name in names or CASES:
         results[name] = _in_fresh_process(name)

@@ -83,6 +83,15 @@ class Pools(RuleBasedStateMachine):
         self.requests.append(request)
         self.tables[request], self.named[request] = list(hits), len(hits)
 
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), most=st.integers(0, 4))
+    def ask(self, data: st.DataObject, most: int) -> None:
+        """Who waits asks again at every step, and hears what is true now."""
+        request = data.draw(st.sampled_from(self.waiting), label="request")
+        hits = self.pool.longest_prefix(request.spec, most)
+        assert hits == self._naive_prefix(request)[:most]
+        assert self.pool.idle(hits) == sum(b in self.naive.order() for b in hits)
+
     def _naive_prefix(self, request: Request) -> list[int]:
         found = []
         for i in range(4):

@@ -1,0 +1,109 @@
+"""The simulator beside others that can be installed: `cbsim bench --peers`, whole processes in turn, best of ROUNDS.
+
+One case for all: 19,366 chat requests, 512 seats, 512 tokens a step, 29,696 blocks of 16 tokens.
+
+- DynoSim (`pip install ai-dynamo==1.4.2`, Rust): its own rules and its own cost model; a fresh hash for every 512
+  prompt tokens, so nobody shares. It keeps no tables: what it writes is a summary.
+- Ours: every metric, both tables and the timeline are written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from cbsim.policy.request import RequestSpec
+from cbsim.proof.bench import CASES
+from cbsim.results.directory import RunError
+from cbsim.scenario.scenario import Scenario
+from cbsim.workload import generators
+
+CASE, ROUNDS, HASHED = "splitwise_conv", 3, 512
+DYNOSIM = "DynoSim"
+ENGINE = {"block_size": 16, "num_gpu_blocks": 29696, "max_num_seqs": 512, "max_num_batched_tokens": 512}
+OURS = "import json; from cbsim.proof.bench import measure; print(json.dumps(measure({case!r})))"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A simulator as a command of its own. `simulated` finds the seconds of its simulation in what it prints."""
+
+    name: str
+    command: Sequence[str]
+    simulated: Callable[[str], float]
+
+
+def bench(*, as_json: bool) -> None:
+    """Run all in turn and print them; ratios are against the first. Raises RunError if one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        peers = _peers(Path(folder))
+        times: dict[str, list[Mapping[str, float]]] = {peer.name: [] for peer in peers}
+        for _ in range(ROUNDS):
+            for peer in peers:
+                times[peer.name].append(_timed(peer))
+    best = {name: {key: min(run[key] for run in runs) for key in runs[0]} for name, runs in times.items()}
+    if as_json:
+        print(json.dumps(best, indent=2))
+        return
+    if peers[0].name != DYNOSIM:
+        print("DynoSim is not installed here: pip install ai-dynamo==1.4.2", file=sys.stderr)
+    first = best[peers[0].name]
+    print(f"{CASE}, best of {ROUNDS}: seconds (times those of {peers[0].name})")
+    for name, run in best.items():
+        cells = [f"{what} {run[what]:.2f} ({run[what] / first[what]:.2f})" for what in run]
+        print(f"{name:<16} {', '.join(cells)}")
+
+
+def _peers(folder: Path) -> list[Peer]:
+    ours = Peer("cbsim", [sys.executable, "-c", OURS.format(case=CASE)], _ours)
+    if find_spec("dynamo") is None:
+        return [ours]
+    trace = folder / "trace.jsonl"
+    trace.write_text("".join(f"{json.dumps(line)}\n" for line in _mooncake()))
+    options = ["--replay-mode", "offline", "--trace-block-size", str(HASHED), "--num-workers", "1"]
+    options += ["--extra-engine-args", json.dumps(ENGINE), "--report-json", str(folder / "dynosim.json")]
+    return [Peer(DYNOSIM, [sys.executable, "-m", "dynamo.replay", str(trace), *options], _dynosims), ours]
+
+
+def _ours(printed: str) -> float:
+    result = json.loads(printed)
+    return float(result["us_per_step"] * result["steps"] / 1e6)
+
+
+def _dynosims(printed: str) -> float:
+    """Seconds of its replay, without the reading of the trace."""
+    return float(re.findall(r"Wall Time \(ms\): ([0-9.,]+)", printed)[0].replace(",", "")) / 1e3
+
+
+def _mooncake() -> list[dict[str, Any]]:
+    """The case's requests in Mooncake's form; nobody shares a hash."""
+    fresh = 0
+    lines = []
+    for spec in _requests():
+        hashes = -(-spec.prompt_tokens // HASHED)
+        line = {"input_length": spec.prompt_tokens, "output_length": spec.output_tokens}
+        lines.append({"timestamp": spec.arrival_ns / 1e6, **line, "hash_ids": [*range(fresh, fresh + hashes)]})
+        fresh += hashes
+    return lines
+
+
+def _requests() -> Sequence[RequestSpec]:
+    return generators.build(Scenario.model_validate(CASES[CASE]())).open
+
+
+def _timed(peer: Peer) -> Mapping[str, float]:
+    begun = time.perf_counter()
+    done = subprocess.run(peer.command, capture_output=True, text=True, check=False)
+    whole = time.perf_counter() - begun
+    if done.returncode:
+        raise RunError(f"{peer.name} failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+    return {"whole process": whole, "simulation": peer.simulated(done.stdout)}
