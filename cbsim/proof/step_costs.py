@@ -29,7 +29,7 @@ Case = dict[str, Any]
 
 def _case(seats: int, workload: Case, *, tokens: int = 1 << 20, block_size: int = BLOCK) -> Case:
     """VLLM on a cache that is never short; blocks so large that nobody needs another one, unless that is the case."""
-    blocks = {"block_size": block_size, "num_blocks": (1 << 30) // block_size}
+    blocks = {"block_size": block_size, "num_blocks": (1 << 25) // block_size}
     scheduler = {"name": "vllm", "max_num_seqs": seats, "max_num_batched_tokens": tokens, "max_model_len": 1 << 17}
     return {
         "name": "step",

@@ -8,11 +8,16 @@ from cbsim.cli.parser import main
 from cbsim.proof import step_costs
 from cbsim.results.directory import RunError
 from cbsim.scenario.scenario import Scenario
+from cbsim.server.assemble import scheduler
 
 
 @pytest.mark.parametrize("name", step_costs.CASES)
-def test_every_case_is_a_scenario(name: str) -> None:
-    Scenario.model_validate(step_costs.CASES[name])
+def test_every_case_has_a_server(name: str) -> None:
+    """Its cache is never short: it holds all that may run at once, to the end of what is timed."""
+    scenario = Scenario.model_validate(step_costs.CASES[name])
+    pool = scheduler(scenario, "sync").pool
+    longest = step_costs.SKIPPED + step_costs.STEPS + 16
+    assert pool.num_blocks * pool.block_size >= max(step_costs.RUNNING) * longest
 
 
 def test_a_step_has_a_cost_and_a_case_lasts_as_long_as_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
