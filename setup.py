@@ -1,6 +1,19 @@
-"""What pyproject.toml cannot say: the scenarios lie at the top, and go into the package when it is installed."""
+"""What pyproject.toml cannot say: the scenarios lie at the top and go into the package when it is installed; and its
+core is compiled where there is a compiler.
+"""
 
-from setuptools import find_packages, setup
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from distutils.ccompiler import new_compiler
+from distutils.errors import CompileError
+from distutils.sysconfig import customize_compiler, get_python_inc
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
 
 DATA = {
     "cbsim.scenarios": "scenarios",
@@ -8,4 +21,53 @@ DATA = {
     "cbsim.scenarios.hardware": "scenarios/hardware",
     "cbsim.scenarios.lengths": "scenarios/lengths",
 }
-setup(packages=[*find_packages(include=["cbsim*", "cbengine*", "analysis*"]), *DATA], package_dir=DATA)
+CORE = ("cbsim/policy", "cbsim/cost", "cbsim/machine", "cbsim/results/record.py", "cbsim/server/inbox.py")
+PYTHON = ("__init__.py", "value.py", "kind.py", "registry.py", "queues.py", "observer.py", "stuck.py", "*_settings.py")
+"""What stays Python in these folders: nothing of it runs in a step, and classes of users inherit from it."""
+
+
+def core() -> list[Extension]:
+    """The core as extension modules; none if it is not asked for or cannot be compiled, which is said."""
+    if not {"bdist_wheel", "build_ext"} & {*sys.argv}:  # an editable installation is Python
+        return []
+    if os.environ.get("CBSIM_PURE") == "1":
+        return pure("CBSIM_PURE=1")
+    try:
+        from mypyc.build import mypycify
+    except ImportError:
+        return pure("mypyc is not installed")
+    if not compiles():
+        return pure("there is no C compiler, or Python's headers are missing")
+    checked = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]  # by CI's mypy, in full
+    return mypycify([*checked, *modules()], opt_level="2", debug_level="0", group_name="cbsim")
+
+
+def pure(why: str) -> list[Extension]:
+    print(f"cbsim: {why}: its core is not compiled", file=sys.stderr)
+    return []
+
+
+def modules() -> Sequence[str]:
+    found = [file for place in map(Path, CORE) for file in (place.rglob("*.py") if place.is_dir() else [place])]
+    return sorted(str(file) for file in found if not any(file.match(name) for name in PYTHON))
+
+
+def compiles() -> bool:
+    """Is there a C compiler that finds Python.h?"""
+    compiler = new_compiler()
+    customize_compiler(compiler)
+    with tempfile.TemporaryDirectory() as place:
+        source = Path(place) / "tried.c"
+        source.write_text("#include <Python.h>\n")
+        try:
+            compiler.compile([str(source)], output_dir=place, include_dirs=[get_python_inc()])
+        except (CompileError, OSError):
+            return False
+    return True
+
+
+setup(
+    packages=[*find_packages(include=["cbsim*", "cbengine*", "analysis*"]), *DATA],
+    package_dir=DATA,
+    ext_modules=core(),
+)

@@ -86,6 +86,17 @@ class Executor:
         return StepResult(tuple(stopped))
 
 
+class Overridden:
+    """An object with some of its methods replaced. A compiled one cannot be given others."""
+
+    def __init__(self, inner: Any, **methods: Callable[..., Any]) -> None:
+        self._inner = inner
+        self.__dict__ |= methods
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
 class Drive:
     """One run of `serve` over `asks`. After `run`, what happened is in its fields."""
 
@@ -103,15 +114,14 @@ class Drive:
         self.on_step: Callable[[StepPlan, list[Row]], None] = lambda plan, rows: None
         self._polls = 0
         self._coming = sorted(asks, key=lambda ask: ask.arrives)
-        self._add = scheduler.add
-        scheduler.add = self._adding  # type: ignore[method-assign]
+        self.overridden: dict[str, Callable[..., Any]] = {"add": self._adding}  # methods of the scheduler
 
     def _adding(self, spec: RequestSpec) -> None:
-        self._add(spec)
+        self.scheduler.add(spec)
         self.requests[spec] = self.scheduler.requests[spec]
 
     def run(self) -> None:
-        loop = serve(self.scheduler, self.depth)
+        loop = serve(Overridden(self.scheduler, **self.overridden), self.depth)
         answer: Any = None
         while True:
             try:

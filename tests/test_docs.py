@@ -27,8 +27,8 @@ from cbengine.cli.arguments import command_line
 from cbengine.cli.parser import main as engine_main
 from cbsim.cli import parser
 from cbsim.policy.schedulers.registry import OURS
-from cbsim.policy.schedulers.static import StaticOptions
-from cbsim.policy.schedulers.transformers import TransformersOptions
+from cbsim.policy.schedulers.static_settings import StaticOptions
+from cbsim.policy.schedulers.transformers_settings import TransformersOptions
 from cbsim.policy.schedulers.vllm_settings import VllmOptions
 from cbsim.proof.conformance.check import traces
 from cbsim.results import checks, columns, parquet

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cbsim.policy.schedulers.transformers import VERSIONS
+from cbsim.policy.schedulers.transformers_settings import VERSIONS
 from cbsim.proof.conformance.check import compare
 from cbsim.proof.conformance.transformers_traces import Line
 

@@ -23,8 +23,8 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from cbengine.errors import UsageError
 from cbengine.peer import standin
-from cbsim.policy.schedulers.static import PROFILE_TOKENS
-from cbsim.policy.schedulers.transformers import TransformersOptions
+from cbsim.policy.schedulers.static_settings import PROFILE_TOKENS
+from cbsim.policy.schedulers.transformers_settings import TransformersOptions
 from cbsim.scenario.scenario import Scenario, depth, scheduler_options
 from cbsim.server.running import ServerError
 from cbsim.workload.generators import Workload

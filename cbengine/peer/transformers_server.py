@@ -28,7 +28,7 @@ from cbengine.peer.peer_device import PeerError
 from cbengine.peer.peer_steps import PeerRequest, Watch
 from cbsim.policy.plan import Outcome, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec
-from cbsim.policy.schedulers.transformers import VERSIONS
+from cbsim.policy.schedulers.transformers_settings import VERSIONS
 from cbsim.results.record import Record, StepTimes
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.server.inbox import Inbox

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from cbsim.cost.cpu import CpuCost
 from cbsim.policy.plan import StepPlan
+from cbsim.policy.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True)
 class ConstantCost:
     """All coefficients in nanoseconds. `per_context` counts KV tokens after the step; an empty step takes no time."""
 

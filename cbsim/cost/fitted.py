@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from cbsim.cost.cpu import CpuCost
 from cbsim.policy.plan import StepPlan
+from cbsim.policy.value import value
 
 
 class Work(NamedTuple):
@@ -65,7 +65,7 @@ class Curve:
         return max(0.0, self._values[i] + self._slopes[i] * (x - self._at[i]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value(frozen=True)
 class FittedCost:
     """Coefficients in nanoseconds: one for each count in `Work`, or a curve, and times that every step takes."""
 

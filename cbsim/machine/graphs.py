@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 from cbsim.policy.captures import captured, captured_sizes, up_to_multiple, up_to_power
 from cbsim.policy.plan import StepPlan
@@ -51,36 +52,34 @@ def unpadded(plan: StepPlan) -> Bucket:
 
 def transformers_buckets(max_requests: int, max_tokens: int, cache_tokens: int) -> Callable[[StepPlan], Bucket]:
     """Transformers 5.17: powers of two on the decode fast path, else queries to 64s and KV reads to 16,384s."""
+    return partial(_transformers, max_requests, max_tokens, cache_tokens)
 
-    def bucket(plan: StepPlan) -> Bucket:
-        work = plan.work
-        if work.fast_decode:
-            tokens = up_to_power(work.tokens, max_requests)
-            return tokens, ("decode", tokens)
-        read = work.decode_context + sum([c.start for c in work.chunks])
-        tokens = up_to_multiple(work.computed_tokens, 64, max_tokens)
-        return tokens, (tokens, up_to_multiple(read, 16384, cache_tokens))
 
-    return bucket
+def _transformers(max_requests: int, max_tokens: int, cache_tokens: int, plan: StepPlan) -> Bucket:
+    work = plan.work
+    if work.fast_decode:
+        tokens = up_to_power(work.tokens, max_requests)
+        return tokens, ("decode", tokens)
+    read = work.decode_context + sum([c.start for c in work.chunks])
+    tokens = up_to_multiple(work.computed_tokens, 64, max_tokens)
+    return tokens, (tokens, up_to_multiple(read, 16384, cache_tokens))
 
 
 def vllm_buckets(sizes: Sequence[int]) -> Callable[[StepPlan], Bucket]:
     """vLLM: the smallest captured size that holds the step's tokens; larger steps run eagerly."""
-    sizes = sorted(sizes)
+    return partial(_vllm, sorted(sizes))
 
-    def bucket(plan: StepPlan) -> Bucket:
-        at = bisect_left(sizes, plan.work.computed_tokens)
-        return (sizes[at], sizes[at]) if at < len(sizes) else None
 
-    return bucket
+def _vllm(sizes: list[int], plan: StepPlan) -> Bucket:
+    at = bisect_left(sizes, plan.work.computed_tokens)
+    return (sizes[at], sizes[at]) if at < len(sizes) else None
 
 
 def engine_buckets(rows: int) -> Callable[[StepPlan], Bucket]:
     """Our engine with up to `rows` requests: decoding steps at a captured batch size, all others eagerly."""
-    sizes = captured_sizes(rows)
+    return partial(_engine, captured_sizes(rows))
 
-    def bucket(plan: StepPlan) -> Bucket:
-        size = captured(plan, sizes)
-        return None if size is None else (size, size)
 
-    return bucket
+def _engine(sizes: Sequence[int], plan: StepPlan) -> Bucket:
+    size = captured(plan, sizes)
+    return None if size is None else (size, size)

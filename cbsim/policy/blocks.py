@@ -15,6 +15,7 @@ from typing import Protocol
 
 from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.request import Request, RequestSpec
+from cbsim.policy.value import mypyc_attr
 
 Replaced = tuple[RequestSpec, int, int]  # a request, an index in its table, the block that is there now
 
@@ -138,6 +139,7 @@ class Lookup:
 NEVER_ASKED = Lookup(None, 0, [], set(), 0)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class BlockPool:
     """Owner of every block of the KV cache. Only a scheduler writes it."""
 

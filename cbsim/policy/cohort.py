@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from operator import attrgetter
+from typing import Final
 
 from cbsim.policy.request import Request
 from cbsim.policy.value import value
@@ -19,16 +20,32 @@ Calendar = dict[int, list[tuple[Request, int]]]
 by_order = attrgetter("order")
 
 
-@value(frozen=True)
+@value(init=False)
 class Landing:
     """A row in flight that will change more than a count when it comes back."""
 
-    request: Request
-    epoch: int  # the request's when the row was planned
-    outputs: int  # that it may yield
-    reach: int = 0  # tokens computed once it has landed
-    completes: int = 0  # blocks it fills, if it yields them all
-    short: int = 0  # outputs that it did not yield
+    request: Final[Request]
+    epoch: Final[int]  # the request's when the row was planned
+    outputs: Final[int]  # that it may yield
+    reach: Final[int]  # tokens computed once it has landed
+    completes: Final[int]  # blocks it fills, if it yields them all
+    short: Final[int]  # outputs that it did not yield
+
+    def __init__(
+        self,
+        request: Request,
+        epoch: int,
+        outputs: int,
+        reach: int = 0,
+        completes: int = 0,
+        short: int = 0,
+    ) -> None:
+        self.request = request
+        self.epoch = epoch
+        self.outputs = outputs
+        self.reach = reach
+        self.completes = completes
+        self.short = short
 
 
 class Cohort:

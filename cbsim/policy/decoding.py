@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 from cbsim.policy.blocks import BlockPool, Replaced
 from cbsim.policy.cohort import Cohort, Landing, by_order
@@ -38,15 +39,29 @@ from cbsim.policy.value import value
 Landings = tuple[list[Landing], list[Landing], list[Landing]]  # of the chunks before the members, of them, and after
 
 
-@value(frozen=True)
+@value(init=False)
 class _Promised:
     """What the listed rows of a step come to."""
 
-    joined: Sequence[RequestSpec] = ()
-    ends: Sequence[RequestSpec] = ()
-    tokens: int = 0
-    table_blocks: int = 0
-    new_blocks: int = 0
+    joined: Final[Sequence[RequestSpec]]
+    ends: Final[Sequence[RequestSpec]]
+    tokens: Final[int]
+    table_blocks: Final[int]
+    new_blocks: Final[int]
+
+    def __init__(
+        self,
+        joined: Sequence[RequestSpec] = (),
+        ends: Sequence[RequestSpec] = (),
+        tokens: int = 0,
+        table_blocks: int = 0,
+        new_blocks: int = 0,
+    ) -> None:
+        self.joined = joined
+        self.ends = ends
+        self.tokens = tokens
+        self.table_blocks = table_blocks
+        self.new_blocks = new_blocks
 
 
 NOTHING = _Promised()

@@ -5,8 +5,10 @@ from __future__ import annotations
 from cbsim.policy.blocks import BlockPool, Replaced
 from cbsim.policy.cohort import Landing
 from cbsim.policy.request import Request, Status
+from cbsim.policy.value import mypyc_attr
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Keys:
     """Never: nothing is shared. A rule overrides what it needs; `Decoding` calls each at its moment."""
 
@@ -88,6 +90,7 @@ class KeysWhenKnown(Keys):
         return []
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class KeysWhenLanded(Keys):
     """transformers: when the row that fills the block has come back; a duplicate is replaced by the block before it."""
 

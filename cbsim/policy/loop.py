@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence, Sized
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from cbsim.policy.blocks import BlockPool
 from cbsim.policy.limits import Limits
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.request import Request, RequestSpec
+from cbsim.policy.stuck import StuckError
 from cbsim.policy.value import value
 
 
@@ -42,9 +43,15 @@ class Poll:
     wait: bool = False
 
 
-@value(frozen=True)
+@value(init=False)
 class Launch:
-    plan: StepPlan
+    plan: Final[StepPlan]
+
+    def __init__(
+        self,
+        plan: StepPlan,
+    ) -> None:
+        self.plan = plan
 
 
 @value(frozen=True)
@@ -52,13 +59,23 @@ class Idle:
     pass
 
 
-@value(frozen=True)
+@value(init=False)
 class Await:
     """`cancels`: cancellations that have come in by the time the result is there are wanted with it."""
 
-    plan: StepPlan
-    ticket: Any
-    cancels: bool
+    plan: Final[StepPlan]
+    ticket: Final[Any]
+    cancels: Final[bool]
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        ticket: Any,
+        cancels: bool,
+    ) -> None:
+        self.plan = plan
+        self.ticket = ticket
+        self.cancels = cancels
 
 
 @value(frozen=True)
@@ -69,10 +86,18 @@ class Landed:
     cancels: Sequence[RequestSpec] = ()
 
 
-@value(frozen=True)
+@value(init=False)
 class Applied:
-    plan: StepPlan
-    outcome: Outcome
+    plan: Final[StepPlan]
+    outcome: Final[Outcome]
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        outcome: Outcome,
+    ) -> None:
+        self.plan = plan
+        self.outcome = outcome
 
 
 @value(frozen=True)
@@ -84,10 +109,6 @@ class Refused:
 InFlight = deque[tuple[StepPlan, Any]]  # oldest first, each with its driver's ticket
 Effect = Poll | Launch | Idle | Await | Applied | Refused
 POLL, WAIT, IDLE = Poll(), Poll(wait=True), Idle()
-
-
-class StuckError(RuntimeError):
-    """The scheduler holds requests, can plan nothing, and nothing is in flight that could change that."""
 
 
 class Scheduler(Protocol):

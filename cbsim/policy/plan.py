@@ -7,14 +7,14 @@ from plan to plan, and is what an executor or a check uses when it wants every r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from cbsim.policy.digest import digest
 from cbsim.policy.request import Finish, RequestSpec
 from cbsim.policy.value import value
 
 
-@value(frozen=True)
+@value(init=False)
 class Chunk:
     """A row listed by itself: `tokens` query tokens of a request, behind `start` tokens already in the cache.
 
@@ -24,17 +24,43 @@ class Chunk:
     before a preemption. `padding` tokens are computed to its left for nothing but shape.
     """
 
-    spec: RequestSpec
-    order: int
-    start: int
-    tokens: int
-    blocks: tuple[int, ...]
-    outputs: int
-    admitted: bool = False
-    resumed: bool = False
-    cached: int = 0
-    recomputed: int = 0
-    padding: int = 0
+    spec: Final[RequestSpec]
+    order: Final[int]
+    start: Final[int]
+    tokens: Final[int]
+    blocks: Final[tuple[int, ...]]
+    outputs: Final[int]
+    admitted: Final[bool]
+    resumed: Final[bool]
+    cached: Final[int]
+    recomputed: Final[int]
+    padding: Final[int]
+
+    def __init__(
+        self,
+        spec: RequestSpec,
+        order: int,
+        start: int,
+        tokens: int,
+        blocks: tuple[int, ...],
+        outputs: int,
+        admitted: bool = False,
+        resumed: bool = False,
+        cached: int = 0,
+        recomputed: int = 0,
+        padding: int = 0,
+    ) -> None:
+        self.spec = spec
+        self.order = order
+        self.start = start
+        self.tokens = tokens
+        self.blocks = blocks
+        self.outputs = outputs
+        self.admitted = admitted
+        self.resumed = resumed
+        self.cached = cached
+        self.recomputed = recomputed
+        self.padding = padding
 
 
 class Preempted(NamedTuple):
@@ -45,7 +71,7 @@ class Preempted(NamedTuple):
     blocks: int
 
 
-@value(frozen=True)
+@value(init=False)
 class StepWork:
     """What a step computes. Rows run in the order chunks[:lead], the decoding rows by admission order, chunks[lead:].
 
@@ -56,15 +82,37 @@ class StepWork:
     tokens beyond the requests' own.
     """
 
-    chunks: tuple[Chunk, ...] = ()
-    lead: int = 0
-    decodes: int = 0
-    decode_context: int = 0
-    longest_context: int = 0
-    prefill_tokens: int = 0
-    padding_rows: int = 0
-    padding_context: int = 0
-    fast_decode: bool = False
+    chunks: Final[tuple[Chunk, ...]]
+    lead: Final[int]
+    decodes: Final[int]
+    decode_context: Final[int]
+    longest_context: Final[int]
+    prefill_tokens: Final[int]
+    padding_rows: Final[int]
+    padding_context: Final[int]
+    fast_decode: Final[bool]
+
+    def __init__(
+        self,
+        chunks: tuple[Chunk, ...] = (),
+        lead: int = 0,
+        decodes: int = 0,
+        decode_context: int = 0,
+        longest_context: int = 0,
+        prefill_tokens: int = 0,
+        padding_rows: int = 0,
+        padding_context: int = 0,
+        fast_decode: bool = False,
+    ) -> None:
+        self.chunks = chunks
+        self.lead = lead
+        self.decodes = decodes
+        self.decode_context = decode_context
+        self.longest_context = longest_context
+        self.prefill_tokens = prefill_tokens
+        self.padding_rows = padding_rows
+        self.padding_context = padding_context
+        self.fast_decode = fast_decode
 
     @property
     def rows(self) -> int:
@@ -102,10 +150,10 @@ class StepChanges:
     replaced: tuple[tuple[RequestSpec, int, int], ...] = ()
 
 
-UNDISTURBED = StepChanges()
+NO_WORK, UNDISTURBED = StepWork(), StepChanges()
 
 
-@value(frozen=True)
+@value(init=False)
 class StepCounts:
     """Sums for costs and records. All but the first two hold after planning.
 
@@ -113,22 +161,53 @@ class StepCounts:
     free ones with content that has a key in the prefix cache.
     """
 
-    table_blocks: int = 0
-    new_blocks: int = 0
-    running: int = 0
-    waiting: int = 0
-    free_blocks: int = 0
-    cached_blocks: int = 0
+    table_blocks: Final[int]
+    new_blocks: Final[int]
+    running: Final[int]
+    waiting: Final[int]
+    free_blocks: Final[int]
+    cached_blocks: Final[int]
+
+    def __init__(
+        self,
+        table_blocks: int = 0,
+        new_blocks: int = 0,
+        running: int = 0,
+        waiting: int = 0,
+        free_blocks: int = 0,
+        cached_blocks: int = 0,
+    ) -> None:
+        self.table_blocks = table_blocks
+        self.new_blocks = new_blocks
+        self.running = running
+        self.waiting = waiting
+        self.free_blocks = free_blocks
+        self.cached_blocks = cached_blocks
 
 
-@value(frozen=True)
+NO_COUNTS = StepCounts()
+
+
+@value(init=False)
 class StepPlan:
     """One step: what it computes, what changes with it, and how things stand after planning."""
 
-    step: int
-    work: StepWork = StepWork()
-    changes: StepChanges = UNDISTURBED
-    counts: StepCounts = StepCounts()
+    step: Final[int]
+    work: Final[StepWork]
+    changes: Final[StepChanges]
+    counts: Final[StepCounts]
+
+    def __init__(
+        self,
+        step: int,
+        work: StepWork = NO_WORK,
+        changes: StepChanges = UNDISTURBED,
+        counts: StepCounts = NO_COUNTS,
+    ) -> None:
+        self.step = step
+        self.work = work
+        self.changes = changes
+        self.counts = counts
 
     def digest(self) -> int:
         """Everything that the plan says, as a signed 64-bit integer; digest.py declares its bytes."""

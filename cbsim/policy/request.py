@@ -6,9 +6,10 @@ of its own; it derives its progress from the pace of its cohort (cohort.py), so 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
+
+from cbsim.policy.value import value
 
 if TYPE_CHECKING:
     from cbsim.policy.cohort import Cohort
@@ -35,7 +36,7 @@ class Finish(Enum):
     REFUSED = "refused"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(frozen=True, eq=False)
 class RequestSpec:
     """What was asked. Frozen: nothing in a run overwrites it. Compared by identity: one object is one request.
 

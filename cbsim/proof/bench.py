@@ -18,6 +18,7 @@ from typing import Any
 
 from cbsim.machine import simulate
 from cbsim.machine.driver import Machine
+from cbsim.policy import core
 from cbsim.proof import step_costs
 from cbsim.results import directory, metrics, timeline
 from cbsim.scenario import scenario as scenarios
@@ -136,6 +137,7 @@ def measure(name: str) -> dict[str, Any]:
         "requests_per_s": len(rows) / seconds,
         "us_per_step": simulated / len(steps) * 1e6,
         "workload": wanted["workload"]["kind"],
+        "core": core.running(),
     }
 
 
@@ -150,4 +152,5 @@ def _simulate(scenario: scenarios.Scenario) -> tuple[Machine, float]:
 def _line(name: str, result: dict[str, Any]) -> str:
     counts = f"{result['requests']:,} requests, {result['steps']:,} steps"
     rates = f"{result['steps_per_s']:,.0f} steps/s, {result['requests_per_s']:,.0f} requests/s"
-    return f"{name:<15} {result['seconds']:6.2f} s  {counts}; {rates}; peak {result['peak_mb']:.0f} MB"
+    which = f"{result['core']} core"
+    return f"{name:<15} {result['seconds']:6.2f} s  {counts}; {rates}; peak {result['peak_mb']:.0f} MB; {which}"

@@ -4,7 +4,7 @@ One case for all: 19,366 chat requests, 512 seats, 512 tokens a step, 29,696 blo
 
 - DynoSim (`pip install ai-dynamo==1.4.2`, Rust): its own rules and its own cost model; a fresh hash for every 512
   prompt tokens, so nobody shares. It keeps no tables: what it writes is a summary.
-- Ours: every metric, both tables and the timeline are written.
+- Ours, as Python and, where it is compiled, compiled: every metric, both tables and the timeline are written.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from cbsim.policy import core
 from cbsim.policy.request import RequestSpec
 from cbsim.proof.bench import CASES
 from cbsim.results.directory import RunError
@@ -30,6 +31,18 @@ from cbsim.workload import generators
 CASE, ROUNDS, HASHED = "splitwise_conv", 3, 512
 DYNOSIM = "DynoSim"
 ENGINE = {"block_size": 16, "num_gpu_blocks": 29696, "max_num_seqs": 512, "max_num_batched_tokens": 512}
+SOURCES_ONLY = """
+import sys
+from importlib.machinery import FileFinder, PathFinder, SOURCE_SUFFIXES, SourceFileLoader
+class Sources(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        places = [place for place in path or () if name.startswith("cbsim.")]
+        found = (FileFinder(place, (SourceFileLoader, SOURCE_SUFFIXES)).find_spec(name) for place in places)
+        return next(filter(None, found), None)
+sys.meta_path.insert(0, Sources)
+"""
+"""Before anything of ours is imported: modules of cbsim come from their sources, compiled or not."""
 OURS = "import json; from cbsim.proof.bench import measure; print(json.dumps(measure({case!r})))"
 
 
@@ -64,14 +77,16 @@ def bench(*, as_json: bool) -> None:
 
 
 def _peers(folder: Path) -> list[Peer]:
-    ours = Peer("cbsim", [sys.executable, "-c", OURS.format(case=CASE)], _ours)
+    ours = OURS.format(case=CASE)
+    kinds = {"python": SOURCES_ONLY + ours} | ({"compiled": ours} if core.COMPILED else {})
+    peers = [Peer(f"cbsim, {name}", [sys.executable, "-c", program], _ours) for name, program in kinds.items()]
     if find_spec("dynamo") is None:
-        return [ours]
+        return peers
     trace = folder / "trace.jsonl"
     trace.write_text("".join(f"{json.dumps(line)}\n" for line in _mooncake()))
     options = ["--replay-mode", "offline", "--trace-block-size", str(HASHED), "--num-workers", "1"]
     options += ["--extra-engine-args", json.dumps(ENGINE), "--report-json", str(folder / "dynosim.json")]
-    return [Peer(DYNOSIM, [sys.executable, "-m", "dynamo.replay", str(trace), *options], _dynosims), ours]
+    return [Peer(DYNOSIM, [sys.executable, "-m", "dynamo.replay", str(trace), *options], _dynosims), *peers]
 
 
 def _ours(printed: str) -> float:

@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from cbsim.policy import core
+
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "CBSIM_COMMIT"
 PACKAGES = ("simpy", "pydantic", "ruamel.yaml", "numpy", "pyarrow", "matplotlib", "torch", "triton", "transformers")
@@ -25,6 +27,7 @@ def environment(command: str, workload_hash: str, seed: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": packages(),
+        "core": core.running(),
         "device": None,
         "driver": None,
         "workload_hash": workload_hash,

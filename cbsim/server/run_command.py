@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cbsim.policy.loop import StuckError
+from cbsim.policy.stuck import StuckError
 from cbsim.results import checks
 from cbsim.results.directory import RunError, RunWriter
 from cbsim.results.record import FAILED

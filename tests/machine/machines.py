@@ -17,8 +17,8 @@ from cbsim.machine.graphs import Graphs, unpadded
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.policy.schedulers.registry import OURS
-from cbsim.policy.schedulers.static import StaticOptions
-from cbsim.policy.schedulers.transformers import TransformersOptions
+from cbsim.policy.schedulers.static_settings import StaticOptions
+from cbsim.policy.schedulers.transformers_settings import TransformersOptions
 from cbsim.policy.schedulers.vllm_settings import VllmOptions
 from cbsim.results.metrics import Steps
 from cbsim.results.record import STEP_COLUMNS, Record

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from helpers import Overridden
 from machines import DEPTHS, NAMES, STEP, check_tokens, load, run, server, spec, table, vllm_options
 
 from cbsim.machine.driver import Machine
@@ -80,7 +81,7 @@ def test_an_interruption_between_result_and_record(name: str, depth: int, applie
             raise KeyboardInterrupt
         return outcome
 
-    machine.scheduler.update = counted  # type: ignore[method-assign]
+    machine.scheduler = Overridden(machine.scheduler, update=counted)
     with pytest.raises(KeyboardInterrupt):
         run(machine)
     assert machine.record.step_count == applied - 1

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from cbsim.policy.blocks import BlockPool, FreeQueue
-from cbsim.policy.loop import Await, Effect, Idle, Landed, Launch, Poll, Polled, Refused, StuckError, serve
+from cbsim.policy.loop import Await, Effect, Idle, Landed, Launch, Poll, Polled, Refused, serve
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.request import Request, RequestSpec
+from cbsim.policy.stuck import StuckError
 
 
 def spec(index: int, prompt: int = 1) -> RequestSpec:

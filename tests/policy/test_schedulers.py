@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec
-from cbsim.policy.schedulers.transformers import TransformersOptions, TransformersScheduler
+from cbsim.policy.schedulers.transformers import TransformersScheduler
+from cbsim.policy.schedulers.transformers_settings import TransformersOptions
 from cbsim.policy.schedulers.vllm import VllmScheduler
 from cbsim.policy.schedulers.vllm_settings import VllmOptions
 from cbsim.workload.scheduler_tests import ChainedKeys
@@ -247,7 +248,7 @@ def history(build: Callable[[], AnyScheduler], workload: list[Ask], depth: int, 
 
     drive.on_step = note
     if slow:
-        scheduler.schedule = slowly  # type: ignore[method-assign]
+        drive.overridden["schedule"] = slowly
     drive.run()
     steps.append({"tokens": {s.id: r.runs for s, r in drive.requests.items()}, **state(scheduler)})
     return steps

@@ -44,7 +44,8 @@ def test_the_cases_of_the_issue(capsys: pytest.CaptureFixture[str], monkeypatch:
     here 3 us against 2 us, made up, in place of the measurements.
     """
     made_up = {
-        "seconds": 2.0, "steps": 10, "requests": 5, "peak_mb": 100.0, "steps_per_s": 5.0, "requests_per_s": 2.5
+        "seconds": 2.0, "steps": 10, "requests": 5, "peak_mb": 100.0, "steps_per_s": 5.0, "requests_per_s": 2.5,
+        "core": "python"
     }  # fmt: skip
     cost = {"splitwise_conv": 1.0, "decode_64": 2.0, "decode_1024": 3.0}
     monkeypatch.setattr(bench, "_in_fresh_process", lambda name: made_up | {"us_per_step": cost[name]})

@@ -1,6 +1,9 @@
-"""`bench --peers`: the same requests for all, times read from what each prints."""
+"""`bench --peers`: the same requests for all, cores told apart, times read from what each prints."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import pytest
 
@@ -17,6 +20,14 @@ def test_the_peer_gets_the_requests_of_the_case_and_nobody_shares(monkeypatch: p
     ]
     hashes = [fresh for line in lines for fresh in line["hash_ids"]]
     assert len(set(hashes)) == len(hashes) == sum(-(-spec.prompt_tokens // 512) for spec in requests)
+
+
+def test_the_python_core_is_read_from_its_sources() -> None:
+    """Whatever is installed: of modules that are compiled, too."""
+    program = peers.SOURCES_ONLY + "from cbsim.policy import core; import numpy; print(core.running(), core.__file__)"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert said[0] == "python"
+    assert said[1].endswith("core.py")
 
 
 def test_times_are_what_each_prints() -> None:

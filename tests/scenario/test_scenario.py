@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbsim.policy.schedulers.transformers import TransformersOptions
+from cbsim.policy.schedulers.transformers_settings import TransformersOptions
 from cbsim.policy.schedulers.vllm_settings import VllmOptions
 from cbsim.scenario import catalog, scenario
 from cbsim.scenario.costs import sealed

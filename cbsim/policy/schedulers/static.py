@@ -8,53 +8,19 @@ The cache is reserved when the batch is formed: for every row the longest prompt
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cbsim.policy.blocks import BlockPool, FreeQueue
 from cbsim.policy.decoding import Decoding
-from cbsim.policy.kind import Count, SchedulerKind, Settings, Site, resolved
-from cbsim.policy.limits import Limits
+from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
-
-PROFILE_TOKENS = 8192
-"""Query tokens of the step that sizes a batch's memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StaticSettings(Settings):
-    """Static batching: a batch is formed, padded and run until its last request has ended."""
-
-    name: str = "static"
-    batch_size: Count = 32
-    """Requests in a batch."""
+from cbsim.policy.schedulers.static_settings import StaticOptions, StaticSettings, resolve, widened
+from cbsim.policy.value import mypyc_attr
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StaticOptions(StaticSettings):
-    """`batch_size` rows at most, in a cache of `num_blocks` blocks."""
-
-    block_size: int
-    num_blocks: int
-
-    @property
-    def limits(self) -> Limits:
-        return Limits(seats=self.batch_size)
-
-
-def resolve(settings: StaticSettings, site: Site) -> StaticOptions:
-    """The cache beside a step of `batch_size` prompts."""
-    blocks = site.blocks(PROFILE_TOKENS, settings.batch_size)
-    return resolved(settings, StaticOptions, block_size=site.block_size, num_blocks=blocks)
-
-
-def widened(settings: StaticSettings, seats: int, tokens: int) -> StaticSettings:
-    """A batch of another size, for a probe; its prompts decide how many tokens a step has."""
-    del tokens
-    return replace(settings, batch_size=seats)
-
-
+@mypyc_attr(allow_interpreted_subclasses=True)
 class StaticScheduler:
     """Batched generation as a policy."""
 

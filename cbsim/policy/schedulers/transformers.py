@@ -10,116 +10,52 @@ The original's defects are not shared; docs/policies.md lists them, and what pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from collections.abc import Iterator
 
 from cbsim.policy.blocks import BlockPool, CachedLast
 from cbsim.policy.cohort import by_order
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.keys import Keys, KeysWhenLanded
-from cbsim.policy.kind import Count, Natural, SchedulerKind, Settings, Share, Site, resolved
-from cbsim.policy.limits import Limits
+from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
-
-VERSIONS = ("5.17",)  # whose rules these are
-FIFO, PREFILL_FIRST = "transformers_fifo", "transformers_prefill_first"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformersSettings(Settings):
-    """Hugging Face transformers 5.17, ContinuousBatchingConfig."""
-
-    later: ClassVar[Mapping[str, str]] = {
-        "num_return_sequences": "forking a request",
-        "sliding_window": "sliding-window layers",
-        "sliding": "sliding-window layers",
-        "cpu_offload_gib": "offloading to the host",
-        "cpu_offload_space": "offloading to the host",
-    }
-    max_batch_tokens: Count | None = None
-    """Query tokens in a step; null: solved from memory, between 256 and 8192 if num_blocks is solved too."""
-    max_requests_per_batch: Count = 1024
-    """Requests in a step."""
-    max_blocks_per_request: Natural = 32
-    """Blocks of a request up to which a decode step takes the fast path; 0: no fast path."""
-    safety_margin: Share | None = None
-    """Share of the blocks kept free from prefills; null: 0.15 for fifo, 0 for prefill_first."""
-    allow_block_sharing: bool = True
-    """Share the blocks of common prefixes."""
+from cbsim.policy.schedulers.transformers_settings import (
+    FIFO,
+    PREFILL_FIRST,
+    TransformersOptions,
+    TransformersSettings,
+    reasons,
+    resolve,
+    settled,
+    widened,
+)
+from cbsim.policy.value import mypyc_attr
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformersOptions(TransformersSettings):
-    """ContinuousBatchingConfig's own names, all resolved."""
-
-    block_size: int
-    num_blocks: int
-    max_batch_tokens: int
-    safety_margin: float
-
-    @property
-    def scheduler_type(self) -> str:
-        """`fifo` or `prefill_first`."""
-        return self.name.removeprefix("transformers_")
-
-    @property
-    def limits(self) -> Limits:
-        return Limits(rows=self.max_requests_per_batch, tokens=self.max_batch_tokens)
-
-
-def resolve(settings: TransformersSettings, site: Site) -> TransformersOptions:
-    """Step and cache as the library solves them."""
-    size = site.transformers_size(settings.max_blocks_per_request, settings.max_batch_tokens)
-    margin = 0.15 if settings.name == FIFO else 0.0
-    return resolved(
-        settings,
-        TransformersOptions,
-        block_size=site.block_size,
-        num_blocks=size.num_blocks,
-        max_batch_tokens=size.max_batch_tokens,
-        safety_margin=margin if settings.safety_margin is None else settings.safety_margin,
-    )
-
-
-def settled(settings: TransformersSettings, options: TransformersOptions) -> TransformersSettings:
-    """The step stays as it was solved, whatever the cache becomes."""
-    return replace(settings, max_batch_tokens=options.max_batch_tokens)
-
-
-def reasons(settings: TransformersSettings, site: Site) -> dict[str, str]:
-    """Where what the settings leave open comes from."""
-    equation = f"transformers' memory equation, on what the weights leave of {site.gpu}"
-    return {"max_batch_tokens": equation, "num_blocks": equation, "safety_margin": f"that of {settings.name}"}
-
-
-def widened(settings: TransformersSettings, seats: int, tokens: int) -> TransformersSettings:
-    """The same rules with other sizes, for a probe."""
-    return replace(settings, max_requests_per_batch=seats, max_batch_tokens=max(tokens, seats))
-
-
-@dataclass(slots=True)
 class _Step:
     """A step while it is being planned."""
 
-    tokens: int
-    kv: int
-    requests: int
-    fast: bool
-    rows: dict[Request, Chunk] = field(default_factory=dict)
-    lead: int = 0
-    decodes: int = 0
-    failed: bool = False  # an allocation failed
-    starved: list[tuple[Request, int]] = field(default_factory=list)
-    full: bool = False  # a budget is used up
+    __slots__ = ("decodes", "failed", "fast", "full", "kv", "lead", "requests", "rows", "starved", "tokens")
+
+    def __init__(self, tokens: int, kv: int, requests: int, fast: bool) -> None:
+        self.tokens = tokens
+        self.kv = kv
+        self.requests = requests
+        self.fast = fast
+        self.rows: dict[Request, Chunk] = {}
+        self.lead = 0
+        self.decodes = 0
+        self.failed = False  # an allocation failed
+        self.starved: list[tuple[Request, int]] = []
+        self.full = False  # a budget is used up
 
     @property
     def empty(self) -> bool:
         return not self.rows and not self.decodes
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class TransformersScheduler:
     """transformers 5.17 as a policy. Depth 1 is its synchronous loop, depth 2 `use_async_batching`."""
 

@@ -10,8 +10,6 @@ so the rules are stated once, in `_run`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from cbsim.policy.blocks import BlockPool, FreeQueue
 from cbsim.policy.cohort import by_order
 from cbsim.policy.decoding import Decoding
@@ -22,19 +20,23 @@ from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.queues import ArrivalQueue, PriorityQueue, Queue
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.schedulers.vllm_settings import VllmOptions, VllmSettings, reasons, resolve, settled, widened
+from cbsim.policy.value import mypyc_attr
 
 
-@dataclass(slots=True)
 class _Step:
     """A step while it is being planned."""
 
-    budget: int
-    threshold: int
-    defer_prefill: bool
-    rows: dict[Request, Chunk] = field(default_factory=dict)
-    prefill: bool = False
+    __slots__ = ("budget", "defer_prefill", "prefill", "rows", "threshold")
+
+    def __init__(self, budget: int, threshold: int, defer_prefill: bool) -> None:
+        self.budget = budget
+        self.threshold = threshold
+        self.defer_prefill = defer_prefill
+        self.rows: dict[Request, Chunk] = {}
+        self.prefill = False
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class VllmScheduler:
     """vLLM V1 as a policy. Depth 1 is `EngineCore.step`, depth 2 `step_with_batch_queue`."""
 

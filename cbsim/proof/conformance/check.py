@@ -14,7 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cbsim.policy.schedulers import transformers, vllm_settings
+from cbsim.policy.schedulers import transformers_settings, vllm_settings
 from cbsim.proof.conformance import transformers_traces, vllm_traces
 from cbsim.scenario import rows
 from cbsim.scenario.fields import ScenarioError
@@ -185,7 +185,7 @@ def _transformers(trace: Path, header: Line) -> _Case:
     (resolved,) = _fields(trace, header, resolved=dict)
     (version,) = _fields(trace, resolved, transformers=str)
     name, version_name, mode = _stem(trace), f"transformers {version}", "async" if resolved.get("async") else "sync"
-    skipped = _version(version, transformers.VERSIONS)
+    skipped = _version(version, transformers_settings.VERSIONS)
     if skipped:
         return _Case(name, version_name, mode, skipped=skipped)
     workload = _workload(trace, name)

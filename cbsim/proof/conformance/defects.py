@@ -16,7 +16,8 @@ from cbsim.policy.keys import Keys, KeysWhenLanded
 from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
-from cbsim.policy.schedulers.transformers import TransformersOptions, TransformersScheduler
+from cbsim.policy.schedulers.transformers import TransformersScheduler
+from cbsim.policy.schedulers.transformers_settings import TransformersOptions
 
 
 class MisnamingPool(BlockPool):

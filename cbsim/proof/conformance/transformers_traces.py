@@ -16,7 +16,7 @@ from cbsim.policy.loop import Applied, Await, Effect, Idle, Landed, Launch, Poll
 from cbsim.policy.observer import Observer
 from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
-from cbsim.policy.schedulers.transformers import FIFO, PREFILL_FIRST, TransformersOptions
+from cbsim.policy.schedulers.transformers_settings import FIFO, PREFILL_FIRST, TransformersOptions
 from cbsim.proof.conformance.defects import DefectiveTransformers, Ghosts, MisnamingPool
 from cbsim.workload.scheduler_tests import TransformersRequests
 

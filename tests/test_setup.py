@@ -1,0 +1,36 @@
+"""The core is compiled where it can be; where not, the build says why and goes on in Python."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cbsim.policy import core
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("variables", "why"),
+    [
+        ({"CBSIM_PURE": "1"}, "CBSIM_PURE=1"),
+        ({"CC": "false"}, "there is no C compiler, or Python's headers are missing"),
+    ],
+)
+def test_without_a_compiler_the_core_is_python(variables: dict[str, str], why: str, tmp_path: Path) -> None:
+    pytest.importorskip("mypyc")
+    places = ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
+    words = [sys.executable, "setup.py", "-q", "build_ext", *places]
+    environment = {**os.environ, **variables}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert f"cbsim: {why}: its core is not compiled" in done.stderr
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_the_core_says_what_it_is() -> None:
+    source = Path(str(core.__file__))
+    assert core.running() == ("python" if source.suffix == ".py" else "compiled")
