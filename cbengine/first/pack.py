@@ -27,7 +27,7 @@ from cbsim.server.running import ServerError
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = ("reports/", "tests/golden/", ".github/")
-WHEELS = ("simpy", "pydantic", "ruamel.yaml")
+WHEELS = ("simpy", "pydantic", "ruamel.yaml", "librt")
 PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_28_x86_64")
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from cbengine.bench.timing import Ceilings
 
-NEEDED = ("torch", "numpy", "pydantic", "ruamel.yaml", "pyarrow", "safetensors", "transformers")
+NEEDED = ("torch", "numpy", "pydantic", "ruamel.yaml", "librt", "pyarrow", "safetensors", "transformers")
 FURTHER = ("triton", "simpy", "pandas", "matplotlib", "pytest", "hypothesis", "pytest_timeout", "flash_attn")
 BOUND = 1e-2  # bfloat16: of the relative error of every vector
 BIG_ELEMENTS = (1 << 31) + (1 << 24)  # of one layer's keys: their places do not fit 32 bits

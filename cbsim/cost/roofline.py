@@ -73,13 +73,15 @@ class RooflineCost:
         reduces: AllReduces | None = None,
     ) -> None:
         self.cpu_ns = cpu
-        self._rates, self._weights = rates, weights
         self._overhead_s = overhead_s
         self._launch_ns = round(launch_s * 1e9)
         self._linear_flop, self._head_flop = 2 * weights.linear / rates.linear, 2 * weights.head  # of a token
         linear_bytes = weights.linear * weights.bytes if weights.linear_bytes is None else weights.linear_bytes
         self._linear_s = linear_bytes / rates.bytes_weights  # to read them once
         self._head_s = weights.head * weights.bytes / rates.bytes_weights
+        self._flops_prefill, self._flops_decode = rates.flops_prefill, rates.flops_decode
+        self._pair_s = weights.attention_flop / rates.flops_prefill  # of a query and a KV token
+        self._kv_s = weights.kv_bytes / rates.bytes_kv  # to read one token of the cache
         self._pcie_ns = 1e9 / rates.bytes_pcie  # of a byte
         self._embedding_s = weights.hidden * weights.bytes / rates.bytes_weights  # of a token
         self._experts, self._experts_s = experts, experts.bytes / rates.bytes_weights if experts else 0.0
@@ -92,11 +94,11 @@ class RooflineCost:
         rows = decodes + len(chunks)
         if not rows:
             return 0, 0, 0
-        sampled, flops = decodes + work.padding_rows, self._rates.flops_decode
+        sampled, flops = decodes + work.padding_rows, self._flops_decode
         time = self._overhead_s + tokens * self._embedding_s
         time += (work.decode_context + work.padding_context + sampled) * self._context_s
         if chunks:
-            flops = self._rates.flops_prefill
+            flops = self._flops_prefill
             sampled += sum([c.outputs for c in chunks])
             time += self._prefill_attention(plan)
         read = self._linear_s
@@ -113,8 +115,7 @@ class RooflineCost:
 
     def _prefill_attention(self, plan: StepPlan) -> float:
         """Causal: query token i of a chunk attends to the `start` tokens before it and to i + 1 of its own."""
-        per_pair = self._weights.attention_flop / self._rates.flops_prefill
-        per_token = self._weights.kv_bytes / self._rates.bytes_kv
+        per_pair, per_token = self._pair_s, self._kv_s
         time = 0.0
         for c in plan.work.chunks:
             tokens = c.tokens + c.padding

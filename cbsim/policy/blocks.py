@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import repeat, starmap
 from typing import Protocol
 
 from cbsim.policy.observer import NOBODY, Observer
@@ -43,25 +42,42 @@ class FreeQueue:
 
     0.19 appends every block. 0.33 (`unhashed_first`) puts blocks without content to the front and appends the others,
     which makes the queue a true LRU of cache entries. `pick` marks an entry dead; it is dropped when it surfaces.
+    Both ends are lists, so that blocks go in and out by the slice: a stack in front, its last block the next one, and
+    behind it `_queue` from `_head` on.
     """
 
     def __init__(self, blocks: Iterable[int], *, unhashed_first: bool) -> None:
-        self._queue = deque(blocks)
+        self._stack: list[int] = []
+        self._queue = list(blocks)
+        self._head = 0
         self._dead: dict[int, int] = {}
         self.free = len(self._queue)
         self._unhashed_first = unhashed_first
 
     def take(self, count: int) -> list[int]:
         self.free -= count
-        popleft = self._queue.popleft
-        if not self._dead:
-            return list(starmap(popleft, repeat((), count)))  # a loop in C: every grown block passes here
-        taken: list[int] = []
-        while len(taken) < count:
-            block = popleft()
-            if not self._bury(block):
-                taken.append(block)
+        taken = self._next(count)
+        if self._dead:
+            taken = [block for block in taken if not self._bury(block)]
+            while len(taken) < count:
+                taken += [block for block in self._next(count - len(taken)) if not self._bury(block)]
         return taken
+
+    def _next(self, count: int) -> list[int]:
+        """The next entries, dead or alive; fewer if there are no more."""
+        stack = self._stack
+        least = max(0, len(stack) - count)
+        entries = stack[least:]
+        del stack[least:]
+        entries.reverse()
+        if len(entries) < count:
+            queue, first = self._queue, self._head
+            self._head = first + count - len(entries)
+            entries += queue[first : self._head]
+            if self._head > len(queue) // 2:
+                del queue[: self._head]
+                self._head = 0
+        return entries
 
     def _bury(self, block: int) -> bool:
         """Is this entry dead? The dead entries of a block always lie before its live one."""
@@ -73,7 +89,7 @@ class FreeQueue:
     def give(self, blocks: Sequence[int], hashed: int) -> None:
         self.free += len(blocks)
         if self._unhashed_first:
-            self._queue.extendleft(blocks[hashed:])
+            self._stack.extend(blocks[hashed:])
             blocks = blocks[:hashed]
         self._queue.extend(reversed(blocks))
 
@@ -84,7 +100,7 @@ class FreeQueue:
     def order(self) -> list[int]:
         dead = dict(self._dead)
         live: list[int] = []
-        for block in self._queue:
+        for block in (*reversed(self._stack), *self._queue[self._head :]):
             if dead.get(block, 0):
                 dead[block] -= 1
             else:
@@ -197,8 +213,8 @@ class BlockPool:
             return [self.grow(request, 1)[0] for request in requests]
         blocks = self._free.take(len(requests))
         tables = self.tables
-        for request, block in zip(requests, blocks, strict=True):
-            tables[request].append(block)
+        for i, request in enumerate(requests):
+            tables[request].append(blocks[i])
         if self._key_of:
             for block in blocks:
                 self._forget(block)

@@ -16,7 +16,8 @@ from typing import Final
 from cbsim.policy.request import Request
 from cbsim.policy.value import value
 
-Calendar = dict[int, list[tuple[Request, int]]]
+Entry = tuple[int, int, Request]  # (its admission order, `since` of the stay that is meant, who): they sort in order
+Calendar = dict[int, list[Entry]]  # by step
 by_order = attrgetter("order")
 
 
@@ -67,7 +68,8 @@ class Cohort:
         self._fill_at: Calendar = {}
         self._end_at: Calendar = {}
         self._long_at: Calendar = {}
-        self._late: Calendar = {}
+        self._late: dict[int, list[tuple[Request, int]]] = {}  # step -> (who, its epoch when planned)
+        self._due: list[Entry] = []  # those that `growing` named
         self._joins = 0
         self._heads: list[tuple[int, int, int, Request]] = []  # heap: (planned - computed, number, since, who) of joins
 
@@ -136,26 +138,27 @@ class Cohort:
     def growing(self) -> list[Request]:
         """Members that need one more block in the step being planned, in admission order."""
         entries = self._grow_at.get(self.planned)
-        return self._current(entries) if entries else []
+        self._due = self._current(entries) if entries else []
+        return [request for _, _, request in self._due]
 
-    def grew(self, requests: list[Request]) -> None:
-        """These members got a block each and need the next one `block_size` steps on."""
-        self.held_blocks += len(requests)
-        later = self._grow_at.setdefault(self.planned + self.block_size, [])
-        later += [(request, request.since) for request in requests]
+    def grew(self) -> None:
+        """Those that `growing` has just named got a block each and need the next one `block_size` steps on."""
+        self.held_blocks += len(self._due)
+        self._grow_at.setdefault(self.planned + self.block_size, []).extend(self._due)
 
     def filling(self) -> list[Request]:
         """Members whose row in the step being planned fills a block, in admission order."""
         entries = self._fill_at.get(self.planned)
-        members = self._current(entries) if entries else []
-        for request in members:
-            self._note(self._fill_at, self.planned + self.block_size, request)
-        return members
+        if not entries:
+            return []
+        due = self._current(entries)
+        self._fill_at.setdefault(self.planned + self.block_size, []).extend(due)
+        return [request for _, _, request in due]
 
     def ending(self, step: int) -> list[Request]:
         """Members whose declared last token is the one sampled in `step`, in admission order."""
         entries = self._end_at.get(step)
-        return self._current(entries) if entries else []
+        return [request for _, _, request in self._current(entries)] if entries else []
 
     def known_at_plan(self, request: Request) -> int:
         """Tokens of a member that were in hand when its newest row was planned: those before the rows in flight then.
@@ -184,13 +187,13 @@ class Cohort:
         self.updated += 1
 
     def _note(self, calendar: Calendar, step: int, request: Request) -> None:
-        calendar.setdefault(step, []).append((request, request.since))
+        calendar.setdefault(step, []).append((request.order, request.since, request))
 
-    def _current(self, entries: list[tuple[Request, int]]) -> list[Request]:
-        """Entries of members that have not left since they were noted, in admission order."""
-        current = [r for r, since in entries if r.cohort is self and r.since == since]
+    def _current(self, entries: list[Entry]) -> list[Entry]:
+        """Those of members that have not left since they were noted, in admission order."""
+        current = [entry for entry in entries if entry[2].cohort is self and entry[2].since == entry[1]]
         if len(current) > 1:
-            current.sort(key=by_order)
+            current.sort()
         return current
 
     def check(self, tables: dict[Request, list[int]]) -> None:

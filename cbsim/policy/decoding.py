@@ -175,8 +175,8 @@ class Decoding:
             growing = members.growing()
         if growing:
             blocks = self.pool.grow_each(growing)
-            self._grown = [(request.spec, block) for request, block in zip(growing, blocks, strict=True)]
-            members.grew(growing)
+            self._grown = [(request.spec, blocks[i]) for i, request in enumerate(growing)]
+            members.grew()
         self._filling = self._keys.go_on(members.filling())
         self._decodes = decodes = len(members)
         return decodes

@@ -21,93 +21,83 @@ The digest is BLAKE2b of these bytes with 8 bytes of output and no key, read as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from hashlib import blake2b
-from struct import Struct
 from typing import TYPE_CHECKING
+
+from librt.strings import BytesWriter, read_i64_le, write_i64_le
 
 if TYPE_CHECKING:
     from cbsim.policy.plan import StepPlan
 
-_HEAD = Struct("<23q").pack
-_PACKERS: dict[int, Callable[..., bytes]] = {}  # by the number of integers
-_WORD = Struct("<q").unpack
+_UNFED = blake2b(digest_size=8)
 
 
 def digest(plan: StepPlan) -> int:
     """The digest of everything that `plan` says."""
-    said, items = _head(plan), _items(plan)
-    if items:
-        said += (_PACKERS.get(len(items)) or _packer(len(items)))(*items)
-    word: int = _WORD(blake2b(said, digest_size=8).digest())[0]
-    return word
+    said = BytesWriter()
+    _say_head(said, plan)
+    _say_items(said, plan)
+    fed = _UNFED.copy()
+    fed.update(said.getvalue())
+    return read_i64_le(fed.digest(), 0)
 
 
-def _head(plan: StepPlan) -> bytes:
+def _say_head(said: BytesWriter, plan: StepPlan) -> None:
     work, changes, counts = plan.work, plan.changes, plan.counts
-    return _HEAD(
-        plan.step,
-        work.lead,
-        work.decodes,
-        work.decode_context,
-        work.longest_context,
-        work.prefill_tokens,
-        work.padding_rows,
-        work.padding_context,
-        work.fast_decode,
-        counts.table_blocks,
-        counts.new_blocks,
-        counts.running,
-        counts.waiting,
-        counts.free_blocks,
-        counts.cached_blocks,
-        len(work.chunks),
-        len(changes.grown),
-        len(changes.joined),
-        len(changes.left),
-        len(changes.ends),
-        len(changes.ended),
-        len(changes.preempted),
-        len(changes.replaced),
-    )
+    write_i64_le(said, plan.step)
+    write_i64_le(said, work.lead)
+    write_i64_le(said, work.decodes)
+    write_i64_le(said, work.decode_context)
+    write_i64_le(said, work.longest_context)
+    write_i64_le(said, work.prefill_tokens)
+    write_i64_le(said, work.padding_rows)
+    write_i64_le(said, work.padding_context)
+    write_i64_le(said, work.fast_decode)
+    write_i64_le(said, counts.table_blocks)
+    write_i64_le(said, counts.new_blocks)
+    write_i64_le(said, counts.running)
+    write_i64_le(said, counts.waiting)
+    write_i64_le(said, counts.free_blocks)
+    write_i64_le(said, counts.cached_blocks)
+    write_i64_le(said, len(work.chunks))
+    write_i64_le(said, len(changes.grown))
+    write_i64_le(said, len(changes.joined))
+    write_i64_le(said, len(changes.left))
+    write_i64_le(said, len(changes.ends))
+    write_i64_le(said, len(changes.ended))
+    write_i64_le(said, len(changes.preempted))
+    write_i64_le(said, len(changes.replaced))
 
 
-def _items(plan: StepPlan) -> list[int]:
-    """What is in the lists of a plan, in the declared order, as integers."""
-    items: list[int] = []
+def _say_items(said: BytesWriter, plan: StepPlan) -> None:
+    """What is in the lists of a plan, in the declared order."""
     for chunk in plan.work.chunks:
         blocks = chunk.blocks
-        items += (
-            chunk.spec.index,
-            chunk.order,
-            chunk.start,
-            chunk.tokens,
-            chunk.outputs,
-            chunk.admitted,
-            chunk.resumed,
-            chunk.cached,
-            chunk.recomputed,
-            chunk.padding,
-            len(blocks),
-        )
-        items += blocks
+        write_i64_le(said, chunk.spec.index)
+        write_i64_le(said, chunk.order)
+        write_i64_le(said, chunk.start)
+        write_i64_le(said, chunk.tokens)
+        write_i64_le(said, chunk.outputs)
+        write_i64_le(said, chunk.admitted)
+        write_i64_le(said, chunk.resumed)
+        write_i64_le(said, chunk.cached)
+        write_i64_le(said, chunk.recomputed)
+        write_i64_le(said, chunk.padding)
+        write_i64_le(said, len(blocks))
+        for block in blocks:
+            write_i64_le(said, block)
     changes = plan.changes
     for spec, block in changes.grown:
-        items.append(spec.index)
-        items.append(block)
+        write_i64_le(said, spec.index)
+        write_i64_le(said, block)
     for group in (changes.joined, changes.left, changes.ends, changes.ended):
         for spec in group:
-            items.append(spec.index)
+            write_i64_le(said, spec.index)
     for spec, lost_tokens, held in changes.preempted:
-        items += (spec.index, lost_tokens, held)
+        write_i64_le(said, spec.index)
+        write_i64_le(said, lost_tokens)
+        write_i64_le(said, held)
     for spec, index, block in changes.replaced:
-        items += (spec.index, index, block)
-    return items
-
-
-def _packer(length: int) -> Callable[..., bytes]:
-    """Packs so many integers, little-endian, 8 bytes each."""
-    if len(_PACKERS) > 4096:
-        _PACKERS.clear()
-    pack = _PACKERS[length] = Struct(f"<{length}q").pack
-    return pack
+        write_i64_le(said, spec.index)
+        write_i64_le(said, index)
+        write_i64_le(said, block)

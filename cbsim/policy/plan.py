@@ -131,7 +131,7 @@ class StepWork:
         return tokens
 
 
-@value(frozen=True)
+@value(init=False)
 class StepChanges:
     """What is new since the plan before, for whoever keeps requests and their tables.
 
@@ -141,13 +141,31 @@ class StepChanges:
     gives (request, index in its table, block): that entry became another block of equal content, the old one is free.
     """
 
-    grown: tuple[tuple[RequestSpec, int], ...] = ()
-    joined: tuple[RequestSpec, ...] = ()
-    left: tuple[RequestSpec, ...] = ()
-    ends: tuple[RequestSpec, ...] = ()
-    ended: tuple[RequestSpec, ...] = ()
-    preempted: tuple[Preempted, ...] = ()
-    replaced: tuple[tuple[RequestSpec, int, int], ...] = ()
+    grown: Final[tuple[tuple[RequestSpec, int], ...]]
+    joined: Final[tuple[RequestSpec, ...]]
+    left: Final[tuple[RequestSpec, ...]]
+    ends: Final[tuple[RequestSpec, ...]]
+    ended: Final[tuple[RequestSpec, ...]]
+    preempted: Final[tuple[Preempted, ...]]
+    replaced: Final[tuple[tuple[RequestSpec, int, int], ...]]
+
+    def __init__(
+        self,
+        grown: tuple[tuple[RequestSpec, int], ...] = (),
+        joined: tuple[RequestSpec, ...] = (),
+        left: tuple[RequestSpec, ...] = (),
+        ends: tuple[RequestSpec, ...] = (),
+        ended: tuple[RequestSpec, ...] = (),
+        preempted: tuple[Preempted, ...] = (),
+        replaced: tuple[tuple[RequestSpec, int, int], ...] = (),
+    ) -> None:
+        self.grown = grown
+        self.joined = joined
+        self.left = left
+        self.ends = ends
+        self.ended = ended
+        self.preempted = preempted
+        self.replaced = replaced
 
 
 NO_WORK, UNDISTURBED = StepWork(), StepChanges()
@@ -228,13 +246,23 @@ class StepResult:
 NOTHING_STOPPED = StepResult()
 
 
-@value(frozen=True)
+@value(init=False)
 class Outcome:
     """What a result changed: requests that got tokens one by one or ended, rows computed for nothing."""
 
-    received: tuple[RequestSpec, ...]
-    finished: tuple[tuple[RequestSpec, Finish], ...]
-    wasted_rows: int
+    received: Final[tuple[RequestSpec, ...]]
+    finished: Final[tuple[tuple[RequestSpec, Finish], ...]]
+    wasted_rows: Final[int]
+
+    def __init__(
+        self,
+        received: tuple[RequestSpec, ...],
+        finished: tuple[tuple[RequestSpec, Finish], ...],
+        wasted_rows: int,
+    ) -> None:
+        self.received = received
+        self.finished = finished
+        self.wasted_rows = wasted_rows
 
 
 UNCHANGED = Outcome((), (), 0)

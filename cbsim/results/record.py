@@ -7,9 +7,9 @@ million of them.
 
 from __future__ import annotations
 
-from operator import attrgetter
-from struct import Struct
 from typing import NamedTuple
+
+from librt.strings import BytesWriter, write_i64_le
 
 from cbsim.policy.plan import Outcome, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec
@@ -50,10 +50,6 @@ class StepTimes:
         self.schedule_start_ns = now_ns
 
 
-_TIMES = attrgetter(*STEP_TIMES)
-_PACK_COUNTS, _PACK_TIMES = (Struct(f"={len(names)}q").pack for names in (STEP_COUNTS, STEP_TIMES))
-
-
 class RequestRow(NamedTuple):
     """A request at the end of the run. `token_runs` is [first step, steps, ...]: the steps whose token it received.
 
@@ -83,7 +79,7 @@ class Record:
 
     def __init__(self, total_blocks: int) -> None:
         self.total_blocks = total_blocks
-        self.steps = bytearray()  # rows of STEP_COLUMNS, each a native 64-bit integer
+        self.steps = bytearray()  # rows of STEP_COLUMNS, each a little-endian 64-bit integer
         self.refusals: dict[RequestSpec, str] = {}
         self.failures: dict[RequestSpec, str] = {}
         self.cancels: dict[RequestSpec, int] = {}
@@ -145,28 +141,28 @@ class Record:
             cached += chunk.cached
             context += chunk.start
         self.sampled_tokens += sampled - outcome.wasted_rows
-        counts = _PACK_COUNTS(
-            plan.step,
-            len(chunks) + decodes,
-            decodes,
-            prefill,
-            prefill + decodes,
-            times.padded_tokens,
-            context + work.padding_context,
-            sampled,
-            held.new_blocks,
-            self.total_blocks - held.free_blocks,
-            held.cached_blocks,
-            held.running,
-            held.waiting,
-            len(plan.changes.preempted),
-            recomputed,
-            cached,
-            len(outcome.finished),
-            outcome.wasted_rows,
-            plan.digest(),
-        )
-        self.steps += counts + _PACK_TIMES(*_TIMES(times))  # at once: an interrupt leaves whole rows
+        row = BytesWriter()
+        write_i64_le(row, plan.step)
+        write_i64_le(row, len(chunks) + decodes)
+        write_i64_le(row, decodes)
+        write_i64_le(row, prefill)
+        write_i64_le(row, prefill + decodes)
+        write_i64_le(row, times.padded_tokens)
+        write_i64_le(row, context + work.padding_context)
+        write_i64_le(row, sampled)
+        write_i64_le(row, held.new_blocks)
+        write_i64_le(row, self.total_blocks - held.free_blocks)
+        write_i64_le(row, held.cached_blocks)
+        write_i64_le(row, held.running)
+        write_i64_le(row, held.waiting)
+        write_i64_le(row, len(plan.changes.preempted))
+        write_i64_le(row, recomputed)
+        write_i64_le(row, cached)
+        write_i64_le(row, len(outcome.finished))
+        write_i64_le(row, outcome.wasted_rows)
+        write_i64_le(row, plan.digest())
+        _write_times(row, times)
+        self.steps += row.getvalue()  # at once: an interrupt leaves whole rows
 
     def requests(self) -> list[RequestRow]:
         """A row for every request that was queued or refused, in order of index."""
@@ -210,3 +206,23 @@ class Record:
         delivered = request.delivered() if request else []
         within = ((first, min(count, self.step_count - first)) for first, count in delivered)
         return [number for first, count in within if count > 0 for number in (first, count)]
+
+
+def _write_times(row: BytesWriter, times: StepTimes) -> None:
+    """The columns STEP_TIMES."""
+    write_i64_le(row, times.schedule_start_ns)
+    write_i64_le(row, times.schedule_end_ns)
+    write_i64_le(row, times.prepare_start_ns)
+    write_i64_le(row, times.prepare_end_ns)
+    write_i64_le(row, times.launch_start_ns)
+    write_i64_le(row, times.launch_end_ns)
+    write_i64_le(row, times.await_start_ns)
+    write_i64_le(row, times.await_end_ns)
+    write_i64_le(row, times.update_start_ns)
+    write_i64_le(row, times.update_end_ns)
+    write_i64_le(row, times.h2d_start_ns)
+    write_i64_le(row, times.h2d_end_ns)
+    write_i64_le(row, times.compute_start_ns)
+    write_i64_le(row, times.compute_end_ns)
+    write_i64_le(row, times.d2h_start_ns)
+    write_i64_le(row, times.d2h_end_ns)

@@ -5,13 +5,8 @@ A kind's settings are a plain dataclass (policy/kind.py); what pydantic needs to
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import cache
-from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
@@ -20,6 +15,7 @@ from pydantic_core import core_schema
 from cbsim.policy.kind import AsText, AtLeast, Below, Settings, SettingsError
 from cbsim.policy.schedulers import registry
 from cbsim.policy.schedulers.registry import Kind, KindError
+from cbsim.scenario.described import documented
 from cbsim.scenario.fields import Frozen, Real, Whole, complaint, near, shown
 
 
@@ -148,23 +144,6 @@ def checked_type(hint: Any) -> Any:
 
 def _text(value: Any) -> Any:
     return str(value) if isinstance(value, float) else value
-
-
-@cache
-def documented(settings_type: Any) -> Mapping[str, str]:
-    """The docstring under each field of a dataclass and of those it inherits; none where its source is not at hand."""
-    texts: dict[str, str] = {}
-    for part in reversed(settings_type.__mro__):
-        try:
-            (body,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
-        except (OSError, TypeError, SyntaxError, ValueError):
-            continue
-        statements = getattr(body, "body", [])
-        for field, text in pairwise(statements):
-            match field, text:
-                case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words)))):
-                    texts[name] = inspect.cleandoc(words)
-    return texts
 
 
 Scheduler = Annotated[Settings, SchedulerField]

@@ -62,7 +62,7 @@ def plan(cohort: Cohort, inside: dict[int, Member]) -> None:
     assert len(cohort) == len(now)
     growing = [m for m in now if m.computed == m.blocks * SIZE]
     assert cohort.growing() == [m.request for m in growing]
-    cohort.grew([member.request for member in growing])
+    cohort.grew()
     for member in growing:
         member.blocks += 1
     assert cohort.filling() == [m.request for m in now if (m.computed + 1) % SIZE == 0]

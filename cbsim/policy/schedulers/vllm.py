@@ -144,7 +144,9 @@ class VllmScheduler:
     def _run(self, step: _Step) -> None:
         """Running requests one by one, in admission order; whoever lacks a block takes it from the last."""
         loose = self.decoding.loose
-        line = sorted(loose, key=by_order)
+        line = list(loose)
+        if len(line) > 1:
+            line.sort(key=by_order)
         i = 0
         while i < len(line) and step.budget:
             request = line[i]

@@ -105,7 +105,7 @@ def test_a_pack_has_what_is_needed_and_says_what(made: Path, pip: list[list[str]
     assert not [name for name in names if name.startswith(("reports/", "tests/golden/", ".git/"))]
     (words,) = pip
     assert words[words.index("--python-version") + 1] == "3.12"
-    assert {"simpy", "pydantic", "ruamel.yaml", "--only-binary=:all:"} <= {*words}
+    assert {"simpy", "pydantic", "ruamel.yaml", "librt", "--only-binary=:all:"} <= {*words}
 
 
 @pytest.mark.parametrize(
