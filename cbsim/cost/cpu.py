@@ -51,7 +51,7 @@ class CpuCost:
 
     def __init__(self, phases: Mapping[str, PhaseCost]) -> None:
         self._coefficients = [phases.get(name, PhaseCost()) for name in PHASES]
-        schedule, prepare, launch, update = (round(c.base) for c in self._coefficients)
+        schedule, prepare, launch, update = [round(c.base) for c in self._coefficients]
         self._base = schedule, prepare, launch, update
         self._by_rows = not any(any(c[2:]) for c in self._coefficients)
         self._known: dict[int, tuple[int, int, int, int]] = {}  # by rows, if nothing else matters

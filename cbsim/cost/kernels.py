@@ -113,7 +113,7 @@ class Products:
         with text(path) as file:
             table = CsvTable(path, file, ("m", "n", "k", "latency_ms"))
             for row in table.rows(None):
-                m, n, k, ms = map(table.number, range(4), row)
+                m, n, k, ms = [table.number(i, cell) for i, cell in enumerate(row)]
                 self._points[n, k][m] = ms
         if not self._points:
             raise ScenarioError(f"{path}: holds no rows")
@@ -190,7 +190,7 @@ def _attention(path: Path, heads: Heads) -> dict[tuple[float, float, float], flo
     with text(path) as file:
         table = CsvTable(path, file, columns)
         for row in table.rows(None):
-            batch, isl, step, query, kv, width, ms = map(table.number, range(len(columns)), row)
+            batch, isl, step, query, kv, width, ms = [table.number(i, cell) for i, cell in enumerate(row)]
             by_heads[Heads(int(query), int(kv), int(width))][batch, isl, step] = ms
     if heads not in by_heads:
         known = "; ".join(map(str, sorted(by_heads))) or "none"

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cbsim.cost.cpu import CpuCost
+from cbsim.cost.rounding import nearest
 from cbsim.policy.plan import StepPlan
 
 
@@ -111,7 +112,7 @@ class RooflineCost:
             time += max(sampled * self._head_flop / flops, self._head_s)
         per_byte = self._pcie_ns
         h2d_bytes = 4 * (3 * (work.prefill_tokens + decodes) + plan.counts.table_blocks)
-        return round(h2d_bytes * per_byte), round(time * 1e9), round(4 * rows * per_byte)
+        return nearest(h2d_bytes * per_byte), nearest(time * 1e9), nearest(4 * rows * per_byte)
 
     def _prefill_attention(self, plan: StepPlan) -> float:
         """Causal: query token i of a chunk attends to the `start` tokens before it and to i + 1 of its own."""

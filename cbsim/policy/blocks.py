@@ -9,7 +9,7 @@ that nobody could find them, and afterwards only the owner can.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 from cbsim.policy.observer import NOBODY, Observer
@@ -27,7 +27,7 @@ class FreeList(Protocol):
     def take(self, count: int) -> list[int]:
         """Hand out `count` blocks; the caller has checked that there are enough."""
 
-    def give(self, blocks: Sequence[int], hashed: int) -> None:
+    def give(self, blocks: list[int], hashed: int) -> None:
         """Take back blocks of one table, in table order; the first `hashed` of them hold reusable content."""
 
     def pick(self, block: int) -> None:
@@ -86,7 +86,7 @@ class FreeQueue:
             self._dead[block] = dead - 1
         return dead > 0
 
-    def give(self, blocks: Sequence[int], hashed: int) -> None:
+    def give(self, blocks: list[int], hashed: int) -> None:
         self.free += len(blocks)
         if self._unhashed_first:
             self._stack.extend(blocks[hashed:])
@@ -124,7 +124,7 @@ class CachedLast:
             self.plain.append(self.cached.popitem()[0])
         return [self.plain.popleft() for _ in range(count)]
 
-    def give(self, blocks: Sequence[int], hashed: int) -> None:
+    def give(self, blocks: list[int], hashed: int) -> None:
         self.free += len(blocks)
         self.cached.update(dict.fromkeys(blocks[:hashed]))
         self.plain.extend(blocks[hashed:])
@@ -207,7 +207,7 @@ class BlockPool:
             observer.grew(request, blocks)
         return blocks
 
-    def grow_each(self, requests: Sequence[Request]) -> list[int]:
+    def grow_each(self, requests: list[Request]) -> list[int]:
         """Add a fresh block to the table of each of `requests`, in order; each has a table."""
         if self._observer is not NOBODY:
             return [self.grow(request, 1)[0] for request in requests]
@@ -241,12 +241,12 @@ class BlockPool:
             found.append(entry if isinstance(entry, int) else next(iter(entry)))
         return Lookup(spec, blocks, found, read, sum([not self._refs[block] for block in found]))
 
-    def idle(self, blocks: Sequence[int]) -> int:
+    def idle(self, blocks: list[int]) -> int:
         """How many of these cached blocks are free at present, and so would leave the free list if adopted."""
         last = self._last
         return last.idle if blocks is last.found else sum([not self._refs[block] for block in blocks])
 
-    def adopt(self, request: Request, blocks: Sequence[int]) -> None:
+    def adopt(self, request: Request, blocks: list[int]) -> None:
         """Share cached blocks: they become the head of the request's table."""
         for block in blocks:
             self._acquire(block)

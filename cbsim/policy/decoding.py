@@ -13,7 +13,7 @@ once. Both ways give the same rows, blocks and tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -43,19 +43,19 @@ Landings = tuple[list[Landing], list[Landing], list[Landing]]  # of the chunks b
 class _Promised:
     """What the listed rows of a step come to."""
 
-    joined: Final[Sequence[RequestSpec]]
-    ends: Final[Sequence[RequestSpec]]
+    joined: Final[list[RequestSpec]]
+    ends: Final[list[RequestSpec]]
     tokens: Final[int]
     table_blocks: Final[int]
     new_blocks: Final[int]
 
     def __init__(
         self,
-        joined: Sequence[RequestSpec] = (),
-        ends: Sequence[RequestSpec] = (),
-        tokens: int = 0,
-        table_blocks: int = 0,
-        new_blocks: int = 0,
+        joined: list[RequestSpec],
+        ends: list[RequestSpec],
+        tokens: int,
+        table_blocks: int,
+        new_blocks: int,
     ) -> None:
         self.joined = joined
         self.ends = ends
@@ -64,8 +64,8 @@ class _Promised:
         self.new_blocks = new_blocks
 
 
-NOTHING = _Promised()
-AS_PROMISED: Mapping[RequestSpec, int] = {}
+NOTHING = _Promised([], [], 0, 0, 0)
+AS_PROMISED: dict[RequestSpec, int] = {}
 
 
 class Decoding:
@@ -197,7 +197,7 @@ class Decoding:
 
     def plan(
         self,
-        rows: Mapping[Request, Chunk],
+        rows: dict[Request, Chunk],
         *,
         running: int,
         waiting: int,
@@ -247,9 +247,9 @@ class Decoding:
             tuple(replaced) if replaced else (),
         )
 
-    def _promise(self, rows: Mapping[Request, Chunk], lead: int, ending: Sequence[Request]) -> _Promised:
+    def _promise(self, rows: dict[Request, Chunk], lead: int, ending: list[Request]) -> _Promised:
         """Promise the listed rows, and note those of the step that will do more than count when they come back."""
-        pool, completes, hears = self.pool, self._keys.completes, self._keys.hears_of_rows
+        pool, keys, hears = self.pool, self._keys, self._keys.hears_of_rows
         together, wastes_chunks = self._together, self._wastes_chunks
         joined: list[RequestSpec] = []
         ends = [request.spec for request in ending]
@@ -269,18 +269,20 @@ class Decoding:
                     joined.append(request.spec)  # a member yields exactly one token a row
             if outputs or wastes_chunks:
                 first += position < lead
-                noted.append(Landing(request, request.epoch, outputs, end, completes(row.start, end) if hears else 0))
+                noted.append(
+                    Landing(request, request.epoch, outputs, end, keys.completes(row.start, end) if hears else 0)
+                )
         self._noted[self.members.planned] = noted[:first], self._members_noted(ending), noted[first:]
         return _Promised(joined, ends, tokens, table_blocks, new_blocks)
 
-    def _members_noted(self, ending: Sequence[Request]) -> list[Landing]:
+    def _members_noted(self, ending: list[Request]) -> list[Landing]:
         if not (ending or self._filling):
             return []
         full = {*self._filling}
-        requests = sorted({*full, *ending}, key=by_order)
+        requests = sorted({*full, *ending}, key=by_order) if full else ending
         return [Landing(r, r.epoch, 1, r.computed + 1, int(r in full)) for r in requests]
 
-    def _move(self, joined: Sequence[RequestSpec], ending: Sequence[Request]) -> None:
+    def _move(self, joined: list[RequestSpec], ending: list[Request]) -> None:
         """Who decodes steadily from now on is a member; whose last token is planned is none any more."""
         for spec in joined:
             request = self.requests[spec]
@@ -349,7 +351,7 @@ class Decoding:
         self.members.check(self.pool.tables)
 
 
-def _in_order(notes: Landings, late: Sequence[tuple[Request, int]], stopped: Sequence[Request]) -> list[Landing]:
+def _in_order(notes: Landings, late: list[tuple[Request, int]], stopped: list[Request]) -> list[Landing]:
     """The rows of a step that do more than count: those noted, those of members that have left since, and those
     that sampled a stop token. Chunks come as they were listed, members by admission.
     """

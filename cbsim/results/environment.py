@@ -15,7 +15,18 @@ from cbsim.policy import core
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "CBSIM_COMMIT"
-PACKAGES = ("simpy", "pydantic", "ruamel.yaml", "librt", "numpy", "pyarrow", "matplotlib", "torch", "triton", "transformers")
+PACKAGES = (
+    "simpy",
+    "pydantic",
+    "ruamel.yaml",
+    "librt",
+    "numpy",
+    "pyarrow",
+    "matplotlib",
+    "torch",
+    "triton",
+    "transformers",
+)
 
 
 def environment(command: str, workload_hash: str, seed: int) -> dict[str, Any]:

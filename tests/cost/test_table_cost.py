@@ -177,9 +177,9 @@ def test_padding_of_static_batches_is_computed(tmp_path: Path) -> None:
 # -- skew -------------------------------------------------------------------------------------------------------------
 
 
-def skewed(longest: float) -> StepPlan:
-    """Four rows with 256 tokens together."""
-    return plan(decodes=4, context=256, longest_context=longest)
+def skewed(longest: int, together: int = 256) -> StepPlan:
+    """Four rows."""
+    return plan(decodes=4, context=together, longest_context=longest)
 
 
 def test_equal_contexts_wait_for_nobody(tmp_path: Path) -> None:
@@ -189,10 +189,10 @@ def test_equal_contexts_wait_for_nobody(tmp_path: Path) -> None:
 def test_a_longest_row_of_twice_the_mean_by_hand(tmp_path: Path) -> None:
     """The profile says 0.5 of the way at ratio 1/2 and none at 1: at 3/4, a quarter. With one row there is no skew."""
     model = cost(tmp_path, skew=True)
-    mean = linear_us(4) + head_us(4) + LAYERS * packs.attention_us(0, 0, 4, 64)
-    for longest, share in ((128, 0.5), (64 / 0.75, 0.25), (64, 0.0)):
-        way = packs.attention_us(0, 0, 4, longest) - packs.attention_us(0, 0, 4, 64)
-        step = skewed(longest)
+    mean = linear_us(4) + head_us(4) + LAYERS * packs.attention_us(0, 0, 4, 96)
+    for longest, share in ((192, 0.5), (128, 0.25), (96, 0.0)):
+        way = packs.attention_us(0, 0, 4, longest) - packs.attention_us(0, 0, 4, 96)
+        step = skewed(longest, 4 * 96)
         assert model.gpu_ns(step, 4)[1] == pytest.approx(1000 * (mean + LAYERS * share * way), abs=1)
     work = Attention(0, 0, 1, 64, 64)
     assert model._tables.attention_ns(work, skew=True) == model._tables.attention_ns(work, skew=False)
