@@ -122,8 +122,8 @@ def plain_rows(
     optional = list(columns)[3:]
     clock = _Clock(table)
     for arrival, prompt, output, *more in table.rows(limit):
-        row = Arrival(clock.ns(arrival), table.count(1, prompt), table.count(2, output))
-        row = _with_optional(table, row, optional, more) if more else row
+        at_ns, prompts, outputs = clock.ns(arrival), table.count(1, prompt), table.count(2, output)
+        row = Arrival(at_ns, prompts, outputs, **_optional(table, outputs, optional, more))
         if row.id in ids or ("id" in columns and not row.id):
             raise table.bad(len(columns) - 1, row.id, "an id that no row above has" if row.id else "an id")
         if row.id:
@@ -133,19 +133,19 @@ def plain_rows(
     return rows
 
 
-def _with_optional(table: CsvTable, row: Arrival, roles: Sequence[str], cells: Sequence[str]) -> Arrival:
-    """The row with its max_tokens, priority and id, as far as the table has them."""
+def _optional(table: CsvTable, outputs: int, roles: Sequence[str], cells: Sequence[str]) -> dict[str, Any]:
+    """A row's max_tokens, priority and id, as far as the table has them."""
+    values: dict[str, Any] = {}
     for place, (role, cell) in enumerate(zip(roles, cells, strict=True), 3):
         if role == "max_tokens":
-            most = table.count(place, cell)
-            if most < row.output_tokens:
-                raise table.bad(place, cell, f"at least {table.columns[2]} ({row.output_tokens})")
-            row = row._replace(max_tokens=most)
+            most = values[role] = table.count(place, cell)
+            if most < outputs:
+                raise table.bad(place, cell, f"at least {table.columns[2]} ({outputs})")
         elif role == "priority":
-            row = row._replace(priority=table.whole(place, cell))
+            values[role] = table.whole(place, cell)
         else:
-            row = row._replace(id=cell)
-    return row
+            values[role] = cell
+    return values
 
 
 class _Clock:
@@ -158,12 +158,11 @@ class _Clock:
 
     def ns(self, cell: str) -> int:
         """Time of the next row. Raises ScenarioError if it lies before the one above."""
-        stamp = cell.strip().replace("T", " ").removesuffix("Z").removesuffix("+00:00")
-        if self._last_ns is None and _is_stamp(stamp):
+        if self._last_ns is None and _is_stamp(stamp := _plain_stamp(cell)):
             self._start_ns = _stamp_ns(stamp)
         if self._start_ns is None:
             now, unit = round(_seconds(self._table, cell) * 1e9), "seconds"
-        elif _is_stamp(stamp):
+        elif _is_stamp(stamp := _plain_stamp(cell)):
             now, unit = _stamp_ns(stamp) - self._start_ns, "a time"
         else:
             raise self._table.bad(0, cell, "a time such as 2023-11-16 18:17:03.9799600, as in the rows above")
@@ -172,6 +171,10 @@ class _Clock:
             raise self._table.bad(0, cell, f"{unit} not before {above}")
         self._last_ns = now
         return now
+
+
+def _plain_stamp(cell: str) -> str:
+    return cell.strip().replace("T", " ").removesuffix("Z").removesuffix("+00:00")
 
 
 def _is_stamp(cell: str) -> bool:
