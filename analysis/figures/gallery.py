@@ -26,7 +26,8 @@ def _all(run: LoadedRun) -> bool:
 
 def _counted(run: LoadedRun) -> Requests:
     low, high = run.window_ns
-    return token_times([row for row in run.times.rows if low <= row.arrival_ns < high], run.table)
+    inside = (run.times.arrival_ns >= low) & (run.times.arrival_ns < high)
+    return token_times(run.times.rows.rows(inside), run.table)
 
 
 def details(runs: Sequence[LoadedRun]) -> list[Chart]:

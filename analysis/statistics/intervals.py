@@ -106,9 +106,9 @@ class Gaps:
     @classmethod
     def of(cls, run: LoadedRun, rows: Ints) -> Gaps:
         """The gaps of the requests at these positions of the table."""
-        token_runs = [run.times.rows[row].token_runs for row in rows]
-        flat = np.array([number for runs in token_runs for number in runs], dtype=np.int64).reshape(-1, 2)
-        owner = np.repeat(np.arange(len(token_runs)), [len(runs) // 2 for runs in token_runs])
+        chosen = run.times.rows.rows(rows)
+        flat = chosen.runs.reshape(-1, 2)
+        owner = np.repeat(np.arange(len(chosen)), chosen.lengths // 2)
         first, last, ended = flat[:, 0], flat.sum(axis=1) - 1, run.table["update_end_ns"]
         inside = np.flatnonzero(_covered(first, last, np.ones(len(first)), len(ended)))
         same = np.flatnonzero(owner[1:] == owner[:-1])

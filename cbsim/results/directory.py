@@ -31,7 +31,8 @@ from cbsim.results import columns, parquet
 from cbsim.results.columns import Column
 from cbsim.results.metrics import Requests, Steps, token_times
 from cbsim.results.parquet import Ints, ParquetTable, TableError
-from cbsim.results.record import STATUSES, STEP_COLUMNS, Record, RequestRow
+from cbsim.results.record import STATUSES, STEP_COLUMNS, Record
+from cbsim.results.requests import NUMBERS, RUNS, TEXTS, RequestTable
 from cbsim.scenario.errors import UserError
 
 SCHEMA_VERSION = parquet.SCHEMA_VERSION
@@ -73,7 +74,7 @@ class RunWriter:
     def environment(self, facts: Mapping[str, Any]) -> None:
         self._json("env.json", facts)
 
-    def tables(self, record: Record) -> tuple[list[RequestRow], Steps]:
+    def tables(self, record: Record) -> tuple[RequestTable, Steps]:
         """Write both tables of a record; returns what was written."""
         rows, steps = contents(record)
         self.steps(steps)
@@ -152,10 +153,10 @@ def _empty(path: Path) -> Path:
     return path
 
 
-def contents(record: Record) -> tuple[list[RequestRow], Steps]:
+def contents(record: Record) -> tuple[RequestTable, Steps]:
     """Both tables of a record, not copied: nothing may be recorded any more."""
     steps = Steps(np.frombuffer(record.steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
-    return record.requests(), steps
+    return RequestTable.of(record.requests()), steps
 
 
 def step_columns(steps: Steps) -> dict[str, Any]:
@@ -165,7 +166,11 @@ def step_columns(steps: Steps) -> dict[str, Any]:
 
 def request_columns(requests: Requests) -> dict[str, Any]:
     """The request table's values by column; times that never happened are null."""
-    values: dict[str, Any] = {name: [getattr(row, name) for row in requests.rows] for name in RequestRow._fields}
+    table = requests.rows
+    values: dict[str, Any] = {name: table.numbers(name) for name in NUMBERS}
+    values |= {name: table.texts(name) for name in TEXTS}
+    offsets = np.concatenate([[0], np.cumsum(table.lengths)]).astype(np.int32)
+    values[RUNS] = pa.ListArray.from_arrays(offsets, table.runs)
     for name in ("scheduled_ns", "first_token_ns", "last_token_ns"):
         times = getattr(requests, name)
         values[name] = pa.array(times, mask=times < 0)
@@ -181,7 +186,7 @@ class Run:
     environment: dict[str, Any]
     summary: dict[str, Any]
     steps: Steps
-    requests: list[RequestRow]
+    requests: RequestTable
     incomplete: str | None
 
 
@@ -204,7 +209,9 @@ def load(path: Path, *, whole: bool = True) -> Run:
             value=version,
             bound=str(SCHEMA_VERSION),
         )
-    steps, requests = _tables(path) if whole else (Steps(np.empty((0, len(STEP_COLUMNS)), dtype=np.int64)), [])
+    steps, requests = (
+        _tables(path) if whole else (Steps(np.empty((0, len(STEP_COLUMNS)), dtype=np.int64)), RequestTable.of(()))
+    )
     return Run(
         path,
         _read_text(path / "scenario.resolved.yaml"),
@@ -216,7 +223,7 @@ def load(path: Path, *, whole: bool = True) -> Run:
     )
 
 
-def _tables(path: Path) -> tuple[Steps, list[RequestRow]]:
+def _tables(path: Path) -> tuple[Steps, RequestTable]:
     steps = _read_table(path / "steps.parquet", columns.STEPS, _steps)
     return steps, _read_table(path / "requests.parquet", columns.REQUESTS, lambda table: _requests(table, len(steps)))
 
@@ -268,25 +275,25 @@ def _steps(table: ParquetTable) -> Steps:
     return Steps(values)
 
 
-def _requests(table: ParquetTable, steps: int) -> list[RequestRow]:
-    """Rows that agree with a step table of so many steps."""
-    values = {name: table[name].to_numpy().tolist() for name in RequestRow._fields if name != "token_runs"}
-    names, index = values["id"], np.array(values["index"], dtype=np.int64)
+def _requests(table: ParquetTable, steps: int) -> RequestTable:
+    """Requests that agree with a step table of so many steps."""
+    numbers = {name: table[name].to_numpy() for name in NUMBERS}
+    texts = {name: table[name].combine_chunks() for name in TEXTS}
+    lengths, flat = table.lists(RUNS)
+    requests = RequestTable(numbers, texts, lengths, flat)
+    names, index, first = texts["id"], numbers["index"], numbers["first_step"]
     for at in np.flatnonzero(index[1:] <= index[:-1])[:1]:
         raise TableError(f"index of request {names[at + 1]} is {index[at + 1]}, expected more than {index[at]}")
-    for name, first, status in zip(names, values["first_step"], values["status"], strict=True):
-        if not -1 <= first < steps:
-            raise TableError(f"first_step of request {name} is {first}, expected -1 to {steps - 1}")
-        if status not in STATUSES:
-            raise TableError(f"status of request {name} is {status!r}, expected one of {', '.join(STATUSES)}")
-    lengths, flat = table.lists("token_runs")
+    for at in np.flatnonzero((first < -1) | (first >= steps))[:1]:
+        raise TableError(f"first_step of request {names[at]} is {first[at]}, expected -1 to {steps - 1}")
+    for at in np.flatnonzero(~requests.is_in(STATUSES))[:1]:
+        status = texts["status"][at].as_py()
+        raise TableError(f"status of request {names[at]} is {status!r}, expected one of {', '.join(STATUSES)}")
     _check_runs(names, lengths, flat, steps)
-    ends = np.cumsum(lengths)
-    values["token_runs"] = [flat[end - n : end].tolist() for end, n in zip(ends, lengths, strict=True)]
-    return [RequestRow(*row) for row in zip(*(values[name] for name in RequestRow._fields), strict=True)]
+    return requests
 
 
-def _check_runs(names: list[str], lengths: Ints, flat: Ints, steps: int) -> None:
+def _check_runs(names: pa.Array, lengths: Ints, flat: Ints, steps: int) -> None:
     """Token runs are pairs of a first step and a count, at least 1, one behind the other, inside the step table."""
     odd = np.flatnonzero(lengths % 2)
     if len(odd):

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from cbsim.results.columns import NS
 from cbsim.results.record import PHASES, STATUSES, STEP_COLUMNS, Record, RequestRow
+from cbsim.results.requests import ENDED, RequestTable
 
 PERCENTILE_METHOD = "linear"
 QUANTILES = (50, 90, 95, 99)
@@ -48,9 +49,9 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """The request table as columns, in order of index. Times that never happened are -1."""
+    """The request table with what follows from the steps, in order of index. Times that never happened are -1."""
 
-    rows: Sequence[RequestRow]
+    rows: RequestTable
     arrival_ns: Ints
     queued_ns: Ints
     scheduled_ns: Ints
@@ -63,29 +64,28 @@ class Requests:
     @property
     def done(self) -> npt.NDArray[np.bool_]:
         """Requests that ended with their last token."""
-        return np.array([row.status in ("length", "stop") for row in self.rows], dtype=bool)
+        return self.rows.is_in(ENDED)
 
 
 def token_times(rows: Sequence[RequestRow], steps: Steps) -> Requests:
     """Derive every time of a request from the steps whose tokens it received."""
+    table = RequestTable.of(rows)
     started, ended = steps["schedule_start_ns"], steps["update_end_ns"]
-    lengths = np.array([len(row.token_runs) // 2 for row in rows], dtype=np.int64)
-    flat = np.array([n for row in rows for n in row.token_runs], dtype=np.int64).reshape(-1, 2)
+    lengths, flat = table.lengths // 2, table.runs.reshape(-1, 2)
     first, last = flat[:, 0], flat.sum(axis=1) - 1
     ends = np.cumsum(lengths)
     has = lengths > 0
-    column = np.full(len(rows), -1, dtype=np.int64)
+    column = np.full(len(table), -1, dtype=np.int64)
     first_token, last_token, scheduled = column.copy(), column.copy(), column.copy()
     first_token[has] = ended[first[(ends - lengths)[has]]]
     last_token[has] = ended[last[ends[has] - 1]]
-    admitted = np.array([row.first_step for row in rows], dtype=np.int64)
+    admitted = table.numbers("first_step")
     scheduled[admitted >= 0] = started[admitted[admitted >= 0]]
-    owner = np.repeat(np.arange(len(rows)), lengths)
+    owner = np.repeat(np.arange(len(table)), lengths)
     gaps, counts = _gaps(first, last, owner, ended)
-    generated = np.bincount(owner, weights=flat[:, 1], minlength=len(rows)).astype(np.int64)
-    arrival = np.array([row.arrival_ns for row in rows], dtype=np.int64)
-    queued = np.array([row.queued_ns for row in rows], dtype=np.int64)
-    return Requests(rows, arrival, queued, scheduled, first_token, last_token, generated, gaps, counts)
+    generated = np.bincount(owner, weights=flat[:, 1], minlength=len(table)).astype(np.int64)
+    arrival, queued = table.numbers("arrival_ns"), table.numbers("queued_ns")
+    return Requests(table, arrival, queued, scheduled, first_token, last_token, generated, gaps, counts)
 
 
 def _gaps(first: Ints, last: Ints, owner: Ints, ended: Ints) -> tuple[Ints, Ints]:
@@ -146,7 +146,8 @@ def summarise(
     span_ns, counted_ns = end - start, float(end - start)
     if window_s is not None:
         low, high = (edge * NS for edge in window_s)
-        counted = token_times([row for row in rows if low <= row.arrival_ns < high], steps)
+        inside = (requests.arrival_ns >= low) & (requests.arrival_ns < high)
+        counted = token_times(requests.rows.rows(inside), steps)
         counted_ns = max(min(high, end) - max(low, start), 0.0)
     latency = latencies(counted)
     summary: dict[str, Any] = {"percentile_method": PERCENTILE_METHOD, "total_blocks": total_blocks}
@@ -197,14 +198,12 @@ def attainment(requests: Requests, slo: Mapping[str, float], span_s: float) -> d
 
 def _counts(requests: Requests) -> dict[str, Any]:
     """Requests that the server has got, by how they ended."""
-    by_status = dict.fromkeys(STATUSES, 0)
-    for row in requests.rows:
-        by_status[row.status] += 1
+    by_status = {status: int(requests.rows.is_in((status,)).sum()) for status in STATUSES}
     return {"requests": len(requests.rows), "requests_by_status": by_status}
 
 
 def _throughput(requests: Requests, steps: Steps, span_s: float) -> dict[str, Any]:
-    prompt = sum(row.prompt_tokens for row in requests.rows if row.status in ("length", "stop"))
+    prompt = int(requests.rows.numbers("prompt_tokens")[requests.done].sum())
     output = int(requests.generated.sum())
     rate = 1 / span_s if span_s else 0.0
     return {
@@ -252,8 +251,9 @@ def _idle_ns(steps: Steps, ran: Ints) -> int:
 def _waste(requests: Requests, steps: Steps) -> dict[str, Any]:
     """Work that produced nothing, and work that was spared."""
     computed, useful = int(steps["padded_tokens"].sum()), int(steps["tokens"].sum())
-    prompts = sum(row.prompt_tokens for row in requests.rows if row.first_step >= 0)
-    hits = sum(row.cached_tokens for row in requests.rows)
+    table = requests.rows
+    prompts = int(table.numbers("prompt_tokens")[table.numbers("first_step") >= 0].sum())
+    hits = int(table.numbers("cached_tokens").sum())
     return {
         "computed_tokens": computed,
         "padding_tokens": computed - useful,

@@ -7,7 +7,7 @@ for one measured on hardware alike, and is how the two are shown to have run the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,7 +97,7 @@ def _compare(run: Run, policy: Any, steps_in_flight: int, specs: dict[int, Reque
             answer = Landed(stopped, polls.answer().cancels if effect.cancels else ())
 
 
-def _stops(rows: list[RequestRow], specs: dict[int, RequestSpec]) -> dict[int, list[RequestSpec]]:
+def _stops(rows: Sequence[RequestRow], specs: dict[int, RequestSpec]) -> dict[int, list[RequestSpec]]:
     """The requests that sampled a stop token, by the step that did: declared by the workload or found in the text."""
     stops: dict[int, list[RequestSpec]] = {}
     for row in rows:

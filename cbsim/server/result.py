@@ -27,7 +27,7 @@ from cbsim.results import (
 from cbsim.results.checks import Verdict
 from cbsim.results.directory import RunError, RunWriter
 from cbsim.results.metrics import Requests, Steps
-from cbsim.results.record import RequestRow
+from cbsim.results.requests import RequestTable
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario import solved
 from cbsim.scenario.scenario import Scenario
@@ -52,7 +52,7 @@ class Result:
     environment: Mapping[str, Any]
     summary: Mapping[str, Any]
     step_numbers: Steps
-    request_rows: Sequence[RequestRow]
+    request_rows: RequestTable
     resolved: str  # scenario.resolved.yaml
     files: Mapping[str, bytes] = field(default_factory=dict)  # what else the directory holds
     incomplete: str | None = None
@@ -88,7 +88,7 @@ class Result:
     @property
     def binds(self) -> list[str]:
         """What limits the run, and what would change it: a sentence or two."""
-        return binding.binding(self.scenario, self.loop, self.step_numbers, self._times())
+        return binding.binding(self.scenario, self.loop, self.step_numbers, self._times)
 
     @cached_property
     def steps(self) -> pa.Table:
@@ -98,7 +98,7 @@ class Result:
     @cached_property
     def requests(self) -> pa.Table:
         """One row a request, the columns of requests.parquet."""
-        return parquet.table(columns.REQUESTS, directory.request_columns(self._times()))
+        return parquet.table(columns.REQUESTS, directory.request_columns(self._times))
 
     def check(self, condition: str) -> Verdict:
         """Does a condition such as `gpu_active>=99%` hold? Raises CheckError if it cannot be understood."""
@@ -121,7 +121,7 @@ class Result:
             writer.note(self.incomplete)
         writer.environment(self.environment)
         writer.steps(self.step_numbers)
-        writer.requests(self._times())
+        writer.requests(self._times)
         writer.summary({**self.summary, "complete": False})
         for name, content in self._beside().items():
             writer.file(name, content)
@@ -133,6 +133,7 @@ class Result:
             writer.summary(self.summary)
             writer.complete()
 
+    @cached_property
     def _times(self) -> Requests:
         return metrics.token_times(self.request_rows, self.step_numbers)
 

@@ -150,9 +150,13 @@ def _say_where(results: Sequence[Result], options: RunOptions) -> None:
 def _say_failed(results: Results) -> bool:
     """Did a server fail requests of its own accord? Latencies without them say nothing."""
     for loop, result in results.items():
-        if reasons := [row.reason for row in result.request_rows if row.status == FAILED]:
-            of = f"{len(reasons)} of {len(result.request_rows)} requests failed"
-            print(f"{loop}: {of}: {reasons[0]}; see {result.folder / 'requests.parquet'}", file=sys.stderr)
+        requests = result.request_rows
+        if (failed := requests.is_in((FAILED,))).any():
+            of = f"{failed.sum()} of {len(requests)} requests failed"
+            print(
+                f"{loop}: {of}: {requests.rows(failed)[0].reason}; see {result.folder / 'requests.parquet'}",
+                file=sys.stderr,
+            )
     return any(result.summary["requests_by_status"].get(FAILED) for result in results.values())
 
 
