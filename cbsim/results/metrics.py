@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,72 +25,101 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
 class Steps:
     """The step table as columns."""
 
-    table: Ints
+    def __init__(self, table: Ints) -> None:
+        self._table = table
 
     @classmethod
     def of(cls, record: Record) -> Steps:
         """Those that a record holds by now: a copy."""
         return cls(np.frombuffer(bytes(record.steps), dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
 
+    @property
+    def table(self) -> Ints:
+        """All columns in the order of STEP_COLUMNS."""
+        return self._table
+
     def __getitem__(self, column: str) -> Ints:
-        values: Ints = self.table[:, STEP_COLUMNS.index(column)]
+        values: Ints = self._table[:, STEP_COLUMNS.index(column)]
         return values
 
     def __len__(self) -> int:
-        return len(self.table)
+        return len(self._table)
+
+    def window(self, low: int, high: int) -> Steps:
+        """Steps low:high."""
+        return Steps(self._table[low:high])
 
     def lane(self, name: str) -> Ints:
         """Busy nanoseconds of a lane or phase, step by step."""
         return self[f"{name}_end_ns"] - self[f"{name}_start_ns"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Requests:
     """The request table with what follows from the steps, in order of index. Times that never happened are -1."""
 
     rows: RequestTable
-    arrival_ns: Ints
-    queued_ns: Ints
     scheduled_ns: Ints
     first_token_ns: Ints
     last_token_ns: Ints
     generated: Ints
-    gaps_ns: Ints  # distinct gaps between tokens of a request ...
-    gap_counts: Ints  # ... and how often each occurred
+    ended_ns: Ints  # of every step
+
+    @property
+    def arrival_ns(self) -> Ints:
+        return self.rows.numbers("arrival_ns")
+
+    @property
+    def queued_ns(self) -> Ints:
+        return self.rows.numbers("queued_ns")
 
     @property
     def done(self) -> npt.NDArray[np.bool_]:
         """Requests that ended with their last token."""
         return self.rows.is_in(ENDED)
 
+    @cached_property
+    def gaps(self) -> tuple[Ints, Ints]:
+        """Distinct gaps between tokens of a request, and how often each occurred."""
+        return _gaps(self.rows, self.ended_ns)
+
+    @property
+    def gaps_ns(self) -> Ints:
+        return self.gaps[0]
+
+    @property
+    def gap_counts(self) -> Ints:
+        return self.gaps[1]
+
 
 def token_times(rows: Sequence[RequestRow], steps: Steps) -> Requests:
     """Derive every time of a request from the steps whose tokens it received."""
-    table = RequestTable.of(rows)
-    started, ended = steps["schedule_start_ns"], steps["update_end_ns"]
+    return times(RequestTable.of(rows), steps["schedule_start_ns"], steps["update_end_ns"])
+
+
+def times(table: RequestTable, started: Ints, ended: Ints) -> Requests:
+    """Likewise, from when the steps started and ended."""
     lengths, flat = table.lengths // 2, table.runs.reshape(-1, 2)
-    first, last = flat[:, 0], flat.sum(axis=1) - 1
-    ends = np.cumsum(lengths)
-    has = lengths > 0
+    ends, has = np.cumsum(lengths), lengths > 0
     column = np.full(len(table), -1, dtype=np.int64)
-    first_token, last_token, scheduled = column.copy(), column.copy(), column.copy()
-    first_token[has] = ended[first[(ends - lengths)[has]]]
-    last_token[has] = ended[last[ends[has] - 1]]
+    first, last, scheduled = column.copy(), column.copy(), column.copy()
+    first[has] = ended[flat[(ends - lengths)[has], 0]]
+    last[has] = ended[flat[ends[has] - 1].sum(axis=1) - 1]
     admitted = table.numbers("first_step")
     scheduled[admitted >= 0] = started[admitted[admitted >= 0]]
     owner = np.repeat(np.arange(len(table)), lengths)
-    gaps, counts = _gaps(first, last, owner, ended)
     generated = np.bincount(owner, weights=flat[:, 1], minlength=len(table)).astype(np.int64)
-    arrival, queued = table.numbers("arrival_ns"), table.numbers("queued_ns")
-    return Requests(table, arrival, queued, scheduled, first_token, last_token, generated, gaps, counts)
+    return Requests(table, scheduled, first, last, generated, ended)
 
 
-def _gaps(first: Ints, last: Ints, owner: Ints, ended: Ints) -> tuple[Ints, Ints]:
+def _gaps(table: RequestTable, ended: Ints) -> tuple[Ints, Ints]:
     """Gaps between successive tokens: inside a run of steps by counting runs, between runs one by one."""
+    flat = table.runs.reshape(-1, 2)
+    first, last = flat[:, 0], flat.sum(axis=1) - 1
+    owner = np.repeat(np.arange(len(table)), table.lengths // 2)
     change = np.zeros(len(ended) + 1, dtype=np.int64)
     np.add.at(change, first + 1, 1)
     np.add.at(change, last + 1, -1)
@@ -151,7 +181,7 @@ def summarise(
         counted_ns = max(min(high, end) - max(low, start), 0.0)
     latency = latencies(counted)
     summary: dict[str, Any] = {"percentile_method": PERCENTILE_METHOD, "total_blocks": total_blocks}
-    summary |= {"window_s": window_s and [edge if np.isfinite(edge) else None for edge in window_s]}
+    summary |= {"window_s": named_window(window_s)}
     summary |= {"makespan_s": span_ns / NS, "steps": len(steps)}
     summary |= _counts(requests)
     summary |= _throughput(requests, steps, span_ns / NS)
@@ -164,6 +194,11 @@ def summarise(
     if price_usd_hour is not None:
         summary["cost"] = _price(summary, price_usd_hour)
     return summary
+
+
+def named_window(window_s: tuple[float, float] | None) -> list[float | None] | None:
+    """A window as files have it: null for an open end."""
+    return window_s and [edge if np.isfinite(edge) else None for edge in window_s]
 
 
 def latencies(requests: Requests) -> dict[str, Floats]:

@@ -18,8 +18,8 @@ class Client(Protocol):
     """Where requests come from. The workload of a scenario is one."""
 
     @property
-    def open(self) -> list[RequestSpec]:
-        """Requests whose arrival does not depend on the server."""
+    def open(self) -> Sequence[RequestSpec]:
+        """Requests whose arrival does not depend on the server, in order of (arrival, index)."""
 
     @property
     def cancels(self) -> list[tuple[int, RequestSpec]]:
@@ -34,20 +34,29 @@ class Inbox:
 
     def __init__(self, client: Client, record: Record) -> None:
         self._client, self._record = client, record
-        self._waiting = [(s.arrival_ns, s.index, s) for s in client.open]
-        heapify(self._waiting)
+        self._coming = iter(client.open)  # one by one: there may be a million
+        self._sent, self._open = 0, len(client.open)  # of those, how many have come up, and how many there are
+        self._waiting: list[tuple[int, int, RequestSpec]] = []  # the next of those, and whoever follows others
         self._cancels = client.cancels[::-1]
-        self.due_ns = self._waiting[0][0] if self._waiting else NEVER_NS  # earliest arrival
+        self.due_ns = NEVER_NS  # earliest arrival
+        self._next()
         self.quits = bool(self._cancels)  # may anybody still give up?
         self.news: Any = None  # of an inbox that is fed while the server runs: an event, the next request or the end
 
     def __bool__(self) -> bool:
         """May anybody still arrive?"""
-        return bool(self._waiting) or self.news is not None
+        return bool(self._waiting) or self.news is not None  # while any is to come, the next of them waits
 
     def __len__(self) -> int:
         """Requests that have been sent and not taken in, or will be sent at a known time."""
-        return len(self._waiting)
+        return len(self._waiting) + self._open - self._sent
+
+    def _next(self) -> None:
+        """One more of those who come by themselves."""
+        spec = next(self._coming, None)
+        if spec is not None:
+            self._sent += 1
+            self.put(spec)
 
     def put(self, spec: RequestSpec) -> None:
         """A request that arrives at its `arrival_ns`."""
@@ -75,7 +84,7 @@ class Inbox:
             if self._record.cancelled(spec):
                 due.append(spec)
                 self.ended(spec, now_ns)
-            elif at_ns >= spec.arrival_ns and not self._record.knows(spec):
+            elif at_ns >= spec.arrival_ns >= self.due_ns:  # it has been sent and not been taken in
                 early.append((at_ns, spec))
         self._cancels += reversed(early)
         self.quits = bool(self._cancels)

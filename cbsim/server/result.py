@@ -120,9 +120,11 @@ class Result:
         if self.incomplete is not None:
             writer.note(self.incomplete)
         writer.environment(self.environment)
-        writer.steps(self.step_numbers)
-        writer.requests(self._times)
+        if not writer.joined:
+            writer.steps(self.step_numbers)
+            writer.requests(self._times)
         writer.summary({**self.summary, "complete": False})
+        writer.drop_pieces()
         for name, content in self._beside().items():
             writer.file(name, content)
         title = f"{self.summary['name']} {self.loop}"
