@@ -2,6 +2,7 @@
 
 A case is timed from its scenario to its run directory: reading or drawing the workload, simulating, computing every
 metric, writing every table and the timeline. Only the picture is left out, and so is the interpreter's start.
+`million` takes minutes and is run only by its name, after the case that it is compared with.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from cbsim.machine.driver import Machine
 from cbsim.policy import core
 from cbsim.proof import step_costs
 from cbsim.results import directory, metrics, timeline
+from cbsim.results.pieces import Pieces
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.fields import ScenarioError, near
 from cbsim.workload import generators
@@ -53,15 +55,20 @@ def chat() -> dict[str, Any]:
     return {"name": "splitwise_conv", "question": "Speed.", **SERVER, "workload": workload, "scheduler": settings}
 
 
-def chat_like() -> dict[str, Any]:
+def chat_like(requests: int = 19366) -> dict[str, Any]:
     """A generated workload of the same size and statistics as the trace, for where that is not at hand."""
     return {
         "kind": "synthetic",
-        "requests": 19366,
+        "requests": requests,
         "prompt_tokens": {"lognormal": {"mean": 1155, "sigma": 1.0, "low": 3, "high": 8192}},
         "output_tokens": {"lognormal": {"mean": 211, "sigma": 0.9, "low": 1, "high": 1200}},
         "arrivals": {"kind": "poisson", "rate_per_s": 6.45},
     }
+
+
+def million(requests: int = 1_000_000) -> dict[str, Any]:
+    """As many requests of the same statistics, at the same rate: 43 hours of arrivals."""
+    return {**chat(), "name": "million", "workload": chat_like(requests)}
 
 
 def decode(running: int) -> dict[str, Any]:
@@ -78,6 +85,8 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     f"decode_{SMALL}": lambda: decode(SMALL),
     f"decode_{LARGE}": lambda: decode(LARGE),
 }
+LONG, SHORT = "million", "splitwise_conv"
+MOST_TIMES, MOST_MB = 55, 1000  # the bars of the long case: times the seconds of the short one, peak memory
 
 
 def bench(names: Sequence[str], *, as_json: bool) -> int:
@@ -86,20 +95,31 @@ def bench(names: Sequence[str], *, as_json: bool) -> int:
         step_costs.bench(as_json=as_json)
         return 0
     for name in names:
-        if name not in CASES:
-            known = f"known: {', '.join(CASES)}; {STEPS_ONLY} by itself"
-            raise ScenarioError(f"unknown case {name!r}{near(name, CASES)} ({known})")
+        if name not in (*CASES, LONG):
+            known = f"known: {', '.join(CASES)}; {LONG}, which takes minutes; {STEPS_ONLY} by itself"
+            raise ScenarioError(f"unknown case {name!r}{near(name, (*CASES, LONG))} ({known})")
     results = {}
-    for name in names or CASES:
+    wanted = names or CASES
+    for name in dict.fromkeys((SHORT, *wanted) if LONG in wanted else wanted):
         results[name] = _in_fresh_process(name)
         if not as_json:
             print(_line(name, results[name]), flush=True)
     if as_json:
         print(json.dumps(results, indent=2))
-    elif {f"decode_{SMALL}", f"decode_{LARGE}"} <= results.keys():
+    else:
+        _compare(results)
+    return 0
+
+
+def _compare(results: Mapping[str, Mapping[str, Any]]) -> None:
+    """What cases say together."""
+    if {f"decode_{SMALL}", f"decode_{LARGE}"} <= results.keys():
         small, large = (results[f"decode_{n}"]["us_per_step"] for n in (SMALL, LARGE))
         print(f"a decode step with {LARGE} running requests costs {large / small:.2f}x one with {SMALL}")
-    return 0
+    if LONG in results:
+        times, peak = results[LONG]["seconds"] / results[SHORT]["seconds"], results[LONG]["peak_mb"]
+        bars = f"goals: {MOST_TIMES} times and {MOST_MB:,} MB at most"
+        print(f"{LONG} takes {times:.1f} times as long as {SHORT} and at most {peak:,.0f} MB; {bars}")
 
 
 def _in_fresh_process(name: str) -> dict[str, Any]:
@@ -113,20 +133,24 @@ def _in_fresh_process(name: str) -> dict[str, Any]:
 
 def measure(name: str) -> dict[str, Any]:
     """Run one case in this process. The short ones are simulated REPEATS times and their best time a step is taken."""
-    wanted = CASES[name]()
+    wanted = {**CASES, LONG: million}[name]()
     scenario = scenarios.Scenario.model_validate(wanted)
     warm_up = [_simulate(scenario)[1] for _ in range(REPEATS - 1)] if name.startswith("decode") else []
-    begun, begun_cpu = time.perf_counter(), time.process_time()
-    server, simulated = _simulate(scenario)
-    simulated = min(simulated, *warm_up) if warm_up else simulated
     with tempfile.TemporaryDirectory() as folder:
+        begun, begun_cpu = time.perf_counter(), time.process_time()
         writer = directory.RunWriter(Path(folder), scenario.name, "0" * 8)
         writer.scenario(scenarios.dump(scenario))
-        rows, steps = writer.tables(server.record)
+        server, simulated = _simulate(scenario, pieces := Pieces(writer, {}, lambda steps: None))
+        simulated = min(simulated, *warm_up) if warm_up else simulated
+        rows, steps = pieces.tables(server.record)
+        if not writer.joined:
+            writer.steps(steps)
+            writer.requests(metrics.token_times(rows, steps))
         writer.summary(metrics.summarise(rows, steps, total_blocks=server.record.total_blocks))
         writer.file("timeline.json.gz", timeline.chrome_trace(steps, (0, 2000), name))
+        writer.drop_pieces()
         writer.complete()
-    seconds, cpu_s = time.perf_counter() - begun, time.process_time() - begun_cpu
+        seconds, cpu_s = time.perf_counter() - begun, time.process_time() - begun_cpu
     return {
         "seconds": seconds,
         "cpu_seconds": cpu_s,
@@ -141,9 +165,11 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
-def _simulate(scenario: scenarios.Scenario) -> tuple[Machine, float]:
+def _simulate(scenario: scenarios.Scenario, pieces: Pieces | None = None) -> tuple[Machine, float]:
     """A server that has run, and the seconds that running took."""
     server = simulate.machine(scenario, "sync", generators.build(scenario))
+    if pieces:
+        server.record.hand_to(pieces, directory.PIECE)
     begun = time.perf_counter()
     simulate.run(server)
     return server, time.perf_counter() - begun

@@ -1,0 +1,64 @@
+"""Requests that were drawn from distributions, as the numbers that were drawn: a million of them are some arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbsim.policy.request import RequestSpec
+
+Ints = NDArray[np.int64]
+AT_ONCE = 1 << 12  # numbers made objects together
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn(Sequence[RequestSpec]):
+    """Requests in order of index and of arrival. Whoever looks at them gets the same objects each time; `once` makes
+    them one by one, and keeps none.
+    """
+
+    arrival_ns: Ints
+    prompt_tokens: Ints
+    output_tokens: Ints
+    max_tokens: Ints
+    priority: Ints
+    shared_tokens: int  # that all have in common
+
+    def __post_init__(self) -> None:
+        assert (np.diff(self.arrival_ns) >= 0).all()
+
+    def once(self) -> Iterator[RequestSpec]:
+        """Each of them once: those that somebody has looked at, or else made as they are asked for."""
+        if "kept" in self.__dict__:
+            yield from self.kept
+            return
+        prefix, block = ((0,), self.shared_tokens) if self.shared_tokens else ((), 1)
+        columns = (self.arrival_ns, self.prompt_tokens, self.output_tokens, self.max_tokens, self.priority)
+        for low in range(0, len(self), AT_ONCE):
+            parts = (column[low : low + AT_ONCE].tolist() for column in columns)
+            for index, (at_ns, prompt, output, most, priority) in enumerate(zip(*parts, strict=True), low):
+                shared = min(self.shared_tokens, prompt)
+                yield RequestSpec(index, str(index), at_ns, prompt, output, most, priority, prefix, block, shared)
+
+    @cached_property
+    def kept(self) -> list[RequestSpec]:
+        """All of them."""
+        return list(self.once())
+
+    def __len__(self) -> int:
+        return len(self.arrival_ns)
+
+    @overload
+    def __getitem__(self, at: int) -> RequestSpec: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[RequestSpec]: ...
+    def __getitem__(self, at: int | slice) -> RequestSpec | list[RequestSpec]:
+        return self.kept[at]
+
+    def __iter__(self) -> Iterator[RequestSpec]:
+        return iter(self.kept)
