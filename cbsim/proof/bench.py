@@ -140,7 +140,7 @@ def measure(name: str) -> dict[str, Any]:
         begun, begun_cpu = time.perf_counter(), time.process_time()
         writer = directory.RunWriter(Path(folder), scenario.name, "0" * 8)
         writer.scenario(scenarios.dump(scenario))
-        server, simulated = _simulate(scenario, pieces := Pieces(writer, {}, lambda steps: None))
+        server, simulated = _simulate(scenario, pieces := Pieces(writer, {}, _no_more))
         simulated = min(simulated, *warm_up) if warm_up else simulated
         rows, steps = pieces.tables(server.record)
         if not writer.joined:
@@ -173,6 +173,10 @@ def _simulate(scenario: scenarios.Scenario, pieces: Pieces | None = None) -> tup
     begun = time.perf_counter()
     simulate.run(server)
     return server, time.perf_counter() - begun
+
+
+def _no_more(steps: int) -> None:
+    """After a piece nothing else is written."""
 
 
 def _line(name: str, result: dict[str, Any]) -> str:

@@ -106,7 +106,10 @@ class Record:
         self._requests: dict[RequestSpec, Request] = {}
         self._sink: Sink | None = None
         self._full_bytes = NEVER_BYTES  # of steps, from which on the sink takes them
-        self._taken_steps = self._taken_requests = 0  # by the sink, for good
+        self._taken_steps = 0  # by the sink
+        self._admitted = 0  # requests, ever
+        self._going: list[Request] = []  # of these, those that had not ended when somebody asked last, and newer ones
+        self._turned_away = 0  # requests that were forgotten without having been admitted
         self._told_polls = 0  # polls whose requests the sink has heard of
 
     @property
@@ -115,8 +118,9 @@ class Record:
 
     @property
     def finished_count(self) -> int:
+        self._going = [request for request in self._going if request.finish is None]
         never_admitted = sum(spec not in self._requests for spec in {**self.refusals, **self.cancels})
-        return self._taken_requests + sum(r.finish is not None for r in self._requests.values()) + never_admitted
+        return self._admitted - len(self._going) + self._turned_away + never_admitted
 
     def hand_to(self, sink: Sink, steps: int) -> None:
         """From now on `sink` takes what is over, whenever there are so many steps."""
@@ -132,6 +136,7 @@ class Record:
                 rows.append(self._row(spec))
             if over:
                 self._forget(spec)
+        self._going = [request for request in self._going if request.finish is None]
         self._taken_steps, self._told_polls = self.step_count, self.polls
         steps, self.steps = self.steps, bytearray()
         self._sink.take(steps, rows)
@@ -145,12 +150,12 @@ class Record:
 
     def _forget(self, spec: RequestSpec) -> None:
         del self._queued[spec]
-        self._requests.pop(spec, None)
+        if self._requests.pop(spec, None) is None:
+            self._turned_away += 1
         self._first_step.pop(spec, None)
         self.refusals.pop(spec, None)
         self.failures.pop(spec, None)
         self.cancels.pop(spec, None)
-        self._taken_requests += 1
 
     def queued(self, spec: RequestSpec, now_ns: int) -> None:
         """The scheduler got a request, in poll number `polls`."""
@@ -175,8 +180,12 @@ class Record:
 
     def admitted(self, request: Request, step: int) -> None:
         """First row of a request since it was queued or preempted."""
-        self._first_step.setdefault(request.spec, step)
+        if request.spec in self._requests:
+            return
+        self._first_step[request.spec] = step
         self._requests[request.spec] = request
+        self._going.append(request)
+        self._admitted += 1
 
     def applied(self, plan: StepPlan, outcome: Outcome, times: StepTimes) -> None:
         """A step is over."""

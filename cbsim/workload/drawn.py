@@ -37,13 +37,21 @@ class Drawn(Sequence[RequestSpec]):
         if "kept" in self.__dict__:
             yield from self.kept
             return
-        prefix, block = ((0,), self.shared_tokens) if self.shared_tokens else ((), 1)
         columns = (self.arrival_ns, self.prompt_tokens, self.output_tokens, self.max_tokens, self.priority)
         for low in range(0, len(self), AT_ONCE):
             parts = (column[low : low + AT_ONCE].tolist() for column in columns)
-            for index, (at_ns, prompt, output, most, priority) in enumerate(zip(*parts, strict=True), low):
-                shared = min(self.shared_tokens, prompt)
-                yield RequestSpec(index, str(index), at_ns, prompt, output, most, priority, prefix, block, shared)
+            for index, numbers in enumerate(zip(*parts, strict=True), low):
+                yield self._made(index, *numbers)
+
+    def one(self, index: int) -> RequestSpec:
+        """One of them, made anew."""
+        columns = (self.arrival_ns, self.prompt_tokens, self.output_tokens, self.max_tokens, self.priority)
+        return self._made(index, *(int(column[index]) for column in columns))
+
+    def _made(self, index: int, at_ns: int, prompt: int, output: int, most: int, priority: int) -> RequestSpec:
+        if not (shared := self.shared_tokens):
+            return RequestSpec(index, str(index), at_ns, prompt, output, most, priority)
+        return RequestSpec(index, str(index), at_ns, prompt, output, most, priority, (0,), shared, min(shared, prompt))
 
     @cached_property
     def kept(self) -> list[RequestSpec]:

@@ -26,7 +26,7 @@ from cbsim.workload.clients import Sessions, Users
 from cbsim.workload.drawn import Drawn
 
 Ints = NDArray[np.int64]
-LATEST_NS = 1 << 62
+LATEST_S = 4.6e9
 """No arrival is later. No run gets there: the machine's clock ends before."""
 LONG_GAP_NS = 100_000_000_000
 """Few servers wait longer for a request, and a log in milliseconds of one request in 0.1 s has such gaps."""
@@ -69,6 +69,7 @@ class Workload:
         if not isinstance(self.open, Drawn):
             self.open = sorted(self.open, key=lambda spec: (spec.arrival_ns, spec.index))
         self._later = tuple(self.follow.drafts()) if self.follow else ()
+        self._by_index: dict[int, RequestSpec] | None = None
 
     def arriving(self) -> Iterator[RequestSpec]:
         """The requests of `open` one by one, for a run that keeps none of them longer than it has to."""
@@ -79,6 +80,14 @@ class Workload:
         whatever reason: one that is refused is followed too.
         """
         return self.follow.after(spec, now_ns) if self.follow else []
+
+    def find(self, index: int) -> RequestSpec | None:
+        """The request of this number as it was before the run, None if there is none. A drawn one is made anew."""
+        if isinstance(self.open, Drawn):
+            return self.open.one(index) if 0 <= index < len(self.open) else None
+        if self._by_index is None:
+            self._by_index = {spec.index: spec for spec in self.specs()}
+        return self._by_index.get(index)
 
     def specs(self) -> list[RequestSpec]:
         """All requests as they were before the run; those that follow others have no arrival time of their own yet."""
@@ -178,7 +187,7 @@ def _arrival_ns(arrivals: object, count: int, rng: np.random.Generator) -> Ints:
         times = np.cumsum(rng.gamma(arrivals.burstiness, scale, count))
     else:
         return np.zeros(count, dtype=np.int64)
-    return np.rint(np.minimum(times * 1e9, LATEST_NS)).astype(np.int64)
+    return np.rint(np.minimum(times, LATEST_S) * 1e9).astype(np.int64)
 
 
 def _synthetic(wanted: demand.Synthetic, streams: Streams) -> Workload:
