@@ -32,7 +32,7 @@ def _counted(run: LoadedRun) -> Requests:
 
 def details(runs: Sequence[LoadedRun]) -> list[Chart]:
     """What happened step by step and request by request, of runs few enough to be seen side by side."""
-    frames = {run.label: run.steps for run in runs}
+    frames = {run.label: run.table for run in runs}
     summaries = {run.label: run.summary for run in runs}
     charts = [
         latencies(runs),

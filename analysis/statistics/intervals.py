@@ -207,9 +207,9 @@ def paired(a: Mapping[str, UnitSample], b: Mapping[str, UnitSample], units: int,
 
 def of_steps(a: LoadedRun, b: LoadedRun) -> Intervals:
     """Of step time and of the SHARES. Each run's steps are drawn on their own: there is no telling which is which."""
-    draws, seeds = replicates(max(len(a.steps), len(b.steps))), np.random.SeedSequence(SEED).spawn(2)
+    draws, seeds = replicates(max(len(a.table), len(b.table))), np.random.SeedSequence(SEED).spawn(2)
     both = [
-        Drawn(_of_steps(run), in_blocks, len(run.steps), len(run.steps), seed)
+        Drawn(_of_steps(run), in_blocks, len(run.table), len(run.table), seed)
         for run, seed in zip((a, b), seeds, strict=True)
     ]
     return _compared(both, draws)

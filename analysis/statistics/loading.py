@@ -32,7 +32,7 @@ VERDICT = "replay.json"
 class LoadedRun:
     """One run directory. `label` tells it from the others that were read with it.
 
-    `table` and `times` are what the frames were made of, as `cbsim.results.metrics` wants them.
+    `table` and `times` are what frames are made of, as `cbsim.results.metrics` wants them.
     """
 
     path: Path
@@ -41,10 +41,14 @@ class LoadedRun:
     environment: Mapping[str, Any]
     summary: Mapping[str, Any]
     incomplete: str | None
-    steps: pd.DataFrame
     requests: pd.DataFrame
     table: Steps
     times: Requests
+
+    @property
+    def steps(self) -> pd.DataFrame:
+        """The whole step table as a frame. Of a long run it is large: `table` reads a column at a time."""
+        return pd.DataFrame(self.table.table, columns=list(STEP_COLUMNS), copy=False)
 
     @property
     def measured(self) -> bool:
@@ -114,7 +118,6 @@ def _read(path: Path) -> LoadedRun:
         environment=raw.environment,
         summary=raw.summary,
         incomplete=raw.incomplete,
-        steps=pd.DataFrame(raw.steps.table, columns=list(STEP_COLUMNS), copy=False),
         requests=request_frame(times),
         table=raw.steps,
         times=times,
