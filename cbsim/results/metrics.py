@@ -133,14 +133,13 @@ def _gaps(table: RequestTable, ended: Ints) -> tuple[Ints, Ints]:
 
 def distribution(values: Floats, counts: Ints | None = None) -> dict[str, Any]:
     """n, mean, std, min, max and percentiles of `values`, each occurring `counts` times; {"n": 0} if there are none."""
-    counts = np.ones(len(values), dtype=np.int64) if counts is None else counts
-    total = int(counts.sum())
+    values, counts = _in_order(values, counts)
+    upto = None if counts is None else np.cumsum(counts)
+    total = len(values) if upto is None else int(upto[-1:].sum())
     if not total:
         return {"n": 0}
-    order = np.argsort(values, kind="stable")
-    values, upto = values[order], np.cumsum(counts[order])
-    mean = float(np.average(values, weights=counts[order]))
-    spread = float(np.sqrt(np.average((values - mean) ** 2, weights=counts[order])))
+    mean = float(np.average(values, weights=counts))
+    spread = float(np.sqrt(np.average((values - mean) ** 2, weights=counts)))
     result: dict[str, Any] = {
         "n": total,
         "mean": mean,
@@ -150,10 +149,18 @@ def distribution(values: Floats, counts: Ints | None = None) -> dict[str, Any]:
     }
     for q in QUANTILES:
         rank = q / 100 * (total - 1)
-        low, high = values[np.searchsorted(upto, [int(rank), min(int(rank) + 1, total - 1)], side="right")]
+        ranks = [int(rank), min(int(rank) + 1, total - 1)]
+        low, high = values[ranks if upto is None else np.searchsorted(upto, ranks, side="right")]
         result[f"p{q}"] = float(low + (high - low) * (rank - int(rank)))
     result["too_few_for"] = [name for name, needed in SAMPLES_NEEDED.items() if total < needed]
     return result
+
+
+def _in_order(values: Floats, counts: Ints | None) -> tuple[Floats, Ints | None]:
+    if counts is None:
+        return np.sort(values), None
+    order = np.argsort(values, kind="stable")
+    return values[order], counts[order]
 
 
 def summarise(
@@ -170,14 +177,16 @@ def summarise(
     Latencies and SLOs are those of requests arriving in `window_s`, everything else is the whole run's. The summary
     names the window, null for an open end.
     """
-    requests = counted = token_times(rows, steps)
-    start = int(requests.arrival_ns.min()) if len(requests.rows) else 0
+    table = RequestTable.of(rows)
+    start = int(table.numbers("arrival_ns").min()) if len(table) else 0
     end = max(int(steps["update_end_ns"].max()), start) if len(steps) else start
     span_ns, counted_ns = end - start, float(end - start)
+    machine = _machine(steps, span_ns, total_blocks)  # before the requests' columns are in memory
+    requests = counted = token_times(table, steps)
     if window_s is not None:
         low, high = (edge * NS for edge in window_s)
         inside = (requests.arrival_ns >= low) & (requests.arrival_ns < high)
-        counted = token_times(requests.rows.rows(inside), steps)
+        counted = token_times(table.rows(inside), steps)
         counted_ns = max(min(high, end) - max(low, start), 0.0)
     latency = latencies(counted)
     summary: dict[str, Any] = {"percentile_method": PERCENTILE_METHOD, "total_blocks": total_blocks}
@@ -187,7 +196,7 @@ def summarise(
     summary |= _throughput(requests, steps, span_ns / NS)
     summary |= {name: distribution(values) for name, values in latency.items()}
     summary["itl_s"] = distribution(counted.gaps_ns / NS, counted.gap_counts)
-    summary |= _machine(steps, span_ns, total_blocks)
+    summary |= machine
     summary |= _waste(requests, steps)
     if slo:
         summary["slo"] = attainment(counted, slo, counted_ns / NS)
@@ -256,20 +265,34 @@ def _machine(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
     """Shares of the span. KV use lasts from one plan to the next, or to the end of the step if nothing follows it."""
     if not len(steps) or not span_ns:
         return {"gpu_active": 0.0, "cpu_busy": 0.0, "bubble_s": 0.0}
-    compute = steps.lane("compute")
     phases = {name: int(steps.lane(name).sum()) / span_ns for name in PHASES}
-    ran = steps["rows"] > 0
-    used = steps["used_blocks"] / max(total_blocks, 1)
-    starts, ends = steps["schedule_start_ns"], steps["update_end_ns"]
-    lasted = np.minimum(np.append(starts[1:], ends[-1]), ends) - starts
+    gpu_active, bubble_s, step_time = _compute(steps, span_ns)
     return {
-        "gpu_active": int(compute.sum()) / span_ns,
-        "bubble_s": _idle_ns(steps, np.flatnonzero(ran)) / NS,
+        "gpu_active": gpu_active,
+        "bubble_s": bubble_s,
         "cpu_busy": sum(share for name, share in phases.items() if name != "await"),
         "cpu_shares": phases,
-        "step_time_s": distribution(compute[ran] / NS),
+        "step_time_s": step_time,
         "rows_per_step": float(steps["rows"].mean()),
         "tokens_per_step": float(steps["tokens"].mean()),
+        **_held(steps, span_ns, total_blocks),
+    }
+
+
+def _compute(steps: Steps, span_ns: int) -> tuple[float, float, dict[str, Any]]:
+    """Of the compute lane: its share of the span, seconds of bubbles, and the times of steps with rows."""
+    compute, ran = steps.lane("compute"), steps["rows"] > 0
+    active, bubble_s = int(compute.sum()) / span_ns, _idle_ns(steps, np.flatnonzero(ran)) / NS
+    return active, bubble_s, distribution(compute[ran] / NS)
+
+
+def _held(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
+    """What lasts from one plan to the next: blocks in use, and requests that wait."""
+    starts, ends = steps["schedule_start_ns"], steps["update_end_ns"]
+    lasted = np.minimum(np.append(starts[1:], ends[-1]), ends) - starts
+    del starts, ends
+    used = steps["used_blocks"] / max(total_blocks, 1)
+    return {
         "kv_utilisation": {"mean": float(used @ lasted) / span_ns, "max": float(used.max())},
         "waiting": {"mean": int(steps["waiting"] @ lasted) / span_ns},
     }

@@ -12,7 +12,7 @@ import pytest
 from written import scenario
 
 from cbsim.machine.simulation import Simulation
-from cbsim.results import directory, record
+from cbsim.results import directory, invariants, record
 from cbsim.results.directory import RunWriter
 from cbsim.results.metrics import Steps
 from cbsim.results.record import RequestRow
@@ -168,3 +168,19 @@ def test_long_tables_are_read_column_by_column(tmp_path: Path, monkeypatch: pyte
     for low, high in ((0, 5), (6, 23), (14, 14), (0, 10_000), (10_000, 10_001)):
         assert (long.steps.window(low, high).table == short.steps.window(low, high).table).all()
     assert result.read(path).summary == short.summary
+
+
+def test_the_cpu_does_one_thing_at_a_time_however_many_steps_are_looked_at_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What overlaps is found in any block and between blocks; what only lies across their edge is fine: with two steps
+    in flight, a step is planned before the result of the one before is applied."""
+    steps = directory.load(run(scenario(), "async", tmp_path / "run", 10_000, pieces=False).path).steps
+    for together in (1, 2, 3, 10, 1000):
+        monkeypatch.setattr(invariants, "AT_ONCE", together)
+        invariants.check_cpu(steps)
+        for at in (1, 5, len(steps) - 2):
+            table = steps.table.copy()
+            table[at, record.STEP_COLUMNS.index("update_end_ns")] = steps["update_end_ns"][at + 1] + 1
+            with pytest.raises(AssertionError, match="one thing at a time"):
+                invariants.check_cpu(Steps(table))
