@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import IO, Any
@@ -89,7 +90,12 @@ class RunWriter:
         return rows, steps
 
     def steps(self, steps: Steps, name: str = "steps.parquet") -> None:
-        self._write(name, parquet.encoded(columns.STEPS, step_columns(steps), self.group, **COUNTERS))
+        if len(steps) <= self.group:
+            self._write(name, parquet.encoded(columns.STEPS, step_columns(steps), self.group, **COUNTERS))
+            return
+        parts = (steps.window(low, low + self.group) for low in range(0, len(steps), self.group))
+        groups = (parquet.table(columns.STEPS, step_columns(part)) for part in parts)
+        self.stream(name, partial(parquet.write_groups, columns=columns.STEPS, groups=groups, **COUNTERS))
 
     def requests(self, requests: Requests) -> None:
         self._write("requests.parquet", parquet.encoded(columns.REQUESTS, request_columns(requests), self.group))

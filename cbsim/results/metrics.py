@@ -1,7 +1,10 @@
 """From what happened to numbers: one definition of every metric, for simulated and measured runs alike.
 
-Percentiles are numpy's `linear`. A request's token times are the ends of the steps that delivered them. The span of a
-run is from the first arrival to the end of the last step. All results are plain numbers in seconds, tokens and shares.
+Percentiles are numpy's `linear`, of all values: those of one distribution at a time are sorted in memory, and of token
+gaps each distinct one and how often it occurs. Columns of long runs are read one after the other.
+
+A request's token times are the ends of the steps that delivered them. The span of a run is from the first arrival to
+the end of the last step. All results are plain numbers in seconds, tokens and shares.
 """
 
 from __future__ import annotations

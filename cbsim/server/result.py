@@ -37,7 +37,15 @@ SIMULATED = "simulated"  # the device of a run that was not measured
 TIMELINE = (0, 2000)  # steps
 BOTH = "figures/sync_above_async.png"
 TABLES = ("steps.parquet", "requests.parquet")
-OURS = ("scenario.resolved.yaml", "env.json", *TABLES, "summary.json", "timeline.json.gz", directory.MARKER)
+OURS = (
+    "scenario.resolved.yaml",
+    "env.json",
+    *TABLES,
+    "summary.json",
+    "timeline.json.gz",
+    directory.MARKER,
+    directory.TERMS,
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -143,6 +143,23 @@ def test_a_record_forgets_what_is_over(tmp_path: Path) -> None:
     assert now.step_count > 50
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_over_is_counted_whoever_has_it(name: str, tmp_path: Path) -> None:
+    """After every step a record that forgets says the same numbers as one that does not."""
+    counts: list[list[tuple[int, int]]] = []
+    for way in (False, True):
+        session, heard = Session(scenario(**CALLS[name]), "async", Simulation, Terms("none")), []
+        writer = RunWriter.at(tmp_path / str(way))
+        writer.group = 3
+        if way:
+            session.write_to(writer, lambda steps: None)
+        now = session.server.record
+        session.server.run(lambda _, now=now, heard=heard: heard.append((now.finished_count, now.step_count)))
+        counts.append(heard)
+    assert counts[0] == counts[1]
+    assert counts[0][-1][0] == 40
+
+
 def test_a_table_is_its_rows() -> None:
     """Columns and rows say the same: one by one, in part, and as a mask chooses them."""
     rows = [
