@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 
 from analysis.figures.axis import Frames, band, bubbles, longest, over_time, ran, seconds, thinned
 from analysis.statistics.thin import Binned
 from cbsim.draw.chart import Chart, Floats, Mark, Panel, series
-from cbsim.draw.units import unit, without
+from cbsim.draw.units import Columns, unit, without
 from cbsim.results.columns import NS
 
 AT_MOST_SHADED = 2  # runs; the ranges of more would hide each other
@@ -46,9 +45,9 @@ def gpu_active(steps: Frames) -> Chart:
     return Chart("gpu_active", "GPU active, and the bubbles between steps", says, panels, share_x=True)
 
 
-def _shares(steps: pd.DataFrame) -> tuple[Floats, Floats, Floats]:
+def _shares(steps: Columns) -> tuple[Floats, Floats, Floats]:
     """From when to when (s) each step's period lasts, and its share of compute."""
     end, busy = seconds(steps, "compute_end_ns"), steps["compute_end_ns"] - steps["compute_start_ns"]
     start = np.append(seconds(steps, "schedule_start_ns")[:1], end[:-1])
     length = np.where(end > start, end - start, 1.0)
-    return start, end, np.clip(busy.to_numpy() / NS / length, 0.0, 1.0)
+    return start, end, np.clip(np.asarray(busy) / NS / length, 0.0, 1.0)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
+import numpy.typing as npt
 
 from analysis.statistics.thin import Binned, binned, filled
 from cbsim.draw.chart import Area, Floats, Line, Mark, Style
-from cbsim.draw.units import Unit, column
+from cbsim.draw.units import Columns, Unit, column
 from cbsim.results.columns import NS
 
-Frames = Mapping[str, pd.DataFrame]
-TIMES = ["schedule_start_ns", "update_end_ns", "compute_start_ns", "compute_end_ns"]
-NEEDED = ["running", "waiting", "finished", "prefill_tokens", "padded_tokens", "context_tokens", *TIMES]
+Frames = Mapping[str, Columns]
 DECADES = 100.0  # what spans more is drawn on a log axis
 
 
@@ -36,13 +35,27 @@ def spread(values: Iterable[Floats]) -> bool:
     return bool(low > 0 and high / low > DECADES)
 
 
-def ran(steps: pd.DataFrame) -> pd.DataFrame:
-    """The steps with rows: the table itself if that is all of them, else the columns that figures of them need."""
-    busy = steps["rows"].to_numpy() > 0
-    return steps if busy.all() else steps[NEEDED][busy]
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Some rows of a table, column by column."""
+
+    table: Columns
+    rows: npt.NDArray[np.bool_]
+
+    def __getitem__(self, name: str) -> Any:
+        return np.asarray(self.table[name])[self.rows]
+
+    def __len__(self) -> int:
+        return int(self.rows.sum())
 
 
-def held(steps: pd.DataFrame) -> tuple[Floats, Floats]:
+def ran(steps: Columns) -> Columns:
+    """The steps with rows."""
+    busy = np.asarray(steps["rows"]) > 0
+    return steps if busy.all() else Chosen(steps, busy)
+
+
+def held(steps: Columns) -> tuple[Floats, Floats]:
     """From when to when (s) a step's numbers hold: to the next one's planning, or its own end if nothing follows it.
 
     As in `cbsim.results.metrics`, but that a sync loop which has requests left is not idle between two steps.
@@ -54,7 +67,7 @@ def held(steps: pd.DataFrame) -> tuple[Floats, Floats]:
     return start, np.where(left & alone, following, np.minimum(following, end))
 
 
-def bubbles(steps: pd.DataFrame) -> Floats:
+def bubbles(steps: Columns) -> Floats:
     """Seconds that the compute lane idles before each step, less the time in which there was nothing to do."""
     begin, planned = seconds(steps, "compute_start_ns"), seconds(steps, "schedule_start_ns")
     before = np.append(planned[:1], seconds(steps, "compute_end_ns")[:-1])

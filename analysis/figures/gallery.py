@@ -26,12 +26,13 @@ def _all(run: LoadedRun) -> bool:
 
 def _counted(run: LoadedRun) -> Requests:
     low, high = run.window_ns
-    return token_times([row for row in run.times.rows if low <= row.arrival_ns < high], run.table)
+    inside = (run.times.arrival_ns >= low) & (run.times.arrival_ns < high)
+    return token_times(run.times.rows.rows(inside), run.table)
 
 
 def details(runs: Sequence[LoadedRun]) -> list[Chart]:
     """What happened step by step and request by request, of runs few enough to be seen side by side."""
-    frames = {run.label: run.steps for run in runs}
+    frames = {run.label: run.table for run in runs}
     summaries = {run.label: run.summary for run in runs}
     charts = [
         latencies(runs),

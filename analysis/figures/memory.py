@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import pandas as pd
 
 from analysis.figures.axis import Frames, held, longest, over_time, stack, thinned
 from analysis.statistics.thin import Binned
 from cbsim.draw.chart import BLACK, BLUE, ORANGE, PALE, Chart, Level, Line, Mark, Panel, Style
-from cbsim.draw.units import Unit, column, unit, without
+from cbsim.draw.units import Columns, Unit, column, unit, without
 
 USED, CACHED, EMPTY = Style(BLUE), Style(ORANGE), Style(PALE)
 
@@ -41,7 +40,7 @@ def blocks(steps: Frames, totals: Mapping[str, int | None]) -> Chart:
     return Chart("blocks", "KV blocks", says, panels, share_x=True)
 
 
-def _parts(steps: pd.DataFrame, time: Unit, total: int | None) -> list[tuple[str, Binned, Style]]:
+def _parts(steps: Columns, time: Unit, total: int | None) -> list[tuple[str, Binned, Style]]:
     used, cached = column(steps, "used_blocks"), column(steps, "cached_blocks")
     low, middle = over_time(*held(steps), (used, cached), time)
     parts = [("used", low, USED), ("cached", middle, CACHED)]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 
 from analysis.figures.axis import Frames, band, held, longest, over_time, seconds, thinned
 from analysis.statistics.thin import chosen
 from cbsim.draw.chart import BLUE, RED, Chart, Line, Mark, Panel, Style, series
-from cbsim.draw.units import Unit, column, unit, without
+from cbsim.draw.units import Columns, Unit, column, unit, without
 
 LINES = (("running", Style(BLUE)), ("waiting", Style(RED, "dashed")))
 MOST_POINTS = 800
@@ -47,8 +46,8 @@ def preemptions(steps: Frames) -> Chart:
     return Chart("preemptions", "Preemptions", says + without(steps), panels, share_x=True)
 
 
-def _sum(label: str, steps: pd.DataFrame, name: str, time: Unit, index: int) -> Line:
+def _sum(label: str, steps: Columns, name: str, time: Unit, index: int) -> Line:
     """A running total at some of the steps, the first and the last among them."""
     shown = chosen(len(steps), MOST_POINTS)
-    total = np.cumsum(steps[name].to_numpy())[shown].astype(np.float64)
+    total = np.cumsum(np.asarray(steps[name]))[shown].astype(np.float64)
     return Line(label, seconds(steps, "schedule_start_ns")[shown] / time.seconds, total, series(index), step=True)

@@ -7,12 +7,11 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from analysis.figures.axis import Frames, band, bubbles, longest, over_time, ran, seconds, spread, stack, thinned
 from analysis.statistics.thin import Binned, chosen
 from cbsim.draw.chart import BLACK, BLUE, GREY, ORANGE, PALE, Area, Chart, Level, Mark, Panel, Points, Style, series
-from cbsim.draw.units import Unit, column, unit, without
+from cbsim.draw.units import Columns, Unit, column, unit, without
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import depth, parse, scheduler_options
 
@@ -64,7 +63,7 @@ def _stacked(parts: Sequence[Binned]) -> list[Mark]:
     return marks if whole.exact else [behind, *marks]
 
 
-def _parts(steps: pd.DataFrame, time: Unit) -> list[Binned]:
+def _parts(steps: Columns, time: Unit) -> list[Binned]:
     """Prefill, decode, padding, and all of them."""
     prefill, decode, total = (column(steps, name) for name in ("prefill_tokens", "decode_rows", "padded_tokens"))
     start, end = seconds(steps, "compute_start_ns") - bubbles(steps), seconds(steps, "compute_end_ns")

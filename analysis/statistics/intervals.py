@@ -106,9 +106,9 @@ class Gaps:
     @classmethod
     def of(cls, run: LoadedRun, rows: Ints) -> Gaps:
         """The gaps of the requests at these positions of the table."""
-        token_runs = [run.times.rows[row].token_runs for row in rows]
-        flat = np.array([number for runs in token_runs for number in runs], dtype=np.int64).reshape(-1, 2)
-        owner = np.repeat(np.arange(len(token_runs)), [len(runs) // 2 for runs in token_runs])
+        chosen = run.times.rows.rows(rows)
+        flat = chosen.runs.reshape(-1, 2)
+        owner = np.repeat(np.arange(len(chosen)), chosen.lengths // 2)
         first, last, ended = flat[:, 0], flat.sum(axis=1) - 1, run.table["update_end_ns"]
         inside = np.flatnonzero(_covered(first, last, np.ones(len(first)), len(ended)))
         same = np.flatnonzero(owner[1:] == owner[:-1])
@@ -207,9 +207,9 @@ def paired(a: Mapping[str, UnitSample], b: Mapping[str, UnitSample], units: int,
 
 def of_steps(a: LoadedRun, b: LoadedRun) -> Intervals:
     """Of step time and of the SHARES. Each run's steps are drawn on their own: there is no telling which is which."""
-    draws, seeds = replicates(max(len(a.steps), len(b.steps))), np.random.SeedSequence(SEED).spawn(2)
+    draws, seeds = replicates(max(len(a.table), len(b.table))), np.random.SeedSequence(SEED).spawn(2)
     both = [
-        Drawn(_of_steps(run), in_blocks, len(run.steps), len(run.steps), seed)
+        Drawn(_of_steps(run), in_blocks, len(run.table), len(run.table), seed)
         for run, seed in zip((a, b), seeds, strict=True)
     ]
     return _compared(both, draws)

@@ -19,6 +19,7 @@ from cbsim.results import agreement, declared, directory, metrics
 from cbsim.results.directory import RunError
 from cbsim.results.metrics import Requests, Steps
 from cbsim.results.record import STEP_COLUMNS, RequestRow
+from cbsim.results.requests import RUNS, TEXTS
 from cbsim.scenario import documents
 
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s", "queue_s", "prefill_s", "decode_s")
@@ -31,7 +32,7 @@ VERDICT = "replay.json"
 class LoadedRun:
     """One run directory. `label` tells it from the others that were read with it.
 
-    `table` and `times` are what the frames were made of, as `cbsim.results.metrics` wants them.
+    `table` and `times` are what frames are made of, as `cbsim.results.metrics` wants them.
     """
 
     path: Path
@@ -40,10 +41,14 @@ class LoadedRun:
     environment: Mapping[str, Any]
     summary: Mapping[str, Any]
     incomplete: str | None
-    steps: pd.DataFrame
     requests: pd.DataFrame
     table: Steps
     times: Requests
+
+    @property
+    def steps(self) -> pd.DataFrame:
+        """The whole step table as a frame. Of a long run it is large: `table` reads a column at a time."""
+        return pd.DataFrame(self.table.table, columns=list(STEP_COLUMNS), copy=False)
 
     @property
     def measured(self) -> bool:
@@ -113,7 +118,6 @@ def _read(path: Path) -> LoadedRun:
         environment=raw.environment,
         summary=raw.summary,
         incomplete=raw.incomplete,
-        steps=pd.DataFrame(raw.steps.table, columns=list(STEP_COLUMNS), copy=False),
         requests=request_frame(times),
         table=raw.steps,
         times=times,
@@ -131,8 +135,10 @@ def _scenario(raw: directory.Run, file: Path) -> dict[str, Any]:
 def request_frame(times: Requests) -> pd.DataFrame:
     """The request table but for its token runs, `done`, and the latencies. Times that never happened are -1."""
     rows = times.rows
-    names = [name for name in RequestRow._fields if name not in ("arrival_ns", "queued_ns", "token_runs")]
-    columns: dict[str, Any] = {name: [getattr(row, name) for row in rows] for name in names}
+    names = [name for name in RequestRow._fields if name not in ("arrival_ns", "queued_ns", RUNS)]
+    columns: dict[str, Any] = {
+        name: rows.texts(name).to_numpy(zero_copy_only=False) if name in TEXTS else rows.numbers(name) for name in names
+    }
     for name in ("arrival_ns", "queued_ns", "scheduled_ns", "first_token_ns", "last_token_ns"):
         columns[name] = getattr(times, name)
     columns["generated_tokens"] = times.generated

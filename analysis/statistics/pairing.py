@@ -165,7 +165,7 @@ def _replay(run: LoadedRun) -> ReplayOutcome:
     try:
         verdict = replan.rederive(run.path)
     except (RunError, ScenarioError) as error:
-        return ReplayOutcome(run.label, None, len(run.steps), f"cannot be replayed: {error}")
+        return ReplayOutcome(run.label, None, len(run.table), f"cannot be replayed: {error}")
     says = verdict.difference or "identical"
     return ReplayOutcome(run.label, verdict.matched, verdict.steps, says)
 

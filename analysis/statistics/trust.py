@@ -144,7 +144,7 @@ def _arrivals_limit(run: LoadedRun) -> str | None:
 
 def _warm_up(run: LoadedRun) -> str | None:
     """Arrivals before the server first holds its usual number of requests: those meet an emptier one than the rest."""
-    if not is_open(run) or run.summary.get("window_s") or len(run.steps) < ENOUGH:
+    if not is_open(run) or run.summary.get("window_s") or len(run.table) < ENOUGH:
         return None
     arrival, start = run.requests["arrival_ns"].to_numpy(), run.table["schedule_start_ns"]
     later = (start > (arrival.min() + arrival.max()) / 2) & (start <= arrival.max())
@@ -182,7 +182,7 @@ def _factor(lasted: Floats, tokens: npt.NDArray[np.int64], step: int) -> float:
 def _tail(run: LoadedRun) -> str | None:
     """From the last step that ran half of the most requests, to the end; where requests do not come over time."""
     span = run.end_ns - run.start_ns
-    if _arrivals(run) not in ("at_once", "closed_loop") or len(run.steps) < ENOUGH or not span:
+    if _arrivals(run) not in ("at_once", "closed_loop") or len(run.table) < ENOUGH or not span:
         return None
     running, ends = run.table["running"], run.table["update_end_ns"]
     most = int(running.max())

@@ -135,7 +135,7 @@ def chosen(cases: Sequence[ValidationCase]) -> ValidationCase:
 def case_lanes(case: ValidationCase) -> Chart:
     """The lanes of the measured run above those of the simulated one, loop by loop, all from the same step on."""
     frames = {
-        f"{loop} {kind}": run.steps
+        f"{loop} {kind}": run.table
         for loop, pair in case.loops.items()
         for kind, run in ((MEASURED, pair.middle), (SIMULATED, pair.simulated))
     }

@@ -108,7 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     study.add_argument("--json", action="store_true", help="print the numbers as one object instead of tables")
     about = "measure the simulator: seconds, steps, requests, peak memory a case"
     bench = command("bench", about, "decode_64 --json")
-    bench.add_argument("cases", nargs="*", metavar="CASE", help="cases to run (all); steps: what a step costs")
+    bench.add_argument(
+        "cases", nargs="*", metavar="CASE", help="cases to run (all but million); steps: what a step costs"
+    )
     bench.add_argument("--peers", action="store_true", help="beside other simulators that are installed, in turn")
     bench.add_argument("--json", action="store_true", help="print one JSON object, a case a key")
     return parser

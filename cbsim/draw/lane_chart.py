@@ -91,7 +91,7 @@ def _near(steps: Columns, view: View) -> Mapping[str, Any]:
     """The columns of the steps in view, with a neighbour at each end, for the idle time between."""
     low = int(np.searchsorted(np.asarray(steps["update_end_ns"]), view.origin_ns))
     high = int(np.searchsorted(np.asarray(steps["schedule_start_ns"]), view.origin_ns + view.length_ns, side="right"))
-    return {name: np.asarray(steps[name])[max(low - 1, 0) : high + 1] for name in COLUMNS}
+    return {name: np.asarray(steps[name])[max(low - 1, 0) : high + 1].copy() for name in COLUMNS}  # no more is kept
 
 
 def _marks(steps: Columns, view: View) -> tuple[list[Mark], float]:

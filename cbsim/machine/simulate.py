@@ -32,7 +32,8 @@ def machine(scenario: Scenario, loop: str, workload: Workload) -> Machine:
     record, steps = Record(policy.pool.num_blocks), depth(loop)
     gap_ns = round(getattr(scenario.cost, "gap_s", 0.0) * NS)
     device = OneGpu(cost, depth=steps, overlap=scenario.loop.streams, gap_ns=gap_ns)
-    return Machine(policy, cost, graphs(scenario, policy), device, Inbox(workload, record), record, steps)
+    inbox = Inbox(workload, record, workload.arriving())
+    return Machine(policy, cost, graphs(scenario, policy), device, inbox, record, steps)
 
 
 def run(server: Machine, on_step: Callable[[int], None] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 A case is timed from its scenario to its run directory: reading or drawing the workload, simulating, computing every
 metric, writing every table and the timeline. Only the picture is left out, and so is the interpreter's start.
+`million` takes minutes and is run only by its name, after the cases that it is compared with.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from cbsim.machine.driver import Machine
 from cbsim.policy import core
 from cbsim.proof import step_costs
 from cbsim.results import directory, metrics, timeline
+from cbsim.results.pieces import Pieces
+from cbsim.scenario import catalog
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.fields import ScenarioError, near
 from cbsim.workload import generators
@@ -43,25 +46,32 @@ SERVER: dict[str, Any] = {
 def chat() -> dict[str, Any]:
     """19,366 chat requests, Poisson 6.45 a second, on vLLM with 512 tokens and 512 seats."""
     settings = {"name": "vllm", "max_num_batched_tokens": 512, "max_num_seqs": 512}
-    workload: dict[str, Any] = {"kind": "csv", "path": TRACE}
-    try:
-        from cbsim.scenario import catalog
-
-        catalog.data(TRACE)
-    except ScenarioError:
-        workload = chat_like()
+    workload: dict[str, Any] = {"kind": "csv", "path": TRACE} if _has_trace() else chat_like()
     return {"name": "splitwise_conv", "question": "Speed.", **SERVER, "workload": workload, "scheduler": settings}
 
 
-def chat_like() -> dict[str, Any]:
+def _has_trace() -> bool:
+    try:
+        catalog.data(TRACE)
+    except ScenarioError:
+        return False
+    return True
+
+
+def chat_like(requests: int = 19366) -> dict[str, Any]:
     """A generated workload of the same size and statistics as the trace, for where that is not at hand."""
     return {
         "kind": "synthetic",
-        "requests": 19366,
+        "requests": requests,
         "prompt_tokens": {"lognormal": {"mean": 1155, "sigma": 1.0, "low": 3, "high": 8192}},
         "output_tokens": {"lognormal": {"mean": 211, "sigma": 0.9, "low": 1, "high": 1200}},
         "arrivals": {"kind": "poisson", "rate_per_s": 6.45},
     }
+
+
+def drawn(name: str, requests: int) -> dict[str, Any]:
+    """The generated workload, on the same server at the same rate, with any number of requests."""
+    return {**chat(), "name": name, "workload": chat_like(requests)}
 
 
 def decode(running: int) -> dict[str, Any]:
@@ -78,6 +88,12 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     f"decode_{SMALL}": lambda: decode(SMALL),
     f"decode_{LARGE}": lambda: decode(LARGE),
 }
+LONG, LIKE, SHORT = "million", "splitwise_like", "splitwise_conv"
+EXTRA: dict[str, Callable[[], dict[str, Any]]] = {
+    LIKE: lambda: drawn(LIKE, 19366),  # what SHORT is where the trace is not at hand
+    LONG: lambda: drawn(LONG, 1_000_000),  # 43 hours of arrivals
+}
+MOST_TIMES, MOST_MB = 55, 1000  # goals of the long case: times the seconds of one like it, peak memory
 
 
 def bench(names: Sequence[str], *, as_json: bool) -> int:
@@ -86,20 +102,32 @@ def bench(names: Sequence[str], *, as_json: bool) -> int:
         step_costs.bench(as_json=as_json)
         return 0
     for name in names:
-        if name not in CASES:
-            known = f"known: {', '.join(CASES)}; {STEPS_ONLY} by itself"
-            raise ScenarioError(f"unknown case {name!r}{near(name, CASES)} ({known})")
+        if name not in (*CASES, *EXTRA):
+            known = f"known: {', '.join((*CASES, *EXTRA))}; {STEPS_ONLY} by itself"
+            raise ScenarioError(f"unknown case {name!r}{near(name, (*CASES, *EXTRA))} ({known})")
     results = {}
-    for name in names or CASES:
+    wanted = names or CASES
+    for name in dict.fromkeys((SHORT, LIKE, *wanted) if LONG in wanted else wanted):
         results[name] = _in_fresh_process(name)
         if not as_json:
             print(_line(name, results[name]), flush=True)
     if as_json:
         print(json.dumps(results, indent=2))
-    elif {f"decode_{SMALL}", f"decode_{LARGE}"} <= results.keys():
+    else:
+        _compare(results)
+    return 0
+
+
+def _compare(results: Mapping[str, Mapping[str, Any]]) -> None:
+    """What cases say together."""
+    if {f"decode_{SMALL}", f"decode_{LARGE}"} <= results.keys():
         small, large = (results[f"decode_{n}"]["us_per_step"] for n in (SMALL, LARGE))
         print(f"a decode step with {LARGE} running requests costs {large / small:.2f}x one with {SMALL}")
-    return 0
+    if LONG in results:
+        times = [results[LONG]["seconds"] / results[name]["seconds"] for name in (LIKE, SHORT)]
+        took = f"{times[0]:.1f} times as long as {LIKE}, {times[1]:.1f} times as long as {SHORT}"
+        goals = f"goals: {MOST_TIMES} times the like and {MOST_MB:,} MB"
+        print(f"{LONG} takes {took}; peak {results[LONG]['peak_mb']:,.0f} MB ({goals})")
 
 
 def _in_fresh_process(name: str) -> dict[str, Any]:
@@ -113,20 +141,24 @@ def _in_fresh_process(name: str) -> dict[str, Any]:
 
 def measure(name: str) -> dict[str, Any]:
     """Run one case in this process. The short ones are simulated REPEATS times and their best time a step is taken."""
-    wanted = CASES[name]()
+    wanted = (CASES | EXTRA)[name]()
     scenario = scenarios.Scenario.model_validate(wanted)
     warm_up = [_simulate(scenario)[1] for _ in range(REPEATS - 1)] if name.startswith("decode") else []
-    begun, begun_cpu = time.perf_counter(), time.process_time()
-    server, simulated = _simulate(scenario)
-    simulated = min(simulated, *warm_up) if warm_up else simulated
     with tempfile.TemporaryDirectory() as folder:
+        begun, begun_cpu = time.perf_counter(), time.process_time()
         writer = directory.RunWriter(Path(folder), scenario.name, "0" * 8)
         writer.scenario(scenarios.dump(scenario))
-        rows, steps = writer.tables(server.record)
+        server, simulated = _simulate(scenario, pieces := Pieces(writer, {}, _no_more))
+        simulated = min(simulated, *warm_up) if warm_up else simulated
+        rows, steps = pieces.tables(server.record)
+        if not writer.joined:
+            writer.steps(steps)
+            writer.requests(metrics.token_times(rows, steps))
         writer.summary(metrics.summarise(rows, steps, total_blocks=server.record.total_blocks))
         writer.file("timeline.json.gz", timeline.chrome_trace(steps, (0, 2000), name))
+        writer.drop_pieces()
         writer.complete()
-    seconds, cpu_s = time.perf_counter() - begun, time.process_time() - begun_cpu
+        seconds, cpu_s = time.perf_counter() - begun, time.process_time() - begun_cpu
     return {
         "seconds": seconds,
         "cpu_seconds": cpu_s,
@@ -141,12 +173,18 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
-def _simulate(scenario: scenarios.Scenario) -> tuple[Machine, float]:
+def _simulate(scenario: scenarios.Scenario, pieces: Pieces | None = None) -> tuple[Machine, float]:
     """A server that has run, and the seconds that running took."""
     server = simulate.machine(scenario, "sync", generators.build(scenario))
+    if pieces:
+        server.record.hand_to(pieces, directory.PIECE)
     begun = time.perf_counter()
     simulate.run(server)
     return server, time.perf_counter() - begun
+
+
+def _no_more(steps: int) -> None:
+    """After a piece nothing else is written."""
 
 
 def _line(name: str, result: dict[str, Any]) -> str:

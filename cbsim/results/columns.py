@@ -99,3 +99,6 @@ REQUESTS = (
         "list<int64>",
     ),
 )
+
+FOLLOWING = ("scheduled_ns", "first_token_ns", "last_token_ns", "generated_tokens")  # from the steps
+RECORDED = tuple(column for column in REQUESTS if column.name not in FOLLOWING)

@@ -8,6 +8,7 @@
     timeline.json.gz         Chrome trace of a window of steps, one lane a tid
     figures/                 drawings
     INCOMPLETE               only while the run is under way or if it was cut short; says why
+    steps/, requests/        only while a long run is under way or if it was killed: its tables so far (pieces.py)
 
 The marker is the first file written and the last one removed, so a run that dies at any moment, a full disk included,
 leaves a directory that says so, with whatever was complete by then: a file is there whole or not at all. Tables of the
@@ -21,31 +22,39 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from shutil import rmtree
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
 
-from cbsim.results import columns, parquet
-from cbsim.results.columns import Column
+from cbsim.results import columns, metrics, on_disk, parquet
 from cbsim.results.metrics import Requests, Steps, token_times
-from cbsim.results.parquet import Ints, ParquetTable, TableError
-from cbsim.results.record import STATUSES, STEP_COLUMNS, Record, RequestRow
-from cbsim.scenario.errors import UserError
+from cbsim.results.on_disk import StepsOnDisk, TableFiles, unreadable
+from cbsim.results.parquet import Ints, TableError
+from cbsim.results.record import STATUSES, STEP_COLUMNS, Record
+from cbsim.results.requests import NUMBERS, RUNS, TEXTS, RequestTable
 
 SCHEMA_VERSION = parquet.SCHEMA_VERSION
 MARKER = "INCOMPLETE"
 PART = ".part"  # a file that is being written
-T = TypeVar("T")
-
-
-class RunError(UserError):
-    """A run directory that cannot be written or read; the message names file and reason."""
+STEP_PIECES, REQUEST_PIECES, TERMS = "steps", "requests", "pieces.json"
+PIECE = 1 << 17  # steps a piece, rows a group of a table: 36 MB of memory
+LARGE = 1 << 19  # rows of a table, beyond which columns are read when they are asked for
+COUNTERS: dict[str, Any] = {"use_dictionary": False, "column_encoding": "DELTA_BINARY_PACKED"}  # most columns of steps
+RunError = on_disk.RunError
 
 
 class RunWriter:
-    """Writes one run directory. It is marked as incomplete from its first moment until `complete` is called."""
+    """Writes one run directory. It is marked as incomplete from its first moment until `complete` is called.
+
+    `group` rows of a table lie together. `joined`: the tables have been made of pieces.
+    """
+
+    group = PIECE
+    joined = False
 
     def __init__(self, out: Path, name: str, digest: str, clock: datetime | None = None) -> None:
         """Creates `out`/<UTC>-<name>-<hash8>. Raises RunError if that cannot be done."""
@@ -73,19 +82,29 @@ class RunWriter:
     def environment(self, facts: Mapping[str, Any]) -> None:
         self._json("env.json", facts)
 
-    def tables(self, record: Record) -> tuple[list[RequestRow], Steps]:
+    def tables(self, record: Record) -> tuple[RequestTable, Steps]:
         """Write both tables of a record; returns what was written."""
         rows, steps = contents(record)
         self.steps(steps)
         self.requests(token_times(rows, steps))
         return rows, steps
 
-    def steps(self, steps: Steps) -> None:
-        counters = {"use_dictionary": False, "column_encoding": "DELTA_BINARY_PACKED"}  # most columns count upwards
-        self._write("steps.parquet", parquet.encoded(columns.STEPS, step_columns(steps), **counters))
+    def steps(self, steps: Steps, name: str = "steps.parquet") -> None:
+        if len(steps) <= self.group:
+            self._write(name, parquet.encoded(columns.STEPS, step_columns(steps), self.group, **COUNTERS))
+            return
+        parts = (steps.window(low, low + self.group) for low in range(0, len(steps), self.group))
+        groups = (parquet.table(columns.STEPS, step_columns(part)) for part in parts)
+        self.stream(name, partial(parquet.write_groups, columns=columns.STEPS, groups=groups, **COUNTERS))
 
     def requests(self, requests: Requests) -> None:
-        self._write("requests.parquet", parquet.encoded(columns.REQUESTS, request_columns(requests)))
+        self._write("requests.parquet", parquet.encoded(columns.REQUESTS, request_columns(requests), self.group))
+
+    def drop_pieces(self) -> None:
+        """The tables are whole, and the summary is there: what they were made of is not wanted any more."""
+        for name in (STEP_PIECES, REQUEST_PIECES):
+            rmtree(self.path / name, ignore_errors=True)
+        (self.path / TERMS).unlink(missing_ok=True)
 
     def summary(self, metrics: Mapping[str, Any]) -> None:
         self._json("summary.json", metrics)
@@ -94,6 +113,10 @@ class RunWriter:
         """Write any other file of the directory, `figures/...` included."""
         return self._write(name, content)
 
+    def stream(self, name: str, write: Callable[[IO[bytes]], None]) -> None:
+        """A file that `write` writes bit by bit."""
+        self._whole(name, lambda part: _streamed(part, write))
+
     def complete(self) -> None:
         (self.path / MARKER).unlink(missing_ok=True)
 
@@ -101,12 +124,15 @@ class RunWriter:
         self._write(name, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
     def _write(self, name: str, content: bytes) -> Path:
+        return self._whole(name, lambda part: part.write_bytes(content))
+
+    def _whole(self, name: str, write: Callable[[Path], object]) -> Path:
         path = self.path / name
         try:
             path.parent.mkdir(exist_ok=True)
             if name == MARKER:
                 path.touch()  # an empty marker is one, too, where there is no room for a reason
-            write_whole(path, content)
+            _whole(path, write)
         except OSError as error:
             raise RunError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
         return path
@@ -114,14 +140,23 @@ class RunWriter:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file under another name and give it its own when all of it is there. Raises OSError."""
+    _whole(path, lambda part: part.write_bytes(content))
+
+
+def _whole(path: Path, write: Callable[[Path], object]) -> None:
     part = path.with_name(f".{path.name}{PART}")
     try:
-        part.write_bytes(content)
+        write(part)
         part.replace(path)
     except BaseException:  # interrupted, too
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise
+
+
+def _streamed(part: Path, write: Callable[[IO[bytes]], None]) -> None:
+    with part.open("wb") as file:
+        write(file)
 
 
 def _fresh(path: Path) -> Path:
@@ -152,10 +187,10 @@ def _empty(path: Path) -> Path:
     return path
 
 
-def contents(record: Record) -> tuple[list[RequestRow], Steps]:
+def contents(record: Record) -> tuple[RequestTable, Steps]:
     """Both tables of a record, not copied: nothing may be recorded any more."""
     steps = Steps(np.frombuffer(record.steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
-    return record.requests(), steps
+    return RequestTable.of(record.requests()), steps
 
 
 def step_columns(steps: Steps) -> dict[str, Any]:
@@ -163,9 +198,17 @@ def step_columns(steps: Steps) -> dict[str, Any]:
     return {name: steps[name] for name in STEP_COLUMNS}
 
 
+def recorded_columns(requests: RequestTable) -> dict[str, Any]:
+    """The values by column of what a record says of requests."""
+    values: dict[str, Any] = {name: requests.numbers(name) for name in NUMBERS}
+    values |= {name: requests.texts(name) for name in TEXTS}
+    offsets = np.concatenate([[0], np.cumsum(requests.lengths)]).astype(np.int32)
+    return values | {RUNS: pa.ListArray.from_arrays(offsets, requests.runs)}
+
+
 def request_columns(requests: Requests) -> dict[str, Any]:
     """The request table's values by column; times that never happened are null."""
-    values: dict[str, Any] = {name: [getattr(row, name) for row in requests.rows] for name in RequestRow._fields}
+    values = recorded_columns(requests.rows)
     for name in ("scheduled_ns", "first_token_ns", "last_token_ns"):
         times = getattr(requests, name)
         values[name] = pa.array(times, mask=times < 0)
@@ -181,7 +224,7 @@ class Run:
     environment: dict[str, Any]
     summary: dict[str, Any]
     steps: Steps
-    requests: list[RequestRow]
+    requests: RequestTable
     incomplete: str | None
 
 
@@ -192,9 +235,13 @@ def load(path: Path, *, whole: bool = True) -> Run:
     if not path.is_dir():
         raise RunError(f"{path}: no such run directory", file=path)
     marker = path / MARKER
-    if marker.exists() and not (path / "summary.json").exists():
+    so_far = marker.exists() and not (path / "summary.json").exists()
+    if so_far and not (path / REQUEST_PIECES / _piece(0)).exists():
         raise RunError(f"{path}: incomplete, nothing to read yet: {_reason(marker)}", file=path)
-    summary = _read_json(path / "summary.json")
+    steps, requests = Steps(np.empty((0, len(STEP_COLUMNS)), dtype=np.int64)), RequestTable.of(())
+    if so_far:
+        steps, requests = steps_of_pieces(path), _requests_of_pieces(path)
+    summary = summary_so_far(path, requests, steps) if so_far else _read_json(path / "summary.json")
     version = summary.get("schema_version")
     if version != SCHEMA_VERSION:
         raise RunError(
@@ -204,7 +251,9 @@ def load(path: Path, *, whole: bool = True) -> Run:
             value=version,
             bound=str(SCHEMA_VERSION),
         )
-    steps, requests = _tables(path) if whole else (Steps(np.empty((0, len(STEP_COLUMNS)), dtype=np.int64)), [])
+    if whole and not so_far:
+        steps = _checked(read_steps([path / "steps.parquet"]))
+        requests = read_requests(path / "requests.parquet", len(steps))
     return Run(
         path,
         _read_text(path / "scenario.resolved.yaml"),
@@ -216,24 +265,15 @@ def load(path: Path, *, whole: bool = True) -> Run:
     )
 
 
-def _tables(path: Path) -> tuple[Steps, list[RequestRow]]:
-    steps = _read_table(path / "steps.parquet", columns.STEPS, _steps)
-    return steps, _read_table(path / "requests.parquet", columns.REQUESTS, lambda table: _requests(table, len(steps)))
-
-
 def _reason(marker: Path) -> str:
     return _read_text(marker).strip() or "no reason was written"
-
-
-def _unreadable(path: Path, error: OSError) -> RunError:
-    return RunError(f"{path}: cannot be read: {error.strerror or error}", file=path)
 
 
 def _read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     except UnicodeDecodeError:
         raise RunError(f"{path}: not UTF-8 text", file=path) from None
 
@@ -249,44 +289,49 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_table(path: Path, declared: Sequence[Column], make: Callable[[ParquetTable], T]) -> T:
-    """What `make` makes of a table."""
-    try:
-        with path.open("rb") as file:
-            return make(ParquetTable(file, declared))
-    except TableError as error:
-        raise RunError(f"{path}: {error}", file=path) from error
-    except OSError as error:
-        raise _unreadable(path, error) from error
+# -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _steps(table: ParquetTable) -> Steps:
-    """Column by column into one array, so that a long run is in memory once."""
-    values = np.empty((len(table["step"]), len(STEP_COLUMNS)), dtype=np.int64, order="F")
-    for i, name in enumerate(STEP_COLUMNS):
-        values[:, i] = table[name].to_numpy()
-    return Steps(values)
+def read_steps(files: Sequence[Path]) -> Steps:
+    """A step table, in memory if it is not a long one."""
+    steps = StepsOnDisk(TableFiles(files, columns.STEPS))
+    return steps if len(steps) > LARGE else Steps(steps.table)
 
 
-def _requests(table: ParquetTable, steps: int) -> list[RequestRow]:
-    """Rows that agree with a step table of so many steps."""
-    values = {name: table[name].to_numpy().tolist() for name in RequestRow._fields if name != "token_runs"}
-    names, index = values["id"], np.array(values["index"], dtype=np.int64)
+def _checked(steps: Steps) -> Steps:
+    """What is read later has been read once: a damaged file is refused now."""
+    if isinstance(steps, StepsOnDisk):
+        for name in STEP_COLUMNS:
+            steps[name]
+    return steps
+
+
+def read_requests(file: Path, steps: int | None = None) -> RequestTable:
+    """A request table, in memory if it is not a long one; checked against a step table of so many steps."""
+    files = TableFiles([file], columns.REQUESTS)
+    requests = on_disk.requests_on_disk(files) if len(files) > LARGE else on_disk.requests_of(files)
+    if steps is not None:
+        try:
+            _check_requests(requests, steps)
+        except TableError as error:
+            raise RunError(f"{file}: {error}", file=file) from error
+    return requests
+
+
+def _check_requests(requests: RequestTable, steps: int) -> None:
+    """Raise TableError unless they agree with a step table of so many steps."""
+    names, index, first = requests.texts("id"), requests.numbers("index"), requests.numbers("first_step")
     for at in np.flatnonzero(index[1:] <= index[:-1])[:1]:
         raise TableError(f"index of request {names[at + 1]} is {index[at + 1]}, expected more than {index[at]}")
-    for name, first, status in zip(names, values["first_step"], values["status"], strict=True):
-        if not -1 <= first < steps:
-            raise TableError(f"first_step of request {name} is {first}, expected -1 to {steps - 1}")
-        if status not in STATUSES:
-            raise TableError(f"status of request {name} is {status!r}, expected one of {', '.join(STATUSES)}")
-    lengths, flat = table.lists("token_runs")
-    _check_runs(names, lengths, flat, steps)
-    ends = np.cumsum(lengths)
-    values["token_runs"] = [flat[end - n : end].tolist() for end, n in zip(ends, lengths, strict=True)]
-    return [RequestRow(*row) for row in zip(*(values[name] for name in RequestRow._fields), strict=True)]
+    for at in np.flatnonzero((first < -1) | (first >= steps))[:1]:
+        raise TableError(f"first_step of request {names[at]} is {first[at]}, expected -1 to {steps - 1}")
+    for at in np.flatnonzero(~requests.is_in(STATUSES))[:1]:
+        status = requests.texts("status")[at].as_py()
+        raise TableError(f"status of request {names[at]} is {status!r}, expected one of {', '.join(STATUSES)}")
+    _check_runs(names, requests.lengths, requests.runs, steps)
 
 
-def _check_runs(names: list[str], lengths: Ints, flat: Ints, steps: int) -> None:
+def _check_runs(names: pa.Array, lengths: Ints, flat: Ints, steps: int) -> None:
     """Token runs are pairs of a first step and a count, at least 1, one behind the other, inside the step table."""
     odd = np.flatnonzero(lengths % 2)
     if len(odd):
@@ -301,3 +346,54 @@ def _check_runs(names: list[str], lengths: Ints, flat: Ints, steps: int) -> None
             f"token_runs of request {names[owner[at]]} has {count[at]} steps from step {first[at]} on, "
             f"expected 1 or more between {least[at]} and {steps - 1}"
         )
+
+
+# -- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def _piece(number: int) -> str:
+    return f"{number:06}.parquet"
+
+
+def step_pieces(path: Path) -> TableFiles:
+    """The pieces of a step table whose requests are there as well."""
+    last = max(file.name for file in (path / REQUEST_PIECES).glob("*.parquet"))
+    return TableFiles([file for file in _pieces(path / STEP_PIECES) if file.name <= last], columns.STEPS)
+
+
+def request_pieces(path: Path) -> TableFiles:
+    return TableFiles(_pieces(path / REQUEST_PIECES), columns.RECORDED)
+
+
+def _pieces(folder: Path) -> list[Path]:
+    return sorted(folder.glob("[0-9]*.parquet"))
+
+
+def last_rows(files: TableFiles) -> Ints:
+    """Positions of the rows that count, in order of index: of several rows of a request the last one."""
+    index = files["index"].to_numpy()
+    order = np.argsort(index, kind="stable")
+    last: Ints = order[np.append(index[order][1:] != index[order][:-1], True)[: len(order)]]
+    return last
+
+
+def steps_of_pieces(path: Path) -> Steps:
+    """The steps until now of a run that is under way."""
+    return StepsOnDisk(step_pieces(path))
+
+
+def _requests_of_pieces(path: Path) -> RequestTable:
+    """Its requests, as they were after these steps."""
+    files = request_pieces(path)
+    return on_disk.requests_of(files).rows(last_rows(files))
+
+
+def summary_so_far(path: Path, requests: RequestTable, steps: Steps) -> dict[str, Any]:
+    """What summary.json would say of these tables, had the run been interrupted here."""
+    terms = _read_json(path / TERMS)
+    counted: dict[str, Any] = terms["counted"]
+    if counted["window_s"] is not None:
+        low, high = counted["window_s"]
+        counted["window_s"] = (-np.inf if low is None else low, np.inf if high is None else high)
+    about: dict[str, Any] = terms["about"]
+    return about | metrics.summarise(requests, steps, **counted)

@@ -14,6 +14,8 @@ import numpy.typing as npt
 from cbsim.results.metrics import Steps
 from cbsim.results.record import LANES, PHASES
 
+AT_ONCE = 1 << 18  # steps
+NEVER_NS = (1 << 63) - 1
 Ints = npt.NDArray[np.int64]
 Checked = Ints | npt.NDArray[np.bool_]
 
@@ -88,11 +90,28 @@ def _lanes(steps: Steps, overlap: bool) -> None:
 
 
 def _lane(steps: Steps, names: Sequence[str]) -> None:
-    starts = np.concatenate([steps[f"{name}_start_ns"] for name in names])
-    ends = np.concatenate([steps[f"{name}_end_ns"] for name in names])
-    order = np.lexsort((ends, starts))
-    lane = " + ".join(names)
-    _at_most(f"{lane}: one thing at a time, in order of start", ends[order][:-1], starts[order][1:])
+    """Some steps at a time: what starts before all that follows them is in order and can be checked."""
+    rule = f"{' + '.join(names)}: one thing at a time, in order of start"
+    lows = np.arange(0, len(steps), AT_ONCE)
+    starts = ends = np.empty(0, dtype=np.int64)
+    for low, following in zip(lows, _following(steps, names, lows), strict=True):
+        block = steps.window(int(low), int(low) + AT_ONCE)
+        starts = np.concatenate([starts, *(block[f"{name}_start_ns"] for name in names)])
+        ends = np.concatenate([ends, *(block[f"{name}_end_ns"] for name in names)])
+        order = np.lexsort((ends, starts))
+        starts, ends = starts[order], ends[order]
+        known = int(np.searchsorted(starts, following))  # these, and the first of those after them
+        _at_most(rule, ends[: min(known, len(ends) - 1)], starts[1 : known + 1])
+        starts, ends = starts[max(known - 1, 0) :], ends[max(known - 1, 0) :]
+
+
+def _following(steps: Steps, names: Sequence[str], lows: Ints) -> Ints:
+    """For each block of steps, by its first, when the earliest of all that come after the block starts."""
+    if not len(lows):
+        return lows
+    firsts = np.min([np.minimum.reduceat(steps[f"{name}_start_ns"], lows) for name in names], axis=0)
+    earliest: Ints = np.minimum.accumulate(firsts[::-1])[::-1]
+    return np.append(earliest[1:], NEVER_NS)
 
 
 def _dependencies(steps: Steps) -> None:

@@ -1,13 +1,17 @@
 """From what happened to numbers: one definition of every metric, for simulated and measured runs alike.
 
-Percentiles are numpy's `linear`. A request's token times are the ends of the steps that delivered them. The span of a
-run is from the first arrival to the end of the last step. All results are plain numbers in seconds, tokens and shares.
+Percentiles are numpy's `linear`, of all values: those of one distribution at a time are sorted in memory, and of token
+gaps each distinct one and how often it occurs. Columns of long runs are read one after the other.
+
+A request's token times are the ends of the steps that delivered them. The span of a run is from the first arrival to
+the end of the last step. All results are plain numbers in seconds, tokens and shares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,7 @@ import numpy.typing as npt
 
 from cbsim.results.columns import NS
 from cbsim.results.record import PHASES, STATUSES, STEP_COLUMNS, Record, RequestRow
+from cbsim.results.requests import ENDED, RequestTable
 
 PERCENTILE_METHOD = "linear"
 QUANTILES = (50, 90, 95, 99)
@@ -23,73 +28,101 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
 class Steps:
     """The step table as columns."""
 
-    table: Ints
+    def __init__(self, table: Ints) -> None:
+        self._table = table
 
     @classmethod
     def of(cls, record: Record) -> Steps:
         """Those that a record holds by now: a copy."""
         return cls(np.frombuffer(bytes(record.steps), dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
 
+    @property
+    def table(self) -> Ints:
+        """All columns in the order of STEP_COLUMNS."""
+        return self._table
+
     def __getitem__(self, column: str) -> Ints:
-        values: Ints = self.table[:, STEP_COLUMNS.index(column)]
+        values: Ints = self._table[:, STEP_COLUMNS.index(column)]
         return values
 
     def __len__(self) -> int:
-        return len(self.table)
+        return len(self._table)
+
+    def window(self, low: int, high: int) -> Steps:
+        """Steps low:high."""
+        return Steps(self._table[low:high])
 
     def lane(self, name: str) -> Ints:
         """Busy nanoseconds of a lane or phase, step by step."""
         return self[f"{name}_end_ns"] - self[f"{name}_start_ns"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Requests:
-    """The request table as columns, in order of index. Times that never happened are -1."""
+    """The request table with what follows from the steps, in order of index. Times that never happened are -1."""
 
-    rows: Sequence[RequestRow]
-    arrival_ns: Ints
-    queued_ns: Ints
+    rows: RequestTable
     scheduled_ns: Ints
     first_token_ns: Ints
     last_token_ns: Ints
     generated: Ints
-    gaps_ns: Ints  # distinct gaps between tokens of a request ...
-    gap_counts: Ints  # ... and how often each occurred
+    ended_ns: Ints  # of every step
+
+    @property
+    def arrival_ns(self) -> Ints:
+        return self.rows.numbers("arrival_ns")
+
+    @property
+    def queued_ns(self) -> Ints:
+        return self.rows.numbers("queued_ns")
 
     @property
     def done(self) -> npt.NDArray[np.bool_]:
         """Requests that ended with their last token."""
-        return np.array([row.status in ("length", "stop") for row in self.rows], dtype=bool)
+        return self.rows.is_in(ENDED)
+
+    @cached_property
+    def gaps(self) -> tuple[Ints, Ints]:
+        """Distinct gaps between tokens of a request, and how often each occurred."""
+        return _gaps(self.rows, self.ended_ns)
+
+    @property
+    def gaps_ns(self) -> Ints:
+        return self.gaps[0]
+
+    @property
+    def gap_counts(self) -> Ints:
+        return self.gaps[1]
 
 
 def token_times(rows: Sequence[RequestRow], steps: Steps) -> Requests:
     """Derive every time of a request from the steps whose tokens it received."""
-    started, ended = steps["schedule_start_ns"], steps["update_end_ns"]
-    lengths = np.array([len(row.token_runs) // 2 for row in rows], dtype=np.int64)
-    flat = np.array([n for row in rows for n in row.token_runs], dtype=np.int64).reshape(-1, 2)
-    first, last = flat[:, 0], flat.sum(axis=1) - 1
-    ends = np.cumsum(lengths)
-    has = lengths > 0
-    column = np.full(len(rows), -1, dtype=np.int64)
-    first_token, last_token, scheduled = column.copy(), column.copy(), column.copy()
-    first_token[has] = ended[first[(ends - lengths)[has]]]
-    last_token[has] = ended[last[ends[has] - 1]]
-    admitted = np.array([row.first_step for row in rows], dtype=np.int64)
+    return times(RequestTable.of(rows), steps["schedule_start_ns"], steps["update_end_ns"])
+
+
+def times(table: RequestTable, started: Ints, ended: Ints) -> Requests:
+    """Likewise, from when the steps started and ended."""
+    lengths, flat = table.lengths // 2, table.runs.reshape(-1, 2)
+    ends, has = np.cumsum(lengths), lengths > 0
+    column = np.full(len(table), -1, dtype=np.int64)
+    first, last, scheduled = column.copy(), column.copy(), column.copy()
+    first[has] = ended[flat[(ends - lengths)[has], 0]]
+    last[has] = ended[flat[ends[has] - 1].sum(axis=1) - 1]
+    admitted = table.numbers("first_step")
     scheduled[admitted >= 0] = started[admitted[admitted >= 0]]
-    owner = np.repeat(np.arange(len(rows)), lengths)
-    gaps, counts = _gaps(first, last, owner, ended)
-    generated = np.bincount(owner, weights=flat[:, 1], minlength=len(rows)).astype(np.int64)
-    arrival = np.array([row.arrival_ns for row in rows], dtype=np.int64)
-    queued = np.array([row.queued_ns for row in rows], dtype=np.int64)
-    return Requests(rows, arrival, queued, scheduled, first_token, last_token, generated, gaps, counts)
+    owner = np.repeat(np.arange(len(table)), lengths)
+    generated = np.bincount(owner, weights=flat[:, 1], minlength=len(table)).astype(np.int64)
+    return Requests(table, scheduled, first, last, generated, ended)
 
 
-def _gaps(first: Ints, last: Ints, owner: Ints, ended: Ints) -> tuple[Ints, Ints]:
+def _gaps(table: RequestTable, ended: Ints) -> tuple[Ints, Ints]:
     """Gaps between successive tokens: inside a run of steps by counting runs, between runs one by one."""
+    flat = table.runs.reshape(-1, 2)
+    first, last = flat[:, 0], flat.sum(axis=1) - 1
+    owner = np.repeat(np.arange(len(table)), table.lengths // 2)
     change = np.zeros(len(ended) + 1, dtype=np.int64)
     np.add.at(change, first + 1, 1)
     np.add.at(change, last + 1, -1)
@@ -103,14 +136,13 @@ def _gaps(first: Ints, last: Ints, owner: Ints, ended: Ints) -> tuple[Ints, Ints
 
 def distribution(values: Floats, counts: Ints | None = None) -> dict[str, Any]:
     """n, mean, std, min, max and percentiles of `values`, each occurring `counts` times; {"n": 0} if there are none."""
-    counts = np.ones(len(values), dtype=np.int64) if counts is None else counts
-    total = int(counts.sum())
+    values, counts = _in_order(values, counts)
+    upto = None if counts is None else np.cumsum(counts)
+    total = len(values) if upto is None else int(upto[-1:].sum())
     if not total:
         return {"n": 0}
-    order = np.argsort(values, kind="stable")
-    values, upto = values[order], np.cumsum(counts[order])
-    mean = float(np.average(values, weights=counts[order]))
-    spread = float(np.sqrt(np.average((values - mean) ** 2, weights=counts[order])))
+    mean = float(np.average(values, weights=counts))
+    spread = float(np.sqrt(np.average((values - mean) ** 2, weights=counts)))
     result: dict[str, Any] = {
         "n": total,
         "mean": mean,
@@ -120,10 +152,18 @@ def distribution(values: Floats, counts: Ints | None = None) -> dict[str, Any]:
     }
     for q in QUANTILES:
         rank = q / 100 * (total - 1)
-        low, high = values[np.searchsorted(upto, [int(rank), min(int(rank) + 1, total - 1)], side="right")]
+        ranks = [int(rank), min(int(rank) + 1, total - 1)]
+        low, high = values[ranks if upto is None else np.searchsorted(upto, ranks, side="right")]
         result[f"p{q}"] = float(low + (high - low) * (rank - int(rank)))
     result["too_few_for"] = [name for name, needed in SAMPLES_NEEDED.items() if total < needed]
     return result
+
+
+def _in_order(values: Floats, counts: Ints | None) -> tuple[Floats, Ints | None]:
+    if counts is None:
+        return np.sort(values), None
+    order = np.argsort(values, kind="stable")
+    return values[order], counts[order]
 
 
 def summarise(
@@ -140,29 +180,37 @@ def summarise(
     Latencies and SLOs are those of requests arriving in `window_s`, everything else is the whole run's. The summary
     names the window, null for an open end.
     """
-    requests = counted = token_times(rows, steps)
-    start = int(requests.arrival_ns.min()) if len(requests.rows) else 0
+    table = RequestTable.of(rows)
+    start = int(table.numbers("arrival_ns").min()) if len(table) else 0
     end = max(int(steps["update_end_ns"].max()), start) if len(steps) else start
     span_ns, counted_ns = end - start, float(end - start)
+    machine = _machine(steps, span_ns, total_blocks)  # before the requests' columns are in memory
+    requests = counted = token_times(table, steps)
     if window_s is not None:
         low, high = (edge * NS for edge in window_s)
-        counted = token_times([row for row in rows if low <= row.arrival_ns < high], steps)
+        inside = (requests.arrival_ns >= low) & (requests.arrival_ns < high)
+        counted = token_times(table.rows(inside), steps)
         counted_ns = max(min(high, end) - max(low, start), 0.0)
     latency = latencies(counted)
     summary: dict[str, Any] = {"percentile_method": PERCENTILE_METHOD, "total_blocks": total_blocks}
-    summary |= {"window_s": window_s and [edge if np.isfinite(edge) else None for edge in window_s]}
+    summary |= {"window_s": named_window(window_s)}
     summary |= {"makespan_s": span_ns / NS, "steps": len(steps)}
     summary |= _counts(requests)
     summary |= _throughput(requests, steps, span_ns / NS)
     summary |= {name: distribution(values) for name, values in latency.items()}
     summary["itl_s"] = distribution(counted.gaps_ns / NS, counted.gap_counts)
-    summary |= _machine(steps, span_ns, total_blocks)
+    summary |= machine
     summary |= _waste(requests, steps)
     if slo:
         summary["slo"] = attainment(counted, slo, counted_ns / NS)
     if price_usd_hour is not None:
         summary["cost"] = _price(summary, price_usd_hour)
     return summary
+
+
+def named_window(window_s: tuple[float, float] | None) -> list[float | None] | None:
+    """A window as files have it: null for an open end."""
+    return window_s and [edge if np.isfinite(edge) else None for edge in window_s]
 
 
 def latencies(requests: Requests) -> dict[str, Floats]:
@@ -197,14 +245,12 @@ def attainment(requests: Requests, slo: Mapping[str, float], span_s: float) -> d
 
 def _counts(requests: Requests) -> dict[str, Any]:
     """Requests that the server has got, by how they ended."""
-    by_status = dict.fromkeys(STATUSES, 0)
-    for row in requests.rows:
-        by_status[row.status] += 1
+    by_status = {status: int(requests.rows.is_in((status,)).sum()) for status in STATUSES}
     return {"requests": len(requests.rows), "requests_by_status": by_status}
 
 
 def _throughput(requests: Requests, steps: Steps, span_s: float) -> dict[str, Any]:
-    prompt = sum(row.prompt_tokens for row in requests.rows if row.status in ("length", "stop"))
+    prompt = int(requests.rows.numbers("prompt_tokens")[requests.done].sum())
     output = int(requests.generated.sum())
     rate = 1 / span_s if span_s else 0.0
     return {
@@ -222,20 +268,34 @@ def _machine(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
     """Shares of the span. KV use lasts from one plan to the next, or to the end of the step if nothing follows it."""
     if not len(steps) or not span_ns:
         return {"gpu_active": 0.0, "cpu_busy": 0.0, "bubble_s": 0.0}
-    compute = steps.lane("compute")
     phases = {name: int(steps.lane(name).sum()) / span_ns for name in PHASES}
-    ran = steps["rows"] > 0
-    used = steps["used_blocks"] / max(total_blocks, 1)
-    starts, ends = steps["schedule_start_ns"], steps["update_end_ns"]
-    lasted = np.minimum(np.append(starts[1:], ends[-1]), ends) - starts
+    gpu_active, bubble_s, step_time = _compute(steps, span_ns)
     return {
-        "gpu_active": int(compute.sum()) / span_ns,
-        "bubble_s": _idle_ns(steps, np.flatnonzero(ran)) / NS,
+        "gpu_active": gpu_active,
+        "bubble_s": bubble_s,
         "cpu_busy": sum(share for name, share in phases.items() if name != "await"),
         "cpu_shares": phases,
-        "step_time_s": distribution(compute[ran] / NS),
+        "step_time_s": step_time,
         "rows_per_step": float(steps["rows"].mean()),
         "tokens_per_step": float(steps["tokens"].mean()),
+        **_held(steps, span_ns, total_blocks),
+    }
+
+
+def _compute(steps: Steps, span_ns: int) -> tuple[float, float, dict[str, Any]]:
+    """Of the compute lane: its share of the span, seconds of bubbles, and the times of steps with rows."""
+    compute, ran = steps.lane("compute"), steps["rows"] > 0
+    active, bubble_s = int(compute.sum()) / span_ns, _idle_ns(steps, np.flatnonzero(ran)) / NS
+    return active, bubble_s, distribution(compute[ran] / NS)
+
+
+def _held(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
+    """What lasts from one plan to the next: blocks in use, and requests that wait."""
+    starts, ends = steps["schedule_start_ns"], steps["update_end_ns"]
+    lasted = np.minimum(np.append(starts[1:], ends[-1]), ends) - starts
+    del starts, ends
+    used = steps["used_blocks"] / max(total_blocks, 1)
+    return {
         "kv_utilisation": {"mean": float(used @ lasted) / span_ns, "max": float(used.max())},
         "waiting": {"mean": int(steps["waiting"] @ lasted) / span_ns},
     }
@@ -252,8 +312,9 @@ def _idle_ns(steps: Steps, ran: Ints) -> int:
 def _waste(requests: Requests, steps: Steps) -> dict[str, Any]:
     """Work that produced nothing, and work that was spared."""
     computed, useful = int(steps["padded_tokens"].sum()), int(steps["tokens"].sum())
-    prompts = sum(row.prompt_tokens for row in requests.rows if row.first_step >= 0)
-    hits = sum(row.cached_tokens for row in requests.rows)
+    table = requests.rows
+    prompts = int(table.numbers("prompt_tokens")[table.numbers("first_step") >= 0].sum())
+    hits = int(table.numbers("cached_tokens").sum())
     return {
         "computed_tokens": computed,
         "padding_tokens": computed - useful,

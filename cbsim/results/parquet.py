@@ -5,7 +5,7 @@ Pages carry checksums, so a file that was damaged is noticed. The same values gi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any
 
 import numpy as np
@@ -49,12 +49,20 @@ def table(columns: Sequence[Column], values: Mapping[str, Any]) -> pa.Table:
     return pa.table({column.name: values[column.name] for column in columns}, schema=schema(columns))
 
 
-def encoded(columns: Sequence[Column], values: Mapping[str, Any], **options: Any) -> bytes:
-    """A parquet file of `values`."""
+def encoded(columns: Sequence[Column], values: Mapping[str, Any], group: int = 1 << 20, **options: Any) -> bytes:
+    """A parquet file of `values`, in groups of so many rows."""
     sink = pa.BufferOutputStream()
-    pq.write_table(table(columns, values), sink, compression="zstd", write_page_checksum=True, **options)
+    made = table(columns, values)
+    pq.write_table(made, sink, row_group_size=group, compression="zstd", write_page_checksum=True, **options)
     content: bytes = sink.getvalue().to_pybytes()
     return content
+
+
+def write_groups(file: IO[bytes], columns: Sequence[Column], groups: Iterable[pa.Table], **options: Any) -> None:
+    """The file that `encoded` makes of the tables as one; they come one by one, each a group."""
+    with pq.ParquetWriter(file, schema(columns), compression="zstd", write_page_checksum=True, **options) as out:
+        for group in groups:
+            out.write_table(group)
 
 
 class ParquetTable:
@@ -74,6 +82,9 @@ class ParquetTable:
             raise _broken(error) from error
         self._check(arrow)
 
+    def __len__(self) -> int:
+        return self._rows
+
     def __getitem__(self, name: str) -> pa.ChunkedArray:
         try:
             values = self._file.read(columns=[name]).column(name)
@@ -87,25 +98,42 @@ class ParquetTable:
             raise TableError(f"column {name} has {least}, expected 0 or more {self._columns[name].unit}")
         return values
 
+    def rows(self, low: int, high: int) -> pa.Table:
+        """Rows low:high, every declared column of them; only the groups that they lie in are read."""
+        sizes = [self._file.metadata.row_group(i).num_rows for i in range(self._file.metadata.num_row_groups)]
+        ends = np.cumsum(sizes)
+        groups = np.flatnonzero((ends > low) & (ends - sizes < high))
+        try:
+            read = self._file.read_row_groups(groups.tolist(), columns=list(self._columns))
+        except BROKEN as error:
+            raise _broken(error) from error
+        before = int(ends[groups[0]] - sizes[groups[0]]) if len(groups) else 0
+        return read.slice(low - before, high - low)
+
     def lists(self, name: str) -> tuple[Ints, Ints]:
         """A column of lists of integers, as the length of each list and the items of all."""
-        values = self[name]
-        items = pc.list_flatten(values)
-        if items.null_count:
-            raise TableError(f"column {name} has {items.null_count} nulls in its lists, expected none")
-        return pc.list_value_length(values).to_numpy(), items.to_numpy()
+        lengths, items = lists(values := self[name])
+        if nulls := pc.list_flatten(values).null_count:
+            raise TableError(f"column {name} has {nulls} nulls in its lists, expected none")
+        return lengths, items
 
     def _check(self, arrow: pa.Schema) -> None:
         version = (arrow.metadata or {}).get(_VERSION_KEY, str(SCHEMA_VERSION).encode()).decode(errors="replace")
         if version != str(SCHEMA_VERSION):
             raise TableError(refused_version(version))
+        names = arrow.names
         for column in self._columns.values():
-            count = arrow.names.count(column.name)
+            count = names.count(column.name)
             if count != 1:
                 raise TableError(f"column {column.name} is {'there twice' if count else 'missing'}")
             kind = _name(arrow.field(column.name).type)
             if kind != column.type:
                 raise TableError(f"column {column.name} is {kind}, expected {column.type}")
+
+
+def lists(values: pa.ChunkedArray) -> tuple[Ints, Ints]:
+    """Lists of integers, as the length of each list and the items of all."""
+    return pc.list_value_length(values).to_numpy(), pc.list_flatten(values).to_numpy()
 
 
 def _broken(error: Exception) -> TableError:

@@ -2,12 +2,13 @@
 
 Both worlds fill the same record, so a simulated and a measured run have the same columns; columns.py says what each
 holds. All times are integer nanoseconds since the start of the run. Step rows are kept packed, because a run may have a
-million of them.
+million of them. A record that has a sink hands it the steps and the requests that are over, from time to time, and
+forgets them: then it holds no more than what runs and waits, and the steps since the last time.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from librt.strings import BytesWriter, write_i64_le
 
@@ -74,8 +75,19 @@ class RequestRow(NamedTuple):
     token_runs: list[int]
 
 
+class Sink(Protocol):
+    """Where the tables of a long run go while it works (pieces.py)."""
+
+    def take(self, steps: bytearray, rows: list[RequestRow]) -> None:
+        """The next steps, and requests as they are after them. A later row of a request takes the place of others."""
+
+
+NEVER_BYTES = 1 << 60
+STEP_BYTES = 8 * len(STEP_COLUMNS)
+
+
 class Record:
-    """The run so far. `total_blocks` is the size of the KV cache."""
+    """The run so far, but for what its sink has taken. `total_blocks` is the size of the KV cache."""
 
     def __init__(self, total_blocks: int) -> None:
         self.total_blocks = total_blocks
@@ -88,23 +100,62 @@ class Record:
         self._queued: dict[RequestSpec, tuple[int, int]] = {}  # -> (poll, time)
         self._first_step: dict[RequestSpec, int] = {}
         self._requests: dict[RequestSpec, Request] = {}
+        self._sink: Sink | None = None
+        self._full_bytes = NEVER_BYTES  # of steps, from which on the sink takes them
+        self._taken_steps = 0  # by the sink
+        self._admitted = 0  # requests, ever
+        self._going: list[Request] = []  # of these, those that had not ended when somebody asked last, and newer ones
+        self._turned_away = 0  # requests that were forgotten without having been admitted
+        self._told_polls = 0  # polls whose requests the sink has heard of
 
     @property
     def step_count(self) -> int:
-        return len(self.steps) // (8 * len(STEP_COLUMNS))
+        return self._taken_steps + len(self.steps) // STEP_BYTES
 
     @property
     def finished_count(self) -> int:
+        self._going = [request for request in self._going if request.finish is None]
         never_admitted = sum(spec not in self._requests for spec in {**self.refusals, **self.cancels})
-        return sum(r.finish is not None for r in self._requests.values()) + never_admitted
+        return self._admitted - len(self._going) + self._turned_away + never_admitted
+
+    def hand_to(self, sink: Sink, steps: int) -> None:
+        """From now on `sink` takes what is over, whenever there are so many steps."""
+        self._sink, self._full_bytes = sink, steps * STEP_BYTES
+
+    def hand_over(self) -> None:
+        """Give the sink the steps, and a row of every request that it does not know as it is; forget what is over."""
+        assert self._sink is not None
+        rows: list[RequestRow] = []
+        for spec, (poll, _) in list(self._queued.items()):
+            over, admitted = self._over(spec), spec in self._requests
+            if over or admitted or poll > self._told_polls:
+                rows.append(self._row(spec))
+            if over:
+                self._forget(spec)
+        self._going = [request for request in self._going if request.finish is None]
+        self._taken_steps, self._told_polls = self.step_count, self.polls
+        steps, self.steps = self.steps, bytearray()
+        self._sink.take(steps, rows)
+
+    def _over(self, spec: RequestSpec) -> bool:
+        """Will the row of a request never change again? Asked between steps."""
+        request = self._requests.get(spec)
+        if request is None:
+            return spec in self.refusals or spec in self.cancels
+        return request.finish is not None
+
+    def _forget(self, spec: RequestSpec) -> None:
+        del self._queued[spec]
+        if self._requests.pop(spec, None) is None:
+            self._turned_away += 1
+        self._first_step.pop(spec, None)
+        self.refusals.pop(spec, None)
+        self.failures.pop(spec, None)
+        self.cancels.pop(spec, None)
 
     def queued(self, spec: RequestSpec, now_ns: int) -> None:
         """The scheduler got a request, in poll number `polls`."""
         self._queued[spec] = (self.polls, now_ns)
-
-    def knows(self, spec: RequestSpec) -> bool:
-        """Has the scheduler got this request?"""
-        return spec in self._queued
 
     def cancelled(self, spec: RequestSpec) -> bool:
         """A client gave a request up, in poll number `polls`. False if it is over already, or has not come yet."""
@@ -125,8 +176,12 @@ class Record:
 
     def admitted(self, request: Request, step: int) -> None:
         """First row of a request since it was queued or preempted."""
-        self._first_step.setdefault(request.spec, step)
+        if request.spec in self._requests:
+            return
+        self._first_step[request.spec] = step
         self._requests[request.spec] = request
+        self._going.append(request)
+        self._admitted += 1
 
     def applied(self, plan: StepPlan, outcome: Outcome, times: StepTimes) -> None:
         """A step is over."""
@@ -163,9 +218,11 @@ class Record:
         write_i64_le(row, plan.digest())
         _write_times(row, times)
         self.steps += row.getvalue()  # at once: an interrupt leaves whole rows
+        if len(self.steps) >= self._full_bytes:
+            self.hand_over()
 
     def requests(self) -> list[RequestRow]:
-        """A row for every request that was queued or refused, in order of index."""
+        """A row for every request that was queued or refused and is not forgotten, in order of index."""
         rows = [self._row(spec) for spec in self._queued]
         return sorted(rows)
 

@@ -14,17 +14,17 @@ DETAILS = ("rows", "decode_rows", "prefill_tokens", "padded_tokens", "context_to
 
 def chrome_trace(steps: Steps, window: tuple[int, int], title: str) -> bytes:
     """Gzipped JSON of steps window[0]:window[1]. Times are microseconds, as the format wants."""
-    low, high = window
+    shown = steps.window(*window)
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": title}}]
     for tid, lane in enumerate(("cpu", *LANES)):
         events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": lane}})
         events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
-    numbers = steps["step"][low:high].tolist()
-    details = {name: steps[name][low:high].tolist() for name in DETAILS}
+    numbers = shown["step"].tolist()
+    details = {name: shown[name].tolist() for name in DETAILS}
     for name in (*PHASES, *LANES):
         tid = 0 if name in PHASES else 1 + LANES.index(name)
-        starts = steps[f"{name}_start_ns"][low:high].tolist()
-        ends = steps[f"{name}_end_ns"][low:high].tolist()
+        starts = shown[f"{name}_start_ns"].tolist()
+        ends = shown[f"{name}_end_ns"].tolist()
         for i, step in enumerate(numbers):
             if ends[i] == starts[i]:
                 continue

@@ -5,7 +5,8 @@ Every driver takes its polls from here, so who comes in when is decided once for
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
 from typing import Any, Protocol
 
 from cbsim.policy.request import RequestSpec
@@ -18,8 +19,8 @@ class Client(Protocol):
     """Where requests come from. The workload of a scenario is one."""
 
     @property
-    def open(self) -> list[RequestSpec]:
-        """Requests whose arrival does not depend on the server."""
+    def open(self) -> Sequence[RequestSpec]:
+        """Requests whose arrival does not depend on the server, in order of (arrival, index)."""
 
     @property
     def cancels(self) -> list[tuple[int, RequestSpec]]:
@@ -30,14 +31,20 @@ class Client(Protocol):
 
 
 class Inbox:
-    """The requests and cancellations of one run. What is handed out is noted in the record, under its poll number."""
+    """The requests and cancellations of one run. What is handed out is noted in the record, under its poll number.
 
-    def __init__(self, client: Client, record: Record) -> None:
+    `coming` are the requests of `client.open` one by one, where nobody else has to know them.
+    """
+
+    def __init__(self, client: Client, record: Record, coming: Iterator[RequestSpec] | None = None) -> None:
         self._client, self._record = client, record
-        self._waiting = [(s.arrival_ns, s.index, s) for s in client.open]
-        heapify(self._waiting)
+        self._coming = iter(client.open) if coming is None else coming
+        self._left = len(client.open)  # of those, how many have not come up yet
+        self._up: RequestSpec | None = None  # the one that has come up last
+        self._waiting: list[tuple[int, int, RequestSpec]] = []  # that one, and whoever follows others
         self._cancels = client.cancels[::-1]
-        self.due_ns = self._waiting[0][0] if self._waiting else NEVER_NS  # earliest arrival
+        self.due_ns = NEVER_NS  # earliest arrival
+        self._come_up()
         self.quits = bool(self._cancels)  # may anybody still give up?
         self.news: Any = None  # of an inbox that is fed while the server runs: an event, the next request or the end
 
@@ -47,7 +54,15 @@ class Inbox:
 
     def __len__(self) -> int:
         """Requests that have been sent and not taken in, or will be sent at a known time."""
-        return len(self._waiting)
+        return len(self._waiting) + self._left
+
+    def _come_up(self) -> None:
+        """The next of those who come by themselves waits with the others: they are in order."""
+        self._up = next(self._coming, None)
+        if self._up is not None:
+            self._left -= 1
+            heappush(self._waiting, (self._up.arrival_ns, self._up.index, self._up))
+        self.due_ns = self._waiting[0][0] if self._waiting else NEVER_NS
 
     def put(self, spec: RequestSpec) -> None:
         """A request that arrives at its `arrival_ns`."""
@@ -59,7 +74,10 @@ class Inbox:
         arrived = []
         while self.due_ns <= now_ns:
             spec = heappop(self._waiting)[2]
-            self.due_ns = self._waiting[0][0] if self._waiting else NEVER_NS
+            if spec is self._up:
+                self._come_up()
+            else:
+                self.due_ns = self._waiting[0][0] if self._waiting else NEVER_NS
             self._record.queued(spec, now_ns)
             arrived.append(spec)
         return arrived
@@ -75,7 +93,7 @@ class Inbox:
             if self._record.cancelled(spec):
                 due.append(spec)
                 self.ended(spec, now_ns)
-            elif at_ns >= spec.arrival_ns and not self._record.knows(spec):
+            elif at_ns >= spec.arrival_ns >= self.due_ns:  # it has been sent and not been taken in
                 early.append((at_ns, spec))
         self._cancels += reversed(early)
         self.quits = bool(self._cancels)

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 from cbsim.server.running import Session
 
+SOON_S = 1.0  # before, nobody can say how long it will take
+
 
 class Progress:
     """A line on stderr that says how far a run is: rewritten in place on a terminal, else a line now and then."""
@@ -52,11 +54,21 @@ class Progress:
 
     def _write(self, now_ns: int, end: str) -> None:
         record, spent = self._server.record, time.monotonic() - self._start
-        text = f"{self._label}: {record.finished_count:,} of {self._total:,} requests, {record.step_count:,} steps, "
+        finished = record.finished_count
+        text = f"{self._label}: {finished:,} of {self._total:,} requests, {record.step_count:,} steps, "
         if self._measured:
             rate = record.sampled_tokens / (now_ns / 1e9) if now_ns else 0.0
             text += f"{now_ns / 1e9:,.1f} s, {rate:,.0f} tokens/s"
         else:
             text += f"{now_ns / 1e9:,.1f} s simulated in {spent:.1f} s"
+        if 0 < finished < self._total and spent > SOON_S:
+            text += f", {_roughly(spent * (self._total - finished) / finished)} left"
         sys.stderr.write(f"\r{text}\x1b[K{end}" if self._live else f"{text}{end}")
         sys.stderr.flush()
+
+
+def _roughly(seconds: float) -> str:
+    """As far as an estimate goes: "40 s", "3 min", "2.5 h"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

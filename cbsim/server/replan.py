@@ -7,22 +7,28 @@ for one measured on hardware alike, and is how the two are shown to have run the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from cbsim.policy.loop import Await, Landed, Launch, Poll, Polled, serve
 from cbsim.policy.plan import StepPlan, StepResult
 from cbsim.policy.request import Finish, RequestSpec
 from cbsim.results import directory
 from cbsim.results.directory import Run, RunError
-from cbsim.results.record import RequestRow
+from cbsim.results.metrics import Ints
+from cbsim.results.requests import RequestTable
 from cbsim.scenario.scenario import depth, load
 from cbsim.server import assemble
 from cbsim.workload import generators
 
 OWN = "cbengine"  # of the engines, the one that runs our policies; a simulated run names none
+Find = Callable[[int], RequestSpec | None]
+READ_TOGETHER = 1 << 14  # steps
+NEVER = 1 << 63
 COMPARED = (
     *("rows", "decode_rows", "prefill_tokens", "tokens", "new_blocks", "used_blocks"),
     *("cached_blocks", "running", "waiting", "preempted", "plan_hash"),
@@ -45,17 +51,18 @@ def rederive(path: Path, say: Callable[[str], None] | None = None) -> Replanned:
         raise RunError(f"{path / 'env.json'}: served by {engine}, which records no plans to derive again")
     scenario = load(path / "scenario.resolved.yaml")
     policy = assemble.scheduler(scenario, scenario.loop.mode)
-    specs = _specs(run, generators.build(scenario))
+    workload = generators.build(scenario)
+    _check_asked(run, workload)
     if say:
-        say(f"{path}: {len(run.steps)} steps, {len(specs)} requests, {scenario.scheduler.name}, {scenario.loop.mode}")
-    return _compare(run, policy, depth(scenario.loop.mode), specs)
+        count, policy_name = len(run.requests), scenario.scheduler.name
+        say(f"{path}: {len(run.steps)} steps, {count} requests, {policy_name}, {scenario.loop.mode}")
+    return _compare(run, policy, depth(scenario.loop.mode), workload.find)
 
 
-def _specs(run: Run, workload: generators.Workload) -> dict[int, RequestSpec]:
-    """The requests of the run: content from the scenario, arrival times of followers from the record."""
-    specs = {spec.index: spec for spec in workload.specs()}
+def _check_asked(run: Run, workload: generators.Workload) -> None:
+    """Raise RunError unless all requests of the run are the workload's."""
     for row in run.requests:
-        spec = specs.get(row.index)
+        spec = workload.find(row.index)
         recorded = (row.id, row.prompt_tokens, row.output_tokens, row.max_tokens, row.priority)
         if spec is None or recorded != (
             spec.id,
@@ -65,73 +72,117 @@ def _specs(run: Run, workload: generators.Workload) -> dict[int, RequestSpec]:
             spec.priority,
         ):
             raise RunError(f"{run.path / 'requests.parquet'}: request {row.id} is not one of the scenario's workload")
-        specs[row.index] = replace(spec, arrival_ns=row.arrival_ns)
-    return specs
 
 
-def _compare(run: Run, policy: Any, steps_in_flight: int, specs: dict[int, RequestSpec]) -> Replanned:
-    polls, stops = _Polls(run, specs), _stops(run.requests, specs)
+def _compare(run: Run, policy: Any, steps_in_flight: int, find: Find) -> Replanned:
+    polls, steps = _Polls(run, find), len(run.steps)
     total, step = policy.pool.num_blocks, 0
-    recorded = {name: run.steps[name] for name in COMPARED}
+    recorded = _recorded(run)
     loop = serve(policy, steps_in_flight)
     answer: Any = None
     while True:
         try:
             effect = loop.send(answer)
         except StopIteration:
-            return Replanned(step, len(run.steps), None if step >= len(run.steps) else f"only {step} steps are planned")
+            return Replanned(step, steps, None if step >= steps else f"only {step} steps are planned")
         answer = None
         if isinstance(effect, Poll):
             answer = polls.answer(effect.wait)
         elif isinstance(effect, Launch):
-            if step == len(run.steps):
+            if step == steps:
                 return Replanned(
                     step, step, None if run.incomplete else f"step {step} is planned, but was not recorded"
                 )
-            difference = _difference(effect.plan, total, {name: int(column[step]) for name, column in recorded.items()})
-            if difference:
-                return Replanned(step, len(run.steps), f"step {step}: {difference}")
+            if difference := _difference(effect.plan, total, next(recorded)):
+                return Replanned(step, steps, f"step {step}: {difference}")
+            polls.over(effect.plan.changes.ended)
             step += 1
         elif isinstance(effect, Await):
-            stopped = StepResult(tuple(stops.get(effect.plan.step, ())))
+            stopped = StepResult(polls.stopped(effect.plan.step))
             answer = Landed(stopped, polls.answer().cancels if effect.cancels else ())
 
 
-def _stops(rows: list[RequestRow], specs: dict[int, RequestSpec]) -> dict[int, list[RequestSpec]]:
-    """The requests that sampled a stop token, by the step that did: declared by the workload or found in the text."""
-    stops: dict[int, list[RequestSpec]] = {}
-    for row in rows:
-        if row.status == Finish.STOP.value:
-            stops.setdefault(sum(row.token_runs[-2:]) - 1, []).append(specs[row.index])
-    return stops
+def _recorded(run: Run) -> Iterator[dict[str, int]]:
+    """What is compared of each step, in order; read some at a time."""
+    for low in range(0, len(run.steps), READ_TOGETHER):
+        steps = run.steps.window(low, low + READ_TOGETHER)
+        for numbers in zip(*(steps[name].tolist() for name in COMPARED), strict=True):
+            yield dict(zip(COMPARED, numbers, strict=True))
+
+
+class _Numbered:
+    """Indices of requests by a number, a poll or a step; asked for in ascending order of it."""
+
+    def __init__(self, numbers: Ints, index: Ints) -> None:
+        """Those of one number come in the order given."""
+        order = np.argsort(numbers, kind="stable")
+        self._numbers, self._index = numbers[order], index[order]
+        self._next = int(self._numbers[0]) if len(order) else NEVER
+        self.last = int(self._numbers[-1]) if len(order) else 0
+
+    def at(self, number: int) -> list[int]:
+        if number < self._next:
+            return []
+        low, high = np.searchsorted(self._numbers, (number, number + 1))
+        self._next = int(self._numbers[high]) if high < len(self._numbers) else NEVER
+        found: list[int] = self._index[low:high].tolist()
+        return found
 
 
 class _Polls:
-    """The answers to the polls of a run, in order."""
+    """The answers to the polls of a run, in order, and who sampled a stop token in which step: declared by the workload
+    or found in the text. A request is made when it arrives and forgotten when it is over.
+    """
 
-    def __init__(self, run: Run, specs: dict[int, RequestSpec]) -> None:
-        rows = run.requests
-        self._arrivals: dict[int, list[RequestSpec]] = {}
-        self._cancels: dict[int, list[RequestSpec]] = {}
+    def __init__(self, run: Run, find: Find) -> None:
+        requests = RequestTable.of(run.requests)
+        arrival, index = requests.numbers("arrival_ns"), requests.numbers("index")
+        queued, cancelled = requests.numbers("queued_poll"), requests.numbers("cancelled_poll")
+        order = np.lexsort((index, arrival))
+        come, go = order[queued[order] >= 0], order[cancelled[order] >= 0]
+        self._arrivals, self._cancels = _Numbered(queued[come], come), _Numbered(cancelled[go], index[go])
+        stopped = np.flatnonzero(requests.is_in((Finish.STOP.value,)) & (requests.lengths > 0))
+        ends = np.cumsum(requests.lengths)[stopped]
+        last_steps = requests.runs[ends - 2] + requests.runs[ends - 1] - 1
+        self._stops = _Numbered(last_steps, index[stopped])
+        self._index, self._arrival, self._find = index, arrival, find
+        self._open: dict[int, RequestSpec] = {}
         self._poll = 0
-        for row in sorted(rows, key=lambda row: (row.arrival_ns, row.index)):
-            spec = specs[row.index]
-            if row.queued_poll >= 0:
-                self._arrivals.setdefault(row.queued_poll, []).append(spec)
-            if row.cancelled_poll >= 0:
-                self._cancels.setdefault(row.cancelled_poll, []).append(spec)
-        self._waits, self._file = 2 * len(rows), run.path / "requests.parquet"
-        self._last = max([*self._arrivals, *self._cancels, 0])
+        self._waits, self._file = 2 * len(requests), run.path / "requests.parquet"
+        self._last = max(self._arrivals.last, self._cancels.last, 0)
 
     def answer(self, wait: bool = False) -> Polled:
         """Raises RunError if more polls waited for nothing than there are arrivals and cancels to wait for."""
         self._poll += 1
-        arrivals, cancels = self._arrivals.get(self._poll, []), self._cancels.get(self._poll, [])
+        arrivals = [self._come(row) for row in self._arrivals.at(self._poll)]
+        cancels = self._known(self._cancels.at(self._poll))
         self._waits -= wait and not arrivals and not cancels
         if self._waits < 0:
             problem = f"nobody comes or leaves for so long before poll {self._last:,} that no run gets there"
             raise RunError(f"{self._file}: {problem}", file=self._file)
         return Polled(arrivals, cancels, closed=self._poll >= self._last)
+
+    def stopped(self, step: int) -> tuple[RequestSpec, ...]:
+        return tuple(self._known(self._stops.at(step)))
+
+    def over(self, ended: Sequence[RequestSpec]) -> None:
+        """These have ended."""
+        for spec in ended:
+            self._open.pop(spec.index, None)
+
+    def _come(self, row: int) -> RequestSpec:
+        """The request in this row of the table: content from the workload, arrival of a follower from the record."""
+        index, arrival_ns = int(self._index[row]), int(self._arrival[row])
+        spec = self._find(index)
+        assert spec is not None, index
+        if spec.arrival_ns != arrival_ns:
+            spec = replace(spec, arrival_ns=arrival_ns)
+        self._open[index] = spec
+        return spec
+
+    def _known(self, indices: list[int]) -> list[RequestSpec]:
+        """Those of them that have come and not ended."""
+        return [self._open[index] for index in indices if index in self._open]
 
 
 def _difference(plan: StepPlan, total_blocks: int, recorded: dict[str, int]) -> str | None:

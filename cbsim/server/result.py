@@ -27,7 +27,7 @@ from cbsim.results import (
 from cbsim.results.checks import Verdict
 from cbsim.results.directory import RunError, RunWriter
 from cbsim.results.metrics import Requests, Steps
-from cbsim.results.record import RequestRow
+from cbsim.results.requests import RequestTable
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario import solved
 from cbsim.scenario.scenario import Scenario
@@ -37,7 +37,15 @@ SIMULATED = "simulated"  # the device of a run that was not measured
 TIMELINE = (0, 2000)  # steps
 BOTH = "figures/sync_above_async.png"
 TABLES = ("steps.parquet", "requests.parquet")
-OURS = ("scenario.resolved.yaml", "env.json", *TABLES, "summary.json", "timeline.json.gz", directory.MARKER)
+OURS = (
+    "scenario.resolved.yaml",
+    "env.json",
+    *TABLES,
+    "summary.json",
+    "timeline.json.gz",
+    directory.MARKER,
+    directory.TERMS,
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,7 +60,7 @@ class Result:
     environment: Mapping[str, Any]
     summary: Mapping[str, Any]
     step_numbers: Steps
-    request_rows: Sequence[RequestRow]
+    request_rows: RequestTable
     resolved: str  # scenario.resolved.yaml
     files: Mapping[str, bytes] = field(default_factory=dict)  # what else the directory holds
     incomplete: str | None = None
@@ -88,7 +96,7 @@ class Result:
     @property
     def binds(self) -> list[str]:
         """What limits the run, and what would change it: a sentence or two."""
-        return binding.binding(self.scenario, self.loop, self.step_numbers, self._times())
+        return binding.binding(self.scenario, self.loop, self.step_numbers, self._times)
 
     @cached_property
     def steps(self) -> pa.Table:
@@ -98,7 +106,7 @@ class Result:
     @cached_property
     def requests(self) -> pa.Table:
         """One row a request, the columns of requests.parquet."""
-        return parquet.table(columns.REQUESTS, directory.request_columns(self._times()))
+        return parquet.table(columns.REQUESTS, directory.request_columns(self._times))
 
     def check(self, condition: str) -> Verdict:
         """Does a condition such as `gpu_active>=99%` hold? Raises CheckError if it cannot be understood."""
@@ -120,9 +128,11 @@ class Result:
         if self.incomplete is not None:
             writer.note(self.incomplete)
         writer.environment(self.environment)
-        writer.steps(self.step_numbers)
-        writer.requests(self._times())
+        if not writer.joined:
+            writer.steps(self.step_numbers)
+            writer.requests(self._times)
         writer.summary({**self.summary, "complete": False})
+        writer.drop_pieces()
         for name, content in self._beside().items():
             writer.file(name, content)
         title = f"{self.summary['name']} {self.loop}"
@@ -133,6 +143,7 @@ class Result:
             writer.summary(self.summary)
             writer.complete()
 
+    @cached_property
     def _times(self) -> Requests:
         return metrics.token_times(self.request_rows, self.step_numbers)
 

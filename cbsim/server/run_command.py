@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cbsim.policy.stuck import StuckError
-from cbsim.results import checks
+from cbsim.results import checks, directory, timeline
 from cbsim.results.directory import RunError, RunWriter
 from cbsim.results.record import FAILED
 from cbsim.scenario import scenario as scenarios
@@ -96,6 +97,7 @@ class _Recorder:
         writer = self._writer = RunWriter(self._options.out, name, digest)
         writer.scenario(session.resolved)
         writer.environment(session.environment)
+        session.write_to(writer, partial(self._early, writer, session))
         progress = Progress(session, quiet=self._options.quiet or self._options.as_json)
         try:
             with progress.interruptible():
@@ -107,7 +109,17 @@ class _Recorder:
             self.write(session.result(f"{reason}, after {steps} steps"))
             verb = "measured" if session.server.measured else "simulated"
             raise RunError(f"{reason}: what was {verb} until then is in {writer.path}") from None
+        except RunError as error:
+            self.note(str(error))
+            raise
         progress.done(session.server.now_ns)
+
+    def _early(self, writer: RunWriter, session: Session, steps: int) -> None:
+        """The timeline of a long run is there as soon as its steps are."""
+        low, high = self._options.window
+        if high <= steps < high + writer.group:
+            title, so_far = f"{session.scenario.name} {session.loop}", directory.steps_of_pieces(writer.path)
+            writer.file("timeline.json.gz", timeline.chrome_trace(so_far, (low, high), title))
 
     def write(self, result: Result) -> Result:
         """Write it; a directory that could not be written says why. Returns the result with its path."""
@@ -150,9 +162,13 @@ def _say_where(results: Sequence[Result], options: RunOptions) -> None:
 def _say_failed(results: Results) -> bool:
     """Did a server fail requests of its own accord? Latencies without them say nothing."""
     for loop, result in results.items():
-        if reasons := [row.reason for row in result.request_rows if row.status == FAILED]:
-            of = f"{len(reasons)} of {len(result.request_rows)} requests failed"
-            print(f"{loop}: {of}: {reasons[0]}; see {result.folder / 'requests.parquet'}", file=sys.stderr)
+        requests = result.request_rows
+        if (failed := requests.is_in((FAILED,))).any():
+            of = f"{failed.sum()} of {len(requests)} requests failed"
+            print(
+                f"{loop}: {of}: {requests.rows(failed)[0].reason}; see {result.folder / 'requests.parquet'}",
+                file=sys.stderr,
+            )
     return any(result.summary["requests_by_status"].get(FAILED) for result in results.values())
 
 

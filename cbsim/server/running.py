@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cbsim.results import directory, environment, metrics
+from cbsim.results.directory import RunWriter
+from cbsim.results.pieces import Pieces
 from cbsim.results.record import Record
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario
@@ -79,6 +81,7 @@ class Session:
         self.requests, self.notices = workload.total, workload.notices
         self.server = serve(self.scenario, loop, workload)
         self._terms = terms
+        self._pieces: Pieces | None = None
         self._facts = environment.environment(terms.command, workload.fingerprint(), scenario.seed)
         self._facts |= self.server.facts
 
@@ -87,28 +90,45 @@ class Session:
         """What env.json holds, by now."""
         return self._facts | dict(self.server.facts)
 
+    def write_to(self, writer: RunWriter, early: Callable[[int], None]) -> None:
+        """Write the tables there piece by piece, should the run become a long one. A measured run is written when it
+        is over: nothing may keep its CPU from it.
+        """
+        if not self.server.measured:
+            counted = self._counted | {"window_s": metrics.named_window(self._terms.window_s)}
+            self._pieces = Pieces(writer, {"about": self._about(complete=False), "counted": counted}, early)
+            self.server.record.hand_to(self._pieces, writer.group)
+
+    @property
+    def _counted(self) -> dict[str, Any]:
+        """What the numbers of a summary depend on beside the tables."""
+        scenario, price = self.scenario, self.scenario.hardware.price_usd_hour
+        return {
+            "total_blocks": self.server.record.total_blocks,
+            "slo": scenario.slo.model_dump(exclude={"preset"}, exclude_none=True),
+            "price_usd_hour": None if price is None else price * scenario.gpus,
+            "window_s": self._terms.window_s,
+        }
+
+    def _about(self, *, complete: bool) -> dict[str, Any]:
+        """What a summary says beside its numbers."""
+        scenario = self.scenario
+        about = {"name": scenario.name, "question": scenario.question, "loop": self.loop, "seed": scenario.seed}
+        return {"schema_version": directory.SCHEMA_VERSION, "complete": complete} | about
+
     def result(self, incomplete: str | None = None) -> Result:
         """What has happened; `incomplete` says why that is not all."""
-        rows, steps = directory.contents(self.server.record)
-        scenario, price = self.scenario, self.scenario.hardware.price_usd_hour
-        numbers = metrics.summarise(
-            rows,
-            steps,
-            total_blocks=self.server.record.total_blocks,
-            slo=scenario.slo.model_dump(exclude={"preset"}, exclude_none=True),
-            price_usd_hour=None if price is None else price * scenario.gpus,
-            window_s=self._terms.window_s,
-        )
-        about = {"name": scenario.name, "question": scenario.question, "loop": self.loop, "seed": scenario.seed}
-        version = {"schema_version": directory.SCHEMA_VERSION, "complete": incomplete is None}
+        record = self.server.record
+        rows, steps = self._pieces.tables(record) if self._pieces else directory.contents(record)
+        numbers = metrics.summarise(rows, steps, **self._counted)
         text = self._terms.requests
         requests = {} if text is None else {given.FILE: text.encode()}
         files = {**requests, **self.server.files()}
         environment = self.environment
         return Result(
-            scenario,
+            self.scenario,
             environment,
-            version | about | numbers,
+            self._about(complete=incomplete is None) | numbers,
             steps,
             rows,
             self.resolved,

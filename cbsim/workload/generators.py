@@ -7,10 +7,10 @@ scheduler, or only in their arrivals, share the others' numbers exactly.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +23,11 @@ from cbsim.scenario import lengths as length_tables
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import csv_columns, scheduler_tests, traces, vllm_bench
 from cbsim.workload.clients import Sessions, Users
+from cbsim.workload.drawn import Drawn
 
 Ints = NDArray[np.int64]
+LATEST_S = 4.6e9
+"""No arrival is later. No run gets there: the machine's clock ends before."""
 LONG_GAP_NS = 100_000_000_000
 """Few servers wait longer for a request, and a log in milliseconds of one request in 0.1 s has such gaps."""
 GRID_NS = 3_000_000_000
@@ -55,7 +58,7 @@ class Workload:
     of `on_finish`; `total` counts both. `cancels` are (time in ns, request) in order of time.
     """
 
-    open: list[RequestSpec]
+    open: Sequence[RequestSpec]
     total: int
     cancels: list[tuple[int, RequestSpec]] = field(default_factory=list)
     follow: Users | Sessions | None = None
@@ -63,9 +66,14 @@ class Workload:
     notices: tuple[str, ...] = ()  # what its user may not have meant, a line each
 
     def __post_init__(self) -> None:
-        self.open.sort(key=lambda spec: (spec.arrival_ns, spec.index))
-        later = self.follow.drafts() if self.follow else ()
-        self._asked = (*((spec, -1) for spec in self.open), *later)
+        if not isinstance(self.open, Drawn):
+            self.open = sorted(self.open, key=lambda spec: (spec.arrival_ns, spec.index))
+        self._later = tuple(self.follow.drafts()) if self.follow else ()
+        self._by_index: dict[int, RequestSpec] | None = None
+
+    def arriving(self) -> Iterator[RequestSpec]:
+        """The requests of `open` one by one, for a run that keeps none of them longer than it has to."""
+        return self.open.once() if isinstance(self.open, Drawn) else iter(self.open)
 
     def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
         """Requests that follow `spec`, which ended at `now_ns`. To be called once for every request that ends, for
@@ -73,14 +81,22 @@ class Workload:
         """
         return self.follow.after(spec, now_ns) if self.follow else []
 
+    def find(self, index: int) -> RequestSpec | None:
+        """The request of this number as it was before the run, None if there is none. A drawn one is made anew."""
+        if isinstance(self.open, Drawn):
+            return self.open.one(index) if 0 <= index < len(self.open) else None
+        if self._by_index is None:
+            self._by_index = {spec.index: spec for spec in self.specs()}
+        return self._by_index.get(index)
+
     def specs(self) -> list[RequestSpec]:
         """All requests as they were before the run; those that follow others have no arrival time of their own yet."""
-        return [spec for spec, _ in self._asked]
+        return [*self.open, *(spec for spec, _ in self._later)]
 
     def fingerprint(self) -> str:
         """SHA-256 over all fields of all requests as they were before the run; equal workloads have equal ones."""
         digest = hashlib.sha256()
-        for spec, delay_ns in self._asked:
+        for spec, delay_ns in chain(((spec, -1) for spec in self.arriving()), self._later):
             lengths = (spec.arrival_ns, spec.prompt_tokens, spec.output_tokens, spec.max_tokens, spec.priority)
             shared = (spec.prefix, spec.prefix_block_tokens, spec.prefix_tokens)
             digest.update(f"{spec.index} {spec.id!r} {lengths} {shared} {delay_ns}\n".encode())
@@ -158,6 +174,10 @@ def _sample(sample: demand.Sample, name: str) -> Sequence[int]:
 
 def arrival_times(arrivals: object, count: int, rng: np.random.Generator) -> list[int]:
     """Arrival times in ns of open-loop arrivals; all 0 for those that come at once or depend on the server."""
+    return [int(at_ns) for at_ns in _arrival_ns(arrivals, count, rng)]
+
+
+def _arrival_ns(arrivals: object, count: int, rng: np.random.Generator) -> Ints:
     if isinstance(arrivals, demand.Constant):
         times = np.arange(count) / arrivals.rate_per_s
     elif isinstance(arrivals, demand.Poisson):
@@ -166,39 +186,31 @@ def arrival_times(arrivals: object, count: int, rng: np.random.Generator) -> lis
         scale = 1 / (arrivals.rate_per_s * arrivals.burstiness)
         times = np.cumsum(rng.gamma(arrivals.burstiness, scale, count))
     else:
-        return [0] * count
-    return [round(seconds * 1e9) for seconds in times.tolist()]
+        return np.zeros(count, dtype=np.int64)
+    return np.rint(np.minimum(times, LATEST_S) * 1e9).astype(np.int64)
 
 
 def _synthetic(wanted: demand.Synthetic, streams: Streams) -> Workload:
     count = wanted.requests
     memory.check(count)
     if wanted.lengths is not None:
-        prompts, outputs = (lengths.tolist() for lengths in draw_pairs(wanted.lengths, count, streams))
+        prompts, outputs = draw_pairs(wanted.lengths, count, streams)
     else:
-        prompts = draw(wanted.prompt_tokens, count, streams.prompts, "workload.prompt_tokens").tolist()
-        outputs = draw(wanted.output_tokens, count, streams.outputs, "workload.output_tokens").tolist()
-    most = wanted.max_tokens or max(outputs)
-    outputs = [min(tokens, most) for tokens in outputs]
-    priorities = streams.priorities.choice(wanted.priorities, count).tolist() if wanted.priorities else [0] * count
-    times = arrival_times(wanted.arrivals, count, streams.arrivals)
-    shared = wanted.shared_prefix_tokens
-    specs = [
-        RequestSpec(
-            index=i,
-            id=str(i),
-            arrival_ns=times[i],
-            prompt_tokens=prompts[i],
-            output_tokens=outputs[i],
-            max_tokens=most if wanted.stop_early else outputs[i],
-            priority=priorities[i],
-            prefix=(0,) if shared else (),
-            prefix_block_tokens=max(shared, 1),
-            prefix_tokens=min(shared, prompts[i]),
-        )
-        for i in range(count)
-    ]
-    return _arriving(specs, wanted.arrivals, streams.users)
+        prompts = draw(wanted.prompt_tokens, count, streams.prompts, "workload.prompt_tokens")
+        outputs = draw(wanted.output_tokens, count, streams.outputs, "workload.output_tokens")
+    most = wanted.max_tokens or int(outputs.max())
+    outputs = np.minimum(outputs, most)
+    drawn = Drawn(
+        arrival_ns=_arrival_ns(wanted.arrivals, count, streams.arrivals),
+        prompt_tokens=prompts,
+        output_tokens=outputs,
+        max_tokens=np.full(count, most) if wanted.stop_early else outputs,
+        priority=streams.priorities.choice(wanted.priorities, count) if wanted.priorities else np.zeros_like(outputs),
+        shared_tokens=wanted.shared_prefix_tokens,
+    )
+    if isinstance(wanted.arrivals, demand.ClosedLoop):
+        return _arriving(drawn.kept, wanted.arrivals, streams.users)
+    return Workload(drawn, count)
 
 
 def _arriving(specs: list[RequestSpec], arrivals: object, rng: np.random.Generator) -> Workload:

@@ -26,6 +26,7 @@ from cbsim.policy.request import RequestSpec
 from cbsim.results import directory
 from cbsim.results.metrics import Steps
 from cbsim.results.record import STEP_COLUMNS, RequestRow
+from cbsim.results.requests import RequestTable
 from cbsim.scenario import scenario
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.server import assemble, replan
@@ -304,7 +305,7 @@ def check_texts(run: Run, check: Callable[[Text], None] = check_text) -> None:
 
 def check_derived(run: Run, loop: str) -> None:
     """What `cbsim derive` does: the recorded polls lead to the recorded plans, without a device or a clock."""
-    recorded = directory.Run(Path(), "", {}, {}, run.steps, list(run.rows.values()), None)
+    recorded = directory.Run(Path(), "", {}, {}, run.steps, RequestTable.of(list(run.rows.values())), None)
     specs = {one.index: one for one in run.engine.sequences}
-    verdict = replan._compare(recorded, assemble.scheduler(run.scenario, loop), depth(loop), specs)
+    verdict = replan._compare(recorded, assemble.scheduler(run.scenario, loop), depth(loop), specs.get)
     assert verdict == (len(run.steps), len(run.steps), None)

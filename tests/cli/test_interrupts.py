@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -16,7 +17,7 @@ from calls import ROOT, Said, call, refused, runs
 
 from cbsim.draw.picture import Picture
 from cbsim.results import directory
-from cbsim.server import result
+from cbsim.server import progress, result
 
 
 def test_ctrl_c_leaves_a_readable_directory(small: Path, out: Path) -> None:
@@ -68,6 +69,51 @@ def seen(terminal: int, until: str | None, seconds: float) -> str:
                 break
             text += part.decode()
     return text
+
+
+def test_a_long_run_that_is_interrupted_joins_its_pieces(
+    small: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a run that has written pieces: the directory has what that of a short one has, and no piece."""
+    monkeypatch.setattr(directory.RunWriter, "group", 7)
+    step, seen = progress.Progress.__call__, []
+
+    def interrupted(self: progress.Progress, now_ns: int) -> None:
+        seen.append(now_ns)
+        if len(seen) == 30:
+            self.interrupt()
+        step(self, now_ns)
+
+    monkeypatch.setattr(progress.Progress, "__call__", interrupted)
+    refused(call("run", small, "--loop", "sync", "--trace-steps", "0:9", "--out", out, "--quiet"), 1, "interrupted")
+    (path,) = runs(out)
+    assert {file.name for file in path.iterdir()} == {*result.OURS} - {directory.TERMS}
+    run = directory.load(path)
+    assert run.incomplete == "interrupted, after 30 steps"
+    assert len(run.steps) == run.summary["steps"] == 30
+    assert call("replan", path).status == 0
+
+
+def test_a_full_disk_in_the_middle_of_a_long_run(small: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third piece does not fit: exit 1, the file and the reason in a line and in the marker, and what was written
+    before is read and replayed."""
+    monkeypatch.setattr(directory.RunWriter, "group", 7)
+    whole = Path.write_bytes
+
+    def until_full(path: Path, content: bytes) -> int:
+        if "000002" in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return whole(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", until_full)
+    refused(call("run", small, "--loop", "sync", "--out", out, "--quiet"), 1, "No space left on device")
+    (path,) = runs(out)
+    run = directory.load(path)
+    assert run.incomplete is not None and run.incomplete.endswith(
+        "000002.parquet: cannot be written: No space left on device"
+    )
+    assert len(run.steps) == run.summary["steps"] == 14
+    assert call("replan", path).out.startswith(f"{path}: 14 of 14 plans identical; the run is incomplete")
 
 
 def test_an_interrupt_in_process_is_one_line(small: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

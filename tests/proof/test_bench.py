@@ -55,6 +55,25 @@ def test_the_cases_of_the_issue(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "1.50x" in last
 
 
+def test_the_long_case_comes_by_its_name_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`bench million` measures the cases that it is compared with in the same sitting, and says how many times as long
+    it takes and its peak, beside the goals: here of made-up measurements."""
+    made_up = {"steps": 10, "requests": 5, "steps_per_s": 5.0, "requests_per_s": 2.5, "core": "python"}
+    seconds = {"splitwise_conv": 4.0, "splitwise_like": 5.0, "million": 260.0}
+    monkeypatch.setattr(
+        bench, "_in_fresh_process", lambda name: made_up | {"seconds": seconds[name], "peak_mb": 2 * seconds[name]}
+    )
+    assert "million" not in CASES
+    assert main(["bench", "million"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(seconds)
+    assert "52.0 times as long as splitwise_like, 65.0 times" in last and "peak 520 MB" in last
+    like, long = (bench.EXTRA[name]()["workload"] for name in ("splitwise_like", "million"))
+    assert like == bench.chat_like() and long == like | {"requests": 1_000_000}
+
+
 def test_a_generated_workload_stands_in_for_the_trace() -> None:
     """Where the trace is absent a workload of the same size is generated: 19,366 requests, on the issue's server: 512
     tokens and 512 seats, 29,696 usable blocks of 16.

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from analysis.statistics import intervals
 from analysis.statistics.intervals import FEWEST, LEAST, MOST, Drawn, Gaps, Ratios, Values
 from cbsim.results.metrics import QUANTILES, distribution
+from cbsim.results.record import RequestRow
+from cbsim.results.requests import RequestTable
 
 COUNTS = st.lists(st.integers(0, 4), min_size=1, max_size=12)
 
@@ -53,7 +55,9 @@ def test_gaps_of_a_draw_are_those_of_the_drawn_requests(table: tuple[list[list[i
     """Property: a request drawn k times brings each of its token gaps k times, shared steps or not."""
     requests, ended = table
     counts = np.array(data.draw(st.lists(st.integers(0, 3), min_size=len(requests), max_size=len(requests))))
-    rows = [SimpleNamespace(token_runs=runs) for runs in requests]
+    rows = RequestTable.of(
+        [RequestRow(i, "", *[0] * 8, "length", "", -1, 0, 0, runs) for i, runs in enumerate(requests)]
+    )
     run: Any = SimpleNamespace(times=SimpleNamespace(rows=rows), table={"update_end_ns": ended})
     found = Gaps.of(run, np.arange(len(rows))).statistics(counts[None])[0]
     gaps = []

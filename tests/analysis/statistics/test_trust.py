@@ -218,7 +218,6 @@ def test_a_run_of_nothing_has_caveats_not_errors(plain: LoadedRun, tmp_path: Pat
     empty = replace(
         plain,
         requests=plain.requests.iloc[:0],
-        steps=plain.steps.iloc[:0],
         table=Steps(plain.table.table[:0]),
         summary={**plain.summary, "ttft_s": {"n": 0}},
         environment={},
