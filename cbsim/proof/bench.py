@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +152,12 @@ def measure(name: str) -> dict[str, Any]:
         server, simulated = _simulate(scenario, pieces := Pieces(writer, {}, _no_more))
         simulated = min(simulated, *warm_up) if warm_up else simulated
         rows, steps = pieces.tables(server.record)
-        if not writer.joined:
-            writer.steps(steps)
-            writer.requests(metrics.token_times(rows, steps))
-        writer.summary(metrics.summarise(rows, steps, total_blocks=server.record.total_blocks))
-        writer.file("timeline.json.gz", timeline.chrome_trace(steps, (0, 2000), name))
+        with nullcontext() if writer.joined else writer.writing(steps):
+            if not writer.joined:
+                writer.requests(metrics.token_times(rows, steps))
+            writer.file("timeline.json.gz", timeline.chrome_trace(steps, (0, 2000), name))
+            summary = metrics.summarise(rows, steps, total_blocks=server.record.total_blocks)
+        writer.summary(summary)
         writer.drop_pieces()
         writer.complete()
         seconds, cpu_s = time.perf_counter() - begun, time.process_time() - begun_cpu

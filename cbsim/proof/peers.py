@@ -43,7 +43,7 @@ class Sources(PathFinder):
 sys.meta_path.insert(0, Sources)
 """
 """Before anything of ours is imported: modules of cbsim come from their sources, compiled or not."""
-OURS = "import json; from cbsim.proof.bench import measure; print(json.dumps(measure({case!r})))"
+OURS = "import gc, json; from cbsim.proof.bench import measure; print(json.dumps(measure({case!r}))); gc.freeze()"
 
 
 @dataclass(frozen=True, slots=True)

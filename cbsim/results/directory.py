@@ -18,8 +18,9 @@ same scenario and seed are byte-identical.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -96,6 +97,14 @@ class RunWriter:
         parts = (steps.window(low, low + self.group) for low in range(0, len(steps), self.group))
         groups = (parquet.table(columns.STEPS, step_columns(part)) for part in parts)
         self.stream(name, partial(parquet.write_groups, columns=columns.STEPS, groups=groups, **COUNTERS))
+
+    @contextmanager
+    def writing(self, steps: Steps) -> Iterator[None]:
+        """Write the step table beside what is done meanwhile: Arrow encodes it without Python. Raises RunError."""
+        with ThreadPoolExecutor(1) as thread:
+            written = thread.submit(self.steps, steps)
+            yield
+            written.result()
 
     def requests(self, requests: Requests) -> None:
         self._write("requests.parquet", parquet.encoded(columns.REQUESTS, request_columns(requests), self.group))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -128,15 +129,15 @@ class Result:
         if self.incomplete is not None:
             writer.note(self.incomplete)
         writer.environment(self.environment)
-        if not writer.joined:
-            writer.steps(self.step_numbers)
-            writer.requests(self._times)
+        with nullcontext() if writer.joined else writer.writing(self.step_numbers):
+            if not writer.joined:
+                writer.requests(self._times)
+            title = f"{self.summary['name']} {self.loop}"
+            writer.file("timeline.json.gz", timeline.chrome_trace(self.step_numbers, timeline_steps, title))
         writer.summary({**self.summary, "complete": False})
         writer.drop_pieces()
         for name, content in self._beside().items():
             writer.file(name, content)
-        title = f"{self.summary['name']} {self.loop}"
-        writer.file("timeline.json.gz", timeline.chrome_trace(self.step_numbers, timeline_steps, title))
         if self.incomplete is None:
             if len(self.step_numbers):
                 writer.file("figures/timeline.png", self.figure().png())
