@@ -31,7 +31,7 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
-from cbsim.results import columns, metrics, on_disk, parquet
+from cbsim.results import arrow, columns, metrics, on_disk, parquet
 from cbsim.results.metrics import Requests, Steps, token_times
 from cbsim.results.on_disk import StepsOnDisk, TableFiles, unreadable
 from cbsim.results.parquet import Ints, TableError
@@ -103,8 +103,10 @@ class RunWriter:
         """Write the step table beside what is done meanwhile: Arrow encodes it without Python. Raises RunError."""
         with ThreadPoolExecutor(1) as thread:
             written = thread.submit(self.steps, steps)
-            yield
-            written.result()
+            try:
+                yield
+            finally:
+                written.result()
 
     def requests(self, requests: Requests) -> None:
         self._write("requests.parquet", parquet.encoded(columns.REQUESTS, request_columns(requests), self.group))
@@ -211,8 +213,7 @@ def recorded_columns(requests: RequestTable) -> dict[str, Any]:
     """The values by column of what a record says of requests."""
     values: dict[str, Any] = {name: requests.numbers(name) for name in NUMBERS}
     values |= {name: requests.texts(name) for name in TEXTS}
-    offsets = np.concatenate([[0], np.cumsum(requests.lengths)]).astype(np.int32)
-    return values | {RUNS: pa.ListArray.from_arrays(offsets, requests.runs)}
+    return values | {RUNS: arrow.lists(requests.lengths, requests.runs)}
 
 
 def request_columns(requests: Requests) -> dict[str, Any]:
@@ -220,7 +221,7 @@ def request_columns(requests: Requests) -> dict[str, Any]:
     values = recorded_columns(requests.rows)
     for name in ("scheduled_ns", "first_token_ns", "last_token_ns"):
         times = getattr(requests, name)
-        values[name] = pa.array(times, mask=times < 0)
+        values[name] = arrow.whole(times, times < 0)
     return values | {"generated_tokens": requests.generated}
 
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from cbsim.results import arrow
 from cbsim.results.columns import Column
 
 SCHEMA_VERSION = 4  # of the run directory: raised whenever a reader of the version before would misread it
@@ -46,7 +47,9 @@ def schema(columns: Sequence[Column]) -> pa.Schema:
 
 def table(columns: Sequence[Column], values: Mapping[str, Any]) -> pa.Table:
     """`values`, a sequence or array for each column, as a table of Arrow."""
-    return pa.table({column.name: values[column.name] for column in columns}, schema=schema(columns))
+    made = {column.name: values[column.name] for column in columns}
+    numbers = {name: arrow.whole(part) for name, part in made.items() if getattr(part, "dtype", None) == np.int64}
+    return pa.table(made | numbers, schema=schema(columns))
 
 
 def encoded(columns: Sequence[Column], values: Mapping[str, Any], group: int = 1 << 20, **options: Any) -> bytes:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cbsim.results import arrow
 from cbsim.results.record import RequestRow
 
 Ints = npt.NDArray[np.int64]
@@ -41,7 +42,7 @@ class RequestTable(Sequence[RequestRow]):
         runs = values[RUNS]
         return cls(
             {name: np.array(values[name], dtype=np.int64) for name in NUMBERS},
-            {name: pa.array(values[name], pa.string()) for name in TEXTS},
+            {name: arrow.texts(values[name]) for name in TEXTS},
             np.array([len(numbers) for numbers in runs], dtype=np.int64),
             np.fromiter(chain.from_iterable(runs), dtype=np.int64),
         )
@@ -56,18 +57,18 @@ class RequestTable(Sequence[RequestRow]):
 
     def is_in(self, statuses: Sequence[str]) -> Mask:
         """Which requests have one of these statuses?"""
-        found = pc.is_in(self._texts["status"], pa.array(statuses, pa.string()))
-        return np.asarray(found.to_numpy(zero_copy_only=False), dtype=bool)
+        return arrow.mask(pc.is_in(self._texts["status"], arrow.texts(statuses)))
 
     def rows(self, chosen: npt.NDArray[np.integer] | Mask) -> RequestTable:
         """The requests at these positions, in their order, or those that a mask leaves."""
         at = np.flatnonzero(chosen) if chosen.dtype == bool else chosen
+        places = arrow.whole(at)
         lengths = self.lengths[at]
         starts = (np.cumsum(self.lengths) - self.lengths)[at]
         inside = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         return RequestTable(
             {name: values[at] for name, values in self._numbers.items()},
-            {name: values.take(pa.array(at)) for name, values in self._texts.items()},
+            {name: values.take(places) for name, values in self._texts.items()},
             lengths,
             self.runs[np.repeat(starts, lengths) + inside],
         )
