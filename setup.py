@@ -23,7 +23,7 @@ DATA = {
 }
 CORE = ("cbsim/policy", "cbsim/cost", "cbsim/machine", "cbsim/results/record.py", "cbsim/server/inbox.py")
 PYTHON = ("__init__.py", "value.py", "kind.py", "registry.py", "queues.py", "observer.py", "stuck.py", "*_settings.py")
-"""What stays Python in these folders: nothing of it runs in a step, and classes of users inherit from it."""
+"""What stays Python in these folders: nothing of it runs in a step; users inherit from it, or catch it (stuck.py)."""
 
 
 def core() -> list[Extension]:
