@@ -8,12 +8,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from distutils.ccompiler import new_compiler
-from distutils.errors import CompileError
-from distutils.sysconfig import customize_compiler, get_python_inc
 from pathlib import Path
+from sysconfig import get_paths
 
 from setuptools import Extension, find_packages, setup
+from setuptools.errors import CompileError
 
 DATA = {
     "cbsim.scenarios": "scenarios",
@@ -54,13 +53,16 @@ def modules() -> Sequence[str]:
 
 def compiles() -> bool:
     """Is there a C compiler that finds Python.h?"""
+    from distutils.ccompiler import new_compiler  # setuptools brings it along
+    from distutils.sysconfig import customize_compiler
+
     compiler = new_compiler()
     customize_compiler(compiler)
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "tried.c"
         source.write_text("#include <Python.h>\n")
         try:
-            compiler.compile([str(source)], output_dir=place, include_dirs=[get_python_inc()])
+            compiler.compile([str(source)], output_dir=place, include_dirs=[get_paths()["include"]])
         except (CompileError, OSError):
             return False
     return True

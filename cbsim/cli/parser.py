@@ -58,7 +58,10 @@ def _bench(arguments: argparse.Namespace) -> int:
 
     if arguments.peers:
         from cbsim.proof import peers
+        from cbsim.scenario.fields import ScenarioError
 
+        if arguments.cases:
+            raise ScenarioError(f"bench --peers has one case of its own, got {', '.join(arguments.cases)}")
         peers.bench(as_json=arguments.json)
         return 0
     return bench.bench(arguments.cases, as_json=arguments.json)

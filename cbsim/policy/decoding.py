@@ -136,10 +136,10 @@ class Decoding:
             tokens,
             tuple(self.pool.tables[request] if first else blocks),
             outputs,
-            first,
-            first and request.preemptions > 0,
-            start if first else 0,
-            max(0, min(request.high_water, end) - start),
+            admitted=first,
+            resumed=first and request.preemptions > 0,
+            cached=start if first else 0,
+            recomputed=max(0, min(request.high_water, end) - start),
         )
 
     def preempt(self, request: Request, *, drop_in_flight: bool) -> None:
@@ -213,7 +213,7 @@ class Decoding:
         ending = members.ending(members.planned)
         listed = self._promise(rows, lead, ending) if rows or ending or self._filling else NOTHING
         context, longest = (members.context, members.longest) if decodes else (0, 0)
-        work = StepWork(tuple(rows.values()), lead, decodes, context, longest, listed.tokens, 0, 0, fast_decode)
+        work = StepWork(tuple(rows.values()), lead, decodes, context, longest, listed.tokens, fast_decode=fast_decode)
         counts = StepCounts(
             members.held_blocks + listed.table_blocks,
             len(self._grown) + listed.new_blocks,

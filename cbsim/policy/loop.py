@@ -47,10 +47,7 @@ class Poll:
 class Launch:
     plan: Final[StepPlan]
 
-    def __init__(
-        self,
-        plan: StepPlan,
-    ) -> None:
+    def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
 
 
@@ -67,12 +64,7 @@ class Await:
     ticket: Final[Any]
     cancels: Final[bool]
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        ticket: Any,
-        cancels: bool,
-    ) -> None:
+    def __init__(self, plan: StepPlan, ticket: Any, cancels: bool) -> None:
         self.plan = plan
         self.ticket = ticket
         self.cancels = cancels
@@ -91,11 +83,7 @@ class Applied:
     plan: Final[StepPlan]
     outcome: Final[Outcome]
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        outcome: Outcome,
-    ) -> None:
+    def __init__(self, plan: StepPlan, outcome: Outcome) -> None:
         self.plan = plan
         self.outcome = outcome
 

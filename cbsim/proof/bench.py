@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from cbsim.machine import simulate
 from cbsim.machine.driver import Machine
 from cbsim.policy import core
-from cbsim.proof import step_costs
+from cbsim.proof import fresh, step_costs
 from cbsim.results import directory, metrics, timeline
 from cbsim.results.pieces import Pieces
 from cbsim.scenario import catalog
@@ -94,7 +91,7 @@ EXTRA: dict[str, Callable[[], dict[str, Any]]] = {
     LIKE: lambda: drawn(LIKE, 19366),  # what SHORT is where the trace is not at hand
     LONG: lambda: drawn(LONG, 1_000_000),  # 43 hours of arrivals
 }
-MOST_TIMES, MOST_MB = 55, 1000  # goals of the long case: times the seconds of one like it, peak memory
+MOST_TIMES, MOST_MB = 55, 1000  # goals of the long case: times the seconds of SHORT, peak memory
 
 
 def bench(names: Sequence[str], *, as_json: bool) -> int:
@@ -125,18 +122,14 @@ def _compare(results: Mapping[str, Mapping[str, Any]]) -> None:
         small, large = (results[f"decode_{n}"]["us_per_step"] for n in (SMALL, LARGE))
         print(f"a decode step with {LARGE} running requests costs {large / small:.2f}x one with {SMALL}")
     if LONG in results:
-        times = [results[LONG]["seconds"] / results[name]["seconds"] for name in (LIKE, SHORT)]
-        took = f"{times[0]:.1f} times as long as {LIKE}, {times[1]:.1f} times as long as {SHORT}"
-        goals = f"goals: {MOST_TIMES} times the like and {MOST_MB:,} MB"
-        print(f"{LONG} takes {took}; peak {results[LONG]['peak_mb']:,.0f} MB ({goals})")
+        like, short = (results[LONG]["seconds"] / results[name]["seconds"] for name in (LIKE, SHORT))
+        took = f"{short:.1f} times as long as {SHORT} (goal {MOST_TIMES}), {like:.1f} times as long as {LIKE}"
+        print(f"{LONG} takes {took}; peak {results[LONG]['peak_mb']:,.0f} MB (goal {MOST_MB:,})")
 
 
 def _in_fresh_process(name: str) -> dict[str, Any]:
     program = f"import json; from cbsim.proof.bench import measure; print(json.dumps(measure({name!r})))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise directory.RunError(f"bench case {name} failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-    result: dict[str, Any] = json.loads(done.stdout)
+    result: dict[str, Any] = json.loads(fresh.printed(fresh.python(program), f"bench case {name}"))
     return result
 
 
@@ -152,9 +145,7 @@ def measure(name: str) -> dict[str, Any]:
         server, simulated = _simulate(scenario, pieces := Pieces(writer, {}, _no_more))
         simulated = min(simulated, *warm_up) if warm_up else simulated
         rows, steps = pieces.tables(server.record)
-        with nullcontext() if writer.joined else writer.writing(steps):
-            if not writer.joined:
-                writer.requests(metrics.token_times(rows, steps))
+        with writer.writing(steps, lambda: metrics.token_times(rows, steps)):
             writer.file("timeline.json.gz", timeline.chrome_trace(steps, (0, 2000), name))
             summary = metrics.summarise(rows, steps, total_blocks=server.record.total_blocks)
         writer.summary(summary)

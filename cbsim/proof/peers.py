@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,8 +22,8 @@ from typing import Any
 
 from cbsim.policy import core
 from cbsim.policy.request import RequestSpec
+from cbsim.proof import fresh
 from cbsim.proof.bench import CASES
-from cbsim.results.directory import RunError
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import generators
 
@@ -79,7 +78,7 @@ def bench(*, as_json: bool) -> None:
 def _peers(folder: Path) -> list[Peer]:
     ours = OURS.format(case=CASE)
     kinds = {"python": SOURCES_ONLY + ours} | ({"compiled": ours} if core.COMPILED else {})
-    peers = [Peer(f"cbsim, {name}", [sys.executable, "-c", program], _ours) for name, program in kinds.items()]
+    peers = [Peer(f"cbsim, {name}", fresh.python(program), _ours) for name, program in kinds.items()]
     if find_spec("dynamo") is None:
         return peers
     trace = folder / "trace.jsonl"
@@ -117,8 +116,5 @@ def _requests() -> Sequence[RequestSpec]:
 
 def _timed(peer: Peer) -> Mapping[str, float]:
     begun = time.perf_counter()
-    done = subprocess.run(peer.command, capture_output=True, text=True, check=False)
-    whole = time.perf_counter() - begun
-    if done.returncode:
-        raise RunError(f"{peer.name} failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-    return {"whole process": whole, "simulation": peer.simulated(done.stdout)}
+    said = fresh.printed(peer.command, peer.name)
+    return {"whole process": time.perf_counter() - begun, "simulation": peer.simulated(said)}

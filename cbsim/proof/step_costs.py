@@ -7,14 +7,13 @@ process; the first steps, which admit everybody, are left out.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
 from cbsim.machine import simulate
+from cbsim.proof import fresh
 from cbsim.results.directory import RunError
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import generators
@@ -128,10 +127,7 @@ def _in_fresh_process(name: str) -> float:
         "from cbsim.proof.step_costs import CASES, microseconds; from cbsim.scenario.scenario import Scenario; "
         f"print(microseconds(Scenario.model_validate(CASES[{name!r}])))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RunError(f"bench {name!r} failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-    return float(done.stdout)
+    return float(fresh.printed(fresh.python(program), f"bench {name!r}"))
 
 
 def bench(*, as_json: bool) -> None:

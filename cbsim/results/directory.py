@@ -31,7 +31,7 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
-from cbsim.results import arrow, columns, metrics, on_disk, parquet
+from cbsim.results import arrow, columns, on_disk, parquet, so_far
 from cbsim.results.metrics import Requests, Steps, token_times
 from cbsim.results.on_disk import StepsOnDisk, TableFiles, unreadable
 from cbsim.results.parquet import Ints, TableError
@@ -41,7 +41,6 @@ from cbsim.results.requests import NUMBERS, RUNS, TEXTS, RequestTable
 SCHEMA_VERSION = parquet.SCHEMA_VERSION
 MARKER = "INCOMPLETE"
 PART = ".part"  # a file that is being written
-STEP_PIECES, REQUEST_PIECES, TERMS = "steps", "requests", "pieces.json"
 PIECE = 1 << 17  # steps a piece, rows a group of a table: 36 MB of memory
 LARGE = 1 << 19  # rows of a table, beyond which columns are read when they are asked for
 COUNTERS: dict[str, Any] = {"use_dictionary": False, "column_encoding": "DELTA_BINARY_PACKED"}  # most columns of steps
@@ -86,9 +85,8 @@ class RunWriter:
     def tables(self, record: Record) -> tuple[RequestTable, Steps]:
         """Write both tables of a record; returns what was written."""
         rows, steps = contents(record)
-        self.steps(steps)
-        self.requests(token_times(rows, steps))
-        return rows, steps
+        with self.writing(steps, lambda: token_times(rows, steps)):
+            return rows, steps
 
     def steps(self, steps: Steps, name: str = "steps.parquet") -> None:
         if len(steps) <= self.group:
@@ -99,11 +97,17 @@ class RunWriter:
         self.stream(name, partial(parquet.write_groups, columns=columns.STEPS, groups=groups, **COUNTERS))
 
     @contextmanager
-    def writing(self, steps: Steps) -> Iterator[None]:
-        """Write the step table beside what is done meanwhile: Arrow encodes it without Python. Raises RunError."""
+    def writing(self, steps: Steps, requests: Callable[[], Requests]) -> Iterator[None]:
+        """Write both tables, unless they have been made of pieces; the step table beside what is done meanwhile, as
+        Arrow encodes it without Python. Raises RunError.
+        """
+        if self.joined:
+            yield
+            return
         with ThreadPoolExecutor(1) as thread:
             written = thread.submit(self.steps, steps)
             try:
+                self.requests(requests())
                 yield
             finally:
                 written.result()
@@ -113,9 +117,9 @@ class RunWriter:
 
     def drop_pieces(self) -> None:
         """The tables are whole, and the summary is there: what they were made of is not wanted any more."""
-        for name in (STEP_PIECES, REQUEST_PIECES):
+        for name in (so_far.STEP_PIECES, so_far.REQUEST_PIECES):
             rmtree(self.path / name, ignore_errors=True)
-        (self.path / TERMS).unlink(missing_ok=True)
+        (self.path / so_far.TERMS).unlink(missing_ok=True)
 
     def summary(self, metrics: Mapping[str, Any]) -> None:
         self._json("summary.json", metrics)
@@ -245,13 +249,15 @@ def load(path: Path, *, whole: bool = True) -> Run:
     if not path.is_dir():
         raise RunError(f"{path}: no such run directory", file=path)
     marker = path / MARKER
-    so_far = marker.exists() and not (path / "summary.json").exists()
-    if so_far and not (path / REQUEST_PIECES / _piece(0)).exists():
+    killed = marker.exists() and not (path / "summary.json").exists()
+    if killed and not so_far.any_piece(path):
         raise RunError(f"{path}: incomplete, nothing to read yet: {_reason(marker)}", file=path)
     steps, requests = Steps(np.empty((0, len(STEP_COLUMNS)), dtype=np.int64)), RequestTable.of(())
-    if so_far:
-        steps, requests = steps_of_pieces(path), _requests_of_pieces(path)
-    summary = summary_so_far(path, requests, steps) if so_far else _read_json(path / "summary.json")
+    if killed:
+        steps, requests, terms = so_far.steps(path), so_far.requests(path), path / so_far.TERMS
+        summary = so_far.summary(terms, _read_json(terms), requests, steps)
+    else:
+        summary = _read_json(path / "summary.json")
     version = summary.get("schema_version")
     if version != SCHEMA_VERSION:
         raise RunError(
@@ -261,7 +267,7 @@ def load(path: Path, *, whole: bool = True) -> Run:
             value=version,
             bound=str(SCHEMA_VERSION),
         )
-    if whole and not so_far:
+    if whole and not killed:
         steps = _checked(read_steps([path / "steps.parquet"]))
         requests = read_requests(path / "requests.parquet", len(steps))
     return Run(
@@ -356,54 +362,3 @@ def _check_runs(names: pa.Array, lengths: Ints, flat: Ints, steps: int) -> None:
             f"token_runs of request {names[owner[at]]} has {count[at]} steps from step {first[at]} on, "
             f"expected 1 or more between {least[at]} and {steps - 1}"
         )
-
-
-# -- pieces -----------------------------------------------------------------------------------------------------------
-
-
-def _piece(number: int) -> str:
-    return f"{number:06}.parquet"
-
-
-def step_pieces(path: Path) -> TableFiles:
-    """The pieces of a step table whose requests are there as well."""
-    last = max(file.name for file in (path / REQUEST_PIECES).glob("*.parquet"))
-    return TableFiles([file for file in _pieces(path / STEP_PIECES) if file.name <= last], columns.STEPS)
-
-
-def request_pieces(path: Path) -> TableFiles:
-    return TableFiles(_pieces(path / REQUEST_PIECES), columns.RECORDED)
-
-
-def _pieces(folder: Path) -> list[Path]:
-    return sorted(folder.glob("[0-9]*.parquet"))
-
-
-def last_rows(files: TableFiles) -> Ints:
-    """Positions of the rows that count, in order of index: of several rows of a request the last one."""
-    index = files["index"].to_numpy()
-    order = np.argsort(index, kind="stable")
-    last: Ints = order[np.append(index[order][1:] != index[order][:-1], True)[: len(order)]]
-    return last
-
-
-def steps_of_pieces(path: Path) -> Steps:
-    """The steps until now of a run that is under way."""
-    return StepsOnDisk(step_pieces(path))
-
-
-def _requests_of_pieces(path: Path) -> RequestTable:
-    """Its requests, as they were after these steps."""
-    files = request_pieces(path)
-    return on_disk.requests_of(files).rows(last_rows(files))
-
-
-def summary_so_far(path: Path, requests: RequestTable, steps: Steps) -> dict[str, Any]:
-    """What summary.json would say of these tables, had the run been interrupted here."""
-    terms = _read_json(path / TERMS)
-    counted: dict[str, Any] = terms["counted"]
-    if counted["window_s"] is not None:
-        low, high = counted["window_s"]
-        counted["window_s"] = (-np.inf if low is None else low, np.inf if high is None else high)
-    about: dict[str, Any] = terms["about"]
-    return about | metrics.summarise(requests, steps, **counted)

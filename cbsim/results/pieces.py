@@ -5,7 +5,7 @@
     pieces.json              what the numbers of a summary are to be computed with
 
 Each piece is a whole file, and those of steps and requests agree, so a run that is killed can be read up to its last
-piece: directory.py does. A run with fewer steps than a piece writes none of this.
+piece: so_far.py does. A run with fewer steps than a piece writes none of this.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cbsim.results import columns, directory, metrics, parquet
+from cbsim.results import columns, directory, metrics, parquet, so_far
 from cbsim.results.columns import Column
 from cbsim.results.directory import RunWriter
 from cbsim.results.metrics import Ints, Steps
@@ -28,7 +28,7 @@ from cbsim.results.requests import RequestTable
 
 
 class Pieces:
-    """Takes the tables of a record piece by piece. `terms` are those of `directory.summary_so_far`.
+    """Takes the tables of a record piece by piece. `terms` are those of `so_far.summary`.
 
     `early` is told after each piece how many steps there are, for whatever else can be written before the end.
     """
@@ -39,15 +39,15 @@ class Pieces:
 
     def take(self, steps: bytearray, rows: list[RequestRow]) -> None:
         """Write a piece. Raises RunError if that cannot be done."""
-        writer, name = self._writer, f"{self._count:06}.parquet"
+        writer, name = self._writer, so_far.name_of(self._count)
         if not self._count:
-            writer.file(directory.TERMS, (json.dumps(self._terms, indent=2, allow_nan=False) + "\n").encode())
+            writer.file(so_far.TERMS, (json.dumps(self._terms, indent=2, allow_nan=False) + "\n").encode())
         if steps:
             table = Steps(np.frombuffer(steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
-            writer.steps(table, f"{directory.STEP_PIECES}/{name}")
+            writer.steps(table, f"{so_far.STEP_PIECES}/{name}")
             self._steps += len(table)
         values = directory.recorded_columns(RequestTable.of(rows))
-        writer.file(f"{directory.REQUEST_PIECES}/{name}", parquet.encoded(columns.RECORDED, values, len(rows) or 1))
+        writer.file(f"{so_far.REQUEST_PIECES}/{name}", parquet.encoded(columns.RECORDED, values, len(rows) or 1))
         self._count += 1
         self._early(self._steps)
 
@@ -57,7 +57,7 @@ class Pieces:
             return directory.contents(record)
         record.hand_over()
         path = self._writer.path
-        files = directory.step_pieces(path)
+        files = so_far.step_pieces(path)
         self._join("steps.parquet", columns.STEPS, files.rows(0, len(files)), **directory.COUNTERS)
         steps = directory.read_steps([path / "steps.parquet"])
         self._join("requests.parquet", columns.REQUESTS, self._requests(steps))
@@ -67,8 +67,8 @@ class Pieces:
     def _requests(self, steps: Steps) -> Iterator[pa.Table]:
         """The request table, some at a time in order of index, with the times that follow from the steps."""
         started, ended = steps["schedule_start_ns"], steps["update_end_ns"]
-        files, group = directory.request_pieces(self._writer.path), self._writer.group
-        last = directory.last_rows(files)
+        files, group = so_far.request_pieces(self._writer.path), self._writer.group
+        last = so_far.last_rows(files)
         for low in range(0, len(last), group):
             requests = metrics.times(_picked(files, last[low : low + group]), started, ended)
             yield parquet.table(columns.REQUESTS, directory.request_columns(requests))

@@ -103,9 +103,7 @@ class Record:
         self._sink: Sink | None = None
         self._full_bytes = NEVER_BYTES  # of steps, from which on the sink takes them
         self._taken_steps = 0  # by the sink
-        self._admitted = 0  # requests, ever
-        self._going: list[Request] = []  # of these, those that had not ended when somebody asked last, and newer ones
-        self._turned_away = 0  # requests that were forgotten without having been admitted
+        self._forgotten = 0  # requests that were over
         self._told_polls = 0  # polls whose requests the sink has heard of
 
     @property
@@ -114,9 +112,8 @@ class Record:
 
     @property
     def finished_count(self) -> int:
-        self._going = [request for request in self._going if request.finish is None]
         never_admitted = sum(spec not in self._requests for spec in {**self.refusals, **self.cancels})
-        return self._admitted - len(self._going) + self._turned_away + never_admitted
+        return self._forgotten + sum(r.finish is not None for r in self._requests.values()) + never_admitted
 
     def hand_to(self, sink: Sink, steps: int) -> None:
         """From now on `sink` takes what is over, whenever there are so many steps."""
@@ -132,7 +129,6 @@ class Record:
                 rows.append(self._row(spec))
             if over:
                 self._forget(spec)
-        self._going = [request for request in self._going if request.finish is None]
         self._taken_steps, self._told_polls = self.step_count, self.polls
         steps, self.steps = self.steps, bytearray()
         self._sink.take(steps, rows)
@@ -145,9 +141,9 @@ class Record:
         return request.finish is not None
 
     def _forget(self, spec: RequestSpec) -> None:
+        self._forgotten += 1
         del self._queued[spec]
-        if self._requests.pop(spec, None) is None:
-            self._turned_away += 1
+        self._requests.pop(spec, None)
         self._first_step.pop(spec, None)
         self.refusals.pop(spec, None)
         self.failures.pop(spec, None)
@@ -176,12 +172,8 @@ class Record:
 
     def admitted(self, request: Request, step: int) -> None:
         """First row of a request since it was queued or preempted."""
-        if request.spec in self._requests:
-            return
-        self._first_step[request.spec] = step
+        self._first_step.setdefault(request.spec, step)
         self._requests[request.spec] = request
-        self._going.append(request)
-        self._admitted += 1
 
     def applied(self, plan: StepPlan, outcome: Outcome, times: StepTimes) -> None:
         """A step is over."""

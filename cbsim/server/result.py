@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +21,7 @@ from cbsim.results import (
     measures,
     metrics,
     parquet,
+    so_far,
     terminal,
     timeline,
 )
@@ -45,7 +45,7 @@ OURS = (
     "summary.json",
     "timeline.json.gz",
     directory.MARKER,
-    directory.TERMS,
+    so_far.TERMS,
 )
 
 
@@ -129,9 +129,7 @@ class Result:
         if self.incomplete is not None:
             writer.note(self.incomplete)
         writer.environment(self.environment)
-        with nullcontext() if writer.joined else writer.writing(self.step_numbers):
-            if not writer.joined:
-                writer.requests(self._times)
+        with writer.writing(self.step_numbers, lambda: self._times):
             title = f"{self.summary['name']} {self.loop}"
             writer.file("timeline.json.gz", timeline.chrome_trace(self.step_numbers, timeline_steps, title))
         writer.summary({**self.summary, "complete": False})

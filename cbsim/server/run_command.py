@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cbsim.policy.stuck import StuckError
-from cbsim.results import checks, directory, timeline
+from cbsim.results import checks, so_far, timeline
 from cbsim.results.directory import RunError, RunWriter
 from cbsim.results.record import FAILED
 from cbsim.scenario import scenario as scenarios
@@ -118,8 +118,8 @@ class _Recorder:
         """The timeline of a long run is there as soon as its steps are."""
         low, high = self._options.window
         if high <= steps < high + writer.group:
-            title, so_far = f"{session.scenario.name} {session.loop}", directory.steps_of_pieces(writer.path)
-            writer.file("timeline.json.gz", timeline.chrome_trace(so_far, (low, high), title))
+            title, steps_by_now = f"{session.scenario.name} {session.loop}", so_far.steps(writer.path)
+            writer.file("timeline.json.gz", timeline.chrome_trace(steps_by_now, (low, high), title))
 
     def write(self, result: Result) -> Result:
         """Write it; a directory that could not be written says why. Returns the result with its path."""

@@ -22,6 +22,11 @@ def test_the_peer_gets_the_requests_of_the_case_and_nobody_shares(monkeypatch: p
     assert len(set(hashes)) == len(hashes) == sum(-(-spec.prompt_tokens // 512) for spec in requests)
 
 
+def test_peers_have_a_case_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "decode_64", "--peers"]) == 2
+    assert capsys.readouterr().err == "cbsim: bench --peers has one case of its own, got decode_64\n"
+
+
 def test_the_python_core_is_read_from_its_sources() -> None:
     """Whatever is installed: of modules that are compiled, too."""
     program = peers.SOURCES_ONLY + "from cbsim.policy import core; import numpy; print(core.running(), core.__file__)"

@@ -12,8 +12,8 @@ import pytest
 from written import scenario
 
 from cbsim.machine.simulation import Simulation
-from cbsim.results import directory, invariants, record
-from cbsim.results.directory import RunWriter
+from cbsim.results import directory, invariants, record, so_far
+from cbsim.results.directory import RunError, RunWriter
 from cbsim.results.metrics import Steps
 from cbsim.results.record import RequestRow
 from cbsim.results.requests import RequestTable
@@ -120,6 +120,18 @@ def test_a_killed_run_reads_as_one_that_was_interrupted_at_its_last_piece(
     assert (steps["plan_hash"] == expected.step_numbers["plan_hash"]).all()
     latest = requests.drop_duplicates("index", keep="last").sort_values("index")
     assert latest["status"].tolist() == [row.status for row in expected.request_rows]
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", '{"about": {}, "counted": {"window_s": [1]}}', '{"about": {}, "counted": {"no": 1}}']
+)
+def test_terms_that_no_run_writes_are_refused(text: str, tmp_path: Path) -> None:
+    """In one line that names the file: pieces.json may have been changed by anybody."""
+    with pytest.raises(KeyboardInterrupt):
+        run(scenario(), "sync", tmp_path / "killed", 7, pieces=True, until=21)
+    (tmp_path / "killed" / so_far.TERMS).write_text(text)
+    with pytest.raises(RunError, match=r"pieces\.json: not what a run writes: "):
+        result.read(tmp_path / "killed")
 
 
 def test_a_record_forgets_what_is_over(tmp_path: Path) -> None:

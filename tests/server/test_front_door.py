@@ -46,6 +46,18 @@ def test_importing_loads_nothing_heavy(package: str) -> None:
     assert not heavy & loaded(f"import {package}; dir({package})")
 
 
+def test_a_run_needs_no_pandas() -> None:
+    """Nor does writing its tables, as Arrow would by itself: it takes half a second. Asking for a picture may."""
+    program = """
+import cbsim, pathlib, tempfile
+from cbsim.results.directory import RunWriter
+result = cbsim.run("worked_example")["sync"]
+with RunWriter.at(pathlib.Path(tempfile.mkdtemp())).writing(result.step_numbers, lambda: result._times):
+    pass
+"""
+    assert "pandas" not in loaded(program)
+
+
 def test_every_name_of_the_front_door_is_there() -> None:
     assert set(cbsim.__all__) <= set(dir(cbsim))
     assert all(getattr(cbsim, name).__name__ == name for name in cbsim.__all__)
