@@ -57,12 +57,16 @@ def _has_trace() -> bool:
 
 
 def chat_like(requests: int = 19366) -> dict[str, Any]:
-    """A generated workload of the same size and statistics as the trace, for where that is not at hand."""
+    """A generated workload of the trace's rate, and of its lengths: near ones where that is not at hand."""
+    prompts: dict[str, Any] = {"lognormal": {"mean": 1155, "sigma": 1.0, "low": 3, "high": 8192}}
+    outputs: dict[str, Any] = {"lognormal": {"mean": 211, "sigma": 0.9, "low": 1, "high": 1200}}
+    if _has_trace():
+        prompts, outputs = ({"empirical": {"path": TRACE, "column": f"{of}_tokens"}} for of in ("prefill", "decode"))
     return {
         "kind": "synthetic",
         "requests": requests,
-        "prompt_tokens": {"lognormal": {"mean": 1155, "sigma": 1.0, "low": 3, "high": 8192}},
-        "output_tokens": {"lognormal": {"mean": 211, "sigma": 0.9, "low": 1, "high": 1200}},
+        "prompt_tokens": prompts,
+        "output_tokens": outputs,
         "arrivals": {"kind": "poisson", "rate_per_s": 6.45},
     }
 
