@@ -162,6 +162,7 @@ class BlockPool:
     def __init__(self, block_size: int, num_blocks: int, free: FreeList, observer: Observer = NOBODY) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.host_blocks = 0  # places of a host tier, that moves name; a scheduler that has one says so
         self.cached = 0  # free blocks with a key: their content is found until they are handed out again
         self.tables: dict[Request, list[int]] = {}
         self._free = free

@@ -20,6 +20,7 @@ from typing import Final
 from cbsim.policy.blocks import BlockPool, Replaced
 from cbsim.policy.cohort import Cohort, Landing, by_order
 from cbsim.policy.keys import Keys
+from cbsim.policy.moves import Move
 from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.plan import (
     UNCHANGED,
@@ -92,6 +93,8 @@ class Decoding:
         self.loose: dict[Request, None] = {}
         self.ended: list[RequestSpec] = []  # since the plan before
         self.preempted: list[Preempted] = []
+        self.moves: list[Move] = []  # of KV, for the next plan
+        self.awaited: list[int] = []  # jobs of moves that the next plan's rows wait for
         self._keys = keys or Keys(pool)
         self._together, self._foresees, self._wastes_chunks = together, foresees, wastes_chunks
         self._observer = observer
@@ -222,7 +225,8 @@ class Decoding:
             pool.free,
             pool.cached,
         )
-        plan = StepPlan(members.planned, work, self._changes(listed), counts)
+        moves, awaited = self._moved()
+        plan = StepPlan(members.planned, work, self._changes(listed), counts, moves, awaited)
         members.commit()
         self._decodes, self._filling = 0, []
         if plan.changes is not UNDISTURBED:
@@ -230,6 +234,14 @@ class Decoding:
             if listed.joined or ending:
                 self._move(listed.joined, ending)
         return plan
+
+    def _moved(self) -> tuple[tuple[Move, ...], tuple[int, ...]]:
+        """Moves, and jobs to wait for, since the plan before."""
+        if not (self.moves or self.awaited):
+            return (), ()
+        moved = tuple(self.moves), tuple(self.awaited)
+        self.moves, self.awaited = [], []
+        return moved
 
     def _changes(self, listed: _Promised) -> StepChanges:
         """What the plan has to tell beside its rows."""

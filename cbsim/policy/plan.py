@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from cbsim.policy.digest import digest
+from cbsim.policy.moves import Move
 from cbsim.policy.request import Finish, RequestSpec
 from cbsim.policy.value import value
 
@@ -210,12 +211,17 @@ NO_COUNTS = StepCounts()
 
 @value(init=False)
 class StepPlan:
-    """One step: what it computes, what changes with it, and how things stand after planning."""
+    """One step: what it computes, what changes with it, how things stand after planning, and which KV moves.
+
+    Its rows run after the jobs `awaited`, moves of earlier plans, whose blocks are free for it.
+    """
 
     step: Final[int]
     work: Final[StepWork]
     changes: Final[StepChanges]
     counts: Final[StepCounts]
+    moves: Final[tuple[Move, ...]]
+    awaited: Final[tuple[int, ...]]
 
     def __init__(
         self,
@@ -223,11 +229,15 @@ class StepPlan:
         work: StepWork = NO_WORK,
         changes: StepChanges = UNDISTURBED,
         counts: StepCounts = NO_COUNTS,
+        moves: tuple[Move, ...] = (),
+        awaited: tuple[int, ...] = (),
     ) -> None:
         self.step = step
         self.work = work
         self.changes = changes
         self.counts = counts
+        self.moves = moves
+        self.awaited = awaited
 
     def digest(self) -> int:
         """Everything that the plan says, as a signed 64-bit integer; digest.py declares its bytes."""
@@ -238,11 +248,12 @@ class StepPlan:
 class StepResult:
     """What came back: the requests that sampled a stop token, and the output tokens of rows that yielded other than
     they might, a stop token included and nothing behind it. Every other row delivered as promised, up to the declared
-    last token of its request.
+    last token of its request. `moved` are the jobs of moves that are over since the result before.
     """
 
     stopped: tuple[RequestSpec, ...] = ()
     delivered: tuple[tuple[RequestSpec, int], ...] = ()
+    moved: tuple[int, ...] = ()
 
 
 NOTHING_STOPPED = StepResult()

@@ -43,7 +43,8 @@ class RequestSpec:
     `output_tokens` is how many tokens the model will produce (declared by the workload), `max_tokens` the limit the
     scheduler knows; when the first is smaller, the end is a stop token and comes as a surprise. `prefix` holds the ids
     of chained content hashes, one for every `prefix_block_tokens` tokens, valid for the first `prefix_tokens` tokens:
-    equal id means equal content up to and including that block.
+    equal id means equal content up to and including that block. `sample_of`: this is a further sample of that request,
+    whose prompt it shares; it arrives right behind it.
     """
 
     index: int
@@ -56,6 +57,7 @@ class RequestSpec:
     prefix: tuple[int, ...] = ()
     prefix_block_tokens: int = 1
     prefix_tokens: int = 0
+    sample_of: RequestSpec | None = None
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or not 1 <= self.output_tokens <= self.max_tokens:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cbsim.policy.moves import Move, Way
 from cbsim.policy.plan import Chunk, Preempted, StepChanges, StepCounts, StepPlan, StepWork
 from cbsim.policy.request import RequestSpec
 
@@ -40,6 +41,9 @@ FULL = StepPlan(
     ),
     StepCounts(table_blocks=23, new_blocks=24, running=25, waiting=26, free_blocks=27, cached_blocks=28),
 )
+MOVING = replace(
+    FULL, moves=(Move(Way.COPY, (29,), (30,), B), Move(Way.IN, (31, 32), (33, 34), None, job=35)), awaited=(36, 37)
+)
 
 
 def words(plan: StepPlan) -> list[int]:
@@ -55,7 +59,13 @@ def words(plan: StepPlan) -> list[int]:
     head += [number for spec, block in c.grown for number in (spec.index, block)]
     head += [spec.index for spec in (*c.joined, *c.left, *c.ends, *c.ended)]
     head += [number for p in c.preempted for number in (p.spec.index, p.lost_tokens, p.blocks)]
-    return head + [number for spec, at, block in c.replaced for number in (spec.index, at, block)]
+    head += [number for spec, at, block in c.replaced for number in (spec.index, at, block)]
+    if not (plan.moves or plan.awaited):
+        return head
+    head += [len(plan.moves), len(plan.awaited)]
+    for m in plan.moves:
+        head += [m.way.value, m.spec.index if m.spec else -1, m.job, len(m.sources), *m.sources, *m.targets]
+    return [*head, *plan.awaited]
 
 
 def by_the_book(plan: StepPlan) -> int:
@@ -67,6 +77,17 @@ def altered(value: Any) -> Iterator[Any]:
     """A plan, or a part of it, with one number changed, one request exchanged, one item taken out or doubled."""
     if isinstance(value, bool):
         yield not value
+    elif isinstance(value, Way):
+        yield Way((value + 1) % len(Way))
+    elif isinstance(value, Move):
+        yield replace(value, sources=(*value.sources, 1), targets=(*value.targets, 1))
+        for name in ("way", "spec", "job"):
+            yield from (replace(value, **{name: other}) for other in altered(getattr(value, name)))
+        for name in ("sources", "targets"):
+            first, *others = getattr(value, name)
+            yield replace(value, **{name: (first + 1, *others)})
+    elif value is None:
+        yield A
     elif isinstance(value, int):
         yield value + 1
     elif isinstance(value, RequestSpec):
@@ -85,7 +106,7 @@ def altered(value: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    "plan", [FULL, StepPlan(0), StepPlan(-1), StepPlan(3, FULL.work), StepPlan(3, StepWork(), FULL.changes)]
+    "plan", [FULL, MOVING, StepPlan(0), StepPlan(-1), StepPlan(3, FULL.work), StepPlan(3, StepWork(), FULL.changes)]
 )
 def test_the_digest_is_that_of_the_documented_bytes(plan: StepPlan) -> None:
     assert plan.digest() == by_the_book(plan)
@@ -98,7 +119,7 @@ def test_known_digests() -> None:
 
 def test_the_digest_covers_everything_that_a_plan_says() -> None:
     """Whatever is changed, it is another digest; a request is its index."""
-    plans = [FULL, *altered(FULL)]
+    plans = [MOVING, *altered(MOVING)]
     assert len({plan.digest() for plan in plans}) == len({tuple(words(plan)) for plan in plans}) == len(set(plans))
     assert len(plans) > 80
     twin = replace(FULL, changes=replace(FULL.changes, joined=(replace(A, id="another", prompt_tokens=1),)))
