@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,17 +32,32 @@ def files(log: MoveLog) -> Mapping[str, bytes]:
     return {FILE: parquet.encoded(columns.MOVES, table(log))} if log.rows else {}
 
 
-def reports(folder: Path) -> dict[int, tuple[int, ...]]:
-    """Of the run in `folder`: the jobs that the result of a step named, ascending, by step. Raises RunError."""
+def of(files: Mapping[str, bytes]) -> dict[str, Ints]:
+    """The columns in the files of a run directory, by name; without rows if nothing moved."""
+    return _read(BytesIO(files[FILE])) if FILE in files else table(MoveLog())
+
+
+def read(folder: Path) -> dict[str, Ints]:
+    """Likewise of the run in `folder`. Raises RunError."""
     path = folder / FILE
     if not path.exists():
-        return {}
+        return table(MoveLog())
     try:
         with path.open("rb") as file:
-            read = parquet.ParquetTable(file, columns.MOVES)
-            job, step = (read[name].to_numpy() for name in ("job", "reported_step"))
+            return _read(file)
     except (TableError, OSError) as error:
         raise RunError(f"{path}: {error}", file=path) from error
+
+
+def _read(file: IO[bytes]) -> dict[str, Ints]:
+    found = parquet.ParquetTable(file, columns.MOVES)
+    return {name: found[name].to_numpy() for name in NAMES}
+
+
+def reports(folder: Path) -> dict[int, tuple[int, ...]]:
+    """Of the run in `folder`: the jobs that the result of a step named, ascending, by step. Raises RunError."""
+    moves = read(folder)
+    job, step = moves["job"], moves["reported_step"]
     named: defaultdict[int, set[int]] = defaultdict(set)
     for at in np.flatnonzero(step >= 0).tolist():
         named[int(step[at])].add(int(job[at]))
