@@ -14,7 +14,7 @@ from cbsim.policy.blocks import BlockPool, FreeList, Replaced
 from cbsim.policy.cohort import Landing
 from cbsim.policy.keys import Keys, KeysWhenLanded
 from cbsim.policy.observer import NOBODY, Observer
-from cbsim.policy.plan import Outcome, StepPlan, StepResult
+from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.schedulers.transformers import TransformersScheduler
 from cbsim.policy.schedulers.transformers_settings import TransformersOptions
@@ -48,6 +48,12 @@ class CountedKeys(KeysWhenLanded):
     def __init__(self, pool: MisnamingPool) -> None:
         super().__init__(pool)
         self._misname = pool.misname
+
+    def completes(self, request: Request, row: Chunk) -> int:
+        """Blocks that the row fills, and with the first row after a stay on the host those that came back."""
+        size = self.pool.block_size
+        restored = row.resumed and not request.hashed
+        return (row.start + row.tokens) // size - (0 if restored else row.start // size)
 
     def landed(self, landing: Landing, over: bool) -> list[Replaced]:
         request = landing.request
