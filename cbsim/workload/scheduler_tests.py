@@ -114,26 +114,37 @@ def vllm_requests(workload: Line) -> list[tuple[RequestSpec, int | None]]:
     """(spec, abort time) in arrival order, then file order. Arrival times are microseconds throughout."""
     size = workload["config"]["block_size"]
     keys = ChainedKeys(size)
-    specs = []
-    for index, r in enumerate(workload["requests"]):
-        output = r["output_token_ids"]
-        if r.get("stop") and STOP_TOKEN in output:
-            output = output[: output.index(STOP_TOKEN) + 1]
-        tokens, outputs = [*r["prompt_token_ids"], *output], len(output)
-        spec = RequestSpec(
-            index=index,
-            id=r["id"],
-            arrival_ns=r["arrival_us"],
-            prompt_tokens=len(r["prompt_token_ids"]),
-            output_tokens=outputs,
-            max_tokens=r.get("max_tokens", len(r["output_token_ids"])),
-            priority=r.get("priority", 0),
-            prefix=keys.of(tokens),
-            prefix_block_tokens=size,
-            prefix_tokens=len(tokens),
-        )
-        specs.append((spec, r.get("abort_us")))
+    specs: list[tuple[RequestSpec, int | None]] = []
+    for r in workload["requests"]:
+        first = None
+        for name, said in _vllm_samples(r):
+            output = said
+            if r.get("stop") and STOP_TOKEN in output:
+                output = output[: output.index(STOP_TOKEN) + 1]
+            tokens, outputs = [*r["prompt_token_ids"], *output], len(output)
+            spec = RequestSpec(
+                index=len(specs),
+                id=name,
+                arrival_ns=r["arrival_us"],
+                prompt_tokens=len(r["prompt_token_ids"]),
+                output_tokens=outputs,
+                max_tokens=r.get("max_tokens", len(said)),
+                priority=r.get("priority", 0),
+                prefix=keys.of(tokens),
+                prefix_block_tokens=size,
+                prefix_tokens=len(tokens),
+                sample_of=first,
+            )
+            first = first or spec
+            specs.append((spec, r.get("abort_us")))
     return sorted(specs, key=lambda entry: entry[0].arrival_ns)
+
+
+def _vllm_samples(request: Line) -> list[tuple[str, list[int]]]:
+    """Ids and outputs of a request's samples; they have ids of their own if there are several."""
+    if "outputs" not in request:
+        return [(request["id"], request["output_token_ids"])]
+    return [(f"{i}_{request['id']}", output) for i, output in enumerate(request["outputs"])]
 
 
 # -- transformers ----------------------------------------------------------------------------------------------------
