@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
+
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.moves import Move, Way
 from cbsim.policy.plan import Preempted
@@ -13,9 +15,24 @@ class Host:
 
     def __init__(self, decoding: Decoding, blocks: int) -> None:
         decoding.pool.host_blocks = self.num_blocks = blocks
-        self.free = list(range(blocks))
         self.held: dict[Request, list[int]] = {}
+        self._returned: list[int] = []  # heap of free blocks that have been in use; all below `_fresh`
+        self._fresh = 0  # from here on no block has been in use
         self._decoding = decoding
+
+    @property
+    def free(self) -> int:
+        return len(self._returned) + self.num_blocks - self._fresh
+
+    def free_order(self) -> list[int]:
+        """The free blocks in the order in which they go out."""
+        return [*sorted(self._returned), *range(self._fresh, self.num_blocks)]
+
+    def _take(self) -> int:
+        if self._returned:
+            return heappop(self._returned)
+        self._fresh += 1
+        return self._fresh - 1
 
     def park(self, request: Request) -> bool:
         """Take the blocks of a loose request back and keep their KV here; it has to wait, and keeps its progress. Where
@@ -24,10 +41,9 @@ class Host:
         decoding, computed = self._decoding, request.computed
         pool = decoding.pool
         count = pool.held(request)
-        if count > len(self.free):
+        if count > self.free:
             return False
-        blocks = self.held[request] = self.free[:count]
-        del self.free[:count]
+        blocks = self.held[request] = [self._take() for _ in range(count)]
         written = pool.tables[request][: pool.blocks_for(computed)]
         if written:
             decoding.moves.append(Move(Way.OUT, tuple(written), tuple(blocks[: len(written)]), request.spec))
@@ -49,11 +65,11 @@ class Host:
 
     def forget(self, request: Request) -> None:
         """The KV of a request is wanted here no longer, if it is here."""
-        if request in self.held:
-            self.free += self.held.pop(request)
-            self.free.sort()
+        for block in self.held.pop(request, ()):
+            heappush(self._returned, block)
 
     def check(self) -> None:
         """Raise AssertionError unless every block is free or held by one request."""
         held = [block for blocks in self.held.values() for block in blocks]
-        assert sorted(held + self.free) == list(range(self.num_blocks)), ("host blocks", self.held, self.free)
+        assert sorted(held + self._returned) == list(range(self._fresh)), ("host blocks", self.held, self._returned)
+        assert self._fresh <= self.num_blocks

@@ -175,7 +175,7 @@ def check_ends(drive: Drive) -> None:
     assert not scheduler.pool.tables
     assert not scheduler.pool.saved
     if isinstance(scheduler, TransformersScheduler):
-        assert not scheduler.host.held
+        assert scheduler.host.free == scheduler.host.num_blocks
         assert not len(scheduler.forks)
     assert len(set(drive.ended)) == len(drive.ended)
 

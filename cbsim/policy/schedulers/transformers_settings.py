@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-from cbsim.policy.kind import AtLeast, Count, Natural, Settings, Share, Site, resolved
+from cbsim.policy.kind import AtLeast, Below, Count, Natural, Settings, Share, Site, resolved
 from cbsim.policy.limits import Limits
 
 GIB = 1 << 30
 VERSIONS = ("5.17",)  # whose rules these are
-Gib = Annotated[float, AtLeast(0)]
+Gib = Annotated[float, AtLeast(0), Below(1e6)]
 FIFO, PREFILL_FIRST = "transformers_fifo", "transformers_prefill_first"
 
 

@@ -312,7 +312,7 @@ class TransformersReplay:
         if "cpu_blocks" not in self.resolved:
             return {}
         held = {r.spec.id: list(blocks) for r, blocks in host.held.items()}
-        return {"cpu": {"free": list(host.free), "held": held, "per_group": {k: [len(b)] for k, b in held.items()}}}
+        return {"cpu": {"free": host.free_order(), "held": held, "per_group": {k: [len(b)] for k, b in held.items()}}}
 
     def _await(self, plan: StepPlan) -> Landed:
         """Note what each sampling row is worth just before its result is applied."""
