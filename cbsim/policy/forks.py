@@ -50,7 +50,7 @@ class Forks:
 
     def told(self, request: Request, blocks: list[int]) -> list[int]:
         """The blocks to list with a row: `blocks`, behind those of rows that were not listed."""
-        return [*self._untold.pop(request, ()), *blocks]
+        return [*self._untold.pop(request, ()), *blocks] if self._untold else blocks
 
     def take(self) -> list[Fork]:
         """The forks that are due, the last planned first. Nobody waits for these requests any more."""
