@@ -351,6 +351,13 @@ class Decoding:
                 end(request, reason)
         return Outcome(tuple(received), tuple(finished), wasted)
 
+    def lands_silently(self, request: Request) -> None:
+        """A row without tokens has come back: the full blocks of the request get their keys."""
+        computed = request.computed
+        landing = Landing(request, request.epoch, 0, computed, computed // self.pool.block_size - request.hashed)
+        self._replaced += self._keys.landed(landing, over=False)
+        self._observer.landed(landing, over=False)
+
     def _received(self, landing: Landing, step: int, tokens: int | None) -> Landing:
         """Hand the tokens of a row out: as many as came, or else as promised, up to the declared last one."""
         request, outputs = landing.request, landing.outputs

@@ -27,7 +27,7 @@ class Forks:
         self._decoding = decoding
         self._samples: dict[Request, list[Request]] = {}
         self.due: list[Request] = []  # will have read its prompt but for one token, in the order planned
-        self._untold: dict[Request, list[int]] = {}  # blocks it got for a row that was empty, and so was not listed
+        self._untold: dict[Request, list[int]] = {}  # active, without a row listed since: blocks got for empty rows
 
     def __contains__(self, request: Request) -> bool:
         """Has it samples that wait for it?"""
@@ -38,6 +38,7 @@ class Forks:
         return sum([len(samples) for samples in self._samples.values()])
 
     def expect(self, request: Request, sample: Request) -> None:
+        assert sample.spec.prompt_tokens == request.spec.prompt_tokens, (request.spec.id, sample.spec.id)
         self._samples.setdefault(request, []).append(sample)
 
     def reached(self, request: Request) -> None:
@@ -47,6 +48,10 @@ class Forks:
     def hold(self, request: Request, blocks: list[int]) -> None:
         """Its row had no tokens; these blocks are told of with the next one."""
         self._untold.setdefault(request, []).extend(blocks)
+
+    def has_begun(self, request: Request) -> bool:
+        """Has it had a row that was empty, or come out of a fork, and no row since?"""
+        return request in self._untold
 
     def told(self, request: Request, blocks: list[int]) -> list[int]:
         """The blocks to list with a row: `blocks`, behind those of rows that were not listed."""
@@ -70,6 +75,7 @@ class Forks:
         if written:
             decoding.moves.append(Move(Way.COPY, tuple(written), tuple(own[: len(written)]), sample.spec))
         decoding.admit(sample, computed)
+        self.hold(sample, [])
 
     def set_back(self, request: Request) -> None:
         """It has lost its blocks. Its samples go on waiting."""

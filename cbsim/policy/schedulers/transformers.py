@@ -1,9 +1,10 @@
 """Hugging Face transformers' continuous batching, 5.17: `fifo` and `prefill_first`.
 
-Rules as in the real scheduler (one full-attention layer group), restated and checked line by
-line against its traces. Two budgets bound a step: query tokens, and KV tokens read. A request that finds no block
-starves; when nothing can run, or after a step in which some starved, starved requests give up their blocks (soft
-reset: generated tokens become prompt) until the others fit, and nobody new is admitted until a request has finished.
+Rules as in the real scheduler (one full-attention layer group), restated and checked line by line against its traces.
+Two budgets bound a step: query tokens, and KV tokens read. A request that finds no block starves; when nothing can run,
+or after a step in which some starved, starved requests give up their blocks until the others fit (soft reset: generated
+tokens become prompt; or their KV is kept on the host, host.py), and nobody new is admitted until a request has
+finished. Samples of one prompt share it (forks.py).
 
 The original's defects are not shared; docs/policies.md lists them, and what proves the rules puts them back.
 """
@@ -97,6 +98,8 @@ class TransformersScheduler:
         self.waiting: dict[Request, None] = {}
         self.forks = Forks(self.decoding)
         self.host = Host(self.decoding, o.host_blocks)
+        self.returned: list[Request] = []  # from the host, in the step planned last
+        self._silent: dict[int, list[tuple[Request, int]]] = {}  # step -> those of them without tokens, their epochs
         self.block_new_requests = False
         most = min(o.max_requests_per_batch, o.max_batch_tokens)
         self._max_requests = most if o.allow_block_sharing else min(most, o.num_blocks)
@@ -216,7 +219,9 @@ class TransformersScheduler:
             blocks = self._allocate(request, step)
             if blocks is not None:
                 self._place(request, blocks, step)
-            elif not free and (request.status is Status.WAITING or request.fresh):
+            elif not free and (
+                request.status is Status.WAITING or (request.fresh and not self.forks.has_begun(request))
+            ):
                 step.full = True
                 return
 
@@ -318,18 +323,29 @@ class TransformersScheduler:
         return bool(victims)
 
     def _commit(self, step: _Step) -> StepPlan:
-        if self.host.held:
-            for request in (*step.rows, *step.held_back):
-                if request in self.host.held:
-                    self.host.restore(request)
+        if self.host.held or self.returned:
+            self._restore(step)
         queues = {"running": len(self.running), "waiting": len(self.waiting)}
         return self.decoding.plan(step.rows, **queues, lead=step.lead, fast_decode=step.fast)
+
+    def _restore(self, step: _Step) -> None:
+        held = self.host.held
+        self.returned = [request for request in (*step.rows, *step.held_back) if request in held]
+        for request in self.returned:
+            self.host.restore(request)
+        if step.held_back and self.options.allow_block_sharing:
+            silent = [(request, request.epoch) for request in step.held_back if request in self.returned]
+            self._silent[self.decoding.members.planned] = silent
 
     def runs_ahead(self, plan: StepPlan) -> bool:
         return True
 
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
         outcome = self.decoding.land(plan, result, self._end)
+        if self._silent:
+            for request, epoch in self._silent.pop(plan.step, ()):
+                if request.epoch == epoch and request.status is Status.PREFILL:
+                    self.decoding.lands_silently(request)
         if self.forks.due:
             self._fork()
         return outcome
@@ -345,7 +361,8 @@ class TransformersScheduler:
             del self.waiting[request]
         else:
             self.forks.drop(request)
-        self.waiting.update(dict.fromkeys(self.forks.orphans(request)))
+        for sample in self.forks.orphans(request):
+            self.waiting[sample] = None
         self.host.forget(request)
         self.decoding.call_off(request)
         self.decoding.end(request, reason)

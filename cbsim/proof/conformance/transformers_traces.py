@@ -254,20 +254,21 @@ class TransformersReplay:
         rows = self._batch.rows(plan)
         objects = self.scheduler.objects
         self._in_flight.append((rows, {row.spec: objects[row.spec].epoch for row in rows}))
-        sharing = self.resolved["allow_block_sharing"]
         batch: list[Line] = [
             {
                 "req": row.spec.id,
                 "q": row.tokens,
                 "past": row.start,
                 "new_token": row.chunk is None or row.chunk.outputs > 0,
-                "complete_blocks": self._completes(row) if sharing else 0,
+                "complete_blocks": self._completes(row.spec, row.start, row.tokens),
             }
             for row in rows
         ]
         for place, request in self.scheduler.heard.empty_rows:
-            empty = {"q": 0, "past": request.computed, "new_token": False, "complete_blocks": 0}
-            batch.insert(place, {"req": request.spec.id, **empty})
+            spec, past = request.spec, request.computed
+            complete = self._completes(spec, past, 0)
+            empty = {"req": spec.id, "q": 0, "past": past, "new_token": False, "complete_blocks": complete}
+            batch.insert(place, empty)
         self.scheduler.heard.empty_rows = []
         read = sum(row["past"] for row in batch)
         return {
@@ -279,11 +280,13 @@ class TransformersReplay:
             "padded_if_graphs": self._padded(plan, read),
         }
 
-    def _completes(self, row: Row) -> int:
-        """Blocks that get their keys when the row lands, as the original counts: with what came back from the host."""
+    def _completes(self, spec: RequestSpec, start: int, tokens: int) -> int:
+        """Blocks that get their keys when a row lands, as the original counts: with what came back from the host."""
+        if not self.resolved["allow_block_sharing"]:
+            return 0
         size: int = self.resolved["block_size"]
-        restored = row.chunk is not None and row.chunk.resumed and not self.scheduler.requests[row.spec].hashed
-        return (row.start + row.tokens) // size - (0 if restored else row.start // size)
+        before = 0 if self.scheduler.requests[spec] in self.scheduler.returned else start // size
+        return (start + tokens) // size - before
 
     def _padded(self, plan: StepPlan, read: int) -> list[int]:
         resolved = self.resolved
