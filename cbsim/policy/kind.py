@@ -94,6 +94,10 @@ class Site(Protocol):
         """Tokens in a block."""
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of KV in a block."""
+
+    @property
     def max_position(self) -> int:
         """Longest sequence that the model is made for, tokens."""
 

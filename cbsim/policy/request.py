@@ -256,6 +256,14 @@ class Request:
         self.preemptions += 1
         self.epoch += drop_in_flight
 
+    def park(self) -> None:
+        """Wait again and keep what is computed, whose KV is elsewhere meanwhile. Rows in flight are dropped: the
+        next one begins with the last known token at the latest.
+        """
+        computed = min(self._computed, self.known - 1)
+        self.requeue(drop_in_flight=True)
+        self._computed = computed
+
     @property
     def natural_end(self) -> Finish:
         """Why it ends if it ends with the token seen last."""
