@@ -141,7 +141,7 @@ class Decoding:
             outputs,
             admitted=first,
             resumed=first and request.preemptions > 0,
-            cached=start if first else 0,
+            cached=start - request.kept if first else 0,
             recomputed=max(0, min(request.high_water, end) - start),
         )
 
@@ -151,6 +151,19 @@ class Decoding:
         del self.loose[request]
         self.pool.release(request, returns=True)
         request.requeue(drop_in_flight)
+
+    def park(self, request: Request) -> None:
+        """Take the blocks of a loose request back; it waits with what it has computed, which others keep for it."""
+        self.preempted.append(Preempted(request.spec, 0, self.pool.held(request)))
+        del self.loose[request]
+        self.pool.release(request)
+        request.park()
+
+    def resume(self, request: Request) -> None:
+        """From the queue to those that run, with everything computed before it was parked."""
+        request.resume(self._admissions)
+        self._admissions += 1
+        self.loose[request] = None
 
     def end(self, request: Request, reason: Finish, *, keeps_blocks: bool = False) -> None:
         """A request is over, wherever it stands; its blocks are free at once."""
