@@ -69,7 +69,8 @@ class Executor:
         assert sum(row.tokens for row in rows) == plan.work.tokens
         for row in rows:
             if row.chunk is not None and row.chunk.admitted:
-                assert row.start == row.chunk.cached
+                kept = row.chunk.resumed and row.start == self.computed.get(row.spec)
+                assert row.start == row.chunk.cached or kept
                 self.tables[row.spec] = list(row.blocks)
             else:
                 assert row.start == self.computed[row.spec], (row, self.computed[row.spec])

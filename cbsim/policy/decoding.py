@@ -141,7 +141,7 @@ class Decoding:
             outputs,
             admitted=first,
             resumed=first and request.preemptions > 0,
-            cached=start if first else 0,
+            cached=start - request.kept if first else 0,
             recomputed=max(0, min(request.high_water, end) - start),
         )
 
@@ -156,6 +156,22 @@ class Decoding:
         """A request is about to give up the places of its moves in order that no plan has listed yet."""
         if self.moves:
             self.moves = [m for m in self.moves if m.spec is not request.spec or m.job != IN_ORDER]
+
+    def park(self, request: Request, *, drop_in_flight: bool, returns: bool = False) -> None:
+        """Take the blocks of a loose request back; it waits with what it has computed, which others keep for it.
+        `returns` is as in `BlockPool.release`.
+        """
+        computed, held = request.computed, self.pool.held(request)
+        del self.loose[request]
+        self.pool.release(request, returns=returns)
+        request.park(drop_in_flight)
+        self.preempted.append(Preempted(request.spec, computed - request.computed, held))
+
+    def resume(self, request: Request) -> None:
+        """From the queue to those that run, with everything computed before it was parked."""
+        request.resume(self._admissions)
+        self._admissions += 1
+        self.loose[request] = None
 
     def end(self, request: Request, reason: Finish, *, keeps_blocks: bool = False) -> None:
         """A request is over, wherever it stands; its blocks are free at once."""

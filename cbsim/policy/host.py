@@ -6,7 +6,6 @@ from heapq import heappop, heappush
 
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.moves import Move, Way
-from cbsim.policy.plan import Preempted
 from cbsim.policy.request import Request
 
 
@@ -47,10 +46,7 @@ class Host:
         written = pool.tables[request][: pool.blocks_for(computed)]
         if written:
             decoding.moves.append(Move(Way.OUT, tuple(written), tuple(blocks[: len(written)]), request.spec))
-        del decoding.loose[request]
-        pool.release(request, returns=True)
-        request.park()
-        decoding.preempted.append(Preempted(request.spec, computed - request.computed, count))
+        decoding.park(request, drop_in_flight=True, returns=True)
         return True
 
     def restore(self, request: Request) -> None:

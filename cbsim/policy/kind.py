@@ -95,7 +95,7 @@ class Site(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of KV in a block."""
+        """KV of a block, on one GPU."""
 
     @property
     def max_position(self) -> int:

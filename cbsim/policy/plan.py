@@ -21,8 +21,10 @@ class Chunk:
 
     `blocks` are the block ids added to its table, or the whole table when `admitted` (first chunk after the queue).
     The row may yield up to `outputs` output tokens, which is a promise until its result is there: 0 for a part of a
-    prompt, 1 for a decoding row, more where query tokens are guesses. `recomputed` of its tokens had been computed
-    before a preemption. `padding` tokens are computed to its left for nothing but shape.
+    prompt, 1 for a decoding row, more where query tokens are guesses. Of the tokens before an admitted row, `cached`
+    were found in the prefix cache; the KV of others has been kept elsewhere, and moves of the plan bring it.
+    `recomputed` of its own tokens had been computed before a preemption. `padding` tokens are computed to its left for
+    nothing but shape.
     """
 
     spec: Final[RequestSpec]
@@ -66,7 +68,9 @@ class Chunk:
 
 
 class Preempted(NamedTuple):
-    """A request that lost its blocks in this step, with the tokens computed and the blocks held until then."""
+    """A request that lost its blocks in this step: the tokens that it has to compute again, none of them if their KV is
+    kept elsewhere, and the blocks held until then.
+    """
 
     spec: RequestSpec
     lost_tokens: int

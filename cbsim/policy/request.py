@@ -97,6 +97,7 @@ class Request:
         "finish",
         "hashed",
         "high_water",
+        "kept",
         "last",
         "limit",
         "named",
@@ -119,6 +120,7 @@ class Request:
         self.cohort: Cohort | None = None
         self.since = 0  # first step whose row comes from the cohort
         self.entered = 0  # tokens computed when it was last admitted: found in the cache
+        self.kept = 0  # of them, those kept elsewhere while it was parked
         self.epoch = 0  # bumped when rows in flight become worthless
         self.hashed = 0  # leading blocks whose content key is known
         self.cached: int | None = None  # prefix-cache hit at the first admission, tokens
@@ -170,6 +172,7 @@ class Request:
         assert self.cohort is None
         self.status, self.order = Status.PREFILL, order
         self._computed = self.entered = cached_tokens
+        self.kept = 0
         if self.cached is None:
             self.cached = cached_tokens
 
@@ -212,9 +215,9 @@ class Request:
         """A row has come back with `short` tokens fewer than it promised: so many are neither promised nor computed.
 
         No other row of the request may be in flight then, for it would start at the wrong place. A request that has
-        lost its blocks since has nothing to give back.
+        lost everything since has nothing to give back.
         """
-        if self.status is Status.WAITING:
+        if self.status is Status.WAITING and not self._computed:
             return
         assert self.cohort is None, (self.spec.id, "a member owes a token")
         assert self._promised - self._seen == short, (self.spec.id, "a row follows one that owes tokens", short)
@@ -256,13 +259,24 @@ class Request:
         self.preemptions += 1
         self.epoch += drop_in_flight
 
-    def park(self) -> None:
-        """Wait again and keep what is computed, whose KV is elsewhere meanwhile. Rows in flight are dropped: the
-        next one begins with the last known token at the latest.
+    def park(self, drop_in_flight: bool) -> None:
+        """Wait again with what is computed, whose KV is kept elsewhere. Rows in flight still deliver, unless they are
+        dropped: then the next row begins with the last known token at the latest.
         """
-        computed = min(self._computed, self.known - 1)
-        self.requeue(drop_in_flight=True)
-        self._computed = computed
+        if drop_in_flight:
+            computed = min(self._computed, self.known - 1)
+            self.requeue(drop_in_flight)
+            self._computed = computed
+            return
+        assert self.cohort is None
+        assert self.status in (Status.PREFILL, Status.DECODE)
+        self.status, self.hashed = Status.WAITING, 0
+        self.preemptions += 1
+
+    def resume(self, order: int) -> None:
+        """Leave the queue with what was computed before it was parked, in fresh blocks."""
+        self.admit(order, self._computed)
+        self.kept = self.entered
 
     @property
     def natural_end(self) -> Finish:

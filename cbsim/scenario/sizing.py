@@ -133,7 +133,7 @@ class Place:
 
     @property
     def block_bytes(self) -> int:
-        return self.block_size * self.model.kv_bytes_per_token
+        return self.block_size * self.model.kv_bytes_per_token // self.tensor
 
     @property
     def max_position(self) -> int:

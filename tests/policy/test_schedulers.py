@@ -89,6 +89,8 @@ def vllm_cases(draw: st.DrawFn) -> Case:
         scheduler_reserve_full_isl=draw(st.booleans()),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.2])),
         prefill_schedule_interval=draw(st.sampled_from([1, 1, 3])),
+        preemption_mode=draw(st.sampled_from(["recompute", "swap"])),
+        host_blocks=draw(st.integers(0, 2 * MOST_TOKENS // size)),
     )
     return partial(VllmScheduler, options), draw(asks(size))
 

@@ -247,7 +247,10 @@ class TransformersScheduler:
 
     def _activate(self, request: Request, cached_tokens: int) -> None:
         del self.waiting[request]
-        self.decoding.admit(request, cached_tokens)
+        if request in self.host.held:
+            self.decoding.resume(request)
+        else:
+            self.decoding.admit(request, cached_tokens)
         self.running[request] = None
 
     def _table_size(self, tokens: int) -> int:
@@ -273,7 +276,7 @@ class TransformersScheduler:
     def _place(self, request: Request, blocks: list[int], step: _Step) -> None:
         tokens = self._query(request, step)
         if request.status is Status.WAITING:
-            self._activate(request, request.computed)
+            self._activate(request, 0)
         if request in self.forks and tokens >= request.wanted - 1:
             tokens = request.wanted - 1
             self.forks.reached(request)

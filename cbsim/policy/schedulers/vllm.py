@@ -20,6 +20,7 @@ from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.queues import ArrivalQueue, PriorityQueue, Queue
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.schedulers.vllm_settings import VllmOptions, VllmSettings, reasons, resolve, settled, widened
+from cbsim.policy.swapping import Swapping
 from cbsim.policy.value import mypyc_attr
 
 
@@ -54,6 +55,9 @@ class VllmScheduler:
         self.requests = self.decoding.requests
         self.running: dict[Request, None] = {}  # in admission order
         self.waiting: Queue = PriorityQueue() if o.policy == "priority" else ArrivalQueue()
+        self.swapping: Swapping | None = None
+        if o.preemption_mode == "swap":
+            self.waiting = self.swapping = Swapping(self.decoding, self.waiting, o.host_blocks)
         self._watermark = int(o.watermark * o.num_blocks)
         self._executed = 0
         self._last_prefill = -o.prefill_schedule_interval
@@ -98,7 +102,9 @@ class VllmScheduler:
             self._run(step)
         if decoding.preempted:
             return self._commit(step)
-        if self.waiting:
+        if self.swapping is not None and self.swapping.out:
+            self._bring_in(self.swapping, step)
+        elif self.waiting:
             self._admit(step)
         if not step.defer_prefill:
             self._capacity_bound = bool(self.waiting)
@@ -166,7 +172,7 @@ class VllmScheduler:
             i += 1
 
     def _preempt_one(self, line: list[Request], index: int, step: _Step) -> int:
-        """Requeue the victim; returns by how much the walk's index moves back."""
+        """The victim has to wait again; returns by how much the walk's index moves back."""
         victim = line[-1] if self.options.policy == "fcfs" else max(line, key=_urgency)
         at = line.index(victim)
         del line[at]
@@ -174,10 +180,29 @@ class VllmScheduler:
         if taken_back:
             step.budget += taken_back.tokens
         del self.running[victim]
-        self.decoding.preempt(victim, drop_in_flight=False)
-        self.waiting.push_front(victim)
+        if self.swapping is None or not self.swapping.take_out(victim):
+            self.decoding.preempt(victim, drop_in_flight=False)
+            self.waiting.push_front(victim)
         moved = at < index if self._new else taken_back is not None
         return int(moved)
+
+    def _bring_in(self, swapping: Swapping, step: _Step) -> None:
+        """Those who are out, as `_admit` would: head first, nobody passed over; and nobody new beside them."""
+        for request in list(swapping.out):
+            tokens = min(self._demand(request, step), step.budget)
+            deferred = step.defer_prefill and request.wanted > 1
+            if not tokens or deferred or len(self.running) == self.options.max_num_seqs:
+                break
+            if not swapping.has_room(request, tokens, self._spare()):
+                break
+            swapping.bring_in(request)
+            self.running[request] = None
+            step.prefill |= request.wanted > 1
+            self._place(request, tokens, self.pool.missing(request, request.computed + tokens), step)
+
+    def _spare(self) -> int:
+        """Blocks that have to stay free when somebody is let in."""
+        return self._watermark if self._new and self.running else 0
 
     def _admit(self, step: _Step) -> None:
         """The queue, head first: nobody is passed over, nobody is preempted for it."""
@@ -207,7 +232,7 @@ class VllmScheduler:
         if o.reserve_output:
             needed = self._whole(request) - len(hits) + pool.idle(hits)
             needed += sum([self._whole(other) - pool.held(other) for other in self.running])
-        return needed + (self._watermark if self._new and self.running else 0) <= pool.free
+        return needed + self._spare() <= pool.free
 
     def _whole(self, request: Request) -> int:
         """Blocks that a request holds at its end; its last token is never computed."""

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal, NamedTuple
 
-from cbsim.policy.kind import AsText, Count, Natural, Settings, SettingsError, Share, Site, resolved
+from cbsim.policy.kind import AsText, AtLeast, Count, Natural, Settings, SettingsError, Share, Site, resolved
 from cbsim.policy.limits import Limits
 
 VERSIONS = ("0.19", "0.33")  # whose rules these are
@@ -47,6 +47,11 @@ class VllmSettings(Settings):
     max_num_batched_tokens."""
     reserve_output: bool = False
     """Not vLLM's: admit a request only if the cache could hold all outputs to their limits, so nobody is preempted."""
+    preemption_mode: Literal["recompute", "swap"] = "recompute"
+    """What becomes of a request that loses its blocks. swap: its KV waits on the host and comes back. V1 recomputes;
+    the rule of swapping is vLLM V0's."""
+    swap_space_gib: Annotated[float, AtLeast(0)] = 4.0
+    """With swap: GiB of host memory for that, a GPU. A request that finds no room there is recomputed."""
 
     def __post_init__(self) -> None:
         if self.version == "0.19":
@@ -63,13 +68,16 @@ class VllmSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmOptions(VllmSettings):
-    """vLLM's own names. `num_blocks` includes block 0, the null block, which is never handed out."""
+    """vLLM's own names. `num_blocks` includes block 0, the null block, which is never handed out. `host_blocks` are
+    there for swapping.
+    """
 
     block_size: int
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    host_blocks: int = 0
 
     def __post_init__(self) -> None:
         """Recorded schedulers have sizes that their command line refuses."""
@@ -136,8 +144,20 @@ def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
         max_num_seqs=seats,
         max_num_batched_tokens=tokens,
         max_model_len=longest,
+        host_blocks=_host_blocks(settings, site),
         max_cudagraph_capture_size=settings.max_cudagraph_capture_size or _largest_graph(settings, site, seats, tokens),
     )
+
+
+def _host_blocks(settings: VllmSettings, site: Site) -> int:
+    """Blocks that the swap space holds. Raises SettingsError if that is none."""
+    if settings.preemption_mode != "swap":
+        return 0
+    blocks = int(settings.swap_space_gib * (1 << 30)) // site.block_bytes
+    if not blocks:
+        least = site.block_bytes / (1 << 30)
+        raise SettingsError("swap_space_gib", f"got {settings.swap_space_gib:g}, must be >= {least:.6f}: one block")
+    return blocks
 
 
 def _largest_graph(settings: VllmSettings, site: Site, seats: int, tokens: int) -> int:

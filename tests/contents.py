@@ -1,0 +1,89 @@
+"""What lies in every place of the cache: an executor that performs rows and moves, and looks at what rows read.
+
+It knows plans alone. Whatever a policy does with blocks, the context of each row has to be its own tokens, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cbsim.policy.moves import DEVICE, IN_ORDER, Move, Place, Way
+from cbsim.policy.plan import Row, StepPlan
+from cbsim.policy.request import RequestSpec
+
+Token = tuple[str, int, int]  # whose it is: a content that requests share, or a request; its position there
+
+
+def token(spec: RequestSpec, position: int) -> Token:
+    """What the KV at a position of a request is of: equal for requests that declare equal content up to there."""
+    if spec.sample_of is not None and position < spec.prompt_tokens:
+        return token(spec.sample_of, position)
+    unit = position // spec.prefix_block_tokens
+    if position < spec.prefix_tokens and unit < len(spec.prefix):
+        return "shared", spec.prefix[unit], position
+    return "own", spec.index, position
+
+
+class Contents:
+    """The tokens in every place. Moves in order are performed before the rows of their plan.
+
+    A move with a job may happen at any time until it is over. It writes as early as it may, so that its targets hold
+    nothing until then, and reads as late as it may, so that it copies what its sources hold in the end.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.moved = 0  # blocks
+        self._size = block_size
+        self._held: dict[Place, list[Token | None]] = {}
+        self._jobs: dict[int, list[Move]] = {}
+
+    def step(self, plan: StepPlan, rows: Sequence[Row], tables: Mapping[RequestSpec, Sequence[int]]) -> None:
+        """Perform a plan, whose rows have these tables. Raises AssertionError if a row reads what is not its own."""
+        self.landed(plan.awaited)
+        for move in plan.moves:
+            if move.job == IN_ORDER:
+                self._copy(move)
+            elif move.way is not Way.OUT:
+                self._begin(move)
+        for row in rows:
+            self._write(row, tables[row.spec])
+        for row in rows:
+            self._read(plan.step, row, tables[row.spec])
+        for move in plan.moves:
+            if move.job != IN_ORDER and move.way is Way.OUT:
+                self._begin(move)
+
+    def held(self, place: Place) -> list[Token | None]:
+        """What a place holds."""
+        return list(self._held.get(place, self._nothing()))
+
+    def landed(self, jobs: Sequence[int]) -> None:
+        """These are over."""
+        for job in jobs:
+            for move in self._jobs.pop(job, ()):
+                self._copy(move)
+
+    def _begin(self, move: Move) -> None:
+        self._jobs.setdefault(move.job, []).append(move)
+        for place in move.written:
+            self._held[place] = self._nothing()
+
+    def _copy(self, move: Move) -> None:
+        self.moved += len(move.sources)
+        found = [self.held(place) for place in move.read]
+        self._held.update(zip(move.written, found, strict=True))
+
+    def _nothing(self) -> list[Token | None]:
+        return [None] * self._size
+
+    def _write(self, row: Row, table: Sequence[int]) -> None:
+        for position in range(row.start, row.start + row.tokens):
+            held = self._held.setdefault((DEVICE, table[position // self._size]), self._nothing())
+            held[position % self._size] = token(row.spec, position)
+
+    def _read(self, step: int, row: Row, table: Sequence[int]) -> None:
+        for position in range(row.start + row.tokens):
+            block = table[position // self._size]
+            found = self._held.get((DEVICE, block), self._nothing())[position % self._size]
+            wanted = token(row.spec, position)
+            assert found == wanted, (step, row.spec.id, f"position {position}, block {block}", found, wanted)
