@@ -87,8 +87,8 @@ class Pieces(RuleBasedStateMachine):
 
 
 class BuddyPieces(Pieces):
-    """The buddy system: its pieces are the aligned powers of two, free if all of their blocks are. One is taken from the
-    front of the smallest free one that will do, the lowest of these.
+    """The buddy system: its pieces are the aligned powers of two, free if all of their blocks are. One is taken from
+    the front of the smallest free one that will do, the lowest of these.
     """
 
     @initialize(blocks=st.integers(1, MOST), best=st.just(True))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 
-from cbsim.policy.cohort import by_order
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.observer import NOBODY, Observer
@@ -77,7 +76,7 @@ class ContiguousScheduler:
         decodes = decoding.go_on()
         left = self.options.max_num_batched_tokens - decodes
         if decoding.loose:
-            left = self._go_on_reading(rows, left)
+            left = self._go_on(rows, left)
         self.pool.sought = 0
         if self.waiting:
             self._admit(rows, left)
@@ -85,10 +84,10 @@ class ContiguousScheduler:
             return None
         return decoding.plan(rows, running=len(self.running), waiting=len(self.waiting))
 
-    def _go_on_reading(self, rows: dict[Request, Chunk], left: int) -> int:
-        """Prompts of which a part was read, in order of admission. Returns the tokens left."""
-        for request in sorted(self.decoding.loose, key=by_order):
-            if left and request.status is Status.PREFILL:
+    def _go_on(self, rows: dict[Request, Chunk], left: int) -> int:
+        """Who decodes, then prompts of which a part was read; each in order of admission. Returns the tokens left."""
+        for request in sorted(self.decoding.loose, key=_turn):
+            if left and request.promised < request.limit:  # else its last token is in flight
                 rows[request] = self.decoding.row(request, min(request.wanted, left), ())
                 left -= rows[request].tokens
         return left
@@ -122,6 +121,10 @@ class ContiguousScheduler:
         else:
             del self.running[request]
         self.decoding.end(request, reason)
+
+
+def _turn(request: Request) -> tuple[bool, int]:
+    return request.status is Status.PREFILL, request.order
 
 
 CONTIGUOUS = SchedulerKind(
