@@ -32,7 +32,9 @@ from cbsim.results.requests import RequestTable
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario import solved
 from cbsim.scenario.scenario import Scenario
-from cbsim.server import binding
+from cbsim.server import binding, occupancy
+from cbsim.server.occupancy import Occupancy
+from cbsim.workload import generators, given
 
 SIMULATED = "simulated"  # the device of a run that was not measured
 TIMELINE = (0, 2000)  # steps
@@ -108,6 +110,15 @@ class Result:
     def requests(self) -> pa.Table:
         """One row a request, the columns of requests.parquet."""
         return parquet.table(columns.REQUESTS, directory.request_columns(self._times))
+
+    @cached_property
+    def occupancy(self) -> Occupancy:
+        """What its KV cache held, step by step: its plans are derived again. Raises RunError, ScenarioError."""
+        place, given_rows = self.path or Path(f"{self.summary['name']} {self.loop}"), self.files.get(given.FILE)
+        documents = self.resolved, dict(self.environment), dict(self.summary)
+        run = directory.Run(place, *documents, self.step_numbers, self.request_rows, self.incomplete)
+        requests = None if given_rows is None else given_rows.decode()
+        return occupancy.of(run, self.scenario, generators.build(self.scenario, requests))
 
     def check(self, condition: str) -> Verdict:
         """Does a condition such as `gpu_active>=99%` hold? Raises CheckError if it cannot be understood."""
