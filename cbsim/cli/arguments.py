@@ -19,7 +19,12 @@ from cbsim.server.status import ERROR, USAGE
 if TYPE_CHECKING:
     from cbsim.server.run_command import RunOptions
 
-STUDIES = {"hopper": "hopper", "chunks": "chunks", "schedulers": "which_scheduler"}  # modules of cbsim.proof.studies
+STUDIES = {  # modules of cbsim.proof.studies
+    "hopper": "hopper",
+    "chunks": "chunks",
+    "schedulers": "which_scheduler",
+    "fragmentation": "fragmentation",
+}
 
 
 class Parser(argparse.ArgumentParser):
