@@ -188,7 +188,7 @@ def capacity(options: Options, specs: list[RequestSpec]) -> Capacity:
     if budget is None:  # a prompt as long as the longest for every row, and as many outputs
         budget, longest = slots * prompt, prompt + max((spec.max_tokens for spec in specs), default=1)
     budget = min(budget, rows * longest)  # a row has no more to compute than its sequence
-    width = min(-(-longest // options.block_size) + 2, options.num_blocks)
+    width = min(max(-(-longest // options.block_size) + 2, limits.table or 0), options.num_blocks)
     sizes = Capacity(slots=slots, width=width, rows=rows, tokens=budget)
     return sizes._replace(tokens=max(budget, sizes.sampling))
 

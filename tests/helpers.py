@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 from cbsim.policy.loop import Applied, Await, Effect, Landed, Launch, Poll, Polled, Refused, serve
 from cbsim.policy.plan import Batch, Chunk, Row, StepChanges, StepCounts, StepPlan, StepResult, StepWork
 from cbsim.policy.request import Finish, Request, RequestSpec
+from cbsim.policy.schedulers.contiguous import ContiguousScheduler
 from cbsim.policy.schedulers.transformers import TransformersScheduler
 from cbsim.policy.schedulers.vllm import VllmScheduler
 
-AnyScheduler = VllmScheduler | TransformersScheduler
+AnyScheduler = VllmScheduler | TransformersScheduler | ContiguousScheduler
 MOST_POLLS = 20_000
 
 

@@ -27,6 +27,7 @@ from cbengine.cli.arguments import command_line
 from cbengine.cli.parser import main as engine_main
 from cbsim.cli import parser
 from cbsim.policy.moves import Move, Way
+from cbsim.policy.schedulers.contiguous_settings import ContiguousOptions
 from cbsim.policy.schedulers.registry import OURS
 from cbsim.policy.schedulers.static_settings import StaticOptions
 from cbsim.policy.schedulers.transformers_settings import TransformersOptions
@@ -225,7 +226,7 @@ def test_names_that_a_scenario_can_use_are_documented() -> None:
 def test_policy_options_are_documented() -> None:
     """Every option of every scheduler is named in docs/policies.md."""
     text = POLICIES.read_text()
-    for options in (VllmOptions, TransformersOptions, StaticOptions):
+    for options in (VllmOptions, TransformersOptions, StaticOptions, ContiguousOptions):
         assert not [field.name for field in fields(options) if field.name != "name" and f"`{field.name}`" not in text]
 
 

@@ -24,6 +24,7 @@ STUDIES = {  # modules of cbsim.proof.studies
     "chunks": "chunks",
     "schedulers": "which_scheduler",
     "swap_or_recompute": "swap_or_recompute",
+    "fragmentation": "fragmentation",
 }
 
 

@@ -47,6 +47,27 @@ def replan(paths: Sequence[Path]) -> int:
     return status
 
 
+def occupancy(paths: Sequence[Path], *, as_json: bool) -> int:
+    """What the KV caches of runs held: of what was reserved, how much held tokens, would later, or never did."""
+    from cbsim.results import terminal
+    from cbsim.server import result
+    from cbsim.server.occupancy import Shares
+
+    names = ("kv_used_share", *Shares._fields, "fragmentation")
+    rows: list[Sequence[str]] = [("steps", *names)]
+    given: dict[str, dict[str, dict[str, float]]] = {}
+    for path in paths:
+        found = result.read(path).occupancy
+        chosen = {"all": None} | ({"requests wait": found.waited} if found.waited.any() else {})
+        for steps, mask in chosen.items():
+            shares = found.shares(mask)
+            numbers = (shares.kv_used_share, *shares, found.fragmentation(mask))
+            rows.append((f"{path.name}, {steps}", *(terminal.shown(share, "share") for share in numbers)))
+            given.setdefault(str(path), {})[steps] = dict(zip(names, numbers, strict=True))
+    print(json.dumps(given) if as_json else terminal.aligned(rows))
+    return OK
+
+
 def schema(folder: Path) -> int:
     """Write the JSON schemas that editors use."""
     try:

@@ -41,6 +41,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         "run": lambda: commands.run(run_options(arguments)),
         "conformance": lambda: commands.conformance(arguments.paths),
         "replan": lambda: commands.replan(arguments.runs),
+        "occupancy": lambda: commands.occupancy(arguments.runs, as_json=arguments.json),
         "score": lambda: commands.score(arguments),
         "study": lambda: commands.study(arguments.name, arguments.out, as_json=arguments.json),
         "cache-curve": lambda: commands.cache_curve(
@@ -87,6 +88,10 @@ def _parser() -> argparse.ArgumentParser:
     about = "derive the plans of recorded runs again: identical, or the difference"
     replan = command("replan", about, "runs/20261122T120000Z-8k_b32-async-92a9494b")
     replan.add_argument("runs", nargs="+", type=a_path, metavar="RUN", help="a run directory")
+    about = "what the KV cache of recorded runs held: used, reserved for later, never used, scattered, free"
+    held = command("occupancy", about, "runs/20261122T120000Z-fragmentation-sync-92a9494b --json")
+    held.add_argument("runs", nargs="+", type=a_path, metavar="RUN", help="a run directory")
+    held.add_argument("--json", action="store_true", help="print one object: run -> steps -> shares")
     schema = command("schema", "write the JSON schemas of scenario files, for editors", "--out schemas")
     schema.add_argument("--out", type=a_path, default=Path("schemas"), metavar="DIR", help="folder (schemas)")
     command("list", "schedulers, cost models, hardware, models, scenarios", "")

@@ -13,3 +13,4 @@ class Limits(NamedTuple):
     tokens: int | None = None  # query tokens in a step
     longest: int | None = None  # tokens of a sequence: what is longer is refused, or ends there
     graphs: int | None = None  # query tokens of the largest CUDA graph
+    table: int | None = None  # blocks of the longest table, where it may have more room than its sequence needs

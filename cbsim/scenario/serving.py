@@ -21,7 +21,7 @@ class KvCache(Frozen):
     num_blocks: Annotated[Whole, Field(ge=2)] | None = None
     """Blocks; null: as many as fit the memory. vLLM's number includes its null block."""
     memory_fraction: Annotated[Real, Field(gt=0, le=1)] = 0.9
-    """transformers: of what the weights leave free; vLLM and static: of all memory, weights included."""
+    """transformers: of what the weights leave free; all others: of all memory, weights included."""
 
 
 class CudaGraphs(Frozen):

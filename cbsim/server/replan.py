@@ -14,19 +14,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cbsim.policy.loop import Await, Landed, Launch, Poll, Polled, serve
+from cbsim.policy.loop import Await, Landed, Launch, Poll, Polled, Scheduler, serve
 from cbsim.policy.plan import StepPlan, StepResult
 from cbsim.policy.request import Finish, RequestSpec
 from cbsim.results import directory, moves
 from cbsim.results.directory import Run, RunError
 from cbsim.results.metrics import Ints
 from cbsim.results.requests import RequestTable
-from cbsim.scenario.scenario import depth, load
+from cbsim.scenario.scenario import Scenario, depth, load
 from cbsim.server import assemble
 from cbsim.workload import generators
 
 OWN = "cbengine"  # of the engines, the one that runs our policies; a simulated run names none
 Find = Callable[[int], RequestSpec | None]
+Hear = Callable[[Scheduler, StepPlan], None]
 READ_TOGETHER = 1 << 14  # steps
 NEVER = 1 << 63
 COMPARED = (
@@ -46,17 +47,21 @@ class Replanned(NamedTuple):
 def rederive(path: Path, say: Callable[[str], None] | None = None) -> Replanned:
     """Derive the plans of the run in `path` again. Raises RunError or ScenarioError if it cannot be read."""
     run = directory.load(path)
-    engine = run.environment.get("engine", OWN)
-    if engine != OWN:
-        raise RunError(f"{path / 'env.json'}: served by {engine}, which records no plans to derive again")
     scenario = load(path / "scenario.resolved.yaml")
-    policy = assemble.scheduler(scenario, scenario.loop.mode)
-    workload = generators.build(scenario)
-    _check_asked(run, workload)
     if say:
         count, policy_name = len(run.requests), scenario.scheduler.name
         say(f"{path}: {len(run.steps)} steps, {count} requests, {policy_name}, {scenario.loop.mode}")
-    return _compare(run, policy, depth(scenario.loop.mode), workload.find)
+    return derived(run, scenario, generators.build(scenario))
+
+
+def derived(run: Run, scenario: Scenario, workload: generators.Workload, hear: Hear | None = None) -> Replanned:
+    """Likewise of a run that has been read; `hear` is told of each plan that is identical, when it has been made."""
+    engine = run.environment.get("engine", OWN)
+    if engine != OWN:
+        raise RunError(f"{run.path / 'env.json'}: served by {engine}, which records no plans to derive again")
+    policy = assemble.scheduler(scenario, scenario.loop.mode)
+    _check_asked(run, workload)
+    return _compare(run, policy, depth(scenario.loop.mode), workload.find, hear)
 
 
 def _check_asked(run: Run, workload: generators.Workload) -> None:
@@ -74,7 +79,7 @@ def _check_asked(run: Run, workload: generators.Workload) -> None:
             raise RunError(f"{run.path / 'requests.parquet'}: request {row.id} is not one of the scenario's workload")
 
 
-def _compare(run: Run, policy: Any, steps_in_flight: int, find: Find) -> Replanned:
+def _compare(run: Run, policy: Any, steps_in_flight: int, find: Find, hear: Hear | None = None) -> Replanned:
     polls, steps = _Polls(run, find), len(run.steps)
     total, step = policy.pool.num_blocks, 0
     recorded, moved = _recorded(run), moves.reports(run.path)
@@ -95,6 +100,8 @@ def _compare(run: Run, policy: Any, steps_in_flight: int, find: Find) -> Replann
                 )
             if difference := _difference(effect.plan, total, next(recorded)):
                 return Replanned(step, steps, f"step {step}: {difference}")
+            if hear:
+                hear(policy, effect.plan)
             polls.over(effect.plan.changes.ended)
             step += 1
         elif isinstance(effect, Await):

@@ -35,7 +35,9 @@ from cbsim.results.requests import RequestTable
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario import solved
 from cbsim.scenario.scenario import Scenario
-from cbsim.server import binding
+from cbsim.server import binding, occupancy
+from cbsim.server.occupancy import Occupancy
+from cbsim.workload import generators, given
 
 SIMULATED = "simulated"  # the device of a run that was not measured
 TIMELINE = (0, 2000)  # steps
@@ -117,6 +119,15 @@ class Result:
     def moves(self) -> Mapping[str, Ints]:
         """The moves of KV, the columns of moves.parquet; without rows if nothing moved. Raises RunError."""
         return moves_table.of(self.files) if self.path is None else moves_table.read(self.path)
+
+    @cached_property
+    def occupancy(self) -> Occupancy:
+        """What its KV cache held, step by step: its plans are derived again. Raises RunError, ScenarioError."""
+        place, given_rows = self.path or Path(f"{self.summary['name']} {self.loop}"), self.files.get(given.FILE)
+        documents = self.resolved, dict(self.environment), dict(self.summary)
+        run = directory.Run(place, *documents, self.step_numbers, self.request_rows, self.incomplete)
+        requests = None if given_rows is None else given_rows.decode()
+        return occupancy.of(run, self.scenario, generators.build(self.scenario, requests))
 
     def check(self, condition: str) -> Verdict:
         """Does a condition such as `gpu_active>=99%` hold? Raises CheckError if it cannot be understood."""

@@ -34,7 +34,8 @@ from cbsim.workload.clients import Users
 from cbsim.workload.generators import Workload
 
 torch.set_num_threads(1)
-SCHEDULERS = ("vllm 0.33", "vllm 0.19", "transformers_fifo", "transformers_prefill_first", "static")
+SCHEDULERS = ("vllm 0.33", "vllm 0.19", "transformers_fifo", "transformers_prefill_first", "static", "contiguous")
+WITHOUT_CACHE = ("static", "contiguous")  # nothing is shared, and nobody preempted: all is reserved
 LOOPS = ("sync", "async")
 MS = 1_000_000
 INLINE = Setup(device="inline")
@@ -131,8 +132,8 @@ def steps(engine: Engine) -> Steps:
 def check_left_behind(engine: Engine) -> None:
     """After a run every cache block is free. A slot may be taken only by requests of whose end no plan has told:
 
-    vLLM runs a last step to report ends, so none. transformers does not: those that ended after its last plan. The
-    rows of a static batch stay until the next one is formed, so all of the last batch.
+    vLLM runs a last step to report ends, so none. transformers does not, and `contiguous` neither: those that ended
+    after its last plan. The rows of a static batch stay until the next one is formed, so all of the last batch.
     """
     engine.check_returned()
     taken = {spec: text.slot for spec, text in engine.sequences.items() if text.slot >= 0}
@@ -142,7 +143,7 @@ def check_left_behind(engine: Engine) -> None:
         assert set(taken) == {text.spec for text in engine._batcher._decoding.sequences}
     else:
         assert set(taken) <= set(engine.scheduler.decoding.ended)
-        assert not taken or name == "TransformersScheduler"
+        assert not taken or name in ("TransformersScheduler", "ContiguousScheduler")
 
 
 # -- servers and loads ------------------------------------------------------------------------------------------------
@@ -172,6 +173,8 @@ def server(
         limits = {"max_num_seqs": seats, "max_num_batched_tokens": max(budget, seats), "enable_prefix_caching": sharing}
     elif scheduler.startswith("transformers"):
         limits = {"max_requests_per_batch": seats, "max_batch_tokens": budget, "allow_block_sharing": sharing}
+    elif scheduler == "contiguous":
+        limits = {"max_num_seqs": seats, "max_num_batched_tokens": max(budget, seats)}
     plain = _plain(scheduler)
     rules = replace(plain.scheduler, **(limits | more))
     cache = plain.kv_cache.model_copy(update={"block_size": block_size, "num_blocks": num_blocks})

@@ -32,7 +32,18 @@ def test_help_loads_nothing_heavy() -> None:
     assert code == 0
     heavy = {"numpy", "pydantic", "simpy", "matplotlib", "pyarrow", "ruamel.yaml", "ruamel"}
     assert not heavy & set(modules)
-    for command in ("run", "conformance", "replan", "schema", "list", "cache-curve", "score", "study", "bench"):
+    for command in (
+        "run",
+        "conformance",
+        "replan",
+        "occupancy",
+        "schema",
+        "list",
+        "cache-curve",
+        "score",
+        "study",
+        "bench",
+    ):
         assert any(line.split()[:1] == [command] for line in text), command
 
 

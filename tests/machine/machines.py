@@ -16,6 +16,7 @@ from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, unpadded
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
+from cbsim.policy.schedulers.contiguous_settings import ContiguousOptions
 from cbsim.policy.schedulers.registry import OURS
 from cbsim.policy.schedulers.static_settings import StaticOptions
 from cbsim.policy.schedulers.transformers_settings import TransformersOptions
@@ -61,6 +62,14 @@ def vllm_options(*, max_model_len: int = 2 * LONGEST, num_blocks: int = 17) -> V
 
 
 OPTIONS: dict[str, Any] = {
+    "contiguous": ContiguousOptions(
+        placement="best_fit",
+        block_size=4,
+        num_blocks=16,
+        max_model_len=2 * LONGEST,
+        max_num_seqs=6,
+        max_num_batched_tokens=16,
+    ),
     "static": StaticOptions(batch_size=3, block_size=4, num_blocks=48),
     "transformers_fifo": transformers_options("fifo"),
     "transformers_prefill_first": transformers_options("prefill_first"),

@@ -51,10 +51,11 @@ def spec(index: int, prompt: int, outputs: int, at: int = 0) -> RequestSpec:
 VLLM = {"name": "vllm", "max_num_batched_tokens": 512, "max_num_seqs": 64}
 FIFO = {"name": "transformers_fifo", "max_batch_tokens": 512}
 STATIC = {"name": "static", "batch_size": 4}
+CONTIGUOUS = {"name": "contiguous", "max_num_batched_tokens": 512, "max_num_seqs": 64}
 SCHEDULERS = pytest.mark.parametrize(
     "scheduler",
-    [VLLM, FIFO, FIFO | {"name": "transformers_prefill_first"}, STATIC],
-    ids=["vllm", "fifo", "prefill_first", "static"],
+    [VLLM, FIFO, FIFO | {"name": "transformers_prefill_first"}, STATIC, CONTIGUOUS],
+    ids=["vllm", "fifo", "prefill_first", "static", "contiguous"],
 )
 
 

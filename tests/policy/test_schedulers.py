@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec
+from cbsim.policy.schedulers.contiguous import ContiguousScheduler
+from cbsim.policy.schedulers.contiguous_settings import ContiguousOptions
 from cbsim.policy.schedulers.transformers import TransformersScheduler
 from cbsim.policy.schedulers.transformers_settings import TransformersOptions
 from cbsim.policy.schedulers.vllm import VllmScheduler
@@ -113,13 +115,36 @@ def transformers_cases(draw: st.DrawFn) -> Case:
     return partial(TransformersScheduler, options), draw(asks(size))
 
 
-FAMILIES = pytest.mark.parametrize("cases", [vllm_cases(), transformers_cases()], ids=["vllm", "transformers"])
+@st.composite
+def contiguous_cases(draw: st.DrawFn) -> Case:
+    """A scheduler with contiguous reservations by any rule, placed anyhow, and a workload."""
+    size, seats = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 8))
+    options = ContiguousOptions(
+        reserve=draw(st.sampled_from(["max_model_len", "max_tokens", "power_of_two", "exact"])),
+        placement=draw(st.sampled_from(["first_fit", "best_fit", "buddy"])),
+        block_size=size,
+        num_blocks=draw(st.integers(MOST_TOKENS // size, 4 * MOST_TOKENS // size)),
+        max_model_len=draw(st.sampled_from([MOST_TOKENS, MOST_TOKENS, 16])),
+        max_num_seqs=seats,
+        max_num_batched_tokens=draw(st.integers(seats, 30)),
+        enable_chunked_prefill=draw(st.booleans()),
+    )
+    if not options.enable_chunked_prefill:
+        options = replace(options, max_num_batched_tokens=draw(st.integers(MOST_TOKENS, 40)))
+    return partial(ContiguousScheduler, options), draw(asks(size))
+
+
+FAMILIES = pytest.mark.parametrize(
+    "cases",
+    [vllm_cases(), transformers_cases(), contiguous_cases()],
+    ids=["vllm", "transformers", "contiguous"],
+)
 DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 
 
 def limits(scheduler: AnyScheduler) -> tuple[int, int]:
     """Most tokens and most rows of a step."""
-    if isinstance(scheduler, VllmScheduler):
+    if isinstance(scheduler, VllmScheduler | ContiguousScheduler):
         return scheduler.options.max_num_batched_tokens, scheduler.options.max_num_seqs
     return scheduler.options.max_batch_tokens, scheduler.options.max_requests_per_batch
 
@@ -164,7 +189,7 @@ def check_ends(drive: Drive) -> None:
     """Every request ended exactly once, with all its tokens unless it was cancelled, and nothing is left."""
     over = [spec for spec, _ in drive.finished]
     assert len(set(over)) == len(over)
-    assert not set(over) & {s for s in drive.cancelled if drive.requests[s].finish is Finish.ABORTED}
+    assert not set(over) & {s for s, request in drive.requests.items() if request.finish is Finish.ABORTED}
     assert {*over, *drive.refused, *drive.cancelled} == drive.asks.keys()
     for spec, request in drive.requests.items():
         check_tokens(drive, request, drive.asks[spec])
@@ -305,6 +330,37 @@ def test_same_workload_same_run(cases: st.SearchStrategy[Case]) -> None:
 
 def _by_id(step: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in step.items() if k not in ("counts", "preempted")}
+
+
+# -- contiguous reservations -------------------------------------------------------------------------------------------
+
+
+@DEPTHS
+@given(case=contiguous_cases())
+def test_nobody_grows_out_of_a_reservation(depth: int, case: Case) -> None:
+    """A request has one piece from its admission on, large enough by its rule to the end: no block is added, nobody is
+    preempted, and the queue is taken in order.
+    """
+    build, workload = case
+    drive = Drive(build(), workload, depth)
+    pieces: dict[RequestSpec, tuple[int, ...]] = {}
+
+    def look(plan: StepPlan, rows: list[Row]) -> None:
+        assert not plan.changes.grown and not plan.changes.preempted
+        for chunk in plan.work.chunks:
+            assert chunk.admitted == bool(chunk.blocks)
+            if chunk.admitted:
+                assert chunk.spec not in pieces
+                pieces[chunk.spec] = chunk.blocks
+        for row in rows:
+            assert row.start + row.tokens <= len(pieces[row.spec]) * drive.scheduler.pool.block_size
+
+    drive.on_step = look
+    drive.run()
+    check_ends(drive)
+    came = [spec for spec in drive.requests if spec in pieces]
+    assert [spec for spec in pieces if spec in came] == [*pieces]
+    assert [*pieces] == came
 
 
 # -- reserve_output ---------------------------------------------------------------------------------------------------

@@ -16,12 +16,14 @@ from cbsim.draw.markdown import Table, table
 from cbsim.proof.recorded import case
 from cbsim.proof.recorded.reenactment import recorded, replay
 from cbsim.proof.recorded.score import scores
+from cbsim.proof.studies import fragmentation
 from cbsim.scenario import catalog
 
 PAGE = catalog.ROOT / "docs" / "fidelity.md"
 REPORTS = catalog.ROOT / "reports" / "fidelity"
 CASES = {"RTX4090__Llama-3.1-8B": "RTX 4090", "RTXPRO6000__Llama-3.1-8B": "RTX PRO 6000"}
-MARK = re.compile(r"^<!-- (scores|ablation|schedulers) -->\n(?:\n(?:\|.*\n)+)?", re.MULTILINE)
+MARKS = ["scores", "ablation", "schedulers", "fragmentation", "assumptions"]
+MARK = re.compile(rf"^<!-- ({'|'.join(MARKS)}) -->\n(?:\n(?:\|.*\n)+)?", re.MULTILINE)
 STATISTICS = ("mean", "median", "p90", "p95", "p99")
 
 
@@ -76,15 +78,40 @@ def scheduler_table() -> Table:
     return Table("", header, [(name, *cells) for name, cells in rows.items()])
 
 
+def fragmentation_table() -> Table:
+    header = ("percent of the KV memory (published)", "token states", "reserved for later", "never used", "all others")
+    rows = []
+    for one in facts("fragmentation")["runs"]:
+        if one["assumption"] == fragmentation.PAPER:
+            held, later, never, *others = one["shares"].values()
+            cells = zip((held, later, never, sum(others)), fragmentation.PUBLISHED[one["system"]], strict=True)
+            shown = (f"{100 * share:.1f}" + ("" if said is None else f" ({said})") for share, said in cells)
+            rows.append((one["system"], *shown))
+    return Table("", header, rows)
+
+
+def assumption_table() -> Table:
+    held: dict[str, dict[str, str]] = {}
+    for one in facts("fragmentation")["runs"]:
+        held.setdefault(one["assumption"], {})[one["system"]] = f"{100 * one['shares']['held']:.1f}"
+        if one["assumption"] == fragmentation.RATE:
+            batched = f"{one['running']:.2f} ({fragmentation.BATCHED[one['system']]:.2f})"
+            held.setdefault(f"requests that run, at {fragmentation.RATE}", {})[one["system"]] = batched
+    systems = tuple(fragmentation.SYSTEMS)
+    rows = [(name, *(cells.get(system, "") for system in systems)) for name, cells in held.items()]
+    return Table("", ("assumption", *systems), rows)
+
+
 def rewritten(text: str) -> str:
-    made = {"scores": score_table, "ablation": ablation_table, "schedulers": scheduler_table}
+    tables = (score_table, ablation_table, scheduler_table, fragmentation_table, assumption_table)
+    made = dict(zip(MARKS, tables, strict=True))
     return MARK.sub(lambda m: f"<!-- {m[1]} -->\n\n" + "\n".join(table(made[m[1]]())[:-1]) + "\n", text)
 
 
 def test_the_page_says_what_the_reports_say() -> None:
     """Its tables are made from reports/fidelity, each once."""
     text = PAGE.read_text()
-    assert [mark[1] for mark in MARK.finditer(text)] == ["scores", "ablation", "schedulers"]
+    assert [mark[1] for mark in MARK.finditer(text)] == MARKS
     assert rewritten(text) == text, "run `python tests/proof/test_fidelity_docs.py`"
 
 
@@ -119,6 +146,18 @@ def test_the_reports_say_what_the_code_computes(name: str) -> None:
     now = scores(replay(found, found.scenario()).served, recorded(found))
     published = errors(facts(name)["errors"])
     assert {(one.metric, one.statistic): pytest.approx(one.error, abs=1e-12) for one in now} == published
+
+
+def test_the_study_says_what_the_code_computes() -> None:
+    """One of its runs, whole: what it held is what was published."""
+    now = fragmentation._run(fragmentation.PAPER, "Orca (Max)")
+    (published,) = [
+        one
+        for one in facts("fragmentation")["runs"]
+        if (one["assumption"], one["system"]) == (fragmentation.PAPER, "Orca (Max)")
+    ]
+    assert now.shares._asdict() == pytest.approx(published["shares"], abs=1e-12)
+    assert now.running == pytest.approx(published["running"], abs=1e-12)
 
 
 if __name__ == "__main__":

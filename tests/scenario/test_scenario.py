@@ -170,7 +170,9 @@ def test_reference_scenarios_load_and_round_trip(name: str, tmp_path: Path) -> N
     assert reload(s, tmp_path) == s
 
 
-@pytest.mark.parametrize("scheduler", ["static", "transformers_fifo", "transformers_prefill_first", "vllm"])
+@pytest.mark.parametrize(
+    "scheduler", ["contiguous", "static", "transformers_fifo", "transformers_prefill_first", "vllm"]
+)
 def test_landscape_takes_every_scheduler(scheduler: str) -> None:
     assert scenario.load("landscape", [f"scheduler.name={scheduler}"]).scheduler.name == scheduler
 
@@ -200,6 +202,7 @@ costs = st.one_of(
 )
 schedulers = st.one_of(
     st.builds(lambda b: {"name": "static", "batch_size": b}, st.integers(1, 999)),
+    st.builds(lambda r: {"name": "contiguous", "reserve": r}, st.sampled_from(["max_tokens", "exact"])),
     st.builds(lambda m: {"name": "transformers_fifo", "safety_margin": m}, st.none() | st.floats(0, 0.99)),
     st.builds(
         lambda p, w: {"name": "vllm", "policy": p, "watermark": w},
@@ -250,6 +253,7 @@ def at(values: Any, dotted: str) -> Any:
     ("scheduler", "cost"),
     [
         ("static", "cost={kind: constant, step_s: 1}"),
+        ("contiguous", "cost={kind: constant, step_s: 1}"),
         ("transformers_fifo", "cost.kind=roofline"),
         ("vllm", "cost={kind: fitted, base_s: 0.01}"),
     ],

@@ -23,7 +23,7 @@ from cbsim.server.replan import rederive
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-SCHEDULERS = ("static", "transformers_fifo", "transformers_prefill_first", "vllm")
+SCHEDULERS = ("contiguous", "static", "transformers_fifo", "transformers_prefill_first", "vllm")
 LOOPS = ("sync", "async")
 
 

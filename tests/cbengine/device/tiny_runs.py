@@ -46,9 +46,16 @@ def tiny_load(requests: int = 7) -> Workload:
     return Workload(specs, len(specs))
 
 
+LIMITS = {
+    "vllm": ("max_num_batched_tokens", "max_num_seqs"),
+    "contiguous": ("max_num_batched_tokens", "max_num_seqs"),
+    "static": (None, "batch_size"),
+}
+
+
 def tiny_server(scheduler: str, *overrides: str) -> Any:
-    limit = {"vllm": "max_num_batched_tokens", "static": None}.get(scheduler.partition(" ")[0], "max_batch_tokens")
-    seats = {"vllm": "max_num_seqs", "static": "batch_size"}.get(scheduler.partition(" ")[0], "max_requests_per_batch")
+    name = scheduler.partition(" ")[0]
+    limit, seats = LIMITS.get(name, ("max_batch_tokens", "max_requests_per_batch"))
     budget = [f"scheduler.{limit}=24"] if limit else []
     sizes = ("kv_cache={block_size: 4, num_blocks: 200}", f"scheduler.{seats}=6", "model.dtype=float32")
     return asked(scheduler, *sizes, *budget, *overrides)
