@@ -45,6 +45,18 @@ class VllmSettings(Settings):
     max_cudagraph_capture_size: Count | None = None
     """Query tokens of the largest CUDA graph; null: twice the seats, at most 512 (0.33 on a B200 or B300: 1024) and
     max_num_batched_tokens."""
+    kv_connector: Literal["none", "simple_cpu", "offloading"] = "none"
+    """0.33: keep KV on the host as well: by SimpleCPUOffloadConnector or by OffloadingConnector."""
+    cpu_bytes_to_use: Count | None = None
+    """Memory of the host for it, bytes; null: 8 GiB with simple_cpu, while offloading has to be told."""
+    lazy_offload: bool = False
+    """simple_cpu: store blocks only when they are about to be handed out again."""
+    blocks_per_chunk: Count = 1
+    """offloading: blocks that are stored, found and evicted together."""
+    eviction_policy: Literal["lru", "arc"] = "lru"
+    """offloading: who leaves the host first."""
+    offload_prompt_only: bool = True
+    """offloading: outputs are not stored."""
     reserve_output: bool = False
     """Not vLLM's: admit a request only if the cache could hold all outputs to their limits, so nobody is preempted."""
 
@@ -63,13 +75,17 @@ class VllmSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmOptions(VllmSettings):
-    """vLLM's own names. `num_blocks` includes block 0, the null block, which is never handed out."""
+    """vLLM's own names. `num_blocks` includes block 0, the null block, which is never handed out; `host_blocks` are the
+    places of a connector's tier, with simple_cpu including its own block 0.
+    """
 
     block_size: int
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    host_blocks: int = 0
+    async_scheduling: bool = True
 
     def __post_init__(self) -> None:
         """Recorded schedulers have sizes that their command line refuses."""
