@@ -94,6 +94,10 @@ class Site(Protocol):
         """Tokens in a block."""
 
     @property
+    def block_bytes(self) -> int:
+        """A block of the cache, over all layers and GPUs."""
+
+    @property
     def max_position(self) -> int:
         """Longest sequence that the model is made for, tokens."""
 

@@ -132,6 +132,10 @@ class Place:
     tensor: int = 1
 
     @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.model.kv_bytes_per_token
+
+    @property
     def max_position(self) -> int:
         return self.model.max_position
 
