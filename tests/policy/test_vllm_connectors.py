@@ -4,6 +4,7 @@ preempted or cancelled on the way; no block is handed out under a move; nothing 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -116,14 +117,14 @@ def options(depth: int, **given: Any) -> VllmOptions:
 def cases(draw: st.DrawFn, depth: int) -> tuple[VllmOptions, list[Ask]]:
     size, kind = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from(["simple_cpu", "offloading"]))
     per_chunk = draw(st.sampled_from([1, 2, 3])) if kind == "offloading" else 1
-    places = draw(st.integers(1, 2 * MOST_TOKENS // size)) * per_chunk
+    places = draw(st.integers(1, 4 * MOST_TOKENS // size)) * per_chunk
     made = options(
         depth,
         policy=draw(st.sampled_from(["fcfs", "fcfs", "priority"])),
         block_size=size,
-        num_blocks=1 + draw(st.integers(MOST_TOKENS // size, 3 * MOST_TOKENS // size)),
+        num_blocks=1 + draw(st.integers(MOST_TOKENS // size, 2 * MOST_TOKENS // size)),
         max_num_seqs=draw(st.integers(1, 8)),
-        max_num_batched_tokens=draw(st.integers(1, 30)),
+        max_num_batched_tokens=draw(st.sampled_from([1, 3, 8, 16, 30])),
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3])),
         scheduler_reserve_full_isl=draw(st.booleans()),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.2])),
@@ -138,6 +139,28 @@ def cases(draw: st.DrawFn, depth: int) -> tuple[VllmOptions, list[Ask]]:
     return made, draw(asks(size))
 
 
+def run(made: VllmOptions, workload: list[Ask], depth: int, latency: Callable[[], int]) -> None:
+    scheduler = VllmScheduler(made)
+    drive = OffloadDrive(scheduler, workload, depth, latency)
+    drive.run()
+    check_ends(drive)
+    assert scheduler.transfers is not None
+    assert not scheduler.transfers.busy
+    assert not drive.tiers.underway.jobs
+
+
+@DEPTHS
+def test_long_runs_on_tight_caches(depth: int) -> None:
+    """The same where nearly every request loads something, and many are cancelled while they do."""
+
+    @given(seed=st.integers(0, 2**32))
+    def check(seed: int) -> None:
+        made, workload, dice = busy(depth, seed)
+        run(made, workload, depth, lambda: dice.randint(0, 6))
+
+    check()
+
+
 @DEPTHS
 def test_blocks_hold_what_is_expected_and_nothing_is_left(depth: int) -> None:
     """Loads that take a while, stores that take longer, cancellations in either: every row reads what was computed for
@@ -145,16 +168,44 @@ def test_blocks_hold_what_is_expected_and_nothing_is_left(depth: int) -> None:
 
     @given(case=cases(depth), data=st.data())
     def check(case: tuple[VllmOptions, list[Ask]], data: st.DataObject) -> None:
-        made, workload = case
-        scheduler = VllmScheduler(made)
-        drive = OffloadDrive(scheduler, workload, depth, lambda: data.draw(st.integers(0, 6)))
-        drive.run()
-        check_ends(drive)
-        assert scheduler.transfers is not None
-        assert not scheduler.transfers.busy
-        assert not drive.tiers.underway.jobs
+        run(*case, depth, lambda: data.draw(st.integers(0, 6)))
 
     check()
+
+
+def busy(depth: int, seed: int) -> tuple[VllmOptions, list[Ask], random.Random]:
+    """A long run on a tight cache: three texts come back after the device has lost them; some requests are cancelled
+    soon after they have come."""
+    dice = random.Random(seed)
+    size, kind = dice.choice([1, 2, 4]), dice.choice(["simple_cpu", "offloading"])
+    per_chunk = dice.choice([1, 2]) if kind == "offloading" else 1
+    made = options(
+        depth,
+        policy=dice.choice(["fcfs", "priority"]),
+        block_size=size,
+        num_blocks=1 + dice.randint(MOST_TOKENS // size, 2 * MOST_TOKENS // size),
+        max_num_seqs=dice.randint(2, 8),
+        max_num_batched_tokens=dice.choice([4, 8, 16, 30]),
+        scheduler_reserve_full_isl=dice.random() < 0.5,
+        kv_connector=kind,
+        host_blocks=dice.randint(8, 4 * MOST_TOKENS // size + 8) * per_chunk,
+        lazy_offload=kind == "simple_cpu" and dice.random() < 0.4,
+        blocks_per_chunk=per_chunk,
+        eviction_policy=dice.choice(["lru", "arc"]),
+        offload_prompt_only=dice.random() < 0.3,
+    )
+    return made, [_turn(dice, index) for index in range(30)], dice
+
+
+def _turn(dice: random.Random, index: int) -> Ask:
+    prompt, outputs = dice.randint(4, 16), dice.randint(1, 8)
+    text, common = dice.randint(0, 2), dice.choice([dice.randint(0, prompt), prompt + outputs])
+    content = tuple((1000 * text if i < common else 1000 * (10 + index)) + i for i in range(prompt + outputs))
+    priority = dice.randint(0, 2)
+    spec = RequestSpec(index, f"r{index}", 0, prompt, outputs, outputs, priority, content, 1, prompt + outputs)
+    arrives = dice.randint(0, 150)
+    cancelled = arrives + dice.randint(0, 15) if dice.random() < 0.25 else None
+    return Ask(spec, arrives, cancelled, dice.randint(1, outputs) if dice.random() < 0.3 else None)
 
 
 def told(index: int, prompt: int, outputs: int, arrives: int, first: int = 0) -> Ask:
