@@ -12,10 +12,8 @@ from cbsim.policy.host_blocks import HostBlocks
 from cbsim.policy.moves import Move, Way
 from cbsim.policy.request import Finish, Request, Status
 from cbsim.policy.schedulers.vllm_transfers import Ahead, Rows
-from cbsim.policy.value import mypyc_attr
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class SimpleOffload:
     """What eager and lazy have in common: everything but what is stored. All loads that begin with a step are a job,
     and so are its stores.

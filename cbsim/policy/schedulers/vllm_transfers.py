@@ -235,15 +235,14 @@ class Transfers:
 
     def ended(self, request: Request, reason: Finish) -> bool:
         """A request is over and has left its queue. Does it keep its blocks for now?"""
-        load = self.loads.get(request)
+        load, keeps = self.loads.get(request), self.in_flight(request)
+        self._last_row.pop(request, None)
         self.connector.ended(request, reason, request.computed if load is None else load.computed)
         if load is not None:
             load.dead = not load.reported
             if load.reported:
                 del self.loads[request]
             return load.dead
-        keeps = self.in_flight(request)
-        self._last_row.pop(request, None)
         if keeps:
             self._deferred.append((self._planned, request))
         return keeps
