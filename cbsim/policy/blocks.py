@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
+from cbsim.policy.lookup import NEVER_ASKED, Lookup
 from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.request import Request, RequestSpec
 from cbsim.policy.value import mypyc_attr
@@ -137,24 +138,6 @@ class CachedLast:
         return [*self.plain, *self.cached]
 
 
-class Lookup:
-    """The last prefix lookup, kept until a key that it read changes: the head of a queue asks again at every step.
-
-    `read` are the keys of the blocks it found, and the one it stopped at; `idle` of those blocks are free.
-    """
-
-    def __init__(self, spec: RequestSpec | None, most: int, found: list[int], read: set[int], idle: int) -> None:
-        self.spec = spec
-        self.most = most
-        self.found = found
-        self.blocks = set(found)
-        self.read = read
-        self.idle = idle
-
-
-NEVER_ASKED = Lookup(None, 0, [], set(), 0)
-
-
 @mypyc_attr(allow_interpreted_subclasses=True)
 class BlockPool:
     """Owner of every block of the KV cache. Only a scheduler writes it."""
@@ -173,6 +156,7 @@ class BlockPool:
         ] = {}  # key -> block, or the blocks that duplicate it, oldest first
         self._key_of: dict[int, int] = {}
         self._refs: dict[int, int] = {}  # of blocks with a key; every other block in use has one owner
+        self._holds: dict[int, int] = {}  # those of them that moves hold, and how often
         self._last = NEVER_ASKED
 
     @property
@@ -184,6 +168,11 @@ class BlockPool:
     def contents(self) -> int:
         """Different contents that a request could find; several blocks may hold the same."""
         return len(self._index)
+
+    @property
+    def keyed(self) -> int:
+        """Blocks whose content a request could find, in use or free."""
+        return len(self._key_of)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -321,6 +310,28 @@ class BlockPool:
         self._observer.released(request, table)
         return len(table)
 
+    def hold(self, blocks: list[int]) -> None:
+        """A move reads these cached blocks: they are not handed out until `let_go`, whoever frees them."""
+        for block in blocks:
+            self._acquire(block)
+            self._holds[block] = self._holds.get(block, 0) + 1
+
+    def let_go(self, blocks: list[int]) -> None:
+        """The move is over. Those that nobody else has become free, in this order."""
+        freed: list[int] = []
+        for block in blocks:
+            holds = self._holds.pop(block) - 1
+            if holds:
+                self._holds[block] = holds
+            if self._drop(block):
+                freed.append(block)
+        freed.reverse()  # a free list takes tables, tail first
+        self._free.give(freed, len(freed))
+
+    def key_of(self, block: int) -> int | None:
+        """The content key of a block, if it has one."""
+        return self._key_of.get(block)
+
     def _register(self, block: int, key: int) -> bool:
         """Give a block its key. False if it has one: a private block adopted by its own request after a requeue."""
         if block in self._key_of:
@@ -376,7 +387,7 @@ class BlockPool:
 
     def check(self) -> None:
         """Raise AssertionError unless every block is free or owned, exactly, and counts and index agree."""
-        users: dict[int, int] = {}
+        users = dict(self._holds)
         for table in self.tables.values():
             assert len(set(table)) == len(table), ("a table names a block twice", table)
             for block in table:

@@ -205,6 +205,11 @@ class Decoding:
         self._decodes = decodes = len(members)
         return decodes
 
+    @property
+    def grown(self) -> list[tuple[RequestSpec, int]]:
+        """The members that get a block in the step being planned, and which."""
+        return self._grown
+
     def dissolve(self) -> None:
         """Everybody out: in this step each member is planned by the rules for one request."""
         for request in list(self.members):

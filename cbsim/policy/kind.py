@@ -94,6 +94,10 @@ class Site(Protocol):
         """Tokens in a block."""
 
     @property
+    def gpus(self) -> int:
+        """GPUs that share every layer."""
+
+    @property
     def block_bytes(self) -> int:
         """KV of a block, on one GPU."""
 

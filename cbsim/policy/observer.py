@@ -31,6 +31,12 @@ class Observer:
     def looked_up(self, request: Request, tokens: int, blocks: Sequence[int]) -> None:
         """The first `tokens` tokens of a request were looked up in the prefix cache; these blocks hold some."""
 
+    def asked(self, request: Request, local: int, external: int | None) -> None:
+        """Behind `local` tokens found in the cache a connector has `external` more; None: it is to be asked again."""
+
+    def loading(self, request: Request, external: int, blocks: Sequence[int]) -> None:
+        """So many tokens of a request are on their way into the last of these blocks, its whole table."""
+
     def lacked(self, request: Request, blocks: int) -> None:
         """A row needed so many more blocks, and the pool has fewer."""
 

@@ -132,6 +132,10 @@ class Place:
     tensor: int = 1
 
     @property
+    def gpus(self) -> int:
+        return self.tensor
+
+    @property
     def block_bytes(self) -> int:
         return self.block_size * self.model.kv_bytes_per_token // self.tensor
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cbsim.policy.captures import vllm_sizes
 from cbsim.policy.kind import SettingsError
-from cbsim.policy.schedulers.vllm_settings import VllmSettings, reasons, resolve, settled
+from cbsim.policy.schedulers.vllm import VllmScheduler
+from cbsim.policy.schedulers.vllm_settings import VllmSettings, reasons, resolve, settled, widened
 from cbsim.scenario import shapes
 from cbsim.scenario.sizing import Place
 
@@ -84,3 +86,56 @@ def test_captured_sizes() -> None:
     assert vllm_sizes(14) == [1, 2, 4, 8]
     assert vllm_sizes(512)[-17:] == list(range(256, 513, 16))
     assert vllm_sizes(3) == [1, 2]
+
+
+def test_memory_of_the_host_becomes_blocks() -> None:
+    """Whole chunks for one connector, blocks for the other, which has 8 GiB if nobody says; none without either."""
+    where = place("NVIDIA H100", 79.1)
+    unit = where.block_bytes
+    assert unit == 16 * where.model.kv_bytes_per_token
+    assert resolve(VllmSettings(), where).host_blocks == 0
+    native = VllmSettings(kv_connector="offloading", cpu_bytes_to_use=11 * unit + 1, blocks_per_chunk=3)
+    assert resolve(native, where).host_blocks == 9
+    assert resolve(VllmSettings(kv_connector="simple_cpu"), where).host_blocks == 8 * GIB // unit
+    assert VllmScheduler(resolve(native, where)).pool.host_blocks == 9
+
+
+def test_plans_ahead_follow_the_loop() -> None:
+    for depth in (1, 2):
+        assert resolve(VllmSettings(), replace(place("any", 80.0), depth=depth)).async_scheduling == (depth == 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("kv_connector", {"kv_connector": "simple_cpu", "version": "0.19"}),
+        ("kv_connector", {"kv_connector": "simple_cpu", "enable_prefix_caching": False}),
+        ("kv_connector", {"kv_connector": "simple_cpu", "reserve_output": True}),
+        ("cpu_bytes_to_use", {"kv_connector": "offloading"}),
+        ("cpu_bytes_to_use", {"cpu_bytes_to_use": GIB}),
+        ("lazy_offload", {"kv_connector": "offloading", "cpu_bytes_to_use": GIB, "lazy_offload": True}),
+        ("eviction_policy", {"kv_connector": "simple_cpu", "eviction_policy": "arc"}),
+        ("offload_prompt_only", {"kv_connector": "simple_cpu", "offload_prompt_only": False}),
+        ("blocks_per_chunk", {"blocks_per_chunk": 2}),
+    ],
+)
+def test_options_of_a_connector_that_do_not_fit_are_refused(field: str, given: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError) as raised:
+        VllmSettings(**given)
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize(("kind", "least"), [("simple_cpu", 2), ("offloading", 4)])
+def test_a_tier_has_room_for_a_block(kind: Any, least: int) -> None:
+    """The bound is what is told: a block besides the unused one, or a chunk."""
+    where = place("NVIDIA H100", 79.1)
+    chunk = {"blocks_per_chunk": 4} if kind == "offloading" else {}
+    bytes_ = least * where.block_bytes
+    assert resolve(VllmSettings(kv_connector=kind, cpu_bytes_to_use=bytes_, **chunk), where).host_blocks == least
+    with pytest.raises(SettingsError, match=f"must be >= {bytes_:,}"):
+        resolve(VllmSettings(kv_connector=kind, cpu_bytes_to_use=bytes_ - 1, **chunk), where)
+
+
+def test_a_probe_has_no_connector() -> None:
+    given = VllmSettings(kv_connector="offloading", cpu_bytes_to_use=GIB, eviction_policy="arc", blocks_per_chunk=2)
+    assert widened(given, 4, 64).kv_connector == "none"

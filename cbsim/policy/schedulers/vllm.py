@@ -19,12 +19,13 @@ from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.queues import ArrivalQueue, PriorityQueue, Queue
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
+from cbsim.policy.schedulers.vllm_connect import connect
 from cbsim.policy.schedulers.vllm_settings import VllmOptions, VllmSettings, reasons, resolve, settled, widened
 from cbsim.policy.swapping import Swapping
 from cbsim.policy.value import mypyc_attr
 
 
-class _Step:
+class Step:
     """A step while it is being planned."""
 
     __slots__ = ("budget", "defer_prefill", "prefill", "rows", "threshold")
@@ -54,20 +55,27 @@ class VllmScheduler:
         self.decoding = Decoding(self.pool, keys, together=True, observer=observer)
         self.requests = self.decoding.requests
         self.running: dict[Request, None] = {}  # in admission order
-        self.waiting: Queue = PriorityQueue() if o.policy == "priority" else ArrivalQueue()
+        self.waiting = self._queue()
         self.swapping: Swapping | None = None
         if o.preemption_mode == "swap":
             self.waiting = self.swapping = Swapping(self.decoding, self.waiting, o.host_blocks)
+        self._caches = o.enable_prefix_caching
         self._watermark = int(o.watermark * o.num_blocks)
         self._executed = 0
         self._last_prefill = -o.prefill_schedule_interval
         self._capacity_bound = False
+        self.transfers = connect(o, self.decoding, self._queue(), observer) if o.kv_connector != "none" else None
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        return not (self.requests or self.decoding.ended)  # vLLM runs a step to report who has ended
+        if self.requests or self.decoding.ended:  # vLLM runs a step to report who has ended
+            return False
+        return self.transfers is None or not self.transfers.busy
+
+    def _queue(self) -> Queue:
+        return PriorityQueue() if self.options.policy == "priority" else ArrivalQueue()
 
     def refusal(self, spec: RequestSpec) -> str | None:
         o = self.options
@@ -82,7 +90,10 @@ class VllmScheduler:
 
     def add(self, spec: RequestSpec) -> None:
         limit = min(spec.max_tokens, self.options.max_model_len - spec.prompt_tokens)
-        self.waiting.push(self.decoding.add(spec, limit))
+        request = self.decoding.add(spec, limit)
+        if self.transfers is not None:
+            request.name_all()  # connectors keep what nobody else can ask for, too
+        self.waiting.push(request)
 
     def cancel(self, spec: RequestSpec) -> None:
         request = self.requests.get(spec)
@@ -92,17 +103,21 @@ class VllmScheduler:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        step = _Step(self.options.max_num_batched_tokens, self._threshold(), self._defers_prefill())
-        decoding = self.decoding
+        step = Step(self.options.max_num_batched_tokens, self._threshold(), self._defers_prefill())
+        decoding, transfers = self.decoding, self.transfers
         if self._undisturbed(step):
             step.budget -= decoding.go_on()
         else:
+            if transfers is not None:
+                transfers.dissolving()
             decoding.dissolve()
         if decoding.loose:
             self._run(step)
         if decoding.preempted:
             return self._commit(step)
-        if self.swapping is not None and self.swapping.out:
+        if transfers is not None:
+            transfers.admit(self, step)
+        elif self.swapping is not None and self.swapping.out:
             self._bring_in(self.swapping, step)
         elif self.waiting:
             self._admit(step)
@@ -127,7 +142,7 @@ class VllmScheduler:
             return False
         return bool(self.decoding.members) or any(r.status is Status.DECODE for r in self.running)
 
-    def _undisturbed(self, step: _Step) -> bool:
+    def _undisturbed(self, step: Step) -> bool:
         """Can no request that goes on decoding be refused, stalled or preempted by what runs before or beside it?"""
         decoding = self.decoding
         if len(decoding.members) > step.budget or not decoding.has_blocks():
@@ -139,7 +154,7 @@ class VllmScheduler:
             return True
         return self.options.policy == "fcfs" and min(active) > decoding.members.max_order
 
-    def _demand(self, request: Request, step: _Step) -> int:
+    def _demand(self, request: Request, step: Step) -> int:
         """Query tokens that a running request wants, before the budget; 0 to be skipped in this step."""
         if request.promised >= request.limit:
             return 0  # its last token is in flight
@@ -147,7 +162,7 @@ class VllmScheduler:
             return 0
         return min(request.wanted, step.threshold) if step.threshold else request.wanted
 
-    def _run(self, step: _Step) -> None:
+    def _run(self, step: Step) -> None:
         """Running requests one by one, in admission order; whoever lacks a block takes it from the last."""
         loose = self.decoding.loose
         line = list(loose)
@@ -162,7 +177,10 @@ class VllmScheduler:
                 continue
             needed = self.pool.missing(request, request.computed + tokens)
             while needed > self.pool.free and request in loose:
-                i -= self._preempt_one(line, i, step)
+                victim = line[-1] if self.options.policy == "fcfs" else max(line, key=_urgency)
+                if self.transfers is not None and self.transfers.in_flight(victim):
+                    return  # its blocks would not be free yet
+                i -= self._preempt(victim, line, i, step)
             if request not in loose:
                 if self._new and self.options.policy == "priority":
                     continue
@@ -171,9 +189,8 @@ class VllmScheduler:
             self._place(request, tokens, needed, step)
             i += 1
 
-    def _preempt_one(self, line: list[Request], index: int, step: _Step) -> int:
+    def _preempt(self, victim: Request, line: list[Request], index: int, step: Step) -> int:
         """The victim has to wait again; returns by how much the walk's index moves back."""
-        victim = line[-1] if self.options.policy == "fcfs" else max(line, key=_urgency)
         at = line.index(victim)
         del line[at]
         taken_back = step.rows.pop(victim, None)
@@ -186,78 +203,89 @@ class VllmScheduler:
         moved = at < index if self._new else taken_back is not None
         return int(moved)
 
-    def _bring_in(self, swapping: Swapping, step: _Step) -> None:
+    def _bring_in(self, swapping: Swapping, step: Step) -> None:
         """Those who are out, as `_admit` would: head first, nobody passed over; and nobody new beside them."""
         for request in list(swapping.out):
             tokens = min(self._demand(request, step), step.budget)
             deferred = step.defer_prefill and request.wanted > 1
             if not tokens or deferred or len(self.running) == self.options.max_num_seqs:
                 break
-            if not swapping.has_room(request, tokens, self._spare()):
+            if not swapping.has_room(request, tokens, self.kept_free):
                 break
             swapping.bring_in(request)
             self.running[request] = None
             step.prefill |= request.wanted > 1
             self._place(request, tokens, self.pool.missing(request, request.computed + tokens), step)
 
-    def _spare(self) -> int:
-        """Blocks that have to stay free when somebody is let in."""
-        return self._watermark if self._new and self.running else 0
-
-    def _admit(self, step: _Step) -> None:
+    def _admit(self, step: Step) -> None:
         """The queue, head first: nobody is passed over, nobody is preempted for it."""
-        o, pool = self.options, self.pool
-        while self.waiting and step.budget and len(self.running) < o.max_num_seqs:
-            request = self.waiting.head()
-            hits: list[int] = []
-            if o.enable_prefix_caching:
-                hits = pool.longest_prefix(request.spec, (request.target - 1) // o.block_size)
-            computed = len(hits) * o.block_size
-            if step.defer_prefill and computed < request.target - 1:
+        while self.waiting and step.budget and len(self.running) < self.options.max_num_seqs:
+            hits = self.hits(self.waiting.head())
+            if not self.start(self.waiting, len(hits) * self.options.block_size, hits, step):
                 break
-            tokens = request.target - computed
-            if step.threshold:
-                tokens = min(tokens, step.threshold)
-            if not o.enable_chunked_prefill and tokens > step.budget:
-                break
-            tokens = min(tokens, step.budget)
-            if not self._has_room(request, computed + tokens, hits):
-                break
-            self._start(request, tokens, hits, step)
 
-    def _has_room(self, request: Request, tokens: int, hits: list[int]) -> bool:
+    def hits(self, request: Request) -> list[int]:
+        """Cached blocks of a request that waits; its last token is computed in any case."""
+        o = self.options
+        return self.pool.longest_prefix(request.spec, (request.target - 1) // o.block_size) if self._caches else []
+
+    def start(self, queue: Queue, computed: int, hits: list[int], step: Step) -> bool:
+        """Give the head of a queue its first row, behind the tokens that are computed; False if it does not fit."""
+        o, request = self.options, queue.head()
+        if step.defer_prefill and computed < request.target - 1:
+            return False
+        tokens = request.target - computed
+        if step.threshold:
+            tokens = min(tokens, step.threshold)
+        if not o.enable_chunked_prefill and tokens > step.budget:
+            return False
+        tokens = min(tokens, step.budget)
+        if not self.has_room(request, computed + tokens, hits):
+            return False
+        queue.pop()
+        self.decoding.admit(request, computed)
+        self.running[request] = None
+        if not self.pool.held(request):
+            self.pool.adopt(request, hits)
+        step.prefill |= computed < request.target - 1
+        self._place(request, tokens, self.pool.missing(request, computed + tokens), step)
+        return True
+
+    def has_room(self, request: Request, tokens: int, hits: list[int]) -> bool:
         o, pool = self.options, self.pool
         reach = min(request.target, o.max_model_len) if o.scheduler_reserve_full_isl else tokens
-        needed = max(pool.blocks_for(max(reach, tokens)) - len(hits), 0) + pool.idle(hits)
+        needed = max(pool.missing(request, max(reach, tokens)) - len(hits), 0) + pool.idle(hits)
         if o.reserve_output:
             needed = self._whole(request) - len(hits) + pool.idle(hits)
             needed += sum([self._whole(other) - pool.held(other) for other in self.running])
-        return needed + self._spare() <= pool.free
+        return needed + self.kept_free <= pool.free
+
+    @property
+    def kept_free(self) -> int:
+        """Blocks that nobody who is admitted may take."""
+        return self._watermark if self._new and self.running else 0
 
     def _whole(self, request: Request) -> int:
         """Blocks that a request holds at its end; its last token is never computed."""
         spec = request.spec
         return self.pool.blocks_for(min(spec.prompt_tokens + spec.max_tokens, self.options.max_model_len) - 1)
 
-    def _start(self, request: Request, tokens: int, hits: list[int], step: _Step) -> None:
-        """Move the head of the queue to running and give it its first row."""
-        self.waiting.pop()
-        computed = len(hits) * self.options.block_size
-        self.decoding.admit(request, computed)
-        self.running[request] = None
-        self.pool.adopt(request, hits)
-        step.prefill |= computed < request.target - 1
-        self._place(request, tokens, self.pool.missing(request, computed + tokens), step)
-
-    def _place(self, request: Request, tokens: int, blocks: int, step: _Step) -> None:
+    def _place(self, request: Request, tokens: int, blocks: int, step: Step) -> None:
         step.rows[request] = self.decoding.row(request, tokens, self.pool.grow(request, blocks) if blocks else ())
         step.budget -= tokens
 
-    def _commit(self, step: _Step) -> StepPlan:
+    def _commit(self, step: Step) -> StepPlan:
         self._executed += bool(step.rows or self.decoding.members)
         if step.prefill:
             self._last_prefill = self._executed
-        return self.decoding.plan(step.rows, running=len(self.running), waiting=len(self.waiting))
+        transfers = self.transfers
+        if transfers is None:
+            return self.decoding.plan(step.rows, running=len(self.running), waiting=len(self.waiting))
+        transfers.order(self.running, step.rows)
+        waiting = len(self.waiting) + len(transfers.holding)
+        plan = self.decoding.plan(step.rows, running=len(self.running), waiting=waiting)
+        transfers.planned(plan)
+        return plan
 
     # -- results ------------------------------------------------------------------------------------------------------
 
@@ -265,14 +293,24 @@ class VllmScheduler:
         return plan.work.rows > 0 or (self._new and not self.idle)
 
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
-        return self.decoding.land(plan, result, self._finish)
+        transfers = self.transfers
+        if transfers is None:
+            return self.decoding.land(plan, result, self._finish)
+        transfers.landing(plan)
+        outcome = self.decoding.land(plan, result, self._finish)
+        transfers.landed(plan, result)
+        return outcome
 
     def _finish(self, request: Request, reason: Finish) -> None:
-        if request.status is Status.WAITING:
-            self.waiting.remove(request)
-        else:
+        transfers = self.transfers
+        if request.status is not Status.WAITING:
             del self.running[request]
-        self.decoding.end(request, reason)
+        elif transfers is not None and request in transfers.loads:
+            transfers.holding.remove(request)
+        else:
+            self.waiting.remove(request)
+        keeps_blocks = transfers is not None and transfers.ended(request, reason)
+        self.decoding.end(request, reason, keeps_blocks=keeps_blocks)
 
 
 def _urgency(request: Request) -> tuple[int, int]:

@@ -10,6 +10,14 @@ from cbsim.policy.kind import AsText, AtLeast, Count, Natural, Settings, Setting
 from cbsim.policy.limits import Limits
 
 VERSIONS = ("0.19", "0.33")  # whose rules these are
+CONNECTOR_OPTIONS = {  # and whose they are
+    "cpu_bytes_to_use": ("simple_cpu", "offloading"),
+    "lazy_offload": ("simple_cpu",),
+    "blocks_per_chunk": ("offloading",),
+    "eviction_policy": ("offloading",),
+    "offload_prompt_only": ("offloading",),
+}
+SIMPLE_CPU_BYTES = 8 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +53,18 @@ class VllmSettings(Settings):
     max_cudagraph_capture_size: Count | None = None
     """Query tokens of the largest CUDA graph; null: twice the seats, at most 512 (0.33 on a B200 or B300: 1024) and
     max_num_batched_tokens."""
+    kv_connector: Literal["none", "simple_cpu", "offloading"] = "none"
+    """0.33: keep KV in the host's memory, too: by SimpleCPUOffloadConnector, or by OffloadingConnector."""
+    cpu_bytes_to_use: Count | None = None
+    """Memory of the host for it, bytes, all GPUs together; null: 8 GiB with simple_cpu; offloading has to be told."""
+    lazy_offload: bool = False
+    """simple_cpu: store blocks only when they are about to be handed out again."""
+    blocks_per_chunk: Count = 1
+    """offloading: blocks that are stored, found and evicted together."""
+    eviction_policy: Literal["lru", "arc"] = "lru"
+    """offloading: who leaves the host first."""
+    offload_prompt_only: bool = True
+    """offloading: outputs are not stored."""
     reserve_output: bool = False
     """Not vLLM's: admit a request only if the cache could hold all outputs to their limits, so nobody is preempted."""
     preemption_mode: Literal["recompute", "swap"] = "recompute"
@@ -54,8 +74,9 @@ class VllmSettings(Settings):
     """With swap: GiB of host memory for that, a GPU. A request that finds no room there is recomputed."""
 
     def __post_init__(self) -> None:
+        usual = {field.name: field.default for field in fields(self)}
+        self._check_connector({name for name in usual if getattr(self, name) != usual[name]})
         if self.version == "0.19":
-            usual = {field.name: field.default for field in fields(self)}
             for name in ("adaptive_long_prefill_threshold", "watermark", "prefill_schedule_interval"):
                 if getattr(self, name) != usual[name]:
                     raise SettingsError(name, "vLLM 0.19 has no such option; use version 0.33 or leave it out")
@@ -65,11 +86,31 @@ class VllmSettings(Settings):
             text = f"got {self.long_prefill_token_threshold}, must be <= max_model_len ({self.max_model_len})"
             raise SettingsError("long_prefill_token_threshold", text)
 
+    def _check_connector(self, given: set[str]) -> None:
+        """A connector's options are for that connector, and what it needs is there. `given` are no defaults."""
+        connector = self.kv_connector
+        for name, connectors in CONNECTOR_OPTIONS.items():
+            if name in given and connector not in connectors:
+                text = f"got {getattr(self, name)}, must be left out unless kv_connector is {' or '.join(connectors)}"
+                raise SettingsError(name, text)
+        if connector == "none":
+            return
+        if self.version != "0.33":
+            raise SettingsError("kv_connector", f"got {connector}, must be none: only vLLM 0.33's are followed")
+        if not self.enable_prefix_caching:
+            raise SettingsError("kv_connector", f"got {connector}, must be none without enable_prefix_caching")
+        if self.reserve_output:
+            raise SettingsError("kv_connector", f"got {connector}, must be none with reserve_output")
+        if self.preemption_mode == "swap":
+            raise SettingsError("kv_connector", f"got {connector}, must be none with preemption_mode swap")
+        if connector == "offloading" and self.cpu_bytes_to_use is None:
+            raise SettingsError("cpu_bytes_to_use", "got null, must be given with kv_connector offloading")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmOptions(VllmSettings):
-    """vLLM's own names. `num_blocks` includes block 0, the null block, which is never handed out. `host_blocks` are
-    there for swapping.
+    """vLLM's own names. `num_blocks` includes block 0, the null block, which is never handed out; `host_blocks` are the
+    places of a connector's tier, with simple_cpu including its own block 0, or of the swap space.
     """
 
     block_size: int
@@ -78,6 +119,7 @@ class VllmOptions(VllmSettings):
     max_num_batched_tokens: int
     max_model_len: int
     host_blocks: int = 0
+    async_scheduling: bool = True
 
     def __post_init__(self) -> None:
         """Recorded schedulers have sizes that their command line refuses."""
@@ -144,20 +186,37 @@ def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
         max_num_seqs=seats,
         max_num_batched_tokens=tokens,
         max_model_len=longest,
-        host_blocks=_host_blocks(settings, site),
         max_cudagraph_capture_size=settings.max_cudagraph_capture_size or _largest_graph(settings, site, seats, tokens),
+        cpu_bytes_to_use=_host_bytes(settings),
+        host_blocks=_host_blocks(settings, site),
+        async_scheduling=site.depth > 1,
     )
 
 
+def _host_bytes(settings: VllmSettings) -> int | None:
+    return settings.cpu_bytes_to_use or (SIMPLE_CPU_BYTES if settings.kv_connector == "simple_cpu" else None)
+
+
 def _host_blocks(settings: VllmSettings, site: Site) -> int:
-    """Blocks that the swap space holds. Raises SettingsError if that is none."""
+    """Blocks on the host: those of the swap space, or of a connector's tier. Raises SettingsError if that is none."""
     if settings.preemption_mode != "swap":
-        return 0
+        return _tier(settings, site.block_bytes * site.gpus) if settings.kv_connector != "none" else 0
     blocks = int(settings.swap_space_gib * (1 << 30)) // site.block_bytes
     if not blocks:
         least = site.block_bytes / (1 << 30)
         raise SettingsError("swap_space_gib", f"got {settings.swap_space_gib:g}, must be >= {least:.6f}: one block")
     return blocks
+
+
+def _tier(settings: VllmSettings, block_bytes: int) -> int:
+    """Places of a connector's tier: whole chunks, or blocks, of which simple_cpu never uses the first."""
+    given, unit = _host_bytes(settings) or 0, block_bytes * settings.blocks_per_chunk
+    least = unit if settings.kv_connector == "offloading" else 2 * unit
+    if given < least:
+        raise SettingsError(
+            "cpu_bytes_to_use", f"got {given:,}, must be >= {least:,}: a block has {block_bytes:,} bytes"
+        )
+    return given // unit * settings.blocks_per_chunk
 
 
 def _largest_graph(settings: VllmSettings, site: Site, seats: int, tokens: int) -> int:
@@ -179,6 +238,7 @@ def reasons(settings: VllmSettings, site: Site) -> dict[str, str]:
         "max_num_batched_tokens": server,
         "max_model_len": "the model's, or what the cache holds",
         "max_cudagraph_capture_size": "twice the seats, up to vLLM's bound on this GPU",
+        "cpu_bytes_to_use": "SimpleCPUOffloadConnector",
     }
 
 
@@ -191,4 +251,10 @@ def widened(settings: VllmSettings, seats: int, tokens: int) -> VllmSettings:
         max_model_len=None,
         enable_prefix_caching=False,
         enable_chunked_prefill=True,
+        kv_connector="none",
+        cpu_bytes_to_use=None,
+        lazy_offload=False,
+        blocks_per_chunk=1,
+        eviction_policy="lru",
+        offload_prompt_only=True,
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cbsim.policy.schedulers import transformers_settings, vllm_settings
-from cbsim.proof.conformance import transformers_traces, vllm_traces
+from cbsim.proof.conformance import offload_traces, transformers_traces, vllm_traces
 from cbsim.scenario import rows
 from cbsim.scenario.fields import ScenarioError
 from cbsim.workload.scheduler_tests import unsupported
@@ -40,6 +40,8 @@ VLLM_CONFIG = frozenset(
         "watermark",
         "prefill_schedule_interval",
         "scheduler_reserve_full_isl",
+        "connector",
+        "stop_when_done",
     ]
 )
 TRANSFORMERS_CB = frozenset(
@@ -176,9 +178,13 @@ def _vllm(trace: Path, header: Line) -> _Case:
     version, mode, config = _fields(trace, header, vllm=str, mode=str, config=dict)
     name = _stem(trace).removesuffix(f".{mode}")
     skipped = _version(version, vllm_settings.VERSIONS) or _unknown(config, VLLM_CONFIG)
+    skipped = skipped or _guarded(trace, lambda: offload_traces.unsupported(config))
     if skipped:
         return _Case(name, f"vllm {version}", mode, skipped=skipped)
-    return _Case(name, f"vllm {version}", mode, _replay(trace, vllm_traces.VllmReplay, header, _workload(trace, name)))
+    workload = _workload(trace, name)
+    if any("outputs" in request for request in workload["requests"]):
+        return _Case(name, f"vllm {version}", mode, skipped="samples of one prompt (outputs) are not modelled")
+    return _Case(name, f"vllm {version}", mode, _replay(trace, vllm_traces.VllmReplay, header, workload))
 
 
 def _transformers(trace: Path, header: Line) -> _Case:
@@ -246,12 +252,12 @@ def _first_difference(
 
 def _lines(replay: Replay, invariants: bool) -> Iterator[Line | Exception]:
     """Our lines; an exception out of the replay becomes the last of them, for it is a finding like any other."""
-    scheduler, lines = replay.scheduler, replay.lines()
+    lines = replay.lines()
     while True:
         try:
             line = next(lines)
             if invariants:
-                scheduler.decoding.check()
+                replay.check()
         except StopIteration:
             return
         except Exception as error:

@@ -200,6 +200,10 @@ class TransformersReplay:
         self._generated: dict[str, list[int]] = {s.id: [] for s in by_id.values()}
         self._outputs: dict[str, Line] = {}
 
+    def check(self) -> None:
+        """Raise AssertionError unless the scheduler's accounts are right."""
+        self.scheduler.decoding.check()
+
     def lines(self) -> Iterator[Line]:
         loop = serve(self.scheduler, 2 if self.resolved["async"] else 1)
         answer: Any = None

@@ -1,6 +1,8 @@
 """Golden traces of vLLM's scheduler: our lines for the same workload, on the same virtual clock.
 
-The format, and the engine loop whose clock this is, are described beside the traces. Times are integer microseconds.
+The formats, and the engine loop whose clock this is, are described beside the traces. Format 2 counts the tokens of an
+update and, at the end, all blocks with a key instead of their different contents; it leaves out what was cached. What
+it says of a connector is in offload_traces.py. Times are integer microseconds.
 """
 
 from __future__ import annotations
@@ -10,20 +12,24 @@ from typing import Any
 
 from cbsim.policy.blocks import BlockPool
 from cbsim.policy.loop import Applied, Await, Effect, Landed, Launch, Poll, Polled, serve
+from cbsim.policy.observer import NOBODY
 from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
 from cbsim.policy.schedulers.vllm import VllmScheduler
 from cbsim.policy.schedulers.vllm_settings import VllmOptions
+from cbsim.proof.conformance import offload_traces
+from cbsim.proof.conformance.offload_traces import Heard, OffloadLines
 from cbsim.workload.scheduler_tests import vllm_requests
 
 Line = dict[str, Any]
 
 
-def options(version: str, config: Line) -> VllmOptions:
+def options(version: str, mode: str, config: Line) -> VllmOptions:
     """Scheduler options of a workload's `config`."""
     return VllmOptions(
         version="0.19" if version.startswith("0.19") else "0.33",
         policy=config["policy"],
+        async_scheduling=mode == "async",
         block_size=config["block_size"],
         num_blocks=config["num_blocks"],
         max_model_len=config["max_model_len"],
@@ -36,6 +42,7 @@ def options(version: str, config: Line) -> VllmOptions:
         scheduler_reserve_full_isl=config["scheduler_reserve_full_isl"],
         watermark=config.get("watermark", 0.0),
         prefill_schedule_interval=config.get("prefill_schedule_interval", 1),
+        **offload_traces.options(config),
     )
 
 
@@ -54,9 +61,16 @@ def second_form(line: Line, pool: BlockPool) -> Line:
 
 
 class WatchedVllm(VllmScheduler):
-    """The scheduler, with the free blocks noted after each cancellation: planning follows in the same breath."""
+    """The scheduler, with the free blocks noted after each cancellation: planning follows in the same breath.
+    `leaves_stores`: it counts as idle although stores are on their way.
+    """
 
     free_after_cancel = 0
+    leaves_stores = False
+
+    @property
+    def idle(self) -> bool:
+        return super().idle or (self.leaves_stores and not (self.requests or self.decoding.ended))
 
     def cancel(self, spec: RequestSpec) -> None:
         super().cancel(spec)
@@ -67,7 +81,12 @@ class VllmReplay:
     """One workload, one version and mode; `lines()` are our trace lines in order, the summary last."""
 
     def __init__(self, header: Line, workload: Line) -> None:
-        self.scheduler = WatchedVllm(options(header["vllm"], header["config"]))
+        config, heard = header["config"], Heard()
+        connector = config.get("connector")
+        self.scheduler = WatchedVllm(options(header["vllm"], header["mode"], config), heard if connector else NOBODY)
+        self.scheduler.leaves_stores = config.get("stop_when_done", False)
+        self._format = header.get("format", 1)
+        self._offload = OffloadLines(self.scheduler, heard, connector) if connector else None
         self._depth = 2 if header["mode"] == "async" else 1
         self._second_form = header.get("format") == 2
         self._timing = header["config"]["timing"]
@@ -82,6 +101,12 @@ class VllmReplay:
         self._now = self._gpu_free = self._steps = 0
         self._stats: dict[str, Line] = {}
 
+    def check(self) -> None:
+        """Raise AssertionError unless the scheduler's accounts are right."""
+        self.scheduler.decoding.check()
+        if self.scheduler.transfers is not None:
+            self.scheduler.transfers.check()
+
     def lines(self) -> Iterator[Line]:
         for line in self._lines():
             yield second_form(line, self.scheduler.pool) if self._second_form else line
@@ -95,6 +120,9 @@ class VllmReplay:
             except StopIteration:
                 yield self._summary()
                 return
+            if isinstance(effect, Poll) and self.scheduler.leaves_stores and self.scheduler.idle and not self._coming:
+                yield self._summary()  # whatever is in flight
+                return
             if self._aborted:
                 free, ids = self.scheduler.free_after_cancel, self._aborted
                 self._aborted = []
@@ -104,8 +132,14 @@ class VllmReplay:
                 yield line
 
     def _summary(self) -> Line:
+        if self._format > 1:
+            for stats in self._stats.values():
+                if not stats["n_out"]:  # it learns with its first token when it was queued and scheduled
+                    stats.pop("queued_ts", None)
+                    stats.pop("scheduled_ts", None)
         line = {"ev": "summary", "steps": self._steps, "end_us": self._now, "requests": self._stats}
-        return line | {"prefix_cache_final_cached_blocks": self.scheduler.pool.contents}
+        pool = self.scheduler.pool
+        return line | {"prefix_cache_final_cached_blocks": pool.contents if self._format == 1 else pool.keyed}
 
     def _do(self, effect: Effect) -> tuple[Line | None, Any]:
         if isinstance(effect, Poll):
@@ -118,14 +152,15 @@ class VllmReplay:
         if isinstance(effect, Await):
             self._now = max(self._now, effect.ticket)
             stops = tuple(s for s in effect.plan.changes.ends if s.output_tokens < s.max_tokens)
-            return None, Landed(StepResult(stops), self._due_aborts())
+            moved = self._offload.over(effect.plan.step) if self._offload else ()
+            return None, Landed(StepResult(stops, moved=moved), self._due_aborts())
         assert isinstance(effect, Applied), effect
         return self._update(effect), None
 
     def _step_us(self, plan: StepPlan) -> int:
-        if not plan.work.rows:
-            return 0
         timing = self._timing
+        if not plan.work.rows:
+            return int(timing["empty_us"]) if self._offload else 0
         context = plan.work.decode_context + plan.work.decodes + sum(c.start + c.tokens for c in plan.work.chunks)
         tokens: int = timing["per_token_us"] * plan.work.tokens
         return int(timing["base_us"] + tokens + timing["per_kv_token_us"] * context)
@@ -173,6 +208,8 @@ class VllmReplay:
             "waiting": [r.spec.id for r in self.scheduler.waiting],
             "free": plan.counts.free_blocks,
         }
+        if self._offload:
+            line |= self._offload.planned(plan)
         self._added = []
         self._now += self._timing["sched_us"]
         return line
@@ -183,7 +220,7 @@ class VllmReplay:
         held = self.scheduler.pool.held(request)
         line = {"id": row.spec.id, "kind": kind, "n": row.tokens, "computed": row.start, "held": held}
         line["blocks"] = list(row.blocks)
-        if chunk and chunk.admitted:
+        if chunk and chunk.admitted and self._format == 1:
             line["cached"] = chunk.cached
         if self._depth > 1:
             line["ph"] = request.promised - request.seen
@@ -196,8 +233,11 @@ class VllmReplay:
             for row in self._rows.pop(effect.plan.step)
             if row.spec in self._alive and (row.chunk is None or row.chunk.outputs)
         ]
-        line = {"ev": "update", "step": effect.plan.step + 1, "t": self._now, "tokens": [s.id for s in got]}
+        tokens: list[Any] = [s.id for s in got] if self._format == 1 else [[s.id, 1] for s in got]
+        line = {"ev": "update", "step": effect.plan.step + 1, "t": self._now, "tokens": tokens}
         line |= {"finished": finished, "free": self.scheduler.pool.free}
+        if self._offload:
+            line |= self._offload.updated(effect.plan.step)
         self._now += self._timing["update_us"]
         for spec in got:
             stats = self._stats[spec.id]

@@ -1,0 +1,254 @@
+"""What every KV connector of vLLM 0.33 brings into its scheduler: blocks that are filled from elsewhere and read by
+others. Composed with `VllmScheduler`, which has none of it without a connector.
+
+A request whose prefix lies elsewhere gets its blocks, no seat and no budget, and waits in `holding` until it is loaded;
+`holding` is admitted from before `waiting`. Somebody else may write into the blocks of a request next, so they are not
+free before its last row is back: until then an ended request keeps them, and nobody is preempted.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+from cbsim.policy.decoding import Decoding
+from cbsim.policy.observer import Observer
+from cbsim.policy.plan import Chunk, StepPlan, StepResult
+from cbsim.policy.queues import Queue
+from cbsim.policy.request import Finish, Request, Status
+
+if TYPE_CHECKING:
+    from cbsim.policy.schedulers.vllm import Step, VllmScheduler
+
+Rows = list[tuple[Request, int]]  # who computes, and how many tokens
+
+
+class Ahead:
+    """The step that is being planned, for a connector to order its stores."""
+
+    def __init__(self, running: Rows, admitted: Rows, loading: list[Request], given: list[int], alone: bool) -> None:
+        self.running = running  # rows of those that ran before, in the order of their admission
+        self.admitted = admitted
+        self.loading = loading  # requests whose loads begin with it
+        self.given = given  # blocks that its running rows got
+        self.alone = alone  # no request is left
+
+
+class Connector(Protocol):
+    """One way to keep KV elsewhere. What it orders it appends to the moves of the next plan."""
+
+    @property
+    def busy(self) -> bool:
+        """Are stores ordered, or about to be, whose end has not been reported?"""
+
+    def match(self, request: Request, local: int) -> int | None:
+        """Tokens that it has behind the first `local`, which the cache has; None: ask again in the next step."""
+
+    def load(self, request: Request, local: int, external: int) -> None:
+        """Fetch as many as `match` has just said. The blocks for them are in the request's table."""
+
+    def admitted(self, request: Request) -> None:
+        """A request has got blocks, for its first row or for a load."""
+
+    def order(self, step: int, ahead: Ahead) -> None:
+        """Step number `step` is planned but for the stores that go with it, and the jobs that it has to await."""
+
+    def ended(self, request: Request, reason: Finish, computed: int) -> None:
+        """A request is over, and its table about to be given up. `computed` of its tokens are in it."""
+
+    def landed(self, step: int, jobs: list[int]) -> list[Request]:
+        """A step is back, and these jobs are over. Returns whose loads are."""
+
+    def check(self) -> None:
+        """Raise AssertionError unless every place of its tier is free or in use, exactly."""
+
+
+class Verdict(Enum):
+    """What becomes of the head of a queue."""
+
+    ADMITTED = "admitted"
+    SKIPPED = "skipped"
+    MISFIT = "misfit"
+
+
+class Load:
+    """A request that got blocks for `computed` tokens without computing them."""
+
+    def __init__(self, computed: int) -> None:
+        self.computed = computed
+        self.reported = False
+        self.named = False  # its blocks can be found
+        self.dead = False  # the request has ended meanwhile
+
+
+class Transfers:
+    """The requests that load or have loaded, and the tables that are not free yet."""
+
+    def __init__(
+        self, connector: Connector, decoding: Decoding, holding: Queue, observer: Observer, *, ahead: bool
+    ) -> None:
+        """`ahead`: steps are planned while others are in flight."""
+        self.connector = connector
+        self.holding = holding
+        self._ahead = ahead
+        self.loads: dict[Request, Load] = {}
+        self._decoding, self._observer = decoding, observer
+        self._loading: list[Request] = []  # since the plan before
+        self._planned = self._updated = 0  # steps with rows
+        self._last_row: dict[Request, int] = {}  # of those that do not decode with the others
+        self._deferred: list[tuple[int, Request]] = []  # ended: their tables are free once so many steps are back
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.loads) or self.connector.busy
+
+    # -- the queue ----------------------------------------------------------------------------------------------------
+
+    def admit(self, scheduler: VllmScheduler, step: Step) -> None:
+        """Holding requests, then the queue. Whoever waits for a load or an answer is passed over."""
+        skipped: list[Request] = []
+        while step.budget and len(scheduler.running) < scheduler.options.max_num_seqs:
+            queue = self.holding if len(self.holding) else scheduler.waiting
+            if not len(queue):
+                break
+            verdict = self._consider(scheduler, queue, step)
+            if verdict is Verdict.MISFIT:
+                break
+            if verdict is Verdict.SKIPPED:
+                skipped.append(queue.pop())
+        for request in reversed(skipped):
+            (self.holding if request in self.loads else scheduler.waiting).push_front(request)
+
+    def _consider(self, scheduler: VllmScheduler, queue: Queue, step: Step) -> Verdict:
+        request = queue.head()
+        load = self.loads.get(request)
+        if load is not None:
+            return self._go_on(scheduler, queue, load, step) if load.reported else Verdict.SKIPPED
+        hits = scheduler.hits(request)
+        local = len(hits) * scheduler.options.block_size
+        external = self.connector.match(request, local)
+        self._observer.asked(request, local, external)
+        if external is None:
+            return Verdict.SKIPPED
+        if external:
+            return self._load(scheduler, request, hits, local, external)
+        return self._start(scheduler, queue, local, hits, step)
+
+    def _start(self, scheduler: VllmScheduler, queue: Queue, computed: int, hits: list[int], step: Step) -> Verdict:
+        request = queue.head()
+        if not scheduler.start(queue, computed, hits, step):
+            return Verdict.MISFIT
+        self.connector.admitted(request)
+        return Verdict.ADMITTED
+
+    def _go_on(self, scheduler: VllmScheduler, queue: Queue, load: Load, step: Step) -> Verdict:
+        """A request is loaded: its blocks can be found, and it is admitted. Its last token is computed in any case."""
+        request, pool = queue.head(), self._decoding.pool
+        if not load.named:
+            load.named = True
+            pool.publish(request, load.computed // pool.block_size)
+            load.computed = min(load.computed, request.target - 1)
+        verdict = self._start(scheduler, queue, load.computed, [], step)
+        if verdict is Verdict.ADMITTED:
+            del self.loads[request]
+        return verdict
+
+    def _load(self, scheduler: VllmScheduler, request: Request, hits: list[int], local: int, external: int) -> Verdict:
+        """Blocks for what is found and what is fetched, if those who are under way need no others."""
+        pool, tokens = self._decoding.pool, local + external
+        needed = pool.blocks_for(tokens) - len(hits) + pool.idle(hits) + self._reserved(scheduler)
+        if needed > pool.free - scheduler.kept_free or not scheduler.has_room(request, tokens, hits):
+            return Verdict.MISFIT
+        pool.adopt(request, hits)
+        blocks = pool.blocks_for(tokens) - len(hits)
+        pool.grow(request, blocks)
+        self.loads[request] = Load(tokens)
+        self._loading.append(request)
+        self.connector.load(request, local, external)
+        self._observer.loading(request, external, pool.tables[request])
+        return Verdict.SKIPPED
+
+    def _reserved(self, scheduler: VllmScheduler) -> int:
+        """Blocks that requests still need for the tokens they have: those that load, and those in their prefill."""
+        loading = [request for request, load in self.loads.items() if not (load.reported or load.dead)]
+        prefilling = [request for request in scheduler.running if request.status is Status.PREFILL]
+        pool, longest = self._decoding.pool, scheduler.options.max_model_len
+        return sum([pool.missing(request, min(request.target, longest)) for request in [*loading, *prefilling]])
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def dissolving(self) -> None:
+        """Those that decode together are about to be planned one by one."""
+        for request in self._decoding.members:
+            self._last_row[request] = self._planned
+
+    def order(self, running: dict[Request, None], rows: dict[Request, Chunk]) -> None:
+        """All rows of the step are known: what the connector does beside them."""
+        decoding = self._decoding
+        before: Rows = []
+        admitted: Rows = []
+        given = [block for _, block in decoding.grown]
+        for request in running:
+            row = rows.get(request)
+            if row is None:
+                if request.cohort is not None:
+                    before.append((request, 1))
+            elif row.admitted:
+                admitted.append((request, row.tokens))
+            else:
+                before.append((request, row.tokens))
+                given += row.blocks
+        loading, self._loading = self._loading, []
+        ahead = Ahead(before, admitted, loading, given, not decoding.requests)
+        self.connector.order(decoding.members.planned, ahead)
+        if before or admitted:
+            self._planned += 1
+            for request in rows:
+                self._last_row[request] = self._planned
+
+    def planned(self, plan: StepPlan) -> None:
+        """Whose declared last row this was decodes with the others no more."""
+        for spec in plan.changes.ends:
+            self._last_row[self._decoding.requests[spec]] = self._planned
+
+    def in_flight(self, request: Request) -> bool:
+        """Is a row of this request planned and not back? Without plans ahead, whoever asks has its result already."""
+        if not self._ahead:
+            return False
+        last = self._planned if request.cohort is not None else self._last_row.get(request, 0)
+        return last > self._updated
+
+    def landing(self, plan: StepPlan) -> None:
+        """A step is back: tables that waited for it are free."""
+        self._updated += plan.work.rows > 0
+        while self._deferred and self._deferred[0][0] <= self._updated:
+            self._decoding.pool.release(self._deferred.pop(0)[1])
+
+    def landed(self, plan: StepPlan, result: StepResult) -> None:
+        """Its tokens are handed out: which loads and stores are over?"""
+        for request in self.connector.landed(plan.step, sorted({*result.moved, *plan.awaited})):
+            load = self.loads[request]
+            load.reported = True
+            if load.dead:
+                del self.loads[request]
+                self._decoding.pool.release(request)
+
+    def ended(self, request: Request, reason: Finish) -> bool:
+        """A request is over and has left its queue. Does it keep its blocks for now?"""
+        load, keeps = self.loads.get(request), self.in_flight(request)
+        self._last_row.pop(request, None)
+        self.connector.ended(request, reason, request.computed if load is None else load.computed)
+        if load is not None:
+            load.dead = not load.reported
+            if load.reported:
+                del self.loads[request]
+            return load.dead
+        if keeps:
+            self._deferred.append((self._planned, request))
+        return keeps
+
+    def check(self) -> None:
+        """Raise AssertionError unless those that hold blocks are those that load, and the tier's accounts are right."""
+        alive = {request for request, load in self.loads.items() if not load.dead}
+        assert {*self.holding} == alive, (len(self.holding), len(alive))
+        self.connector.check()

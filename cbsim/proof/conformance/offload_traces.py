@@ -1,0 +1,221 @@
+"""What traces of vLLM's offload connectors say beside the others: questions, loads, stores, the host's tier; and the
+workers of the recording, which are done with a job so many steps after it was ordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from cbsim.policy.host_cache import Arc
+from cbsim.policy.moves import IN_ORDER, Underway, Way
+from cbsim.policy.observer import Observer
+from cbsim.policy.plan import StepPlan
+from cbsim.policy.request import Request
+from cbsim.policy.schedulers.vllm import VllmScheduler
+from cbsim.policy.schedulers.vllm_native_offload import NativeOffload
+from cbsim.policy.schedulers.vllm_simple_offload import SimpleOffload
+
+Line = dict[str, Any]
+
+
+CONNECTORS = {
+    "simple_cpu": {"cpu_blocks", "lazy"},
+    "offloading": {"cpu_chunks", "blocks_per_chunk", "eviction_policy", "extra"},
+}
+EXTRA = {"offload_prompt_only"}
+
+
+def unsupported(config: Line) -> str | None:
+    """Why a workload's `connector` is not one that the policy follows, or None."""
+    connector = config.get("connector")
+    if connector is None:
+        return None
+    if connector["kind"] not in CONNECTORS:
+        return f"connector {connector['kind']} is not modelled"
+    known = {"kind", "load_steps", "store_steps", *CONNECTORS[connector["kind"]]}
+    unknown = [*(connector.keys() - known), *(connector.get("extra", {}).keys() - EXTRA)]
+    return f"connector's option {', '.join(sorted(unknown))} is not modelled" if unknown else None
+
+
+def options(config: Line) -> Line:
+    """Scheduler options of a workload's `connector`, by name."""
+    connector = config.get("connector")
+    if connector is None:
+        return {}
+    if connector["kind"] == "simple_cpu":
+        blocks, lazy = connector["cpu_blocks"], connector.get("lazy", False)
+        return {"kv_connector": "simple_cpu", "host_blocks": blocks, "lazy_offload": lazy}
+    per_chunk = connector.get("blocks_per_chunk", 1)
+    return {
+        "kv_connector": "offloading",
+        "host_blocks": connector["cpu_chunks"] * per_chunk,
+        "blocks_per_chunk": per_chunk,
+        "eviction_policy": connector.get("eviction_policy", "lru"),
+        **connector.get("extra", {}),
+    }
+
+
+class Heard(Observer):
+    """Questions and loads of the step being planned."""
+
+    def __init__(self) -> None:
+        self.match: list[list[Any]] = []
+        self.alloc: list[list[Any]] = []
+
+    def asked(self, request: Request, local: int, external: int | None) -> None:
+        self.match.append([request.spec.id, local, external, bool(external)])
+
+    def loading(self, request: Request, external: int, blocks: Sequence[int]) -> None:
+        self.alloc.append([request.spec.id, external, list(blocks)])
+
+    def take(self) -> Line:
+        said: Line = {"match": self.match, "alloc": self.alloc}
+        self.match, self.alloc = [], []
+        return said
+
+
+class Workers:
+    """The recording's: they are done with a load or a store so many steps after it began. A plan that awaits a job has
+    it done at once, and its result says so. They see to it that no block is handed out that they read or write. Call
+    `planned` for every plan, in order.
+    """
+
+    def __init__(self, block_size: int, load_steps: int, store_steps: int) -> None:
+        self._underway = Underway(block_size)
+        self._steps = {Way.IN: load_steps, Way.OUT: store_steps}
+        self._due: dict[int, int] = {}  # job -> the step that reports it
+        self._reports: dict[int, tuple[int, ...]] = {}
+
+    def planned(self, plan: StepPlan) -> None:
+        self._underway.planned(plan)
+        for move in plan.moves:
+            if move.job != IN_ORDER:
+                self._due[move.job] = plan.step + self._steps[move.way]
+        self._due.update(dict.fromkeys(plan.awaited, plan.step))
+        over = self._reports[plan.step] = tuple(sorted(job for job, step in self._due.items() if step <= plan.step))
+        for job in over:
+            del self._due[job]
+
+    def over(self, step: int) -> tuple[int, ...]:
+        """The jobs that the result of a step names."""
+        jobs = self._reports.pop(step)
+        self._underway.landed(jobs)
+        return jobs
+
+
+class SimpleLines:
+    """SimpleCPUOffloadConnector: what begins with a step is an event, loads and stores counted apart."""
+
+    def __init__(self, connector: SimpleOffload, block_size: int, recorded: Line) -> None:
+        self.workers = Workers(block_size, recorded["load_steps"], recorded["store_steps"])
+        self._connector = connector
+        self._counts = {Way.IN: 0, Way.OUT: 0}
+        self._events: dict[int, int] = {}  # job -> number of the store
+
+    def jobs(self, plan: StepPlan) -> Line:
+        said: Line = {"flush": bool(plan.changes.preempted)}
+        if loads := [move for move in plan.moves if move.way is Way.IN]:
+            said["load"] = {"event": self._number(Way.IN), "reqs": [m.spec.id for m in loads if m.spec]}
+            said["load"] |= {"cpu": _joined(m.sources for m in loads), "gpu": _joined(m.targets for m in loads)}
+        if stores := [move for move in plan.moves if move.way is Way.OUT]:
+            event = self._events[stores[0].job] = self._number(Way.OUT)
+            said["store"] = {"event": event, "gpu": _joined(m.sources for m in stores)}
+            said["store"]["cpu"] = _joined(m.targets for m in stores)
+        return said
+
+    def _number(self, way: Way) -> int:
+        self._counts[way] += 1
+        return self._counts[way] - 1
+
+    def done(self, step: int, jobs: tuple[int, ...]) -> Line:
+        del step
+        return {"stored": [self._events[job] for job in jobs if job in self._events]}
+
+    def tier(self) -> Line:
+        return {"free": self._connector.host.free, "cached": self._connector.host.contents}
+
+
+class NativeLines:
+    """OffloadingConnector: what a request loads or stores with a step is a job, all counted together."""
+
+    def __init__(self, connector: NativeOffload, block_size: int, recorded: Line) -> None:
+        self.workers = Workers(block_size, recorded["load_steps"], recorded["store_steps"] + 1)
+        self._connector = connector
+        self._per_chunk = recorded.get("blocks_per_chunk", 1)
+        self._count = 0
+        self._numbers: dict[int, int] = {}  # job -> what the recording calls it
+        self._at_once: dict[int, list[int]] = {}  # step -> stores that were over before its rows
+
+    def jobs(self, plan: StepPlan) -> Line:
+        loads: list[list[Any]] = []
+        stores: list[list[Any]] = []
+        at_once: list[int] = []
+        for move in plan.moves:
+            assert move.spec is not None
+            number, self._count = self._count, self._count + 1
+            if move.job == IN_ORDER:
+                at_once.append(number)
+            self._numbers[move.job] = number
+            if move.way is Way.IN:
+                chunks = self._chunks(move.sources)
+                loads.append([number, move.spec.id, chunks, list(move.targets), False])
+            else:
+                stores.append([number, move.spec.id, list(move.sources), self._chunks(move.targets)])
+        self._at_once[plan.step] = at_once
+        return {"load": loads, "store": stores, "flush": sorted([*at_once, *[self._numbers[j] for j in plan.awaited]])}
+
+    def _chunks(self, places: tuple[int, ...]) -> list[int]:
+        return list(dict.fromkeys(place // self._per_chunk for place in places))
+
+    def done(self, step: int, jobs: tuple[int, ...]) -> Line:
+        return {"jobs_done": sorted([*self._at_once.pop(step), *[self._numbers[job] for job in jobs]])}
+
+    def tier(self) -> Line:
+        cache = self._connector.cache
+        said: Line = {"free": cache.free, "evictable": cache.resting, "writing": cache.writing}
+        arc = cache.eviction
+        if isinstance(arc, Arc):
+            said |= {"t1": len(arc.once), "t2": len(arc.often)}
+            said |= {"b1": len(arc.once_ghosts), "b2": len(arc.often_ghosts), "target": round(arc.goal, 6)}
+        return said
+
+
+class OffloadLines:
+    """What schedule and update lines say of a connector."""
+
+    def __init__(self, scheduler: VllmScheduler, heard: Heard, recorded: Line) -> None:
+        assert scheduler.transfers is not None
+        self._transfers, self._heard = scheduler.transfers, heard
+        connector = scheduler.transfers.connector
+        kinds = {"simple_cpu": SimpleLines, "offloading": NativeLines}
+        self._lines: SimpleLines | NativeLines = kinds[recorded["kind"]](connector, scheduler.pool.block_size, recorded)
+        self._loading: dict[int, list[str]] = {}  # by job
+        self._over: dict[int, tuple[int, ...]] = {}
+
+    def planned(self, plan: StepPlan) -> Line:
+        """Fields of its line. The workers get what it orders."""
+        self._lines.workers.planned(plan)
+        for move in plan.moves:
+            if move.way is Way.IN and move.spec is not None:
+                self._loading.setdefault(move.job, []).append(move.spec.id)
+        holding = list(self._transfers.holding)
+        remote = [request.spec.id for request in holding if not self._transfers.loads[request].named]
+        said = {"holding": [request.spec.id for request in holding], "remote": remote, **self._heard.take()}
+        return said | {"jobs": self._lines.jobs(plan), "cpu": self._lines.tier()}
+
+    def over(self, step: int) -> tuple[int, ...]:
+        """The jobs that the result of a step names."""
+        self._over[step] = jobs = self._lines.workers.over(step)
+        return jobs
+
+    def updated(self, step: int) -> Line:
+        """Fields of an update's line."""
+        jobs = self._over.pop(step)
+        received = [name for job in jobs for name in self._loading.pop(job, ())]
+        said: Line = {"recved": received, "sent": [], "bad": [], "kept": []}
+        return said | self._lines.done(step, jobs) | {"cpu": self._lines.tier()}
+
+
+def _joined(sides: Iterable[tuple[int, ...]]) -> list[int]:
+    return [block for side in sides for block in side]
