@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from cbsim.policy.loop import Applied, Await, Effect, Landed, Launch, Poll, Polled, Refused, serve
@@ -34,11 +34,20 @@ class Ask(NamedTuple):
     arrives: int
     cancelled: int | None
     stops_at: int | None  # an unannounced stop token is output number so-and-so
+    text: Sequence[int] = ()  # prompt and outputs, for those who look at contents
 
     @property
     def tokens(self) -> int:
         """Output tokens of an undisturbed run, but for a limit of the scheduler."""
         return min(self.stops_at or self.spec.output_tokens, self.spec.output_tokens)
+
+
+def again(asks: Sequence[Ask]) -> list[Ask]:
+    """The same requests as other objects."""
+    specs: dict[RequestSpec | None, RequestSpec] = {}
+    for spec in (ask.spec for ask in asks):
+        specs[spec] = replace(spec, sample_of=specs.get(spec.sample_of))
+    return [ask._replace(spec=specs[ask.spec]) for ask in asks]
 
 
 class Executor:
@@ -134,6 +143,8 @@ class Drive:
 
     def check(self) -> None:
         self.scheduler.decoding.check()
+        if isinstance(self.scheduler, TransformersScheduler):
+            self.scheduler.host.check()
 
     def _answer(self, effect: Effect) -> Any:
         if isinstance(effect, Poll):

@@ -63,15 +63,27 @@ def _host_async_ios() -> Any:
     return type("HostAsyncIOs", (ios.ContinuousBatchingAsyncIOs,), methods)
 
 
+def _pageable(empty: Callable[..., Any]) -> Callable[..., Any]:
+    """Memory that a GPU's driver need not know of."""
+
+    def made(*shape: Any, pin_memory: bool = False, **given: Any) -> Any:
+        del pin_memory
+        return empty(*shape, **given)
+
+    return made
+
+
 @contextmanager
 def _on_a_cpu() -> Iterator[None]:
     """What the original asks of an accelerator, answered without one."""
     handler = _module("cache").PagedAttentionMemoryHandler
+    torch = import_module("torch")
     with ExitStack() as stack:
         for owner, name, instead in (
             (handler, "get_available_memory", lambda *_: 1 << 40),
             (_module("initialization"), "ensure_decode_fast_path_is_available", lambda *_, **__: None),
             (_module("continuous_api"), "ContinuousBatchingAsyncIOs", _host_async_ios()),
+            (torch, "empty", _pageable(torch.empty)),
         ):
             stack.enter_context(patch.object(owner, name, instead))
         yield
@@ -212,8 +224,9 @@ class Recorder:
         line: Line = {"op": "offload", "starved": [state.request_id for state, *_ in self.scheduler.starved_requests]}
         self._events.append(line)
         answer = original()
-        line["soft_reset"] = victims = [r for r in before if r not in self.scheduler.active_requests]
-        line["cpu_offloaded"] = []
+        victims = [r for r in before if r not in self.scheduler.active_requests]
+        out = [r for r in victims if self.scheduler.waiting_requests[r].is_cpu_offloaded]
+        line["soft_reset"], line["cpu_offloaded"] = [r for r in victims if r not in out], out
         line["requeue_order"] = [r for r in self.scheduler.waiting_requests_order if r in victims]
         return answer
 
@@ -274,8 +287,17 @@ class Recorder:
             "init": len(blocks._init_block_ids),
             "uninit_order": list(blocks._uninit_block_ids),
             "init_order": list(blocks._init_block_ids),
+            **self._on_host(),
             "block_tables": {r: list(t) for r, t in self.cache.group_cache_managers[0].block_table.items()},
         }
+
+    def _on_host(self) -> Line:
+        manager = self.processor.offloading_manager
+        if not manager._num_cpu_blocks:
+            return {}
+        held = {r: list(blocks) for r, blocks in manager._request_id_to_cpu_blocks.items()}
+        counts = {r: list(counts) for r, counts in manager._request_id_to_group_block_counts.items()}
+        return {"cpu": {"free": list(manager._free_cpu_blocks), "held": held, "per_group": counts}}
 
     def update(self) -> None:
         """Apply the oldest batch in flight."""
@@ -297,7 +319,9 @@ class Recorder:
     def resolved(self) -> Line:
         """The header: parameters in effect."""
         cache, scheduler = self.cache, self.scheduler
+        host_blocks = self.processor.offloading_manager._num_cpu_blocks
         return {
+            **({"cpu_blocks": host_blocks} if host_blocks else {}),
             "transformers": import_module("transformers").__version__,
             "scheduler": type(scheduler).__name__,
             "safety_margin": scheduler.safety_margin,
@@ -350,6 +374,7 @@ class Live:
                 initial_tokens=list(r["prompt"]),
                 max_new_tokens=r["max_new_tokens"],
                 eos_token_id=self._eos,
+                num_children=r.get("num_children", 0),
             )
             self.processor.input_queue.put(state)
         cancels = [c["id"] for c in self._cancels if c["step"] == step]

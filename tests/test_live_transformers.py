@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cbsim.policy.schedulers.transformers_settings import VERSIONS
+from cbsim.policy.schedulers.transformers_settings import GIB, VERSIONS
 from cbsim.proof.conformance.check import compare
-from cbsim.proof.conformance.transformers_traces import Line
+from cbsim.proof.conformance.transformers_traces import TOKEN_BYTES, Line
 
 
 def installed() -> str:
@@ -58,6 +58,16 @@ def workload(seed: int) -> Line:
     return drawn | {"eos_token_id": 1}
 
 
+def further(seed: int) -> Line:
+    """As `workload`, with further samples of some requests, and perhaps a host of a few blocks. Nobody is cancelled."""
+    drawn, rng = workload(4 * seed), random.Random(f"further {seed}")
+    for request in drawn["requests"]:
+        request["num_children"] = rng.choice([0, 0, 1, 3])
+    blocks, cb = rng.choice([0, 3, 10, 200]), drawn["cb"]
+    cb["cpu_offload_space"] = blocks * cb["block_size"] * TOKEN_BYTES / GIB
+    return drawn | {"name": f"further{seed}"}
+
+
 def _request(rng: random.Random, index: int, step: int, size: int, vocab: int, bases: list[list[int]]) -> Line:
     tail = [rng.randrange(vocab) for _ in range(rng.choice([0, 0, 1, rng.randint(0, 2 * size)]))]
     prompt = [*rng.choice([*bases, []]), *tail] or [0]
@@ -66,9 +76,11 @@ def _request(rng: random.Random, index: int, step: int, size: int, vocab: int, b
     return request | ({"eos_after": rng.randint(1, new)} if rng.random() < 0.3 else {})
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "drawn", [*map(workload, range(40)), *map(further, range(40))], ids=lambda drawn: drawn["name"]
+)
 def test_the_real_scheduler_decides_the_same(
-    seed: int, tmp_path: Path, record_property: Callable[[str, object], None]
+    drawn: Line, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """Every pass of the installed scheduler, its events, free lists and tables, equals ours."""
     version = installed()
@@ -76,7 +88,6 @@ def test_the_real_scheduler_decides_the_same(
     print(f"transformers {version}")
     from live_transformers import record
 
-    drawn = workload(seed)
     trace = tmp_path / f"{drawn['name']}.jsonl"
     trace.write_text("".join(json.dumps(line) + "\n" for line in record(drawn)))
     (tmp_path / f"{drawn['name']}.json").write_text(json.dumps(drawn))

@@ -163,6 +163,7 @@ class BlockPool:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.host_blocks = 0  # places of a host tier, that moves name; a scheduler that has one says so
+        self.saved = 0  # by sharing: entries of tables, less the different blocks that they name
         self.cached = 0  # free blocks with a key: their content is found until they are handed out again
         self.tables: dict[Request, list[int]] = {}
         self._free = free
@@ -254,6 +255,16 @@ class BlockPool:
         self.tables[request] = list(blocks)
         request.hash_to(len(blocks))
 
+    def share(self, request: Request, sample: Request, blocks: int) -> None:
+        """The first `blocks` blocks of a request, all hashed, become the head of the table of another of the same text.
+        Those that nobody could ask for get their keys now.
+        """
+        assert blocks <= request.hashed
+        table = self.tables[request][:blocks]
+        for i, block in enumerate(table):
+            self._register(block, self.key(request, i))
+        self.adopt(sample, table)
+
     def key(self, request: Request, block: int) -> int:
         """Content key under which a block of `request` is registered."""
         return request.spec.block_key(block, self.block_size)
@@ -342,6 +353,8 @@ class BlockPool:
             self._free.pick(block)
             self.cached -= 1
             self._last.idle -= block in self._last.blocks
+        else:
+            self.saved += 1
         self._refs[block] += 1
 
     def _drop(self, block: int) -> bool:
@@ -351,6 +364,7 @@ class BlockPool:
             return True
         self._refs[block] = refs - 1
         if refs != 1:
+            self.saved -= 1
             return False
         self.cached += 1
         self._last.idle += block in self._last.blocks
@@ -376,6 +390,7 @@ class BlockPool:
         indexed = [b for e in self._index.values() for b in ([e] if isinstance(e, int) else e)]
         assert sorted(indexed) == sorted(self._key_of) == sorted(self._refs), "index and keys disagree"
         assert all(users.get(b, 0) == n for b, n in self._refs.items()), "references of cached blocks"
+        assert self.saved == sum(users.values()) - len(users), ("blocks saved", self.saved, users)
         idle = sum(not n for n in self._refs.values())
         assert self.cached == idle, ("cached blocks", self.cached, idle)
         last = self._last

@@ -20,7 +20,7 @@ from typing import Final
 from cbsim.policy.blocks import BlockPool, Replaced
 from cbsim.policy.cohort import Cohort, Landing, by_order
 from cbsim.policy.keys import Keys
-from cbsim.policy.moves import Move
+from cbsim.policy.moves import IN_ORDER, Move, arriving
 from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.plan import (
     UNCHANGED,
@@ -152,18 +152,16 @@ class Decoding:
         self.pool.release(request, returns=True)
         request.requeue(drop_in_flight)
 
-    def park(self, request: Request) -> None:
-        """Take the blocks of a loose request back; it waits with what it has computed, which others keep for it."""
-        self.preempted.append(Preempted(request.spec, 0, self.pool.held(request)))
-        del self.loose[request]
-        self.pool.release(request)
-        request.park()
-
     def resume(self, request: Request) -> None:
         """From the queue to those that run, with everything computed before it was parked."""
         request.resume(self._admissions)
         self._admissions += 1
         self.loose[request] = None
+
+    def call_off(self, request: Request) -> None:
+        """A request is about to give up the places of its moves in order that no plan has listed yet."""
+        if self.moves:
+            self.moves = [m for m in self.moves if m.spec is not request.spec or m.job != IN_ORDER]
 
     def end(self, request: Request, reason: Finish, *, keeps_blocks: bool = False) -> None:
         """A request is over, wherever it stands; its blocks are free at once."""
@@ -228,17 +226,17 @@ class Decoding:
         assert decodes == len(members), "members neither go on nor are dissolved"
         ending = members.ending(members.planned)
         listed = self._promise(rows, lead, ending) if rows or ending or self._filling else NOTHING
+        moves, awaited = self._moved()
         context, longest = (members.context, members.longest) if decodes else (0, 0)
         work = StepWork(tuple(rows.values()), lead, decodes, context, longest, listed.tokens, fast_decode=fast_decode)
         counts = StepCounts(
             members.held_blocks + listed.table_blocks,
-            len(self._grown) + listed.new_blocks,
+            len(self._grown) + listed.new_blocks + (arriving(moves) if moves else 0),
             running,
             waiting,
             pool.free,
             pool.cached,
         )
-        moves, awaited = self._moved()
         plan = StepPlan(members.planned, work, self._changes(listed), counts, moves, awaited)
         members.commit()
         self._decodes, self._filling = 0, []
@@ -295,7 +293,7 @@ class Decoding:
             if outputs or wastes_chunks:
                 first += position < lead
                 noted.append(
-                    Landing(request, request.epoch, outputs, end, keys.completes(row.start, end) if hears else 0)
+                    Landing(request, request.epoch, outputs, end, keys.completes(request, row) if hears else 0)
                 )
         self._noted[self.members.planned] = noted[:first], self._members_noted(ending), noted[first:]
         return _Promised(joined, ends, tokens, table_blocks, new_blocks)
@@ -358,6 +356,13 @@ class Decoding:
                 finished.append((request.spec, reason))
                 end(request, reason)
         return Outcome(tuple(received), tuple(finished), wasted)
+
+    def lands_silently(self, request: Request) -> None:
+        """A row without tokens has come back: the full blocks of the request get their keys."""
+        computed = request.computed
+        landing = Landing(request, request.epoch, 0, computed, computed // self.pool.block_size - request.hashed)
+        self._replaced += self._keys.landed(landing, over=False)
+        self._observer.landed(landing, over=False)
 
     def _received(self, landing: Landing, step: int, tokens: int | None) -> Landing:
         """Hand the tokens of a row out: as many as came, or else as promised, up to the declared last one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cbsim.policy.blocks import BlockPool, Replaced
 from cbsim.policy.cohort import Landing
+from cbsim.policy.plan import Chunk
 from cbsim.policy.request import Request, Status
 from cbsim.policy.value import mypyc_attr
 
@@ -33,8 +34,8 @@ class Keys:
     def leaves(self, request: Request) -> None:
         """A member is about to leave the cohort."""
 
-    def completes(self, start: int, end: int) -> int:
-        """Blocks that a row from `start` to `end` fills, and that get their keys when it lands."""
+    def completes(self, request: Request, row: Chunk) -> int:
+        """Full blocks that get their keys when the row, which has just been promised, lands."""
         return 0
 
     def landed(self, landing: Landing, over: bool) -> list[Replaced]:
@@ -102,8 +103,9 @@ class KeysWhenLanded(Keys):
     def go_on(self, filling: list[Request]) -> list[Request]:
         return filling
 
-    def completes(self, start: int, end: int) -> int:
-        return end // self.pool.block_size - start // self.pool.block_size
+    def completes(self, request: Request, row: Chunk) -> int:
+        """Blocks that were copied to where they are have no key, any more than those that the row fills."""
+        return max(0, (row.start + row.tokens) // self.pool.block_size - request.hashed)
 
     def landed(self, landing: Landing, over: bool) -> list[Replaced]:
         return self.merge(landing.request, landing.reach // self.pool.block_size) if landing.completes else []

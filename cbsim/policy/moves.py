@@ -2,10 +2,10 @@
 
 A cache copies on write, swaps and offloads by the same means: its plan lists moves, an executor performs them. A move
 without a job is in order with the steps: it comes after the rows of all plans before and before the rows of its own,
-which may read its targets and write its sources. A move with a job goes on beside the steps: to the host it begins when
-the rows of its plan have run, to the device when those of the plans before have. Until a result names the job
-(`StepResult.moved`), or a plan waits for it (`StepPlan.awaited`), nobody reads its targets, and neither its sources nor
-its targets are handed out.
+which may read its targets and write its sources; those of one plan follow each other as they are listed. A move with a
+job goes on beside the steps: to the host it begins when the rows of its plan have run, to the device when those of the
+plans before have. Until a result names the job (`StepResult.moved`), or a plan waits for it (`StepPlan.awaited`),
+nobody reads its targets, and neither its sources nor its targets are handed out.
 """
 
 from __future__ import annotations
@@ -68,6 +68,11 @@ class Move:
     def written(self) -> list[Place]:
         tier = HOST if self.way is Way.OUT else DEVICE
         return [(tier, block) for block in self.targets]
+
+
+def arriving(moves: tuple[Move, ...]) -> int:
+    """Blocks on the device that moves in order fill. They were handed out for that."""
+    return sum([len(move.targets) for move in moves if move.job == IN_ORDER and move.way is not Way.OUT])
 
 
 class Underway:

@@ -34,6 +34,9 @@ class Observer:
     def lacked(self, request: Request, blocks: int) -> None:
         """A row needed so many more blocks, and the pool has fewer."""
 
+    def held_back(self, request: Request, place: int) -> None:
+        """A row without tokens is the one at `place` of the step being planned. No plan lists it."""
+
     def stuck(self, starved: Sequence[Request]) -> None:
         """No row could be planned, for want of blocks."""
 

@@ -259,12 +259,16 @@ class Request:
         self.preemptions += 1
         self.epoch += drop_in_flight
 
-    def park(self) -> None:
-        """Wait again with everything computed, which is kept outside its blocks. Rows in flight still deliver."""
-        assert self.cohort is None
-        assert self.status in (Status.PREFILL, Status.DECODE)
-        self.status, self.hashed = Status.WAITING, 0
-        self.preemptions += 1
+    def park(self, drop_in_flight: bool) -> None:
+        """Wait again and keep what is computed, whose KV is elsewhere meanwhile. Rows in flight still deliver unless
+        they are dropped; then the next one begins with the last known token at the latest.
+        """
+        computed, promised, known = self._computed, self._promised, self.known
+        self.requeue(drop_in_flight)
+        if drop_in_flight:
+            self._computed = min(computed, known - 1)
+        else:
+            self._computed, self._promised = computed, promised
 
     def resume(self, order: int) -> None:
         """Leave the queue with what was computed before it was parked, in fresh blocks."""

@@ -155,7 +155,7 @@ class Gamma(Frozen):
 
 
 class ClosedLoop(Frozen):
-    """A fixed number of users, each with one request at a time."""
+    """A fixed number of users, each with one request at a time, which is over when all its samples are."""
 
     kind: Literal["closed_loop"]
     """closed_loop"""
@@ -185,13 +185,18 @@ Arrivals = Annotated[
 # -- workloads --------------------------------------------------------------------------------------------------------
 
 
+MOST_REQUESTS = 100_000_000  # of a run, samples of one prompt counted each
+
+
 class Synthetic(Frozen):
     """Requests drawn from distributions."""
 
     kind: Literal["synthetic"]
     """synthetic"""
-    requests: Annotated[Whole, Field(ge=1, le=100_000_000)]
-    """How many requests in all. A run takes about 1.3 KB of memory for each."""
+    requests: Annotated[Whole, Field(ge=1, le=MOST_REQUESTS)]
+    """How many requests in all. A run takes about 1.3 KB of memory for each, and for each further sample."""
+    samples: Annotated[Whole, Field(ge=1, le=10_000)] = 1
+    """Answers to each request: so many requests with the same prompt, sent together, each with an output of its own."""
     prompt_tokens: Length | None = None
     """Prompt length: a number, or {uniform}, {lognormal}, {empirical}. It includes the shared prefix."""
     output_tokens: Length | None = None
@@ -208,6 +213,13 @@ class Synthetic(Frozen):
     """No output is longer; with stop_early also the limit that the scheduler knows (null: the longest drawn)."""
     priorities: Annotated[Wholes, Field(min_length=1)] | None = None
     """Priorities drawn from, all equally likely; the least is the most urgent. Null: all 0."""
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> Synthetic:
+        if self.requests * self.samples > MOST_REQUESTS:
+            most = MOST_REQUESTS // self.requests
+            raise complaint(f"got {self.samples:,}, must be <= {most:,} for {self.requests:,} requests", "samples")
+        return self
 
     @model_validator(mode="after")
     def _lengths_once(self) -> Synthetic:

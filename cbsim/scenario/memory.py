@@ -11,12 +11,14 @@ REQUEST_BYTES = 1300
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
-def check(requests: int) -> None:
-    """Raises ScenarioError if so many requests need more memory than is free."""
-    needed, free = requests * REQUEST_BYTES, free_bytes()
+def check(requests: int, samples: int = 1) -> None:
+    """Raises ScenarioError if so many requests of so many samples need more memory than is free."""
+    each, free = samples * REQUEST_BYTES, free_bytes()
+    needed = requests * each
     if free is not None and needed > free:
-        bound = f"must be <= {free // REQUEST_BYTES:,}: {free / 1e9:.1f} GB of memory are free"
-        message = f"workload.requests: got {requests:,}, about {needed / 1e9:.1f} GB, {bound}"
+        bound = f"must be <= {free // each:,}: {free / 1e9:.1f} GB of memory are free"
+        sampled = f" of {samples:,} samples" if samples > 1 else ""
+        message = f"workload.requests: got {requests:,}{sampled}, about {needed / 1e9:.1f} GB, {bound}"
         raise ScenarioError(message, field="workload.requests", value=requests, bound=bound)
 
 

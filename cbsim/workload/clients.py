@@ -21,25 +21,42 @@ class Users:
 
     Thinking takes `think_ns`; where users have `draws` of their own, one each, it is exponential with that mean. So how
     long a user thinks before its nth request depends on the two alone, not on who else has ended before.
+
+    A request of several `samples` is so many in a row of the list; it ends when all of them have.
     """
 
     def __init__(
-        self, waiting: Sequence[RequestSpec], think_ns: int, draws: Sequence[Draw] = (), until_ns: int | None = None
+        self,
+        waiting: Sequence[RequestSpec],
+        think_ns: int,
+        draws: Sequence[Draw] = (),
+        until_ns: int | None = None,
+        samples: int = 1,
     ) -> None:
         self._waiting = list(waiting)[::-1]
-        self._think_ns, self._draws, self._until_ns = think_ns, draws, until_ns
-        self._user: dict[int, int] = {}  # by the index of a request that is not a first one
+        self._think_ns, self._draws, self._until_ns, self._samples = think_ns, draws, until_ns, samples
+        self._user: dict[int, int] = {}  # by the number of a request that is not a first one
+        self._ended: dict[int, int] = {}  # samples of a request, by its number, while there are others
 
     def after(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
-        if not self._waiting:
+        number = spec.index // self._samples
+        if not self._waiting or not self._is_over(number):
             return []
-        user = self._user.pop(spec.index, spec.index)
+        user = self._user.pop(number, number)
         at_ns = now_ns + (round(self._draws[user].exponential(self._think_ns)) if self._draws else self._think_ns)
         if self._until_ns is not None and at_ns > self._until_ns:
             return []
-        following = replace(self._waiting.pop(), arrival_ns=at_ns)
-        self._user[following.index] = user
-        return [following]
+        first = replace(self._waiting.pop(), arrival_ns=at_ns)
+        self._user[first.index // self._samples] = user
+        others = [replace(self._waiting.pop(), arrival_ns=at_ns, sample_of=first) for _ in range(1, self._samples)]
+        return [first, *others]
+
+    def _is_over(self, number: int) -> bool:
+        """One more sample of a request has ended. Was it the last one?"""
+        ended = self._ended.pop(number, 0) + 1
+        if ended < self._samples:
+            self._ended[number] = ended
+        return ended == self._samples
 
     def drafts(self) -> Iterator[tuple[RequestSpec, int]]:
         return ((spec, self._think_ns) for spec in reversed(self._waiting))

@@ -28,6 +28,7 @@ class Drawn(Sequence[RequestSpec]):
     max_tokens: Ints
     priority: Ints
     shared_tokens: int  # that all have in common
+    samples: int = 1  # so many in a row have one prompt
 
     def __post_init__(self) -> None:
         assert (np.diff(self.arrival_ns) >= 0).all()
@@ -38,20 +39,41 @@ class Drawn(Sequence[RequestSpec]):
             yield from self.kept
             return
         columns = (self.arrival_ns, self.prompt_tokens, self.output_tokens, self.max_tokens, self.priority)
+        first: RequestSpec | None = None
         for low in range(0, len(self), AT_ONCE):
             parts = (column[low : low + AT_ONCE].tolist() for column in columns)
             for index, numbers in enumerate(zip(*parts, strict=True), low):
-                yield self._made(index, *numbers)
+                if self.samples == 1:
+                    yield self._made(index, *numbers)
+                    continue
+                spec = self._sample(index, first if index % self.samples else None, *numbers)
+                first = spec.sample_of or spec
+                yield spec
 
     def one(self, index: int) -> RequestSpec:
         """One of them, made anew."""
         columns = (self.arrival_ns, self.prompt_tokens, self.output_tokens, self.max_tokens, self.priority)
-        return self._made(index, *(int(column[index]) for column in columns))
+        numbers = (int(column[index]) for column in columns)
+        if self.samples == 1:
+            return self._made(index, *numbers)
+        first = index - index % self.samples
+        return self._sample(index, self.one(first) if index > first else None, *numbers)
 
     def _made(self, index: int, at_ns: int, prompt: int, output: int, most: int, priority: int) -> RequestSpec:
         if not (shared := self.shared_tokens):
             return RequestSpec(index, str(index), at_ns, prompt, output, most, priority)
         return RequestSpec(index, str(index), at_ns, prompt, output, most, priority, (0,), shared, min(shared, prompt))
+
+    def _sample(
+        self, index: int, first: RequestSpec | None, at_ns: int, prompt: int, output: int, most: int, priority: int
+    ) -> RequestSpec:
+        """One of several with a prompt that is named in whole: what all have in common, then the request's own."""
+        number, sample = divmod(index, self.samples)
+        shared = self.shared_tokens or prompt
+        own = number + 1
+        ids = (0 if self.shared_tokens else own, *[own] * (-(-prompt // shared) - 1))
+        name = f"{sample}_{number}"
+        return RequestSpec(index, name, at_ns, prompt, output, most, priority, ids, shared, prompt, first)
 
     @cached_property
     def kept(self) -> list[RequestSpec]:

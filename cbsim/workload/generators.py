@@ -99,7 +99,8 @@ class Workload:
         for spec, delay_ns in chain(((spec, -1) for spec in self.arriving()), self._later):
             lengths = (spec.arrival_ns, spec.prompt_tokens, spec.output_tokens, spec.max_tokens, spec.priority)
             shared = (spec.prefix, spec.prefix_block_tokens, spec.prefix_tokens)
-            digest.update(f"{spec.index} {spec.id!r} {lengths} {shared} {delay_ns}\n".encode())
+            of = f" of {spec.sample_of.index}" if spec.sample_of else ""
+            digest.update(f"{spec.index} {spec.id!r} {lengths} {shared} {delay_ns}{of}\n".encode())
         digest.update(self.terms.encode())
         for at_ns, spec in self.cancels:
             digest.update(f"cancel {spec.index} {at_ns}\n".encode())
@@ -141,15 +142,15 @@ def draw(length: object, count: int, rng: np.random.Generator, name: str = "work
     return np.full(count, length, dtype=np.int64)
 
 
-def draw_pairs(name: str, count: int, streams: Streams) -> tuple[Ints, Ints]:
-    """Prompts and outputs of a distribution that comes with the project: a prompt, then an output among those of
-    prompts about as long.
+def draw_pairs(name: str, count: int, streams: Streams, samples: int = 1) -> tuple[Ints, Ints]:
+    """Prompts and outputs of a distribution that comes with the project: a prompt, then outputs, one for each of its
+    samples, among those of prompts about as long.
     """
     table = length_tables.load(name)
-    at, further = streams.prompts.random(count), streams.outputs.random(count)
+    at, further = np.repeat(streams.prompts.random(count), samples), streams.outputs.random(count * samples)
     prompts, groups = _quantile(table.prompt_tokens, at), len(table.output_tokens)
     group = (at * groups).astype(np.int64)
-    outputs = np.zeros(count, dtype=np.int64)
+    outputs = np.zeros(len(at), dtype=np.int64)
     for number, quantiles in enumerate(table.output_tokens):
         outputs[group == number] = _quantile(quantiles, further[group == number])
     return prompts, np.clip(outputs, 1, table.most_tokens - prompts)
@@ -191,35 +192,37 @@ def _arrival_ns(arrivals: object, count: int, rng: np.random.Generator) -> Ints:
 
 
 def _synthetic(wanted: demand.Synthetic, streams: Streams) -> Workload:
-    count = wanted.requests
-    memory.check(count)
+    count, samples = wanted.requests, wanted.samples
+    memory.check(count, samples)
     if wanted.lengths is not None:
-        prompts, outputs = draw_pairs(wanted.lengths, count, streams)
+        prompts, outputs = draw_pairs(wanted.lengths, count, streams, samples)
     else:
-        prompts = draw(wanted.prompt_tokens, count, streams.prompts, "workload.prompt_tokens")
-        outputs = draw(wanted.output_tokens, count, streams.outputs, "workload.output_tokens")
+        prompts = np.repeat(draw(wanted.prompt_tokens, count, streams.prompts, "workload.prompt_tokens"), samples)
+        outputs = draw(wanted.output_tokens, count * samples, streams.outputs, "workload.output_tokens")
     most = wanted.max_tokens or int(outputs.max())
     outputs = np.minimum(outputs, most)
+    priorities = streams.priorities.choice(wanted.priorities, count) if wanted.priorities else np.zeros(count, np.int64)
     drawn = Drawn(
-        arrival_ns=_arrival_ns(wanted.arrivals, count, streams.arrivals),
+        arrival_ns=np.repeat(_arrival_ns(wanted.arrivals, count, streams.arrivals), samples),
         prompt_tokens=prompts,
         output_tokens=outputs,
-        max_tokens=np.full(count, most) if wanted.stop_early else outputs,
-        priority=streams.priorities.choice(wanted.priorities, count) if wanted.priorities else np.zeros_like(outputs),
+        max_tokens=np.full(count * samples, most) if wanted.stop_early else outputs,
+        priority=np.repeat(priorities, samples),
         shared_tokens=wanted.shared_prefix_tokens,
+        samples=samples,
     )
     if isinstance(wanted.arrivals, demand.ClosedLoop):
-        return _arriving(drawn.kept, wanted.arrivals, streams.users)
-    return Workload(drawn, count)
+        return _arriving(drawn.kept, wanted.arrivals, streams.users, samples)
+    return Workload(drawn, len(drawn))
 
 
-def _arriving(specs: list[RequestSpec], arrivals: object, rng: np.random.Generator) -> Workload:
+def _arriving(specs: list[RequestSpec], arrivals: object, rng: np.random.Generator, samples: int = 1) -> Workload:
     if not isinstance(arrivals, demand.ClosedLoop):
         return Workload(specs, len(specs))
-    users = specs[: arrivals.users]
-    draws = rng.spawn(len(users)) if arrivals.think == "exponential" else []
+    users = specs[: arrivals.users * samples]
+    draws = rng.spawn(len(users) // samples) if arrivals.think == "exponential" else []
     until_ns = None if arrivals.duration_s is None else round(arrivals.duration_s * 1e9)
-    follow = Users(specs[len(users) :], round(arrivals.think_s * 1e9), draws, until_ns)
+    follow = Users(specs[len(users) :], round(arrivals.think_s * 1e9), draws, until_ns, samples)
     terms = (f"exponential {rng.bit_generator.state}\n" if draws else "") + (f"until {until_ns}\n" if until_ns else "")
     return Workload(users, len(specs), follow=follow, terms=terms)
 

@@ -19,6 +19,7 @@ MOST_GENERATED = 1_000_000
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Micros = Annotated[int, Field(ge=0, le=10**15)]  # 30 years
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+Output = Annotated[list[Token], Field(min_length=1)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -34,11 +35,18 @@ class VllmRequest(Form):
     id: Name
     arrival_us: Micros
     prompt_token_ids: Annotated[list[Token], Field(min_length=1)]
-    output_token_ids: Annotated[list[Token], Field(min_length=1)]
+    output_token_ids: Output | None = None
+    outputs: Annotated[list[Output], Field(min_length=1)] | None = None
     max_tokens: Count = 1
     priority: Annotated[int, Field(ge=-(10**9), le=10**9)] = 0
     stop: bool = False
     abort_us: Micros | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> VllmRequest:
+        if (self.output_token_ids is None) == (self.outputs is None):
+            raise complaint("expected either output_token_ids, or outputs, those of several samples")
+        return self
 
 
 class TransformersRequest(Form):
@@ -49,7 +57,7 @@ class TransformersRequest(Form):
     max_new_tokens: Count
     eos_after: Annotated[int, Field(ge=0)] | None = None
     arrival_step: Annotated[int, Field(ge=0, le=10**9)] = 0
-    num_children: int | None = None
+    num_children: Annotated[int, Field(ge=0, le=1000)] | None = None
 
 
 class Cancel(Form):
@@ -102,7 +110,9 @@ class Transformers(Form):
 
     @model_validator(mode="after")
     def _says_not_too_much(self) -> Transformers:
-        said = sum(min(r.eos_after or r.max_new_tokens, r.max_new_tokens) for r in self.requests)
+        said = sum(
+            min(r.eos_after or r.max_new_tokens, r.max_new_tokens) * (1 + (r.num_children or 0)) for r in self.requests
+        )
         if said > MOST_GENERATED:
             raise complaint(f"say {said:,} tokens in all, must be <= {MOST_GENERATED:,}", "requests")
         return self

@@ -59,9 +59,10 @@ def golden(path: Path, step_s: float, limit: int | None = None) -> Recorded:
 
 def _vllm(workload: dict[str, Any], step_s: float) -> Recorded:
     del step_s
-    scaled = [(replace(s, arrival_ns=s.arrival_ns * 1000), abort) for s, abort in vllm_requests(workload)]
-    cancels = [(abort * 1000, spec) for spec, abort in scaled if abort is not None]
-    return Recorded([spec for spec, _ in scaled], sorted(cancels, key=lambda c: (c[0], c[1].index)))
+    requests = vllm_requests(workload)
+    specs = _timed([spec for spec, _ in requests], 1000)
+    cancels = [(abort * 1000, spec) for spec, (_, abort) in zip(specs, requests, strict=True) if abort is not None]
+    return Recorded(specs, sorted(cancels, key=lambda c: (c[0], c[1].index)))
 
 
 def _transformers(workload: dict[str, Any], step_s: float) -> Recorded:
@@ -70,10 +71,19 @@ def _transformers(workload: dict[str, Any], step_s: float) -> Recorded:
         raise ValueError(reason)
     arriving = TransformersRequests(workload, workload["cb"]["block_size"]).arriving
     step_ns = round(step_s * 1e9)
-    specs = [replace(s, arrival_ns=at * step_ns) for at in sorted(arriving) for s in arriving[at]]
+    specs = _timed([spec for at in sorted(arriving) for spec in arriving[at]], step_ns)
     by_id = {spec.id: spec for spec in specs}
     cancels = [(c["step"] * step_ns, by_id[c["id"]]) for c in workload.get("cancels", [])]
     return Recorded(specs, sorted(cancels, key=lambda c: (c[0], c[1].index)))
+
+
+def _timed(specs: Sequence[RequestSpec], unit_ns: int) -> list[RequestSpec]:
+    """The same requests, whose arrival was counted in units. Samples stay those of the same request."""
+    timed: dict[RequestSpec | None, RequestSpec] = {}
+    for spec in specs:
+        of = timed.get(spec.sample_of)
+        timed[spec] = replace(spec, arrival_ns=spec.arrival_ns * unit_ns, sample_of=of)
+    return list(timed.values())
 
 
 class ChainedKeys:
@@ -104,26 +114,37 @@ def vllm_requests(workload: Line) -> list[tuple[RequestSpec, int | None]]:
     """(spec, abort time) in arrival order, then file order. Arrival times are microseconds throughout."""
     size = workload["config"]["block_size"]
     keys = ChainedKeys(size)
-    specs = []
-    for index, r in enumerate(workload["requests"]):
-        output = r["output_token_ids"]
-        if r.get("stop") and STOP_TOKEN in output:
-            output = output[: output.index(STOP_TOKEN) + 1]
-        tokens, outputs = [*r["prompt_token_ids"], *output], len(output)
-        spec = RequestSpec(
-            index=index,
-            id=r["id"],
-            arrival_ns=r["arrival_us"],
-            prompt_tokens=len(r["prompt_token_ids"]),
-            output_tokens=outputs,
-            max_tokens=r.get("max_tokens", len(r["output_token_ids"])),
-            priority=r.get("priority", 0),
-            prefix=keys.of(tokens),
-            prefix_block_tokens=size,
-            prefix_tokens=len(tokens),
-        )
-        specs.append((spec, r.get("abort_us")))
+    specs: list[tuple[RequestSpec, int | None]] = []
+    for r in workload["requests"]:
+        first = None
+        for name, said in _vllm_samples(r):
+            output = said
+            if r.get("stop") and STOP_TOKEN in output:
+                output = output[: output.index(STOP_TOKEN) + 1]
+            tokens, outputs = [*r["prompt_token_ids"], *output], len(output)
+            spec = RequestSpec(
+                index=len(specs),
+                id=name,
+                arrival_ns=r["arrival_us"],
+                prompt_tokens=len(r["prompt_token_ids"]),
+                output_tokens=outputs,
+                max_tokens=r.get("max_tokens", len(said)),
+                priority=r.get("priority", 0),
+                prefix=keys.of(tokens),
+                prefix_block_tokens=size,
+                prefix_tokens=len(tokens),
+                sample_of=first,
+            )
+            first = first or spec
+            specs.append((spec, r.get("abort_us")))
     return sorted(specs, key=lambda entry: entry[0].arrival_ns)
+
+
+def _vllm_samples(request: Line) -> list[tuple[str, list[int]]]:
+    """Ids and outputs of a request's samples; they have ids of their own if there are several."""
+    if "outputs" not in request:
+        return [(request["id"], request["output_token_ids"])]
+    return [(f"{i}_{request['id']}", output) for i, output in enumerate(request["outputs"])]
 
 
 # -- transformers ----------------------------------------------------------------------------------------------------
@@ -131,13 +152,15 @@ def vllm_requests(workload: Line) -> list[tuple[RequestSpec, int | None]]:
 
 def unsupported(workload: Line) -> str | None:
     """Why a workload is outside what this policy models, or None."""
-    if any(r.get("num_children") for r in workload["requests"]):
-        return "forks (num_children) are not modelled"
     if workload.get("model", {}).get("layer_types"):
         return "hybrid layer groups (layer_types) are not modelled"
-    if workload["cb"].get("cpu_offload_space"):
-        return "CPU offload (cpu_offload_space) is not modelled"
     return None
+
+
+def sample_names(request: Line) -> list[str]:
+    """Ids of a request and of its children."""
+    name = request["id"]
+    return [name, *(f"{name}__child#{i}" for i in range(request.get("num_children") or 0))]
 
 
 class Tokens:
@@ -146,7 +169,7 @@ class Tokens:
     def __init__(self, workload: Line) -> None:
         self._vocab: int = workload.get("model", {}).get("vocab_size", 512)
         self._eos = workload.get("eos_token_id")
-        self._requests = {r["id"]: r for r in workload["requests"]}
+        self._requests = {name: r for r in workload["requests"] for name in sample_names(r)}
 
     def at(self, request_id: str, position: int) -> int:
         request = self._requests[request_id]
@@ -174,15 +197,18 @@ class TransformersRequests:
         self.block_size = block_size
         self.keys = ChainedKeys(block_size)
         self.texts: dict[RequestSpec, list[int]] = {}
-        for index, request in enumerate(workload["requests"]):
-            self._add(index, request)
+        for request in workload["requests"]:
+            first = None
+            for name in sample_names(request):
+                spec = self._add(name, request, first)
+                first = first or spec
 
-    def _add(self, index: int, request: Line) -> None:
-        prompt, outputs = request["prompt"], self.tokens.outputs(request["id"])
-        text = [*prompt, *(self.tokens.at(request["id"], len(prompt) + i) for i in range(outputs))]
+    def _add(self, name: str, request: Line, first: RequestSpec | None) -> RequestSpec:
+        prompt, outputs = request["prompt"], self.tokens.outputs(name)
+        text = [*prompt, *(self.tokens.at(name, len(prompt) + i) for i in range(outputs))]
         spec = RequestSpec(
-            index=index,
-            id=request["id"],
+            index=len(self.texts),
+            id=name,
             arrival_ns=request.get("arrival_step", 0),
             prompt_tokens=len(prompt),
             output_tokens=outputs,
@@ -190,6 +216,8 @@ class TransformersRequests:
             prefix=self.keys.of(text),
             prefix_block_tokens=self.block_size,
             prefix_tokens=len(text),
+            sample_of=first,
         )
         self.texts[spec] = text
         self.arriving.setdefault(spec.arrival_ns, []).append(spec)
+        return spec

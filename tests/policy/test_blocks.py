@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -138,6 +139,21 @@ class Pools(RuleBasedStateMachine):
             table[i] = existing[0]
         else:
             self.content.setdefault(table[i], key)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        """A sample takes over full blocks of a request; a block that has no key until then gets one."""
+        request = data.draw(st.sampled_from(self.requests), label="request")
+        count = data.draw(st.integers(0, self.named[request]), label="count")
+        spec = replace(request.spec, index=self.index, id=f"r{self.index}", sample_of=request.spec)
+        sample, self.index = Request(spec, 1, SIZE), self.index + 1
+        self.pool.share(request, sample, count)
+        for i, block in enumerate(self.tables[request][:count]):
+            self.content.setdefault(block, request.spec.block_key(i, SIZE))
+        sample.admit(self.index, count * SIZE)
+        self.requests.append(sample)
+        self.tables[sample], self.named[sample] = self.tables[request][:count], count
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), returns=st.booleans())

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from helpers import AnyScheduler, Ask, Drive, token_steps
+from helpers import AnyScheduler, Ask, Drive, again, token_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,23 +29,33 @@ Case = tuple[Callable[[], AnyScheduler], list[Ask]]
 
 @st.composite
 def asks(draw: st.DrawFn, block_size: int) -> list[Ask]:
-    """Up to a dozen requests; texts come from two families, so prefixes are shared and some requests are the same."""
+    """Up to a dozen requests; texts come from two families, so prefixes are shared and some requests are the same. Some
+    have further samples.
+    """
     unit = draw(st.sampled_from([1, block_size]))
     keys = ChainedKeys(unit)
-    return [_ask(draw, index, unit, keys) for index in range(draw(st.integers(1, 12)))]
+    made: list[Ask] = []
+    for _ in range(draw(st.integers(1, 12))):
+        first = _ask(draw, len(made), unit, keys)
+        made.append(first)
+        for _ in range(draw(st.sampled_from([0, 0, 0, 1, 3]))):
+            made.append(_ask(draw, len(made), unit, keys, first))
+    return made
 
 
-def _ask(draw: st.DrawFn, index: int, unit: int, keys: ChainedKeys) -> Ask:
-    prompt = draw(st.integers(1, 14))
+def _ask(draw: st.DrawFn, index: int, unit: int, keys: ChainedKeys, first: Ask | None = None) -> Ask:
+    prompt = first.spec.prompt_tokens if first else draw(st.integers(1, 14))
     most = draw(st.integers(1, MOST_TOKENS - prompt))
     outputs = draw(st.one_of(st.just(most), st.integers(1, most)))
     family, common = draw(st.integers(0, 1)), draw(st.sampled_from([0, 4, prompt, prompt + outputs]))
     text = [family if i < common else 100 + index for i in range(prompt + outputs)]
+    if first:
+        text[:prompt] = first.text[:prompt]
     declared = draw(st.sampled_from([0, prompt, prompt + outputs]))
     spec = RequestSpec(
         index=index,
         id=f"r{index}",
-        arrival_ns=draw(st.integers(0, 3)),
+        arrival_ns=first.spec.arrival_ns if first else draw(st.integers(0, 3)),
         prompt_tokens=prompt,
         output_tokens=outputs,
         max_tokens=most,
@@ -53,10 +63,11 @@ def _ask(draw: st.DrawFn, index: int, unit: int, keys: ChainedKeys) -> Ask:
         prefix=keys.of(text[:declared]),
         prefix_block_tokens=unit,
         prefix_tokens=declared,
+        sample_of=first.spec if first else None,
     )
     cancelled = draw(st.one_of(st.none(), st.none(), st.integers(0, 40)))
     stops_at = draw(st.one_of(st.none(), st.none(), st.integers(1, outputs)))
-    return Ask(spec, draw(st.integers(0, 25)), cancelled, stops_at)
+    return Ask(spec, first.arrives if first else draw(st.integers(0, 25)), cancelled, stops_at, text)
 
 
 @st.composite
@@ -97,6 +108,7 @@ def transformers_cases(draw: st.DrawFn) -> Case:
         max_blocks_per_request=draw(st.sampled_from([0, 2, 8])),
         safety_margin=draw(st.sampled_from([0.0, 0.0, 0.2])),
         allow_block_sharing=draw(st.booleans()),
+        host_blocks=draw(st.sampled_from([0, 0, 3, 12])),
     )
     return partial(TransformersScheduler, options), draw(asks(size))
 
@@ -163,6 +175,10 @@ def check_ends(drive: Drive) -> None:
     assert not scheduler.decoding.loose
     assert scheduler.pool.free == scheduler.pool.num_blocks
     assert not scheduler.pool.tables
+    assert not scheduler.pool.saved
+    if isinstance(scheduler, TransformersScheduler):
+        assert scheduler.host.free == scheduler.host.num_blocks
+        assert not len(scheduler.forks)
     assert len(set(drive.ended)) == len(drive.ended)
 
 
@@ -280,8 +296,7 @@ def test_same_workload_same_run(cases: st.SearchStrategy[Case]) -> None:
     @settings(max_examples=30)
     def check(case: Case) -> None:
         build, workload = case
-        again = [ask._replace(spec=replace(ask.spec)) for ask in workload]
-        first, second = (history(build, w, 2, slow=False) for w in (workload, again))
+        first, second = (history(build, w, 2, slow=False) for w in (workload, again(workload)))
         for one, other in zip(first, second, strict=True):
             assert _by_id(one) == _by_id(other)
 

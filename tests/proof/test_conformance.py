@@ -15,6 +15,7 @@ from cbsim.proof.conformance.check import compare, run, traces
 GOLDEN = Path(__file__).parents[1] / "golden"
 Line = dict[str, Any]
 VLLM, TRANSFORMERS = "vllm/0.33.0/w23_watermark_alone.sync", "transformers/5.17.0/w11_cancel_fifo_bs16"
+FORKED, OFFLOADED = "transformers/5.17.0/f05_fork_edges_prefill_first", "transformers/5.17.0/o03_cpu_async_share"
 
 
 @pytest.mark.parametrize("trace", traces(GOLDEN), ids=lambda p: str(p.relative_to(GOLDEN)).removesuffix(".jsonl.gz"))
@@ -73,6 +74,14 @@ def _batch(line: Line) -> None:
     line["batch"][-1]["past"] += 1
 
 
+def _forked(line: Line) -> None:
+    line["after_update"]["block_tables"]["r0__child#0"][-1] += 1
+
+
+def _host(line: Line) -> None:
+    line["after_schedule"]["cpu"]["free"].pop()
+
+
 @pytest.mark.parametrize(
     ("name", "at", "alter", "field"),
     [
@@ -85,6 +94,8 @@ def _batch(line: Line) -> None:
         (TRANSFORMERS, 3, _free_order, "after_schedule.uninit_order"),
         (TRANSFORMERS, 5, _batch, "batch[2].past"),
         (TRANSFORMERS, -1, lambda line: line["outputs"].popitem(), "outputs"),
+        (FORKED, 3, _forked, "after_update.block_tables.r0__child#0"),
+        (OFFLOADED, 40, _host, "after_schedule.cpu.free"),
     ],
 )
 def test_one_altered_field_is_found(
@@ -184,9 +195,7 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
         (VLLM, "version 0.21.0 is not followed, only 0.19, 0.33"),
         (VLLM, "option max_num_active_seqs is not modelled"),
         (TRANSFORMERS, "version 5.23.0 is not followed, only 5.17"),
-        (TRANSFORMERS, "forks (num_children) are not modelled"),
         (TRANSFORMERS, "hybrid layer groups (layer_types) are not modelled"),
-        (TRANSFORMERS, "CPU offload (cpu_offload_space) is not modelled"),
     ],
 )
 def test_what_is_outside_the_model_is_named(tmp_path: Path, name: str, reason: str) -> None:
@@ -198,9 +207,7 @@ def test_what_is_outside_the_model_is_named(tmp_path: Path, name: str, reason: s
     trace[0].setdefault("config", {})
     if "max_num_active_seqs" in reason:
         trace[0]["config"]["max_num_active_seqs"] = 4
-    given["requests"][0]["num_children"] = int("forks" in reason)
     given.setdefault("model", {})["layer_types"] = ["full_attention"] * ("hybrid" in reason)
-    given.setdefault("cb", {})["cpu_offload_space"] = int("CPU" in reason)
     path = written(tmp_path, name, trace, given)
     status, said = ran(path)
     assert status == 2

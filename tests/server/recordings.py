@@ -47,6 +47,14 @@ WORKLOADS = {
   output_tokens: {uniform: {low: 1, high: 40}}
   arrivals: {kind: closed_loop, users: 6, think_s: 0.02}
 """,
+    "samples": """\
+  kind: synthetic
+  requests: 16
+  samples: 3
+  prompt_tokens: {uniform: {low: 1, high: 100}}
+  output_tokens: {uniform: {low: 1, high: 60}}
+  arrivals: {kind: closed_loop, users: 4, think_s: 0.02}
+""",
     "sessions": "  kind: agentic\n  path: sessions.jsonl\n",
 }
 SESSIONS = [

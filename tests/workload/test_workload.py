@@ -141,6 +141,62 @@ def test_shared_prefix_is_shared_block_by_block() -> None:
     assert short.shared_blocks(16) == 1
 
 
+@pytest.mark.parametrize("shared", [0, 24, 1000])
+def test_samples_have_one_prompt_and_outputs_of_their_own(shared: int) -> None:
+    """Sent together, behind each other, with prompts that are found block by block; other requests' are not."""
+    changes = {"samples": 3, "shared_prefix_tokens": shared, "prompt_tokens": {"uniform": {"low": 40, "high": 90}}}
+    plain, sampled = made(changes | {"samples": 1}), made(changes)
+    specs = list(sampled.open)
+    assert sampled.total == len(specs) == 150
+    for i, first in enumerate(specs[::3]):
+        samples = specs[3 * i : 3 * i + 3]
+        assert [s.id for s in samples] == [f"{k}_{i}" for k in range(3)]
+        assert [s.sample_of for s in samples] == [None, first, first]
+        assert {(s.arrival_ns, s.prompt_tokens, s.priority) for s in samples} == {
+            (plain.open[i].arrival_ns, plain.open[i].prompt_tokens, plain.open[i].priority)
+        }
+        assert {s.shared_blocks(16) for s in samples} == {first.prompt_tokens // 16}
+        other = specs[(3 * i + 3) % 150]
+        for block in range(min(first.prompt_tokens, other.prompt_tokens) // 16):
+            keys = {s.block_key(block, 16) for s in samples}
+            assert len(keys) == 1 and keys.isdisjoint([other.block_key(block, 16)]) == (16 * (block + 1) > shared)
+    assert len({s.output_tokens for s in specs[:12]}) > 4
+    assert sampled.fingerprint() == made(changes).fingerprint() != plain.fingerprint()
+
+
+def test_a_sample_is_found_by_its_number() -> None:
+    """Made anew, it is the same request, and a sample of the same one."""
+    workload = made({"samples": 4})
+    for spec in list(workload.arriving())[:9]:
+        found = workload.find(spec.index)
+        assert found is not None
+        assert rows([found]) == rows([spec])
+        assert (found.id, found.prefix, found.prefix_tokens) == (spec.id, spec.prefix, spec.prefix_tokens)
+        assert (found.sample_of and found.sample_of.id) == (spec.sample_of and spec.sample_of.id)
+
+
+def test_samples_with_lengths_drawn_together() -> None:
+    """A prompt, and as many outputs as it has samples."""
+    values = {"kind": "synthetic", "requests": 30, "lengths": "sharegpt", "samples": 2}
+    specs = list(made(None, **values).open)
+    assert [a.prompt_tokens for a in specs[::2]] == [b.prompt_tokens for b in specs[1::2]]
+    assert [a.output_tokens for a in specs[::2]] != [b.output_tokens for b in specs[1::2]]
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [
+        (0, "workload.samples: got 0, must be >= 1"),
+        (10_001, "workload.samples: got 10001, must be <= 10000"),
+        (10_000, "workload.samples: got 10,000, must be <= 1,000 for 100,000 requests"),
+    ],
+)
+def test_samples_are_bounded(samples: int, said: str) -> None:
+    given = {"question": "?", "model": "llama-3.1-8b", "hardware": "h100-sxm"}
+    with pytest.raises(ScenarioError, match=said):
+        scenario.parse(given | {"workload": BASE | {"requests": 100_000, "samples": samples}}, "here")
+
+
 # -- requests that follow others --------------------------------------------------------------------------------------
 
 
@@ -153,6 +209,18 @@ def test_closed_loop_sends_the_next_when_one_ends() -> None:
         sent += w.on_finish(spec, end * 10**9)
     assert [(s.index, s.arrival_ns) for s in sent] == [(3 + i, (i + 2) * 10**9) for i in range(4)]
     assert w.fingerprint() == fingerprint  # of what was asked, not of what is left
+
+
+def test_a_user_waits_for_all_samples() -> None:
+    """Two users and three requests of two samples: the third is sent, both samples at once, when a user has both."""
+    w = made({"requests": 3, "samples": 2, "arrivals": {"kind": "closed_loop", "users": 2, "think_s": 1}})
+    specs = list(w.open)
+    assert [(s.index, s.arrival_ns) for s in specs] == [(0, 0), (1, 0), (2, 0), (3, 0)] and w.total == 6
+    assert not w.on_finish(specs[0], 0) and not w.on_finish(specs[3], 10**9)
+    first, second = w.on_finish(specs[1], 2 * 10**9)
+    assert [(s.index, s.arrival_ns) for s in (first, second)] == [(4, 3 * 10**9), (5, 3 * 10**9)]
+    assert second.sample_of is first
+    assert not w.on_finish(specs[2], 4 * 10**9)
 
 
 AGENTIC = """\

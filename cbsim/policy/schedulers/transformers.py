@@ -1,9 +1,10 @@
 """Hugging Face transformers' continuous batching, 5.17: `fifo` and `prefill_first`.
 
-Rules as in the real scheduler (one full-attention layer group, no forks, no CPU offload), restated and checked line by
-line against its traces. Two budgets bound a step: query tokens, and KV tokens read. A request that finds no block
-starves; when nothing can run, or after a step in which some starved, starved requests give up their blocks (soft
-reset: generated tokens become prompt) until the others fit, and nobody new is admitted until a request has finished.
+Rules as in the real scheduler (one full-attention layer group), restated and checked line by line against its traces.
+Two budgets bound a step: query tokens, and KV tokens read. A request that finds no block starves; when nothing can run,
+or after a step in which some starved, starved requests give up their blocks until the others fit (soft reset: generated
+tokens become prompt; or their KV is kept on the host, host.py), and nobody new is admitted until a request has
+finished. Samples of one prompt share it (forks.py).
 
 The original's defects are not shared; docs/policies.md lists them, and what proves the rules puts them back.
 """
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from cbsim.policy.blocks import BlockPool, CachedLast
 from cbsim.policy.cohort import by_order
 from cbsim.policy.decoding import Decoding
+from cbsim.policy.forks import Forks
+from cbsim.policy.host import Host
 from cbsim.policy.keys import Keys, KeysWhenLanded
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.observer import NOBODY, Observer
@@ -36,7 +39,19 @@ from cbsim.policy.value import mypyc_attr
 class _Step:
     """A step while it is being planned."""
 
-    __slots__ = ("decodes", "failed", "fast", "full", "kv", "lead", "requests", "rows", "starved", "tokens")
+    __slots__ = (
+        "decodes",
+        "failed",
+        "fast",
+        "full",
+        "held_back",
+        "kv",
+        "lead",
+        "requests",
+        "rows",
+        "starved",
+        "tokens",
+    )
 
     def __init__(self, tokens: int, kv: int, requests: int, fast: bool) -> None:
         self.tokens = tokens
@@ -44,6 +59,7 @@ class _Step:
         self.requests = requests
         self.fast = fast
         self.rows: dict[Request, Chunk] = {}
+        self.held_back: list[Request] = []  # rows without tokens: all that is left is the last one before a fork
         self.lead = 0
         self.decodes = 0
         self.failed = False  # an allocation failed
@@ -52,7 +68,7 @@ class _Step:
 
     @property
     def empty(self) -> bool:
-        return not self.rows and not self.decodes
+        return not (self.rows or self.decodes or self.held_back)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -80,6 +96,10 @@ class TransformersScheduler:
         self.requests = self.decoding.requests
         self.running: dict[Request, None] = {}
         self.waiting: dict[Request, None] = {}
+        self.forks = Forks(self.decoding)
+        self.host = Host(self.decoding, o.host_blocks)
+        self.returned: list[Request] = []  # from the host, in the step planned last
+        self._silent: dict[int, list[tuple[Request, int]]] = {}  # step -> those of them without tokens, their epochs
         self.block_new_requests = False
         most = min(o.max_requests_per_batch, o.max_batch_tokens)
         self._max_requests = most if o.allow_block_sharing else min(most, o.num_blocks)
@@ -103,7 +123,12 @@ class TransformersScheduler:
         return None
 
     def add(self, spec: RequestSpec) -> None:
-        self.waiting[self.decoding.add(spec, spec.max_tokens)] = None
+        request = self.decoding.add(spec, spec.max_tokens)
+        first = self.requests.get(spec.sample_of) if spec.sample_of else None
+        if first and first.status is Status.WAITING and not first.seen:
+            self.forks.expect(first, request)
+        else:
+            self.waiting[request] = None
 
     def cancel(self, spec: RequestSpec) -> None:
         if request := self.requests.get(spec):
@@ -131,13 +156,22 @@ class TransformersScheduler:
             self._decode(step)
             self._walk(self._in_order(Status.PREFILL), step)
         if not self.block_new_requests:
-            self._walk(iter(list(self.waiting)), step)
+            self._walk(self._in_queue(), step)
         if step.empty and step.failed:
             self._observer.stuck([request for request, _ in step.starved])
         return step
 
     def _in_order(self, status: Status) -> Iterator[Request]:
         return iter(sorted((r for r in self.decoding.loose if r.status is status), key=by_order))
+
+    def _in_queue(self) -> Iterator[Request]:
+        """Those that come back from the host and the others by turns, each in order of the queue."""
+        waiting, held = list(self.waiting), self.host.held
+        if not held:
+            return iter(waiting)
+        back, others = [r for r in waiting if r in held], [r for r in waiting if r not in held]
+        turns = [request for pair in zip(back, others, strict=False) for request in pair]
+        return iter([*turns, *back[len(others) :], *others[len(back) :]])
 
     def _decode(self, step: _Step) -> None:
         """The decoding requests: all at once if none can be refused, else one by one."""
@@ -178,14 +212,16 @@ class TransformersScheduler:
             if free < margin and not step.empty and request.status is not Status.DECODE:
                 step.full = True
                 return
-            if request.status is Status.WAITING and self.options.allow_block_sharing:
+            if request.status is Status.WAITING and self.options.allow_block_sharing and request not in self.host.held:
                 self._match_prefix(request)
             if not self._fits(request, step):
                 continue
             blocks = self._allocate(request, step)
             if blocks is not None:
                 self._place(request, blocks, step)
-            elif not free and (request.status is Status.WAITING or request.fresh):
+            elif not free and (
+                request.status is Status.WAITING or (request.fresh and not self.forks.has_begun(request))
+            ):
                 step.full = True
                 return
 
@@ -237,12 +273,36 @@ class TransformersScheduler:
     def _place(self, request: Request, blocks: list[int], step: _Step) -> None:
         tokens = self._query(request, step)
         if request.status is Status.WAITING:
-            self._activate(request, 0)
-        step.rows[request] = self.decoding.row(request, tokens, blocks)
+            self._activate(request, request.computed)
+        if request in self.forks and tokens >= request.wanted - 1:
+            tokens = request.wanted - 1
+            self.forks.reached(request)
+        if tokens:
+            step.rows[request] = self.decoding.row(request, tokens, self.forks.told(request, blocks))
+        else:
+            self._observer.held_back(request, len(step.rows) + step.decodes + len(step.held_back))
+            self.forks.hold(request, blocks)
+            step.held_back.append(request)
         self._charge(step, tokens, request.computed, 1, self._is_fast(request, tokens))
 
+    def _fork(self) -> None:
+        """Who has read its prompt but for one token shares what it has with its samples, as many as find room for what
+        each needs of its own. The others wait like any request, the last of them first.
+        """
+        for request, samples in self.forks.take():
+            own = self.pool.held(request) - request.hashed
+            fit = min(len(samples), self.pool.free // own) if own else len(samples)
+            for sample in samples[:fit]:
+                self.forks.fork(request, sample)
+                self.running[sample] = None
+            for sample in reversed(samples[fit:]):
+                self.waiting[sample] = None
+
     def _offload(self, step: _Step) -> bool:
-        """Requeue starved requests, newest first, until the blocks suffice for the others. False if none can go."""
+        """Requeue starved requests, newest first, until the blocks suffice for the others. False if none can go.
+
+        Whose blocks fit the host, asked in order of the queue, keeps its KV there; the others give theirs up.
+        """
         self._observer.reclaiming([request for request, _ in step.starved])
         demand, free = sum(needed for _, needed in step.starved), self.pool.free
         victims: list[Request] = []
@@ -252,7 +312,10 @@ class TransformersScheduler:
             demand -= needed
             free += self.pool.held(request)
         for request in reversed(victims):
-            self.decoding.preempt(request, drop_in_flight=True)
+            if not self.host.park(request, drop_in_flight=True):
+                self.decoding.call_off(request)
+                self.decoding.preempt(request, drop_in_flight=True)
+            self.forks.set_back(request)
             del self.running[request]
             self.waiting[request] = None
         self._observer.reclaimed(victims[::-1])
@@ -260,24 +323,48 @@ class TransformersScheduler:
         return bool(victims)
 
     def _commit(self, step: _Step) -> StepPlan:
+        if self.host.held or self.returned:
+            self._restore(step)
         queues = {"running": len(self.running), "waiting": len(self.waiting)}
         return self.decoding.plan(step.rows, **queues, lead=step.lead, fast_decode=step.fast)
+
+    def _restore(self, step: _Step) -> None:
+        held = self.host.held
+        self.returned = [request for request in (*step.rows, *step.held_back) if request in held]
+        for request in self.returned:
+            self.host.restore(request)
+        if step.held_back and self.options.allow_block_sharing:
+            silent = [(request, request.epoch) for request in step.held_back if request in self.returned]
+            self._silent[self.decoding.members.planned] = silent
 
     def runs_ahead(self, plan: StepPlan) -> bool:
         return True
 
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
-        return self.decoding.land(plan, result, self._end)
+        outcome = self.decoding.land(plan, result, self._end)
+        if self._silent:
+            for request, epoch in self._silent.pop(plan.step, ()):
+                if request.epoch == epoch and request.status is Status.PREFILL:
+                    self.decoding.lands_silently(request)
+        if self.forks.due:
+            self._fork()
+        return outcome
 
     def _end(self, request: Request, reason: Finish) -> None:
         self._finish(request, reason)
         self.block_new_requests = False
 
     def _finish(self, request: Request, reason: Finish) -> None:
-        if request.status is Status.WAITING:
+        if request.status is not Status.WAITING:
+            del self.running[request]
+        elif request in self.waiting:
             del self.waiting[request]
         else:
-            del self.running[request]
+            self.forks.drop(request)
+        for sample in self.forks.orphans(request):
+            self.waiting[sample] = None
+        self.host.forget(request)
+        self.decoding.call_off(request)
         self.decoding.end(request, reason)
 
 

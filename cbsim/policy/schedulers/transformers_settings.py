@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from cbsim.policy.kind import Count, Natural, Settings, Share, Site, resolved
+from cbsim.policy.kind import AtLeast, Below, Count, Natural, Settings, Share, Site, resolved
 from cbsim.policy.limits import Limits
 
+GIB = 1 << 30
 VERSIONS = ("5.17",)  # whose rules these are
+Gib = Annotated[float, AtLeast(0), Below(1e6)]
 FIFO, PREFILL_FIRST = "transformers_fifo", "transformers_prefill_first"
 
 
@@ -18,11 +20,8 @@ class TransformersSettings(Settings):
     """Hugging Face transformers 5.17, ContinuousBatchingConfig."""
 
     later: ClassVar[Mapping[str, str]] = {
-        "num_return_sequences": "forking a request",
         "sliding_window": "sliding-window layers",
         "sliding": "sliding-window layers",
-        "cpu_offload_gib": "offloading to the host",
-        "cpu_offload_space": "offloading to the host",
     }
     max_batch_tokens: Count | None = None
     """Query tokens in a step; null: solved from memory, between 256 and 8192 if num_blocks is solved too."""
@@ -34,6 +33,8 @@ class TransformersSettings(Settings):
     """Share of the blocks kept free from prefills; null: 0.15 for fifo, 0 for prefill_first."""
     allow_block_sharing: bool = True
     """Share the blocks of common prefixes."""
+    cpu_offload_gib: Gib = 0.0
+    """Memory of the host for the KV of requests that lost their blocks, GiB; their cpu_offload_space."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class TransformersOptions(TransformersSettings):
     num_blocks: int
     max_batch_tokens: int
     safety_margin: float
+    host_blocks: int = 0
 
     @property
     def scheduler_type(self) -> str:
@@ -66,6 +68,7 @@ def resolve(settings: TransformersSettings, site: Site) -> TransformersOptions:
         num_blocks=size.num_blocks,
         max_batch_tokens=size.max_batch_tokens,
         safety_margin=margin if settings.safety_margin is None else settings.safety_margin,
+        host_blocks=int(settings.cpu_offload_gib * GIB) // site.block_bytes,
     )
 
 

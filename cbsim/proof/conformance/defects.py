@@ -14,7 +14,7 @@ from cbsim.policy.blocks import BlockPool, FreeList, Replaced
 from cbsim.policy.cohort import Landing
 from cbsim.policy.keys import Keys, KeysWhenLanded
 from cbsim.policy.observer import NOBODY, Observer
-from cbsim.policy.plan import Outcome, StepPlan, StepResult
+from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.schedulers.transformers import TransformersScheduler
 from cbsim.policy.schedulers.transformers_settings import TransformersOptions
@@ -45,9 +45,15 @@ class MisnamingPool(BlockPool):
 class CountedKeys(KeysWhenLanded):
     """Keys for so many blocks as the row has filled, counted out from the first that has none."""
 
-    def __init__(self, pool: MisnamingPool) -> None:
+    def __init__(self, pool: MisnamingPool, scheduler: TransformersScheduler) -> None:
         super().__init__(pool)
-        self._misname = pool.misname
+        self._misname, self._scheduler = pool.misname, scheduler
+
+    def completes(self, request: Request, row: Chunk) -> int:
+        """Blocks that the row fills, and with the first row after a stay on the host those that came back."""
+        size = self.pool.block_size
+        before = 0 if request in self._scheduler.returned else row.start // size
+        return (row.start + row.tokens) // size - before
 
     def landed(self, landing: Landing, over: bool) -> list[Replaced]:
         request = landing.request
@@ -102,7 +108,7 @@ class DefectiveTransformers(TransformersScheduler):
 
     def make_keys(self) -> Keys:
         assert isinstance(self.pool, MisnamingPool)
-        return CountedKeys(self.pool)
+        return CountedKeys(self.pool, self)
 
     def refusal(self, spec: RequestSpec) -> None:  # noqa: ARG002  (nobody is refused)
         return None

@@ -16,16 +16,18 @@ from cbsim.policy.loop import Applied, Await, Effect, Idle, Landed, Launch, Poll
 from cbsim.policy.observer import Observer
 from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
-from cbsim.policy.schedulers.transformers_settings import FIFO, PREFILL_FIRST, TransformersOptions
+from cbsim.policy.schedulers.transformers_settings import FIFO, GIB, PREFILL_FIRST, TransformersOptions
 from cbsim.proof.conformance.defects import DefectiveTransformers, Ghosts, MisnamingPool
 from cbsim.workload.scheduler_tests import TransformersRequests
 
 Line = dict[str, Any]
+TOKEN_BYTES = 2 * 2 * 64  # keys and values, of two layers, of one head of 16 in float32: the recorded models
 STATUS = {Status.PREFILL: "PREFILLING", Status.DECODE: "DECODING"}
 
 
-def options(resolved: Line) -> TransformersOptions:
-    """Scheduler options of a trace's `resolved` header."""
+def options(resolved: Line, workload: Line) -> TransformersOptions:
+    """Scheduler options of a trace's `resolved` header. Older ones do not say how many blocks of the host there are."""
+    host_bytes = int((workload["cb"].get("cpu_offload_space") or 0) * GIB)
     return TransformersOptions(
         name=FIFO if resolved["scheduler"] == "FIFOScheduler" else PREFILL_FIRST,
         block_size=resolved["block_size"],
@@ -35,6 +37,7 @@ def options(resolved: Line) -> TransformersOptions:
         max_blocks_per_request=resolved["max_blocks_per_request"],
         safety_margin=resolved["safety_margin"],
         allow_block_sharing=resolved["allow_block_sharing"],
+        host_blocks=resolved.get("cpu_blocks", host_bytes // (TOKEN_BYTES * resolved["block_size"])),
     )
 
 
@@ -75,7 +78,9 @@ class Events(Ghosts):
     def __init__(self, block_size: int) -> None:
         super().__init__()
         self.free_list = CachedLast(())  # the scheduler's, once there is one
+        self.held_on_host: dict[Request, list[int]] = {}  # likewise
         self.lines: list[Line] = []
+        self.empty_rows: list[tuple[int, Request]] = []  # of the step being planned: their places
         self._size = block_size
         self._hashed: list[int] = []
         self._replaced: list[list[int]] = []
@@ -111,6 +116,9 @@ class Events(Ghosts):
     def lacked(self, request: Request, blocks: int) -> None:
         self.note("alloc_fail", request, n=blocks, free=self.free_list.free)
 
+    def held_back(self, request: Request, place: int) -> None:
+        self.empty_rows.append((place, request))
+
     def stuck(self, starved: Sequence[Request]) -> None:
         self.note("schedule_returned_none", starved=_ids(starved))
 
@@ -119,7 +127,9 @@ class Events(Ghosts):
 
     def reclaimed(self, victims: Sequence[Request]) -> None:
         in_order = sorted(victims, key=lambda request: request.order)
-        self._offload |= {"soft_reset": _ids(in_order), "cpu_offloaded": [], "requeue_order": _ids(victims)}
+        out = [request for request in in_order if request in self.held_on_host]
+        reset = [request for request in in_order if request not in self.held_on_host]
+        self._offload |= {"soft_reset": _ids(reset), "cpu_offloaded": _ids(out), "requeue_order": _ids(victims)}
 
     def landed(self, landing: Landing, over: bool) -> None:
         super().landed(landing, over)
@@ -146,7 +156,7 @@ class WatchedTransformers(DefectiveTransformers):
         self._workload = workload
         self.heard = Events(options.block_size)
         super().__init__(options, self.heard)
-        self.heard.free_list = self.free_list
+        self.heard.free_list, self.heard.held_on_host = self.free_list, self.host.held
         self.objects: dict[RequestSpec, Request] = {}
 
     def make_pool(self, observer: Observer) -> TextPool:
@@ -155,6 +165,12 @@ class WatchedTransformers(DefectiveTransformers):
     def add(self, spec: RequestSpec) -> None:
         super().add(spec)
         self.objects[spec] = self.requests[spec]
+
+    def _fork(self) -> None:
+        """What forks take is not among the recorded events."""
+        lines = list(self.heard.lines)
+        super()._fork()
+        self.heard.lines = lines
 
     def cancel(self, spec: RequestSpec) -> None:
         if spec not in self.requests:
@@ -168,7 +184,7 @@ class TransformersReplay:
     def __init__(self, header: Line, workload: Line) -> None:
         self.resolved = resolved = header["resolved"]
         ours = TransformersWorkload(workload, resolved["block_size"])
-        self.scheduler = WatchedTransformers(options(resolved), ours)
+        self.scheduler = WatchedTransformers(options(resolved, workload), ours)
         self._tokens, self._arriving = ours.tokens, ours.arriving
         by_id = {s.id: s for group in self._arriving.values() for s in group}
         self._cancels: dict[int, list[RequestSpec]] = {}
@@ -205,7 +221,8 @@ class TransformersReplay:
     def _open(self) -> Polled:
         self._pass += 1
         arrivals, cancels = self._arriving.get(self._pass, []), self._cancels.get(self._pass, [])
-        self._line = {"step": self._pass, "scheduled": False, "arrivals": [s.id for s in arrivals]}
+        asked = [s.id for s in arrivals if s.sample_of is None]
+        self._line = {"step": self._pass, "scheduled": False, "arrivals": asked}
         if cancels:
             self._line["cancels"] = [s.id for s in cancels]
         return Polled(arrivals, cancels, closed=self._pass >= self._last)
@@ -234,28 +251,42 @@ class TransformersReplay:
         return self.scheduler.heard.take_lines()
 
     def _planned(self, plan: StepPlan) -> Line:
-        rows, size = self._batch.rows(plan), self.resolved["block_size"]
+        rows = self._batch.rows(plan)
         objects = self.scheduler.objects
         self._in_flight.append((rows, {row.spec: objects[row.spec].epoch for row in rows}))
-        sharing = self.resolved["allow_block_sharing"]
-        read = sum(row.start for row in rows)
+        batch: list[Line] = [
+            {
+                "req": row.spec.id,
+                "q": row.tokens,
+                "past": row.start,
+                "new_token": row.chunk is None or row.chunk.outputs > 0,
+                "complete_blocks": self._completes(row.spec, row.start, row.tokens),
+            }
+            for row in rows
+        ]
+        for place, request in self.scheduler.heard.empty_rows:
+            spec, past = request.spec, request.computed
+            complete = self._completes(spec, past, 0)
+            empty = {"req": spec.id, "q": 0, "past": past, "new_token": False, "complete_blocks": complete}
+            batch.insert(place, empty)
+        self.scheduler.heard.empty_rows = []
+        read = sum(row["past"] for row in batch)
         return {
             "scheduled": True,
-            "batch": [
-                {
-                    "req": row.spec.id,
-                    "q": row.tokens,
-                    "past": row.start,
-                    "new_token": row.chunk is None or row.chunk.outputs > 0,
-                    "complete_blocks": (row.start % size + row.tokens) // size if sharing else 0,
-                }
-                for row in rows
-            ],
+            "batch": batch,
             "decode_fast_path": plan.work.fast_decode,
             "num_q_tokens": plan.work.tokens,
             "kv_read_charged": read,
             "padded_if_graphs": self._padded(plan, read),
         }
+
+    def _completes(self, spec: RequestSpec, start: int, tokens: int) -> int:
+        """Blocks that get their keys when a row lands, as the original counts: with what came back from the host."""
+        if not self.resolved["allow_block_sharing"]:
+            return 0
+        size: int = self.resolved["block_size"]
+        before = 0 if self.scheduler.requests[spec] in self.scheduler.returned else start // size
+        return (start + tokens) // size - before
 
     def _padded(self, plan: StepPlan, read: int) -> list[int]:
         resolved = self.resolved
@@ -275,8 +306,16 @@ class TransformersReplay:
             "init": len(free.cached),
             "uninit_order": list(free.plain),
             "init_order": list(free.cached),
+            **self._host(),
             "block_tables": {r.spec.id: list(table) for r, table in scheduler.pool.tables.items()},
         }
+
+    def _host(self) -> Line:
+        host = self.scheduler.host
+        if "cpu_blocks" not in self.resolved:
+            return {}
+        held = {r.spec.id: list(blocks) for r, blocks in host.held.items()}
+        return {"cpu": {"free": host.free_order(), "held": held, "per_group": {k: [len(b)] for k, b in held.items()}}}
 
     def _await(self, plan: StepPlan) -> Landed:
         """Note what each sampling row is worth just before its result is applied."""
