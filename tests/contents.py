@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from helpers import Ask
+
 from cbsim.policy.moves import DEVICE, IN_ORDER, Move, Place, Way
 from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import RequestSpec
 
-Token = tuple[str, int, int]  # whose it is: a content that requests share, or a request; its position there
+Token = tuple[int, ...]  # a token, and all before it
+OWN = 1000  # and the index of a request: what it says where its text has ended
 
 
-def token(spec: RequestSpec, position: int) -> Token:
-    """What the KV at a position of a request is of: equal for requests that declare equal content up to there."""
-    if spec.sample_of is not None and position < spec.prompt_tokens:
-        return token(spec.sample_of, position)
-    unit = position // spec.prefix_block_tokens
-    if position < spec.prefix_tokens and unit < len(spec.prefix):
-        return "shared", spec.prefix[unit], position
-    return "own", spec.index, position
+def said(asks: Mapping[RequestSpec, Ask], spec: RequestSpec, position: int) -> Token:
+    """What the KV at a position of a request is of."""
+    text = asks[spec].text[: position + 1]
+    return (*text, *[OWN + spec.index] * (position + 1 - len(text)))
 
 
 class Contents:
@@ -31,8 +30,9 @@ class Contents:
     nothing until then, and reads as late as it may, so that it copies what its sources hold in the end.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, asks: Mapping[RequestSpec, Ask], block_size: int) -> None:
         self.moved = 0  # blocks
+        self._asks = asks
         self._size = block_size
         self._held: dict[Place, list[Token | None]] = {}
         self._jobs: dict[int, list[Move]] = {}
@@ -79,11 +79,11 @@ class Contents:
     def _write(self, row: Row, table: Sequence[int]) -> None:
         for position in range(row.start, row.start + row.tokens):
             held = self._held.setdefault((DEVICE, table[position // self._size]), self._nothing())
-            held[position % self._size] = token(row.spec, position)
+            held[position % self._size] = said(self._asks, row.spec, position)
 
     def _read(self, step: int, row: Row, table: Sequence[int]) -> None:
         for position in range(row.start + row.tokens):
             block = table[position // self._size]
             found = self._held.get((DEVICE, block), self._nothing())[position % self._size]
-            wanted = token(row.spec, position)
+            wanted = said(self._asks, row.spec, position)
             assert found == wanted, (step, row.spec.id, f"position {position}, block {block}", found, wanted)

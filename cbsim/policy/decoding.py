@@ -152,26 +152,16 @@ class Decoding:
         self.pool.release(request, returns=True)
         request.requeue(drop_in_flight)
 
-    def call_off(self, request: Request) -> None:
-        """A request is about to give up the places of its moves in order that no plan has listed yet."""
-        if self.moves:
-            self.moves = [m for m in self.moves if m.spec is not request.spec or m.job != IN_ORDER]
-
-    def park(self, request: Request, *, drop_in_flight: bool, returns: bool = False) -> None:
-        """Take the blocks of a loose request back; it waits with what it has computed, which others keep for it.
-        `returns` is as in `BlockPool.release`.
-        """
-        computed, held = request.computed, self.pool.held(request)
-        del self.loose[request]
-        self.pool.release(request, returns=returns)
-        request.park(drop_in_flight)
-        self.preempted.append(Preempted(request.spec, computed - request.computed, held))
-
     def resume(self, request: Request) -> None:
         """From the queue to those that run, with everything computed before it was parked."""
         request.resume(self._admissions)
         self._admissions += 1
         self.loose[request] = None
+
+    def call_off(self, request: Request) -> None:
+        """A request is about to give up the places of its moves in order that no plan has listed yet."""
+        if self.moves:
+            self.moves = [m for m in self.moves if m.spec is not request.spec or m.job != IN_ORDER]
 
     def end(self, request: Request, reason: Finish, *, keeps_blocks: bool = False) -> None:
         """A request is over, wherever it stands; its blocks are free at once."""

@@ -6,6 +6,7 @@ from heapq import heappop, heappush
 
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.moves import Move, Way
+from cbsim.policy.plan import Preempted
 from cbsim.policy.request import Request
 
 
@@ -33,7 +34,7 @@ class Host:
         self._fresh += 1
         return self._fresh - 1
 
-    def park(self, request: Request) -> bool:
+    def park(self, request: Request, *, drop_in_flight: bool) -> bool:
         """Take the blocks of a loose request back and keep their KV here; it has to wait, and keeps its progress. Where
         they do not fit, nothing happens and the answer is False.
         """
@@ -46,7 +47,10 @@ class Host:
         written = pool.tables[request][: pool.blocks_for(computed)]
         if written:
             decoding.moves.append(Move(Way.OUT, tuple(written), tuple(blocks[: len(written)]), request.spec))
-        decoding.park(request, drop_in_flight=True, returns=True)
+        del decoding.loose[request]
+        pool.release(request, returns=True)
+        request.park(drop_in_flight)
+        decoding.preempted.append(Preempted(request.spec, computed - request.computed, count))
         return True
 
     def restore(self, request: Request) -> None:

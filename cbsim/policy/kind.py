@@ -99,7 +99,7 @@ class Site(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """KV of a block, on one GPU."""
+        """KV of a block on one GPU."""
 
     @property
     def max_position(self) -> int:

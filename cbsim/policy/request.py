@@ -260,18 +260,15 @@ class Request:
         self.epoch += drop_in_flight
 
     def park(self, drop_in_flight: bool) -> None:
-        """Wait again with what is computed, whose KV is kept elsewhere. Rows in flight still deliver, unless they are
-        dropped: then the next row begins with the last known token at the latest.
+        """Wait again and keep what is computed, whose KV is elsewhere meanwhile. Rows in flight still deliver unless
+        they are dropped; then the next one begins with the last known token at the latest.
         """
+        computed, promised, known = self._computed, self._promised, self.known
+        self.requeue(drop_in_flight)
         if drop_in_flight:
-            computed = min(self._computed, self.known - 1)
-            self.requeue(drop_in_flight)
-            self._computed = computed
-            return
-        assert self.cohort is None
-        assert self.status in (Status.PREFILL, Status.DECODE)
-        self.status, self.hashed = Status.WAITING, 0
-        self.preemptions += 1
+            self._computed = min(computed, known - 1)
+        else:
+            self._computed, self._promised = computed, promised
 
     def resume(self, order: int) -> None:
         """Leave the queue with what was computed before it was parked, in fresh blocks."""

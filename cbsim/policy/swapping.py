@@ -12,39 +12,31 @@ from collections.abc import Iterator
 from itertools import chain
 
 from cbsim.policy.decoding import Decoding
-from cbsim.policy.moves import Move, Way
+from cbsim.policy.host import Host
 from cbsim.policy.queues import Queue
 from cbsim.policy.request import Request
 
 
 class Swapping:
-    """The requests of `queue`, and before them those who are `out`, each with the places of its blocks on the host.
+    """The requests of `queue`, and before them those who are out.
 
     Head and end are those of `queue`: a scheduler asks for them when nobody is out.
     """
 
     def __init__(self, decoding: Decoding, queue: Queue, host_blocks: int) -> None:
-        decoding.pool.host_blocks = host_blocks
-        self.out: dict[Request, list[int]] = {}
+        self.host = Host(decoding, host_blocks)
+        self.out = self.host.held  # in the order in which they went
         self.turned_away = 0  # how often the host had no room
         self._decoding = decoding
         self._queue = queue
-        self._free = list(range(host_blocks - 1, -1, -1))  # places, the next one last
 
     # -- out and in ---------------------------------------------------------------------------------------------------
 
     def take_out(self, request: Request) -> bool:
-        """Take the blocks of a loose request back and move those that hold something. False if the host lacks room."""
-        pool = self._decoding.pool
-        blocks = pool.tables[request][: pool.blocks_for(request.computed)]
-        if len(blocks) > len(self._free):
-            self.turned_away += 1
-            return False
-        places = [self._free.pop() for _ in blocks]
-        self._decoding.moves.append(Move(Way.OUT, tuple(blocks), tuple(places), request.spec))
-        self._decoding.park(request, drop_in_flight=False)
-        self.out[request] = places
-        return True
+        """Take the blocks of a loose request back and move what they hold. False if the host lacks room."""
+        out = self.host.park(request, drop_in_flight=False)
+        self.turned_away += not out
+        return out
 
     def has_room(self, request: Request, tokens: int, spare: int) -> bool:
         """Would `spare` blocks stay free if a request came back and computed so many tokens?"""
@@ -53,14 +45,10 @@ class Swapping:
 
     def bring_in(self, request: Request) -> None:
         """A request that is out runs again. Its blocks are filled before the rows of the next plan."""
-        places, pool = self.out.pop(request), self._decoding.pool
+        pool = self._decoding.pool
         self._decoding.resume(request)
-        blocks = pool.grow(request, pool.blocks_for(request.computed))
-        self._decoding.moves.append(Move(Way.IN, tuple(places[: len(blocks)]), tuple(blocks), request.spec))
-        self._free_places(places)
-
-    def _free_places(self, places: list[int]) -> None:
-        self._free.extend(reversed(places))
+        pool.grow(request, pool.blocks_for(request.computed))
+        self.host.restore(request)
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
@@ -83,18 +71,15 @@ class Swapping:
         return self._queue.pop()
 
     def remove(self, request: Request) -> None:
-        places = self.out.pop(request, None)
-        if places is None:
-            self._queue.remove(request)
+        if request in self.out:
+            self.host.forget(request)
         else:
-            self._free_places(places)
+            self._queue.remove(request)
 
     def check(self) -> None:
-        """Raise AssertionError unless every place is free or somebody's, exactly, and all that was computed has one."""
+        """Raise AssertionError unless the host adds up, and who is out has places there and no blocks."""
         pool = self._decoding.pool
-        taken = [place for places in self.out.values() for place in places]
-        assert sorted([*taken, *self._free]) == list(range(pool.host_blocks)), ("host places", taken, self._free)
+        self.host.check()
         for request, places in self.out.items():
-            needed = pool.blocks_for(request.computed)
-            assert len(places) >= needed > 0, (request.spec.id, len(places), needed)
+            assert len(places) >= pool.blocks_for(request.computed) > 0, (request.spec.id, places, request.computed)
             assert request not in pool.tables, (request.spec.id, "is out and holds blocks")

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from contents import Contents
+from contents import Contents, said
 from helpers import Ask, Drive
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -33,7 +33,7 @@ class Executed:
         self.plans: list[StepPlan] = []
         self.drive = Drive(scheduler, asks, depth)
         self.watch = Watch(self.drive)
-        self.contents = Contents(scheduler.pool.block_size)
+        self.contents = Contents(self.drive.asks, scheduler.pool.block_size)
         self._underway = Underway(scheduler.pool.block_size)
         self.drive.on_step = self._step
 
@@ -257,7 +257,8 @@ def swapped_places(plan: StepPlan) -> StepPlan:
 def test_the_executor_finds_what_a_policy_does_wrong(fault: Callable[[StepPlan], StepPlan]) -> None:
     """Blocks that are handed out before they have been moved, and blocks that come in in another order."""
     scheduler = VllmScheduler(options(5, 2))
-    drive, contents = Drive(scheduler, asks((4, 8), (4, 8)), 1), Contents(SIZE)
+    drive = Drive(scheduler, asks((4, 8), (4, 8)), 1)
+    contents = Contents(drive.asks, SIZE)
     drive.on_step = lambda plan, rows: contents.step(fault(plan), rows, drive.executor.tables)
     with pytest.raises(AssertionError, match="position 0, block"):
         drive.run()
@@ -265,7 +266,8 @@ def test_the_executor_finds_what_a_policy_does_wrong(fault: Callable[[StepPlan],
 
 def test_a_job_writes_early_and_reads_late() -> None:
     """Until a job is over its targets hold nothing, and what is written over its sources is what it copies."""
-    contents, spec, other = Contents(SIZE), RequestSpec(0, "r0", 0, 4, 1, 1), RequestSpec(1, "r1", 0, 4, 1, 1)
+    here = {ask.spec: ask for ask in asks((4, 1), (4, 1))}
+    contents, (spec, other) = Contents(here, SIZE), here
     tables = {spec: [0], other: [0]}
     row, over = (Row(s, 0, 4, (0,), None) for s in (spec, other))
     contents.step(StepPlan(0, moves=(Move(Way.OUT, (0,), (5,), spec, 7),)), [row], tables)
@@ -273,7 +275,7 @@ def test_a_job_writes_early_and_reads_late() -> None:
     contents.step(StepPlan(1), [over], tables)
     contents.landed((7,))
     assert contents.moved == 1
-    assert contents.held((HOST, 5)) == contents.held((DEVICE, 0)) == [("own", 1, i) for i in range(4)]
+    assert contents.held((HOST, 5)) == contents.held((DEVICE, 0)) == [said(here, other, at) for at in range(SIZE)]
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

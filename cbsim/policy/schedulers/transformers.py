@@ -315,7 +315,7 @@ class TransformersScheduler:
             demand -= needed
             free += self.pool.held(request)
         for request in reversed(victims):
-            if not self.host.park(request):
+            if not self.host.park(request, drop_in_flight=True):
                 self.decoding.call_off(request)
                 self.decoding.preempt(request, drop_in_flight=True)
             self.forks.set_back(request)
