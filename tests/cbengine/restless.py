@@ -35,14 +35,16 @@ class Trip:
 
 
 class Restless(VllmScheduler):
-    """Prefix caching has to be off: blocks have one owner. `moved` counts moves by kind."""
+    """Prefix caching has to be off: blocks have one owner. `moved` counts moves by kind. `calm` is how likely a request
+    is left alone in a step, `haste` how likely a plan waits for a job.
+    """
 
-    def __init__(self, options: Any, seed: int, *, calm: float = 0.5) -> None:
+    def __init__(self, options: Any, seed: int, *, calm: float = 0.5, haste: float = 0.2) -> None:
         super().__init__(options)
         self.pool.host_blocks = HOST_BLOCKS
         self.moved: dict[str, int] = {}
         self.late: list[int] = []  # for each job that a result named: steps since it was planned
-        self._rng, self._calm = random.Random(seed), calm
+        self._rng, self._calm, self._haste = random.Random(seed), calm, haste
         self._places = list(range(HOST_BLOCKS))
         self._trips: list[Trip] = []
         self._jobs = 0
@@ -132,7 +134,7 @@ class Restless(VllmScheduler):
     def _go_on(self) -> None:
         """Whose job is over, or who does not want to wait for it, goes on."""
         for trip in list(self._trips):
-            if trip.job is not None and self._rng.random() < 0.2:
+            if trip.job is not None and self._rng.random() < self._haste:
                 self.decoding.awaited.append(trip.job)
                 self._count("awaited")
                 trip.job = None

@@ -118,7 +118,7 @@ def test_texts_are_those_of_generate(loop: str, lag: int | None) -> None:
 @pytest.mark.parametrize("lag", [None, 4])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_worker_moves(loop: str, lag: int | None) -> None:
-    """... in another process, on the real clock. Jobs are carried out behind their step, so a later result names them."""
+    """... in another process, on the real clock. Jobs are carried out behind their step: a later result names them."""
     device = process(lag) if lag else None
     setup = Setup(device="process")
     run, scheduler = restless(lambda: case().run(loop, setup, device=device, tick_ns=0), 2)
@@ -206,8 +206,7 @@ def test_a_scheduler_that_does_not_wait_is_found() -> None:
             self.decoding.awaited[:] = before
 
     with mock.patch("test_moves.Restless", Hasty), pytest.raises(AssertionError, match="handed out under a move"):
-        for seed in range(20):
-            restless(lambda: toy_run(case(13, cancels=True), "sync", lag=6), seed)
+        restless(lambda: [toy_run(case(13, cancels=True), "sync", lag=6) for _ in range(20)], 0)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -219,5 +218,3 @@ def test_a_job_named_twice_is_found(loop: str) -> None:
 
     with pytest.raises(KeyError):
         restless(lambda: toy_run(case(), loop, toy=Twice), 1)
-
-
