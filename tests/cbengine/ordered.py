@@ -188,8 +188,8 @@ def note(world: World, actor: str, op: Any, args: Any, kwargs: Any, made: Any) -
 
 
 def blocks(world: World, tensor: Tensor, indices: Any) -> list[int]:
-    """Which blocks of its buffer an operation touches: -1 is a buffer that is not shared out. A view is of one block, or
-    it has an axis of blocks or of their places, along which `indices` say which.
+    """Which blocks of its buffer an operation touches: -1 is a buffer that is not shared out. A view is of one block,
+    or it has an axis of blocks or of their places, along which `indices` say which.
     """
     values, count = world.shared_out.get(tensor.untyped_storage()._cdata, (0, 0))
     if not values:
