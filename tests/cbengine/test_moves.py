@@ -20,14 +20,17 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from oracle import Toy, toy_run, toy_text
 from restless import Late, Restless
-from served import LOOPS, MS, PROMPTS, Case, Run, check_texts, requests, server, spec
+from served import INLINE, LOOPS, MS, PROMPTS, Case, Run, check_texts, requests, server, spec
 
+from cbengine import build
 from cbengine.build import Setup
 from cbengine.device.base import Inline
+from cbengine.device.moves import Moved
 from cbengine.device.process import Process
 from cbengine.model.host_tier import Carrier
 from cbengine.sequence import Sequence as Text
-from cbsim.policy.moves import Way
+from cbsim.policy.moves import IN_ORDER, Move, Way
+from cbsim.policy.plan import StepPlan
 from cbsim.scenario.scenario import Scenario, depth, scheduler_options
 from cbsim.server import assemble
 from cbsim.workload.generators import Workload
@@ -218,3 +221,17 @@ def test_a_job_named_twice_is_found(loop: str) -> None:
 
     with pytest.raises(KeyError):
         restless(lambda: toy_run(case(), loop, toy=Twice), 1)
+
+
+def test_a_job_of_several_moves_is_over_with_the_last() -> None:
+    """Results name jobs, ascending; a move in order has none."""
+    engine, device = build.engine(case().scenario, "sync", load(), INLINE)
+    jobs = {(4, 0): 3, (4, 1): 3, (4, 2): IN_ORDER, (5, 0): 1, (5, 1): 2}
+    engine._moving = {key: Move(Way.COPY, (0,), (1,), None, job) for key, job in jobs.items()}
+    told = []
+    for over in ([(4, 1), (4, 2)], [], [(5, 0), (4, 0)], [(5, 1)]):
+        device.moved = lambda _, over=over: [Moved(*key, 0, 1) for key in over]  # type: ignore[method-assign, misc]
+        told.append(engine._moved(StepPlan(6)))
+    assert told == [(), (), (1, 3), (2,)]
+    assert not engine._moving
+    engine.close()
