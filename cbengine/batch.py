@@ -229,6 +229,10 @@ class Batcher:
         tokens = step.tokens[step.starts[row] : step.starts[row + 1]]
         tokens[: chunk.padding] = 0
         sequence.write(chunk.start, tokens[chunk.padding :])
+        assert not (chunk.admitted and tokens[-1] == CARRIED), (
+            chunk.spec.id,
+            "its last token was left in another slot",
+        )
         if chunk.outputs:
             sequence.expect(end)
 

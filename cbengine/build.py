@@ -24,16 +24,19 @@ from cbengine.device.executor import Executor
 from cbengine.device.process import Process
 from cbengine.driver import Engine
 from cbengine.errors import MissingError, UsageError
-from cbengine.model import weights
+from cbengine.model import host_tier, weights
 from cbengine.model.architecture import Architecture, from_shape
 from cbengine.model.decoder import Model
+from cbengine.model.host_tier import HostTier
 from cbengine.model.kvcache import DeviceMemoryError, KvCache
 from cbengine.model.ops import Ops, TorchOps
 from cbengine.sampling import Sampling
 from cbengine.settings import SamplingSettings
 from cbsim.policy.kind import Options
+from cbsim.policy.moves import Way
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
+from cbsim.results.columns import NS
 from cbsim.results.record import Record
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario, depth, loops, scheduler_options
@@ -200,7 +203,7 @@ def architecture_of(scenario: Scenario, setup: Setup) -> Architecture:
 @dataclass(frozen=True, slots=True)
 class ExecutorPlan:
     """Everything that an executor is made from: small, so that it can be sent to a worker process. `random`: some
-    request draws its tokens.
+    request draws its tokens. `host_blocks`: places of a tier behind the cache.
     """
 
     architecture: Architecture
@@ -213,6 +216,7 @@ class ExecutorPlan:
     block_size: int
     capacity: Capacity
     random: bool
+    host_blocks: int = 0
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights under their Hugging Face names. Raises WeightsError."""
@@ -235,8 +239,11 @@ class ExecutorPlan:
             model = Model(self.architecture, self.tensors(), ops(self.device), positions=self.positions)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(f"model: the weights do not fit the GPU's memory: {error}") from None
-        cache = KvCache(self.architecture, self.num_blocks, self.block_size, dtype, device)
-        return Executor(model, cache, self.capacity)
+        cache, host = KvCache(self.architecture, self.num_blocks, self.block_size, dtype, device), None
+        if self.host_blocks:
+            pinned = self.device != "cpu"
+            host = HostTier(self.architecture, self.host_blocks, self.block_size, dtype, pinned=pinned)
+        return Executor(model, cache, self.capacity, host)
 
 
 def ops(device: str) -> Ops:
@@ -251,8 +258,25 @@ def ops(device: str) -> Ops:
 def _check_memory(plan: ExecutorPlan) -> None:
     """A CPU promises more memory than it has and then kills the process: look before asking."""
     free = host_memory()
-    if plan.device != "cpu" or free is None:
+    if free is None:
         return
+    if plan.device == "cpu":
+        free -= _needed_on_cpu(plan, free)
+    _check_host_tier(plan, free)
+
+
+def _check_host_tier(plan: ExecutorPlan, free: int) -> None:
+    """A GPU needs this memory of its host, too."""
+    blocks, pinned = plan.host_blocks, plan.device != "cpu"
+    block = HostTier.bytes_for(plan.architecture, 1, plan.block_size, DTYPES[plan.dtype])
+    size = host_tier.pinned_size(blocks * block) if pinned else blocks * block
+    if size > free:
+        fit = (1 << free.bit_length() - 1 if pinned and free else free) // block
+        raise DeviceMemoryError(f"{host_tier.refusal(blocks, size)}, where {free:,} are free: {fit:,} blocks would fit")
+
+
+def _needed_on_cpu(plan: ExecutorPlan, free: int) -> int:
+    """What model, cache and tables take. Raises DeviceMemoryError if that is not free."""
     dtype, sizes = DTYPES[plan.dtype], plan.capacity
     needed = {
         "model": 2 * dtype.itemsize * _weights_of(plan.architecture),  # while its parts are put together, once more
@@ -264,6 +288,7 @@ def _check_memory(plan: ExecutorPlan) -> None:
         text = f"the weights of {plan.architecture.name} take up to {model}, {plan.num_blocks:,} blocks {cache} and"
         text = f"{text} tables and steps of {sizes.slots:,} requests {tables}, the host has {free / 1e9:,.2f} GB free"
         raise DeviceMemoryError(f"{max(needed, key=needed.__getitem__)}: {text}")
+    return sum(needed.values())
 
 
 def _weights_of(architecture: Architecture) -> int:
@@ -311,7 +336,8 @@ def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, cloc
     steps = depth(loop)
     if setup.device == "modelled":
         graphs = scenario.graph_padding == "cbengine"
-        return Modelled(assemble.cost_model(scenario), plan.capacity, steps, clock, graphs=graphs)
+        cost, copy_ns = assemble.cost_model(scenario), partial(_copy_ns, scenario, plan.block_size)
+        return Modelled(cost, copy_ns, plan.capacity, steps, clock, graphs=graphs)
     if setup.device == "process":
         plan.check()  # here, because what a worker dies of is not known for a user's mistake
         return Process(plan, plan.capacity, steps)
@@ -321,6 +347,12 @@ def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, cloc
     return Cuda(
         plan(), plan.capacity, steps, graphs=graphs, overlap=scenario.loop.streams, random=plan.random, spin=setup.spin
     )
+
+
+def _copy_ns(scenario: Scenario, block_size: int, way: Way, blocks: int) -> int:
+    """How long a move takes by the GPU's data sheet: over its link, or read and written in its memory."""
+    gpu, size = scenario.hardware, blocks * block_size * scenario.model.kv_bytes_per_token
+    return round(2 * size / gpu.memory_bandwidth_bytes_s * NS if way is Way.COPY else size / gpu.pcie_bytes_s * NS)
 
 
 def engine(
@@ -341,7 +373,7 @@ def engine(
     specs = workload.specs()
     setup.requests.check(specs)
     policy = assemble.scheduler(scenario, loop)
-    plan = executor_plan(scenario, loop, specs, setup)
+    plan = replace(executor_plan(scenario, loop, specs, setup), host_blocks=policy.pool.host_blocks)
     padded = scenario.kind.padded
     clock = clock or (CpuClock() if setup.device == "modelled" else WallClock())
     made = device(scenario, loop, plan, setup, clock)

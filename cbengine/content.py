@@ -24,7 +24,10 @@ class Prompts:
         self._said: dict[int, Ids] = {}  # id of a declared block -> its tokens, where an output has filled part of it
 
     def of(self, spec: RequestSpec) -> Ids:
-        """The prompt of a request: int32 [prompt_tokens]."""
+        """The prompt of a request: int32 [prompt_tokens]. A further sample of a request has that one's."""
+        if spec.sample_of is not None:
+            assert spec.prompt_tokens == spec.sample_of.prompt_tokens, (spec.id, spec.sample_of.id)
+            return self.of(spec.sample_of)
         width, shared = spec.prefix_block_tokens, min(spec.prefix_tokens, spec.prompt_tokens)
         blocks = -(-shared // width)
         parts = [self._block(key, width) for key in spec.prefix[:blocks]]
@@ -32,7 +35,11 @@ class Prompts:
         return np.concatenate((head, self._draw(PRIVATE, spec.index, spec.prompt_tokens - len(head))))
 
     def said(self, spec: RequestSpec, outputs: list[int]) -> None:
-        """A request has ended: where its workload declared what it would say, this is what it said."""
+        """A request has ended: where its workload declared what it would say, this is what it said. A next turn goes on
+        from the first of several samples.
+        """
+        if spec.sample_of is not None:
+            return
         width, low = spec.prefix_block_tokens, spec.prompt_tokens
         high = min(low + len(outputs), spec.prefix_tokens, len(spec.prefix) * width)
         for start in [low, *range((low // width + 1) * width, high, width)] if low < high else ():

@@ -16,6 +16,7 @@ from cbengine.device.clock import Clock, WallClock
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
 from cbsim.policy.loop import Applied, Await, Effect, Idle, Landed, Launch, Poll, Polled, Refused, Scheduler, serve
+from cbsim.policy.moves import IN_ORDER, Move
 from cbsim.policy.plan import NOTHING_STOPPED, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
 from cbsim.results.record import Record, StepTimes
@@ -65,6 +66,7 @@ class Engine:
         self._stops, self._injected, self._clock = stops, dict(injected or {}), clock or WallClock()
         self._on_plan, self._on_token = on_plan, on_token
         self._failed: list[RequestSpec] = []
+        self._moving: dict[tuple[int, int], Move] = {}  # (step, number in its plan) -> one that is not known to be over
         self._start_ns = self._cpu_ns = 0
         self._times = self._landing = StepTimes(0)
         for spec in client.open:  # prompts are at hand when their requests arrive
@@ -174,6 +176,8 @@ class Engine:
         times.prepare_end_ns = times.launch_start_ns = self._elapsed()
         self._inject("launch")
         self._device.launch(slot, sent.header, plan)
+        if plan.moves:
+            self._moving.update(((plan.step, at), move) for at, move in enumerate(plan.moves))
         times.launch_end_ns = self._elapsed()
         return Ticket(slot, sent, times)
 
@@ -183,6 +187,7 @@ class Engine:
         times = self._landing = ticket.times
         times.await_start_ns = self._cpu_ns
         tokens, lanes = self._device.wait(ticket.slot)
+        moved = self._moved(effect.plan) if self._moving else ()
         times.await_end_ns = times.update_start_ns = self._elapsed()
         start = self._start_ns
         times.h2d_start_ns, times.h2d_end_ns = lanes.h2d_start_ns - start, lanes.h2d_end_ns - start
@@ -194,7 +199,18 @@ class Engine:
         if effect.cancels:
             self.record.polls += 1
             cancels = self._given_up(self._cpu_ns) if self._inbox.quits or self._failed else []
-        return Landed(StepResult(tuple(stopped)) if stopped else NOTHING_STOPPED, cancels)
+        if not (stopped or moved):
+            return Landed(NOTHING_STOPPED, cancels)
+        return Landed(StepResult(tuple(stopped), moved=moved), cancels)
+
+    def _moved(self, plan: StepPlan) -> tuple[int, ...]:
+        """The jobs that are over, each named once. A step without rows waits for one of them, or for a request."""
+        until_ns = None if plan.work.rows else self._start_ns + self._inbox.due_ns
+        over = [self._moving.pop((moved.step, moved.at)) for moved in self._device.moved(until_ns)]
+        if not over:
+            return ()
+        left = {move.job for move in self._moving.values()}
+        return tuple(sorted({move.job for move in over} - left - {IN_ORDER}))
 
     def _deliver(self, sent: Sent, tokens: list[int]) -> list[RequestSpec]:
         """Tokens to their sequences; returns the requests that sampled a stop token."""

@@ -24,7 +24,8 @@ FIELDS = tuple(setting.name for setting in fields(Sampling))
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How the tokens of single requests are chosen, by request id; the other requests have the run's settings.
+    """How the tokens of single requests are chosen, by request id; the other requests have the run's settings. Further
+    samples of a request have that one's, or their own.
 
     `path` and `lines` say where each was read.
     """
@@ -34,6 +35,8 @@ class SamplingSettings:
     lines: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def of(self, spec: RequestSpec, usual: Sampling) -> Sampling:
+        if self.by_id and spec.sample_of is not None:
+            usual = self.of(spec.sample_of, usual)
         return self.by_id.get(spec.id, usual)
 
     @property

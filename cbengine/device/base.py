@@ -17,6 +17,7 @@ from cbengine.batch import Capacity
 from cbengine.device.clock import Clock
 from cbengine.device.executor import Executor
 from cbengine.device.layout import Header, arrays
+from cbengine.device.moves import CopyNs, ModelledMoves, Moved
 from cbsim.cost.base import Cost
 from cbsim.policy.captures import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan
@@ -54,10 +55,15 @@ class EngineDevice(Protocol):
         """The size at which a step of so many decoding rows is computed."""
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
-        """Start the step that staging buffer `slot` holds, after those launched before."""
+        """Start the step that staging buffer `slot` holds, after those launched before, and what its plan moves."""
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         """Block until that step is done: a token for each sampling row, -1 if it has none. Raises DeviceError."""
+
+    def moved(self, until_ns: int | None) -> list[Moved]:
+        """The moves that are over and were not named before; to be called after `wait`, while there are any. With a
+        time it may block until then or until a move is over, whichever is first. Raises DeviceError.
+        """
 
     def close(self) -> None:
         """Give back everything that was taken. May be called twice."""
@@ -76,22 +82,30 @@ class Inline:
         self.staging = staging(capacity, depth)
         self.facts: dict[str, Any] = {"device": "cpu, inline", "threads": 1}
         self._executor = executor
+        self._mover = executor.mover()
         self._done: dict[int, tuple[Ints, Lanes]] = {}
 
     def bucket(self, rows: int) -> int:
         return rows
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
-        del plan
+        if plan.moves or plan.awaited:
+            self._mover.before_rows(plan.step, plan.moves, plan.awaited)
         start = time.perf_counter_ns()
         step = arrays(torch.from_numpy(self.staging[slot]), header)
         self._executor.update_tables(step)
         tokens = self._executor.run(step, header).numpy().copy()
         end = time.perf_counter_ns()
         self._done[slot] = tokens, Lanes(start, start, start, end, end, end)
+        if plan.moves:
+            self._mover.after_rows(plan.step, plan.moves)
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         return self._done.pop(slot)
+
+    def moved(self, until_ns: int | None) -> list[Moved]:
+        del until_ns  # what has been launched is over
+        return self._mover.told()
 
     def close(self) -> None:
         self._done.clear()
@@ -105,12 +119,15 @@ class Modelled:
     others kernel by kernel, as `Cuda` does; else every step is launched in one go, at its own size.
     """
 
-    def __init__(self, cost: Cost, capacity: Capacity, depth: int, clock: Clock, *, graphs: bool) -> None:
+    def __init__(
+        self, cost: Cost, copy_ns: CopyNs, capacity: Capacity, depth: int, clock: Clock, *, graphs: bool
+    ) -> None:
         self.staging = staging(capacity, depth)
         self.facts: dict[str, Any] = {"device": "modelled", "clock": "CPU time of the loop, waiting skipped"}
         self._cost, self._clock = cost, clock
         self._sizes = captured_sizes(capacity.rows) if graphs else []
         self._free = [0, 0, 0]  # when each lane has done what it was given
+        self._moves = ModelledMoves(copy_ns)
         self._done: dict[int, tuple[Ints, Lanes]] = {}
 
     def bucket(self, rows: int) -> int:
@@ -124,9 +141,13 @@ class Modelled:
         launched, edges = self._clock.now_ns(), []
         for lane, duration in enumerate(self._cost.gpu_ns(plan, header.tokens)):
             start = max(at, self._free[lane])
-            end = start + duration
+            if lane == COMPUTE and (plan.moves or plan.awaited):
+                start = self._moves.before_rows(plan, start)
+            end = start + duration + (self._moves.copying_ns(plan) if lane == COMPUTE and plan.moves else 0)
             at = self._free[lane] = max(end, launched) if lane == COMPUTE else end
             edges += [start, at]
+        if plan.moves:
+            self._moves.after_rows(plan, *edges[2 * COMPUTE : 2 * COMPUTE + 2])
         self._done[slot] = np.zeros(header.sampling, dtype=np.int32), Lanes(*edges)
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
@@ -134,6 +155,12 @@ class Modelled:
         while self._clock.now_ns() < lanes.d2h_end_ns:
             self._clock.wait_until(lanes.d2h_end_ns)
         return tokens, lanes
+
+    def moved(self, until_ns: int | None) -> list[Moved]:
+        next_ns = 0 if until_ns is None else min(self._moves.next_ns, until_ns)
+        while self._clock.now_ns() < next_ns:
+            self._clock.wait_until(next_ns)
+        return self._moves.told(self._clock.now_ns())
 
     def close(self) -> None:
         self._done.clear()

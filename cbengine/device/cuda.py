@@ -7,8 +7,8 @@
 
 A step's time on the device is that of its replay or its kernels alone: inputs and tables are written before `start`.
 A slot's buffers are written again only after its step was awaited, and are given back only when everything has ended.
-All other memory is taken and used on the compute stream alone. The last sampled token of every request stays on the
-device, so a step never waits for the host to know what it computes on.
+All other memory is taken and used on the compute stream alone, but for KV that moves (cuda_moves.py). The last sampled
+token of every request stays on the device, so a step never waits for the host to know what it computes on.
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ from torch import Tensor
 from cbengine.batch import Capacity
 from cbengine.device import gpu
 from cbengine.device.base import Ints, Lanes
+from cbengine.device.cuda_moves import CudaMoves, QueuedMove
 from cbengine.device.executor import Executor
 from cbengine.device.faults import STUCK_S, Watchdog, guarded
 from cbengine.device.graphs import Graph, captured, streams
 from cbengine.device.layout import Arrays, Header, arrays
+from cbengine.device.moves import Moved
 from cbengine.device.timeline import Timeline
 from cbengine.device.warmup import scratch_step, warm_ups
 from cbsim.policy.captures import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan
+
+LOOK_S = 20e-6  # between two looks at moves, when there is nothing else to do
 
 
 class Marks(NamedTuple):
@@ -82,6 +86,7 @@ class Cuda:
         self._in_flight: dict[int, tuple[Marks, int, int]] = {}  # slot -> events, sampling rows, time of launch
         self._anchor: torch.cuda.Event  # a step's edges are measured from here
         self._timeline: Timeline
+        self._moves: CudaMoves
         self._watchdog = Watchdog(STUCK_S)
         try:
             guarded(lambda: "a step's inputs and outputs", partial(self._allocate, depth))
@@ -95,8 +100,7 @@ class Cuda:
         return bucket(self._sizes, rows)
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
-        del plan
-        self._launch(slot, header)
+        self._launch(slot, header, plan if plan.moves or plan.awaited else None)
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         marks, sampling, launched = self._in_flight.pop(slot)
@@ -108,6 +112,18 @@ class Cuda:
         tokens: Ints = self._received[slot][:sampling].numpy().copy()
         return tokens, self._timeline.place(edges, launched, awaited)
 
+    def moved(self, until_ns: int | None) -> list[Moved]:
+        with self._watchdog:
+            while not (over := guarded(lambda: "moves of KV", self._moves.over)):
+                if until_ns is None or time.perf_counter_ns() >= until_ns:
+                    break
+                time.sleep(LOOK_S)
+        return [self._placed(queued) for queued in over]
+
+    def _placed(self, queued: QueuedMove) -> Moved:
+        start, end = (round(self._anchor.elapsed_time(event) * 1e6) for event in (queued.start, queued.end))
+        return Moved(queued.step, queued.at, self._timeline.at(start), self._timeline.at(end))
+
     def close(self) -> None:
         if self._watchdog.closed:
             return
@@ -118,22 +134,25 @@ class Cuda:
         self._in_flight.clear()
         self.staging, self._pinned, self._received, self._inbound, self._outbound = [], [], [], [], []
         del self._executor
+        if hasattr(self, "_moves"):
+            del self._moves
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def _launch(self, slot: int, header: Header) -> None:
+    def _launch(self, slot: int, header: Header, moving: StepPlan | None = None) -> None:
+        """`moving`: the plan, if it moves KV or waits for moves."""
         at = time.perf_counter_ns()
         marks = self._marks[self._launched % len(self._marks)]
         self._launched += 1
         guarded(
             lambda: f"a step of {header.tokens} query tokens in {header.rows} rows",
-            lambda: self._enqueue(slot, header, marks),
+            lambda: self._enqueue(slot, header, marks, moving),
         )
         self._in_flight[slot] = marks, header.sampling, at
 
-    def _enqueue(self, slot: int, header: Header, marks: Marks) -> None:
+    def _enqueue(self, slot: int, header: Header, marks: Marks, moving: StepPlan | None) -> None:
         inbound, outbound, size = self._inbound[slot], self._outbound[slot][: header.sampling], header.size
         graph = self._graphs.get(header.rows) if header.decodes == header.rows and not header.padded else None
         step = arrays(inbound, header) if graph is None or header.updates else None
@@ -141,6 +160,8 @@ class Cuda:
             marks.h2d_start.record(self._h2d)
             inbound[:size].copy_(self._pinned[slot][:size], non_blocking=True)
             marks.h2d_end.record(self._h2d)
+        if moving is not None:
+            self._moves.before_rows(moving)
         with torch.cuda.stream(self._compute):
             self._compute.wait_event(marks.h2d_end)
             if step is not None:
@@ -148,12 +169,16 @@ class Cuda:
             if graph is not None:
                 graph.inputs.copy_(inbound[: len(graph.inputs)])
             marks.start.record(self._compute)
+            if moving is not None:
+                self._moves.copies(moving)
             outbound.copy_(self._computed(graph, step, header))
             marks.end.record(self._compute)
         with torch.cuda.stream(self._d2h):
             self._d2h.wait_event(marks.end)
             self._received[slot][: header.sampling].copy_(outbound, non_blocking=True)
             marks.done.record(self._d2h)
+        if moving is not None:
+            self._moves.after_rows(moving, marks.end)
 
     def _computed(self, graph: Graph | None, step: Arrays[Tensor] | None, header: Header) -> Tensor:
         """The tokens of a step whose tables and inputs are in place. `step` may be left out of a graph's."""
@@ -173,6 +198,7 @@ class Cuda:
         self._inbound = [torch.zeros(size, dtype=torch.int32, device=device) for _ in range(depth)]
         self._outbound = [torch.zeros(sampling, dtype=torch.int32, device=device) for _ in range(depth)]
         self.staging = [buffer.numpy() for buffer in self._pinned]
+        self._moves = CudaMoves(self._executor.carrier, self._compute, overlap=self._overlap)
         self._anchor = torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()  # weights, cache and buffers were written on another stream
         self._timeline = Timeline(time.perf_counter_ns(), overlap=self._overlap)
@@ -193,6 +219,8 @@ class Cuda:
             self.staging[0][: len(values)] = values
             self._launch(0, header)
             self.wait(0)
+        warm_up = partial(self._moves.warm_up, self._executor.scratch, host_tier=self._executor.has_host_tier)
+        guarded(lambda: "moving a block", warm_up)
 
     def _capture(self, rows: int, pool: Any) -> Graph:
         header, values = scratch_step([], self._capacity.slots, decodes=rows, random=self._random, padded=False)

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from cbengine.batch import Capacity
 from cbengine.device.layout import Arrays, Header
+from cbengine.device.moves import InPlace
 from cbengine.model.decoder import Model
+from cbengine.model.host_tier import Carrier, HostTier
 from cbengine.model.kvcache import KvCache
 from cbengine.model.ops import Rows
 from cbengine.sampling import Draws, sample
@@ -18,12 +20,12 @@ from cbengine.sampling import Draws, sample
 
 class Executor:
     """Block tables and the last sampled token of every slot, beside the model and its cache. One slot more than asked
-    for is scratch: it takes what padding rows write.
+    for is scratch: it takes what padding rows write. Behind the cache there may be a tier on the host.
     """
 
-    def __init__(self, model: Model, cache: KvCache, capacity: Capacity) -> None:
+    def __init__(self, model: Model, cache: KvCache, capacity: Capacity, host: HostTier | None = None) -> None:
         device = cache.keys.device
-        self._model, self._cache = model, cache
+        self._model, self._cache, self._host = model, cache, host
         self._tables = torch.full((capacity.slots + 1, capacity.width), cache.scratch, dtype=torch.int32, device=device)
         self._last = torch.zeros(capacity.slots + 1, dtype=torch.int64, device=device)
 
@@ -35,6 +37,23 @@ class Executor:
     def reach(self) -> int:
         """Tokens that the longest block table can hold."""
         return self._tables.shape[1] * self._cache.keys.shape[2]
+
+    @property
+    def scratch(self) -> int:
+        """The block that is nobody's."""
+        return self._cache.scratch
+
+    @property
+    def has_host_tier(self) -> bool:
+        return self._host is not None
+
+    def carrier(self) -> Carrier:
+        """What carries blocks; one for each stream."""
+        return Carrier(self._cache, self._host)
+
+    def mover(self) -> InPlace:
+        """What moves KV where the steps themselves are computed in place."""
+        return InPlace(self.carrier())
 
     @torch.inference_mode()
     def update_tables(self, step: Arrays[Tensor]) -> None:

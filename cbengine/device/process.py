@@ -1,6 +1,7 @@
 """A worker process as a device: real overlap with the driver on two cores, as between a CPU and a GPU.
 
-Steps and results cross in shared memory; a pipe carries which buffer and the lengths. Nobody waits for ever: whoever
+Steps and results cross in shared memory; a pipe carries which buffer and the lengths, and what KV moves with a step
+where any does. Nobody waits for ever: whoever
 waits looks at the other side's life every now and then. The worker ends when its pipe closes, so it never outlives the
 driver.
 """
@@ -25,6 +26,8 @@ from cbengine.device.base import DeviceError, Ints, Lanes
 from cbengine.device.cores import Waits
 from cbengine.device.executor import Executor
 from cbengine.device.layout import Header, arrays
+from cbengine.device.moves import Moved
+from cbsim.policy.moves import Move, Way
 from cbsim.policy.plan import StepPlan
 
 LOOK_S = 0.2  # how often the other side's life is looked at
@@ -43,7 +46,8 @@ class Process:
         views = [np.frombuffer(memory, dtype=np.int32) for memory in shared]
         self.staging, self._results = views[0::2], views[1::2]
         self._sampling: dict[int, tuple[int, int]] = {}  # staging buffer -> (sampling rows, when it was sent)
-        self._idle_ns = self._arrived_ns = 0  # end of the last step known of, and when its result came
+        self._idle_ns = self._arrived_ns = 0  # end of the last step or move known of, and when its result came
+        self._moved: list[Moved] = []  # over, and nobody has been told
         self._pipe, theirs = spawning.Pipe()
         self._worker: SpawnProcess = spawning.Process(target=_work, args=(build, shared, theirs), daemon=True)
         held = signal.pthread_sigmask(
@@ -62,18 +66,20 @@ class Process:
         return rows
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
-        del plan
         self._sampling[slot] = header.sampling, time.perf_counter_ns()
         try:
-            self._pipe.send((slot, tuple(header)))
+            self._pipe.send((slot, tuple(header), _said(plan) if plan.moves or plan.awaited else None))
         except (BrokenPipeError, ConnectionResetError):
             raise self._died() from None
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         sampling, sent = self._sampling.pop(slot)
         begun_ns = time.perf_counter_ns()
-        done, start, end = self._receive(STEP_S)
+        done, start, end, moved = self._receive(STEP_S)
         assert done == slot, (done, slot)
+        if moved:  # all of it before this step's rows, and no time of its lanes
+            self._moved += moved
+            self._idle_ns = max(self._idle_ns, moved[-1].end_ns)
         arrived = time.perf_counter_ns() if begun_ns < end else end  # a result that lay waiting took no time to come
         d2h_start = max(end, self._arrived_ns)
         self._arrived_ns = max(arrived, d2h_start)
@@ -81,7 +87,12 @@ class Process:
         self._idle_ns = end
         return self._results[slot][:sampling].copy(), lanes
 
-    def _receive(self, limit_s: float) -> tuple[int, int, int]:
+    def moved(self, until_ns: int | None) -> list[Moved]:
+        del until_ns  # results say what was over before their rows ran, so the next one says more
+        told, self._moved = self._moved, []
+        return told
+
+    def _receive(self, limit_s: float) -> tuple[int, int, int, list[Moved]]:
         """The worker's next word. A worker that is dead or silent for longer than `limit_s` is an error."""
         waited = 0.0
         while not self._pipe.poll(LOOK_S):
@@ -96,7 +107,7 @@ class Process:
             raise self._died() from None
         if isinstance(word, str):
             raise DeviceError(f"the worker process failed: {word}")
-        return int(word[0]), int(word[1]), int(word[2])
+        return int(word[0]), int(word[1]), int(word[2]), word[3]
 
     def _died(self) -> DeviceError:
         self._worker.join(1.0)
@@ -116,23 +127,42 @@ class Process:
         self.staging, self._results = [], []
 
 
+Said = tuple[int, list[tuple[int, tuple[int, ...], tuple[int, ...], int]], tuple[int, ...]]
+
+
+def _said(plan: StepPlan) -> Said:
+    """What a plan moves, without the requests whose KV it is: step, moves, jobs to wait for."""
+    return plan.step, [(int(m.way), m.sources, m.targets, m.job) for m in plan.moves], plan.awaited
+
+
+def _heard(said: Said) -> tuple[int, list[Move], tuple[int, ...]]:
+    step, moves, awaited = said
+    return step, [Move(Way(way), sources, targets, None, job) for way, sources, targets, job in moves], awaited
+
+
 def _work(build: Build, shared: list[Any], pipe: Connection) -> None:
     """The worker: one step after the other until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides when to stop
     torch.set_num_threads(1)
     try:
         executor = build()
+        mover = executor.mover()
         buffers = [torch.from_numpy(np.frombuffer(memory, dtype=np.int32)) for memory in shared]
-        pipe.send((0, 0, 0))
+        pipe.send((0, 0, 0, []))
         while True:
-            slot, lengths = pipe.recv()
+            slot, lengths, said = pipe.recv()
             header = Header(*lengths)
+            if said is not None:
+                step_number, moves, awaited = _heard(said)
+                mover.before_rows(step_number, moves, awaited)
             start = time.perf_counter_ns()
             step = arrays(buffers[2 * slot], header)
             executor.update_tables(step)
             tokens = executor.run(step, header)
             buffers[2 * slot + 1][: header.sampling] = tokens
-            pipe.send((slot, start, time.perf_counter_ns()))
+            pipe.send((slot, start, time.perf_counter_ns(), mover.told() if mover.over else []))
+            if said is not None:
+                mover.after_rows(step_number, moves)
     except (EOFError, ConnectionError):  # the driver has gone
         return
     except Exception as error:  # whatever it is, the driver is to say it

@@ -21,6 +21,12 @@ class Timeline:
         self._anchor_ns, self._overlap = anchor_ns, overlap
         self._last = Lanes(*[anchor_ns] * 6)
 
+    def at(self, edge: int) -> int:
+        """When something happened, by an event so many nanoseconds behind the H2D copy of the step placed last; it may
+        have been long before that.
+        """
+        return self._anchor_ns + edge
+
     def place(self, edges: Sequence[int], launched_ns: int, awaited_ns: int) -> Lanes:
         """Nanoseconds since the H2D copy of the step before began, an event that is near and before all others, become
         times: start and end of this step's H2D copy, of its kernels, end of its D2H copy. In order of launch.

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import platform
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cbengine.bench.timing import Ceilings
+    from cbengine.model.host_tier import Carrier
 
 NEEDED = ("torch", "numpy", "pydantic", "ruamel.yaml", "librt", "pyarrow", "safetensors", "transformers")
 FURTHER = ("triton", "simpy", "pandas", "matplotlib", "pytest", "hypothesis", "pytest_timeout", "flash_attn")
@@ -43,6 +46,7 @@ def checks() -> list[SmokeCheck]:
         SmokeCheck("matrix products", 20, matrix_products),
         SmokeCheck("8B, kernels of a step", 50, smoke_models.kernels_of_a_step),
         SmokeCheck("streams and events", 15, streams_and_events),
+        SmokeCheck("moves of KV", 20, moves_of_kv),
         SmokeCheck("attention, 8B, block 16", 20, partial(attention, shape=(4, 128, 16))),
         SmokeCheck("attention, 1B, block 16", 20, partial(attention, shape=(4, 64, 16))),
         SmokeCheck("attention, qwen3, block 16", 20, partial(attention, shape=(2, 128, 16))),
@@ -199,6 +203,84 @@ def streams_and_events(place: CheckPlace) -> Found:
         "launch_and_wake_asleep_us": timing.launch_and_wake(blocking=True) * 1e6,
         "launch_and_wake_busy_us": timing.launch_and_wake(blocking=False) * 1e6,
     }
+
+
+MOVED = 128  # blocks; of the 8B model they fill 256 MiB, a size that pinned memory has anyway
+
+
+def moves_of_kv(place: CheckPlace) -> Found:
+    """Blocks of the 8B cache go to the host beside products, and come back elsewhere, bit by bit what they were. On a
+    GPU with the streams and events of a run: what each way takes, which share of it goes by beside the products, and
+    how long the CPU queues a block.
+    """
+    import torch
+
+    from cbengine.model.architecture import from_shape
+    from cbengine.model.host_tier import Carrier, HostTier
+    from cbengine.model.kvcache import KvCache
+    from cbsim.policy.moves import Way
+    from cbsim.scenario import scenario
+
+    on_gpu = place.device == "cuda"
+    shape, count = from_shape(scenario.load("8k_b32").model), MOVED if on_gpu else 4
+    shape = shape if on_gpu else replace(shape, layers=2)
+    cache = KvCache(shape, 2 * count, 16, torch.bfloat16, torch.device(place.device))
+    host = HostTier(shape, count, 16, torch.bfloat16, pinned=on_gpu)
+    first, second = list(range(count)), list(range(count, 2 * count))
+    for seed, tensor in enumerate((cache.keys, cache.values)):
+        tensor[:, :count] = drawn(place, *tensor[:, :count].shape, seed=seed)
+    findings: Found = {"blocks": count, "block_bytes": host.blocks[0].nbytes}
+    if on_gpu:
+        findings |= _moved_beside(place, partial(Carrier, cache, host), first, second)
+    else:
+        Carrier(cache, host).carry(Way.OUT, first, first)
+        Carrier(cache, host).carry(Way.IN, first, second)
+    for tensor in (cache.keys, cache.values):
+        if not torch.equal(tensor[:, :count], tensor[:, count:-1]):
+            raise AssertionError("blocks are not what they were")
+    return findings
+
+
+def _moved_beside(place: CheckPlace, carrier: Callable[[], Carrier], out: list[int], back: list[int]) -> Found:
+    """Two jobs, the second behind the first, each beside products."""
+    import torch
+
+    from cbengine.device.cuda_moves import CudaMoves
+    from cbengine.device.graphs import streams
+    from cbsim.policy.moves import Move, Way
+    from cbsim.policy.plan import StepPlan
+
+    compute, a = streams()[0], drawn(place, 4096, 4096)
+    moves = CudaMoves(carrier, compute, overlap=True)
+    torch.cuda.synchronize()  # what has been drawn, on another stream
+    moves.warm_up(len(out) + len(back), host_tier=True)
+    jobs = (
+        StepPlan(0, moves=(Move(Way.OUT, tuple(out), tuple(out), None, 0),)),
+        StepPlan(1, moves=(Move(Way.IN, tuple(out), tuple(back), None, 1),), awaited=(0,)),
+    )
+    edges = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in jobs]
+    began = time.perf_counter()
+    for plan, (start, end) in zip(jobs, edges, strict=True):
+        moves.before_rows(plan)
+        with torch.cuda.stream(compute):
+            moves.copies(plan)
+            start.record(compute)
+            for _ in range(40):
+                _ = a @ a
+            end.record(compute)
+        moves.after_rows(plan, start)
+    queueing_s = time.perf_counter() - began
+    torch.cuda.synchronize()
+    over = moves.over()
+    if [one.job for one in over] != [0, 1]:
+        raise AssertionError(f"jobs that are over: {[one.job for one in over]}, expected [0, 1]")
+    findings: Found = {"queueing_us_a_block": queueing_s * 1e6 / (len(out) + len(back))}
+    for name, one, (start, end) in zip(("out", "in"), over, edges, strict=True):
+        copy_ms, products_ms = one.start.elapsed_time(one.end), start.elapsed_time(end)
+        whole_ms = max(start.elapsed_time(one.end), products_ms)
+        findings[f"{name}_ms"] = copy_ms
+        findings[f"{name}_overlap"] = (copy_ms + products_ms - whole_ms) / min(copy_ms, products_ms)
+    return findings
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------

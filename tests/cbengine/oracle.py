@@ -19,10 +19,12 @@ from cbengine import build
 from cbengine.batch import Capacity, Ints
 from cbengine.device.base import EngineDevice, Lanes, staging
 from cbengine.device.layout import Header, arrays
+from cbengine.device.moves import Moved
 from cbengine.driver import Engine
 from cbengine.sampling import uniforms
 from cbengine.sequence import CARRIED
 from cbengine.sequence import Sequence as Text
+from cbsim.policy.moves import IN_ORDER, Move, Underway, Way
 from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import RequestSpec
 
@@ -45,22 +47,59 @@ class Tables:
 
 
 class Toy:
-    """A device whose model is a hash. After token `broken` comes none: its row has no logits, later ones have again."""
+    """A device whose model is a hash. After token `broken` comes none: its row has no logits, later ones have again.
+    A move by a job is carried out `lag` steps after its own, unless it is awaited; what it writes is unreadable until
+    then.
+    """
 
-    def __init__(self, capacity: Capacity, depth: int, num_blocks: int, block_size: int, broken: int = -1) -> None:
+    def __init__(
+        self, capacity: Capacity, depth: int, num_blocks: int, block_size: int, broken: int = -1, lag: int = 0
+    ) -> None:
         self.staging = staging(capacity, depth)
         self.facts: dict[str, Any] = {"device": "toy"}
         self._tables, self._size, self._broken = Tables(capacity, num_blocks), block_size, broken
         self._cache = np.full((num_blocks + 1) * block_size, -7, dtype=np.int32)
         self._last = np.full(capacity.slots + 1, -9, dtype=np.int32)
         self._done: dict[int, Ints] = {}
+        self._host: dict[int, Ints] = {}
+        self._lag, self._jobs, self._moved = lag, list[tuple[int, int, Move]](), list[Moved]()
 
     def bucket(self, rows: int) -> int:
         """Rounded up to a multiple of 4, as a device with captured graphs might."""
         return -(-rows // 4) * 4
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
-        del plan
+        for job in list(self._jobs):
+            if job[0] + self._lag < plan.step or job[2].job in plan.awaited:
+                self._jobs.remove(job)
+                self._perform(*job)
+        for at, move in enumerate(plan.moves):
+            if move.job == IN_ORDER:
+                self._perform(plan.step, at, move)
+        self._compute(slot, header)
+        for at, move in enumerate(plan.moves):
+            if move.job != IN_ORDER:
+                self._jobs.append((plan.step, at, move))
+                for target in move.targets:
+                    self._write(move.way, target, np.full(self._size, -8, dtype=np.int32))
+
+    def _perform(self, step: int, at: int, move: Move) -> None:
+        read: Any = self._host if move.way is Way.IN else self._cache.reshape(-1, self._size)
+        for source, target in zip(move.sources, move.targets, strict=True):
+            self._write(move.way, target, read[source])
+        self._moved.append(Moved(step, at, 0, 0))
+
+    def _write(self, way: Way, target: int, values: Ints) -> None:
+        if way is Way.OUT:
+            self._host[target] = values.copy()
+        else:
+            self._cache.reshape(-1, self._size)[target] = values
+
+    def moved(self, until_ns: int | None) -> list[Moved]:
+        moved, self._moved = self._moved, []
+        return moved
+
+    def _compute(self, slot: int, header: Header) -> None:
         step = views(self.staging[slot], header)
         self._tables.update(step)
         starts, rows = step["starts"], range(header.rows)
@@ -112,6 +151,7 @@ class Checked:
 
     def __init__(self, device: EngineDevice, capacity: Capacity) -> None:
         self.texts: dict[RequestSpec, Text] = {}  # the engine's
+        self.block_size = 1  # of the tables, where plans move blocks
         self._device, self._capacity = device, capacity
         self.staging, self.facts = device.staging, device.facts
         self.bucket, self.close = device.bucket, device.close
@@ -122,8 +162,12 @@ class Checked:
         self._padding: dict[RequestSpec, int] = {}
         self.said: dict[tuple[RequestSpec, int], int] = {}  # (request, position) -> token that came back
         self._in_flight: dict[int, tuple[Header, list[tuple[RequestSpec, int] | None]]] = {}
+        self._underway: Underway | None = None
+        self._jobs: dict[tuple[int, int], int] = {}
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
+        if plan.moves or plan.awaited or self._jobs:
+            self._check_moves(plan)
         buffer, sizes = self.staging[slot], self._capacity
         assert header.size <= len(buffer) == sizes.staging
         assert header.rows <= sizes.sampling
@@ -141,6 +185,18 @@ class Checked:
         self._in_flight[slot] = header, sampling
         self.steps += 1
         self._device.launch(slot, header, plan)
+
+    def _check_moves(self, plan: StepPlan) -> None:
+        """No block of a move that is under way is handed out, and none that it writes is read."""
+        self._underway = self._underway or Underway(self.block_size)
+        self._underway.planned(plan)
+        self._jobs |= {(plan.step, at): move.job for at, move in enumerate(plan.moves)}
+
+    def moved(self, until_ns: int | None) -> list[Moved]:
+        moved = self._device.moved(until_ns)
+        if self._underway:
+            self._underway.landed(tuple(self._jobs.pop((one.step, one.at)) for one in moved))
+        return moved
 
     def _check_rows(
         self, step: dict[str, Ints], header: Header, plan: StepPlan, rows: dict[int, Row]
@@ -247,13 +303,16 @@ class Checked:
                 assert self.said[spec, position] == token, (spec.id, position)
 
 
-def toy_run(case: Case, loop: str, *, broken: int = -1, **options: Any) -> tuple[Run, Checked]:
+def toy_run(
+    case: Case, loop: str, *, broken: int = -1, lag: int = 0, toy: type[Toy] = Toy, **options: Any
+) -> tuple[Run, Checked]:
     """Serve a case with the toy, every step checked."""
     made: list[Checked] = []
 
     def device(_: Any, loop: str, plan: Any, *more: Any) -> EngineDevice:
-        toy = Toy(plan.capacity, build.depth(loop), plan.num_blocks, plan.block_size, broken)
-        made.append(Checked(toy, plan.capacity))
+        computing = toy(plan.capacity, build.depth(loop), plan.num_blocks, plan.block_size, broken, lag)
+        made.append(Checked(computing, plan.capacity))
+        made[0].block_size = plan.block_size
         return made[0]
 
     def met(engine: Engine) -> None:

@@ -5,7 +5,7 @@ knows that others have done (Lamport; Fidge and Mattern). Streams learn from the
 events that they wait for; the host learns when it waits. Two accesses of one buffer, one of them a write, of which
 neither is known to have happened before the other, are a race: on a GPU they may come in any order. So is a time that
 is read of an event which need not have happened, and memory that one stream's allocator may give out again while
-another uses it.
+another uses it. Memory that is shared out in blocks, as the KV cache is, is watched block by block.
 """
 
 from __future__ import annotations
@@ -45,11 +45,15 @@ class Buffer:
 
 
 class World:
-    """The actors' clocks, all buffers, and what was found to be out of order."""
+    """The actors' clocks, all buffers, and what was found to be out of order. An event that is asked says no `patience`
+    times, and then that it has happened.
+    """
 
     def __init__(self) -> None:
         self.clocks: dict[str, Clock] = {HOST: {HOST: 0}}
-        self.buffers: dict[int, Buffer] = {}
+        self.buffers: dict[tuple[int, int], Buffer] = {}  # (storage, block of it, or -1) ->
+        self.shared_out: dict[int, tuple[int, int]] = {}  # storage -> values of a block, blocks
+        self.patience = 0
         self.races: list[str] = []
         self.names: dict[int, str] = {}
         self.on_host: list[Any] = []
@@ -71,15 +75,21 @@ class World:
         """A buffer that stays for the whole run."""
         storage = tensor.untyped_storage()
         self.names[storage._cdata] = name
-        self.buffers.setdefault(storage._cdata, Buffer(storage, None))
+        self.buffers.setdefault((storage._cdata, -1), Buffer(storage, None))
 
-    def touch(self, actor: str, storage: Any, *, write: bool) -> None:
-        key = storage._cdata
+    def share_out(self, name: str, tensor: Tensor, axis: int) -> None:
+        """A buffer that stays, of blocks along an axis, which are watched one by one."""
+        storage = tensor.untyped_storage()
+        self.names[storage._cdata] = name
+        self.shared_out[storage._cdata] = tensor.stride(axis), tensor.shape[axis]
+
+    def touch(self, actor: str, storage: Any, *, write: bool, block: int = -1) -> None:
+        key = storage._cdata, block
         if key not in self.buffers:
-            owner = actor if self.running and actor != HOST else None
+            owner = actor if self.running and actor != HOST and block < 0 else None
             self.buffers[key] = Buffer(storage, owner)
         buffer, clock = self.buffers[key], self.clocks[actor]
-        told = f"{actor} {'writes' if write else 'reads'} {self.names.get(key, 'a buffer')}"
+        told = f"{actor} {'writes' if write else 'reads'} {self.names.get(key[0], 'a buffer')}"
         if buffer.owner not in (None, actor):
             self.races.append(f"{told}, which {buffer.owner}'s allocator may give out again")
         before = [(buffer.written, "wrote")] if buffer.written else []
@@ -113,13 +123,20 @@ class Event:
     """Knows what its stream knew when it was recorded last."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.known, self.at = world, Clock(), 0
+        self.world, self.known, self.at, self.asked = world, Clock(), 0, 0
 
     def record(self, stream: Stream) -> None:
         self.known, self.at = dict(self.world.act(stream.name)), self.world.ticks
 
     def synchronize(self) -> None:
         join(self.world.act(HOST), self.known)
+
+    def query(self) -> bool:
+        self.asked += 1
+        if self.asked <= self.world.patience:
+            return False
+        self.synchronize()
+        return True
 
     def elapsed_time(self, later: Event) -> float:
         host = self.world.clocks[HOST]
@@ -164,9 +181,24 @@ def note(world: World, actor: str, op: Any, args: Any, kwargs: Any, made: Any) -
         return
     for name, value in given.items():
         for tensor in tensors(value):
-            world.touch(actor, tensor.untyped_storage(), write=name in writes)
+            for block in blocks(world, tensor, given.get("indices")):
+                world.touch(actor, tensor.untyped_storage(), write=name in writes, block=block)
     for tensor in fresh:
         world.touch(actor, tensor.untyped_storage(), write=True)
+
+
+def blocks(world: World, tensor: Tensor, indices: Any) -> list[int]:
+    """Which blocks of its buffer an operation touches: -1 is a buffer that is not shared out. A view is of one block,
+    or it has an axis of blocks or of their places, along which `indices` say which.
+    """
+    values, count = world.shared_out.get(tensor.untyped_storage()._cdata, (0, 0))
+    if not values:
+        return [-1]
+    if indices:
+        return sorted({int(at) * tensor.stride(0) // values for at in indices[0].unique()})
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
+    assert all(size == 1 or stride < values or stride >= values * count for size, stride in axes), tensor.shape
+    return [tensor.storage_offset() // values % count]
 
 
 class Noting(TorchDispatchMode):
@@ -208,6 +240,10 @@ class WholeTables(TorchOps):
         owner = torch.searchsorted(rows.starts[1:].contiguous(), each.int(), right=True)
         last = rows.kv_tokens[owner] - (rows.starts[owner + 1] - each)
         tables, group = rows.tables[rows.slots[owner]].long(), queries.shape[1] // keys.shape[2]
+        used = torch.arange(tables.shape[1]) * keys.shape[1] < rows.kv_tokens[owner][:, None]
+        tables = torch.where(
+            used, tables, len(keys) - 1
+        )  # entries behind those say nothing, or who had the slot before
         k, v = (cache[tables].flatten(1, 2).repeat_interleave(group, dim=2) for cache in (keys, values))
         at = torch.arange(k.shape[1])
         seen = at <= last[:, None]
@@ -220,7 +256,7 @@ class WholeTables(TorchOps):
 @contextmanager
 def ordered() -> Iterator[World]:
     """Inside, `torch.cuda` is the stand-in, and every operation is noted."""
-    world, names = World(), iter(("compute", "h2d", "d2h"))
+    world, names = World(), iter(("compute", "h2d", "d2h", "out", "in"))
     plain_numpy = Tensor.numpy
 
     @contextmanager
@@ -271,8 +307,10 @@ def ordered() -> Iterator[World]:
         patch.setattr(gpu, "facts", lambda: {"device": "a stand-in"})
         patch.setattr(Tensor, "numpy", numpy)
         graphs.streams.cache_clear()
+        graphs.moving_streams.cache_clear()
         try:
             with Noting(world):
                 yield world
         finally:
             graphs.streams.cache_clear()
+            graphs.moving_streams.cache_clear()

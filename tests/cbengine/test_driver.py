@@ -56,6 +56,7 @@ from cbengine.device.process import Process
 from cbengine.model import weights
 from cbengine.servers import Measured
 from cbsim.draw import render
+from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.results import directory, invariants
 from cbsim.results.record import PHASES
@@ -339,7 +340,7 @@ def test_a_worker_that_fails_in_a_step_says_why() -> None:
     device = Process(plan, plan.capacity, 1)
     header = Header(0, 0, 0, 0, 1, 0, updates=1, random=False, padded=False)
     device.staging[0][: header.size] = np.array([0, 1 << 30, 0])
-    device.launch(0, header, None)  # type: ignore[arg-type]  # a worker sees no plan
+    device.launch(0, header, StepPlan(0))
     with pytest.raises(DeviceError, match=r"the worker process failed: IndexError: index 1073741824 is out of bounds"):
         device.wait(0)
     with pytest.raises(DeviceError, match=r"^the worker process ended with exit code 0$"):
@@ -355,7 +356,7 @@ def test_a_worker_that_is_stopped_is_not_waited_for_for_ever(monkeypatch: pytest
     device = Process(plan, plan.capacity, 1)
     worker = device._worker
     os.kill(int(worker.pid or 0), signal.SIGSTOP)
-    device.launch(0, Header(0, 0, 0, 0, 1, 0, updates=0, random=False, padded=False), None)  # type: ignore[arg-type]
+    device.launch(0, Header(0, 0, 0, 0, 1, 0, updates=0, random=False, padded=False), StepPlan(0))
     with pytest.raises(DeviceError, match=r"^the worker process has not answered for "):
         device.wait(0)
     device.close()

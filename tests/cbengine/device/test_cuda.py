@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ torch = pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="the text is compared with transformers'")
 
 from served import INLINE, LOOPS, MS, SCHEDULERS, Run, asked, check_texts, spec, steps
+from test_moves import KINDS, case, restless
 from tiny_runs import MIXED, SAMPLED, TINY, WAYS, tiny_load, tiny_run, tiny_server
 
 from cbengine import build, servers
@@ -79,6 +81,37 @@ def test_replayed_or_launched_sampled_texts_are_the_same(loop: str, requests: Sa
     cpu = Setup(device="inline", sampling=SAMPLED, requests=requests)
     one, other, third = (tiny_run(SCHEDULERS[0], loop, setup).texts for setup in (*gpu, cpu))
     assert one == other == third
+
+
+@pytest.mark.gpu
+@GPU
+@each_graphs
+@each_loop
+@pytest.mark.parametrize("streams", [True, False])
+def test_moves_leave_no_trace(streams: bool, loop: str, graphs: bool, folder: Path) -> None:
+    """Blocks copied, sent to the host and back, and swapped for no reason: the texts are those of `generate`. Moves
+    take some time, and none is told before it is over.
+    """
+    given = case().scenario
+    model = given.model.model_copy(update={"dtype": "float32"})
+    loops = given.loop.model_copy(update={"streams": streams})
+    given = given.model_copy(update={"model": model, "loop": loops})
+    told: list[Any] = []
+
+    def met(engine: Any) -> None:
+        device = engine._device
+        moved = device.moved
+        device.moved = lambda until_ns: noted(moved(until_ns))
+
+    def noted(found: list[Any]) -> list[Any]:
+        told.extend((one, time.perf_counter_ns()) for one in found)
+        return found
+
+    run, scheduler = restless(lambda: Run(given, loop, case().load, on(folder, graphs), tick_ns=0, met=met), 3)
+    check_texts(run)
+    assert all(scheduler.moved[kind] for kind in KINDS if kind != "awaited"), scheduler.moved
+    assert told
+    assert all(one.start_ns < one.end_ns <= at + MS for one, at in told)
 
 
 @pytest.mark.gpu

@@ -47,9 +47,7 @@ def served(
         def device(scenario: Any, loop: str, plan: Any, *_: Any) -> Cuda:
             before(world)
             made = Cuda(plan(), plan.capacity, depth(loop), graphs=graphs, overlap=overlap, random=False)
-            for name in ("_pinned", "_received", "_inbound", "_outbound"):
-                for slot, buffer in enumerate(getattr(made, name)):
-                    world.call(f"{name.strip('_')}[{slot}]", buffer)
+            call_buffers(world, made)
             world.running = True
             plant(made, world)
             return made
@@ -57,6 +55,12 @@ def served(
         monkeypatch.setattr(build, "ops", lambda _: WholeTables())
         run = Run(server, loop, Workload(specs, len(specs)), INLINE, device=device)
     return run, world.races
+
+
+def call_buffers(world: World, device: Cuda) -> None:
+    for name in ("_pinned", "_received", "_inbound", "_outbound"):
+        for slot, buffer in enumerate(getattr(device, name)):
+            world.call(f"{name.strip('_')}[{slot}]", buffer)
 
 
 @each_loop

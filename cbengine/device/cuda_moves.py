@@ -1,0 +1,104 @@
+"""Moves of KV on a GPU: those in order on the compute stream, jobs on a stream for each direction, tied by events.
+
+    compute   waits for the jobs that a plan awaits; its moves in order; `ready`; then its rows, `end`
+    out       waits for `end` of the plan that lists a job to the host; carries its blocks
+    in        waits for `ready` of the plan that lists a job from the host: until then nobody is done with its targets
+
+A captured graph holds no move: they are queued before its replay. The CPU waits for none of them; whether one is over
+is asked of its event. Blocks that a job reads or writes are nobody else's until then, which is policy's to see to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+from cbengine.device.graphs import moving_streams
+from cbengine.model.host_tier import Carrier
+from cbsim.policy.moves import IN_ORDER, Move, Way
+from cbsim.policy.plan import StepPlan
+
+
+class QueuedMove(NamedTuple):
+    """A move that the GPU has been given, and the events at its edges."""
+
+    step: int
+    at: int  # which of its plan's
+    job: int
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class CudaMoves:
+    """`carrier` makes what carries blocks, one for each stream. Without `overlap` all is on the compute stream."""
+
+    def __init__(self, carrier: Callable[[], Carrier], compute: torch.cuda.Stream, *, overlap: bool) -> None:
+        self._compute = compute
+        self._out, self._in = moving_streams() if overlap else (compute, compute)
+        self._carriers = {stream: carrier() for stream in (self._compute, self._out, self._in)}
+        self._queued: list[QueuedMove] = []  # and not known to be over
+        self._ready = torch.cuda.Event()
+
+    def warm_up(self, scratch: int, *, host_tier: bool) -> None:
+        """Every kind of copy once on every stream, with blocks that nobody has: no kernel is loaded in a run."""
+        for stream, carrier in self._carriers.items():
+            with torch.cuda.stream(stream):
+                carrier.carry(Way.COPY, (0,), (scratch,))
+                if host_tier:
+                    carrier.carry(Way.OUT, (scratch,), (0,))
+                    carrier.carry(Way.IN, (0,), (scratch,))
+            torch.cuda.synchronize()  # the next one uses the same blocks
+
+    def before_rows(self, plan: StepPlan) -> None:
+        """Queue what the rows of a plan have to come after. Copies behind the last move from or to the host are left to
+        `copies`.
+        """
+        for queued in self._queued:
+            if queued.job in plan.awaited:
+                self._compute.wait_event(queued.end)
+        self._carry(plan.step, crossing(plan), self._compute)
+
+    def copies(self, plan: StepPlan) -> None:
+        """Queue the copies on the device: they are time of the step."""
+        self._carry(plan.step, list(numbered(plan, in_order=True))[len(crossing(plan)) :], self._compute)
+        self._ready.record(self._compute)
+
+    def after_rows(self, plan: StepPlan, end: torch.cuda.Event) -> None:
+        """Queue the jobs of a plan whose rows have been queued, up to `end`."""
+        for at, move in numbered(plan, in_order=False):
+            stream, event = (self._out, end) if move.way is Way.OUT else (self._in, self._ready)
+            stream.wait_event(event)
+            self._carry(plan.step, [(at, move)], stream)
+
+    def over(self) -> list[QueuedMove]:
+        """Those that are over; the next call names others."""
+        over: list[QueuedMove] = []
+        left: list[QueuedMove] = []
+        for queued in self._queued:
+            (over if queued.end.query() else left).append(queued)
+        self._queued = left
+        return over
+
+    def _carry(self, step: int, moves: Iterable[tuple[int, Move]], stream: torch.cuda.Stream) -> None:
+        for at, move in moves:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with torch.cuda.stream(stream):
+                start.record(stream)
+                self._carriers[stream].carry(move.way, move.sources, move.targets)
+                end.record(stream)
+            self._queued.append(QueuedMove(step, at, move.job, start, end))
+
+
+def numbered(plan: StepPlan, *, in_order: bool) -> Iterable[tuple[int, Move]]:
+    """The moves of a plan that are in order with the steps, or the others, each with its number."""
+    return ((at, move) for at, move in enumerate(plan.moves) if (move.job == IN_ORDER) == in_order)
+
+
+def crossing(plan: StepPlan) -> list[tuple[int, Move]]:
+    """The moves in order up to the last from or to the host; copies alone lie behind that."""
+    listed = list(numbered(plan, in_order=True))
+    while listed and listed[-1][1].way is Way.COPY:
+        listed.pop()
+    return listed

@@ -1,0 +1,119 @@
+"""Moves of KV on devices that need no hardware: performed in place, or made to take a cost's time. The rules are those
+of cbsim/policy/moves.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from cbengine.model.host_tier import Carrier
+from cbsim.policy.moves import IN_ORDER, Move, Way
+from cbsim.policy.plan import StepPlan
+
+CopyNs = Callable[[Way, int], int]  # how long so many blocks take
+NEVER_NS = 1 << 200
+
+
+class Moved(NamedTuple):
+    """A move that is over: number `at` of those that the plan of `step` lists; by the engine's clock."""
+
+    step: int
+    at: int
+    start_ns: int
+    end_ns: int
+
+
+class InPlace:
+    """Moves on the processor that computes the steps, which does one thing at a time: a move in order comes before the
+    rows of its plan, a job when their result is out. `over` are the moves that nobody has been told of.
+    """
+
+    def __init__(self, carrier: Carrier) -> None:
+        self.over: list[Moved] = []
+        self._carrier = carrier
+
+    def before_rows(self, step: int, moves: Sequence[Move], awaited: Sequence[int]) -> None:
+        del awaited  # none outlasts the step that lists it
+        for at, move in enumerate(moves):
+            if move.job == IN_ORDER:
+                self.perform(step, at, move)
+
+    def after_rows(self, step: int, moves: Sequence[Move]) -> None:
+        for at, move in enumerate(moves):
+            if move.job != IN_ORDER:
+                self.perform(step, at, move)
+
+    def perform(self, step: int, at: int, move: Move) -> None:
+        start = time.perf_counter_ns()
+        self._carrier.carry(move.way, move.sources, move.targets)
+        self.over.append(Moved(step, at, start, time.perf_counter_ns()))
+
+    def told(self) -> list[Moved]:
+        """Those that are over; the next call names others."""
+        over, self.over = self.over, []
+        return over
+
+
+class ModelledMoves:
+    """Moves that take what a cost says: a lane for each direction of the host's link, beside those of the steps' own
+    copies, as on the simulated machine. Copies on the device are time of their step on the compute lane.
+    """
+
+    def __init__(self, copy_ns: CopyNs) -> None:
+        self._copy_ns = copy_ns
+        self._free = {Way.OUT: 0, Way.IN: 0}  # when each lane has done what it was given
+        self._ends: dict[int, int] = {}  # job -> when its last move ends
+        self._moved: list[Moved] = []
+
+    @property
+    def next_ns(self) -> int:
+        """When the next move is over."""
+        return min((moved.end_ns for moved in self._moved), default=NEVER_NS)
+
+    def before_rows(self, plan: StepPlan, at_ns: int) -> int:
+        """What comes before the rows of a plan that could be run at `at_ns`; returns when they can be."""
+        ready = max([at_ns, *(self._ends.get(job, 0) for job in plan.awaited)])
+        for at, move in enumerate(plan.moves):
+            if move.job == IN_ORDER and move.way is not Way.COPY:
+                ready = self._book(plan, at, ready)
+        for at, move in enumerate(plan.moves):
+            if move.job != IN_ORDER and move.way is Way.IN:
+                self._book(plan, at, ready)
+        return ready
+
+    def copying_ns(self, plan: StepPlan) -> int:
+        """What the copies on the device take, directly before the rows."""
+        return sum(self._copy_ns(move.way, len(move.sources)) for move in plan.moves if move.way is Way.COPY)
+
+    def after_rows(self, plan: StepPlan, start_ns: int, end_ns: int) -> None:
+        """Copies and rows of a plan have the compute lane from `start_ns` to `end_ns`."""
+        for at, move in enumerate(plan.moves):
+            if move.way is Way.COPY:
+                until_ns = start_ns + self._copy_ns(move.way, len(move.sources))
+                self._note(plan, at, start_ns, until_ns)
+                start_ns = until_ns
+            elif move.way is Way.OUT and move.job != IN_ORDER:
+                self._book(plan, at, end_ns)
+
+    def told(self, now_ns: int) -> list[Moved]:
+        """Those that are over by now; the next call names others."""
+        over = [moved for moved in self._moved if moved.end_ns <= now_ns]
+        self._moved = [moved for moved in self._moved if moved.end_ns > now_ns]
+        self._ends = {job: end_ns for job, end_ns in self._ends.items() if end_ns > now_ns}
+        return over
+
+    def _book(self, plan: StepPlan, at: int, ready_ns: int) -> int:
+        """On the lane of its direction; returns when it ends."""
+        move = plan.moves[at]
+        start = max(ready_ns, self._free[move.way])
+        end = self._free[move.way] = start + self._copy_ns(move.way, len(move.sources))
+        self._note(plan, at, start, end)
+        return end
+
+    def _note(self, plan: StepPlan, at: int, start_ns: int, end_ns: int) -> None:
+        job = plan.moves[at].job
+        if job != IN_ORDER:
+            self._ends[job] = max(end_ns, self._ends.get(job, 0))
+        self._moved.append(Moved(plan.step, at, start_ns, end_ns))

@@ -1,0 +1,91 @@
+"""KV on the host: the memory of a tier behind the cache, and what carries blocks inside the cache and between the two.
+Who owns a block or a place is policy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cbengine.model.architecture import Architecture
+from cbengine.model.kvcache import DeviceMemoryError, KvCache
+from cbsim.policy.moves import Way
+
+
+class HostTier:
+    """`blocks`: [host_blocks, 2, layers, block_size, kv_heads, head_dim] in the host's memory, zeros at first. Keys and
+    values of a block lie together, all layers of them, so that one copy takes a block over a GPU's link; for that the
+    memory is `pinned`. Raises DeviceMemoryError.
+    """
+
+    def __init__(
+        self, architecture: Architecture, host_blocks: int, block_size: int, dtype: torch.dtype, *, pinned: bool
+    ) -> None:
+        shape = (2, architecture.layers, block_size, architecture.kv_heads, architecture.head_dim)
+        try:
+            self.blocks = torch.zeros((host_blocks, *shape), dtype=dtype, pin_memory=pinned)
+        except RuntimeError as error:
+            if pinned and "memory" not in str(error):
+                raise  # a broken GPU is no lack of memory
+            size = self.bytes_for(architecture, host_blocks, block_size, dtype)
+            taken = pinned_size(size) if pinned else size
+            raise DeviceMemoryError(f"{refusal(host_blocks, taken)}: more than it gives") from None
+
+    @staticmethod
+    def bytes_for(architecture: Architecture, host_blocks: int, block_size: int, dtype: torch.dtype) -> int:
+        """What so many blocks hold."""
+        values = architecture.layers * block_size * architecture.kv_heads * architecture.head_dim
+        return 2 * host_blocks * values * dtype.itemsize
+
+
+def pinned_size(size: int) -> int:
+    """What that takes where it is pinned: torch rounds up to a power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def refusal(host_blocks: int, size: int) -> str:
+    """The beginning of an error: how large a tier was asked for. Each scheduler has a name of its own for it."""
+    return f"scheduler: got a host tier of {host_blocks:,} blocks, which takes {size:,} bytes of the host"
+
+
+class Carrier:
+    """Carries whole blocks, one after the other; between cache and host each goes through one staging block beside the
+    cache. On a GPU everything is queued on the current stream and nobody waits. The staging block is used again for
+    every block, so all work of one carrier has to be on one stream.
+
+    Between cache and host a block takes three copies, two of them beside the cache. The CPU queues each, and the link
+    rests during those two. What that costs has not been measured.
+    """
+
+    def __init__(self, cache: KvCache, host: HostTier | None) -> None:
+        self._keys, self._values = cache.keys, cache.values
+        if host is not None:
+            self._host = host.blocks
+            self._staging = torch.empty_like(host.blocks[0], device=cache.keys.device, pin_memory=False)
+
+    @torch.inference_mode()
+    def carry(self, way: Way, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """`sources[i]` to `targets[i]`, in this order."""
+        act = (self._copy, self._out, self._in)[way]
+        for source, target in zip(sources, targets, strict=True):
+            act(source, target)
+
+    def _copy(self, source: int, target: int) -> None:
+        for new, old in zip(self._block(target), self._block(source), strict=True):
+            new.copy_(old)
+
+    def _out(self, source: int, place: int) -> None:
+        for part, cached in zip(self._staging, self._block(source), strict=True):
+            part.copy_(cached)
+        self._host[place].copy_(self._staging, non_blocking=True)
+
+    def _in(self, place: int, target: int) -> None:
+        self._staging.copy_(self._host[place], non_blocking=True)
+        for part, cached in zip(self._staging, self._block(target), strict=True):
+            cached.copy_(part)
+
+    def _block(self, block: int) -> tuple[Tensor, Tensor]:
+        """A block of the cache: views, [layers, block_size, kv_heads, head_dim] each."""
+        return self._keys[:, block], self._values[:, block]

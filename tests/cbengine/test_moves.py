@@ -1,0 +1,237 @@
+"""Moves of KV leave no trace: whatever is copied, sent to the host or swapped, and however late, every text is what it
+would be alone. The scheduler moves blocks for no reason (restless.py); devices are the hash that checks every step
+(oracle.py), this process, and a worker; and planted faults are found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("torch", reason="the engine needs torch")
+pytest.importorskip("transformers", reason="the text is compared with transformers'")
+
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from oracle import Toy, toy_run, toy_text
+from restless import Late, Restless
+from served import INLINE, LOOPS, MS, PROMPTS, Case, Run, check_texts, requests, server, spec
+
+from cbengine import build
+from cbengine.build import Setup
+from cbengine.device.base import Inline
+from cbengine.device.moves import Moved
+from cbengine.device.process import Process
+from cbengine.model.host_tier import Carrier
+from cbengine.sequence import Sequence as Text
+from cbsim.policy.moves import IN_ORDER, Move, Way
+from cbsim.policy.plan import StepPlan
+from cbsim.scenario.scenario import Scenario, depth, scheduler_options
+from cbsim.server import assemble
+from cbsim.workload.generators import Workload
+
+KINDS = ("COPY", "OUT", "IN", "OUT by job", "IN by job", "swapped", "awaited")
+Served = tuple[Run, Restless]
+
+
+def restless(act: Callable[[], Any], seed: int, **options: Any) -> tuple[Any, Restless]:
+    """What `act` returns if schedulers are restless, and the one that it made."""
+    made: list[Restless] = []
+
+    def scheduler(scenario: Scenario, loop: str) -> Restless:
+        made.append(Restless(scheduler_options(scenario, depth(loop)), seed, **options))
+        return made[-1]
+
+    with mock.patch.object(assemble, "scheduler", scheduler):
+        return act(), made[0]
+
+
+def load(cancels: bool = False) -> Workload:
+    specs = [spec(i, PROMPTS[i % 5], 20 - i, arrival_ns=i * 4 * MS, max_tokens=20) for i in range(7)]
+    return Workload(specs, 7, [(90 * MS, specs[1]), (95 * MS, specs[5])] if cancels else [])
+
+
+def case(blocks: int = 24, cancels: bool = False) -> Case:
+    return Case(server("vllm", 4, blocks, 64, 4, sharing=False), load(cancels))
+
+
+def check_toy_text(text: Text) -> None:
+    assert text.outputs == toy_text(text.prompt, len(text.outputs)), text.spec
+
+
+# -- nothing shows ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@given(
+    specs=requests(),
+    blocks=st.sampled_from((12, 16, 40)),
+    budget=st.sampled_from((7, 64)),
+    seats=st.integers(1, 5),
+    lag=st.integers(0, 6),
+    seed=st.integers(0, 1 << 30),
+    calm=st.sampled_from((0.2, 0.6, 0.9)),
+    gone=st.booleans(),
+)
+@settings(max_examples=30)
+def test_moves_leave_no_trace(
+    loop: str, specs: Any, blocks: int, budget: int, seats: int, lag: int, seed: int, calm: float, gone: bool
+) -> None:
+    """Random loads and caches, jobs that take up to six steps: every step's arrays say what its plan says, no block of
+    a move under way is touched, each job is named once, and every text is that of its request alone.
+    """
+    cancels = [(specs[0].arrival_ns + 40 * MS, specs[0])] if gone else []
+    served = Case(server("vllm", 4, blocks, budget, seats, sharing=False), Workload(specs, len(specs), cancels))
+    (run, _), scheduler = restless(lambda: toy_run(served, loop, lag=lag), seed, calm=calm)
+    check_texts(run, check_toy_text)
+    assert not scheduler._planned
+    assert sorted(scheduler._places) == list(range(scheduler.pool.host_blocks))
+    for what in scheduler.moved:
+        event(what)
+    event(f"latest job: {max(scheduler.late, default=0)} steps")
+
+
+def inline(lag: int) -> Callable[..., Any]:
+    return lambda _, loop, plan, *__: Inline(Late(plan, lag)(), plan.capacity, depth(loop))
+
+
+def process(lag: int) -> Callable[..., Any]:
+    return lambda _, loop, plan, *__: Process(Late(plan, lag), plan.capacity, depth(loop))
+
+
+@pytest.mark.parametrize("lag", [None, 1, 5])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_texts_are_those_of_generate(loop: str, lag: int | None) -> None:
+    """A real model: at once, as the device itself does it, and later."""
+    kinds: Counter[str] = Counter()
+    for seed in range(3):
+        device = None if lag is None else inline(lag)
+        run, scheduler = restless(lambda: case(cancels=True).run(loop, device=device), seed)  # noqa: B023
+        check_texts(run)
+        kinds.update(scheduler.moved)
+        assert max(scheduler.late) >= (lag or 0) - (loop == "async")  # the result before may name it
+    assert all(kinds[kind] for kind in KINDS if lag or kind != "awaited"), kinds
+
+
+@pytest.mark.parametrize("lag", [None, 4])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_worker_moves(loop: str, lag: int | None) -> None:
+    """... in another process, on the real clock. Jobs are carried out behind their step: a later result names them."""
+    device = process(lag) if lag else None
+    setup = Setup(device="process")
+    run, scheduler = restless(lambda: case().run(loop, setup, device=device, tick_ns=0), 2)
+    check_texts(run)
+    assert all(scheduler.moved[kind] for kind in KINDS), scheduler.moved
+    assert min(scheduler.late) >= (1 if loop == "sync" else 0)
+    assert max(scheduler.late) >= (lag or 1)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_undisturbed_steps_ask_for_nothing(loop: str) -> None:
+    """Without moves the device is never asked for them, and there is no host tier."""
+    with (
+        mock.patch.object(Inline, "moved", side_effect=AssertionError("asked")),
+        mock.patch.object(Carrier, "carry", side_effect=AssertionError("carried")),
+    ):
+        run = case().run(loop)
+    assert not run.device._executor.has_host_tier
+    check_texts(run)
+
+
+# -- planted ----------------------------------------------------------------------------------------------------------
+
+Carry = Callable[[Carrier, Way, Sequence[int], Sequence[int]], None]
+CARRY = Carrier.carry
+
+
+def skipping(way: Way) -> Carry:
+    def carry(carrier: Carrier, given: Way, sources: Sequence[int], targets: Sequence[int]) -> None:
+        if given is not way:
+            CARRY(carrier, given, sources, targets)
+
+    return carry
+
+
+def reading_the_wrong_block(way: Way) -> Carry:
+    """The first of several blocks in place of each."""
+
+    def carry(carrier: Carrier, given: Way, sources: Sequence[int], targets: Sequence[int]) -> None:
+        CARRY(carrier, given, [sources[0]] * len(sources) if given is way else sources, targets)
+
+    return carry
+
+
+FAULTS = {f"{name} {way.name}": plant(way) for name, plant in
+          (("skipped", skipping), ("wrong block", reading_the_wrong_block)) for way in Way}  # fmt: skip
+
+
+def wrong_texts(run: Run) -> int:
+    """How many requests say something else than undisturbed."""
+    right = case().run("sync").texts
+    return sum(text != right[index] for index, text in run.texts.items())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("carry", FAULTS.values(), ids=FAULTS)
+def test_what_is_not_carried_shows(loop: str, carry: Carry) -> None:
+    with mock.patch.object(Carrier, "carry", carry):
+        run, _ = restless(lambda: case().run(loop), 0)
+    assert wrong_texts(run) > 0
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_block_that_is_taken_again_too_early_shows(loop: str) -> None:
+    """An executor that is late and does not wait for what a plan awaits."""
+
+    class Deaf(Toy):
+        def launch(self, slot: int, header: Any, plan: Any) -> None:
+            super().launch(slot, header, replace(plan, awaited=()) if plan.awaited else plan)
+
+    wrong = 0
+    for seed in range(3):
+        (run, _), _ = restless(lambda: toy_run(case(13), loop, lag=6, toy=Deaf), seed)
+        wrong += sum(text.outputs != toy_text(text.prompt, len(text.outputs)) for text in run.engine.sequences.values())
+    assert wrong > 0
+
+
+def test_a_scheduler_that_does_not_wait_is_found() -> None:
+    """It hands out blocks that a job still reads, and says nothing."""
+
+    class Hasty(Restless):
+        def _drop(self, request: Any) -> None:
+            before = list(self.decoding.awaited)
+            super()._drop(request)
+            self.decoding.awaited[:] = before
+
+    with mock.patch("test_moves.Restless", Hasty), pytest.raises(AssertionError, match="handed out under a move"):
+        restless(lambda: [toy_run(case(13, cancels=True), "sync", lag=6) for _ in range(20)], 0)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_job_named_twice_is_found(loop: str) -> None:
+    class Twice(Toy):
+        def moved(self, until_ns: int | None) -> Any:
+            found = super().moved(until_ns)
+            return found + found
+
+    with pytest.raises(KeyError):
+        restless(lambda: toy_run(case(), loop, toy=Twice), 1)
+
+
+def test_a_job_of_several_moves_is_over_with_the_last() -> None:
+    """Results name jobs, ascending; a move in order has none."""
+    engine, device = build.engine(case().scenario, "sync", load(), INLINE)
+    jobs = {(4, 0): 3, (4, 1): 3, (4, 2): IN_ORDER, (5, 0): 1, (5, 1): 2}
+    engine._moving = {key: Move(Way.COPY, (0,), (1,), None, job) for key, job in jobs.items()}
+    told = []
+    for over in ([(4, 1), (4, 2)], [], [(5, 0), (4, 0)], [(5, 1)]):
+        device.moved = lambda _, over=over: [Moved(*key, 0, 1) for key in over]  # type: ignore[method-assign, misc]
+        told.append(engine._moved(StepPlan(6)))
+    assert told == [(), (), (1, 3), (2,)]
+    assert not engine._moving
+    engine.close()
