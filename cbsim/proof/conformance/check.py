@@ -182,8 +182,6 @@ def _vllm(trace: Path, header: Line) -> _Case:
     if skipped:
         return _Case(name, f"vllm {version}", mode, skipped=skipped)
     workload = _workload(trace, name)
-    if any("outputs" in request for request in workload["requests"]):
-        return _Case(name, f"vllm {version}", mode, skipped="samples of one prompt (outputs) are not modelled")
     return _Case(name, f"vllm {version}", mode, _replay(trace, vllm_traces.VllmReplay, header, workload))
 
 

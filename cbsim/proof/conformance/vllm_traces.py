@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cbsim.policy.blocks import BlockPool
 from cbsim.policy.loop import Applied, Await, Effect, Landed, Launch, Poll, Polled, serve
 from cbsim.policy.observer import NOBODY
 from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
@@ -46,20 +45,6 @@ def options(version: str, mode: str, config: Line) -> VllmOptions:
     )
 
 
-def second_form(line: Line, pool: BlockPool) -> Line:
-    """One of our lines in the recorder's format 2: rows do not say what was cached, tokens are counted, and cached
-    blocks too, where format 1 counts their contents.
-    """
-    if line["ev"] == "schedule":
-        rows = [{field: of for field, of in row.items() if field != "cached"} for row in line["reqs"]]
-        return line | {"reqs": rows}
-    if line["ev"] == "update":
-        return line | {"tokens": [[name, 1] for name in line["tokens"]]}
-    if line["ev"] == "summary":
-        return line | {"prefix_cache_final_cached_blocks": pool.cached}
-    return line
-
-
 class WatchedVllm(VllmScheduler):
     """The scheduler, with the free blocks noted after each cancellation: planning follows in the same breath.
     `leaves_stores`: it counts as idle although stores are on their way.
@@ -88,7 +73,6 @@ class VllmReplay:
         self._format = header.get("format", 1)
         self._offload = OffloadLines(self.scheduler, heard, connector) if connector else None
         self._depth = 2 if header["mode"] == "async" else 1
-        self._second_form = header.get("format") == 2
         self._timing = header["config"]["timing"]
         self._coming = vllm_requests(workload)[::-1]
         aborts = [(abort, spec) for spec, abort in self._coming if abort is not None]
@@ -108,10 +92,6 @@ class VllmReplay:
             self.scheduler.transfers.check()
 
     def lines(self) -> Iterator[Line]:
-        for line in self._lines():
-            yield second_form(line, self.scheduler.pool) if self._second_form else line
-
-    def _lines(self) -> Iterator[Line]:
         loop = serve(self.scheduler, self._depth)
         answer: Any = None
         while True:
