@@ -26,14 +26,16 @@ from cbengine.cli.arguments import RENAMED as RENAMED_OF_THE_ENGINE
 from cbengine.cli.arguments import command_line
 from cbengine.cli.parser import main as engine_main
 from cbsim.cli import parser
+from cbsim.policy.moves import Move, Way
 from cbsim.policy.schedulers.registry import OURS
 from cbsim.policy.schedulers.static_settings import StaticOptions
 from cbsim.policy.schedulers.transformers_settings import TransformersOptions
 from cbsim.policy.schedulers.vllm_settings import VllmOptions
 from cbsim.proof.conformance.check import traces
-from cbsim.results import checks, columns, parquet
+from cbsim.results import checks, columns, moves, parquet
 from cbsim.results.columns import Column
 from cbsim.results.metrics import SAMPLES_NEEDED
+from cbsim.results.move_log import MoveLog
 from cbsim.scenario import catalog, scenario
 from cbsim.scenario.serving import PRESETS
 
@@ -278,7 +280,8 @@ def leaves(summary: Table, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def test_the_summary_keys_are_documented(runs: list[Path]) -> None:
     """What is documented is in a summary and the other way round, and `--check` knows what is said to be checked."""
-    given = dict(leaves(json.loads((runs[0] / "summary.json").read_text())))
+    moved = {"kv_moves": moves.summarise(MoveLog(), 1.0)}  # of runs that move KV
+    given = dict(leaves(json.loads((runs[0] / "summary.json").read_text()) | moved))
     distributions = {key for key, value in given.items() if isinstance(value, dict) and "n" in value}
     assert sorted(listed("Distributions")) == sorted(distributions)
     assert sorted([*listed("Numbers"), *listed("Other keys")]) == sorted(given.keys() - distributions)
@@ -304,7 +307,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-DECLARED = {"steps.parquet": columns.STEPS, "requests.parquet": columns.REQUESTS, tokens.FILE: tokens.COLUMNS}
+DECLARED = {
+    "steps.parquet": columns.STEPS,
+    "requests.parquet": columns.REQUESTS,
+    moves.FILE: columns.MOVES,
+    tokens.FILE: tokens.COLUMNS,
+}
 COLUMN_MARK = re.compile(r"^<!-- columns: (\S+) -->\n(?:\|.*\n)*", re.MULTILINE)
 
 
@@ -341,11 +349,22 @@ def in_file(path: Path) -> list[list[str]]:
     return cells
 
 
+@pytest.fixture
+def moved(tmp_path: Path) -> Path:
+    """A folder with the table of a run in which KV moved."""
+    log = MoveLog()
+    log.moved(0, Move(Way.COPY, (0,), (1,)), 0, 1)
+    for name, content in moves.files(log).items():
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
 @pytest.mark.parametrize("name", DECLARED)
 def test_a_file_s_own_columns_are_the_page_s(name: str, request: pytest.FixtureRequest) -> None:
     """Who has the file needs no page: name, type, unit and definition of each column are in it, in the page's order.
     The page is compared with the declaration above, so all three agree."""
-    made = request.getfixturevalue("measured" if name == tokens.FILE else "runs")
+    fixtures = {tokens.FILE: "measured", moves.FILE: "moved"}
+    made = request.getfixturevalue(fixtures.get(name, "runs"))
     run = made if isinstance(made, Path) else made[0]
     assert in_file(run / name) == table_rows(name, DIRECTORY)
 
@@ -367,7 +386,7 @@ def test_units_are_those_that_the_page_explains() -> None:
 def test_the_files_of_a_run_are_documented(runs: list[Path], measured: Path) -> None:
     """Of both runs together: the picture of both loops lies in the second directory."""
     given = {str(file.relative_to(run)) for run in [*runs, measured] for file in run.rglob("*") if file.is_file()}
-    assert sorted(listed("Files", DIRECTORY)) == sorted({*given, "INCOMPLETE"})
+    assert sorted(listed("Files", DIRECTORY)) == sorted({*given, "INCOMPLETE", moves.FILE})
 
 
 def test_the_facts_of_a_run_are_documented(runs: list[Path], measured: Path) -> None:

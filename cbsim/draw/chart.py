@@ -28,6 +28,7 @@ COLOURS = {  # Okabe and Ito
     "d2h": "#F0E442",
 }
 IDLE = "#FBE3D6"
+MOVES = {"KV copy": "#999999", "KV out": "#332288", "KV in": "#44AA99"}  # Tol
 
 
 class Style(NamedTuple):
@@ -59,7 +60,9 @@ SERIES = (  # of the first run, the second run ...
 )
 DASHES = ("solid", "dashed", "dotted", "dashdot")
 MARKERS = ("circle", "square", "diamond", "triangle", "cross")
-LANE_STYLES = {name: Style(colour) for name, colour in (*COLOURS.items(), ("idle", IDLE))}  # as in a run's own picture
+LANE_STYLES = {
+    name: Style(colour) for name, colour in (COLOURS | MOVES | {"idle": IDLE}).items()
+}  # as in a run's own picture
 
 
 def series(index: int) -> Style:

@@ -9,13 +9,20 @@ import numpy as np
 
 from cbsim.draw.chart import BLACK, LANE_STYLES, Chart, Floats, Mark, Panel, Points, Spans, Style
 from cbsim.draw.units import Columns, Unit, pipelined, unit, without
+from cbsim.policy.moves import Way
 from cbsim.results.columns import NS
 from cbsim.results.record import LANES, PHASES
 from cbsim.results.terminal import shown
 
 STEPS_SHOWN = 7
 ROWS = ("CPU", "H2D", "compute", "D2H")
+MOVING = ("KV out", "KV in")  # lanes of moves to and from the host
 COMPUTE = ROWS.index("compute")
+MOVE_ROWS = {
+    int(Way.COPY): ("KV copy", COMPUTE),
+    int(Way.OUT): ("KV out", len(ROWS)),
+    int(Way.IN): ("KV in", len(ROWS) + 1),
+}
 COLUMNS = ("step", "rows", "tokens", *(f"{name}_{edge}_ns" for name in (*PHASES, *LANES) for edge in ("start", "end")))
 
 
@@ -39,25 +46,28 @@ def lanes(
     *,
     as_given: bool = False,
     active: Mapping[str, float] | None = None,
+    moves: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Chart:
     """One panel a run, from its step table; all show as long a time as the first, each from the same step of its own:
     the `window` (first step, number of steps), or steps in the middle of the run, where neither start-up nor tail
     shows. Sync runs stand above async ones unless the order is `as_given`. `active` is the share of the whole run in
-    which the GPU is active; without it titles have that of what is shown.
+    which the GPU is active; without it titles have that of what is shown. `moves` are those of KV, by run.
     """
     runs = dict(steps if as_given else sorted(steps.items(), key=lambda item: pipelined(item[1])))
     windows = {label: _window(frame, window) for label, frame in runs.items()}
     length = next((end - start for start, end in filter(None, windows.values())), 0)
     scale = unit(length / NS)
+    rows = (*ROWS, *MOVING) if any(len(table["way"]) for table in (moves or {}).values()) else ROWS
     panels = []
     for label, frame in runs.items():
         where = windows[label]
         view = View(where[0] if where else 0, length, scale)
         marks, seen = _marks(frame, view) if where else ([], 0.0)
+        marks += _moved(moves[label], view) if where and moves and rows is not ROWS else []
         share = f"{seen:.1%} of what is shown" if active is None else f"{active[label]:.2%} of the run"
         title = f"{label}: GPU active {share}" if where else f"{label}: no such step"
         whole = (0.0, length / NS / scale.seconds) if length else None
-        panels.append(Panel(marks, scale.name, title=title, rows=ROWS, x_range=whole))
+        panels.append(Panel(marks, scale.name, title=title, rows=rows, x_range=whole))
     says = f"CPU phases, copies and kernels of {_which(window)}, on one time axis; numbers are steps."
     says += " Hatched: the GPU computes nothing between two steps. Markers: a copy is done." + without(steps)
     return Chart("lanes", "CPU and GPU side by side", says, panels, share_x=True)
@@ -138,3 +148,20 @@ def _done(steps: Mapping[str, Any], name: str, view: View) -> Points:
     style = Style(BLACK, marker="triangle" if name == "h2d" else "diamond")
     rows = np.full(int(seen.sum()), 1.0 + LANES.index(name))
     return Points(f"{name} done", view.x(end[seen]), rows, style, texts=texts)
+
+
+def _moved(moves: Mapping[str, Any], view: View) -> list[Mark]:
+    """Moves of KV: those to and from the host on lanes of their own, copies on the device before the kernels."""
+    marks: list[Mark] = []
+    for way, (name, row) in MOVE_ROWS.items():
+        start, end = view.x(moves["start_ns"]), view.x(moves["end_ns"])
+        seen = (moves["way"] == way) & (end > start)
+        columns = (moves[c][seen].tolist() for c in ("step", "blocks", "start_ns", "end_ns"))
+        texts = [
+            f"step {step}, {name}: {blocks:,} blocks, {shown((end_ns - start_ns) / NS, 's')}"
+            for step, blocks, start_ns, end_ns in zip(*columns, strict=True)
+        ]
+        if texts:
+            rows = np.full(len(texts), row)
+            marks.append(Spans(name, rows, start[seen], end[seen], LANE_STYLES[name], texts=texts))
+    return marks

@@ -47,6 +47,7 @@ class Machine:
         self._graphs = graphs
         self._depth = depth
         self._device = device
+        self._mover = device.mover
         self._inbox = inbox
         self._cpu_ns = 0
         self._times = StepTimes(0)  # of the step being planned
@@ -81,7 +82,7 @@ class Machine:
                 times: StepTimes = effect.ticket
                 while (landing := self._device.landing(times)) is not None:
                     yield landing
-                landed_ns = max(self._cpu_ns, times.d2h_end_ns)
+                landed_ns = self._landed_ns(effect)
                 if env.peek() <= landed_ns:
                     yield env.timeout(landed_ns - env.now)
                 answer = self._await(effect, landed_ns)
@@ -139,10 +140,23 @@ class Machine:
         if effect.cancels:
             self.record.polls += 1
             cancels = self._inbox.given_up(self._cpu_ns) if self._inbox.quits else ()
+        moved: tuple[int, ...] = ()
+        if self._mover is not None and self._mover.ends:
+            moved = self._mover.over(landed_ns, effect.plan.step)
         ends = effect.plan.changes.ends
-        if not ends and not cancels:
+        if not ends and not cancels and not moved:
             return UNEVENTFUL
-        return Landed(StepResult(tuple([s for s in ends if s.output_tokens < s.max_tokens])), cancels)
+        return Landed(StepResult(tuple([s for s in ends if s.output_tokens < s.max_tokens]), moved=moved), cancels)
+
+    def _landed_ns(self, effect: Await) -> int:
+        """When the result of a step is there. One without rows is over at once, unless moves are under way: then it
+        waits for the first of them, or for a request.
+        """
+        times: StepTimes = effect.ticket
+        landed_ns = max(self._cpu_ns, times.d2h_end_ns)
+        if effect.plan.work.rows or self._mover is None or not self._mover.ends:
+            return landed_ns
+        return max(landed_ns, min(self._mover.next_ns, self._inbox.due_ns))
 
     def _applied(self, effect: Applied) -> None:
         times = self._landing

@@ -16,7 +16,7 @@ class Stream:
 
 
 class Lane:
-    """One engine of the machine: `h2d`, `compute` or `d2h`."""
+    """One engine of the machine: `h2d`, `compute`, `d2h`, `kv_in` or `kv_out`."""
 
     def __init__(self, name: str, stream: Stream) -> None:
         self.name = name
@@ -50,8 +50,11 @@ class Slots:
         self._until_ns[step % len(self._until_ns)] = until_ns
 
 
-def lanes(*, overlap: bool) -> tuple[Lane, Lane, Lane]:
-    """(h2d, compute, d2h): three streams, or one in-order stream for all when copies do not `overlap` compute."""
+def lanes(*, overlap: bool) -> tuple[Lane, Lane, Lane, Lane, Lane]:
+    """(h2d, compute, d2h, kv_in, kv_out): a stream each, or one in-order stream for all when copies do not `overlap`
+    compute. The last two move KV from and to the host, beside the small copies of every step.
+    """
     shared = Stream()
-    h2d, compute, d2h = (Lane(name, Stream() if overlap else shared) for name in ("h2d", "compute", "d2h"))
-    return h2d, compute, d2h
+    names = ("h2d", "compute", "d2h", "kv_in", "kv_out")
+    h2d, compute, d2h, kv_in, kv_out = [Lane(name, Stream() if overlap else shared) for name in names]
+    return h2d, compute, d2h, kv_in, kv_out

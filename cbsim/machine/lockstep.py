@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import simpy
 
 from cbsim.machine.graphs import Shape
+from cbsim.machine.mover import Mover
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.results.record import StepTimes
@@ -75,6 +76,7 @@ class Rank:
 
     def __init__(self, group: Lockstep) -> None:
         self._group = group
+        self.mover: Mover | None = None
         self.launched: deque[_Launched] = deque()  # not part of a wave yet
         self._rests = False
         self._until: simpy.Event | None = None

@@ -6,18 +6,20 @@ Everything a run needs is built from the scenario, which alone has defaults; not
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import simpy
 
 from cbsim.machine.device import OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, engine_buckets, transformers_buckets, unpadded, vllm_buckets
+from cbsim.machine.mover import Mover
 from cbsim.policy.captures import CAPTURED, vllm_sizes
 from cbsim.policy.loop import Scheduler
 from cbsim.results.columns import NS
 from cbsim.results.record import Record
 from cbsim.scenario.scenario import Scenario, depth
-from cbsim.server.assemble import cost_model, scheduler
+from cbsim.server.assemble import copies, cost_model, scheduler
 from cbsim.server.driving import no_collections
 from cbsim.server.inbox import NEVER_NS, Inbox
 from cbsim.workload.generators import Workload
@@ -31,7 +33,8 @@ def machine(scenario: Scenario, loop: str, workload: Workload) -> Machine:
     policy, cost = scheduler(scenario, loop), cost_model(scenario)
     record, steps = Record(policy.pool.num_blocks), depth(loop)
     gap_ns = round(getattr(scenario.cost, "gap_s", 0.0) * NS)
-    device = OneGpu(cost, depth=steps, overlap=scenario.loop.streams, gap_ns=gap_ns)
+    mover = partial(Mover, copies(scenario), record.moves, policy.pool.block_size)
+    device = OneGpu(cost, depth=steps, overlap=scenario.loop.streams, gap_ns=gap_ns, mover=mover)
     inbox = Inbox(workload, record, workload.arriving())
     return Machine(policy, cost, graphs(scenario, policy), device, inbox, record, steps)
 

@@ -27,15 +27,7 @@ UNITS = {"s": {"": 1.0, **TIMES}, "share": {"": 1.0, "%": 0.01}}  # by what the 
 METRIC = r"\s*([A-Za-z_][\w.]*)\s*(<=|>=|==|<|>)\s*"
 NUMBER = r"(inf|nan|[\d.][\d.eE+-]*?)\s*([A-Za-z%]*)\s*"  # and its unit
 FORM = re.compile(rf"{METRIC}([+-]?){NUMBER}")
-SINGLE = (
-    *("makespan_s", "steps", "requests", "gpu_active", "bubble_s", "cpu_busy", "rows_per_step", "tokens_per_step"),
-    *("input_tokens", "output_tokens", "input_tokens_per_s", "output_tokens_per_s", "total_tokens_per_s"),
-    *("requests_per_s", "steps_per_s", "computed_tokens", "padding_tokens", "padding_share", "recomputed_tokens"),
-    *("wasted_rows", "preemptions", "prefix_hit_tokens", "prefix_hit_rate", "kv_utilisation.mean"),
-    *("kv_utilisation.max", "waiting.mean", "slo.met", "slo.attainment", "slo.goodput_requests_per_s"),
-    *(f"requests_by_status.{status}" for status in STATUSES),
-    *("cost.usd_per_million_output_tokens", "cost.usd_per_million_tokens", "cost.idle_usd_hour"),
-)
+SINGLE = (*measures.UNITS, *(f"requests_by_status.{status}" for status in STATUSES))
 NAMES = (*SINGLE, *(f"{d}.{s}" for d in DISTRIBUTIONS for s in STATISTICS))
 
 

@@ -100,5 +100,16 @@ REQUESTS = (
     ),
 )
 
+MOVES = (
+    Column("step", "id", "the step whose plan lists the move"),
+    Column("request", "id", "whose KV it is, -1 for nobody's in particular"),
+    Column("job", "id", "number of the job that it is part of, -1 for one in order with the steps"),
+    Column("way", "id", "0 on the device, 1 to the host, 2 from the host"),
+    Column("blocks", "blocks", "moved"),
+    Column("start_ns", "ns", "start on its lane"),
+    Column("end_ns", "ns", "end on its lane"),
+    Column("reported_step", "id", "the step whose result said that the job is over, -1 for none"),
+)
+
 FOLLOWING = ("scheduled_ns", "first_token_ns", "last_token_ns", "generated_tokens")  # from the steps
 RECORDED = tuple(column for column in REQUESTS if column.name not in FOLLOWING)

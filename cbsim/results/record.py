@@ -15,6 +15,7 @@ from librt.strings import BytesWriter, write_i64_le
 from cbsim.policy.plan import Outcome, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec
 from cbsim.results import columns
+from cbsim.results.move_log import MoveLog
 
 PHASES, LANES = columns.PHASES, columns.LANES
 STEP_COLUMNS = tuple(column.name for column in columns.STEPS)
@@ -95,6 +96,7 @@ class Record:
         self.refusals: dict[RequestSpec, str] = {}
         self.failures: dict[RequestSpec, str] = {}
         self.cancels: dict[RequestSpec, int] = {}
+        self.moves = MoveLog()
         self.polls = 0
         self.sampled_tokens = 0  # output tokens that steps have delivered
         self._queued: dict[RequestSpec, tuple[int, int]] = {}  # -> (poll, time)

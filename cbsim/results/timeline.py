@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from cbsim.results.metrics import Steps
+import numpy as np
+
+from cbsim.results.metrics import Ints, Steps
 from cbsim.results.record import LANES, PHASES
 
+MOVING = ("kv copy", "kv out", "kv in")  # lanes of moves, by way
+MOVE_DETAILS = ("step", "request", "job", "blocks")
 DETAILS = ("rows", "decode_rows", "prefill_tokens", "padded_tokens", "context_tokens", "running", "waiting")
 
 
-def chrome_trace(steps: Steps, window: tuple[int, int], title: str) -> bytes:
-    """Gzipped JSON of steps window[0]:window[1]. Times are microseconds, as the format wants."""
+def chrome_trace(steps: Steps, window: tuple[int, int], title: str, moves: Mapping[str, Ints] | None = None) -> bytes:
+    """Gzipped JSON of steps window[0]:window[1], and of the moves that their plans list. Times are microseconds, as
+    the format wants.
+    """
     shown = steps.window(*window)
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": title}}]
-    for tid, lane in enumerate(("cpu", *LANES)):
+    for tid, lane in enumerate(("cpu", *LANES, *(MOVING if moves and len(moves["way"]) else ()))):
         events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": lane}})
         events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
     numbers = shown["step"].tolist()
@@ -33,5 +40,24 @@ def chrome_trace(steps: Steps, window: tuple[int, int], title: str) -> bytes:
             if name == "compute":
                 event["args"] |= {key: values[i] for key, values in details.items()}
             events.append(event)
+    events += _moved(moves, window) if moves else []
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
     return gzip.compress(text.encode(), compresslevel=6, mtime=0)
+
+
+def _moved(moves: Mapping[str, Ints], window: tuple[int, int]) -> list[dict[str, Any]]:
+    """Moves of KV as events, on a lane for each way."""
+    seen = np.flatnonzero((moves["step"] >= window[0]) & (moves["step"] < window[1]))
+    rows = zip(*(moves[name][seen].tolist() for name in ("way", "start_ns", "end_ns", *MOVE_DETAILS)), strict=True)
+    return [
+        {
+            "ph": "X",
+            "pid": 1,
+            "tid": 1 + len(LANES) + way,
+            "name": MOVING[way],
+            "ts": start / 1000,
+            "dur": (end - start) / 1000,
+            "args": dict(zip(MOVE_DETAILS, details, strict=True)),
+        }
+        for way, start, end, *details in rows
+    ]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from cbsim.cost.base import Cost
 from cbsim.cost.constant import ConstantCost
+from cbsim.cost.copies import Copies
 from cbsim.cost.cpu import CpuCost, PhaseCost
 from cbsim.cost.fitted import Curve, FittedCost
 from cbsim.cost.lookup import Tables
@@ -65,6 +66,13 @@ def cost_model(scenario: Scenario) -> Cost:
         d2h=settings.d2h_s * NS,
         launch=settings.launch_s_per_layer * layers * NS,
     )
+
+
+def copies(scenario: Scenario) -> Copies:
+    """What moves of KV take on the scenario's GPU, by its data sheet."""
+    gpu = scenario.hardware
+    block_bytes = scenario.block_size * scenario.model.kv_bytes_per_token // scenario.gpus
+    return Copies(block_bytes, gpu.pcie_bytes_s, gpu.memory_bandwidth_bytes_s)
 
 
 def _curve(points: Sequence[CurvePoint]) -> Curve:

@@ -17,7 +17,7 @@ import numpy as np
 from cbsim.policy.loop import Await, Landed, Launch, Poll, Polled, serve
 from cbsim.policy.plan import StepPlan, StepResult
 from cbsim.policy.request import Finish, RequestSpec
-from cbsim.results import directory
+from cbsim.results import directory, moves
 from cbsim.results.directory import Run, RunError
 from cbsim.results.metrics import Ints
 from cbsim.results.requests import RequestTable
@@ -77,7 +77,7 @@ def _check_asked(run: Run, workload: generators.Workload) -> None:
 def _compare(run: Run, policy: Any, steps_in_flight: int, find: Find) -> Replanned:
     polls, steps = _Polls(run, find), len(run.steps)
     total, step = policy.pool.num_blocks, 0
-    recorded = _recorded(run)
+    recorded, moved = _recorded(run), moves.reports(run.path)
     loop = serve(policy, steps_in_flight)
     answer: Any = None
     while True:
@@ -98,8 +98,9 @@ def _compare(run: Run, policy: Any, steps_in_flight: int, find: Find) -> Replann
             polls.over(effect.plan.changes.ended)
             step += 1
         elif isinstance(effect, Await):
-            stopped = StepResult(polls.stopped(effect.plan.step))
-            answer = Landed(stopped, polls.answer().cancels if effect.cancels else ())
+            landing = effect.plan.step
+            result = StepResult(polls.stopped(landing), moved=moved.get(landing, ()))
+            answer = Landed(result, polls.answer().cancels if effect.cancels else ())
 
 
 def _recorded(run: Run) -> Iterator[dict[str, int]]:

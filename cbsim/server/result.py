@@ -25,9 +25,12 @@ from cbsim.results import (
     terminal,
     timeline,
 )
+from cbsim.results import (
+    moves as moves_table,
+)
 from cbsim.results.checks import Verdict
 from cbsim.results.directory import RunError, RunWriter
-from cbsim.results.metrics import Requests, Steps
+from cbsim.results.metrics import Ints, Requests, Steps
 from cbsim.results.requests import RequestTable
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario import solved
@@ -45,6 +48,7 @@ OURS = (
     "summary.json",
     "timeline.json.gz",
     directory.MARKER,
+    moves_table.FILE,
     so_far.TERMS,
 )
 
@@ -109,6 +113,11 @@ class Result:
         """One row a request, the columns of requests.parquet."""
         return parquet.table(columns.REQUESTS, directory.request_columns(self._times))
 
+    @cached_property
+    def moves(self) -> Mapping[str, Ints]:
+        """The moves of KV, the columns of moves.parquet; without rows if nothing moved. Raises RunError."""
+        return moves_table.of(self.files) if self.path is None else moves_table.read(self.path)
+
     def check(self, condition: str) -> Verdict:
         """Does a condition such as `gpu_active>=99%` hold? Raises CheckError if it cannot be understood."""
         return checks.parse(condition).verdict(self.summary)
@@ -131,7 +140,7 @@ class Result:
         writer.environment(self.environment)
         with writer.writing(self.step_numbers, lambda: self._times):
             title = f"{self.summary['name']} {self.loop}"
-            writer.file("timeline.json.gz", timeline.chrome_trace(self.step_numbers, timeline_steps, title))
+            writer.file("timeline.json.gz", timeline.chrome_trace(self.step_numbers, timeline_steps, title, self.moves))
         writer.summary({**self.summary, "complete": False})
         writer.drop_pieces()
         for name, content in self._beside().items():
@@ -263,8 +272,9 @@ def figure(results: Sequence[Result]) -> Picture:
         if not len(result.step_numbers):
             raise RunError(f"{result.summary['name']}: {result.loop}: no step ran: there is nothing to draw")
     steps = {result.loop: result.step_numbers for result in results}
+    moved = {result.loop: result.moves for result in results}
     active = {result.loop: float(result.summary["gpu_active"]) for result in results}
-    return Picture(lanes(steps, as_given=True, active=active))
+    return Picture(lanes(steps, as_given=True, active=active, moves=moved))
 
 
 def draw_together(results: Results, path: Path) -> None:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cbsim.results import directory, environment, metrics
+from cbsim.results import directory, environment, metrics, moves
 from cbsim.results.directory import RunWriter
 from cbsim.results.pieces import Pieces
 from cbsim.results.record import Record
@@ -121,9 +121,11 @@ class Session:
         record = self.server.record
         rows, steps = self._pieces.tables(record) if self._pieces else directory.contents(record)
         numbers = metrics.summarise(rows, steps, **self._counted)
+        if record.moves.rows:
+            numbers["kv_moves"] = moves.summarise(record.moves, numbers["makespan_s"])
         text = self._terms.requests
         requests = {} if text is None else {given.FILE: text.encode()}
-        files = {**requests, **self.server.files()}
+        files = {**requests, **moves.files(record.moves), **self.server.files()}
         environment = self.environment
         return Result(
             self.scenario,
