@@ -152,6 +152,10 @@ class Decoding:
         self.pool.release(request, returns=True)
         request.requeue(drop_in_flight)
 
+    def exchange(self, request: Request, entries: Sequence[tuple[int, int]]) -> None:
+        """Entries of a table (index, block) became other blocks, which the next plan tells."""
+        self._replaced += [(request.spec, index, block) for index, block in entries]
+
     def call_off(self, request: Request) -> None:
         """A request is about to give up the places of its moves in order that no plan has listed yet."""
         if self.moves:

@@ -7,12 +7,15 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from cbsim.policy.kind import SchedulerKind
+from cbsim.policy.schedulers.beam import BEAM
 from cbsim.policy.schedulers.static import STATIC
 from cbsim.policy.schedulers.transformers import TRANSFORMERS_FIFO, TRANSFORMERS_PREFILL_FIRST
 from cbsim.policy.schedulers.vllm import VLLM
 
 Kind = SchedulerKind[Any, Any]
-OURS: dict[str, Kind] = {kind.name: kind for kind in (STATIC, TRANSFORMERS_FIFO, TRANSFORMERS_PREFILL_FIRST, VLLM)}
+OURS: dict[str, Kind] = {
+    kind.name: kind for kind in (BEAM, STATIC, TRANSFORMERS_FIFO, TRANSFORMERS_PREFILL_FIRST, VLLM)
+}
 GROUP = "cbsim.schedulers"
 """Entry points of this group name a `SchedulerKind` each."""
 
