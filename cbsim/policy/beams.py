@@ -16,7 +16,7 @@ from cbsim.policy.request import Request
 
 
 class Exchanged(NamedTuple):
-    """A beam that has another table now: the entries that changed, and the block of which its last one is a copy."""
+    """A beam with another text: the entries of its table that changed, and the block of which its last is a copy."""
 
     request: Request
     entries: list[tuple[int, int]]  # (index, block)
@@ -55,7 +55,7 @@ class BeamPool(BlockPool):
 
     def exchange(self, beams: Sequence[Request], parents: Sequence[Request], computed: int) -> list[Exchanged]:
         """Beam i goes on with the text of parents[i], of which `computed` tokens are computed: all tables hold just
-        these. Returns those whose tables are others now.
+        these. Returns those whose tables hold something else now.
         """
         whole, rest = divmod(computed, self.block_size)
         before = {beam: self.tables[beam] for beam in beams}
@@ -77,7 +77,7 @@ class BeamPool(BlockPool):
                 self.grow(beam, 1)
             own, now = before[beam], self.tables[beam]
             entries = [(at, block) for at, block in enumerate(now) if block != own[at]]
-            if entries:
+            if entries or copied is not None:  # the block to copy to may be the one that it had
                 exchanged.append(Exchanged(beam, entries, copied))
         return exchanged
 
