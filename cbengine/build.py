@@ -33,10 +33,8 @@ from cbengine.model.ops import Ops, TorchOps
 from cbengine.sampling import Sampling
 from cbengine.settings import SamplingSettings
 from cbsim.policy.kind import Options
-from cbsim.policy.moves import Way
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.results.columns import NS
 from cbsim.results.record import Record
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario, depth, loops, scheduler_options
@@ -147,6 +145,10 @@ def _check_gpus(scenario: Scenario) -> None:
     """Refuse a group of GPUs: seats, cache and times would be those of several, and one computes."""
     if scenario.gpus > 1:
         raise UsageError(f"cost.tensor_parallel: got {scenario.gpus}, must be 1: the engine computes on one device")
+    if (texts := scenario.kind.samples(scenario.scheduler)) > 1:
+        raise UsageError(
+            f"scheduler: got a search of {texts} texts a request, must be 1: the engine ranks no texts yet"
+        )
 
 
 def _check_heads(shape: ModelShape) -> None:
@@ -336,8 +338,8 @@ def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, cloc
     steps = depth(loop)
     if setup.device == "modelled":
         graphs = scenario.graph_padding == "cbengine"
-        cost, copy_ns = assemble.cost_model(scenario), partial(_copy_ns, scenario, plan.block_size)
-        return Modelled(cost, copy_ns, plan.capacity, steps, clock, graphs=graphs)
+        cost, copies = assemble.cost_model(scenario), assemble.copies(scenario)
+        return Modelled(cost, copies.ns, plan.capacity, steps, clock, graphs=graphs)
     if setup.device == "process":
         plan.check()  # here, because what a worker dies of is not known for a user's mistake
         return Process(plan, plan.capacity, steps)
@@ -347,12 +349,6 @@ def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, cloc
     return Cuda(
         plan(), plan.capacity, steps, graphs=graphs, overlap=scenario.loop.streams, random=plan.random, spin=setup.spin
     )
-
-
-def _copy_ns(scenario: Scenario, block_size: int, way: Way, blocks: int) -> int:
-    """How long a move takes by the GPU's data sheet: over its link, or read and written in its memory."""
-    gpu, size = scenario.hardware, blocks * block_size * scenario.model.kv_bytes_per_token
-    return round(2 * size / gpu.memory_bandwidth_bytes_s * NS if way is Way.COPY else size / gpu.pcie_bytes_s * NS)
 
 
 def engine(

@@ -206,11 +206,16 @@ class Engine:
     def _moved(self, plan: StepPlan) -> tuple[int, ...]:
         """The jobs that are over, each named once. A step without rows waits for one of them, or for a request."""
         until_ns = None if plan.work.rows else self._start_ns + self._inbox.due_ns
-        over = [self._moving.pop((moved.step, moved.at)) for moved in self._device.moved(until_ns)]
+        log, start, over = self.record.moves, self._start_ns, set()
+        for moved in self._device.moved(until_ns):
+            move = self._moving.pop((moved.step, moved.at))
+            log.moved(moved.step, move, moved.start_ns - start, moved.end_ns - start)
+            over.add(move.job)
         if not over:
             return ()
-        left = {move.job for move in self._moving.values()}
-        return tuple(sorted({move.job for move in over} - left - {IN_ORDER}))
+        jobs = tuple(sorted(over - {move.job for move in self._moving.values()} - {IN_ORDER}))
+        log.reported(jobs, plan.step)
+        return jobs
 
     def _deliver(self, sent: Sent, tokens: list[int]) -> list[RequestSpec]:
         """Tokens to their sequences; returns the requests that sampled a stop token."""

@@ -18,11 +18,13 @@ from cbsim.cost.base import Cost
 from cbsim.machine.device import Device
 from cbsim.machine.graphs import Graphs
 from cbsim.policy.loop import Applied, Await, Idle, Landed, Launch, Poll, Polled, Refused, Scheduler, serve
-from cbsim.policy.plan import NOTHING_STOPPED, StepResult
+from cbsim.policy.plan import NOTHING_STOPPED, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
 from cbsim.results.record import Record, StepTimes
 from cbsim.server.driving import CLOSED, OPEN, note_admissions
 from cbsim.server.inbox import NEVER_NS, Inbox
+from cbsim.workload import lineage
+from cbsim.workload.lineage import Parents
 
 LONGEST_NS = 1 << 61  # 73 years: beyond, times would not fit their columns
 UNEVENTFUL = Landed(NOTHING_STOPPED)
@@ -144,9 +146,18 @@ class Machine:
         if self._mover is not None and self._mover.ends:
             moved = self._mover.over(landed_ns, effect.plan.step)
         ends = effect.plan.changes.ends
-        if not ends and not cancels and not moved:
+        parents = self._parents(effect.plan) if effect.plan.ranked else ()
+        if not (ends or cancels or moved or parents):
             return UNEVENTFUL
-        return Landed(StepResult(tuple([s for s in ends if s.output_tokens < s.max_tokens]), moved=moved), cancels)
+        stopped = tuple([s for s in ends if s.output_tokens < s.max_tokens])
+        return Landed(StepResult(stopped, moved=moved, parents=parents), cancels)
+
+    def _parents(self, plan: StepPlan) -> Parents:
+        """Whose text each beam goes on with, as the workload declares it."""
+        declared = lineage.parents(plan)
+        for spec, parent in declared:
+            self.record.parents.extend((plan.step, spec.index, parent.index))
+        return declared
 
     def _landed_ns(self, effect: Await) -> int:
         """When the result of a step is there. One without rows is over at once, unless moves are under way: then it

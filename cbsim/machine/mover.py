@@ -38,8 +38,9 @@ class Mover:
         for move in plan.moves:
             if move.job == IN_ORDER and move.way is not Way.COPY:
                 rows_ns = self._book(plan.step, move, rows_ns)
-            elif move.way is Way.IN:
-                self._book(plan.step, move, at_ns)
+        for move in plan.moves:
+            if move.job != IN_ORDER and move.way is Way.IN:  # into blocks that the others may just have left
+                self._book(plan.step, move, rows_ns)
         return rows_ns
 
     def copying_ns(self, plan: StepPlan) -> int:

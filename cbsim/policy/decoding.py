@@ -158,6 +158,10 @@ class Decoding:
         self._admissions += 1
         self.loose[request] = None
 
+    def exchange(self, request: Request, entries: Sequence[tuple[int, int]]) -> None:
+        """Entries of a table (index, block) became other blocks, which the next plan tells."""
+        self._replaced += [(request.spec, index, block) for index, block in entries]
+
     def call_off(self, request: Request) -> None:
         """A request is about to give up the places of its moves in order that no plan has listed yet."""
         if self.moves:

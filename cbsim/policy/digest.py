@@ -16,10 +16,11 @@ Then the items of these eight lists, in this order:
     preempted  request, lost_tokens, blocks
     replaced   request, index, block
 
-A plan that moves KV, or waits for moves, goes on with the numbers of both, then
+A plan that moves KV, waits for moves or ranks texts goes on with the numbers of each of the three, then
 
     move       way (0 copy, 1 out, 2 in), request or -1, job, number of its blocks, their sources, their targets
     awaited    job
+    ranked     number of texts, then the request of each
 
 The digest is BLAKE2b of these bytes with 8 bytes of output and no key, read as one such integer.
 """
@@ -42,8 +43,8 @@ def digest(plan: StepPlan) -> int:
     said = BytesWriter()
     _say_head(said, plan)
     _say_items(said, plan)
-    if plan.moves or plan.awaited:
-        _say_moves(said, plan)
+    if plan.moves or plan.awaited or plan.ranked:
+        _say_further(said, plan)
     fed = _UNFED.copy()
     fed.update(said.getvalue())
     return read_i64_le(fed.digest(), 0)
@@ -110,9 +111,10 @@ def _say_items(said: BytesWriter, plan: StepPlan) -> None:
         write_i64_le(said, block)
 
 
-def _say_moves(said: BytesWriter, plan: StepPlan) -> None:
+def _say_further(said: BytesWriter, plan: StepPlan) -> None:
     write_i64_le(said, len(plan.moves))
     write_i64_le(said, len(plan.awaited))
+    write_i64_le(said, len(plan.ranked))
     for move in plan.moves:
         write_i64_le(said, int(move.way))
         write_i64_le(said, move.spec.index if move.spec else -1)
@@ -124,3 +126,7 @@ def _say_moves(said: BytesWriter, plan: StepPlan) -> None:
             write_i64_le(said, block)
     for job in plan.awaited:
         write_i64_le(said, job)
+    for group in plan.ranked:
+        write_i64_le(said, len(group))
+        for spec in group:
+            write_i64_le(said, spec.index)

@@ -145,6 +145,11 @@ def _without_reasons(settings: S, site: Site) -> Mapping[str, str]:
     return {}
 
 
+def _one_answer(settings: Settings) -> int:
+    del settings
+    return 1
+
+
 def _unchanged(settings: S, seats: int, tokens: int) -> S:
     del seats, tokens
     return settings
@@ -157,7 +162,7 @@ class SchedulerKind(Generic[S, O]):
     `padding` is the rule by which its steps are padded to captured CUDA graphs. `settled` writes sizes that were solved
     into the settings, so that a smaller cache does not change them. `widened` gives settings for a probe: so many
     seats, so many query tokens a step, nothing shared between requests. `reasons` says of settings that may be left
-    open by which rule they are solved.
+    open by which rule they are solved. `samples` gives how many texts of equal length a request is to this scheduler.
     """
 
     name: str
@@ -172,3 +177,4 @@ class SchedulerKind(Generic[S, O]):
     settled: Callable[[S, O], S] = _as_they_are
     widened: Callable[[S, int, int], S] = _unchanged
     reasons: Callable[[S, Site], Mapping[str, str]] = _without_reasons
+    samples: Callable[[S], int] = _one_answer

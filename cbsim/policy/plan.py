@@ -217,7 +217,8 @@ NO_COUNTS = StepCounts()
 class StepPlan:
     """One step: what it computes, what changes with it, how things stand after planning, and which KV moves.
 
-    Its rows run after the jobs `awaited`, moves of earlier plans, whose blocks are free for it.
+    Its rows run after the jobs `awaited`, moves of earlier plans, whose blocks are free for it. Each group of `ranked`
+    are texts of one request whose rows sample together: the best continuations of all of them, one for each.
     """
 
     step: Final[int]
@@ -226,6 +227,7 @@ class StepPlan:
     counts: Final[StepCounts]
     moves: Final[tuple[Move, ...]]
     awaited: Final[tuple[int, ...]]
+    ranked: Final[tuple[tuple[RequestSpec, ...], ...]]
 
     def __init__(
         self,
@@ -235,6 +237,7 @@ class StepPlan:
         counts: StepCounts = NO_COUNTS,
         moves: tuple[Move, ...] = (),
         awaited: tuple[int, ...] = (),
+        ranked: tuple[tuple[RequestSpec, ...], ...] = (),
     ) -> None:
         self.step = step
         self.work = work
@@ -242,6 +245,7 @@ class StepPlan:
         self.counts = counts
         self.moves = moves
         self.awaited = awaited
+        self.ranked = ranked
 
     def digest(self) -> int:
         """Everything that the plan says, as a signed 64-bit integer; digest.py declares its bytes."""
@@ -252,12 +256,14 @@ class StepPlan:
 class StepResult:
     """What came back: the requests that sampled a stop token, and the output tokens of rows that yielded other than
     they might, a stop token included and nothing behind it. Every other row delivered as promised, up to the declared
-    last token of its request. `moved` are the jobs of moves that are over since the result before.
+    last token of its request. `moved` are the jobs of moves that are over since the result before. `parents` are the
+    texts of ranked groups that go on with the text of another one, each with that one.
     """
 
     stopped: tuple[RequestSpec, ...] = ()
     delivered: tuple[tuple[RequestSpec, int], ...] = ()
     moved: tuple[int, ...] = ()
+    parents: tuple[tuple[RequestSpec, RequestSpec], ...] = ()
 
 
 NOTHING_STOPPED = StepResult()

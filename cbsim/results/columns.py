@@ -111,5 +111,11 @@ MOVES = (
     Column("reported_step", "id", "the step whose result said that the job is over, -1 for none"),
 )
 
+PARENTS = (
+    Column("step", "id", "the step whose result said so"),
+    Column("request", "id", "the text"),
+    Column("parent", "id", "the text that it went on with"),
+)
+
 FOLLOWING = ("scheduled_ns", "first_token_ns", "last_token_ns", "generated_tokens")  # from the steps
 RECORDED = tuple(column for column in REQUESTS if column.name not in FOLLOWING)

@@ -8,6 +8,7 @@ forgets them: then it holds no more than what runs and waits, and the steps sinc
 
 from __future__ import annotations
 
+from array import array
 from typing import NamedTuple, Protocol
 
 from librt.strings import BytesWriter, write_i64_le
@@ -97,6 +98,7 @@ class Record:
         self.failures: dict[RequestSpec, str] = {}
         self.cancels: dict[RequestSpec, int] = {}
         self.moves = MoveLog()
+        self.parents = array("q")  # rows of columns.PARENTS
         self.polls = 0
         self.sampled_tokens = 0  # output tokens that steps have delivered
         self._queued: dict[RequestSpec, tuple[int, int]] = {}  # -> (poll, time)

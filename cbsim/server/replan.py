@@ -7,7 +7,7 @@ for one measured on hardware alike, and is how the two are shown to have run the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import numpy as np
 from cbsim.policy.loop import Await, Landed, Launch, Poll, Polled, Scheduler, serve
 from cbsim.policy.plan import StepPlan, StepResult
 from cbsim.policy.request import Finish, RequestSpec
-from cbsim.results import directory, moves
+from cbsim.results import directory, lineage, moves
 from cbsim.results.directory import Run, RunError
 from cbsim.results.metrics import Ints
 from cbsim.results.requests import RequestTable
@@ -82,7 +82,7 @@ def _check_asked(run: Run, workload: generators.Workload) -> None:
 def _compare(run: Run, policy: Any, steps_in_flight: int, find: Find, hear: Hear | None = None) -> Replanned:
     polls, steps = _Polls(run, find), len(run.steps)
     total, step = policy.pool.num_blocks, 0
-    recorded, moved = _recorded(run), moves.reports(run.path)
+    recorded, moved, parents = _recorded(run), moves.reports(run.path), lineage.read(run.path)
     loop = serve(policy, steps_in_flight)
     answer: Any = None
     while True:
@@ -106,7 +106,9 @@ def _compare(run: Run, policy: Any, steps_in_flight: int, find: Find, hear: Hear
             step += 1
         elif isinstance(effect, Await):
             landing = effect.plan.step
-            result = StepResult(polls.stopped(landing), moved=moved.get(landing, ()))
+            result = StepResult(
+                polls.stopped(landing), moved=moved.get(landing, ()), parents=polls.pairs(parents.get(landing, ()))
+            )
             answer = Landed(result, polls.answer().cancels if effect.cancels else ())
 
 
@@ -172,6 +174,11 @@ class _Polls:
 
     def stopped(self, step: int) -> tuple[RequestSpec, ...]:
         return tuple(self._known(self._stops.at(step)))
+
+    def pairs(self, indices: Iterable[tuple[int, int]]) -> tuple[tuple[RequestSpec, RequestSpec], ...]:
+        """Requests by two indices, of those that have come and not ended."""
+        come = self._open
+        return tuple([(come[one], come[other]) for one, other in indices if one in come and other in come])
 
     def over(self, ended: Sequence[RequestSpec]) -> None:
         """These have ended."""

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cbsim.results import directory, environment, metrics, moves
+from cbsim.results import directory, environment, lineage, metrics, moves
 from cbsim.results.directory import RunWriter
 from cbsim.results.pieces import Pieces
 from cbsim.results.record import Record
@@ -125,7 +125,7 @@ class Session:
             numbers["kv_moves"] = moves.summarise(record.moves, numbers["makespan_s"])
         text = self._terms.requests
         requests = {} if text is None else {given.FILE: text.encode()}
-        files = {**requests, **moves.files(record.moves), **self.server.files()}
+        files = {**requests, **moves.files(record.moves), **lineage.files(record.parents), **self.server.files()}
         environment = self.environment
         return Result(
             self.scenario,

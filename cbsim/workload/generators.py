@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, demand, memory
 from cbsim.scenario import lengths as length_tables
+from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import csv_columns, scheduler_tests, traces, vllm_bench
 from cbsim.workload.clients import Sessions, Users
@@ -124,6 +125,8 @@ def build(scenario: Scenario, given: str | None = None) -> Workload:
         demand.Agentic: _agentic,
         demand.VllmBench: _vllm_bench,
     }
+    if (texts := scenario.kind.samples(scenario.scheduler)) > 1:
+        return _searched(wanted, streams, texts)
     return builders[type(wanted)](wanted, streams)
 
 
@@ -191,14 +194,24 @@ def _arrival_ns(arrivals: object, count: int, rng: np.random.Generator) -> Ints:
     return np.rint(np.minimum(times, LATEST_S) * 1e9).astype(np.int64)
 
 
-def _synthetic(wanted: demand.Synthetic, streams: Streams) -> Workload:
-    count, samples = wanted.requests, wanted.samples
+def _searched(wanted: object, streams: Streams, texts: int) -> Workload:
+    """Requests of so many texts of equal length, for a scheduler that searches. Raises ScenarioError."""
+    if not isinstance(wanted, demand.Synthetic) or wanted.samples > 1:
+        raise ScenarioError(f"workload: a search of {texts} texts a request needs kind synthetic with samples 1")
+    return _synthetic(wanted, streams, texts)
+
+
+def _synthetic(wanted: demand.Synthetic, streams: Streams, texts: int = 1) -> Workload:
+    """`texts` of each request have the same length, `samples` lengths of their own."""
+    count, samples = wanted.requests, max(wanted.samples, texts)
     memory.check(count, samples)
     if wanted.lengths is not None:
-        prompts, outputs = draw_pairs(wanted.lengths, count, streams, samples)
+        prompts, outputs = draw_pairs(wanted.lengths, count, streams, wanted.samples)
+        prompts = np.repeat(prompts, texts)
     else:
         prompts = np.repeat(draw(wanted.prompt_tokens, count, streams.prompts, "workload.prompt_tokens"), samples)
-        outputs = draw(wanted.output_tokens, count * samples, streams.outputs, "workload.output_tokens")
+        outputs = draw(wanted.output_tokens, count * wanted.samples, streams.outputs, "workload.output_tokens")
+    outputs = np.repeat(outputs, texts)
     most = wanted.max_tokens or int(outputs.max())
     outputs = np.minimum(outputs, most)
     priorities = streams.priorities.choice(wanted.priorities, count) if wanted.priorities else np.zeros(count, np.int64)

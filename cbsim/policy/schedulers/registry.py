@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from cbsim.policy.kind import SchedulerKind
+from cbsim.policy.schedulers.beam import BEAM
 from cbsim.policy.schedulers.contiguous import CONTIGUOUS
 from cbsim.policy.schedulers.static import STATIC
 from cbsim.policy.schedulers.transformers import TRANSFORMERS_FIFO, TRANSFORMERS_PREFILL_FIRST
@@ -14,7 +15,7 @@ from cbsim.policy.schedulers.vllm import VLLM
 
 Kind = SchedulerKind[Any, Any]
 OURS: dict[str, Kind] = {
-    kind.name: kind for kind in (CONTIGUOUS, STATIC, TRANSFORMERS_FIFO, TRANSFORMERS_PREFILL_FIRST, VLLM)
+    kind.name: kind for kind in (BEAM, CONTIGUOUS, STATIC, TRANSFORMERS_FIFO, TRANSFORMERS_PREFILL_FIRST, VLLM)
 }
 GROUP = "cbsim.schedulers"
 """Entry points of this group name a `SchedulerKind` each."""

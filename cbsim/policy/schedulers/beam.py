@@ -1,0 +1,202 @@
+"""Beam search with iteration-level batching, as `generate(num_beams=k)` searches, on paged blocks.
+
+A request is k texts. One of them reads the prompt but for its last token; then all compute that token and every one
+after it, side by side in each step, and the k best continuations of all k texts are what they go on with: a result says
+whose text each beam took over. What texts have in common lies in shared blocks (beams.py); the last block of a text
+that several go on with is copied.
+
+Requests are let in first come, first served, if the cache has room for k whole texts that share nothing: so nobody is
+preempted. The next step's tables follow from a result, so no step is planned ahead of one, in either loop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+from cbsim.policy.beams import BeamPool
+from cbsim.policy.decoding import Decoding
+from cbsim.policy.kind import SchedulerKind
+from cbsim.policy.moves import Move, Way
+from cbsim.policy.observer import NOBODY, Observer
+from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
+from cbsim.policy.request import Finish, Request, RequestSpec, Status
+from cbsim.policy.schedulers.beam_settings import BeamOptions, BeamSettings, resolve, widened
+from cbsim.policy.value import mypyc_attr
+
+
+class Search:
+    """The texts of one request. `beams[0]` reads the prompt; `forked`: the others have taken it over."""
+
+    def __init__(self, first: Request, blocks: int) -> None:
+        self.beams = [first]
+        self.blocks = blocks  # that all of them together can come to hold
+        self.forked = False
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class BeamScheduler:
+    """Beam search as a policy."""
+
+    polls_before_update = False
+    awaits_when_idle = True
+
+    def __init__(self, options: BeamOptions, observer: Observer = NOBODY) -> None:
+        self.options = o = options
+        self.limits = o.limits
+        self.pool = BeamPool(o.block_size, o.num_blocks, observer)
+        self.decoding = Decoding(self.pool, observer=observer)
+        self.requests = self.decoding.requests
+        self.waiting: deque[Request] = deque()
+        self.searches: list[Search] = []  # that have been let in
+        self._search: dict[Request, Search] = {}
+        self._promised = 0  # blocks, to those let in
+
+    @property
+    def running(self) -> list[Request]:
+        return [beam for search in self.searches for beam in search.beams]
+
+    @property
+    def idle(self) -> bool:
+        return not self.requests
+
+    def refusal(self, spec: RequestSpec) -> str | None:
+        needed, have = self._whole(spec), self.pool.num_blocks
+        if needed > have:
+            return f"{self.options.num_beams} texts need up to {needed} blocks, the cache has {have}"
+        if spec.sample_of is not None and spec.max_tokens != spec.sample_of.max_tokens:
+            return f"max_tokens is {spec.max_tokens}, that of the other texts {spec.sample_of.max_tokens}"
+        return None
+
+    def _whole(self, spec: RequestSpec) -> int:
+        """Blocks of all texts of a request at their end; the last tokens are never computed."""
+        return self.options.num_beams * self.pool.blocks_for(spec.prompt_tokens + spec.max_tokens - 1)
+
+    def add(self, spec: RequestSpec) -> None:
+        request = self.decoding.add(spec, spec.max_tokens)
+        first = self.requests.get(spec.sample_of) if spec.sample_of is not None else None
+        search = self._search.get(first) if first is not None else None
+        if search is None:
+            search = Search(request, self._whole(spec))
+        else:
+            search.beams.append(request)
+        self._search[request] = search
+        self.waiting.append(request)
+
+    def cancel(self, spec: RequestSpec) -> None:
+        """The texts of a request are given up together."""
+        request = self.requests.get(spec)
+        if request is not None:
+            for beam in list(self._search[request].beams):
+                self._finish(beam, Finish.ABORTED)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        rows: dict[Request, Chunk] = {}
+        ranked: list[tuple[RequestSpec, ...]] = []
+        left = self.options.max_num_batched_tokens
+        for search in self.searches:
+            left -= self._go_on(search, left, rows, ranked)
+        while self.waiting and left and self._has_room(self._search[self.waiting[0]]):
+            search = self._search[self.waiting[0]]
+            self._let_in(search)
+            left -= self._go_on(search, left, rows, ranked)
+        if not rows:
+            return None
+        plan = self.decoding.plan(rows, running=len(self.running), waiting=len(self.waiting))
+        return replace(plan, ranked=tuple(ranked))
+
+    def _has_room(self, search: Search) -> bool:
+        seats = self.options.max_num_seqs - len(self.running)
+        return len(search.beams) <= seats and search.blocks <= self.pool.num_blocks - self._promised
+
+    def _let_in(self, search: Search) -> None:
+        self._promised += search.blocks
+        self.searches.append(search)
+        self.waiting = deque([request for request in self.waiting if self._search[request] is not search])
+        self.decoding.admit(search.beams[0])
+
+    def _go_on(
+        self, search: Search, left: int, rows: dict[Request, Chunk], ranked: list[tuple[RequestSpec, ...]]
+    ) -> int:
+        """Rows of a request, and so many tokens of the step: some of its prompt, or one of each text."""
+        first = search.beams[0]
+        tokens = min(first.wanted - 1, left)
+        if tokens:
+            self._add(first, tokens, rows)
+            return tokens
+        if len(search.beams) > left:
+            return 0
+        if not search.forked:
+            self._fork(search)
+        for beam in search.beams:
+            self._add(beam, 1, rows)
+        ranked.append(tuple([beam.spec for beam in search.beams]))
+        return len(search.beams)
+
+    def _add(self, request: Request, tokens: int, rows: dict[Request, Chunk]) -> None:
+        blocks = self.pool.grow(request, self.pool.missing(request, request.computed + tokens))
+        rows[request] = self.decoding.row(request, tokens, blocks)
+
+    def _fork(self, search: Search) -> None:
+        """The prompt is read but for its last token: every text begins with that."""
+        search.forked = True
+        first = search.beams[0]
+        for beam in search.beams[1:]:
+            copied = self.pool.fork(first, beam, first.computed) if first.computed else None
+            self.decoding.admit(beam, first.computed)
+            if copied is not None:
+                self._copy(copied, beam)
+
+    def _copy(self, block: int, beam: Request) -> None:
+        self.decoding.moves.append(Move(Way.COPY, (block,), (self.pool.tables[beam][-1],), beam.spec))
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def runs_ahead(self, plan: StepPlan) -> bool:
+        return False
+
+    def update(self, plan: StepPlan, result: StepResult) -> Outcome:
+        outcome = self.decoding.land(plan, result, self._finish)
+        if result.parents:
+            self._exchange(plan, dict(result.parents))
+        return outcome
+
+    def _exchange(self, plan: StepPlan, parents: dict[RequestSpec, RequestSpec]) -> None:
+        """Texts that go on with another's."""
+        for group in plan.ranked:
+            if parents.keys().isdisjoint(group) or any(spec not in self.requests for spec in group):
+                continue  # all as they were, or over
+            beams = [self.requests[spec] for spec in group]
+            origins = [self.requests[parents.get(spec, spec)] for spec in group]
+            for exchanged in self.pool.exchange(beams, origins, beams[0].computed):
+                self.decoding.exchange(exchanged.request, exchanged.entries)
+                if exchanged.copied is not None:
+                    self._copy(exchanged.copied, exchanged.request)
+
+    def _finish(self, request: Request, reason: Finish) -> None:
+        search = self._search.pop(request)
+        search.beams.remove(request)
+        if search in self.searches and not search.beams:
+            self.searches.remove(search)
+            self._promised -= search.blocks
+        if request.status is Status.WAITING and request in self.waiting:
+            self.waiting.remove(request)
+        self.decoding.call_off(request)
+        self.decoding.end(request, reason)
+
+
+def _texts(settings: BeamSettings) -> int:
+    return settings.num_beams
+
+
+BEAM = SchedulerKind(
+    name="beam",
+    about="beam search: every request is the best of several texts that grow side by side on shared blocks",
+    settings=BeamSettings,
+    resolve=resolve,
+    make=BeamScheduler,
+    widened=widened,
+    samples=_texts,
+)
