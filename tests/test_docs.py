@@ -10,6 +10,7 @@ import gzip
 import json
 import re
 import shlex
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -27,13 +28,14 @@ from cbengine.cli.arguments import command_line
 from cbengine.cli.parser import main as engine_main
 from cbsim.cli import parser
 from cbsim.policy.moves import Move, Way
+from cbsim.policy.schedulers.beam_settings import BeamOptions
 from cbsim.policy.schedulers.contiguous_settings import ContiguousOptions
 from cbsim.policy.schedulers.registry import OURS
 from cbsim.policy.schedulers.static_settings import StaticOptions
 from cbsim.policy.schedulers.transformers_settings import TransformersOptions
 from cbsim.policy.schedulers.vllm_settings import VllmOptions
 from cbsim.proof.conformance.check import traces
-from cbsim.results import checks, columns, moves, parquet
+from cbsim.results import checks, columns, lineage, moves, parquet
 from cbsim.results.columns import Column
 from cbsim.results.metrics import SAMPLES_NEEDED
 from cbsim.results.move_log import MoveLog
@@ -226,7 +228,7 @@ def test_names_that_a_scenario_can_use_are_documented() -> None:
 def test_policy_options_are_documented() -> None:
     """Every option of every scheduler is named in docs/policies.md."""
     text = POLICIES.read_text()
-    for options in (VllmOptions, TransformersOptions, StaticOptions, ContiguousOptions):
+    for options in (VllmOptions, TransformersOptions, StaticOptions, ContiguousOptions, BeamOptions):
         assert not [field.name for field in fields(options) if field.name != "name" and f"`{field.name}`" not in text]
 
 
@@ -312,6 +314,7 @@ DECLARED = {
     "steps.parquet": columns.STEPS,
     "requests.parquet": columns.REQUESTS,
     moves.FILE: columns.MOVES,
+    lineage.FILE: columns.PARENTS,
     tokens.FILE: tokens.COLUMNS,
 }
 COLUMN_MARK = re.compile(r"^<!-- columns: (\S+) -->\n(?:\|.*\n)*", re.MULTILINE)
@@ -352,10 +355,10 @@ def in_file(path: Path) -> list[list[str]]:
 
 @pytest.fixture
 def moved(tmp_path: Path) -> Path:
-    """A folder with the table of a run in which KV moved."""
+    """A folder with the tables of a search, in which KV moved."""
     log = MoveLog()
     log.moved(0, Move(Way.COPY, (0,), (1,)), 0, 1)
-    for name, content in moves.files(log).items():
+    for name, content in {**moves.files(log), **lineage.files(array("q", (0, 1, 2)))}.items():
         (tmp_path / name).write_bytes(content)
     return tmp_path
 
@@ -364,7 +367,7 @@ def moved(tmp_path: Path) -> Path:
 def test_a_file_s_own_columns_are_the_page_s(name: str, request: pytest.FixtureRequest) -> None:
     """Who has the file needs no page: name, type, unit and definition of each column are in it, in the page's order.
     The page is compared with the declaration above, so all three agree."""
-    fixtures = {tokens.FILE: "measured", moves.FILE: "moved"}
+    fixtures = {tokens.FILE: "measured", moves.FILE: "moved", lineage.FILE: "moved"}
     made = request.getfixturevalue(fixtures.get(name, "runs"))
     run = made if isinstance(made, Path) else made[0]
     assert in_file(run / name) == table_rows(name, DIRECTORY)
@@ -387,7 +390,7 @@ def test_units_are_those_that_the_page_explains() -> None:
 def test_the_files_of_a_run_are_documented(runs: list[Path], measured: Path) -> None:
     """Of both runs together: the picture of both loops lies in the second directory."""
     given = {str(file.relative_to(run)) for run in [*runs, measured] for file in run.rglob("*") if file.is_file()}
-    assert sorted(listed("Files", DIRECTORY)) == sorted({*given, "INCOMPLETE", moves.FILE})
+    assert sorted(listed("Files", DIRECTORY)) == sorted({*given, "INCOMPLETE", moves.FILE, lineage.FILE})
 
 
 def test_the_facts_of_a_run_are_documented(runs: list[Path], measured: Path) -> None:

@@ -42,7 +42,10 @@ FULL = StepPlan(
     StepCounts(table_blocks=23, new_blocks=24, running=25, waiting=26, free_blocks=27, cached_blocks=28),
 )
 MOVING = replace(
-    FULL, moves=(Move(Way.COPY, (29,), (30,), B), Move(Way.IN, (31, 32), (33, 34), None, job=35)), awaited=(36, 37)
+    FULL,
+    moves=(Move(Way.COPY, (29,), (30,), B), Move(Way.IN, (31, 32), (33, 34), None, job=35)),
+    awaited=(36, 37),
+    ranked=((A, B), (C,)),
 )
 
 
@@ -60,12 +63,13 @@ def words(plan: StepPlan) -> list[int]:
     head += [spec.index for spec in (*c.joined, *c.left, *c.ends, *c.ended)]
     head += [number for p in c.preempted for number in (p.spec.index, p.lost_tokens, p.blocks)]
     head += [number for spec, at, block in c.replaced for number in (spec.index, at, block)]
-    if not (plan.moves or plan.awaited):
+    if not (plan.moves or plan.awaited or plan.ranked):
         return head
-    head += [len(plan.moves), len(plan.awaited)]
+    head += [len(plan.moves), len(plan.awaited), len(plan.ranked)]
     for m in plan.moves:
         head += [m.way.value, m.spec.index if m.spec else -1, m.job, len(m.sources), *m.sources, *m.targets]
-    return [*head, *plan.awaited]
+    head += plan.awaited
+    return head + [number for group in plan.ranked for number in (len(group), *(spec.index for spec in group))]
 
 
 def by_the_book(plan: StepPlan) -> int:

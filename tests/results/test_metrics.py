@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbsim.machine import simulate
-from cbsim.results import checks, metrics
+from cbsim.results import checks, metrics, moves
 from cbsim.results.metrics import Steps, summarise, token_times
+from cbsim.results.move_log import MoveLog
 from cbsim.results.record import STEP_COLUMNS, RequestRow
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import generators
@@ -384,6 +385,7 @@ def test_every_number_of_a_summary_can_be_checked_and_every_check_finds_one() ->
     table = np.frombuffer(bytes(server.record.steps), dtype=np.int64).reshape(-1, len(STEP_COLUMNS))
     slo = {"ttft_s": 1.0, "tpot_s": 1.0, "e2e_s": 9.0}
     summary = summarise(server.record.requests(), Steps(table), total_blocks=100, slo=slo, price_usd_hour=5.0)
+    summary["kv_moves"] = moves.summarise(MoveLog(), 1.0)  # of runs that move KV
     found = leaves(summary)
     assert set(checks.NAMES) - set(found) == set()
     assert set(found) - set(checks.NAMES) <= UNCHECKED

@@ -304,9 +304,15 @@ def test_override_of_a_list_entry(small: Path) -> None:
         ("seed: -1", ":9: seed: got -1, must be >= 0"),
         ("seed: 1.5", ":9: seed: got 1.5, expected a whole number"),
         ("seed: true", ":9: seed: got true, expected a whole number"),
-        ("scheduler: {name: vlm}", ":9: scheduler.name: got 'vlm', expected one of static, transformers_fifo"),
-        ("scheduler: {max_num_seqs: 3}", ":9: scheduler.name: is required: one of static"),
-        ("scheduler: vllm", "scheduler: got 'vllm', expected fields, of which `name` is one of static"),
+        (
+            "scheduler: {name: vlm}",
+            ":9: scheduler.name: got 'vlm', expected one of beam, contiguous, static, transformers_fifo",
+        ),
+        ("scheduler: {max_num_seqs: 3}", ":9: scheduler.name: is required: one of beam, contiguous, static"),
+        (
+            "scheduler: vllm",
+            "scheduler: got 'vllm', expected fields, of which `name` is one of beam, contiguous, static",
+        ),
         (
             "scheduler: {name: vllm, max_num_seqs: 9000}",
             "max_num_batched_tokens: got 8192, must be >= max_num_seqs (9000)",
@@ -321,7 +327,7 @@ def test_override_of_a_list_entry(small: Path) -> None:
             "scheduler: {name: vllm, max_model_len: 100, long_prefill_token_threshold: 101}",
             "long_prefill_token_threshold: got 101, must be <= max_model_len (100)",
         ),
-        ("scheduler: {name: transformers_fifo, cpu_offload_gib: 4}", "offloading to the host comes later"),
+        ("scheduler: {name: transformers_fifo, sliding_window: 4}", "sliding-window layers comes later"),
         (
             "scheduler: {name: transformers_fifo}\nkv_cache: {block_size: 2}",
             "block_size: got 2, must be >= 4 for trans",
