@@ -191,9 +191,9 @@ class Restless(VllmScheduler):
         else:
             super()._finish(request, reason)
 
-    def _preempt_one(self, line: list[Request], index: int, step: Any) -> int:
-        moved = super()._preempt_one(line, index, step)
-        self._drop(self.requests[self.decoding.preempted[-1].spec])
+    def _preempt(self, victim: Request, line: list[Request], index: int, step: Any) -> int:
+        moved = super()._preempt(victim, line, index, step)
+        self._drop(victim)
         return moved
 
     # -- blocks and places --------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ pytest.importorskip("torch", reason="the engine needs torch")
 from served import LOOPS, MS
 from test_moves import KINDS, case, restless
 
-from cbengine import build
 from cbengine.build import Setup
 from cbengine.device.base import Modelled
 from cbengine.device.moves import ModelledMoves, Moved
@@ -84,10 +83,10 @@ def test_a_run_on_modelled_lanes(loop: str) -> None:
 def test_the_data_sheet_says_how_long_a_move_takes() -> None:
     """Bytes of the blocks over the link, or twice through the GPU's memory."""
     given = case().scenario
-    block, gpu = 4 * given.model.kv_bytes_per_token, given.hardware
-    assert build._copy_ns(given, 4, Way.OUT, 3) == round(3 * block / gpu.pcie_bytes_s * 1e9)
-    assert build._copy_ns(given, 4, Way.IN, 3) == round(3 * block / gpu.pcie_bytes_s * 1e9)
-    assert build._copy_ns(given, 4, Way.COPY, 3) == round(6 * block / gpu.memory_bandwidth_bytes_s * 1e9)
+    block, gpu = given.block_size * given.model.kv_bytes_per_token, given.hardware
+    copies = assemble.copies(given)
+    assert copies.ns(Way.OUT, 3) == copies.ns(Way.IN, 3) == round(3 * block / gpu.pcie_bytes_s * 1e9)
+    assert copies.ns(Way.COPY, 3) == round(6 * block / gpu.memory_bandwidth_bytes_s * 1e9)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
