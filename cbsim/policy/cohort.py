@@ -49,6 +49,25 @@ class Landing:
         self.short = short
 
 
+Landings = tuple[list[Landing], list[Landing], list[Landing]]  # of the chunks before the members, of them, and after
+
+
+def in_order(notes: Landings, late: list[tuple[Request, int]], stopped: list[Request]) -> list[Landing]:
+    """The rows of a step that do more than count: those noted, those of members that have left since, and those
+    that sampled a stop token. Chunks come as they were listed, members by admission.
+    """
+    before, middle, after = notes
+    if late:
+        noted = {landing.request for landing in middle}
+        middle += [Landing(request, epoch, 1) for request, epoch in late if request not in noted]
+    if stopped:
+        noted = {landing.request for landing in (*before, *middle, *after)}
+        middle += [Landing(request, request.epoch, 1) for request in stopped if request not in noted]
+    if len(middle) > 1:
+        middle.sort(key=lambda landing: landing.request.order)
+    return [*before, *middle, *after]
+
+
 class Cohort:
     """Members and their calendars. `planned` and `updated` count steps and are the index of the next one of each."""
 

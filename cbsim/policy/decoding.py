@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Final
 
 from cbsim.policy.blocks import BlockPool, Replaced
-from cbsim.policy.cohort import Cohort, Landing, by_order
+from cbsim.policy.cohort import Cohort, Landing, Landings, by_order, in_order
 from cbsim.policy.keys import Keys
 from cbsim.policy.moves import IN_ORDER, Move, arriving
 from cbsim.policy.observer import NOBODY, Observer
@@ -36,8 +36,6 @@ from cbsim.policy.plan import (
 )
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.value import value
-
-Landings = tuple[list[Landing], list[Landing], list[Landing]]  # of the chunks before the members, of them, and after
 
 
 @value(init=False)
@@ -333,7 +331,7 @@ class Decoding:
         if not (notes or late or result.stopped or result.delivered):
             return UNCHANGED
         stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
-        landings = _in_order(notes or ([], [], []), late, stopped)
+        landings = in_order(notes or ([], [], []), late, stopped)
         delivered = dict(result.delivered) if result.delivered else AS_PROMISED
         assert not delivered or delivered.keys() <= {landing.request.spec for landing in landings}, "members yield one"
         received: list[RequestSpec] = []
@@ -388,19 +386,3 @@ class Decoding:
         """Raise AssertionError unless every block is free or owned and the members' sums equal a recount."""
         self.pool.check()
         self.members.check(self.pool.tables)
-
-
-def _in_order(notes: Landings, late: list[tuple[Request, int]], stopped: list[Request]) -> list[Landing]:
-    """The rows of a step that do more than count: those noted, those of members that have left since, and those
-    that sampled a stop token. Chunks come as they were listed, members by admission.
-    """
-    before, middle, after = notes
-    if late:
-        noted = {landing.request for landing in middle}
-        middle += [Landing(request, epoch, 1) for request, epoch in late if request not in noted]
-    if stopped:
-        noted = {landing.request for landing in (*before, *middle, *after)}
-        middle += [Landing(request, request.epoch, 1) for request in stopped if request not in noted]
-    if len(middle) > 1:
-        middle.sort(key=lambda landing: landing.request.order)
-    return [*before, *middle, *after]

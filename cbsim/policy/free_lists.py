@@ -1,0 +1,125 @@
+"""Which free block is handed out next: the one thing that real managers of blocks disagree about."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class FreeList(Protocol):
+    """Which free block goes next. `free` is how many there are."""
+
+    free: int
+
+    def take(self, count: int) -> list[int]:
+        """Hand out `count` blocks; the caller has checked that there are enough."""
+
+    def give(self, blocks: list[int], hashed: int) -> None:
+        """Take back blocks of one table, in table order; the first `hashed` of them hold reusable content."""
+
+    def pick(self, block: int) -> None:
+        """Take one particular free block out, because its content is wanted."""
+
+    def order(self) -> list[int]:
+        """Every free block, in the order of its list."""
+
+
+class FreeQueue:
+    """vLLM's one queue: handed out from the front; a freed table is walked tail first.
+
+    0.19 appends every block. 0.33 (`unhashed_first`) puts blocks without content to the front and appends the others,
+    which makes the queue a true LRU of cache entries. `pick` marks an entry dead; it is dropped when it surfaces.
+    Both ends are lists, so that blocks go in and out by the slice: a stack in front, its last block the next one, and
+    behind it `_queue` from `_head` on.
+    """
+
+    def __init__(self, blocks: Iterable[int], *, unhashed_first: bool) -> None:
+        self._stack: list[int] = []
+        self._queue = list(blocks)
+        self._head = 0
+        self._dead: dict[int, int] = {}
+        self.free = len(self._queue)
+        self._unhashed_first = unhashed_first
+
+    def take(self, count: int) -> list[int]:
+        self.free -= count
+        taken = self._next(count)
+        if self._dead:
+            taken = [block for block in taken if not self._bury(block)]
+            while len(taken) < count:
+                taken += [block for block in self._next(count - len(taken)) if not self._bury(block)]
+        return taken
+
+    def _next(self, count: int) -> list[int]:
+        """The next entries, dead or alive; fewer if there are no more."""
+        stack = self._stack
+        least = max(0, len(stack) - count)
+        entries = stack[least:]
+        del stack[least:]
+        entries.reverse()
+        if len(entries) < count:
+            queue, first = self._queue, self._head
+            self._head = first + count - len(entries)
+            entries += queue[first : self._head]
+            if self._head > len(queue) // 2:
+                del queue[: self._head]
+                self._head = 0
+        return entries
+
+    def _bury(self, block: int) -> bool:
+        """Is this entry dead? The dead entries of a block always lie before its live one."""
+        dead = self._dead.pop(block, 0)
+        if dead > 1:
+            self._dead[block] = dead - 1
+        return dead > 0
+
+    def give(self, blocks: list[int], hashed: int) -> None:
+        self.free += len(blocks)
+        if self._unhashed_first:
+            self._stack.extend(blocks[hashed:])
+            blocks = blocks[:hashed]
+        self._queue.extend(reversed(blocks))
+
+    def pick(self, block: int) -> None:
+        self.free -= 1
+        self._dead[block] = self._dead.get(block, 0) + 1
+
+    def order(self) -> list[int]:
+        dead = dict(self._dead)
+        live: list[int] = []
+        for block in (*reversed(self._stack), *self._queue[self._head :]):
+            if dead.get(block, 0):
+                dead[block] -= 1
+            else:
+                live.append(block)
+        return live
+
+
+class CachedLast:
+    """transformers' two lists: blocks without content are a FIFO queue; cached blocks go only when that is short,
+    newest first. A freed table is walked head first.
+    """
+
+    def __init__(self, blocks: Iterable[int]) -> None:
+        self.plain = deque(blocks)
+        self.cached: dict[int, None] = {}
+        self.free = len(self.plain)
+
+    def take(self, count: int) -> list[int]:
+        self.free -= count
+        for _ in range(count - len(self.plain)):
+            self.plain.append(self.cached.popitem()[0])
+        return [self.plain.popleft() for _ in range(count)]
+
+    def give(self, blocks: list[int], hashed: int) -> None:
+        self.free += len(blocks)
+        self.cached.update(dict.fromkeys(blocks[:hashed]))
+        self.plain.extend(blocks[hashed:])
+
+    def pick(self, block: int) -> None:
+        self.free -= 1
+        del self.cached[block]
+
+    def order(self) -> list[int]:
+        return [*self.plain, *self.cached]
