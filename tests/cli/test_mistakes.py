@@ -48,7 +48,10 @@ def test_a_condition_that_cannot_be_understood_runs_nothing(
         ("scheduler.max_num_seq=3", ("scheduler.max_num_seq: unknown field", "did you mean max_num_seqs?")),
         ("workload.requets=3", ("workload.requets: unknown field", "did you mean requests?")),
         ("kv_cache.blocksize=16", ("kv_cache.blocksize: unknown field", "did you mean block_size?")),
-        ("scheduler.name=vlm", ("scheduler.name: got 'vlm'", "expected one of static,", "did you mean vllm?")),
+        (
+            "scheduler.name=vlm",
+            ("scheduler.name: got 'vlm'", "expected one of beam, contiguous, static,", "did you mean vllm?"),
+        ),
         ("cost.kind=rooflin", ("cost.kind: got 'rooflin'", "did you mean roofline?")),
         ("model=lama-3.1-8b", ("unknown model 'lama-3.1-8b'", "did you mean llama-3.1-8b")),
         ("hardware=h201-sxm", ("unknown hardware 'h201-sxm'", "did you mean h200-sxm")),

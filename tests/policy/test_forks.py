@@ -242,7 +242,7 @@ def test_who_is_kept_on_the_host_keeps_what_was_computed(depth: int, host: int) 
     assert all((gone.lost_tokens <= depth - 1) == (host == 8) for gone in lost)
     assert recomputed <= most if host == 8 else recomputed > most
     for chunk in (chunk for plan in plans for chunk in plan.work.chunks if chunk.resumed and host == 8):
-        assert chunk.cached == chunk.start > 7
+        assert chunk.start > 7 and not chunk.cached  # it comes from the host
         assert len(chunk.blocks) * SIZE >= chunk.start + chunk.tokens
     assert drive.scheduler.pool.host_blocks == host
 
