@@ -13,6 +13,7 @@ from typing import NamedTuple
 from cbsim.policy.blocks import BlockPool, FreeQueue
 from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.request import Request
+from cbsim.policy.value import mypyc_attr
 
 
 class Exchanged(NamedTuple):
@@ -23,6 +24,7 @@ class Exchanged(NamedTuple):
     copied: int | None
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class BeamPool(BlockPool):
     """A pool whose blocks may be in several tables; none has a content key."""
 

@@ -197,7 +197,7 @@ def test_blocks_stay_free_when_somebody_comes_back(watermark: float, runs: bool)
     scheduler.pool.grow(other, 5)
     scheduler.running[other] = None
     assert scheduler.pool.free == 3
-    assert swapping.has_room(request, 1, scheduler._spare()) == runs
+    assert swapping.has_room(request, 1, scheduler.kept_free) == runs
 
 
 def test_no_room_on_the_host_means_recomputing() -> None:
