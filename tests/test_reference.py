@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from reference import ran
 
+import cbsim
 from cbsim.policy.captures import CAPTURED
 from cbsim.scenario import catalog, scenario
 from cbsim.scenario.costs import ConstantSettings, RooflineSettings
@@ -261,3 +262,17 @@ def test_validation_runs_at_the_sizes_that_the_engine_captures() -> None:
     chunks = steps["prefill_tokens"] > steps["rows"]  # longer than a token, whoever else is listed
     assert (padded[chunks] == tokens[chunks]).all()
     assert (steps.lane("launch")[chunks] >= 32 * 50_000).all()
+
+
+# -- fragmentation ----------------------------------------------------------------------------------------------------
+
+
+def test_fragmentation() -> None:
+    """Every request reserves 2,048 tokens in a piece of that size: 15,728 tokens hold seven of them, and what cannot
+    hold an eighth, 1,392 tokens, stays free. Of the rest a share holds tokens that the published 20.4 % is near.
+    """
+    occupancy = cbsim.run(cbsim.load("fragmentation", "workload.requests=200")).occupancy
+    shares, most = occupancy.shares(occupancy.waited), occupancy.table[:, 4:].sum(axis=1).min()
+    assert occupancy.tokens == 15728
+    assert most == 15728 - 7 * 2048 == 1392
+    assert shares.held == pytest.approx(0.204, abs=0.04)

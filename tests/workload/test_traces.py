@@ -226,10 +226,6 @@ def test_golden_transformers_layout(tmp_path: Path) -> None:
         ("{}", "expected `requests`, and `config`"),
         ("x", "not valid JSON"),
         ('{"config": {}, "requests": [{}]}', "w.json: config.block_size: is required"),
-        (
-            '{"cb": {"block_size":2}, "requests": [{"id":"a", "prompt":[1], "max_new_tokens":1, "num_children":2}]}',
-            "forks (num_children) are not modelled",
-        ),
     ],
 )
 def test_golden_errors(text: str, expected: str, tmp_path: Path) -> None:
