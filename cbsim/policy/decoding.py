@@ -63,6 +63,7 @@ class _Promised:
         self.new_blocks = new_blocks
 
 
+NOTHING_MOVES: tuple[tuple[Move, ...], tuple[int, ...]] = ((), ())
 NOTHING = _Promised([], [], 0, 0, 0)
 AS_PROMISED: dict[RequestSpec, int] = {}
 
@@ -233,7 +234,7 @@ class Decoding:
         assert decodes == len(members), "members neither go on nor are dissolved"
         ending = members.ending(members.planned)
         listed = self._promise(rows, lead, ending) if rows or ending or self._filling else NOTHING
-        moves, awaited = self._moved()
+        moves, awaited = self._moved() if self.moves or self.awaited else NOTHING_MOVES
         context, longest = (members.context, members.longest) if decodes else (0, 0)
         work = StepWork(tuple(rows.values()), lead, decodes, context, longest, listed.tokens, fast_decode=fast_decode)
         counts = StepCounts(
@@ -255,8 +256,6 @@ class Decoding:
 
     def _moved(self) -> tuple[tuple[Move, ...], tuple[int, ...]]:
         """Moves, and jobs to wait for, since the plan before."""
-        if not (self.moves or self.awaited):
-            return (), ()
         moved = tuple(self.moves), tuple(self.awaited)
         self.moves, self.awaited = [], []
         return moved
