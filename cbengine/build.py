@@ -99,6 +99,7 @@ def adapted(scenario: Scenario, setup: Setup) -> Scenario:
         _check_types(shape)
         _check_heads(shape)
         _check_gpus(scenario)
+        _check_texts(scenario)
     ready = scenario.model_copy(update={"model": shape})
     if setup.device == "modelled":
         return ready
@@ -145,6 +146,10 @@ def _check_gpus(scenario: Scenario) -> None:
     """Refuse a group of GPUs: seats, cache and times would be those of several, and one computes."""
     if scenario.gpus > 1:
         raise UsageError(f"cost.tensor_parallel: got {scenario.gpus}, must be 1: the engine computes on one device")
+
+
+def _check_texts(scenario: Scenario) -> None:
+    """Refuse a search, whose texts would have to be ranked together."""
     if (texts := scenario.kind.samples(scenario.scheduler)) > 1:
         raise UsageError(
             f"scheduler: got a search of {texts} texts a request, must be 1: the engine ranks no texts yet"

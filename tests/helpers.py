@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from cbsim.policy.loop import Applied, Await, Effect, Landed, Launch, Poll, Polled, Refused, serve
+from cbsim.policy.moves import Way
 from cbsim.policy.plan import Batch, Chunk, Row, StepChanges, StepCounts, StepPlan, StepResult, StepWork
 from cbsim.policy.request import Finish, Request, RequestSpec
 from cbsim.policy.schedulers.contiguous import ContiguousScheduler
@@ -59,18 +60,22 @@ class Executor:
         self.computed: dict[RequestSpec, int] = {}
         self.tables: dict[RequestSpec, list[int]] = {}
         self.sampled: dict[RequestSpec, dict[int, int]] = {}  # -> output number -> the last step that sampled it
+        self.brought: set[RequestSpec] = set()  # whose KV moves have brought back, since it was let in last
         self._tokens = {ask.spec: ask.tokens for ask in asks}
 
     def rows(self, plan: StepPlan) -> list[Row]:
         """The rows of a plan: no request twice, each where its last row ended, sums as the plan says."""
         for spec, index, block in plan.changes.replaced:
             self.tables[spec][index] = block
+        self.brought.update(move.spec for move in plan.moves if move.way is Way.IN and move.spec is not None)
         rows = self.batch.rows(plan)
         assert len({row.spec for row in rows}) == len(rows) == plan.work.rows
         assert sum(row.tokens for row in rows) == plan.work.tokens
         for row in rows:
             if row.chunk is not None and row.chunk.admitted:
-                assert row.start == row.chunk.cached or row.chunk.resumed  # or moves bring what was kept elsewhere
+                kept = row.chunk.resumed and row.spec in self.brought
+                assert row.start == row.chunk.cached or kept
+                self.brought.discard(row.spec)
                 self.tables[row.spec] = list(row.blocks)
             else:
                 assert row.start == self.computed[row.spec], (row, self.computed[row.spec])

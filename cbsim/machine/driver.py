@@ -18,7 +18,7 @@ from cbsim.cost.base import Cost
 from cbsim.machine.device import Device
 from cbsim.machine.graphs import Graphs
 from cbsim.policy.loop import Applied, Await, Idle, Landed, Launch, Poll, Polled, Refused, Scheduler, serve
-from cbsim.policy.plan import NOTHING_STOPPED, StepPlan, StepResult
+from cbsim.policy.plan import NOTHING_STOPPED, StepResult
 from cbsim.policy.request import RequestSpec
 from cbsim.results.record import Record, StepTimes
 from cbsim.server.driving import CLOSED, OPEN, note_admissions
@@ -146,18 +146,14 @@ class Machine:
         if self._mover is not None and self._mover.ends:
             moved = self._mover.over(landed_ns, effect.plan.step)
         ends = effect.plan.changes.ends
-        parents = self._parents(effect.plan) if effect.plan.ranked else ()
+        parents: Parents = ()
+        if effect.plan.ranked:
+            parents = lineage.parents(effect.plan)
+            self.record.took_over(effect.plan.step, parents)
         if not (ends or cancels or moved or parents):
             return UNEVENTFUL
         stopped = tuple([s for s in ends if s.output_tokens < s.max_tokens])
         return Landed(StepResult(stopped, moved=moved, parents=parents), cancels)
-
-    def _parents(self, plan: StepPlan) -> Parents:
-        """Whose text each beam goes on with, as the workload declares it."""
-        declared = lineage.parents(plan)
-        for spec, parent in declared:
-            self.record.parents.extend((plan.step, spec.index, parent.index))
-        return declared
 
     def _landed_ns(self, effect: Await) -> int:
         """When the result of a step is there. One without rows is over at once, unless moves are under way: then it

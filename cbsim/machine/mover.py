@@ -9,8 +9,7 @@ from cbsim.machine.lanes import Lane
 from cbsim.policy.moves import IN_ORDER, Move, Underway, Way
 from cbsim.policy.plan import StepPlan
 from cbsim.results.move_log import MoveLog
-
-NEVER_NS = 1 << 200
+from cbsim.server.inbox import NEVER_NS
 
 
 class Mover:

@@ -35,7 +35,7 @@ class Way(IntEnum):
 @value(init=False)
 class Move:
     """The KV of whole blocks: `sources[i]` is copied to `targets[i]`. `spec` is the request whose KV it is, None where
-    that is nobody's in particular. `job` is IN_ORDER, or a number that no other move has.
+    that is nobody's in particular. `job` is IN_ORDER, or a number: moves that have it are one job.
     """
 
     way: Final[Way]

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from cbsim.results import columns, parquet
-from cbsim.results.on_disk import RunError
-from cbsim.results.parquet import TableError
+from cbsim.results.on_disk import TableFiles
 
 FILE = "parents.parquet"
 NAMES = tuple(column.name for column in columns.PARENTS)
@@ -29,12 +28,8 @@ def read(folder: Path) -> dict[int, list[tuple[int, int]]]:
     path = folder / FILE
     if not path.exists():
         return {}
-    try:
-        with path.open("rb") as file:
-            table = parquet.ParquetTable(file, columns.PARENTS)
-            rows = zip(*(table[name].to_pylist() for name in NAMES), strict=True)
-    except (TableError, OSError) as error:
-        raise RunError(f"{path}: {error}", file=path) from error
+    table = TableFiles([path], columns.PARENTS)
+    rows = zip(*(table[name].to_pylist() for name in NAMES), strict=True)
     found: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for step, request, parent in rows:
         found[step].append((request, parent))

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,7 @@ import numpy.typing as npt
 from cbsim.policy.moves import Way
 from cbsim.results import columns, parquet
 from cbsim.results.move_log import NAMES, MoveLog
-from cbsim.results.on_disk import RunError
-from cbsim.results.parquet import TableError
+from cbsim.results.on_disk import TableFiles
 
 FILE = "moves.parquet"
 Ints = npt.NDArray[np.int64]
@@ -34,7 +33,10 @@ def files(log: MoveLog) -> Mapping[str, bytes]:
 
 def of(files: Mapping[str, bytes]) -> dict[str, Ints]:
     """The columns in the files of a run directory, by name; without rows if nothing moved."""
-    return _read(BytesIO(files[FILE])) if FILE in files else table(MoveLog())
+    if FILE not in files:
+        return table(MoveLog())
+    found = parquet.ParquetTable(BytesIO(files[FILE]), columns.MOVES)
+    return {name: found[name].to_numpy() for name in NAMES}
 
 
 def read(folder: Path) -> dict[str, Ints]:
@@ -42,15 +44,7 @@ def read(folder: Path) -> dict[str, Ints]:
     path = folder / FILE
     if not path.exists():
         return table(MoveLog())
-    try:
-        with path.open("rb") as file:
-            return _read(file)
-    except (TableError, OSError) as error:
-        raise RunError(f"{path}: {error}", file=path) from error
-
-
-def _read(file: IO[bytes]) -> dict[str, Ints]:
-    found = parquet.ParquetTable(file, columns.MOVES)
+    found = TableFiles([path], columns.MOVES)
     return {name: found[name].to_numpy() for name in NAMES}
 
 

@@ -179,6 +179,11 @@ class Record:
         self._first_step.setdefault(request.spec, step)
         self._requests[request.spec] = request
 
+    def took_over(self, step: int, parents: tuple[tuple[RequestSpec, RequestSpec], ...]) -> None:
+        """The result of a step said that these texts go on with others."""
+        for spec, parent in parents:
+            self.parents.extend((step, spec.index, parent.index))
+
     def applied(self, plan: StepPlan, outcome: Outcome, times: StepTimes) -> None:
         """A step is over."""
         work, held = plan.work, plan.counts

@@ -7,6 +7,8 @@ read or stored on the device has a reference, so it is not handed out meanwhile.
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.host_blocks import HostBlocks
 from cbsim.policy.moves import Move, Way
@@ -86,9 +88,9 @@ class SimpleOffload:
         self._jobs += 1
         return self._jobs - 1
 
+    @abstractmethod
     def _chosen(self, ahead: Ahead) -> tuple[list[int], list[int]]:
         """The blocks that are stored with a step, held, and where to: blocks that were taken."""
-        raise NotImplementedError
 
     def _known(self, block: int) -> int | None:
         """The key of a block whose content the host lacks; None for every other block."""

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="the text is compared with transformers'")
 
 from served import INLINE, LOOPS, MS, SCHEDULERS, Run, asked, check_texts, spec, steps
-from test_moves import KINDS, case, restless
+from test_moved_tokens import KINDS, case, restless
 from tiny_runs import MIXED, SAMPLED, TINY, WAYS, tiny_load, tiny_run, tiny_server
 
 from cbengine import build, servers

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="the engine needs torch")
 
 from served import LOOPS, MS
-from test_moves import KINDS, case, restless
+from test_moved_tokens import KINDS, case, restless
 
 from cbengine.build import Setup
 from cbengine.device.base import Modelled

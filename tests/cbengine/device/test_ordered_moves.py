@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="the text is compared with transforme
 from ordered import Event, WholeTables, World, ordered
 from restless import Restless
 from served import INLINE, LOOPS, Run, check_texts
-from test_moves import KINDS, case, restless
+from test_moved_tokens import KINDS, case, restless
 from test_ordered import call_buffers
 
 from cbengine import build

@@ -208,7 +208,8 @@ def test_a_scheduler_that_does_not_wait_is_found() -> None:
             super()._drop(request)
             self.decoding.awaited[:] = before
 
-    with mock.patch("test_moves.Restless", Hasty), pytest.raises(AssertionError, match="handed out under a move"):
+    handed_out = pytest.raises(AssertionError, match="handed out under a move")
+    with mock.patch("test_moved_tokens.Restless", Hasty), handed_out:
         restless(lambda: [toy_run(case(13, cancels=True), "sync", lag=6) for _ in range(20)], 0)
 
 
