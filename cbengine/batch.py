@@ -30,19 +30,30 @@ class Sent(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """The largest step and the most requests that a device must be ready for."""
+    """The largest step and the most requests that a device must be ready for. `beams`: as in `Header`."""
 
     slots: int
     width: int  # entries of a block table
     rows: int
     tokens: int
+    beams: int = 0
 
     @property
     def staging(self) -> int:
         """int32 values of the largest step: every array at its longest, every table rewritten."""
+        return self._largest.size
+
+    @property
+    def results(self) -> int:
+        """int32 values that come back of it."""
+        return self._largest.results
+
+    @property
+    def _largest(self) -> Header:
         rows, updates = self.sampling, self.slots * self.width + self.rows
-        largest = Header(rows, 0, 0, self.tokens, 1, further=rows, updates=updates, random=True, padded=True)
-        return largest.size
+        return Header(
+            rows, 0, 0, self.tokens, 1, further=rows, updates=updates, random=True, padded=True, beams=self.beams
+        )
 
     @property
     def sampling(self) -> int:
@@ -122,7 +133,8 @@ class Batcher:
         self._forget(plan)
         singles, chunks = self._listed(plan)
         live = len(self._decoding) + len(singles)
-        decodes = bucket(live) if live and not chunks else live
+        beams = len(plan.ranked[0]) if plan.ranked else 0
+        decodes = bucket(live) if live and not (chunks or beams) else live
         widths = [chunk.tokens + chunk.padding for chunk in chunks]
         further = [decodes + i for i, chunk in enumerate(chunks) if chunk.outputs]
         header = Header(
@@ -135,7 +147,9 @@ class Batcher:
             updates=len(self._places),
             random=self._random,
             padded=self._padded,
+            beams=beams,
         )
+        assert not beams or header.sampling == beams * len(plan.ranked), "whoever samples is a text of a search"
         self._write(header, into, singles, chunks, widths, further)
         listed = [self._sequences[c.spec] for c in (*singles, *(c for c in chunks if c.outputs))]
         sent = Sent(header, [*self._decoding.sequences, *listed] if listed else self._decoding.sequences)
@@ -219,6 +233,9 @@ class Batcher:
         rows = zip((*range(going, live), *range(decodes, header.rows)), (*singles, *chunks), strict=True)
         for row, chunk in rows:
             self._write_chunk(chunk, row, step)
+        if header.beams:
+            scores = np.array([self._sequences[chunk.spec].score for chunk in singles], dtype=np.float32)
+            step.scores[:] = scores.view(np.int32)
         if self._random and header.sampling:
             self._write_draws(header, step, [*singles, *(c for c in chunks if c.outputs)])
 

@@ -67,6 +67,11 @@ class Setup:
     def torch_device(self) -> str:
         return "cuda" if self.device == "cuda" else "cpu"
 
+    @property
+    def greedy(self) -> bool:
+        """Does nobody draw tokens?"""
+        return self.sampling.greedy and all(sampling.greedy for sampling in self.requests.by_id.values())
+
     def sampling_of(self, spec: RequestSpec) -> Sampling:
         """How this request's tokens are chosen."""
         return self.requests.of(spec, self.sampling)
@@ -99,7 +104,7 @@ def adapted(scenario: Scenario, setup: Setup) -> Scenario:
         _check_types(shape)
         _check_heads(shape)
         _check_gpus(scenario)
-        _check_texts(scenario)
+        _check_search(scenario, setup)
     ready = scenario.model_copy(update={"model": shape})
     if setup.device == "modelled":
         return ready
@@ -110,7 +115,8 @@ def _with_graphs(scenario: Scenario, setup: Setup) -> Scenario:
     """What is replayed as a graph here: decoding steps on a GPU; elsewhere every step is launched in one go."""
     graphs: dict[str, Any] = {"padding": "none"}
     if setup.device == "cuda":
-        allowed = setup.cuda_graphs and scenario.loop.cuda_graphs.enabled and not scenario.kind.padded
+        captured = not (scenario.kind.padded or _beams(scenario))
+        allowed = setup.cuda_graphs and scenario.loop.cuda_graphs.enabled and captured
         graphs = {"padding": "cbengine", "enabled": allowed}
     loop = scenario.loop.model_copy(update={"cuda_graphs": scenario.loop.cuda_graphs.model_copy(update=graphs)})
     return scenario.model_copy(update={"loop": loop})
@@ -148,12 +154,19 @@ def _check_gpus(scenario: Scenario) -> None:
         raise UsageError(f"cost.tensor_parallel: got {scenario.gpus}, must be 1: the engine computes on one device")
 
 
-def _check_texts(scenario: Scenario) -> None:
-    """Refuse a search, whose texts would have to be ranked together."""
-    if (texts := scenario.kind.samples(scenario.scheduler)) > 1:
-        raise UsageError(
-            f"scheduler: got a search of {texts} texts a request, must be 1: the engine ranks no texts yet"
-        )
+def _beams(scenario: Scenario) -> int:
+    """Texts of a request that are ranked together; 0 where every text stands alone."""
+    texts = scenario.kind.samples(scenario.scheduler)
+    return texts if texts > 1 else 0
+
+
+def _check_search(scenario: Scenario, setup: Setup) -> None:
+    """Refuse what a search does not do: draw tokens, or end a text before the others."""
+    beams = _beams(scenario)
+    if beams and not setup.greedy:
+        raise UsageError(f"sampling.temperature: must be 0: a search of {beams} texts keeps the likeliest")
+    if beams and setup.end_tokens:
+        raise UsageError(f"--stop-at-end-tokens: must be left out: the {beams} texts of a search end together")
 
 
 def _check_heads(shape: ModelShape) -> None:
@@ -317,7 +330,8 @@ def host_memory() -> int | None:
 def executor_plan(scenario: Scenario, loop: str, specs: list[RequestSpec], setup: Setup) -> ExecutorPlan:
     """What to make for these requests. Raises ScenarioError if the model is not made for so long prompts."""
     options = scheduler_options(scenario, depth(loop))
-    sizes, architecture = capacity(options, specs), architecture_of(scenario, setup)
+    sizes = capacity(options, specs)._replace(beams=_beams(scenario))
+    architecture = architecture_of(scenario, setup)
     prompts = [spec.prompt_tokens for spec in specs]
     longest = max((tokens for tokens in prompts if tokens < (options.limits.longest or math.inf)), default=0)
     if longest >= architecture.max_position:

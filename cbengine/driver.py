@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from cbengine.batch import Batcher, Sent
 from cbengine.content import Prompts
-from cbengine.device.base import EngineDevice
+from cbengine.device.base import EngineDevice, Ints
 from cbengine.device.clock import Clock, WallClock
+from cbengine.ranking import choices, go_on
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
 from cbsim.policy.loop import Applied, Await, Effect, Idle, Landed, Launch, Poll, Polled, Refused, Scheduler, serve
@@ -22,6 +23,7 @@ from cbsim.policy.request import RequestSpec
 from cbsim.results.record import Record, StepTimes
 from cbsim.server.driving import CLOSED, OPEN, no_collections, note_admissions
 from cbsim.server.inbox import Client, Inbox
+from cbsim.workload.lineage import Parents
 
 OnStep = Callable[[int], None]
 
@@ -37,7 +39,8 @@ class Ticket(NamedTuple):
 class Engine:
     """One server with one device. `tokens` of every request stay readable after the run, in `sequences`.
 
-    `stops` are token ids that end a request; `injected` gives nanoseconds of extra CPU work a step by phase.
+    `stops` are token ids that end a request, and `on_token` is told each; searches have neither. `injected` gives
+    nanoseconds of extra CPU work a step by phase.
     """
 
     def __init__(
@@ -186,22 +189,24 @@ class Engine:
         ticket: Ticket = effect.ticket
         times = self._landing = ticket.times
         times.await_start_ns = self._cpu_ns
-        tokens, lanes = self._device.wait(ticket.slot)
+        results, lanes = self._device.wait(ticket.slot)
         moved = self._moved(effect.plan) if self._moving else ()
         times.await_end_ns = times.update_start_ns = self._elapsed()
         start = self._start_ns
         times.h2d_start_ns, times.h2d_end_ns = lanes.h2d_start_ns - start, lanes.h2d_end_ns - start
         times.compute_start_ns, times.compute_end_ns = lanes.compute_start_ns - start, lanes.compute_end_ns - start
         times.d2h_start_ns, times.d2h_end_ns = lanes.d2h_start_ns - start, lanes.d2h_end_ns - start
-        stopped = self._deliver(ticket.sent, tokens.tolist())
-        stopped += [s for s in effect.plan.changes.ends if s.output_tokens < s.max_tokens and s not in stopped]
+        plan = effect.plan
+        parents = self._rank(plan, results) if plan.ranked else ()
+        stopped = [] if plan.ranked else self._deliver(ticket.sent, results.tolist())
+        stopped += [s for s in plan.changes.ends if s.output_tokens < s.max_tokens and s not in stopped]
         cancels: list[RequestSpec] = []
         if effect.cancels:
             self.record.polls += 1
             cancels = self._given_up(self._cpu_ns) if self._inbox.quits or self._failed else []
-        if not (stopped or moved):
+        if not (stopped or moved or parents):
             return Landed(NOTHING_STOPPED, cancels)
-        return Landed(StepResult(tuple(stopped), moved=moved), cancels)
+        return Landed(StepResult(tuple(stopped), moved=moved, parents=parents), cancels)
 
     def _moved(self, plan: StepPlan) -> tuple[int, ...]:
         """The jobs that are over, each named once. A step without rows waits for one of them, or for a request."""
@@ -225,9 +230,8 @@ class Engine:
         for sequence, token in zip(sent.readers, tokens, strict=True):
             if sequence.over:
                 continue
-            if token < 0:  # what comes after it is no text either
-                sequence.over = True
-                self._failed.append(sequence.spec)
+            if token < 0:
+                self._fail([sequence])
                 continue
             sequence.outputs.append(token)
             if token in self._stops:
@@ -235,6 +239,29 @@ class Engine:
             if self._on_token:
                 self._on_token(sequence.spec, token)
         return stopped
+
+    def _rank(self, plan: StepPlan, results: Ints) -> Parents:
+        """The texts of searches go on as they were ranked. Returns who took over another's."""
+        parents: list[tuple[RequestSpec, RequestSpec]] = []
+        for group, choice in zip(plan.ranked, choices(results, len(plan.ranked[0])), strict=True):
+            texts = [self.sequences[spec] for spec in group]
+            if any(text.over for text in texts):
+                continue
+            if min(choice.tokens) < 0:
+                self._fail(texts)
+                continue
+            if texts[0].outputs:  # before the first one they are all the same
+                parents += [(s, group[p]) for s, p in zip(group, choice.parents, strict=True) if group[p] is not s]
+            go_on(texts, choice)
+        told = tuple(parents)
+        self.record.took_over(plan.step, told)
+        return told
+
+    def _fail(self, texts: list[Sequence]) -> None:
+        """A token was not there, and what comes after it is no text either."""
+        for sequence in texts:
+            sequence.over = True
+            self._failed.append(sequence.spec)
 
     def _applied(self, effect: Applied) -> None:
         times = self._landing

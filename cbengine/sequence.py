@@ -8,6 +8,8 @@ import numpy.typing as npt
 from cbengine.sampling import Sampling, request_seed
 from cbsim.policy.request import RequestSpec
 
+FIRST_SCORE, OTHER_SCORE = 0.0, -1e9
+"""Of the texts of a search before their first output: all are the prompt, and only one of them is to count."""
 CARRIED = -1
 """Stands for a token that the device has sampled and the host has not seen yet."""
 
@@ -17,7 +19,7 @@ class Sequence:
     be in flight.
     """
 
-    __slots__ = ("blocks", "outputs", "over", "prompt", "sampling", "seed", "slot", "spec")
+    __slots__ = ("blocks", "outputs", "over", "prompt", "sampling", "score", "seed", "slot", "spec")
 
     def __init__(self, spec: RequestSpec, prompt: npt.NDArray[np.int32], sampling: Sampling) -> None:
         assert len(prompt) == spec.prompt_tokens
@@ -27,6 +29,7 @@ class Sequence:
         self.slot = -1  # line of the device's tables, while it has blocks
         self.blocks = 0  # entries of its block table
         self.over = False
+        self.score = OTHER_SCORE if spec.sample_of else FIRST_SCORE  # of the outputs, as a text of a search
 
     def write(self, start: int, into: npt.NDArray[np.int32]) -> None:
         """Token values from position `start` on; the one that is still in flight is CARRIED."""

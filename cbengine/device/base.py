@@ -18,10 +18,12 @@ from cbengine.device.clock import Clock
 from cbengine.device.executor import Executor
 from cbengine.device.layout import Header, arrays
 from cbengine.device.moves import CopyNs, ModelledMoves, Moved
+from cbengine.ranking import Ranked
 from cbsim.cost.base import Cost
 from cbsim.policy.captures import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan
 from cbsim.server.running import ServerError
+from cbsim.workload import lineage
 
 Ints = npt.NDArray[np.int32]
 COMPUTE = 1  # of the lanes H2D, kernels, D2H
@@ -58,7 +60,7 @@ class EngineDevice(Protocol):
         """Start the step that staging buffer `slot` holds, after those launched before, and what its plan moves."""
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
-        """Block until that step is done: a token for each sampling row, -1 if it has none. Raises DeviceError."""
+        """Block until that step is done: its results, as `Executor.run` returns them. Raises DeviceError."""
 
     def moved(self, until_ns: int | None) -> list[Moved]:
         """The moves that are over and were not named before; to be called after `wait`, while there are any. With a
@@ -112,7 +114,8 @@ class Inline:
 
 
 class Modelled:
-    """Computes nothing: a step takes the nanoseconds of a cost model, on lanes as a GPU's. Every token is 0.
+    """Computes nothing: a step takes the nanoseconds of a cost model, on lanes as a GPU's. Every token is 0, and the
+    texts of a search take over each other's as the workload declares it.
 
     For the timing of the loop and the CPU's work without hardware: what the loop does is real, and on a `CpuClock` the
     time it takes is the CPU's own. With `graphs` decoding steps are padded to a captured size, and the CPU launches all
@@ -148,7 +151,7 @@ class Modelled:
             edges += [start, at]
         if plan.moves:
             self._moves.after_rows(plan, *edges[2 * COMPUTE : 2 * COMPUTE + 2])
-        self._done[slot] = np.zeros(header.sampling, dtype=np.int32), Lanes(*edges)
+        self._done[slot] = _declared(header, plan), Lanes(*edges)
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         tokens, lanes = self._done.pop(slot)
@@ -164,3 +167,12 @@ class Modelled:
 
     def close(self) -> None:
         self._done.clear()
+
+
+def _declared(header: Header, plan: StepPlan) -> Ints:
+    """The results of a step that nobody computes."""
+    results: Ints = np.zeros(header.results, dtype=np.int32)
+    if plan.ranked:
+        declared = dict(lineage.parents(plan))
+        Ranked.of(results).parents[:] = [group.index(declared.get(s, s)) for group in plan.ranked for s in group]
+    return results

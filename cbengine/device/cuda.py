@@ -83,7 +83,7 @@ class Cuda:
         self._outbound: list[Tensor] = []
         self._marks = [Marks.new(spin=spin) for _ in range(depth + 1)]
         self._launched = 0
-        self._in_flight: dict[int, tuple[Marks, int, int]] = {}  # slot -> events, sampling rows, time of launch
+        self._in_flight: dict[int, tuple[Marks, int, int]] = {}  # slot -> events, values that come back, time of launch
         self._anchor: torch.cuda.Event  # a step's edges are measured from here
         self._timeline: Timeline
         self._moves: CudaMoves
@@ -103,14 +103,14 @@ class Cuda:
         self._launch(slot, header, plan if plan.moves or plan.awaited else None)
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
-        marks, sampling, launched = self._in_flight.pop(slot)
+        marks, count, launched = self._in_flight.pop(slot)
         with self._watchdog:
             guarded(lambda: "a step that had been launched", marks.done.synchronize)
         awaited = time.perf_counter_ns()
         edges = [round(self._anchor.elapsed_time(mark) * 1e6) for mark in marks]
         self._anchor = marks.h2d_start
-        tokens: Ints = self._received[slot][:sampling].numpy().copy()
-        return tokens, self._timeline.place(edges, launched, awaited)
+        results: Ints = self._received[slot][:count].numpy().copy()
+        return results, self._timeline.place(edges, launched, awaited)
 
     def moved(self, until_ns: int | None) -> list[Moved]:
         with self._watchdog:
@@ -150,11 +150,12 @@ class Cuda:
             lambda: f"a step of {header.tokens} query tokens in {header.rows} rows",
             lambda: self._enqueue(slot, header, marks, moving),
         )
-        self._in_flight[slot] = marks, header.sampling, at
+        self._in_flight[slot] = marks, header.results, at
 
     def _enqueue(self, slot: int, header: Header, marks: Marks, moving: StepPlan | None) -> None:
-        inbound, outbound, size = self._inbound[slot], self._outbound[slot][: header.sampling], header.size
-        graph = self._graphs.get(header.rows) if header.decodes == header.rows and not header.padded else None
+        inbound, outbound, size = self._inbound[slot], self._outbound[slot][: header.results], header.size
+        plain = header.decodes == header.rows and not (header.padded or header.beams)
+        graph = self._graphs.get(header.rows) if plain else None
         step = arrays(inbound, header) if graph is None or header.updates else None
         with torch.cuda.stream(self._h2d):
             marks.h2d_start.record(self._h2d)
@@ -175,13 +176,13 @@ class Cuda:
             marks.end.record(self._compute)
         with torch.cuda.stream(self._d2h):
             self._d2h.wait_event(marks.end)
-            self._received[slot][: header.sampling].copy_(outbound, non_blocking=True)
+            self._received[slot][: header.results].copy_(outbound, non_blocking=True)
             marks.done.record(self._d2h)
         if moving is not None:
             self._moves.after_rows(moving, marks.end)
 
     def _computed(self, graph: Graph | None, step: Arrays[Tensor] | None, header: Header) -> Tensor:
-        """The tokens of a step whose tables and inputs are in place. `step` may be left out of a graph's."""
+        """The results of a step whose tables and inputs are in place. `step` may be left out of a graph's."""
         if graph is not None:
             graph.graph.replay()
             return graph.tokens
@@ -192,11 +193,11 @@ class Cuda:
 
     def _allocate(self, depth: int) -> None:
         torch.cuda.empty_cache()  # what is left of putting weights together
-        size, sampling, device = self._capacity.staging, self._capacity.sampling, self._executor.device
+        size, results, device = self._capacity.staging, self._capacity.results, self._executor.device
         self._pinned = [gpu.pinned(size) for _ in range(depth)]
-        self._received = [gpu.pinned(sampling) for _ in range(depth)]
+        self._received = [gpu.pinned(results) for _ in range(depth)]
         self._inbound = [torch.zeros(size, dtype=torch.int32, device=device) for _ in range(depth)]
-        self._outbound = [torch.zeros(sampling, dtype=torch.int32, device=device) for _ in range(depth)]
+        self._outbound = [torch.zeros(results, dtype=torch.int32, device=device) for _ in range(depth)]
         self.staging = [buffer.numpy() for buffer in self._pinned]
         self._moves = CudaMoves(self._executor.carrier, self._compute, overlap=self._overlap)
         self._anchor = torch.cuda.Event(enable_timing=True)

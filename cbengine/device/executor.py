@@ -15,6 +15,7 @@ from cbengine.model.decoder import Model
 from cbengine.model.host_tier import Carrier, HostTier
 from cbengine.model.kvcache import KvCache
 from cbengine.model.ops import Rows
+from cbengine.ranking import rank
 from cbengine.sampling import Draws, sample
 
 
@@ -63,7 +64,9 @@ class Executor:
 
     @torch.inference_mode()
     def run(self, step: Arrays[Tensor], header: Header) -> Tensor:
-        """Compute a step: int32 [sampling rows], -1 where the logits were not numbers."""
+        """Compute a step: int32 [results], a token of each sampling row, -1 where the logits were not numbers; with
+        beams the arrays of `Ranked`.
+        """
         if not header.rows:
             return step.tokens
         rows, owner = self._rows(step, header)
@@ -77,6 +80,8 @@ class Executor:
             hidden, slots = hidden[sampling], torch.cat((slots[: header.decodes], slots[step.sampled.long()]))
         if not header.sampling:
             return step.sampled
+        if header.beams:  # the host rewrites texts before the next step, so no token is carried over
+            return rank(self._model.logits(hidden), step.scores.view(torch.float32), header.beams)
         sampled = sample(self._model.logits(hidden), _draws(step) if header.random else None)
         self._last[slots] = sampled.clamp(min=0).long()
         return sampled

@@ -10,6 +10,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from cbengine.ranking import Ranked
+
 T = TypeVar("T")
 
 
@@ -32,6 +34,7 @@ class Arrays(NamedTuple, Generic[T]):
     temperature: T  # [sampling rows], if random: the bits of a float32; 0: greedy
     top_k: T  # [sampling rows], if random; 0: all tokens
     top_p: T  # [2 sampling rows], if random: the bits of a float64
+    scores: T  # [sampling rows], if beams: the bits of a float32, of the text so far
     first: T  # [rows], if padded: tokens before it are padding
     sampled: T  # [further]: the rows behind the decodes that sample
     tokens: T  # [tokens]: ids; the one that the host has not seen is negative
@@ -43,6 +46,7 @@ class Header(NamedTuple):
     """The lengths of a step's arrays. The first `decodes` rows have one query token each and all sample; `further` of
     the other rows sample. `live` of the decodes are real, the rest pads the step to a captured size.
     `random`: some request of the run draws its tokens, so every row says how; a row may be greedy all the same.
+    `beams`: so many sampling rows after each other are the texts of one search (ranking.py); 0: there is none.
     """
 
     rows: int
@@ -54,10 +58,16 @@ class Header(NamedTuple):
     updates: int
     random: bool
     padded: bool
+    beams: int = 0
 
     @property
     def sampling(self) -> int:
         return self.decodes + self.further
+
+    @property
+    def results(self) -> int:
+        """int32 values that come back: a token of each sampling row, or what a search makes of it."""
+        return self.sampling * (len(Ranked._fields) if self.beams else 1)
 
     @property
     def lengths(self) -> Arrays[int]:
@@ -70,6 +80,7 @@ class Header(NamedTuple):
             temperature=drawn,
             top_k=drawn,
             top_p=2 * drawn,
+            scores=self.sampling if self.beams else 0,
             first=self.rows if self.padded else 0,
             sampled=self.further,
             tokens=self.tokens,

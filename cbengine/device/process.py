@@ -1,9 +1,8 @@
 """A worker process as a device: real overlap with the driver on two cores, as between a CPU and a GPU.
 
 Steps and results cross in shared memory; a pipe carries which buffer and the lengths, and what KV moves with a step
-where any does. Nobody waits for ever: whoever
-waits looks at the other side's life every now and then. The worker ends when its pipe closes, so it never outlives the
-driver.
+where any does. Nobody waits for ever: whoever waits looks at the other side's life every now and then. The worker ends
+when its pipe closes, so it never outlives the driver.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ class Process:
     def __init__(self, build: Build, capacity: Capacity, depth: int) -> None:
         """Starts the worker and waits until it is ready. Raises DeviceError."""
         spawning = multiprocessing.get_context("spawn")
-        shared = [spawning.RawArray("i", size) for size in (capacity.staging, capacity.sampling) * depth]
+        shared = [spawning.RawArray("i", size) for size in (capacity.staging, capacity.results) * depth]
         views = [np.frombuffer(memory, dtype=np.int32) for memory in shared]
         self.staging, self._results = views[0::2], views[1::2]
-        self._sampling: dict[int, tuple[int, int]] = {}  # staging buffer -> (sampling rows, when it was sent)
+        self._sent: dict[int, tuple[int, int]] = {}  # staging buffer -> (values that come back, when it was sent)
         self._idle_ns = self._arrived_ns = 0  # end of the last step or move known of, and when its result came
         self._moved: list[Moved] = []  # over, and nobody has been told
         self._pipe, theirs = spawning.Pipe()
@@ -66,14 +65,14 @@ class Process:
         return rows
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
-        self._sampling[slot] = header.sampling, time.perf_counter_ns()
+        self._sent[slot] = header.results, time.perf_counter_ns()
         try:
             self._pipe.send((slot, tuple(header), _said(plan) if plan.moves or plan.awaited else None))
         except (BrokenPipeError, ConnectionResetError):
             raise self._died() from None
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
-        sampling, sent = self._sampling.pop(slot)
+        count, sent = self._sent.pop(slot)
         begun_ns = time.perf_counter_ns()
         done, start, end, moved = self._receive(STEP_S)
         assert done == slot, (done, slot)
@@ -85,7 +84,7 @@ class Process:
         self._arrived_ns = max(arrived, d2h_start)
         lanes = Lanes(max(sent, self._idle_ns), start, start, end, d2h_start, self._arrived_ns)
         self._idle_ns = end
-        return self._results[slot][:sampling].copy(), lanes
+        return self._results[slot][:count].copy(), lanes
 
     def moved(self, until_ns: int | None) -> list[Moved]:
         del until_ns  # results say what was over before their rows ran, so the next one says more
@@ -158,8 +157,7 @@ def _work(build: Build, shared: list[Any], pipe: Connection) -> None:
             start = time.perf_counter_ns()
             step = arrays(buffers[2 * slot], header)
             executor.update_tables(step)
-            tokens = executor.run(step, header)
-            buffers[2 * slot + 1][: header.sampling] = tokens
+            buffers[2 * slot + 1][: header.results] = executor.run(step, header)
             pipe.send((slot, start, time.perf_counter_ns(), mover.told() if mover.over else []))
             if said is not None:
                 mover.after_rows(step_number, moves)

@@ -19,8 +19,13 @@ def warm_ups(capacity: Capacity, reach: int, *, graphs: bool, random: bool) -> I
     much memory as its largest step, which comes last: every row samples, and together they have all query tokens there
     can be, though no row more than the `reach` of a slot.
     """
-    most = capacity.rows
+    most, beams = capacity.rows, capacity.beams
     sizes = sorted({most, *(1 << i for i in range(most.bit_length()))})  # twice the rows, half the splits of each
+    for rows in sizes if beams else ():
+        if rows >= beams:
+            yield scratch_step(
+                [], capacity.slots, decodes=rows // beams * beams, random=random, padded=False, beams=beams
+            )
     for tokens in mixed_sizes(capacity.tokens):
         decodes, chunks = mixed(tokens, most, reach)
         yield scratch_step(chunks, capacity.slots, decodes=decodes, random=random, padded=False)
@@ -53,7 +58,9 @@ def spread(tokens: int, rows: int, reach: int) -> list[int]:
     return [min(reach, (tokens + i) // rows) for i in range(rows)]
 
 
-def scratch_step(chunks: list[int], slot: int, *, decodes: int = 0, random: bool, padded: bool) -> tuple[Header, Ints]:
+def scratch_step(
+    chunks: list[int], slot: int, *, decodes: int = 0, random: bool, padded: bool, beams: int = 0
+) -> tuple[Header, Ints]:
     """A step on the scratch slot, which nobody reads: decoding rows, then chunks of so many tokens, all the first of
     their sequences. Every row samples.
     """
@@ -68,6 +75,7 @@ def scratch_step(chunks: list[int], slot: int, *, decodes: int = 0, random: bool
         updates=0,
         random=random,
         padded=padded,
+        beams=beams,
     )
     values: Ints = np.zeros(header.size, dtype=np.int32)
     step = arrays(values, header)

@@ -53,7 +53,7 @@ def occupancy(paths: Sequence[Path], *, as_json: bool) -> int:
     from cbsim.server import result
     from cbsim.server.occupancy import Shares
 
-    names = ("kv_used_share", *Shares._fields, "fragmentation")
+    names = ("kv_used_share", *Shares._fields, "fragmentation", "saved_share")
     rows: list[Sequence[str]] = [("steps", *names)]
     given: dict[str, dict[str, dict[str, float]]] = {}
     for path in paths:
@@ -61,7 +61,7 @@ def occupancy(paths: Sequence[Path], *, as_json: bool) -> int:
         chosen = {"all": None} | ({"requests wait": found.waited} if found.waited.any() else {})
         for steps, mask in chosen.items():
             shares = found.shares(mask)
-            numbers = (shares.kv_used_share, *shares, found.fragmentation(mask))
+            numbers = (shares.kv_used_share, *shares, found.fragmentation(mask), found.saved_share(mask))
             rows.append((f"{path.name}, {steps}", *(terminal.shown(share, "share") for share in numbers)))
             given.setdefault(str(path), {})[steps] = dict(zip(names, numbers, strict=True))
     print(json.dumps(given) if as_json else terminal.aligned(rows))

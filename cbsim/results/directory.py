@@ -33,7 +33,7 @@ import pyarrow as pa
 
 from cbsim.results import arrow, columns, on_disk, parquet, so_far
 from cbsim.results.metrics import Requests, Steps, token_times
-from cbsim.results.on_disk import StepsOnDisk, TableFiles, unreadable
+from cbsim.results.on_disk import Place, StepsOnDisk, TableFiles, unreadable
 from cbsim.results.parquet import Ints, TableError
 from cbsim.results.record import STATUSES, STEP_COLUMNS, Record
 from cbsim.results.requests import NUMBERS, RUNS, TEXTS, RequestTable
@@ -231,7 +231,9 @@ def request_columns(requests: Requests) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run directory that has been read. `incomplete` holds the marker's text."""
+    """A run directory that has been read. `incomplete` holds the marker's text. The files that only some runs have are
+    under `path`, or in `files` if the run is in none.
+    """
 
     path: Path
     scenario: str
@@ -240,6 +242,12 @@ class Run:
     steps: Steps
     requests: RequestTable
     incomplete: str | None
+    files: Mapping[str, bytes] | None = None
+
+    @property
+    def place(self) -> Place:
+        """Where its further files are."""
+        return self.path if self.files is None else self.files
 
 
 def load(path: Path, *, whole: bool = True) -> Run:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 
 from cbsim.results import columns, parquet
-from cbsim.results.on_disk import TableFiles
+from cbsim.results.on_disk import Place, numbers
 
 FILE = "parents.parquet"
 NAMES = tuple(column.name for column in columns.PARENTS)
@@ -23,14 +22,10 @@ def files(log: array[int]) -> Mapping[str, bytes]:
     return {FILE: parquet.encoded(columns.PARENTS, values)} if log else {}
 
 
-def read(folder: Path) -> dict[int, list[tuple[int, int]]]:
-    """(request, the one whose text it took over) by step, of the run in `folder`. Raises RunError."""
-    path = folder / FILE
-    if not path.exists():
-        return {}
-    table = TableFiles([path], columns.PARENTS)
-    rows = zip(*(table[name].to_pylist() for name in NAMES), strict=True)
+def read(place: Place) -> dict[int, list[tuple[int, int]]]:
+    """(request, the one whose text it took over) by step. Raises RunError."""
+    table = numbers(place, FILE, columns.PARENTS)
     found: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-    for step, request, parent in rows:
+    for step, request, parent in zip(*(table[name].tolist() for name in NAMES), strict=True):
         found[step].append((request, parent))
     return dict(found)

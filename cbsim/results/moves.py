@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ import numpy.typing as npt
 from cbsim.policy.moves import Way
 from cbsim.results import columns, parquet
 from cbsim.results.move_log import NAMES, MoveLog
-from cbsim.results.on_disk import TableFiles
+from cbsim.results.on_disk import Place, numbers
 
 FILE = "moves.parquet"
 Ints = npt.NDArray[np.int64]
@@ -31,26 +29,14 @@ def files(log: MoveLog) -> Mapping[str, bytes]:
     return {FILE: parquet.encoded(columns.MOVES, table(log))} if log.rows else {}
 
 
-def of(files: Mapping[str, bytes]) -> dict[str, Ints]:
-    """The columns in the files of a run directory, by name; without rows if nothing moved."""
-    if FILE not in files:
-        return table(MoveLog())
-    found = parquet.ParquetTable(BytesIO(files[FILE]), columns.MOVES)
-    return {name: found[name].to_numpy() for name in NAMES}
+def read(place: Place) -> dict[str, Ints]:
+    """The columns of a run's, by name. Raises RunError."""
+    return numbers(place, FILE, columns.MOVES)
 
 
-def read(folder: Path) -> dict[str, Ints]:
-    """Likewise of the run in `folder`. Raises RunError."""
-    path = folder / FILE
-    if not path.exists():
-        return table(MoveLog())
-    found = TableFiles([path], columns.MOVES)
-    return {name: found[name].to_numpy() for name in NAMES}
-
-
-def reports(folder: Path) -> dict[int, tuple[int, ...]]:
-    """Of the run in `folder`: the jobs that the result of a step named, ascending, by step. Raises RunError."""
-    moves = read(folder)
+def reports(place: Place) -> dict[int, tuple[int, ...]]:
+    """The jobs that the result of a step named, ascending, by step. Raises RunError."""
+    moves = read(place)
     job, step = moves["job"], moves["reported_step"]
     named: defaultdict[int, set[int]] = defaultdict(set)
     for at in np.flatnonzero(step >= 0).tolist():

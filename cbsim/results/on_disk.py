@@ -7,6 +7,7 @@ columns that are looked at together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +24,8 @@ from cbsim.scenario.errors import UserError
 
 T = TypeVar("T")
 V = TypeVar("V")
+Place = Path | Mapping[str, bytes]
+"""Where the files of a run are: a folder, or in memory, by name."""
 
 
 class RunError(UserError):
@@ -31,6 +34,20 @@ class RunError(UserError):
 
 def unreadable(path: Path, error: OSError) -> RunError:
     return RunError(f"{path}: cannot be read: {error.strerror or error}", file=path)
+
+
+def numbers(place: Place, name: str, declared: Sequence[Column]) -> dict[str, Ints]:
+    """The columns, all of integers, of a table that not every run has; without rows if this one has none. Raises
+    RunError.
+    """
+    table: TableFiles | ParquetTable
+    if isinstance(place, Path) and (place / name).exists():
+        table = TableFiles([place / name], declared)
+    elif not isinstance(place, Path) and name in place:
+        table = ParquetTable(BytesIO(place[name]), declared)
+    else:
+        return {column.name: np.empty(0, dtype=np.int64) for column in declared}
+    return {column.name: table[column.name].to_numpy() for column in declared}
 
 
 class TableFiles:

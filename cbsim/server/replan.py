@@ -82,7 +82,7 @@ def _check_asked(run: Run, workload: generators.Workload) -> None:
 def _compare(run: Run, policy: Any, steps_in_flight: int, find: Find, hear: Hear | None = None) -> Replanned:
     polls, steps = _Polls(run, find), len(run.steps)
     total, step = policy.pool.num_blocks, 0
-    recorded, moved, parents = _recorded(run), moves.reports(run.path), lineage.read(run.path)
+    recorded, moved, parents = _recorded(run), moves.reports(run.place), lineage.read(run.place)
     loop = serve(policy, steps_in_flight)
     answer: Any = None
     while True:

@@ -118,14 +118,15 @@ class Result:
     @cached_property
     def moves(self) -> Mapping[str, Ints]:
         """The moves of KV, the columns of moves.parquet; without rows if nothing moved. Raises RunError."""
-        return moves_table.of(self.files) if self.path is None else moves_table.read(self.path)
+        return moves_table.read(self.path or self.files)
 
     @cached_property
     def occupancy(self) -> Occupancy:
         """What its KV cache held, step by step: its plans are derived again. Raises RunError, ScenarioError."""
         place, given_rows = self.path or Path(f"{self.summary['name']} {self.loop}"), self.files.get(given.FILE)
         documents = self.resolved, dict(self.environment), dict(self.summary)
-        run = directory.Run(place, *documents, self.step_numbers, self.request_rows, self.incomplete)
+        files = self.files if self.path is None else None
+        run = directory.Run(place, *documents, self.step_numbers, self.request_rows, self.incomplete, files)
         requests = None if given_rows is None else given_rows.decode()
         return occupancy.of(run, self.scenario, generators.build(self.scenario, requests))
 

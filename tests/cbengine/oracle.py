@@ -8,6 +8,7 @@ So one wrong entry anywhere changes a text, which can be compared exactly.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ from cbengine.device.layout import Header, arrays
 from cbengine.device.moves import Moved
 from cbengine.driver import Engine
 from cbengine.sampling import uniforms
-from cbengine.sequence import CARRIED
+from cbengine.sequence import CARRIED, FIRST_SCORE, OTHER_SCORE
 from cbengine.sequence import Sequence as Text
 from cbsim.policy.moves import IN_ORDER, Move, Underway, Way
 from cbsim.policy.plan import Row, StepPlan
@@ -109,6 +110,9 @@ class Toy:
             ids[mine] = np.where(ids[mine] == CARRIED, self._last[step["slots"][row]], ids[mine])
             cached = np.arange(step["kv_tokens"][row] - len(ids[mine]), step["kv_tokens"][row])
             self._cache[self._places(step["slots"][row], cached)] = ids[mine]
+        if header.beams:
+            self._done[slot] = self._ranked(step, header)
+            return
         sampling = [*range(header.decodes), *step["sampled"]]
         told = np.array([self._next(step, header, row) for row in sampling], dtype=np.int32)
         self._last[step["slots"][sampling]] = np.maximum(told, 0)
@@ -118,9 +122,24 @@ class Toy:
         return self._tables.entries[slot, cached // self._size] * self._size + cached % self._size
 
     def _next(self, step: dict[str, Ints], header: Header, row: int) -> int:
-        first = step["first"][row] if header.padded else 0
-        seen = self._cache[self._places(step["slots"][row], np.arange(first, step["kv_tokens"][row]))]
+        seen = self._seen(step, row, step["first"][row] if header.padded else 0)
         return -1 if seen[-1] == self._broken else following(seen)
+
+    def _seen(self, step: dict[str, Ints], row: int, first: int = 0) -> Ints:
+        return self._cache[self._places(step["slots"][row], np.arange(first, step["kv_tokens"][row]))]
+
+    def _ranked(self, step: dict[str, Ints], header: Header) -> Ints:
+        """The texts of every search, ranked by a hash. One that ends in the broken token spoils its search."""
+        seen, scores = [self._seen(step, row) for row in range(header.decodes)], step["scores"].view(np.float32)
+        found = []
+        for at in range(0, header.decodes, header.beams):
+            group = slice(at, at + header.beams)
+            tokens, parents, gained = toy_choice(seen[group], scores[group].tolist())
+            broken = any(text[-1] == self._broken for text in seen[group])
+            found.append(([-1] * len(tokens) if broken else tokens, parents, gained))
+        told, parents, gained = (np.array(column).reshape(-1) for column in zip(*found, strict=True))
+        results = (told.astype(np.int32), parents.astype(np.int32), gained.astype(np.float32).view(np.int32))
+        return np.concatenate(results)
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         return self._done.pop(slot), Lanes(0, 0, 0, 0, 0, 0)
@@ -132,6 +151,26 @@ class Toy:
 def following(seen: Ints) -> int:
     """The token after these."""
     return zlib.crc32(np.ascontiguousarray(seen, dtype=np.int32).tobytes()) % VOCAB
+
+
+def toy_choice(seen: Sequence[Ints], scores: Sequence[float]) -> tuple[list[int], list[int], list[float]]:
+    """How the texts of a search go on: tokens, whose text each continues, scores. All of it hangs on every text and
+    every score.
+    """
+    count, said = len(seen), b"".join([np.ascontiguousarray(text, dtype=np.int32).tobytes() for text in seen])
+    drawn = [zlib.crc32(repr((i, *scores)).encode() + said) for i in range(count)]
+    parents = [one % count for one in drawn]
+    tokens = [(following(seen[parent]) + i) % VOCAB for i, parent in enumerate(parents)]
+    return tokens, parents, [float(one % 1000) for one in drawn]
+
+
+def toy_search(prompt: Ints, count: int, beams: int) -> list[list[int]]:
+    """What the hash makes of a prompt by a search, alone: the outputs of every text."""
+    texts, scores = [prompt] * beams, [FIRST_SCORE] + [OTHER_SCORE] * (beams - 1)
+    for _ in range(count):
+        tokens, parents, scores = toy_choice(texts, scores)
+        texts = [np.append(texts[parent], token) for parent, token in zip(parents, tokens, strict=True)]
+    return [text[len(prompt) :].tolist() for text in texts]
 
 
 def toy_text(prompt: Ints, count: int) -> list[int]:
@@ -160,6 +199,7 @@ class Checked:
         self._tables = Tables(capacity, -1)
         self._last: dict[int, tuple[RequestSpec, int]] = {}  # slot -> whose token at which position
         self._padding: dict[RequestSpec, int] = {}
+        self.searches = 0  # steps with one
         self.said: dict[tuple[RequestSpec, int], int] = {}  # (request, position) -> token that came back
         self._in_flight: dict[int, tuple[Header, list[tuple[RequestSpec, int] | None]]] = {}
         self._underway: Underway | None = None
@@ -224,6 +264,7 @@ class Checked:
         assert idle == plan.work.padding_rows
         assert step["sampled"].tolist() == further
         self._check_draws(step, header, sampling)
+        self._check_search(step, header, plan, sampling)
         for slot_of, sampled in ((self.texts[s[0]].slot, s) for s in sampling if s):
             self._last[slot_of] = sampled
         return sampling
@@ -279,6 +320,17 @@ class Checked:
                 assert told[0] == uniforms(np.array([text.seed], dtype=np.uint64), np.array([position]))[0]
                 assert told[1:] == (np.float32(how.temperature), how.top_k, how.top_p)
 
+    def _check_search(
+        self, step: dict[str, Ints], header: Header, plan: StepPlan, sampling: list[tuple[RequestSpec, int] | None]
+    ) -> None:
+        """The rows of a search lie side by side in its order, each with the score of its text."""
+        ranked = [spec for group in plan.ranked for spec in group]
+        assert header.beams == (len(plan.ranked[0]) if ranked else 0)
+        assert not ranked or ranked == [sampled[0] for sampled in sampling if sampled]
+        scores = step["scores"].view(np.float32).tolist()
+        assert scores == [np.float32(self.texts[spec].score) for spec in ranked]
+        self.searches += bool(ranked)
+
     def _check_padding(self, step: dict[str, Ints], header: Header) -> None:
         """Rows that only fill a step up write to the scratch slot, and read it."""
         filling = slice(header.live, header.decodes)
@@ -290,15 +342,16 @@ class Checked:
         self.padded_rows += header.decodes - header.live
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
-        tokens, lanes = self._device.wait(slot)
+        results, lanes = self._device.wait(slot)
         header, sampling = self._in_flight.pop(slot)
-        real = np.delete(tokens, np.s_[header.live : header.decodes]).tolist()
+        assert len(results) == header.results
+        real = np.delete(results[: header.sampling], np.s_[header.live : header.decodes]).tolist()
         self.said.update({key: token for key, token in zip(sampling, real, strict=True) if key})
-        return tokens, lanes
+        return results, lanes
 
     def check_delivered(self) -> None:
-        """Every token went to the request whose row sampled it, at its position."""
-        for spec, text in self.texts.items():
+        """Every token went to the request whose row sampled it, at its position; those of a search to others, too."""
+        for spec, text in self.texts.items() if not self.searches else ():
             for position, token in enumerate(text.outputs, spec.prompt_tokens):
                 assert self.said[spec, position] == token, (spec.id, position)
 

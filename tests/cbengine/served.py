@@ -132,8 +132,8 @@ def steps(engine: Engine) -> Steps:
 def check_left_behind(engine: Engine) -> None:
     """After a run every cache block is free. A slot may be taken only by requests of whose end no plan has told:
 
-    vLLM runs a last step to report ends, so none. transformers does not, and `contiguous` neither: those that ended
-    after its last plan. The rows of a static batch stay until the next one is formed, so all of the last batch.
+    vLLM runs a last step to report ends, so none. transformers does not, nor do `contiguous` and `beam`: those that
+    ended after its last plan. The rows of a static batch stay until the next one is formed, so all of the last batch.
     """
     engine.check_returned()
     taken = {spec: text.slot for spec, text in engine.sequences.items() if text.slot >= 0}
@@ -143,7 +143,7 @@ def check_left_behind(engine: Engine) -> None:
         assert set(taken) == {text.spec for text in engine._batcher._decoding.sequences}
     else:
         assert set(taken) <= set(engine.scheduler.decoding.ended)
-        assert not taken or name in ("TransformersScheduler", "ContiguousScheduler")
+        assert not taken or name in ("TransformersScheduler", "ContiguousScheduler", "BeamScheduler")
 
 
 # -- servers and loads ------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def check_texts(run: Run, check: Callable[[Text], None] = check_text) -> None:
 
 def check_derived(run: Run, loop: str) -> None:
     """What `cbsim derive` does: the recorded polls lead to the recorded plans, without a device or a clock."""
-    recorded = directory.Run(Path(), "", {}, {}, run.steps, RequestTable.of(list(run.rows.values())), None)
+    recorded = directory.Run(Path(), "", {}, {}, run.steps, RequestTable.of(list(run.rows.values())), None, {})
     specs = {one.index: one for one in run.engine.sequences}
     verdict = replan._compare(recorded, assemble.scheduler(run.scenario, loop), depth(loop), specs.get)
     assert verdict == (len(run.steps), len(run.steps), None)

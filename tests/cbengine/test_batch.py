@@ -145,17 +145,21 @@ def test_more_requests_than_blocks(scheduler: str, loop: str) -> None:
 
 @given(
     header=st.builds(
-        lambda rows, decodes, tokens, updates, random, padded: Header(
-            rows, min(decodes, rows), 0, tokens, 1, rows - min(decodes, rows), updates, random=random, padded=padded
+        lambda rows, decodes, *sizes, **how: Header(rows, min(decodes, rows), 0, *sizes, **how)._replace(
+            longest=1, further=rows - min(decodes, rows)
         ),
-        *(st.integers(0, 69), st.integers(0, 69), st.integers(0, 100), st.integers(0, 82)),
-        *(st.booleans(), st.booleans()),
+        *(st.integers(0, 69), st.integers(0, 69), st.integers(0, 100), st.just(1), st.just(0), st.integers(0, 82)),
+        random=st.booleans(),
+        padded=st.booleans(),
+        beams=st.sampled_from((0, 3)),
     )
 )
 def test_every_step_fits_its_buffer(header: Header) -> None:
     """Arrays lie one after the other without gaps, and the longest of all are those that the buffer is made for."""
-    sizes = Capacity(slots=7, width=11, rows=5, tokens=100)
+    sizes = Capacity(slots=7, width=11, rows=5, tokens=100, beams=3)
     assert header.size <= sizes.staging
+    assert header.results <= sizes.results
+    assert header.results == (3 if header.beams else 1) * header.sampling
     step = arrays(np.arange(sizes.staging), header)
     assert np.concatenate(step).tolist() == list(range(header.size))
     assert tuple(map(len, step)) == tuple(header.lengths)

@@ -109,8 +109,10 @@ def test_shared_prefixes_are_held_once() -> None:
             "loop": {"mode": "sync"},
         }
     )
-    first, *_ = cbsim.run(asked).occupancy.table.tolist()  # type: ignore[union-attr]
-    assert first == [32 + 10 * 8, 0, 10 * 8, 0, 0, 1600 - 12 * 16]
+    held = cbsim.run(asked).occupancy  # type: ignore[union-attr]
+    assert held.table[0].tolist() == [32 + 10 * 8, 0, 10 * 8, 0, 0, 1600 - 12 * 16]
+    assert held.saved[0] == 9 * 32
+    assert held.saved_share(held.saved > 0) == 9 * 2 / 30
 
 
 def test_scattered_space() -> None:
@@ -127,6 +129,29 @@ def test_scattered_space() -> None:
     assert held.fragmentation(~held.waited) == 0.0
 
 
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_a_search_shares_what_its_texts_have_in_common(block_size: int) -> None:
+    """Four texts of a prompt of 32 tokens and 5 outputs. When they begin, each reads the prompt's last token into a
+    block of its own, and the full blocks before that are in four tables; later those of texts that agree as well.
+    """
+    asked = cbsim.load(
+        {
+            "question": "What is shared?",
+            "model": "tiny",
+            "hardware": "laptop-cpu",
+            "workload": {"kind": "synthetic", "requests": 1, "prompt_tokens": 32, "output_tokens": 5},
+            "scheduler": {"name": "beam", "num_beams": 4},
+            "kv_cache": {"num_blocks": 64, "block_size": block_size},
+            "loop": {"mode": "sync"},
+        }
+    )
+    held = cbsim.run(asked).occupancy  # type: ignore[union-attr]
+    at_first = 3 * (31 // block_size) * block_size  # all of the prompt that is computed before it is forked
+    assert held.saved[:2].tolist() == [0, at_first]
+    assert (held.saved[2:] >= at_first).all()
+    assert held.saved.max() > at_first
+
+
 # -- recounted --------------------------------------------------------------------------------------------------------
 
 
@@ -136,6 +161,7 @@ class Recount:
     def __init__(self) -> None:
         self.held: list[int] = []
         self.reserved: list[int] = []
+        self.saved: list[int] = []
 
     def __call__(self, policy: Scheduler, plan: StepPlan) -> None:
         pool, size = policy.pool, policy.pool.block_size
@@ -145,7 +171,9 @@ class Recount:
                 full |= {(table[i // size], i % size) for i in range(request.computed)}
                 full |= {(block, i) for block in table if block in pool._key_of for i in range(size)}
         self.held.append(len(full))
-        self.reserved.append(len({block for table in pool.tables.values() for block in table}) * size)
+        blocks = [block for table in pool.tables.values() for block in table]
+        self.reserved.append(len(set(blocks)) * size)
+        self.saved.append((len(blocks) - len(set(blocks))) * size)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -160,6 +188,7 @@ def test_every_token_counts_once(kind: str, scheduler: str, loop: str, tmp_path:
     held: Occupancy = run.occupancy
     assert held.table[:, 0].tolist() == again.held
     assert held.table[:, :4].sum(axis=1).tolist() == again.reserved
+    assert held.saved.tolist() == again.saved
     assert (held.table >= 0).all()
     assert (held.table.sum(axis=1) == held.tokens).all()
     used = run.step_numbers["used_blocks"] * loaded.block_size
@@ -181,11 +210,12 @@ def test_the_command_prints_what_the_result_says(tmp_path: Path, capsys: pytest.
         "kv_used_share": held.shares().kv_used_share,
         **held.shares()._asdict(),
         "fragmentation": held.fragmentation(),
+        "saved_share": held.saved_share(),
     }
     assert said["requests wait"]["held"] == held.shares(held.waited).held
     assert main(["occupancy", str(path)]) == 0
     header, _, *rows = capsys.readouterr().out.splitlines()
-    assert header.split() == ["steps", "kv_used_share", *Shares._fields, "fragmentation"]
+    assert header.split() == ["steps", "kv_used_share", *Shares._fields, "fragmentation", "saved_share"]
     assert [row.split(", ")[1].split("  ")[0] for row in rows] == ["all", "requests wait"]
 
 

@@ -132,7 +132,8 @@ class BeamScheduler:
             self._fork(search)
         for beam in search.beams:
             self._add(beam, 1, rows)
-        ranked.append(tuple([beam.spec for beam in search.beams]))
+        if self.options.num_beams > 1:
+            ranked.append(tuple([beam.spec for beam in search.beams]))
         return len(search.beams)
 
     def _add(self, request: Request, tokens: int, rows: dict[Request, Chunk]) -> None:

@@ -16,6 +16,8 @@ pytest.importorskip("transformers", reason="the text is compared with transforme
 
 from served import INLINE, LOOPS, MS, SCHEDULERS, Run, asked, check_texts, spec, steps
 from test_moved_tokens import KINDS, case, restless
+from test_search import SEARCHES, check_search, groups, load, searching
+from test_search import requests as search_requests
 from tiny_runs import MIXED, SAMPLED, TINY, WAYS, tiny_load, tiny_run, tiny_server
 
 from cbengine import build, servers
@@ -112,6 +114,19 @@ def test_moves_leave_no_trace(streams: bool, loop: str, graphs: bool, folder: Pa
     assert all(scheduler.moved[kind] for kind in KINDS if kind != "awaited"), scheduler.moved
     assert told
     assert all(one.start_ns < one.end_ns <= at + MS for one, at in told)
+
+
+@pytest.mark.gpu
+@GPU
+@each_loop
+@pytest.mark.parametrize("beams", [2, 5])
+def test_searches_are_those_of_generate(beams: int, loop: str, folder: Path) -> None:
+    """Texts, their order and scores, with blocks copied on the device."""
+    given = searching(beams, 300, budget=20, texts=3 * beams)
+    given = given.model_copy(update={"model": given.model.model_copy(update={"dtype": "float32"})})
+    run = Run(given, loop, load(search_requests(beams, *SEARCHES)), on(folder, True), tick_ns=0)
+    assert sum(check_search(texts) for texts in groups(run, beams)) <= 1
+    assert not run.device.facts["captured_batches"]
 
 
 @pytest.mark.gpu

@@ -18,12 +18,21 @@ from cbengine.sampling import Sampling
 from cbsim.policy.captures import captured_sizes
 
 
-@given(capacity=capacities, reach=st.integers(2, 400), graphs=st.booleans(), random=st.booleans())
+@given(
+    capacity=capacities, reach=st.integers(2, 400), graphs=st.booleans(), random=st.booleans(), beams=st.integers(0, 4)
+)
 def test_warm_ups_fit_the_buffers_and_the_last_is_the_largest_step(
-    capacity: Capacity, reach: int, graphs: bool, random: bool
+    capacity: Capacity, reach: int, graphs: bool, random: bool, beams: int
 ) -> None:
-    """All rows sample, and together they have all the query tokens that slots can take."""
+    """All rows sample, and together they have all the query tokens that slots can take. Searches have steps of whole
+    ones.
+    """
+    capacity = capacity._replace(beams=beams)
     done = list(warm_ups(capacity, reach, graphs=graphs, random=random))
+    searches = [header for header, _ in done if header.beams]
+    assert bool(searches) == (0 < beams <= capacity.rows)
+    assert all(header.sampling % beams == 0 for header in searches)
+    assert max((header.rows for header in searches), default=0) in (0, capacity.rows // max(beams, 1) * beams)
     for header, values in done:
         assert len(values) == header.size <= capacity.staging
         assert header.sampling == header.rows <= capacity.sampling

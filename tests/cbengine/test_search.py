@@ -1,0 +1,265 @@
+"""Beam search on the engine: the texts of `generate(num_beams=k)`, whatever else is in a batch, and parents that are
+recorded so that the plans can be derived again. Devices are the hash that checks every step (oracle.py), this process,
+a worker, and the one that computes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the engine needs torch")
+pytest.importorskip("transformers", reason="the text is compared with transformers'")
+
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from oracle import toy_run, toy_search
+from served import INLINE, LOOPS, MS, Case, Run, asked, check_texts, spec, transformers_model
+
+from cbengine import build
+from cbengine.build import Setup
+from cbengine.errors import UsageError
+from cbengine.ranking import Ranked, choices, go_on, rank
+from cbengine.sampling import Sampling
+from cbengine.sequence import FIRST_SCORE, OTHER_SCORE
+from cbengine.sequence import Sequence as Text
+from cbengine.settings import SamplingSettings
+from cbsim.machine import simulate
+from cbsim.policy.request import RequestSpec
+from cbsim.results import directory, lineage
+from cbsim.scenario.scenario import Scenario
+from cbsim.server import assemble, replan
+from cbsim.workload.generators import Workload
+
+NEAR = 1e-3  # of two sums of log probabilities: how far the order in which a device adds can move them
+
+
+def searching(beams: int, blocks: int, *, block_size: int = 4, budget: int = 64, texts: int = 64) -> Scenario:
+    """A server that searches."""
+    plain = asked("beam", "loop.mode=sync", f"scheduler.num_beams={beams}")
+    rules = replace(plain.scheduler, max_num_seqs=max(texts, beams), max_num_batched_tokens=max(budget, beams))
+    cache = plain.kv_cache.model_copy(update={"block_size": block_size, "num_blocks": blocks})
+    return plain.model_copy(update={"scheduler": rules, "kv_cache": cache})
+
+
+def requests(beams: int, *sizes: tuple[int, int, int]) -> list[RequestSpec]:
+    """So many texts of each (prompt tokens, outputs, time of arrival in ms)."""
+    specs: list[RequestSpec] = []
+    for prompt, outputs, at in sizes:
+        first = spec(len(specs), prompt, outputs, arrival_ns=at * MS)
+        specs += [
+            first,
+            *(replace(first, index=first.index + i, id=f"{first.id}.{i}", sample_of=first) for i in range(1, beams)),
+        ]
+    return specs
+
+
+def groups(run: Run, beams: int) -> list[list[Text]]:
+    texts = sorted(run.engine.sequences.values(), key=lambda text: text.spec.index)
+    return [texts[at : at + beams] for at in range(0, len(texts), beams)]
+
+
+def load(specs: list[RequestSpec], *cancels: tuple[int, RequestSpec]) -> Workload:
+    return Workload(specs, len(specs), list(cancels))
+
+
+# -- the ranking alone ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beams", [1, 2, 5])
+def test_the_best_continuations_of_all_texts(beams: int) -> None:
+    """Against every continuation of every text, sorted."""
+    torch.manual_seed(beams)
+    logits, scores = torch.randn(3 * beams, 11), -10 * torch.rand(3 * beams)
+    logits[0] *= 50  # one text is sure of itself
+    for at, choice in enumerate(choices(rank(logits, scores, beams).numpy(), beams)):
+        group = slice(at * beams, (at + 1) * beams)
+        values = logits[group].double()
+        continued = scores[group].double()[:, None] + values - values.exp().sum(-1, keepdim=True).log()
+        best = sorted(np.ndindex(*continued.shape), key=lambda place: -continued[place].item())[:beams]
+        assert [*zip(choice.parents, choice.tokens, strict=True)] == best
+        assert choice.scores == pytest.approx([continued[place].item() for place in best], abs=1e-4)
+
+
+def test_before_the_first_output_one_text_counts() -> None:
+    """All are the prompt: its best continuations are different tokens."""
+    logits, scores = torch.randn(1, 9).expand(3, 9), torch.tensor([FIRST_SCORE, OTHER_SCORE, OTHER_SCORE])
+    [choice] = choices(rank(logits, scores, 3).numpy(), 3)
+    assert choice.parents == [0, 0, 0]
+    assert choice.tokens == logits[0].topk(3).indices.tolist()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_no_text_of_a_search_without_numbers_goes_on(value: float) -> None:
+    """... and those of another one do."""
+    logits = torch.randn(4, 7)
+    logits[1, 3] = value
+    broken, whole = choices(rank(logits, torch.zeros(4), 2).numpy(), 2)
+    assert broken.tokens == [-1, -1]
+    assert min(whole.tokens) >= 0
+
+
+def test_texts_are_taken_over_with_their_scores() -> None:
+    """Two go on with the same text, and what one of them says later is not the other's."""
+    specs = requests(3, (2, 4, 0))
+    texts = [Text(one, np.zeros(2, dtype=np.int32), Sampling()) for one in specs]
+    assert [text.score for text in texts] == [FIRST_SCORE, OTHER_SCORE, OTHER_SCORE]
+    told = np.array([7, 8, 9, 0, 0, 0], dtype=np.int32), np.array([-1, -2, -3], dtype=np.float32).view(np.int32)
+    go_on(texts, choices(np.concatenate(told), 3)[0])
+    told = np.array([1, 2, 3, 1, 1, 0], dtype=np.int32), np.array([-4, -5, -6.5], dtype=np.float32).view(np.int32)
+    go_on(texts, choices(np.concatenate(told), 3)[0])
+    assert [text.outputs for text in texts] == [[8, 1], [8, 2], [7, 3]]
+    assert [text.score for text in texts] == [-4, -5, -6.5]
+
+
+# -- steps and tables -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@given(
+    beams=st.integers(2, 5),
+    sizes=st.lists(
+        st.tuples(st.integers(1, 14), st.integers(1, 9), st.sampled_from((0, 0, 3, 20))), min_size=1, max_size=4
+    ),
+    block_size=st.integers(1, 6),
+    budget=st.sampled_from((5, 9, 64)),
+    tight=st.booleans(),
+    gone=st.booleans(),
+)
+@settings(max_examples=40)
+def test_every_text_is_that_of_its_search_alone(
+    loop: str, beams: int, sizes: Any, block_size: int, budget: int, tight: bool, gone: bool
+) -> None:
+    """Random searches side by side, in caches that hold one or all of them: the arrays of every step say what its plan
+    says, copies and shared blocks included, and no search shows that there are others.
+    """
+    specs = requests(beams, *sizes)
+    whole = [beams * -(-(one.prompt_tokens + one.max_tokens) // block_size) for one in specs]
+    blocks = max(2, max(whole) if tight else sum(whole))
+    cancels = [(specs[0].arrival_ns + 12 * MS, one) for one in specs[: beams * gone]]
+    case = Case(searching(beams, blocks, block_size=block_size, budget=budget), load(specs, *cancels))
+    run, checked = toy_run(case, loop)
+    assert checked.searches or gone
+    for texts in groups(run, beams):
+        [status] = {run.rows[text.spec.index].status for text in texts}
+        event(status)
+        if not gone or texts[0].spec is not specs[0]:
+            assert status == "length"
+            assert {len(text.outputs) for text in texts} == {texts[0].spec.output_tokens}
+        wanted = toy_search(texts[0].prompt, len(texts[0].outputs), beams)
+        assert [text.outputs for text in texts] == wanted
+
+
+def test_a_search_without_numbers_fails_as_a_whole() -> None:
+    """All its texts fail, others go on, and nothing is lost."""
+    specs = requests(2, (5, 6, 0), (6, 6, 0))
+    clean, _ = toy_run(Case(searching(2, 40), load(specs)), "sync")
+    broken = groups(clean, 2)[0][0].outputs[2]
+    assert not any(broken in text.outputs for text in groups(clean, 2)[1])
+    run, _ = toy_run(Case(searching(2, 40), load(specs)), "sync", broken=broken)
+    assert [run.rows[i].status for i in range(4)] == ["failed", "failed", "length", "length"]
+    assert [text.outputs for text in groups(run, 2)[1]] == [text.outputs for text in groups(clean, 2)[1]]
+
+
+def check_derived(run: Run, folder: Path) -> dict[int, list[tuple[int, int]]]:
+    """The recorded parents, which lead to the recorded plans again."""
+    recorded = replace(directory.load(run.written(folder)), files=lineage.files(run.engine.record.parents))
+    known = {one.index: one for one in run.engine.sequences}
+    verdict = replan._compare(recorded, assemble.scheduler(run.scenario, "sync"), 1, known.get)
+    assert verdict == (len(run.steps), len(run.steps), None)
+    return lineage.read(recorded.place)
+
+
+# -- a real model -----------------------------------------------------------------------------------------------------
+
+SEARCHES = ((13, 24, 0), (1, 20, 0), (30, 12, 5), (8, 24, 30), (12, 1, 31))
+
+
+@cache
+def generated(prompt: tuple[int, ...], outputs: int, beams: int) -> tuple[list[list[int]], list[float]]:
+    """The texts of transformers' `generate(num_beams=k)`, best first, and their scores."""
+    ids = torch.tensor([prompt])
+    said = transformers_model().generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        num_beams=beams,
+        num_return_sequences=beams,
+        min_new_tokens=outputs,
+        max_new_tokens=outputs,
+        length_penalty=0.0,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    return said.sequences[:, len(prompt) :].tolist(), said.sequences_scores.tolist()
+
+
+def check_search(texts: list[Text]) -> int:
+    """Texts and scores are those of `generate`. Returns how many texts differ: two that are nearly as likely may change
+    places, and then they are others, with the same score.
+    """
+    prompt, outputs = tuple(texts[0].prompt.tolist()), len(texts[0].outputs)
+    wanted, scores = generated(prompt, outputs, len(texts))
+    assert [text.score for text in texts] == pytest.approx(scores, abs=NEAR)
+    return sum(text.outputs != other for text, other in zip(texts, wanted, strict=True))
+
+
+@pytest.mark.parametrize("device", ["inline", "process"])
+@pytest.mark.parametrize("beams", [2, 3, 5])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_texts_are_those_of_generate(loop: str, beams: int, device: Any, tmp_path: Path) -> None:
+    """Searches that come and go, in one batch, in pieces of a prompt, on shared and copied blocks. Every text took over
+    another's at some time, and the recorded parents lead to the recorded plans.
+    """
+    specs = requests(beams, *SEARCHES)
+    case = Case(searching(beams, 300, budget=20, texts=3 * beams), load(specs))
+    run = case.run(loop, Setup(device=device), tick_ns=MS if device == "inline" else 0)
+    assert sum(check_search(texts) for texts in groups(run, beams)) <= 1
+    assert {row.status for row in run.rows.values()} == {"length"}
+    assert sum(map(len, check_derived(run, tmp_path).values())) > 10 * beams
+
+
+def test_one_text_is_the_greedy_one() -> None:
+    """A search of one ranks nothing."""
+    run = Case(searching(1, 60), load(requests(1, (13, 24, 0)))).run("sync")
+    check_texts(run)
+    assert not run.engine.record.parents
+
+
+def test_a_modelled_device_declares_parents_as_the_simulator(tmp_path: Path) -> None:
+    """Nothing is computed, and the plans are those of the simulated run."""
+    specs = requests(3, (13, 24, 0), (30, 12, 0))
+    run = Case(searching(3, 300), load(specs)).run("sync", Setup(device="modelled"), tick_ns=0)
+    simulated = simulate.machine(run.scenario, "sync", load(specs))
+    simulate.run(simulated)
+    assert run.engine.record.parents == simulated.record.parents
+    assert check_derived(run, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("setup", "said"),
+    [
+        (Setup("inline", sampling=Sampling(temperature=0.7)), "sampling.temperature: must be 0"),
+        (Setup("inline", requests=SamplingSettings({"r0": Sampling(temperature=1.0)})), "sampling.temperature"),
+        (Setup("inline", end_tokens=True), "--stop-at-end-tokens: must be left out"),
+    ],
+)
+def test_what_a_search_does_not_do_is_refused(setup: Setup, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        build.adapted(searching(2, 40), setup)
+    build.adapted(searching(1, 40), setup)
+
+
+def test_results_are_as_long_as_the_largest_step() -> None:
+    """What a device keeps for results holds three values a row."""
+    plan = build.executor_plan(searching(4, 40), "sync", requests(4, (5, 6, 0)), INLINE)
+    assert plan.capacity.results == 3 * plan.capacity.sampling
+    assert len(Ranked._fields) == 3
