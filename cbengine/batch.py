@@ -16,6 +16,7 @@ import numpy.typing as npt
 from cbengine.device.layout import Arrays, Header, arrays
 from cbengine.sampling import uniforms
 from cbengine.sequence import CARRIED, Sequence
+from cbsim.policy.groups import LayerGroup
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.policy.request import RequestSpec
 
@@ -30,13 +31,21 @@ class Sent(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """The largest step and the most requests that a device must be ready for. `beams`: as in `Header`."""
+    """The largest step and the most requests that a device must be ready for. `beams`: as in `Header`. `groups`: of
+    layers, each with a block table of its own for every slot; none: one table for all layers.
+    """
 
     slots: int
     width: int  # entries of a block table
     rows: int
     tokens: int
     beams: int = 0
+    groups: tuple[LayerGroup, ...] = ()
+
+    @property
+    def tables(self) -> int:
+        """Block tables of a slot."""
+        return len(self.groups) or 1
 
     @property
     def staging(self) -> int:
@@ -50,7 +59,7 @@ class Capacity(NamedTuple):
 
     @property
     def _largest(self) -> Header:
-        rows, updates = self.sampling, self.slots * self.width + self.rows
+        rows, updates = self.sampling, self.slots * self.tables * self.width + self.rows
         return Header(
             rows, 0, 0, self.tokens, 1, further=rows, updates=updates, random=True, padded=True, beams=self.beams
         )
@@ -109,13 +118,15 @@ class DecodingRows:
 
 class Batcher:
     """Keeps what plans leave unsaid, and turns each into the arrays of a step. Call `build` once for every plan, in
-    order. With `padded` batches are static: left-padded to the longest prompt, and computed on to the batch's end.
+    order. With `padded` batches are static: left-padded to the longest prompt, and computed on to the batch's end. Else
+    the padding of a row, if it has any, is a row of its own, of the scratch slot: it costs what it costs, and the cache
+    of its request holds none of it.
     """
 
     def __init__(
         self, capacity: Capacity, sequences: dict[RequestSpec, Sequence], *, padded: bool, random: bool
     ) -> None:
-        self._width = capacity.width
+        self._width, self._groups = capacity.width, capacity.groups
         self._scratch_slot = capacity.slots
         self._free = list(range(capacity.slots))[::-1]
         self._sequences = sequences
@@ -132,13 +143,15 @@ class Batcher:
         """Write a step. `bucket` gives the size to which a step of decoding rows alone is padded."""
         self._forget(plan)
         singles, chunks = self._listed(plan)
-        live = len(self._decoding) + len(singles)
+        going = len(self._decoding) if self._padded or plan.work.decodes else 0  # else they sit this step out
+        live = going + len(singles)
         beams = len(plan.ranked[0]) if plan.ranked else 0
         decodes = bucket(live) if live and not (chunks or beams) else live
-        widths = [chunk.tokens + chunk.padding for chunk in chunks]
+        fill = [] if self._padded else [c.padding for c in plan.work.chunks if c.padding]
+        widths = [*(chunk.tokens + chunk.padding * self._padded for chunk in chunks), *fill]
         further = [decodes + i for i, chunk in enumerate(chunks) if chunk.outputs]
         header = Header(
-            rows=decodes + len(chunks),
+            rows=decodes + len(widths),
             decodes=decodes,
             live=live,
             tokens=decodes + sum(widths),
@@ -152,7 +165,8 @@ class Batcher:
         assert not beams or header.sampling == beams * len(plan.ranked), "whoever samples is a text of a search"
         self._write(header, into, singles, chunks, widths, further)
         listed = [self._sequences[c.spec] for c in (*singles, *(c for c in chunks if c.outputs))]
-        sent = Sent(header, [*self._decoding.sequences, *listed] if listed else self._decoding.sequences)
+        readers = self._decoding.sequences if going else []
+        sent = Sent(header, [*readers, *listed] if listed else readers)
         self._go_on(plan)
         return sent
 
@@ -172,6 +186,8 @@ class Batcher:
             self._give_back(self._sequences[preempted.spec])
         self._places, self._blocks = [], []
         self._update_tables(plan)
+        if self._groups:
+            self._change_tables(plan)
 
     def _update_tables(self, plan: StepPlan) -> None:
         for spec, index, block in plan.changes.replaced:
@@ -184,8 +200,24 @@ class Batcher:
             sequence = self._sequences[chunk.spec]
             if chunk.admitted:
                 assert sequence.slot < 0
-                sequence.slot, sequence.blocks = self._free.pop(), 0
+                sequence.slot, sequence.blocks, sequence.tables = self._free.pop(), 0, {}
             self._extend(sequence, chunk.blocks)
+
+    def _change_tables(self, plan: StepPlan) -> None:
+        """What plans tell of the tables of groups. Where a table is a ring, its blocks are written once for each time
+        that the sequence comes round, so that a device finds block i in entry i.
+        """
+        for change in plan.tables:
+            sequence, ring = self._sequences[change.spec], self._groups[change.group].ring
+            assert sequence.slot >= 0, (change.spec.id, "has not been let in")
+            at = sequence.tables.get(change.group, change.passed)
+            end = sequence.tables[change.group] = at + len(change.blocks)
+            assert end <= (ring or self._width), (change.spec.id, change.group, end, ring, self._width)
+            line = (sequence.slot * len(self._groups) + change.group) * self._width
+            for entry, block in (*change.replaced, *enumerate(change.blocks, at)):
+                places = range(line + entry, line + self._width, ring or self._width)
+                self._places.extend(places)
+                self._blocks.extend([block] * len(places))
 
     def _give_back(self, sequence: Sequence) -> None:
         if sequence.slot >= 0:
@@ -218,7 +250,7 @@ class Batcher:
         further: list[int],
     ) -> None:
         step = arrays(into, header)
-        going, live, decodes = len(self._decoding), header.live, header.decodes
+        going, live, decodes = header.live - len(singles), header.live, header.decodes
         decoding = self._decoding
         decoding.kv_tokens[:going] += 1
         step.slots[:going], step.kv_tokens[:going] = decoding.slots[:going], decoding.kv_tokens[:going]
@@ -230,22 +262,25 @@ class Batcher:
         if self._padded:
             step.first[:going], step.first[live:decodes] = decoding.first[:going], 0
             step.first[decodes:] = [chunk.padding for chunk in chunks]
-        rows = zip((*range(going, live), *range(decodes, header.rows)), (*singles, *chunks), strict=True)
+        last = decodes + len(chunks)
+        rows = zip((*range(going, live), *range(decodes, last)), (*singles, *chunks), strict=True)
         for row, chunk in rows:
             self._write_chunk(chunk, row, step)
+        step.slots[last:], step.kv_tokens[last:] = self._scratch_slot, widths[len(chunks) :]
+        step.tokens[step.starts[last] :] = 0
         if header.beams:
             scores = np.array([self._sequences[chunk.spec].score for chunk in singles], dtype=np.float32)
             step.scores[:] = scores.view(np.int32)
         if self._random and header.sampling:
-            self._write_draws(header, step, [*singles, *(c for c in chunks if c.outputs)])
+            self._write_draws(header, step, going, [*singles, *(c for c in chunks if c.outputs)])
 
     def _write_chunk(self, chunk: Chunk, row: int, step: Arrays[Ints]) -> None:
         sequence = self._sequences[chunk.spec]
-        end = chunk.start + chunk.tokens
-        step.slots[row], step.kv_tokens[row] = sequence.slot, end + chunk.padding
+        end, left = chunk.start + chunk.tokens, chunk.padding * self._padded
+        step.slots[row], step.kv_tokens[row] = sequence.slot, end + left
         tokens = step.tokens[step.starts[row] : step.starts[row + 1]]
-        tokens[: chunk.padding] = 0
-        sequence.write(chunk.start, tokens[chunk.padding :])
+        tokens[:left] = 0
+        sequence.write(chunk.start, tokens[left:])
         assert not (chunk.admitted and tokens[-1] == CARRIED), (
             chunk.spec.id,
             "its last token was left in another slot",
@@ -253,11 +288,11 @@ class Batcher:
         if chunk.outputs:
             sequence.expect(end)
 
-    def _write_draws(self, header: Header, step: Arrays[Ints], listed: list[Chunk]) -> None:
+    def _write_draws(self, header: Header, step: Arrays[Ints], going: int, listed: list[Chunk]) -> None:
         """How every sampling row's token is drawn: its request's settings, and a random number from the request's seed
         and the position of the token. Rows that only fill the step up are greedy.
         """
-        decoding, going, live, decodes = self._decoding, len(self._decoding), header.live, header.decodes
+        decoding, live, decodes = self._decoding, header.live, header.decodes
         seeds, positions = np.zeros(header.sampling, dtype=np.uint64), np.zeros(header.sampling, dtype=np.int64)
         temperature, top_k, top_p = step.temperature.view(np.float32), step.top_k, step.top_p.view(np.float64)
         seeds[:going] = decoding.seeds[:going]

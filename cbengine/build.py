@@ -15,6 +15,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from cbengine import refusals
 from cbengine.batch import Batcher, Capacity
 from cbengine.content import Prompts
 from cbengine.device.base import EngineDevice, Inline, Modelled
@@ -32,6 +33,7 @@ from cbengine.model.kvcache import DeviceMemoryError, KvCache
 from cbengine.model.ops import Ops, TorchOps
 from cbengine.sampling import Sampling
 from cbengine.settings import SamplingSettings
+from cbsim.policy.groups import LayerGroup
 from cbsim.policy.kind import Options
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
@@ -101,10 +103,9 @@ def adapted(scenario: Scenario, setup: Setup) -> Scenario:
     if shape.experts and setup.device != "modelled":
         raise UsageError(f"model.experts: got {shape.experts}, must be 0: the engine computes dense models only")
     if setup.device != "modelled":
-        _check_types(shape)
-        _check_heads(shape)
-        _check_gpus(scenario)
-        _check_search(scenario, setup)
+        refusals.check_model(shape)
+        refusals.check_gpus(scenario)
+        refusals.check_search(scenario, greedy=setup.greedy, end_tokens=setup.end_tokens)
     ready = scenario.model_copy(update={"model": shape})
     if setup.device == "modelled":
         return ready
@@ -115,7 +116,7 @@ def _with_graphs(scenario: Scenario, setup: Setup) -> Scenario:
     """What is replayed as a graph here: decoding steps on a GPU; elsewhere every step is launched in one go."""
     graphs: dict[str, Any] = {"padding": "none"}
     if setup.device == "cuda":
-        captured = not (scenario.kind.padded or _beams(scenario))
+        captured = not (scenario.kind.padded or refusals.beams(scenario))
         allowed = setup.cuda_graphs and scenario.loop.cuda_graphs.enabled and captured
         graphs = {"padding": "cbengine", "enabled": allowed}
     loop = scenario.loop.model_copy(update={"cuda_graphs": scenario.loop.cuda_graphs.model_copy(update=graphs)})
@@ -128,6 +129,7 @@ def shape_of(folder: Path, dtype: str = "bfloat16") -> ModelShape:
     """
     given = weights.architecture(folder)
     facts = {name: getattr(given, name) for name in ModelShape.model_fields if name != "dtype" and hasattr(given, name)}
+    facts["attention"] = [one.text for one in given.attention]
     try:
         return ModelShape.model_validate({**facts, "dtype": dtype})
     except ValidationError as error:
@@ -141,44 +143,6 @@ def first_complaint(error: ValidationError) -> str:
     return f"{'.'.join(part for part in fields if not re.fullmatch('<.*>', part))}: {first['msg']}"
 
 
-def _check_types(shape: ModelShape) -> None:
-    """Refuse types that can be simulated but not computed."""
-    for name in ("weights_dtype", "kv_dtype"):
-        if given := getattr(shape, name):
-            raise UsageError(f"model.{name}: got {given}, must be null: the engine has one type for all")
-
-
-def _check_gpus(scenario: Scenario) -> None:
-    """Refuse a group of GPUs: seats, cache and times would be those of several, and one computes."""
-    if scenario.gpus > 1:
-        raise UsageError(f"cost.tensor_parallel: got {scenario.gpus}, must be 1: the engine computes on one device")
-
-
-def _beams(scenario: Scenario) -> int:
-    """Texts of a request that are ranked together; 0 where every text stands alone."""
-    texts = scenario.kind.samples(scenario.scheduler)
-    return texts if texts > 1 else 0
-
-
-def _check_search(scenario: Scenario, setup: Setup) -> None:
-    """Refuse what a search does not do: draw tokens, or end a text before the others."""
-    beams = _beams(scenario)
-    if beams and not setup.greedy:
-        raise UsageError(f"sampling.temperature: must be 0: a search of {beams} texts keeps the likeliest")
-    if beams and setup.end_tokens:
-        raise UsageError(f"--stop-at-end-tokens: must be left out: the {beams} texts of a search end together")
-
-
-def _check_heads(shape: ModelShape) -> None:
-    """Refuse heads that can be simulated but not computed."""
-    if shape.heads % shape.kv_heads:
-        raise ScenarioError(f"model.kv_heads: got {shape.kv_heads}, must divide model.heads ({shape.heads})")
-    if shape.head_dim % 2:
-        raise ScenarioError(f"model.head_dim: got {shape.head_dim}, must be even: rotation pairs the values of a head")
-    if shape.qkv_bias and shape.qk_norm:
-        raise ScenarioError("model.qkv_bias: got true, must be false with model.qk_norm: no model of ours has both")
-
-
 def _fitted(scenario: Scenario) -> Scenario:
     """Fewer blocks than the data sheet promises, if this GPU has less memory. Given sizes are left as they are."""
     if not torch.cuda.is_available():
@@ -188,7 +152,8 @@ def _fitted(scenario: Scenario) -> Scenario:
     options = scheduler_options(scenario, max(depth(loop) for loop in loops(scenario)))
     free, total = torch.cuda.mem_get_info()
     room = int(free - ACTIVATION_SHARE * total) - scenario.model.weight_bytes
-    fitting = room // (options.block_size * scenario.model.kv_bytes_per_token)
+    layers = max((len(group.layers) for group in _groups(scenario)), default=scenario.model.layers)
+    fitting = room * scenario.model.layers // (options.block_size * scenario.model.kv_bytes_per_token * layers)
     if fitting >= options.num_blocks:
         return scenario
     if fitting < 2:
@@ -199,6 +164,11 @@ def _fitted(scenario: Scenario) -> Scenario:
     return scenario.model_copy(update=update)
 
 
+def _groups(scenario: Scenario) -> tuple[LayerGroup, ...]:
+    """Those of the scheduler's cache."""
+    return () if scenario.model.sees_all else assemble.scheduler(scenario, loops(scenario)[0]).pool.groups
+
+
 def capacity(options: Options, specs: list[RequestSpec]) -> Capacity:
     """The largest step and table that this workload can lead to."""
     limits = options.limits
@@ -207,6 +177,7 @@ def capacity(options: Options, specs: list[RequestSpec]) -> Capacity:
     prompt = max((spec.prompt_tokens for spec in specs), default=1)
     slots = max(1, min(len(specs), limits.seats or len(specs)))
     rows = min(slots, limits.rows or slots)
+    rows *= 1 + limits.filled  # the padding of a row is a row of its own
     budget = limits.tokens
     if budget is None:  # a prompt as long as the longest for every row, and as many outputs
         budget, longest = slots * prompt, prompt + max((spec.max_tokens for spec in specs), default=1)
@@ -259,8 +230,10 @@ class ExecutorPlan:
             model = Model(self.architecture, self.tensors(), ops(self.device), positions=self.positions)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(f"model: the weights do not fit the GPU's memory: {error}") from None
-        cache, host = KvCache(self.architecture, self.num_blocks, self.block_size, dtype, device), None
+        groups, host = self.capacity.groups, None
+        cache = KvCache(self.architecture, self.num_blocks, self.block_size, dtype, device, groups)
         if self.host_blocks:
+            assert not groups, "a host tier has blocks of all layers"
             pinned = self.device != "cpu"
             host = HostTier(self.architecture, self.host_blocks, self.block_size, dtype, pinned=pinned)
         return Executor(model, cache, self.capacity, host)
@@ -300,8 +273,10 @@ def _needed_on_cpu(plan: ExecutorPlan, free: int) -> int:
     dtype, sizes = DTYPES[plan.dtype], plan.capacity
     needed = {
         "model": 2 * dtype.itemsize * _weights_of(plan.architecture),  # while its parts are put together, once more
-        "kv_cache.num_blocks": KvCache.bytes_for(plan.architecture, plan.num_blocks, plan.block_size, dtype),
-        "workload": 4 * (sizes.slots * sizes.width + 2 * sizes.staging),
+        "kv_cache.num_blocks": KvCache.bytes_for(
+            plan.architecture, plan.num_blocks, plan.block_size, dtype, sizes.groups
+        ),
+        "workload": 4 * (sizes.slots * sizes.tables * sizes.width + 2 * sizes.staging),
     }
     if sum(needed.values()) > free:
         model, cache, tables = (f"{size / 1e9:,.2f} GB" for size in needed.values())
@@ -330,7 +305,7 @@ def host_memory() -> int | None:
 def executor_plan(scenario: Scenario, loop: str, specs: list[RequestSpec], setup: Setup) -> ExecutorPlan:
     """What to make for these requests. Raises ScenarioError if the model is not made for so long prompts."""
     options = scheduler_options(scenario, depth(loop))
-    sizes = capacity(options, specs)._replace(beams=_beams(scenario))
+    sizes = capacity(options, specs)._replace(beams=refusals.beams(scenario))
     architecture = architecture_of(scenario, setup)
     prompts = [spec.prompt_tokens for spec in specs]
     longest = max((tokens for tokens in prompts if tokens < (options.limits.longest or math.inf)), default=0)
@@ -357,7 +332,7 @@ def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, cloc
     steps = depth(loop)
     if setup.device == "modelled":
         graphs = scenario.graph_padding == "cbengine"
-        cost, copies = assemble.cost_model(scenario), assemble.copies(scenario)
+        cost, copies = assemble.cost_model(scenario), assemble.copies(scenario, plan.capacity.groups)
         return Modelled(cost, copies.ns, plan.capacity, steps, clock, graphs=graphs)
     if setup.device == "process":
         plan.check()  # here, because what a worker dies of is not known for a user's mistake
@@ -388,7 +363,11 @@ def engine(
     specs = workload.specs()
     setup.requests.check(specs)
     policy = assemble.scheduler(scenario, loop)
-    plan = replace(executor_plan(scenario, loop, specs, setup), host_blocks=policy.pool.host_blocks)
+    if setup.device != "modelled":
+        refusals.check_windows(scenario)
+    plan = executor_plan(scenario, loop, specs, setup)
+    sizes = plan.capacity._replace(groups=policy.pool.groups)
+    plan = replace(plan, capacity=sizes, host_blocks=policy.pool.host_blocks)
     padded = scenario.kind.padded
     clock = clock or (CpuClock() if setup.device == "modelled" else WallClock())
     made = device(scenario, loop, plan, setup, clock)

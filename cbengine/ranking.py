@@ -62,6 +62,5 @@ def choices(results: Ints, beams: int) -> list[Choice]:
 def go_on(texts: list[Sequence], choice: Choice) -> None:
     """Every text of a search becomes what was chosen for it."""
     said = [text.outputs for text in texts]
-    for i, text in enumerate(texts):
-        text.outputs = [*said[choice.parents[i]], choice.tokens[i]]
-        text.score = choice.scores[i]
+    for text, token, parent, score in zip(texts, *choice, strict=True):
+        text.go_on(said[parent], token, score)

@@ -19,7 +19,7 @@ class Sequence:
     be in flight.
     """
 
-    __slots__ = ("blocks", "outputs", "over", "prompt", "sampling", "score", "seed", "slot", "spec")
+    __slots__ = ("blocks", "outputs", "over", "prompt", "sampling", "score", "seed", "slot", "spec", "tables")
 
     def __init__(self, spec: RequestSpec, prompt: npt.NDArray[np.int32], sampling: Sampling) -> None:
         assert len(prompt) == spec.prompt_tokens
@@ -28,6 +28,7 @@ class Sequence:
         self.outputs: list[int] = []
         self.slot = -1  # line of the device's tables, while it has blocks
         self.blocks = 0  # entries of its block table
+        self.tables: dict[int, int] = {}  # in its place where layers have groups: entries of each one's table
         self.over = False
         self.score = OTHER_SCORE if spec.sample_of else FIRST_SCORE  # of the outputs, as a text of a search
 
@@ -42,6 +43,11 @@ class Sequence:
             missing = len(into) - len(head) - len(said)
             assert missing <= 1, (self.spec.id, start, len(into), len(self.outputs))
             into[len(into) - missing :] = CARRIED
+
+    def go_on(self, said: list[int], token: int, score: float) -> None:
+        """As a text of a search: it becomes what a text of it has said, its own or another, and a token more."""
+        self.outputs = [*said, token]
+        self.score = score
 
     def expect(self, position: int) -> None:
         """A row will sample the token at `position`: what landed for it or after it before was dropped."""

@@ -11,10 +11,15 @@ from cbsim.policy.moves import Way
 from cbsim.policy.plan import Batch, Chunk, Row, StepChanges, StepCounts, StepPlan, StepResult, StepWork
 from cbsim.policy.request import Finish, Request, RequestSpec
 from cbsim.policy.schedulers.contiguous import ContiguousScheduler
+from cbsim.policy.schedulers.sarathi_serve import SarathiServe
+from cbsim.policy.schedulers.sglang import SglangScheduler
 from cbsim.policy.schedulers.transformers import TransformersScheduler
+from cbsim.policy.schedulers.trtllm import TrtllmScheduler
 from cbsim.policy.schedulers.vllm import VllmScheduler
 
-AnyScheduler = VllmScheduler | TransformersScheduler | ContiguousScheduler
+AnyScheduler = (
+    VllmScheduler | TransformersScheduler | ContiguousScheduler | SarathiServe | TrtllmScheduler | SglangScheduler
+)
 MOST_POLLS = 20_000
 
 
@@ -150,6 +155,8 @@ class Drive:
         self.scheduler.decoding.check()
         if isinstance(self.scheduler, TransformersScheduler):
             self.scheduler.host.check()
+        if isinstance(self.scheduler, SglangScheduler):
+            self.scheduler.check()
 
     def _answer(self, effect: Effect) -> Any:
         if isinstance(effect, Poll):

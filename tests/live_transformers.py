@@ -90,13 +90,15 @@ def _on_a_cpu() -> Iterator[None]:
 
 
 def _model_config(workload: Line) -> Any:
+    model = workload["model"]
     config = import_module("transformers").LlamaConfig(
         hidden_size=32,
+        head_dim=model.get("head_dim", 16),
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=model.get("layers", 2),
         num_attention_heads=2,
         num_key_value_heads=1,
-        vocab_size=workload["model"]["vocab_size"],
+        vocab_size=model["vocab_size"],
         max_position_embeddings=1 << 20,
     )
     config._attn_implementation = "paged|flash_attention_2"  # allocates no mask; nothing is imported for it
@@ -155,15 +157,19 @@ class Recorder:
         self._launched: list[int] = []  # batches whose results are to come
         self._batches = 0
         self._scheduled: Any = None
-        for owner, name, around in (
+        for owner, name, around in self._watched():
+            self._wrap(owner, name, around)
+
+    def _watched(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+        """Methods of the original, and what is done around each."""
+        return [
             (self.cache, "search_prefix_match", self._lookup),
             (self.cache, "free_blocks", self._free),
             (self.cache, "allocate_blocks", self._allocate),
             (self.cache, "mark_shareable_blocks_as_complete", self._complete),
             (self.scheduler, "schedule_batch", self._schedule),
-            (processor.offloading_manager, "offload_requests", self._offload),
-        ):
-            self._wrap(owner, name, around)
+            (self.processor.offloading_manager, "offload_requests", self._offload),
+        ]
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         original = getattr(owner, name)
@@ -249,7 +255,7 @@ class Recorder:
         if not fast:
             intervals = settings.q_padding_interval_size or 64, settings.kv_padding_interval_size or 16384
             padded = [utils.pad_to_interval(query, intervals[0], cache.max_batch_tokens)]
-            padded += [utils.pad_to_interval(read, intervals[1], cache.num_pages)]
+            padded += [utils.pad_to_interval(read, intervals[1], self._pages())]
         self._launched.append(self._batches)
         self._batches += 1
         return {
@@ -260,6 +266,11 @@ class Recorder:
             "padded_if_graphs": padded,
             "batch_no": self._launched[-1],
         }
+
+    def _pages(self) -> int:
+        """Tokens that the cache holds."""
+        pages: int = self.cache.num_pages
+        return pages
 
     @staticmethod
     def _row(future: Any) -> Line:
@@ -277,19 +288,28 @@ class Recorder:
         return ios.io_pairs[ios.current_pair].host_io if self.processor.use_async_batching else ios
 
     def _state(self) -> Line:
-        scheduler, blocks = self.scheduler, self.cache._block_manager
+        scheduler = self.scheduler
         return {
             "active": [[request, state.status.name] for request, state in scheduler.active_requests.items()],
             "waiting": list(scheduler.waiting_requests_order),
             "block_new_requests": scheduler.block_new_requests,
+            **self._free_lists(),
+            **self._on_host(),
+            "block_tables": self._tables(),
+        }
+
+    def _free_lists(self) -> Line:
+        blocks = self.cache._block_manager
+        return {
             "free": blocks.num_free_blocks,
             "uninit": len(blocks._uninit_block_ids),
             "init": len(blocks._init_block_ids),
             "uninit_order": list(blocks._uninit_block_ids),
             "init_order": list(blocks._init_block_ids),
-            **self._on_host(),
-            "block_tables": {r: list(t) for r, t in self.cache.group_cache_managers[0].block_table.items()},
         }
+
+    def _tables(self) -> dict[str, list[int]]:
+        return {r: list(t) for r, t in self.cache.group_cache_managers[0].block_table.items()}
 
     def _on_host(self) -> Line:
         manager = self.processor.offloading_manager
@@ -319,29 +339,30 @@ class Recorder:
     def resolved(self) -> Line:
         """The header: parameters in effect."""
         cache, scheduler = self.cache, self.scheduler
-        host_blocks = self.processor.offloading_manager._num_cpu_blocks
         return {
-            **({"cpu_blocks": host_blocks} if host_blocks else {}),
+            **self._sizes(),
             "transformers": import_module("transformers").__version__,
             "scheduler": type(scheduler).__name__,
             "safety_margin": scheduler.safety_margin,
             "num_blocks": cache.num_blocks,
-            "block_size": cache.block_size,
             "max_batch_tokens": cache.max_batch_tokens,
             "max_requests_per_batch": scheduler.max_requests_per_batch,
             "max_blocks_per_request": cache.max_blocks_per_request,
             "allow_block_sharing": cache.allow_block_sharing,
-            "cache_budget": cache.num_pages,
+            "cache_budget": self._pages(),
             "async": self.processor.use_async_batching,
         }
+
+    def _sizes(self) -> Line:
+        host_blocks = self.processor.offloading_manager._num_cpu_blocks
+        return {**({"cpu_blocks": host_blocks} if host_blocks else {}), "block_size": self.cache.block_size}
 
 
 class Live:
     """A workload fed to the original, pass by pass, as its generation loop would."""
 
-    def __init__(self, workload: Line) -> None:
-        self.processor = _processor(workload)
-        self.recorder = Recorder(self.processor)
+    def __init__(self, workload: Line, processor: Any, recorder: Recorder) -> None:
+        self.processor, self.recorder, self.name = processor, recorder, workload["name"]
         self._tokens, self._eos = Tokens(workload), workload.get("eos_token_id")
         self._requests, self._cancels = workload["requests"], workload.get("cancels", [])
         last = [r["arrival_step"] for r in self._requests] + [c["step"] for c in self._cancels]
@@ -400,11 +421,16 @@ class Live:
             done[output.request_id] = given | {"prompt_len": len(output.prompt_ids)}
         return done
 
+    def trace(self) -> list[Line]:
+        """Header, passes, footer."""
+        header = {"header": True, "workload": self.name, "resolved": self.recorder.resolved()}
+        return [header, *self.recorder.lines, {"footer": True, "outputs": self.outputs()}]
+
 
 def record(workload: Line) -> list[Line]:
-    """The trace of a workload: header, passes, footer."""
+    """The trace of a workload, by transformers 5.17."""
     with _on_a_cpu():
-        live = Live(workload)
+        processor = _processor(workload)
+        live = Live(workload, processor, Recorder(processor))
         live.run()
-    header = {"header": True, "workload": workload["name"], "resolved": live.recorder.resolved()}
-    return [header, *live.recorder.lines, {"footer": True, "outputs": live.outputs()}]
+    return live.trace()

@@ -30,9 +30,20 @@ from cbsim.cli import parser
 from cbsim.policy.moves import Move, Way
 from cbsim.policy.schedulers.beam_settings import BeamOptions
 from cbsim.policy.schedulers.contiguous_settings import ContiguousOptions
+from cbsim.policy.schedulers.dynamic_padded_settings import DynamicPaddedOptions
 from cbsim.policy.schedulers.registry import OURS
+from cbsim.policy.schedulers.sarathi_settings import (
+    FasterTransformerOptions,
+    OrcaOptions,
+    SarathiOptions,
+    SimpleChunkingOptions,
+    VllmV0Options,
+)
+from cbsim.policy.schedulers.sglang_settings import SglangOptions
 from cbsim.policy.schedulers.static_settings import StaticOptions
+from cbsim.policy.schedulers.tgi_settings import TgiOptions
 from cbsim.policy.schedulers.transformers_settings import TransformersOptions
+from cbsim.policy.schedulers.trtllm_settings import TrtllmOptions
 from cbsim.policy.schedulers.vllm_settings import VllmOptions
 from cbsim.proof.conformance.check import traces
 from cbsim.results import checks, columns, lineage, moves, parquet
@@ -228,7 +239,17 @@ def test_names_that_a_scenario_can_use_are_documented() -> None:
 def test_policy_options_are_documented() -> None:
     """Every option of every scheduler is named in docs/policies.md."""
     text = POLICIES.read_text()
-    for options in (VllmOptions, TransformersOptions, StaticOptions, ContiguousOptions, BeamOptions):
+    sarathi_serve = (OrcaOptions, FasterTransformerOptions, VllmV0Options, SimpleChunkingOptions, SarathiOptions)
+    others = (
+        StaticOptions,
+        DynamicPaddedOptions,
+        TgiOptions,
+        ContiguousOptions,
+        BeamOptions,
+        SglangOptions,
+        TrtllmOptions,
+    )
+    for options in (VllmOptions, TransformersOptions, *others, *sarathi_serve):
         assert not [field.name for field in fields(options) if field.name != "name" and f"`{field.name}`" not in text]
 
 
@@ -238,12 +259,26 @@ def recorded(family: str) -> tuple[int, int]:
     return len(found), sum(len(gzip.decompress(trace.read_bytes()).splitlines()) - 1 for trace in found)
 
 
-@pytest.mark.parametrize("family", ["vllm", "transformers"])
+@pytest.mark.parametrize("family", ["vllm", "transformers", "sarathi", "sglang"])
 def test_counts_of_golden_traces(family: str) -> None:
     count, lines = recorded(family)
     assert f"{count} traces of the real" in POLICIES.read_text()
     assert f", {lines:,} lines" in POLICIES.read_text()
-    assert f"{count} of {family.replace('vllm', 'vLLM')}" in (ROOT / "CHANGELOG.md").read_text()
+    assert (
+        f"{count} of {family.replace('vllm', 'vLLM').replace('sglang', 'SGLang')}"
+        in (ROOT / "CHANGELOG.md").read_text()
+    )
+
+
+def test_traces_that_were_not_recorded_are_called_restated() -> None:
+    """TensorRT-LLM's: they are no part of any claim of exactness."""
+    count, lines = recorded("trtllm")
+    assert f"{count} traces of *restated* classes, {lines:,} lines" in POLICIES.read_text()
+    assert f"{count} traces of classes restated" in " ".join((ROOT / "CHANGELOG.md").read_text().split())
+    exact = sum(recorded(family)[0] for family in ("vllm", "transformers", "sarathi", "sglang"))
+    for page in (README, ROOT / "docs" / "fidelity.md"):
+        assert f"{exact} " in page.read_text()
+        assert f"{exact + count} " not in page.read_text()
 
 
 # -- metrics and columns ----------------------------------------------------------------------------------------------

@@ -212,6 +212,71 @@ def test_rates_below_and_above_capacity() -> None:
         assert wait["p90"] > wait["p50"] > low.summary["queue_s"]["p99"] + 0.01
 
 
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+
+def blocks_of_one(prompt: int, outputs: int, *overrides: str) -> int:
+    """Blocks that a request alone holds in its last step with a row; one more tells that it has ended."""
+    one = (f"workload.prompt_tokens={prompt}", f"workload.output_tokens={outputs}", "workload.requests=1")
+    return int(ran("windows", "sync", *one, *overrides).steps["used_blocks"][-2])
+
+
+@pytest.mark.parametrize("prompt", [1000, 4096, 20_001])
+def test_windows_hold_what_they_see(prompt: int) -> None:
+    """A calculation: 48 layers, five with a window of 1,024 tokens to one without, are six groups of eight layers. Once
+    n tokens are computed the next one sees the last 1,023 of them in five of the groups. A block is of eight layers;
+    where every layer sees all it is of 48, so the same memory has a sixth of them.
+    """
+    last = prompt + 19  # the last output is never computed
+    gone = max(0, last - 1 - 1023) // 16
+    assert blocks_of_one(prompt, 20) == 6 * ceil(last / 16) - 5 * gone
+    for kept in ("scheduler.disable_hybrid_kv_cache_manager=true", "model.attention=[full]"):
+        assert blocks_of_one(prompt, 20, kept) == ceil(last / 16)
+
+
+def test_windows_let_more_requests_in_and_read_less() -> None:
+    """Six groups share the memory, so blocks are six times as many. What is given up in time seats more requests; what
+    is not read takes no time, even if it is kept. Each alone makes the run shorter.
+    """
+    runs = [
+        ran("windows", "async", *more)
+        for more in ((), ("scheduler.disable_hybrid_kv_cache_manager=true",), ("model.attention=[full]",))
+    ]
+    sizes = [scenario.scheduler_options(one.scenario, 2).num_blocks for one in runs]
+    assert [size // sizes[2] for size in sizes] == [6, 1, 1]
+    seats = [float(np.average(one.steps["running"])) for one in runs]
+    assert seats[0] > 1.5 * seats[1]
+    assert seats[1] == pytest.approx(seats[2], rel=0.05)
+    spans = [one.summary["makespan_s"] for one in runs]
+    assert spans[0] < 0.9 * spans[1] < 0.9 * 0.9 * spans[2]
+
+
+# -- sglang -----------------------------------------------------------------------------------------------------------
+
+
+def test_sglang_prefills_go_first() -> None:
+    """A calculation: a prompt of 5,000 tokens that comes while another request decodes goes through a budget of 2,048
+    in three batches, of 2,048, 2,048 and 904 tokens. Each row of the other one waits for all three, in either loop; if
+    it rides along, for one, and takes a token of the first two.
+    """
+    two = (
+        "workload.requests=2",
+        "workload.prompt_tokens=5000",
+        "workload.output_tokens=200",
+        "workload.stop_early=false",
+    )
+    gap = ("workload.shared_prefix_tokens=0", "workload.arrivals={kind: constant, rate_per_s: 2}")
+    for mixed, batches in (("false", [2048, 2048, 904]), ("true", [2047, 2047, 906])):
+        more = (*two, *gap, f"scheduler.enable_mixed_chunk={mixed}")
+        for loop in ("sync", "async"):
+            steps = ran("sglang", loop, *more).steps
+            rows = [(int(n), int(p)) for n, p in zip(steps["rows"], steps["prefill_tokens"], strict=True)]
+            second = [at for at, (_, tokens) in enumerate(rows) if tokens > 1][3:]
+            assert second == list(range(second[0], second[0] + 3))
+            ridden = int(mixed == "true")
+            assert [rows[at] for at in second] == [(1 + ridden, tokens + ridden) for tokens in batches]
+
+
 # -- what all of them promise -----------------------------------------------------------------------------------------
 
 

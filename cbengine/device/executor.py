@@ -20,14 +20,16 @@ from cbengine.sampling import Draws, sample
 
 
 class Executor:
-    """Block tables and the last sampled token of every slot, beside the model and its cache. One slot more than asked
-    for is scratch: it takes what padding rows write. Behind the cache there may be a tier on the host.
+    """Block tables and the last sampled token of every slot, beside the model and its cache. Layers that are grouped
+    have a table a group. One slot more than asked for is scratch: it takes what padding rows write. Behind the cache
+    there may be a tier on the host.
     """
 
     def __init__(self, model: Model, cache: KvCache, capacity: Capacity, host: HostTier | None = None) -> None:
         device = cache.keys.device
         self._model, self._cache, self._host = model, cache, host
-        self._tables = torch.full((capacity.slots + 1, capacity.width), cache.scratch, dtype=torch.int32, device=device)
+        shape, unused = (capacity.slots + 1, capacity.tables, capacity.width), cache.scratch * cache.pages
+        self._tables = torch.full(shape, unused, dtype=torch.int32, device=device)  # first pages of blocks
         self._last = torch.zeros(capacity.slots + 1, dtype=torch.int64, device=device)
 
     @property
@@ -37,7 +39,7 @@ class Executor:
     @property
     def reach(self) -> int:
         """Tokens that the longest block table can hold."""
-        return self._tables.shape[1] * self._cache.keys.shape[2]
+        return self._tables.shape[2] * self._cache.block_size
 
     @property
     def scratch(self) -> int:
@@ -60,7 +62,8 @@ class Executor:
     def update_tables(self, step: Arrays[Tensor]) -> None:
         """Write what has changed in the block tables; comes before `run`."""
         if len(step.places):
-            self._tables.view(-1)[step.places.long()] = step.blocks
+            pages = self._cache.pages
+            self._tables.view(-1)[step.places.long()] = step.blocks if pages == 1 else step.blocks * pages
 
     @torch.inference_mode()
     def run(self, step: Arrays[Tensor], header: Header) -> Tensor:
@@ -70,12 +73,12 @@ class Executor:
         if not header.rows:
             return step.tokens
         rows, owner = self._rows(step, header)
-        slots = rows.slots.long()
+        slots = step.slots.long()
         tokens = step.tokens.long()
         tokens = torch.where(tokens < 0, self._last[slots if owner is None else slots[owner]], tokens)
-        hidden = self._model.forward(tokens, self._cache, rows)
+        hidden = self._model.forward(tokens, self._cache, *rows)
         if header.further or header.decodes < header.rows:
-            read = rows.starts[1:].long() - 1
+            read = step.starts[1:].long() - 1
             sampling = torch.cat((read[: header.decodes], read[step.sampled.long()]))
             hidden, slots = hidden[sampling], torch.cat((slots[: header.decodes], slots[step.sampled.long()]))
         if not header.sampling:
@@ -86,8 +89,10 @@ class Executor:
         self._last[slots] = sampled.clamp(min=0).long()
         return sampled
 
-    def _rows(self, step: Arrays[Tensor], header: Header) -> tuple[Rows, Tensor | None]:
-        """What the model needs to know of the rows, and the row of every token (None: row i has token i alone)."""
+    def _rows(self, step: Arrays[Tensor], header: Header) -> tuple[list[Rows], Tensor | None]:
+        """What each group of layers needs to know of the rows, and the row of every token (None: row i has token i
+        alone).
+        """
         slots, kv_tokens, starts = step.slots.long(), step.kv_tokens.long(), step.starts.long()
         owner = None
         if header.decodes == header.rows:
@@ -98,23 +103,26 @@ class Executor:
             owner = torch.repeat_interleave(each, counts, output_size=header.tokens)
             cached = torch.arange(header.tokens, device=starts.device) + (kv_tokens - starts[1:])[owner]
             slots = slots[owner]
-        size = self._cache.keys.shape[2]
-        places = self._tables[slots, cached // size].long() * size + cached % size
+        size = self._cache.block_size
+        entries, offsets = cached // size, cached % size
         positions = cached
         if header.padded:
             first = step.first.long()
             positions = (cached - (first if owner is None else first[owner])).clamp(min=0)
-        rows = Rows(
-            tables=self._tables,
-            slots=step.slots,
-            kv_tokens=step.kv_tokens,
-            starts=step.starts,
-            positions=positions,
-            kv_places=places,
-            decodes=header.decodes,
-            longest=header.longest,
-            first=step.first if header.padded else None,
-        )
+        rows = [
+            Rows(
+                tables=tables,
+                slots=step.slots,
+                kv_tokens=step.kv_tokens,
+                starts=step.starts,
+                positions=positions,
+                kv_places=tables[slots, entries].long() * size + offsets,
+                decodes=header.decodes,
+                longest=header.longest,
+                first=step.first if header.padded else None,
+            )
+            for tables in self._tables.unbind(1)
+        ]
         return rows, owner
 
 

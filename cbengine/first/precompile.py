@@ -113,11 +113,12 @@ def launch(of: Launches) -> None:
     qkv = torch.zeros(3, (model.heads + 2 * model.kv_heads) * width, dtype=dtype)
     norms = (torch.zeros(width, dtype=dtype), torch.zeros(width, dtype=dtype)) if model.qk_norm else None
     queries = ops.rotate_and_cache(qkv, torch.zeros(4, 2, width // 2), norms, eps, keys, values, rows)
-    ops.attention(queries, keys, values, replace(rows, decodes=0))
-    splits = 1
-    while splits <= MOST_SPLITS:
-        TritonOps(1, splits=splits).attention(queries[:1], keys, values, replace(rows, slots=rows.slots[:1]))
-        splits *= 2
+    for sees in dict.fromkeys(model.layer_attention):
+        ops.attention(queries, keys, values, replace(rows, decodes=0), sees)
+        splits = 1
+        while splits <= MOST_SPLITS:
+            TritonOps(1, splits=splits).attention(queries[:1], keys, values, replace(rows, slots=rows.slots[:1]), sees)
+            splits *= 2
     ops.silu_mul(torch.zeros(3, 2 * model.intermediate, dtype=dtype))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cbsim.policy.groups import FULL, Attention
 from cbsim.scenario.shapes import ModelShape
 
 
@@ -22,7 +23,8 @@ class Architecture:
     """A dense decoder: grouped-query attention with rotary positions, RMS norms, gated SiLU feed-forward.
 
     `qk_norm`: queries and keys are RMS-normed a head before the rotation (Qwen3). `qkv_bias`: queries, keys and values
-    have biases (Qwen2.5); nothing else has. `end_tokens`: ids that end a text.
+    have biases (Qwen2.5); nothing else has. `attention`: what layers see, layer by layer, and again from the first.
+    `end_tokens`: ids that end a text.
     """
 
     name: str
@@ -40,7 +42,12 @@ class Architecture:
     rope_scaling: RopeScaling | None = None
     qk_norm: bool = False
     qkv_bias: bool = False
+    attention: tuple[Attention, ...] = (FULL,)
     end_tokens: tuple[int, ...] = ()
+
+    def sees(self, layer: int) -> Attention:
+        """What a layer sees of a sequence."""
+        return self.attention[layer % len(self.attention)]
 
 
 def from_shape(shape: ModelShape) -> Architecture:
@@ -58,4 +65,5 @@ def from_shape(shape: ModelShape) -> Architecture:
         max_position=shape.max_position,
         qk_norm=shape.qk_norm,
         qkv_bias=shape.qkv_bias,
+        attention=shape.pattern,
     )

@@ -44,16 +44,18 @@ class Model:
         assert not tensors, f"weights without a place: {list(tensors)}"
         self.rotation = rotation(architecture, positions).to(self.embedding.device)
 
-    def forward(self, tokens: Tensor, cache: KvCache, rows: Rows) -> Tensor:
-        """Ids [T] -> what the output layer is multiplied by, [T, hidden]; the final norm is applied. Writes `cache`."""
+    def forward(self, tokens: Tensor, cache: KvCache, *by_group: Rows) -> Tensor:
+        """Ids [T] -> what the output layer is multiplied by, [T, hidden]; the final norm is applied. Writes `cache`.
+        Rows are told once for each group of layers; they differ in tables and places.
+        """
         eps, ops, residual = self.architecture.norm_eps, self.ops, embedding(tokens, self.embedding)
         norms_after = (*(layer.input_norm for layer in self.layers[1:]), self.norm)
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for i, (layer, norm_after) in enumerate(zip(self.layers, norms_after, strict=True)):
-            keys, values = cache.layer(i)
+            (keys, values), rows = cache.layer(i), by_group[cache.group(i)]
             qkv = linear(x, layer.qkv, layer.qkv_bias)
             queries = ops.rotate_and_cache(qkv, self.rotation, layer.qk_norms, eps, keys, values, rows)
-            x = linear(ops.attention(queries, keys, values, rows).flatten(1), layer.o)
+            x = linear(ops.attention(queries, keys, values, rows, self.architecture.sees(i)).flatten(1), layer.o)
             x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
             x = linear(ops.silu_mul(linear(x, layer.gate_up)), layer.down)
             x, residual = ops.add_rms_norm(x, residual, norm_after, eps)

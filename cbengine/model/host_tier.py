@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from cbengine.model.architecture import Architecture
 from cbengine.model.kvcache import DeviceMemoryError, KvCache
@@ -60,7 +59,7 @@ class Carrier:
     """
 
     def __init__(self, cache: KvCache, host: HostTier | None) -> None:
-        self._keys, self._values = cache.keys, cache.values
+        self._cache = cache
         if host is not None:
             self._host = host.blocks
             self._staging = torch.empty_like(host.blocks[0], device=cache.keys.device, pin_memory=False)
@@ -73,19 +72,15 @@ class Carrier:
             act(source, target)
 
     def _copy(self, source: int, target: int) -> None:
-        for new, old in zip(self._block(target), self._block(source), strict=True):
+        for new, old in zip(self._cache.block(target), self._cache.block(source), strict=True):
             new.copy_(old)
 
     def _out(self, source: int, place: int) -> None:
-        for part, cached in zip(self._staging, self._block(source), strict=True):
+        for part, cached in zip(self._staging, self._cache.block(source), strict=True):
             part.copy_(cached)
         self._host[place].copy_(self._staging, non_blocking=True)
 
     def _in(self, place: int, target: int) -> None:
         self._staging.copy_(self._host[place], non_blocking=True)
-        for part, cached in zip(self._staging, self._block(target), strict=True):
+        for part, cached in zip(self._staging, self._cache.block(target), strict=True):
             cached.copy_(part)
-
-    def _block(self, block: int) -> tuple[Tensor, Tensor]:
-        """A block of the cache: views, [layers, block_size, kv_heads, head_dim] each."""
-        return self._keys[:, block], self._values[:, block]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from cbengine.errors import UsageError
 from cbengine.model.architecture import Architecture
+from cbsim.policy.groups import LayerGroup
 
 
 class DeviceMemoryError(UsageError):
@@ -21,18 +24,34 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + cached
 
 
+def pages_of(architecture: Architecture, groups: Sequence[LayerGroup]) -> int:
+    """Layers whose KV of some tokens is one block: all of them, or as many as the largest group has."""
+    return max((len(group.layers) for group in groups), default=architecture.layers)
+
+
 class KvCache:
-    """`keys` and `values`: [layers, num_blocks + 1, block_size, kv_heads, head_dim], zeros at first.
+    """`keys` and `values`: [layers, num_blocks + 1, block_size, kv_heads, head_dim], zeros at first; with groups of
+    layers [(num_blocks + 1) * pages, block_size, kv_heads, head_dim], a block so many `pages` as the largest group has
+    layers, whichever group it is given to.
 
     The block after the last belongs to nobody: rows that only pad a step read and write it. Raises DeviceMemoryError.
     """
 
     def __init__(
-        self, architecture: Architecture, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        architecture: Architecture,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        groups: Sequence[LayerGroup] = (),
     ) -> None:
-        shape = (architecture.layers, num_blocks + 1, block_size, architecture.kv_heads, architecture.head_dim)
+        assert all(group.block_size == block_size for group in groups), "pages of several sizes"
+        layers, page = architecture.layers, (block_size, architecture.kv_heads, architecture.head_dim)
+        self.pages = pages_of(architecture, groups) if groups else 1
+        shape = ((num_blocks + 1) * self.pages, *page) if groups else (layers, num_blocks + 1, *page)
         self.scratch = num_blocks
-        self.bytes = self.bytes_for(architecture, num_blocks, block_size, dtype)
+        self.bytes = self.bytes_for(architecture, num_blocks, block_size, dtype, groups)
         free = free_bytes(device)
         if free is not None and self.bytes > free:
             raise DeviceMemoryError(self._refusal(free, device))
@@ -43,16 +62,46 @@ class KvCache:
             if device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
                 raise  # a broken GPU is no lack of memory
             raise DeviceMemoryError(self._refusal(free, device)) from None
+        spots = {layer: (g, at) for g, group in enumerate(groups) for at, layer in enumerate(group.layers)}
+        assert not groups or sorted(spots) == list(range(layers)), "every layer is of one group"
+        self._spots = [spots[layer] for layer in range(layers)] if groups else []
 
     @staticmethod
-    def bytes_for(architecture: Architecture, num_blocks: int, block_size: int, dtype: torch.dtype) -> int:
+    def bytes_for(
+        architecture: Architecture,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        groups: Sequence[LayerGroup] = (),
+    ) -> int:
         """What a cache of so many blocks takes, its scratch block included."""
-        values = architecture.layers * (num_blocks + 1) * block_size * architecture.kv_heads * architecture.head_dim
-        return 2 * values * dtype.itemsize
+        tokens = pages_of(architecture, groups) * (num_blocks + 1) * block_size
+        return 2 * tokens * architecture.kv_heads * architecture.head_dim * dtype.itemsize
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.keys.shape[-3]
+
+    def group(self, layer: int) -> int:
+        """Whose block tables a layer has."""
+        return self._spots[layer][0] if self._spots else 0
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """One layer's (keys, values): views, [num_blocks + 1, block_size, kv_heads, head_dim]."""
-        return self.keys[index], self.values[index]
+        """One layer's (keys, values): views, [pages, block_size, kv_heads, head_dim]. Its keys of block b are in page
+        b * `pages`: those of a group's later layers begin so much later.
+        """
+        if not self._spots:
+            return self.keys[index], self.values[index]
+        at = self._spots[index][1]
+        return self.keys[at:], self.values[at:]
+
+    def block(self, index: int) -> tuple[Tensor, Tensor]:
+        """All of one block, (keys, values): views, [layers or pages, block_size, kv_heads, head_dim]."""
+        if not self._spots:
+            return self.keys[:, index], self.values[:, index]
+        pages = slice(index * self.pages, (index + 1) * self.pages)
+        return self.keys[pages], self.values[pages]
 
     def _refusal(self, free: int | None, device: torch.device) -> str:
         cache = f"kv_cache.num_blocks: got {self.scratch:,}, which takes {self.bytes:,} bytes on {device}"

@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cbsim.policy.groups import FULL, Attention, Sight
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -17,7 +19,8 @@ class Rows:
 
     The first `decodes` rows have one query token each; the others have `longest` at most. Integer tensors are int32 on
     the device unless noted. A row's query tokens are the last ones of its `kv_tokens` cached tokens, their own keys
-    and values included, so its query token i sees the cache up to position kv_tokens - queries + i.
+    and values included, so its query token i sees the cache up to position kv_tokens - queries + i. Entries of a table
+    that no query token of the layer sees may name any block.
     """
 
     tables: Tensor  # [slots, width]: block table of every slot
@@ -54,8 +57,8 @@ class Ops(Protocol):
         Returns the queries [T, Hq, D].
         """
 
-    def attention(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
-        """Causal attention over the paged cache, scaled by D^-0.5: [T, Hq, D]."""
+    def attention(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, sees: Attention = FULL) -> Tensor:
+        """Causal attention over what a layer sees of the paged cache, scaled by D^-0.5: [T, Hq, D]."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I] -> [T, I]: silu of the first half times the second."""
@@ -93,19 +96,23 @@ class TorchOps:
         values.view(-1, kv_heads, width)[rows.kv_places] = v
         return _rotated(q, cos, sin)
 
-    def attention(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
+    def attention(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, sees: Attention = FULL) -> Tensor:
         block_size, group = keys.shape[1], queries.shape[1] // keys.shape[2]
         out = torch.empty_like(queries)
         firsts = [0] * len(rows.slots) if rows.first is None else rows.first.tolist()
         starts = rows.starts.tolist()
         described = zip(rows.slots.tolist(), rows.kv_tokens.tolist(), starts[:-1], starts[1:], firsts, strict=True)
         for slot, reach, low, high, first in described:
-            table = rows.tables[slot, : -(-reach // block_size)].long()
-            k = keys[table].flatten(0, 1)[:reach].repeat_interleave(group, dim=1).transpose(0, 1)
-            v = values[table].flatten(0, 1)[:reach].repeat_interleave(group, dim=1).transpose(0, 1)
             at = torch.arange(reach - (high - low), reach, device=queries.device)
-            seen = torch.arange(reach, device=queries.device)
-            mask = (seen <= at[:, None]) & ((seen >= first) | (seen == at[:, None]))  # padding sees itself: finite
+            assert not first or sees.sight is not Sight.CHUNKED, "parts are counted from the first cached token"
+            lowest = _lowest(at, sees)
+            begin = int(lowest[0]) if high > low else 0  # before it nobody sees anything: it may be NaN
+            place = torch.arange(begin, reach, device=queries.device)
+            block, offset = rows.tables[slot, place // block_size].long(), place % block_size
+            k = keys[block, offset].repeat_interleave(group, dim=1).transpose(0, 1)
+            v = values[block, offset].repeat_interleave(group, dim=1).transpose(0, 1)
+            mask = (place <= at[:, None]) & (place >= lowest[:, None])
+            mask &= (place >= first) | (place == at[:, None])  # padding sees itself: finite
             q = queries[low:high].transpose(0, 1)
             out[low:high] = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(0, 1)
         return out
@@ -113,6 +120,13 @@ class TorchOps:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
+
+
+def _lowest(at: Tensor, sees: Attention) -> Tensor:
+    """The first position that a query token at each of these sees, whatever is padding."""
+    if sees.sight is Sight.SLIDING:
+        return (at - sees.span + 1).clamp(min=0)
+    return at - at % sees.span if sees.sight is Sight.CHUNKED else torch.zeros_like(at)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

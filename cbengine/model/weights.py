@@ -17,7 +17,9 @@ from torch import Tensor
 from cbengine.errors import UsageError
 from cbengine.model.architecture import Architecture, RopeScaling
 from cbengine.model.kvcache import DeviceMemoryError, free_bytes
+from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.scenario import config as configs
+from cbsim.scenario import pretrained, shapes
 from cbsim.scenario.config import Config
 from cbsim.scenario.fields import shown
 from cbsim.scenario.paths import too_long
@@ -25,6 +27,7 @@ from cbsim.scenario.paths import too_long
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_JSON_BYTES = 64 << 20  # an index of a hundred thousand tensors has ten
 SHARPNESS = 1.5  # of random queries and keys; at 1 greedy texts stand still, at 2 rounding decides what they say
@@ -33,7 +36,6 @@ MODELLED: dict[str, object] = {  # fields of config.json that must be absent, nu
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
-    "use_sliding_window": False,
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
@@ -210,17 +212,15 @@ def architecture(folder: Path) -> Architecture:
     """
     config = Config(folder / "config.json", read_json(folder / "config.json"), WeightsError)
     kind = config.fields.get("model_type")
-    if kind not in ("llama", "qwen2", "qwen3"):
-        raise config.refuse("model_type", "'llama', 'qwen2' or 'qwen3'")
+    if kind not in KINDS:
+        raise config.refuse("model_type", f"one of {', '.join(KINDS)}: nothing else is modelled")
     for field, only in MODELLED.items():
         if config.fields.get(field) not in (None, only):
             raise config.refuse(field, f"{shown(only)}: nothing else is modelled")
     layers = config.whole("num_hidden_layers")
-    if config.fields.get("layer_types") not in (None, ["full_attention"] * layers):
-        raise config.refuse("layer_types", f"'full_attention' {layers} times: nothing else is modelled")
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
-    left_out = kind != "llama" and "num_key_value_heads" not in config.fields
-    kv_heads = config.whole("num_key_value_heads", 32 if left_out else heads)
+    absent = pretrained.KV_HEADS[kind] if "num_key_value_heads" not in config.fields else None
+    kv_heads = config.whole("num_key_value_heads", absent or heads)
     head_dim = config.whole("head_dim", 128 if kind == "qwen3" else hidden // heads)
     if heads % kv_heads:
         raise config.refuse("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
@@ -243,8 +243,15 @@ def architecture(folder: Path) -> Architecture:
         rope_scaling=scaling,
         qk_norm=kind == "qwen3",
         qkv_bias=kind == "qwen2",
+        attention=_sees(config, kind, layers),
         end_tokens=_end_tokens(config),
     )
+
+
+def _sees(config: Config, kind: str, layers: int) -> tuple[Attention, ...]:
+    """What layers see: as many as repeat."""
+    given = pretrained.attention(config, kind, layers).get("attention", ["full"])
+    return tuple(map(shapes.sight, given))
 
 
 def _rope(config: Config) -> tuple[float, RopeScaling | None]:
@@ -298,6 +305,11 @@ def to_transformers(architecture: Architecture, tensors: dict[str, Tensor]) -> P
         kind, model_kind = transformers.Qwen3Config, transformers.Qwen3ForCausalLM
     if a.qkv_bias:
         kind, model_kind = transformers.Qwen2Config, transformers.Qwen2ForCausalLM
+    windows = {}
+    if a.attention != (FULL,):
+        if kind is transformers.LlamaConfig:
+            kind, model_kind = transformers.MistralConfig, transformers.MistralForCausalLM
+        windows = _windows(a)
     config = kind(
         hidden_size=a.hidden,
         num_hidden_layers=a.layers,
@@ -310,6 +322,7 @@ def to_transformers(architecture: Architecture, tensors: dict[str, Tensor]) -> P
         max_position_embeddings=a.max_position,
         rms_norm_eps=a.norm_eps,
         rope_parameters=rope,
+        **windows,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
@@ -322,3 +335,15 @@ def to_transformers(architecture: Architecture, tensors: dict[str, Tensor]) -> P
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(weight.device)  # its buffers are no weights
     assert not any(part.is_meta for part in (*model.parameters(), *model.buffers())), "a tensor was left without data"
     return model.requires_grad_(False).eval()
+
+
+def _windows(architecture: Architecture) -> dict[str, Any]:
+    """What transformers' configuration says of layers that do not see all: they have one window."""
+    a, seen = architecture, [architecture.sees(layer) for layer in range(architecture.layers)]
+    (window,) = {one for one in seen if one != FULL}
+    assert window.sight is Sight.SLIDING, "transformers has no such model"
+    if a.qk_norm or a.qkv_bias:
+        types = [pretrained.WHOLE if one == FULL else pretrained.SLIDING for one in seen]
+        return {"use_sliding_window": True, "sliding_window": window.span, "layer_types": types}
+    assert FULL not in seen, "transformers has no such model"
+    return {"sliding_window": window.span}

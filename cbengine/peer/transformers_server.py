@@ -28,7 +28,7 @@ from cbengine.peer.peer_device import PeerError
 from cbengine.peer.peer_steps import PeerRequest, Watch
 from cbsim.policy.plan import Outcome, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec
-from cbsim.policy.schedulers.transformers_settings import VERSIONS
+from cbsim.policy.schedulers.transformers_settings import TransformersSettings
 from cbsim.results.record import Record, StepTimes
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.server.inbox import Inbox
@@ -36,6 +36,7 @@ from cbsim.workload.generators import Workload
 
 __all__ = ["PeerError", "TransformersServer"]
 
+VERSION = "5.17"  # of the library whose inner calls this knows
 NAP_NS = 20_000_000  # waiting for arrivals is cut into naps, so that an interrupt is heard
 RESOLVED = (
     *("block_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_blocks_per_request"),
@@ -71,8 +72,11 @@ class TransformersServer:
         it ends. With `stand_in`, a GPU without a flash_attn package has the stand-in for it. Raises PeerError.
         """
         version = transformers.__version__
-        if ".".join(version.split(".")[:2]) not in VERSIONS:
-            raise PeerError(f"needs transformers {' or '.join(VERSIONS)}, {version} is installed")
+        if version.rpartition(".")[0] != VERSION:
+            raise PeerError(f"needs transformers {VERSION}, {version} is installed")
+        rules = scenario.scheduler
+        if isinstance(rules, TransformersSettings) and rules.version != VERSION:
+            raise PeerError(f"scheduler.version: got {rules.version}, must be {VERSION}: the library's that is run")
         self.record = record
         self.outputs: dict[RequestSpec, list[int]] = {}
         self._depth, self._model, self._prompts, self._said = depth(loop), model, prompts, said

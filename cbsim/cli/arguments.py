@@ -25,6 +25,8 @@ STUDIES = {  # modules of cbsim.proof.studies
     "schedulers": "which_scheduler",
     "swap_or_recompute": "swap_or_recompute",
     "fragmentation": "fragmentation",
+    "landscape": "landscape",
+    "schedulers_by_load": "schedulers_by_load",
 }
 
 

@@ -13,11 +13,12 @@ their results, which takes a latency and 2 (p - 1) / p of the residual stream ov
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from cbsim.cost.cpu import CpuCost
 from cbsim.cost.rounding import nearest
-from cbsim.policy.plan import StepPlan
+from cbsim.policy.plan import Chunk, StepPlan
 
 
 class Rates(NamedTuple):
@@ -99,9 +100,9 @@ class RooflineCost:
         time = self._overhead_s + tokens * self._embedding_s
         time += (work.decode_context + work.padding_context + sampled) * self._context_s
         if chunks:
-            flops = self._flops_prefill
+            flops = self._listed_flops(chunks)
             sampled += sum([c.outputs for c in chunks])
-            time += self._prefill_attention(plan)
+            time += self._listed_attention(plan)
         read = self._linear_s
         if self._experts is not None:
             read += self._experts_s * (1 - (1 - self._experts.share) ** tokens)
@@ -114,7 +115,11 @@ class RooflineCost:
         h2d_bytes = 4 * (3 * (work.prefill_tokens + decodes) + plan.counts.table_blocks)
         return nearest(h2d_bytes * per_byte), nearest(time * 1e9), nearest(4 * rows * per_byte)
 
-    def _prefill_attention(self, plan: StepPlan) -> float:
+    def _listed_flops(self, chunks: Sequence[Chunk]) -> float:
+        """FLOP/s of the linear layers of a step that lists rows."""
+        return self._flops_prefill
+
+    def _listed_attention(self, plan: StepPlan) -> float:
         """Causal: query token i of a chunk attends to the `start` tokens before it and to i + 1 of its own."""
         per_pair, per_token = self._pair_s, self._kv_s
         time = 0.0

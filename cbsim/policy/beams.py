@@ -86,8 +86,7 @@ class BeamPool(BlockPool):
     def _enter(self, blocks: Sequence[int]) -> None:
         """These are in one table more."""
         for block in blocks:
-            users = self._users[block] = self._users.get(block, 0) + 1
-            self.saved += users > 1
+            self._users[block] = self._users.get(block, 0) + 1
 
     def _leave(self, blocks: Sequence[int]) -> None:
         """These are in one table less; those that are in none are free."""
@@ -96,7 +95,6 @@ class BeamPool(BlockPool):
             users = self._users[block] - 1
             if users:
                 self._users[block] = users
-                self.saved -= 1
             else:
                 del self._users[block]
                 freed.append(block)
@@ -112,4 +110,3 @@ class BeamPool(BlockPool):
         free = self._free.order()
         assert sorted([*users, *free]) == list(range(self.num_blocks)), ("blocks lost or double", users, free)
         assert self.free == len(free), ("free blocks", self.free, len(free))
-        assert self.saved == sum(users.values()) - len(users), ("blocks saved", self.saved, users)

@@ -7,11 +7,18 @@ that nobody could find them, and afterwards only the owner can.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 from cbsim.policy.free_lists import CachedLast, FreeList, FreeQueue
+from cbsim.policy.groups import LayerGroup, TableChange
 from cbsim.policy.lookup import NEVER_ASKED, Lookup
 from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.request import Request, RequestSpec
 from cbsim.policy.value import mypyc_attr
+
+if TYPE_CHECKING:
+    from cbsim.policy.plan import Chunk
 
 __all__ = ["BlockPool", "CachedLast", "FreeList", "FreeQueue", "Replaced"]
 
@@ -26,22 +33,34 @@ class BlockPool:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.host_blocks = 0  # places of a host tier, that moves name; a scheduler that has one says so
-        self.saved = 0  # by sharing: entries of tables, less the different blocks that they name
         self.cached = 0  # free blocks with a key: their content is found until they are handed out again
         self.tables: dict[Request, list[int]] = {}
+        self.groups: tuple[LayerGroup, ...] = ()  # of layers with tables of their own; those that rows do not list
+        self.fresh = 0  # with groups: blocks that the plan told of last hands out
         self._free = free
         self._observer = observer
         self._index: dict[
             int, int | dict[int, None]
         ] = {}  # key -> block, or the blocks that duplicate it, oldest first
         self._key_of: dict[int, int] = {}
-        self._refs: dict[int, int] = {}  # of blocks with a key; every other block in use has one owner
+        self._refs: dict[int, int] = {}  # of blocks with a key, or several owners; any other in use has one owner
         self._holds: dict[int, int] = {}  # those of them that moves hold, and how often
         self._last = NEVER_ASKED
 
     @property
     def free(self) -> int:
         """Blocks that can be handed out; cached blocks that nobody uses count as free."""
+        return self._free.free
+
+    @property
+    def saved(self) -> int:
+        """Blocks saved by sharing: entries of tables, less the different blocks that they name. Counted when asked."""
+        named = [block for table in self.live_tables() for block in table]
+        return len(named) - len(set(named))
+
+    @property
+    def ready(self) -> int:
+        """Those of them that can be handed out as things stand: all, unless cached ones have to be evicted first."""
         return self._free.free
 
     @property
@@ -60,9 +79,51 @@ class BlockPool:
     def held(self, request: Request) -> int:
         return len(self.tables.get(request, ()))
 
+    def tables_of(self, request: Request) -> list[list[int]]:
+        """Its tables, one for each group of layers; a cache without groups has one."""
+        return [self.tables.get(request, [])]
+
+    def entries(self, request: Request) -> int:
+        """Of its longest table."""
+        return self.held(request)
+
+    def in_groups(self, count: int, have: int = 0) -> int:
+        """Blocks that `count` entries more take, all groups together, where a request has `have`."""
+        del have
+        return count
+
+    def pages(self, group: int, blocks: list[int]) -> list[int]:
+        """These blocks of a group as moves name them, in their order."""
+        del group
+        return blocks
+
+    def spans(self, request: Request) -> list[tuple[int, int]]:
+        """Of each table of a request, from which to which token of the sequence its blocks reach."""
+        return [(0, len(self.tables[request]) * self.block_size)]
+
     def missing(self, request: Request, tokens: int) -> int:
         """Blocks that a request lacks to hold its first `tokens` tokens."""
         return max(0, self.blocks_for(tokens) - self.held(request))
+
+    def due(self, request: Request, tokens: int) -> int:
+        """Blocks that a request lacks for its next `tokens` tokens, once it has given up what it no longer needs."""
+        return max(0, self.blocks_for(request.computed + tokens) - self.held(request))
+
+    def needed(self, request: Request, tokens: int, whole: int, found: list[int]) -> int:
+        """Free blocks that a request needs, beside those found in the cache, to hold its first `tokens` tokens and the
+        `whole` of it.
+        """
+        return max(self.missing(request, max(whole, tokens)) - len(found), 0) + self.idle(found)
+
+    def most_blocks(self, tokens: int) -> int:
+        """What a request of so many tokens holds at most at a time."""
+        return self.blocks_for(tokens)
+
+    def fill(self, request: Request, tokens: int) -> list[int]:
+        """Add the fresh blocks that a request lacks to hold its first `tokens` tokens. Returns those that its row is to
+        list.
+        """
+        return self.grow(request, self.missing(request, tokens))
 
     def grow(self, request: Request, count: int) -> list[int]:
         """Add `count` fresh blocks to a table; what they cached before is forgotten."""
@@ -90,6 +151,14 @@ class BlockPool:
             for block in blocks:
                 self._forget(block)
         return blocks
+
+    def find(self, request: Request) -> list[int]:
+        """What the cache has for a request that waits; its last known token is computed in any case."""
+        return self.longest_prefix(request.spec, (request.target - 1) // self.block_size)
+
+    def tokens_in(self, found: list[int]) -> int:
+        """Tokens that `find` has found."""
+        return len(found) * self.block_size
 
     def longest_prefix(self, spec: RequestSpec, blocks: int) -> list[int]:
         """The cached blocks that hold the first tokens of a request, at most `blocks` of them."""
@@ -134,9 +203,24 @@ class BlockPool:
             self._register(block, self.key(request, i))
         self.adopt(sample, table)
 
+    def fan_out(self, request: Request, samples: list[Request], whole: int) -> None:
+        """Tables for samples of a request, as long as its own; the first `whole` blocks are shared, others fresh."""
+        for sample in samples:
+            self.share(request, sample, whole)
+            self.grow(sample, self.held(request) - whole)
+
+    def unshared(self, request: Request, whole: int) -> int:
+        """Blocks that a sample needs of its own when it shares the first `whole`."""
+        return self.held(request) - whole
+
     def key(self, request: Request, block: int) -> int:
         """Content key under which a block of `request` is registered."""
         return request.spec.block_key(block, self.block_size)
+
+    def _key(self, request: Request, block: int, group: int) -> int:
+        """Of a block in the table of a group."""
+        del group
+        return self.key(request, block)
 
     def publish(self, request: Request, blocks: int) -> None:
         """The first `blocks` blocks of a request are full: give the new ones their keys. Duplicates are kept."""
@@ -150,25 +234,33 @@ class BlockPool:
 
         Returns (index in the table, block) of those that came in.
         """
-        table = self.tables[request]
+        replaced = self._merge(request, self.tables[request], request.hashed, min(blocks, request.named))
+        request.hash_to(blocks)
+        return replaced
+
+    def _merge(self, request: Request, table: list[int], first: int, end: int, group: int = 0) -> list[tuple[int, int]]:
+        """Of one table, that of a group: the blocks from `first` to `end`."""
         named: list[int] = []
         replaced: list[tuple[int, int]] = []
         before_after: list[tuple[int, int]] = []
-        for i in range(request.hashed, min(blocks, request.named)):
-            key = self.key(request, i)
+        for i in range(first, end):
+            own = table[i]
+            if own in self._key_of:
+                continue  # it had it before a requeue, or whoever shares it was faster
+            key = self._key(request, i, group)
             existing = self._index.get(key)
             if existing is None:
-                if self._register(table[i], key):
-                    named.append(table[i])
+                self._register(own, key)
+                named.append(own)
                 continue
             assert isinstance(existing, int)
-            assert existing != table[i]
+            assert existing != own
             self._acquire(existing)
-            self._free.give([table[i]], 0)
-            before_after.append((table[i], existing))
+            if self._drop(own):
+                self._free.give([own], 0)
+            before_after.append((own, existing))
             table[i] = existing
             replaced.append((i, existing))
-        request.hash_to(blocks)
         self._observer.merged(request, named, before_after)
         return replaced
 
@@ -178,17 +270,21 @@ class BlockPool:
         if returns:
             for i in range(request.spec.shared_blocks(self.block_size), request.hashed):
                 self._register(table[i], self.key(request, i))
-        blocks, hashed = table, request.hashed
+        self._give_back(table, request.hashed)
+        self._observer.released(request, table)
+        return len(table)
+
+    def _give_back(self, table: list[int], hashed: int) -> None:
+        """The blocks of a table that nobody else has are free; the first `hashed` entries hold reusable content."""
+        blocks, reusable = table, hashed
         if self._refs:
             blocks = []
             for i, block in enumerate(table):
                 if self._drop(block):
                     blocks.append(block)
-                elif i < request.hashed:
-                    hashed -= 1
-        self._free.give(blocks, hashed)
-        self._observer.released(request, table)
-        return len(table)
+                elif i < hashed:
+                    reusable -= 1
+        self._free.give(blocks, reusable)
 
     def hold(self, blocks: list[int]) -> None:
         """A move reads these cached blocks: they are not handed out until `let_go`, whoever frees them."""
@@ -212,19 +308,31 @@ class BlockPool:
         """The content key of a block, if it has one."""
         return self._key_of.get(block)
 
-    def _register(self, block: int, key: int) -> bool:
-        """Give a block its key. False if it has one: a private block adopted by its own request after a requeue."""
+    def tell(self, step: int, rows: Mapping[Request, Chunk]) -> tuple[TableChange, ...]:
+        """Only with groups: what the plan of a step with these rows has to tell of their tables."""
+        del step, rows
+        return ()
+
+    def landed(self, step: int) -> None:
+        """Only with groups: the rows of a step have come back."""
+
+    def live_tables(self) -> list[list[int]]:
+        """Every table, without entries that are no blocks."""
+        return list(self.tables.values())
+
+    def _register(self, block: int, key: int) -> None:
+        """Give a block its key, unless it has one: a private block adopted by its own request after a requeue."""
         if block in self._key_of:
-            return False
+            return
         if key in self._last.read:
             self._last = NEVER_ASKED
-        self._key_of[block], self._refs[block] = key, 1
+        self._key_of[block] = key
+        self._refs.setdefault(block, 1)
         entry = self._index.setdefault(key, block)
         if isinstance(entry, dict):
             entry[block] = None
         elif entry != block:
             self._index[key] = {entry: None, block: None}
-        return True
 
     def _forget(self, block: int) -> None:
         key = self._key_of.pop(block, None)
@@ -244,8 +352,6 @@ class BlockPool:
             self._free.pick(block)
             self.cached -= 1
             self._last.idle -= block in self._last.blocks
-        else:
-            self.saved += 1
         self._refs[block] += 1
 
     def _drop(self, block: int) -> bool:
@@ -255,7 +361,6 @@ class BlockPool:
             return True
         self._refs[block] = refs - 1
         if refs != 1:
-            self.saved -= 1
             return False
         self.cached += 1
         self._last.idle += block in self._last.blocks
@@ -268,7 +373,7 @@ class BlockPool:
     def check(self) -> None:
         """Raise AssertionError unless every block is free or owned, exactly, and counts and index agree."""
         users = dict(self._holds)
-        for table in self.tables.values():
+        for table in self.live_tables():
             assert len(set(table)) == len(table), ("a table names a block twice", table)
             for block in table:
                 users[block] = users.get(block, 0) + 1
@@ -279,9 +384,10 @@ class BlockPool:
         for block, count in users.items():
             assert self._refs.get(block, 1) == count, ("references", block, self._refs.get(block), count)
         indexed = [b for e in self._index.values() for b in ([e] if isinstance(e, int) else e)]
-        assert sorted(indexed) == sorted(self._key_of) == sorted(self._refs), "index and keys disagree"
+        assert sorted(indexed) == sorted(self._key_of), "index and keys disagree"
+        assert self._key_of.keys() <= self._refs.keys(), "a block with a key is not counted"
+        assert all(n > 1 or b in self._key_of for b, n in self._refs.items()), "one owner is not listed"
         assert all(users.get(b, 0) == n for b, n in self._refs.items()), "references of cached blocks"
-        assert self.saved == sum(users.values()) - len(users), ("blocks saved", self.saved, users)
         idle = sum(not n for n in self._refs.values())
         assert self.cached == idle, ("cached blocks", self.cached, idle)
         last = self._last

@@ -4,10 +4,14 @@ A decode step should cost what changed, not what runs. Members share two counter
 steps, and derive their progress from them. What will change is known ahead: the step at which a member needs a block,
 fills one, or produces its declared last token is kept in calendars by step. A request whose next row is not certain
 (a chunk, a stall, a preemption) is not a member and is planned one by one; joining and leaving are exact.
+
+In a step that rests nobody goes on. So steps have two numbers: that of the step, and the pace, which counts those that
+did not rest; progress and calendars go by the pace.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -17,7 +21,7 @@ from cbsim.policy.request import Request
 from cbsim.policy.value import value
 
 Entry = tuple[int, int, Request]  # (its admission order, `since` of the stay that is meant, who): they sort in order
-Calendar = dict[int, list[Entry]]  # by step
+Calendar = dict[int, list[Entry]]  # by pace
 by_order = attrgetter("order")
 
 
@@ -31,6 +35,7 @@ class Landing:
     reach: Final[int]  # tokens computed once it has landed
     completes: Final[int]  # blocks it fills, if it yields them all
     short: Final[int]  # outputs that it did not yield
+    order: Final[int]  # the request's place in the admission order when it was noted
 
     def __init__(
         self,
@@ -40,6 +45,7 @@ class Landing:
         reach: int = 0,
         completes: int = 0,
         short: int = 0,
+        order: int = -1,
     ) -> None:
         self.request = request
         self.epoch = epoch
@@ -47,24 +53,25 @@ class Landing:
         self.reach = reach
         self.completes = completes
         self.short = short
+        self.order = request.order if order < 0 else order
 
 
 Landings = tuple[list[Landing], list[Landing], list[Landing]]  # of the chunks before the members, of them, and after
 
 
-def in_order(notes: Landings, late: list[tuple[Request, int]], stopped: list[Request]) -> list[Landing]:
+def in_order(notes: Landings, late: list[Landing], stopped: list[Request]) -> list[Landing]:
     """The rows of a step that do more than count: those noted, those of members that have left since, and those
     that sampled a stop token. Chunks come as they were listed, members by admission.
     """
     before, middle, after = notes
     if late:
         noted = {landing.request for landing in middle}
-        middle += [Landing(request, epoch, 1) for request, epoch in late if request not in noted]
+        middle += [landing for landing in late if landing.request not in noted]
     if stopped:
         noted = {landing.request for landing in (*before, *middle, *after)}
         middle += [Landing(request, request.epoch, 1) for request in stopped if request not in noted]
     if len(middle) > 1:
-        middle.sort(key=lambda landing: landing.request.order)
+        middle.sort(key=lambda landing: landing.order)
     return [*before, *middle, *after]
 
 
@@ -78,19 +85,22 @@ class Cohort:
         self.long = 0
         self.planned = 0
         self.updated = 0
+        self.pace = self.landed = 0  # of them, those that did not rest
         self.updated_at_plan = 0  # `updated` when the newest step was planned
         self.max_order = -1  # no member has a larger admission order
         self.held_blocks = 0  # blocks in the tables of the members
         self._members: dict[Request, None] = {}
-        self._offset = 0  # sum over members of computed - planned
+        self._offset = 0  # sum over members of computed - pace
         self._grow_at: Calendar = {}
         self._fill_at: Calendar = {}
         self._end_at: Calendar = {}
         self._long_at: Calendar = {}
-        self._late: dict[int, list[tuple[Request, int]]] = {}  # step -> (who, its epoch when planned)
+        self._late: dict[int, list[Landing]] = {}  # by step: rows of members that have left since
         self._due: list[Entry] = []  # those that `growing` named
         self._joins = 0
-        self._heads: list[tuple[int, int, int, Request]] = []  # heap: (planned - computed, number, since, who) of joins
+        self._heads: list[tuple[int, int, int, Request]] = []  # heap: (pace - computed, number, since, who) of joins
+        self._rests: list[int] = []  # steps, in order
+        self._rested = 0  # of them, those that have come back
 
     def __len__(self) -> int:
         return len(self._members)
@@ -104,7 +114,7 @@ class Cohort:
     @property
     def context(self) -> int:
         """KV tokens that the members' next rows read, their own token not counted."""
-        return self._offset + len(self._members) * self.planned
+        return self._offset + len(self._members) * self.pace
 
     @property
     def longest(self) -> int:
@@ -113,7 +123,7 @@ class Cohort:
         while heads:
             head, _, since, request = heads[0]
             if request.cohort is self and request.since == since:
-                return self.planned - head
+                return self.pace - head
             heappop(heads)
         return 0
 
@@ -121,10 +131,10 @@ class Cohort:
         """Admit a request that holds `blocks` blocks, between two steps; with `fills`, `filling` will name it."""
         request.join(self)
         self._members[request] = None
-        computed, since, size = request.computed, request.since, self.block_size
-        self._offset += computed - self.planned
+        computed, since, size = request.computed, self.pace, self.block_size
+        self._offset += computed - since
         self._joins += 1
-        heappush(self._heads, (self.planned - computed, self._joins, since, request))
+        heappush(self._heads, (since - computed, self._joins, request.since, request))
         self.held_blocks += blocks
         self.max_order = max(self.max_order, request.order)
         self._note(self._grow_at, since + blocks * size - computed, request)
@@ -139,13 +149,15 @@ class Cohort:
         if request.computed >= self.long_tokens:
             self.long += 1
         else:
-            self._note(self._long_at, request.since + self.long_tokens - request.computed, request)
+            self._note(self._long_at, self.pace + self.long_tokens - request.computed, request)
 
     def leave(self, request: Request, blocks: int) -> None:
         """Take a member out that holds `blocks` blocks. Its rows in flight are delivered one by one (`landing`)."""
+        resting = self._rests[self._rested :]
         for step in range(max(self.updated, request.since), self.planned):
-            self._late.setdefault(step, []).append((request, request.epoch))
-        self._offset -= request.computed - self.planned
+            if step not in resting:
+                self._late.setdefault(step, []).append(Landing(request, request.epoch, 1))
+        self._offset -= request.computed - self.pace
         if self.long_tokens:
             self.long -= request.computed >= self.long_tokens
         self.held_blocks -= blocks
@@ -156,27 +168,27 @@ class Cohort:
 
     def growing(self) -> list[Request]:
         """Members that need one more block in the step being planned, in admission order."""
-        entries = self._grow_at.get(self.planned)
+        entries = self._grow_at.get(self.pace)
         self._due = self._current(entries) if entries else []
         return [request for _, _, request in self._due]
 
     def grew(self) -> None:
         """Those that `growing` has just named got a block each and need the next one `block_size` steps on."""
         self.held_blocks += len(self._due)
-        self._grow_at.setdefault(self.planned + self.block_size, []).extend(self._due)
+        self._grow_at.setdefault(self.pace + self.block_size, []).extend(self._due)
 
     def filling(self) -> list[Request]:
         """Members whose row in the step being planned fills a block, in admission order."""
-        entries = self._fill_at.get(self.planned)
+        entries = self._fill_at.get(self.pace)
         if not entries:
             return []
         due = self._current(entries)
-        self._fill_at.setdefault(self.planned + self.block_size, []).extend(due)
+        self._fill_at.setdefault(self.pace + self.block_size, []).extend(due)
         return [request for _, _, request in due]
 
-    def ending(self, step: int) -> list[Request]:
-        """Members whose declared last token is the one sampled in `step`, in admission order."""
-        entries = self._end_at.get(step)
+    def ending(self) -> list[Request]:
+        """Members whose declared last token is sampled in the step being planned, in admission order."""
+        entries = self._end_at.get(self.pace)
         return [request for _, _, request in self._current(entries)] if entries else []
 
     def known_at_plan(self, request: Request) -> int:
@@ -186,24 +198,44 @@ class Cohort:
         """
         return request.computed - max(0, self.planned - 1 - max(self.updated_at_plan, request.since - 1))
 
-    def landing(self, step: int) -> list[tuple[Request, int]]:
-        """(request, its epoch when planned) for the rows of `step` that are not the cohort's any more."""
+    def landing(self, step: int) -> list[Landing]:
+        """The rows of `step` that are not the cohort's any more."""
         return self._late.pop(step, None) or []
 
-    def commit(self) -> None:
+    def commit(self, *, rests: bool = False) -> None:
         """The step is planned."""
-        self._grow_at.pop(self.planned, None)
-        self._fill_at.pop(self.planned, None)
+        if rests:
+            self._rests.append(self.planned)
+        else:
+            for calendar in (self._grow_at, self._fill_at, self._end_at):
+                calendar.pop(self.pace, None)
+            self.pace += 1
         self.planned += 1
         self.updated_at_plan = self.updated
         if self._long_at:
-            self.long += len(self._current(self._long_at.get(self.planned, [])))
-            self._long_at.pop(self.planned, None)
+            self.long += len(self._current(self._long_at.get(self.pace, [])))
+            self._long_at.pop(self.pace, None)
 
     def applied(self) -> None:
         """The oldest step in flight has come back."""
-        self._end_at.pop(self.updated, None)
+        if self._rested < len(self._rests) and self._rests[self._rested] == self.updated:
+            self._rested += 1
+        else:
+            self.landed += 1
         self.updated += 1
+
+    def stretches(self, request: Request) -> list[list[int]]:
+        """[first step, steps] in which a member's rows have come back since it joined."""
+        found: list[list[int]] = []
+        first = request.since
+        if self._rests and self._rests[-1] >= first:
+            for rest in self._rests[bisect_left(self._rests, first) : self._rested]:
+                if rest > first:
+                    found.append([first, rest - first])
+                first = rest + 1
+        if self.updated > first:
+            found.append([first, self.updated - first])
+        return found
 
     def _note(self, calendar: Calendar, step: int, request: Request) -> None:
         calendar.setdefault(step, []).append((request.order, request.since, request))

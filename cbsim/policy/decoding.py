@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
 
 from cbsim.policy.blocks import BlockPool, Replaced
 from cbsim.policy.cohort import Cohort, Landing, Landings, by_order, in_order
@@ -34,37 +33,10 @@ from cbsim.policy.plan import (
     StepResult,
     StepWork,
 )
+from cbsim.policy.promised import NOTHING, Promised
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
-from cbsim.policy.value import value
-
-
-@value(init=False)
-class _Promised:
-    """What the listed rows of a step come to."""
-
-    joined: Final[list[RequestSpec]]
-    ends: Final[list[RequestSpec]]
-    tokens: Final[int]
-    table_blocks: Final[int]
-    new_blocks: Final[int]
-
-    def __init__(
-        self,
-        joined: list[RequestSpec],
-        ends: list[RequestSpec],
-        tokens: int,
-        table_blocks: int,
-        new_blocks: int,
-    ) -> None:
-        self.joined = joined
-        self.ends = ends
-        self.tokens = tokens
-        self.table_blocks = table_blocks
-        self.new_blocks = new_blocks
-
 
 NOTHING_MOVES: tuple[tuple[Move, ...], tuple[int, ...]] = ((), ())
-NOTHING = _Promised([], [], 0, 0, 0)
 AS_PROMISED: dict[RequestSpec, int] = {}
 
 
@@ -73,6 +45,7 @@ class Decoding:
 
     `together`: who has sampled a token joins the members. `foresees`: a request whose last token is planned gets no
     further row. `wastes_chunks`: a row that was to sample nothing counts as wasted too, if its request has gone.
+    `by_arrival`: members are in order of arrival, whenever they were admitted.
     """
 
     def __init__(
@@ -83,6 +56,7 @@ class Decoding:
         together: bool = False,
         foresees: bool = True,
         wastes_chunks: bool = False,
+        by_arrival: bool = False,
         long_tokens: int = 0,
         observer: Observer = NOBODY,
     ) -> None:
@@ -94,14 +68,17 @@ class Decoding:
         self.preempted: list[Preempted] = []
         self.moves: list[Move] = []  # of KV, for the next plan
         self.awaited: list[int] = []  # jobs of moves that the next plan's rows wait for
+        self.doomed: dict[Request, None] = {}  # given up: they end with their next token
         self._keys = keys or Keys(pool)
         self._together, self._foresees, self._wastes_chunks = together, foresees, wastes_chunks
+        self._by_arrival = by_arrival
         self._observer = observer
-        self._admissions = 0
+        self._admissions = 0  # or arrivals, if they give the order
         self._growing: list[Request] | None = None  # members that need a block, once asked
         self._grown: list[tuple[RequestSpec, int]] = []
         self._filling: list[Request] = []  # members that fill a block and have to be heard of when they land
         self._decodes = 0
+        self._resting = False  # do the members sit the step being planned out?
         self._left: list[RequestSpec] = []
         self._replaced: list[Replaced] = []
         self._noted: dict[int, Landings] = {}  # by step
@@ -111,13 +88,18 @@ class Decoding:
     def add(self, spec: RequestSpec, limit: int) -> Request:
         """A request has arrived. After `limit` output tokens its end is known in advance."""
         request = self.requests[spec] = Request(spec, limit, self.pool.block_size)
+        if self._by_arrival:
+            request.place(self._next_order())
         return request
 
     def admit(self, request: Request, cached_tokens: int = 0) -> None:
         """From the queue to those that run, with the first `cached_tokens` tokens in the cache."""
-        request.admit(self._admissions, cached_tokens)
-        self._admissions += 1
+        request.admit(request.order if self._by_arrival else self._next_order(), cached_tokens)
         self.loose[request] = None
+
+    def _next_order(self) -> int:
+        self._admissions += 1
+        return self._admissions - 1
 
     def row(
         self, request: Request, tokens: int, blocks: Sequence[int], *, guesses: int = 0, samples: bool = True
@@ -151,10 +133,18 @@ class Decoding:
         self.pool.release(request, returns=True)
         request.requeue(drop_in_flight)
 
+    def renew(self, request: Request) -> None:
+        """A loose request goes behind all others in the admission order."""
+        request.renew(self._next_order())
+
+    def doom(self, request: Request) -> None:
+        """A request that runs was given up, and ends with its next token. Nobody is told of that end."""
+        self.dissolve()  # so that all its rows are listed
+        self.doomed[request] = None
+
     def resume(self, request: Request) -> None:
         """From the queue to those that run, with everything computed before it was parked."""
-        request.resume(self._admissions)
-        self._admissions += 1
+        request.resume(request.order if self._by_arrival else self._next_order())
         self.loose[request] = None
 
     def exchange(self, request: Request, entries: Sequence[tuple[int, int]]) -> None:
@@ -171,6 +161,7 @@ class Decoding:
         if request.cohort is not None:
             self._detach(request)
         self.loose.pop(request, None)
+        self.doomed.pop(request, None)
         if not keeps_blocks:
             self.pool.release(request)
         request.end(reason)
@@ -179,10 +170,14 @@ class Decoding:
 
     # -- the members --------------------------------------------------------------------------------------------------
 
-    def has_blocks(self) -> bool:
-        """Has the pool a block for every member that needs one more in this step?"""
+    def has_blocks(self, spare: int = 0) -> bool:
+        """Is a block ready for every member that needs one more in this step, and so many to spare?"""
+        return self.due_blocks() + spare <= self.pool.ready
+
+    def due_blocks(self) -> int:
+        """Blocks that the members need in this step, one each."""
         self._growing = self.members.growing()
-        return len(self._growing) <= self.pool.free
+        return len(self._growing)
 
     def go_on(self) -> int:
         """A row for every member: a token each, and a block where one is due, which there is. Returns their number."""
@@ -197,6 +192,10 @@ class Decoding:
         self._filling = self._keys.go_on(members.filling())
         self._decodes = decodes = len(members)
         return decodes
+
+    def rest(self) -> None:
+        """No row for any member: they sit this step out."""
+        self._growing, self._resting = None, True
 
     @property
     def grown(self) -> list[tuple[RequestSpec, int]]:
@@ -231,23 +230,25 @@ class Decoding:
         The first `lead` rows come before the members'. `running` and `waiting` are the lengths of the queues.
         """
         members, pool, decodes = self.members, self.pool, self._decodes
-        assert decodes == len(members), "members neither go on nor are dissolved"
-        ending = members.ending(members.planned)
+        assert decodes == len(members) or self._resting, "members neither go on nor rest nor are dissolved"
+        resting = self._resting
+        ending = [] if resting else members.ending()
         listed = self._promise(rows, lead, ending) if rows or ending or self._filling else NOTHING
+        tables = pool.tell(members.planned, rows) if pool.groups else ()
         moves, awaited = self._moved() if self.moves or self.awaited else NOTHING_MOVES
         context, longest = (members.context, members.longest) if decodes else (0, 0)
         work = StepWork(tuple(rows.values()), lead, decodes, context, longest, listed.tokens, fast_decode=fast_decode)
         counts = StepCounts(
-            members.held_blocks + listed.table_blocks,
-            len(self._grown) + listed.new_blocks + (arriving(moves) if moves else 0),
+            listed.table_blocks if resting else members.held_blocks + listed.table_blocks,
+            len(self._grown) + (pool.fresh if tables else listed.new_blocks) + (arriving(moves) if moves else 0),
             running,
             waiting,
             pool.free,
             pool.cached,
         )
-        plan = StepPlan(members.planned, work, self._changes(listed), counts, moves, awaited)
-        members.commit()
-        self._decodes, self._filling = 0, []
+        plan = StepPlan(members.planned, work, self._changes(listed), counts, moves, awaited, tables=tables)
+        members.commit(rests=resting)
+        self._decodes, self._filling, self._resting = 0, [], False
         if plan.changes is not UNDISTURBED:
             self._grown, self._left, self.ended, self.preempted, self._replaced = [], [], [], [], []
             if listed.joined or ending:
@@ -260,7 +261,7 @@ class Decoding:
         self.moves, self.awaited = [], []
         return moved
 
-    def _changes(self, listed: _Promised) -> StepChanges:
+    def _changes(self, listed: Promised) -> StepChanges:
         """What the plan has to tell beside its rows."""
         grown, left, ended, preempted, replaced = self._grown, self._left, self.ended, self.preempted, self._replaced
         joined, ends = listed.joined, listed.ends
@@ -276,7 +277,7 @@ class Decoding:
             tuple(replaced) if replaced else (),
         )
 
-    def _promise(self, rows: dict[Request, Chunk], lead: int, ending: list[Request]) -> _Promised:
+    def _promise(self, rows: dict[Request, Chunk], lead: int, ending: list[Request]) -> Promised:
         """Promise the listed rows, and note those of the step that will do more than count when they come back."""
         pool, keys, hears = self.pool, self._keys, self._keys.hears_of_rows
         together, wastes_chunks = self._together, self._wastes_chunks
@@ -302,7 +303,7 @@ class Decoding:
                     Landing(request, request.epoch, outputs, end, keys.completes(request, row) if hears else 0)
                 )
         self._noted[self.members.planned] = noted[:first], self._members_noted(ending), noted[first:]
-        return _Promised(joined, ends, tokens, table_blocks, new_blocks)
+        return Promised(joined, ends, tokens, table_blocks, new_blocks)
 
     def _members_noted(self, ending: list[Request]) -> list[Landing]:
         if not (ending or self._filling):
@@ -327,10 +328,13 @@ class Decoding:
         assert step == members.updated, (step, members.updated)
         notes, late = self._noted.pop(step, None), members.landing(step)
         members.applied()
+        if self.pool.groups:
+            self.pool.landed(step)
         if not (notes or late or result.stopped or result.delivered):
             return UNCHANGED
         stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
         landings = in_order(notes or ([], [], []), late, stopped)
+        ending = [*stopped, *self.doomed] if self.doomed else stopped
         delivered = dict(result.delivered) if result.delivered else AS_PROMISED
         assert not delivered or delivered.keys() <= {landing.request.spec for landing in landings}, "members yield one"
         received: list[RequestSpec] = []
@@ -350,7 +354,7 @@ class Decoding:
                     request.receive(step)
                 if landing.short < outputs:
                     received.append(request.spec)
-            over = outputs > 0 and (request.seen == request.last or request in stopped)
+            over = outputs > 0 and (request.seen == request.last or request in ending)
             if landing.short and not over:
                 request.settle(landing.short)
             if replaced := keys.landed(landing, over):
@@ -358,10 +362,17 @@ class Decoding:
             if observer is not NOBODY:
                 observer.landed(landing, over)
             if over:
-                reason = request.natural_end
-                finished.append((request.spec, reason))
-                end(request, reason)
+                finished += self._ends(request, end)
         return Outcome(tuple(received), tuple(finished), wasted)
+
+    def _ends(self, request: Request, end: Callable[[Request, Finish], None]) -> list[tuple[RequestSpec, Finish]]:
+        """End who is over; returns what the outcome says of it."""
+        if request in self.doomed:
+            end(request, Finish.ABORTED)
+            return []
+        reason = request.natural_end
+        end(request, reason)
+        return [(request.spec, reason)]
 
     def lands_silently(self, request: Request) -> None:
         """A row without tokens has come back: the full blocks of the request get their keys."""

@@ -16,11 +16,16 @@ Then the items of these eight lists, in this order:
     preempted  request, lost_tokens, blocks
     replaced   request, index, block
 
-A plan that moves KV, waits for moves or ranks texts goes on with the numbers of each of the three, then
+A plan that moves KV, waits for moves, ranks texts or changes tables of layer groups goes on with the numbers of each of
+the first three, then
 
     move       way (0 copy, 1 out, 2 in), request or -1, job, number of its blocks, their sources, their targets
     awaited    job
     ranked     number of texts, then the request of each
+
+and if it changes tables, with the number of changes, then
+
+    table      request, group, passed, number of its blocks, these, number of entries replaced, entry and block of each
 
 The digest is BLAKE2b of these bytes with 8 bytes of output and no key, read as one such integer.
 """
@@ -43,8 +48,10 @@ def digest(plan: StepPlan) -> int:
     said = BytesWriter()
     _say_head(said, plan)
     _say_items(said, plan)
-    if plan.moves or plan.awaited or plan.ranked:
+    if plan.moves or plan.awaited or plan.ranked or plan.tables:
         _say_further(said, plan)
+        if plan.tables:
+            _say_tables(said, plan)
     fed = _UNFED.copy()
     fed.update(said.getvalue())
     return read_i64_le(fed.digest(), 0)
@@ -130,3 +137,18 @@ def _say_further(said: BytesWriter, plan: StepPlan) -> None:
         write_i64_le(said, len(group))
         for spec in group:
             write_i64_le(said, spec.index)
+
+
+def _say_tables(said: BytesWriter, plan: StepPlan) -> None:
+    write_i64_le(said, len(plan.tables))
+    for change in plan.tables:
+        write_i64_le(said, change.spec.index)
+        write_i64_le(said, change.group)
+        write_i64_le(said, change.passed)
+        write_i64_le(said, len(change.blocks))
+        for block in change.blocks:
+            write_i64_le(said, block)
+        write_i64_le(said, len(change.replaced))
+        for entry, block in change.replaced:
+            write_i64_le(said, entry)
+            write_i64_le(said, block)

@@ -62,20 +62,25 @@ class Forks:
         due, self.due = self.due, []
         return [Fork(request, self._samples.pop(request)) for request in reversed(due) if request in self._samples]
 
-    def fork(self, request: Request, sample: Request) -> None:
-        """Admit a sample with all that the request has computed. Hashed blocks are shared; of the others it gets
-        its own, with copies of what is written there.
+    def fork(self, request: Request, samples: list[Request], whole: int) -> None:
+        """Admit samples with all that the request has computed. The first `whole` blocks are shared; of the others each
+        gets its own, with copies of what is written there.
         """
-        decoding, whole, computed = self._decoding, request.hashed, request.computed
+        decoding, computed = self._decoding, request.computed
         pool = decoding.pool
-        table = pool.tables[request]
-        pool.share(request, sample, whole)
-        own = pool.grow(sample, len(table) - whole)
-        written = table[whole : pool.blocks_for(computed)]
-        if written:
-            decoding.moves.append(Move(Way.COPY, tuple(written), tuple(own[: len(written)]), sample.spec))
-        decoding.admit(sample, computed)
-        self.hold(sample, [])
+        pool.fan_out(request, samples, whole)
+        for sample in samples:
+            sources: list[int] = []
+            targets: list[int] = []
+            own, written = pool.tables_of(sample), pool.blocks_for(computed)
+            for group, table in enumerate(pool.tables_of(request)):
+                copied = [i for i, block in enumerate(table[:written]) if block != own[group][i]]
+                sources += pool.pages(group, [table[i] for i in copied])
+                targets += pool.pages(group, [own[group][i] for i in copied])
+            if sources:
+                decoding.moves.append(Move(Way.COPY, tuple(sources), tuple(targets), sample.spec))
+            decoding.admit(sample, computed)
+            self.hold(sample, [])
 
     def set_back(self, request: Request) -> None:
         """It has lost its blocks. Its samples go on waiting."""

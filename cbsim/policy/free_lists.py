@@ -8,9 +8,11 @@ from typing import Protocol
 
 
 class FreeList(Protocol):
-    """Which free block goes next. `free` is how many there are."""
+    """Which free block goes next."""
 
-    free: int
+    @property
+    def free(self) -> int:
+        """How many there are."""
 
     def take(self, count: int) -> list[int]:
         """Hand out `count` blocks; the caller has checked that there are enough."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cbsim.policy.blocks import BlockPool, Replaced
 from cbsim.policy.cohort import Landing
+from cbsim.policy.group_pool import GroupPool
 from cbsim.policy.plan import Chunk
 from cbsim.policy.request import Request, Status
 from cbsim.policy.value import mypyc_attr
@@ -91,6 +92,23 @@ class KeysWhenKnown(Keys):
         return []
 
 
+class GroupKeys(Keys):
+    """vLLM with layer groups: as `KeysWhenKnown`, for blocks that the groups keep."""
+
+    def __init__(self, pool: GroupPool) -> None:
+        super().__init__(pool)
+        self._groups = pool
+
+    def row(self, request: Request, end: int) -> None:
+        self._groups.keep(request, min(end, request.known))
+
+    def landed(self, landing: Landing, over: bool) -> list[Replaced]:
+        request = landing.request
+        if request.status is not Status.WAITING:
+            self._groups.keep(request, request.computed - self._groups.in_flight(request))
+        return []
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class KeysWhenLanded(Keys):
     """transformers: when the row that fills the block has come back; a duplicate is replaced by the block before it."""
@@ -113,3 +131,21 @@ class KeysWhenLanded(Keys):
     def merge(self, request: Request, blocks: int) -> list[Replaced]:
         """Keys for the first `blocks` blocks of a request."""
         return [(request.spec, *entry) for entry in self.pool.merge(request, blocks)]
+
+
+class KeysOfPrefills(KeysWhenLanded):
+    """SGLang: when the batch that has computed the last of a prompt is back. What decoding adds waits for the end."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__(pool)
+        self.prefilled: set[Request] = set()  # whose prompts the step being planned computes
+
+    def joins(self, request: Request) -> bool:
+        del request
+        return False
+
+    def completes(self, request: Request, row: Chunk) -> int:
+        return (row.start + row.tokens) // self.pool.block_size if request in self.prefilled else 0
+
+    def landed(self, landing: Landing, over: bool) -> list[Replaced]:
+        return [] if over else super().landed(landing, over)

@@ -6,10 +6,11 @@ what a user may write, options are settings with everything solved from model an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
+from cbsim.policy.groups import Attention
 from cbsim.policy.limits import Limits
 from cbsim.policy.loop import Scheduler
 
@@ -80,6 +81,17 @@ class Size(NamedTuple):
     num_blocks: int
 
 
+class Sectors(NamedTuple):
+    """What transformers 5.23 cuts its cache in: each of `pages` pages, which are blocks of `layers` layers; at most
+    `tokens` tokens lie in one, those of the smallest blocks; `kinds` of layers share them.
+    """
+
+    pages: int
+    layers: int
+    tokens: int
+    kinds: int
+
+
 class Site(Protocol):
     """What a scheduler's sizes follow from: model, GPU and cache of a scenario. Its methods raise ScenarioError if the
     model does not fit.
@@ -106,6 +118,14 @@ class Site(Protocol):
         """Longest sequence that the model is made for, tokens."""
 
     @property
+    def layers(self) -> int:
+        """Layers of the model."""
+
+    @property
+    def attention(self) -> Sequence[Attention]:
+        """What they see, layer by layer, and again from the first if there are more."""
+
+    @property
     def gpu(self) -> str:
         """What the GPU is called."""
 
@@ -113,13 +133,20 @@ class Site(Protocol):
     def memory_bytes(self) -> int:
         """Its memory, as a process sees it on the empty device."""
 
-    def blocks(self, tokens: int, requests: int) -> int:
+    def blocks(self, tokens: int, requests: int, layers: int | None = None) -> int:
         """Blocks of the cache: those that the scenario gives, or as many as fit beside the weights and a step of so
-        many query tokens and sampling rows, by vLLM's rule.
+        many query tokens and sampling rows, by vLLM's rule. A block is of so many layers, or of all.
         """
 
-    def transformers_size(self, max_blocks_per_request: int, max_batch_tokens: int | None) -> Size:
-        """Transformers' solution for the sizes that the scenario leaves open."""
+    def transformers_size(
+        self, max_blocks_per_request: int, max_batch_tokens: int | None, layers: int, groups: int
+    ) -> Size:
+        """The solution of transformers 5.17 for the sizes that the scenario leaves open, so many layers in a group."""
+
+    def transformers_sectors(
+        self, sectors: Sectors, max_blocks_per_request: int, max_batch_tokens: int, max_requests: int
+    ) -> Size:
+        """That of 5.23 in pages: of the blocks of all layers that are given, or as many as fit, in whole sectors."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -163,6 +190,8 @@ class SchedulerKind(Generic[S, O]):
     into the settings, so that a smaller cache does not change them. `widened` gives settings for a probe: so many
     seats, so many query tokens a step, nothing shared between requests. `reasons` says of settings that may be left
     open by which rule they are solved. `samples` gives how many texts of equal length a request is to this scheduler.
+    `windows`: layers may see less than the whole sequence; then it lists every row, none is counted. `rings`: what a
+    row writes may then lie where tokens are that it still reads, so it has to read them before.
     """
 
     name: str
@@ -174,6 +203,8 @@ class SchedulerKind(Generic[S, O]):
     least_block_size: int = 1
     padding: Padding = "none"
     padded: bool = False  # every row is computed at the length of the longest
+    windows: bool = False
+    rings: bool = False
     settled: Callable[[S, O], S] = _as_they_are
     widened: Callable[[S, int, int], S] = _unchanged
     reasons: Callable[[S, Site], Mapping[str, str]] = _without_reasons

@@ -13,4 +13,5 @@ class Limits(NamedTuple):
     tokens: int | None = None  # query tokens in a step
     longest: int | None = None  # tokens of a sequence: what is longer is refused, or ends there
     graphs: int | None = None  # query tokens of the largest CUDA graph
+    filled: bool = False  # are all rows of a step computed at the width of its longest, by tokens that nobody keeps?
     table: int | None = None  # blocks of the longest table, where it may have more room than its sequence needs

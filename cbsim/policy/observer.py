@@ -23,13 +23,19 @@ class Observer:
         """It has added these."""
 
     def released(self, request: Request, blocks: Sequence[int]) -> None:
-        """A table was given up; some of its blocks may still be in others."""
+        """A table was given up; some of its blocks may still be in others. With layer groups this is said of each."""
+
+    def left(self, request: Request, group: int, blocks: Sequence[int]) -> None:
+        """These blocks left a table of a layer group, for nobody sees them any more; in the order of the table."""
 
     def merged(self, request: Request, named: Sequence[int], replaced: Sequence[tuple[int, int]]) -> None:
         """Full blocks got their keys; of those that were duplicates, (own, now) are the blocks before and after."""
 
     def looked_up(self, request: Request, tokens: int, blocks: Sequence[int]) -> None:
         """The first `tokens` tokens of a request were looked up in the prefix cache; these blocks hold some."""
+
+    def evicted(self, blocks: Sequence[int]) -> None:
+        """All that was cached was given up: these blocks, oldest first."""
 
     def asked(self, request: Request, local: int, external: int | None) -> None:
         """Behind `local` tokens found in the cache a connector has `external` more; None: it is to be asked again."""
@@ -51,6 +57,9 @@ class Observer:
 
     def reclaimed(self, victims: Sequence[Request]) -> None:
         """These had to, and wait again, in this order."""
+
+    def fitting(self, requests: Sequence[Request]) -> None:
+        """These have cache for the step being planned, in the order in which rows are given."""
 
     def landed(self, landing: Landing, over: bool) -> None:
         """A row has come back, and its blocks have got their keys; the request may be over, and ends right after."""

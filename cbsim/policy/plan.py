@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from cbsim.policy.digest import digest
+from cbsim.policy.groups import TableChange
 from cbsim.policy.moves import Move
 from cbsim.policy.request import Finish, RequestSpec
 from cbsim.policy.value import value
@@ -81,7 +82,8 @@ class Preempted(NamedTuple):
 class StepWork:
     """What a step computes. Rows run in the order chunks[:lead], the decoding rows by admission order, chunks[lead:].
 
-    `decodes` rows go on decoding from the plans before, a token each; together they read `decode_context` cached
+    `decodes` rows go on decoding from the plans before, a token each: all that do, or none in a step that they sit out;
+    together they read `decode_context` cached
     tokens, the longest of them `longest_context`. `prefill_tokens` are the query tokens of the chunks.
 
     Static batches compute for nothing but shape: `padding_rows` decode rows that have ended, and `padding_context` KV
@@ -218,7 +220,8 @@ class StepPlan:
     """One step: what it computes, what changes with it, how things stand after planning, and which KV moves.
 
     Its rows run after the jobs `awaited`, moves of earlier plans, whose blocks are free for it. Each group of `ranked`
-    are texts of one request whose rows sample together: the best continuations of all of them, one for each.
+    are texts of one request whose rows sample together: the best continuations of all of them, one for each. `tables`
+    is what a cache of layer groups says in place of the blocks that rows list: changes of the tables of every group.
     """
 
     step: Final[int]
@@ -228,6 +231,7 @@ class StepPlan:
     moves: Final[tuple[Move, ...]]
     awaited: Final[tuple[int, ...]]
     ranked: Final[tuple[tuple[RequestSpec, ...], ...]]
+    tables: Final[tuple[TableChange, ...]]
 
     def __init__(
         self,
@@ -237,7 +241,9 @@ class StepPlan:
         counts: StepCounts = NO_COUNTS,
         moves: tuple[Move, ...] = (),
         awaited: tuple[int, ...] = (),
+        *,
         ranked: tuple[tuple[RequestSpec, ...], ...] = (),
+        tables: tuple[TableChange, ...] = (),
     ) -> None:
         self.step = step
         self.work = work
@@ -246,6 +252,7 @@ class StepPlan:
         self.moves = moves
         self.awaited = awaited
         self.ranked = ranked
+        self.tables = tables
 
     def digest(self) -> int:
         """Everything that the plan says, as a signed 64-bit integer; digest.py declares its bytes."""
@@ -257,13 +264,15 @@ class StepResult:
     """What came back: the requests that sampled a stop token, and the output tokens of rows that yielded other than
     they might, a stop token included and nothing behind it. Every other row delivered as promised, up to the declared
     last token of its request. `moved` are the jobs of moves that are over since the result before. `parents` are the
-    texts of ranked groups that go on with the text of another one, each with that one.
+    texts of ranked groups that go on with the text of another one, each with that one. `broken` are blocks that moves
+    should have filled and have not.
     """
 
     stopped: tuple[RequestSpec, ...] = ()
     delivered: tuple[tuple[RequestSpec, int], ...] = ()
     moved: tuple[int, ...] = ()
     parents: tuple[tuple[RequestSpec, RequestSpec], ...] = ()
+    broken: tuple[int, ...] = ()
 
 
 NOTHING_STOPPED = StepResult()
@@ -314,7 +323,8 @@ class Batch:
         for spec in changes.left:
             del self._decoding[spec]
         grown = {spec: (block,) for spec, block in changes.grown}
-        decoding = sorted(self._decoding.items(), key=lambda item: item[1][0])
+        going = self._decoding if plan.work.decodes else {}
+        decoding = sorted(going.items(), key=lambda item: item[1][0])
         assert len(decoding) == work.decodes
         assert sum(at for _, (_, at) in decoding) == work.decode_context
         assert max((at for _, (_, at) in decoding), default=0) == work.longest_context

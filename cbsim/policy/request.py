@@ -44,7 +44,8 @@ class RequestSpec:
     scheduler knows; when the first is smaller, the end is a stop token and comes as a surprise. `prefix` holds the ids
     of chained content hashes, one for every `prefix_block_tokens` tokens, valid for the first `prefix_tokens` tokens:
     equal id means equal content up to and including that block. `sample_of`: this is a further sample of that request,
-    whose prompt it shares; it arrives right behind it.
+    whose prompt it shares; it arrives right behind it. `computed_elsewhere`: the KV of its prompt can be had from
+    another server; `fetched_later`: another server will want its own.
     """
 
     index: int
@@ -58,6 +59,8 @@ class RequestSpec:
     prefix_block_tokens: int = 1
     prefix_tokens: int = 0
     sample_of: RequestSpec | None = None
+    computed_elsewhere: bool = False
+    fetched_later: bool = False
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or not 1 <= self.output_tokens <= self.max_tokens:
@@ -88,6 +91,7 @@ class Request:
 
     __slots__ = (
         "_computed",
+        "_joined",
         "_promised",
         "_seen",
         "cached",
@@ -116,7 +120,7 @@ class Request:
         self.last = min(spec.output_tokens, limit)  # output tokens it will have produced when it ends
         self.status = Status.WAITING
         self.finish: Finish | None = None
-        self.order = -1  # place in the admission order, renewed at every admission
+        self.order = -1  # place in the admission order, renewed at every admission, or in that of arrival
         self.cohort: Cohort | None = None
         self.since = 0  # first step whose row comes from the cohort
         self.entered = 0  # tokens computed when it was last admitted: found in the cache
@@ -128,23 +132,24 @@ class Request:
         self.high_water = 0  # most tokens computed before it lost its blocks: what lies below it is recomputed
         self.runs: list[list[int]] = []  # [first step, steps]: the steps that delivered tokens, however many each
         self._computed = self._promised = self._seen = 0
+        self._joined = 0  # the cohort's pace when it joined
 
     @property
     def computed(self) -> int:
         cohort = self.cohort
-        return self._computed if cohort is None else self._computed + cohort.planned - self.since
+        return self._computed if cohort is None else self._computed + cohort.pace - self._joined
 
     @property
     def promised(self) -> int:
         cohort = self.cohort
-        return self._promised if cohort is None else self._promised + cohort.planned - self.since
+        return self._promised if cohort is None else self._promised + cohort.pace - self._joined
 
     @property
     def seen(self) -> int:
         cohort = self.cohort
         if cohort is None or cohort.updated <= self.since:
             return self._seen
-        return self._seen + cohort.updated - self.since
+        return self._seen + cohort.landed - self._joined
 
     @property
     def known(self) -> int:
@@ -166,6 +171,11 @@ class Request:
         """No row of it has been planned since it was last admitted."""
         return self.status is Status.PREFILL and self._computed == self.entered
 
+    def place(self, order: int) -> None:
+        """Its place in the order of arrival, for schedulers that never give it another."""
+        assert self.order < 0
+        self.order = order
+
     def admit(self, order: int, cached_tokens: int) -> None:
         """Leave the queue with the first `cached_tokens` tokens already in the cache."""
         assert self.status is Status.WAITING
@@ -175,6 +185,11 @@ class Request:
         self.kept = 0
         if self.cached is None:
             self.cached = cached_tokens
+
+    def renew(self, order: int) -> None:
+        """From now on it has another place in the admission order; for a request outside any cohort."""
+        assert self.cohort is None
+        self.order = order
 
     def advance(self, tokens: int, outputs: int) -> None:
         """A row of `tokens` query tokens was planned, and promises `outputs` tokens: one behind each query token from
@@ -194,15 +209,15 @@ class Request:
         """From the next step on, decode one token a step at the cohort's pace."""
         assert self.cohort is None
         assert self.status is Status.DECODE
-        self.cohort, self.since = cohort, cohort.planned
+        self.cohort, self.since, self._joined = cohort, cohort.planned, cohort.pace
 
     def leave(self) -> None:
         """Take the cohort's progress over into own counters. The caller sees to rows still in flight."""
         assert self.cohort is not None
-        landed = max(0, self.cohort.updated - self.since)
-        self._computed, self._promised, self._seen = self.computed, self.promised, self._seen + landed
-        self._deliver(self.since, landed)
+        cohort = self.cohort
+        self._computed, self._promised, self._seen = self.computed, self.promised, self.seen
         self.cohort = None
+        self.runs = joined(self.runs, cohort.stretches(self))
 
     def receive(self, step: int, tokens: int = 1) -> None:
         """So many output tokens, sampled by `step`, came back."""
@@ -234,10 +249,9 @@ class Request:
 
     def delivered(self) -> list[list[int]]:
         """[first step, steps] of the tokens delivered so far; `runs` lacks those of the current stay in a cohort."""
-        landed = 0 if self.cohort is None else max(0, self.cohort.updated - self.since)
-        if landed and self.runs and sum(self.runs[-1]) == self.since:
-            return [*self.runs[:-1], [self.runs[-1][0], self.runs[-1][1] + landed]]
-        return [*self.runs, [self.since, landed]] if landed else self.runs
+        if self.cohort is None:
+            return self.runs
+        return joined(self.runs, self.cohort.stretches(self))
 
     def hash_to(self, blocks: int) -> None:
         """The first `blocks` blocks have a content key now."""
@@ -284,3 +298,10 @@ class Request:
         assert self.finish is None
         assert self.cohort is None
         self.status, self.finish = Status.FINISHED, reason
+
+
+def joined(runs: list[list[int]], more: list[list[int]]) -> list[list[int]]:
+    """[first step, steps] of both, which follow each other."""
+    if runs and more and sum(runs[-1]) == more[0][0]:
+        return [*runs[:-1], [runs[-1][0], runs[-1][1] + more[0][1]], *more[1:]]
+    return [*runs, *more]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from cbsim.policy.decoding import Decoding
-from cbsim.policy.host import Host
+from cbsim.policy.host import Host, LowestFirst
 from cbsim.policy.queues import Queue
 from cbsim.policy.request import Request
 
@@ -24,7 +24,7 @@ class Swapping:
     """
 
     def __init__(self, decoding: Decoding, queue: Queue, host_blocks: int) -> None:
-        self.host = Host(decoding, host_blocks)
+        self.host = Host(decoding, LowestFirst(host_blocks))
         self.out = self.host.held  # in the order in which they went
         self.turned_away = 0  # how often the host had no room
         self._decoding = decoding
@@ -80,6 +80,6 @@ class Swapping:
         """Raise AssertionError unless the host adds up, and who is out has places there and no blocks."""
         pool = self._decoding.pool
         self.host.check()
-        for request, places in self.out.items():
+        for request, (places,) in self.out.items():
             assert len(places) >= pool.blocks_for(request.computed) > 0, (request.spec.id, places, request.computed)
             assert request not in pool.tables, (request.spec.id, "is out and holds blocks")

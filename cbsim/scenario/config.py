@@ -26,11 +26,11 @@ class Config:
         text = f"{self.where}: {field}: got {given}, expected {expected}"
         return self.error(text, field=field, value=self.fields.get(field), bound=f"expected {expected}")
 
-    def whole(self, field: str, default: int | None = None) -> int:
+    def whole(self, field: str, default: int | None = None, least: int = 1) -> int:
         value = self.fields.get(field)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.refuse(field, "a whole number >= 1")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.refuse(field, f"a whole number >= {least}")
         return value
 
     def real(self, field: str, default: float | None = None) -> float:

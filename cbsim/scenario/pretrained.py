@@ -12,6 +12,7 @@ from cbsim.scenario.config import Config, read_json
 MOST_BYTES = 1_000_000
 KV_HEADS = {"llama": None, "mistral": 8, "phi3": None, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}
 """The model types that are read, and what transformers takes for absent `num_key_value_heads`. None: the heads."""
+WHOLE, SLIDING = "full_attention", "sliding_attention"
 DTYPES = ("bfloat16", "float16", "float32")
 REFUSED = {
     "is_encoder_decoder": "encoders are not modelled, only decoders",
@@ -47,7 +48,6 @@ def shape(path: Path) -> dict[str, Any]:
     kv_heads = config.whole("num_key_value_heads", absent or heads)
     if heads % kv_heads:
         raise config.refuse("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
-    _check_windows(config, kind, layers)
     return {
         "name": _name(path),
         "layers": layers,
@@ -63,22 +63,37 @@ def shape(path: Path) -> dict[str, Any]:
         "dtype": _dtype(config),
         **quantization.types(config),
         "max_position": config.whole("max_position_embeddings"),
+        **attention(config, kind, layers),
     }
 
 
-def _check_windows(config: Config, kind: str, layers: int) -> None:
-    """Refuse attention that sees less than the whole sequence. Qwen's windows are off unless switched on."""
-    if config.fields.get("layer_types") not in (None, ["full_attention"] * layers):
-        raise config.refuse("layer_types", f"'full_attention' {layers} times: nothing else is modelled")
+def attention(config: Config, kind: str, layers: int) -> dict[str, Any]:
+    """What the layers see, if that is not the whole sequence in all of them: as many entries as repeat. Qwen's windows
+    are off unless switched on.
+    """
+    given, most = config.fields.get("layer_types"), config.whole("max_position_embeddings")
     if kind.startswith("qwen"):
-        if config.flag("use_sliding_window"):
-            raise config.refuse("use_sliding_window", "false: sliding windows are not modelled")
-        return
-    absent = 4096 if kind == "mistral" and "sliding_window" not in config.fields else None
-    window = config.fields.get("sliding_window", absent)
-    if window is not None and config.whole("sliding_window", absent) < config.whole("max_position_embeddings"):
-        usual = " (4096, says transformers, if it is absent)" if absent else ""
-        raise config.refuse("sliding_window", f"null{usual}: sliding windows are not modelled")
+        window = config.whole("sliding_window", 4096) if config.flag("use_sliding_window") else most
+        first = config.whole("max_window_layers", 28, 0)
+        types = given or [SLIDING if layer >= first else WHOLE for layer in range(layers)]
+    else:
+        absent = 4096 if kind == "mistral" and "sliding_window" not in config.fields else None
+        null = config.fields.get("sliding_window", absent) is None
+        window = most if null else config.whole("sliding_window", absent)
+        types = given or [SLIDING] * layers
+    if not isinstance(types, list) or len(types) != layers or not {*types} <= {SLIDING, WHOLE}:
+        raise config.refuse("layer_types", f"{layers} times '{WHOLE}' or '{SLIDING}': nothing else is modelled")
+    if window >= most or SLIDING not in types:
+        return {}
+    if kind == "llama":
+        raise config.refuse("sliding_window", "null: transformers' Llama has no windows")
+    return {"attention": _repeated([f"sliding {window}" if one == SLIDING else "full" for one in types])}
+
+
+def _repeated(pattern: list[str]) -> list[str]:
+    """The shortest beginning that, repeated, gives the whole."""
+    sizes = range(1, len(pattern) + 1)
+    return next(pattern[:n] for n in sizes if all(one == pattern[i % n] for i, one in enumerate(pattern)))
 
 
 def _experts(config: Config, kind: str) -> dict[str, int]:

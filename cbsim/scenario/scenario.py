@@ -78,6 +78,18 @@ class Scenario(Frozen):
         return self
 
     @model_validator(mode="after")
+    def _windows_known(self) -> Scenario:
+        if self.model.sees_all:
+            return self
+        if not self.kind.windows:
+            text = f"layers see less than the whole sequence, must be full with scheduler {self.scheduler.name}"
+            raise complaint(text, "model.attention")
+        if self.cost.kind not in ("roofline", "constant"):
+            text = f"layers see less than the whole sequence, must be full with cost.kind {self.cost.kind}"
+            raise complaint(text, "model.attention")
+        return self
+
+    @model_validator(mode="after")
     def _heads_divide(self) -> Scenario:
         gpus, model = self.gpus, self.model
         if self.cost.kind == "roofline" and (model.heads % gpus or model.kv_heads % gpus):

@@ -17,7 +17,7 @@ class KvCache(Frozen):
     """Paged KV cache."""
 
     block_size: Count | None = None
-    """Tokens in a block; null: 256 for transformers (which wants at least 4), else 16."""
+    """Tokens in a block; null: 256 for transformers (which wants at least 4), 32 for trtllm, 1 for sglang, else 16."""
     num_blocks: Annotated[Whole, Field(ge=2)] | None = None
     """Blocks; null: as many as fit the memory. vLLM's number includes its null block."""
     memory_fraction: Annotated[Real, Field(gt=0, le=1)] = 0.9

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, model_validator
 
+from cbsim.policy.groups import Attention, Sight
 from cbsim.scenario import catalog, documents, pretrained
 from cbsim.scenario.documents import Document
-from cbsim.scenario.fields import Frozen, Real, Whole, complaint
+from cbsim.scenario.fields import Frozen, Real, Whole, as_tuple, complaint, shown
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 INT4_BYTES, INT4_GROUP = 133, 256
 """256 int4 weights, two groups of 128 with a scale of 2 bytes and a zero point of 4 bits each: 128 + 2 x 2.5 bytes."""
+
+
+def _sight(text: str) -> str:
+    if not re.fullmatch(SIGHT, text):
+        raise complaint(f"got {shown(text)}, expected full, sliding TOKENS or chunked TOKENS")
+    return text
+
+
+MOST_DIFFERENT = 10_000  # layers of which each is looked at
+SIGHT = "full|(sliding|chunked) [1-9][0-9]{0,8}"
+Seen = Annotated[str, AfterValidator(_sight)]
+"""What a layer sees: `full`, `sliding TOKENS` (the last ones, its own included), `chunked TOKENS` (its part)."""
 
 
 class ModelShape(Frozen):
@@ -56,6 +70,9 @@ class ModelShape(Frozen):
     """Type of the KV cache if not `dtype`."""
     max_position: Annotated[Whole, Field(ge=1)]
     """Longest sequence that the model is made for, in tokens."""
+    attention: Annotated[tuple[Seen, ...], BeforeValidator(as_tuple), Field(min_length=1)] = ("full",)
+    """What the layers see, layer by layer, and again from the first if there are more: `full`; `sliding TOKENS`, the
+    last ones, its own included; `chunked TOKENS`, its part of the sequence (Llama 4)."""
 
     @model_validator(mode="after")
     def _experts_chosen(self) -> ModelShape:
@@ -63,6 +80,30 @@ class ModelShape(Frozen):
             text = f"got {self.experts_per_token}, must be between {min(self.experts, 1)} and experts ({self.experts})"
             raise complaint(text, "experts_per_token")
         return self
+
+    @model_validator(mode="after")
+    def _as_many_layers(self) -> ModelShape:
+        if len(self.attention) > self.layers:
+            raise complaint(f"got {len(self.attention)} entries, must be <= layers ({self.layers})", "attention")
+        if self.layers > MOST_DIFFERENT and not self.sees_all:
+            raise complaint(f"got {self.layers:,}, must be <= {MOST_DIFFERENT:,} if layers have windows", "layers")
+        return self
+
+    @property
+    def sees_all(self) -> bool:
+        """Does every layer see the whole sequence?"""
+        return all(seen == "full" for seen in self.attention)
+
+    @property
+    def layer_attention(self) -> tuple[Attention, ...]:
+        """What each layer sees."""
+        pattern = self.pattern
+        return tuple(pattern[layer % len(pattern)] for layer in range(self.layers))
+
+    @property
+    def pattern(self) -> tuple[Attention, ...]:
+        """`attention` as policies have it."""
+        return tuple(sight(seen) for seen in self.attention)
 
     @property
     def dtype_bytes(self) -> int:
@@ -113,6 +154,12 @@ class ModelShape(Frozen):
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[self.kv_dtype or self.dtype]
+
+
+def sight(seen: str) -> Attention:
+    """What a layer sees, as a scenario says it."""
+    kind, _, span = seen.partition(" ")
+    return Attention(Sight(kind), int(span or 0))
 
 
 class Flops(Frozen):

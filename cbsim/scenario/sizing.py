@@ -5,16 +5,19 @@ transformers 5.17 solves an equation: M query tokens in a step and N tokens of c
     memory = cm * M + cn * N + cmn * M * N + cmm * M^2  bytes
 
 at each of two peaks of a step (output layer, attention), and the smaller solution counts. With flash attention there
-are no masks and cmn = cmm = 0. vLLM takes what a trial run leaves free; the trial run is estimated here.
+are no masks and cmn = cmm = 0. 5.23 is given M, and counts the sectors of the cache that fit beside it. vLLM takes what
+a trial run leaves free; the trial run is estimated here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor
 from typing import NamedTuple
 
-from cbsim.policy.kind import Size
+from cbsim.policy.groups import Attention
+from cbsim.policy.kind import Sectors, Size
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.shapes import Hardware, ModelShape
 
@@ -33,14 +36,24 @@ class Peak(NamedTuple):
     per_cache_token: int
 
 
-def transformers_peaks(model: ModelShape, depth: int, max_blocks_per_request: int) -> tuple[Peak, Peak]:
-    """The equation's coefficients at the output layer and in attention; inputs and outputs exist `depth` times."""
+def transformers_peaks(
+    model: ModelShape, depth: int, max_blocks_per_request: int, layers: int | None = None, groups: int = 1
+) -> tuple[Peak, Peak]:
+    """The equation's coefficients at the output layer and in attention; inputs and outputs exist `depth` times. A token
+    of the cache lies in so many layers, those of one of `groups`; by default in all.
+    """
     width, page = model.dtype_bytes, model.kv_heads * model.head_dim
-    per_batch = depth * (7 * INDEX_BYTES + INDEX_BYTES + max_blocks_per_request * INDEX_BYTES + 8 + 8)
-    per_cache = model.kv_bytes_per_token + depth * 8
+    per_batch = _input_bytes(depth, max_blocks_per_request, groups)
+    per_cache = model.kv_bytes_per_token // model.layers * (layers or model.layers) + depth * 8 * groups
     logits = model.hidden * width + model.vocab * 4
     states = width * (model.hidden + model.heads * model.head_dim + 2 * page)
     return Peak(logits + per_batch, per_cache), Peak(states + per_batch, per_cache + 2 * page * width)
+
+
+def _input_bytes(depth: int, max_blocks_per_request: int, groups: int = 1) -> int:
+    """Inputs and outputs of a batch token; each of the groups of layers has its own indices."""
+    indices = groups * (max_blocks_per_request * INDEX_BYTES + 8 + 8)
+    return depth * (7 * INDEX_BYTES + INDEX_BYTES + indices)
 
 
 def transformers_size(
@@ -76,18 +89,82 @@ def fit_transformers(
     max_blocks_per_request: int,
     max_batch_tokens: int | None,
     num_blocks: int | None,
+    layers: int | None = None,
+    groups: int = 1,
 ) -> Size:
-    """What transformers would choose, the weights being all that is allocated before. Raises ScenarioError."""
-    if model.kv_dtype:
-        raise ScenarioError(f"model.kv_dtype: got {model.kv_dtype}, must be null: transformers' cache has the model's")
+    """What transformers 5.17 would choose, the weights being all that is allocated before. Raises ScenarioError."""
+    _refuse_kv_dtype(model)
     free = hardware.memory_bytes - model.weight_bytes
     available = int(free * fraction)
-    peaks = transformers_peaks(model, depth, max_blocks_per_request)
+    peaks = transformers_peaks(model, depth, max_blocks_per_request, layers, groups)
     size = transformers_size(available, block_size, peaks, max_batch_tokens, num_blocks)
     needed = footprint_bytes(size, block_size, peaks)
     if min(size) < 1 or needed > available:
         raise _misfit(model, hardware, fraction, available, num_blocks, needed)
     return size
+
+
+class SectorCosts(NamedTuple):
+    """Bytes that 5.23 counts: in any case, a batch token, and a sector of the cache with what steps take for it."""
+
+    fixed: int
+    per_batch_token: int
+    per_sector: int
+
+    def needed(self, tokens: int, sectors: int) -> int:
+        return self.fixed + tokens * self.per_batch_token + sectors * self.per_sector
+
+
+def sector_costs(
+    model: ModelShape,
+    sectors: Sectors,
+    block_size: int,
+    *,
+    depth: int,
+    max_blocks_per_request: int,
+    max_requests: int,
+    logits_to_keep: bool = True,
+) -> SectorCosts:
+    """With flash attention. `logits_to_keep`: the model computes the logits of rows that sample, and no others."""
+    width, page = model.dtype_bytes, model.kv_heads * model.head_dim
+    logits = model.hidden * width + model.vocab * 4
+    states = width * (model.hidden + model.heads * model.head_dim + 4 * page)
+    tokens, kinds = sectors.tokens, sectors.kinds
+    sector = sectors.pages * block_size * model.kv_bytes_per_token // model.layers * sectors.layers
+    return SectorCosts(
+        2 * sector + (max_requests * logits if logits_to_keep else 0),
+        max(0 if logits_to_keep else logits, states) + _input_bytes(depth, max_blocks_per_request, kinds),
+        sector + tokens * (2 * page * width + 8 * depth * kinds),
+    )
+
+
+def fit_sectors(
+    model: ModelShape,
+    hardware: Hardware,
+    costs: SectorCosts,
+    *,
+    fraction: float,
+    sectors_of: Sectors,
+    max_batch_tokens: int,
+    num_blocks: int | None,
+) -> Size:
+    """What transformers 5.23 would choose, the weights being all that is allocated before; the cache is counted in
+    pages. Raises ScenarioError.
+    """
+    _refuse_kv_dtype(model)
+    available = int((hardware.memory_bytes - model.weight_bytes) * fraction)
+    sectors = (available - costs.needed(max_batch_tokens, 0)) // costs.per_sector
+    if num_blocks is not None:
+        sectors = -(-num_blocks * model.layers // (sectors_of.pages * sectors_of.layers))
+    needed = costs.needed(max_batch_tokens, sectors)
+    if sectors < 1 or needed > available:
+        raise _misfit(model, hardware, fraction, available, num_blocks, needed)
+    return Size(max_batch_tokens, sectors * sectors_of.pages)
+
+
+def _refuse_kv_dtype(model: ModelShape) -> None:
+    if model.kv_dtype:
+        raise ScenarioError(f"model.kv_dtype: got {model.kv_dtype}, must be null: transformers' cache has the model's")
 
 
 class Step(NamedTuple):
@@ -106,14 +183,22 @@ def activation_bytes(model: ModelShape, step: Step) -> int:
 
 
 def fit_vllm(
-    model: ModelShape, hardware: Hardware, *, fraction: float, block_size: int, step: Step, tensor: int = 1
+    model: ModelShape,
+    hardware: Hardware,
+    *,
+    fraction: float,
+    block_size: int,
+    step: Step,
+    tensor: int = 1,
+    layers: int | None = None,
 ) -> int:
-    """Blocks in `fraction` of the memory beside weights and a step's peak, on each of `tensor` GPUs that share weights
-    and heads (activations are counted whole). Raises ScenarioError.
+    """Blocks of all layers, or of so many, in `fraction` of the memory beside weights and a step's peak, on each of
+    `tensor` GPUs that share weights and heads (activations are counted whole). Raises ScenarioError.
     """
     peak = activation_bytes(model, step) + VLLM_RUNTIME_BYTES
     left = int(hardware.memory_bytes * fraction) - model.shard_bytes(tensor) - peak
-    blocks = left * tensor // (block_size * model.kv_bytes_per_token)
+    block_bytes = block_size * model.kv_bytes_per_token // model.layers * (layers or model.layers)
+    blocks = left * tensor // block_bytes
     if blocks < 2:
         raise _misfit(model, hardware, fraction, left)
     return blocks
@@ -144,6 +229,14 @@ class Place:
         return self.model.max_position
 
     @property
+    def layers(self) -> int:
+        return self.model.layers
+
+    @property
+    def attention(self) -> Sequence[Attention]:
+        return self.model.pattern
+
+    @property
     def gpu(self) -> str:
         return self.hardware.name
 
@@ -151,7 +244,7 @@ class Place:
     def memory_bytes(self) -> int:
         return self.hardware.memory_bytes
 
-    def blocks(self, tokens: int, requests: int) -> int:
+    def blocks(self, tokens: int, requests: int, layers: int | None = None) -> int:
         if self.num_blocks is not None:
             return self.num_blocks
         return fit_vllm(
@@ -161,13 +254,13 @@ class Place:
             block_size=self.block_size,
             step=Step(tokens, requests),
             tensor=self.tensor,
+            layers=layers,
         )
 
-    def transformers_size(self, max_blocks_per_request: int, max_batch_tokens: int | None) -> Size:
-        if self.tensor > 1:
-            raise ScenarioError(
-                f"cost.tensor_parallel: got {self.tensor}, must be 1: transformers' sizes are of one GPU"
-            )
+    def transformers_size(
+        self, max_blocks_per_request: int, max_batch_tokens: int | None, layers: int, groups: int
+    ) -> Size:
+        self._refuse_tensor()
         return fit_transformers(
             self.model,
             self.hardware,
@@ -177,7 +270,37 @@ class Place:
             max_blocks_per_request=max_blocks_per_request,
             max_batch_tokens=max_batch_tokens,
             num_blocks=self.num_blocks,
+            layers=layers,
+            groups=groups,
         )
+
+    def transformers_sectors(
+        self, sectors: Sectors, max_blocks_per_request: int, max_batch_tokens: int, max_requests: int
+    ) -> Size:
+        self._refuse_tensor()
+        costs = sector_costs(
+            self.model,
+            sectors,
+            self.block_size,
+            depth=self.depth,
+            max_blocks_per_request=max_blocks_per_request,
+            max_requests=max_requests,
+        )
+        return fit_sectors(
+            self.model,
+            self.hardware,
+            costs,
+            fraction=self.memory_fraction,
+            sectors_of=sectors,
+            max_batch_tokens=max_batch_tokens,
+            num_blocks=self.num_blocks,
+        )
+
+    def _refuse_tensor(self) -> None:
+        if self.tensor > 1:
+            raise ScenarioError(
+                f"cost.tensor_parallel: got {self.tensor}, must be 1: transformers' sizes are of one GPU"
+            )
 
 
 def _misfit(

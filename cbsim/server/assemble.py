@@ -6,6 +6,7 @@ Everything is built from the scenario, which alone has defaults; nothing is shar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from cbsim.cost.base import Cost
 from cbsim.cost.constant import ConstantCost
@@ -15,6 +16,8 @@ from cbsim.cost.fitted import Curve, FittedCost
 from cbsim.cost.lookup import Tables
 from cbsim.cost.roofline import AllReduces, Experts, Rates, RooflineCost, Weights
 from cbsim.cost.table import Added, Group, Link, TableCost
+from cbsim.cost.windows import WindowedRoofline
+from cbsim.policy.groups import LayerGroup, page_layers
 from cbsim.policy.loop import Scheduler
 from cbsim.policy.schedulers import registry
 from cbsim.results.columns import NS
@@ -68,10 +71,11 @@ def cost_model(scenario: Scenario) -> Cost:
     )
 
 
-def copies(scenario: Scenario) -> Copies:
-    """What moves of KV take on the scenario's GPU, by its data sheet."""
-    gpu = scenario.hardware
-    block_bytes = scenario.block_size * scenario.model.kv_bytes_per_token // scenario.gpus
+def copies(scenario: Scenario, groups: Sequence[LayerGroup] = ()) -> Copies:
+    """What moves of KV take on the scenario's GPU, by its data sheet: of blocks of all layers, or pages of groups."""
+    gpu, model = scenario.hardware, scenario.model
+    layers = page_layers(groups) if groups else model.layers
+    block_bytes = scenario.block_size * model.kv_bytes_per_token // model.layers * layers // scenario.gpus
     return Copies(block_bytes, gpu.pcie_bytes_s, gpu.memory_bandwidth_bytes_s)
 
 
@@ -156,7 +160,8 @@ def _roofline(scenario: Scenario, settings: RooflineSettings, cpu: CpuCost) -> R
         kv_bytes=model.kv_bytes_per_token // ranks,
         linear_bytes=(model.matrix_bytes(dense - router) + router * model.dtype_bytes) // ranks,
     )
-    return RooflineCost(
+    make = RooflineCost if model.sees_all else partial(WindowedRoofline, model.layer_attention)
+    return make(
         cpu,
         rates,
         weights,

@@ -115,11 +115,13 @@ class _Watch:
         pool, size = policy.pool, policy.pool.block_size
         self.tokens = pool.num_blocks * size
         unused = later = 0
-        for request, table in pool.tables.items():
-            written, room = _written(request, size), len(table) * size
-            unused += room - written
-            if request.status is not Status.FINISHED:
-                later += max(0, min(room, self._longest[request.spec.index]) - written)
+        for request in pool.tables:
+            written, longest = _written(request, size), self._longest[request.spec.index]
+            for first, end in pool.spans(request):
+                reached = max(first, min(written, end))
+                unused += end - reached
+                if request.status is not Status.FINISHED:
+                    later += max(0, min(end, longest) - reached)
         spare, largest, apart = 0, pool.free, False
         if isinstance(pool, PiecePool):
             spare, largest = sum(pool.spare.values()) * size, pool.pieces.largest

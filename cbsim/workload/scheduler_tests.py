@@ -134,6 +134,8 @@ def vllm_requests(workload: Line) -> list[tuple[RequestSpec, int | None]]:
                 prefix_block_tokens=size,
                 prefix_tokens=len(tokens),
                 sample_of=first,
+                computed_elsewhere=bool(r.get("kv", {}).get("do_remote_prefill")),
+                fetched_later=bool(r.get("kv", {}).get("do_remote_decode")),
             )
             first = first or spec
             specs.append((spec, r.get("abort_us")))
@@ -152,9 +154,8 @@ def _vllm_samples(request: Line) -> list[tuple[str, list[int]]]:
 
 def unsupported(workload: Line) -> str | None:
     """Why a workload is outside what this policy models, or None."""
-    if workload.get("model", {}).get("layer_types"):
-        return "hybrid layer groups (layer_types) are not modelled"
-    return None
+    other = set(workload.get("model", {}).get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    return f"layers with {', '.join(sorted(other))} are not modelled" if other else None
 
 
 def sample_names(request: Line) -> list[str]:

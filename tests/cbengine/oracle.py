@@ -25,9 +25,12 @@ from cbengine.driver import Engine
 from cbengine.sampling import uniforms
 from cbengine.sequence import CARRIED, FIRST_SCORE, OTHER_SCORE
 from cbengine.sequence import Sequence as Text
+from cbsim.policy.groups import FULL, Attention
 from cbsim.policy.moves import IN_ORDER, Move, Underway, Way
 from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import RequestSpec
+
+MARK = 1000  # what a group writes differs from what others do by so much
 
 
 def views(buffer: Ints, header: Header) -> dict[str, Ints]:
@@ -36,10 +39,10 @@ def views(buffer: Ints, header: Header) -> dict[str, Ints]:
 
 
 class Tables:
-    """Block tables of every slot, as a device keeps them."""
+    """Block tables of every slot, one a group of layers, as a device keeps them."""
 
     def __init__(self, capacity: Capacity, unused: int) -> None:
-        self.entries = np.full((capacity.slots + 1, capacity.width), unused, dtype=np.int32)
+        self.entries = np.full((capacity.slots + 1, capacity.tables, capacity.width), unused, dtype=np.int32)
 
     def update(self, step: dict[str, Ints]) -> None:
         places = step["places"]
@@ -48,9 +51,9 @@ class Tables:
 
 
 class Toy:
-    """A device whose model is a hash. After token `broken` comes none: its row has no logits, later ones have again.
-    A move by a job is carried out `lag` steps after its own, unless it is awaited; what it writes is unreadable until
-    then.
+    """A device whose model is a hash of what every group of layers sees. After token `broken` comes none: its row has
+    no logits, later ones have again. A move by a job is carried out `lag` steps after its own, unless it is awaited;
+    what it writes is unreadable until then.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Toy:
         self.staging = staging(capacity, depth)
         self.facts: dict[str, Any] = {"device": "toy"}
         self._tables, self._size, self._broken = Tables(capacity, num_blocks), block_size, broken
+        self._sees = [group.attention for group in capacity.groups] or [FULL]
         self._cache = np.full((num_blocks + 1) * block_size, -7, dtype=np.int32)
         self._last = np.full(capacity.slots + 1, -9, dtype=np.int32)
         self._done: dict[int, Ints] = {}
@@ -109,7 +113,8 @@ class Toy:
             mine = slice(starts[row], starts[row + 1])
             ids[mine] = np.where(ids[mine] == CARRIED, self._last[step["slots"][row]], ids[mine])
             cached = np.arange(step["kv_tokens"][row] - len(ids[mine]), step["kv_tokens"][row])
-            self._cache[self._places(step["slots"][row], cached)] = ids[mine]
+            for group in range(len(self._sees)):
+                self._cache[self._places(step["slots"][row], cached, group)] = ids[mine] + group * MARK
         if header.beams:
             self._done[slot] = self._ranked(step, header)
             return
@@ -118,15 +123,18 @@ class Toy:
         self._last[step["slots"][sampling]] = np.maximum(told, 0)
         self._done[slot] = told
 
-    def _places(self, slot: int, cached: Ints) -> Ints:
-        return self._tables.entries[slot, cached // self._size] * self._size + cached % self._size
+    def _places(self, slot: int, cached: Ints, group: int) -> Ints:
+        return self._tables.entries[slot, group, cached // self._size] * self._size + cached % self._size
 
     def _next(self, step: dict[str, Ints], header: Header, row: int) -> int:
         seen = self._seen(step, row, step["first"][row] if header.padded else 0)
         return -1 if seen[-1] == self._broken else following(seen)
 
     def _seen(self, step: dict[str, Ints], row: int, first: int = 0) -> Ints:
-        return self._cache[self._places(step["slots"][row], np.arange(first, step["kv_tokens"][row]))]
+        """What each group sees, one behind the other."""
+        slot, end = step["slots"][row], step["kv_tokens"][row]
+        spans = [np.arange(max(first, sees.gone(end - 1)), end) for sees in self._sees]
+        return np.concatenate([self._cache[self._places(slot, span, g)] for g, span in enumerate(spans)])
 
     def _ranked(self, step: dict[str, Ints], header: Header) -> Ints:
         """The texts of every search, ranked by a hash. One that ends in the broken token spoils its search."""
@@ -173,11 +181,12 @@ def toy_search(prompt: Ints, count: int, beams: int) -> list[list[int]]:
     return [text[len(prompt) :].tolist() for text in texts]
 
 
-def toy_text(prompt: Ints, count: int) -> list[int]:
-    """What the hash says after a prompt, alone."""
+def toy_text(prompt: Ints, count: int, groups: Sequence[Attention] = (FULL,)) -> list[int]:
+    """What the hash says after a prompt, alone, if this is what groups of layers see."""
     text = prompt.tolist()
     for _ in range(count):
-        text.append(following(np.array(text)))
+        seen = [token + g * MARK for g, sees in enumerate(groups) for token in text[sees.gone(len(text) - 1) :]]
+        text.append(following(np.array(seen)))
     return text[len(prompt) :]
 
 
@@ -199,6 +208,8 @@ class Checked:
         self._tables = Tables(capacity, -1)
         self._last: dict[int, tuple[RequestSpec, int]] = {}  # slot -> whose token at which position
         self._padding: dict[RequestSpec, int] = {}
+        self._groups: dict[tuple[RequestSpec, int], dict[int, int]] = {}  # of a group's table: entry -> block
+        self._lengths: dict[tuple[RequestSpec, int], int] = {}
         self.searches = 0  # steps with one
         self.said: dict[tuple[RequestSpec, int], int] = {}  # (request, position) -> token that came back
         self._in_flight: dict[int, tuple[Header, list[tuple[RequestSpec, int] | None]]] = {}
@@ -219,6 +230,7 @@ class Checked:
         assert len(set(held)) == len(held), "two requests share a slot"
         assert all(one < sizes.slots for one in held)
         rows = {self.texts[row.spec].slot: row for row in self._plans.rows(plan)}
+        self._hear(plan)
         assert len(rows) == plan.work.rows
         sampling = self._check_rows(step, header, plan, rows)
         self._check_padding(step, header)
@@ -242,12 +254,16 @@ class Checked:
         self, step: dict[str, Ints], header: Header, plan: StepPlan, rows: dict[int, Row]
     ) -> list[tuple[RequestSpec, int] | None]:
         """Every row of the plan is there once, and what it says is right. Returns what each sampling row samples."""
-        starts, idle, sampling, further = step["starts"].tolist(), 0, [], []
+        starts, idle, sampling, further, filled = step["starts"].tolist(), 0, [], [], []
         assert starts[0] == 0
         assert starts[-1] == header.tokens
         assert header.longest >= max((b - a for a, b in pairwise(starts[header.decodes :])), default=1)
         for at in [*range(header.live), *range(header.decodes, header.rows)]:
             row = rows.pop(int(step["slots"][at]), None)
+            if row is None and at >= header.decodes and not header.padded:  # the padding of a row
+                self._check_filling(step, at)
+                filled.append(int(step["starts"][at + 1] - step["starts"][at]))
+                continue
             if row is None:  # of a static batch, a row that has ended
                 idle += 1
                 assert header.padded
@@ -262,6 +278,7 @@ class Checked:
                 further += [at] * (at >= header.decodes)
         assert not rows, "rows of the plan are missing"
         assert idle == plan.work.padding_rows
+        assert header.padded or filled == [c.padding for c in plan.work.chunks if c.padding]
         assert step["sampled"].tolist() == further
         self._check_draws(step, header, sampling)
         self._check_search(step, header, plan, sampling)
@@ -272,7 +289,7 @@ class Checked:
     def _check_row(self, step: dict[str, Ints], header: Header, row: Row, at: int) -> None:
         spec, end = row.spec, row.start + row.tokens
         if row.chunk is not None:
-            self._padding[spec] = row.chunk.padding
+            self._padding[spec] = row.chunk.padding * header.padded
         left = self._padding[spec]
         assert step["kv_tokens"][at] == left + end, (spec.id, step["kv_tokens"][at], left, end)
         ids = step["tokens"][step["starts"][at] : step["starts"][at + 1]].tolist()
@@ -284,9 +301,27 @@ class Checked:
             assert step["first"][at] == left
         for position, token in enumerate(ids, row.start):
             self._check_token(spec, position, token)
-        table = self._plans.tables[spec]
-        slot = self.texts[spec].slot
-        assert self._tables.entries[slot, : len(table)].tolist() == table
+        table, tables = self._plans.tables[spec], self._tables.entries[self.texts[spec].slot]
+        assert tables[0, : len(table)].tolist() == table
+        for number, group in enumerate(self._capacity.groups):
+            size, ring = group.block_size, group.ring or self._capacity.width
+            for entry in range(group.attention.gone(row.start) // size, -(-end // size)):
+                assert tables[number, entry] == self._groups[spec, number][entry % ring], (spec.id, number, entry)
+
+    def _hear(self, plan: StepPlan) -> None:
+        """What a plan tells of the tables of groups."""
+        for chunk in plan.work.chunks if self._capacity.groups else ():
+            assert not chunk.blocks
+            for number in range(len(self._capacity.groups) if chunk.admitted else 0):
+                self._groups[chunk.spec, number] = {}
+                self._lengths.pop((chunk.spec, number), None)
+        for change in plan.tables:
+            key = change.spec, change.group
+            at = self._lengths.get(key, change.passed)
+            self._groups[key] |= {**dict(enumerate(change.blocks, at)), **dict(change.replaced)}
+            self._lengths[key] = at + len(change.blocks)
+            for entry in range(change.passed):
+                self._groups[key].pop(entry, None)
 
     def _check_token(self, spec: RequestSpec, position: int, token: int) -> None:
         """A prompt's token is itself, an output's what came back, or left to the slot that sampled it."""
@@ -330,6 +365,13 @@ class Checked:
         scores = step["scores"].view(np.float32).tolist()
         assert scores == [np.float32(self.texts[spec].score) for spec in ranked]
         self.searches += bool(ranked)
+
+    def _check_filling(self, step: dict[str, Ints], at: int) -> None:
+        """A row that is padding belongs to nobody, and sees itself alone."""
+        ids = step["tokens"][step["starts"][at] : step["starts"][at + 1]].tolist()
+        assert step["slots"][at] == self._capacity.slots
+        assert step["kv_tokens"][at] == len(ids) > 0
+        assert ids == [0] * len(ids)
 
     def _check_padding(self, step: dict[str, Ints], header: Header) -> None:
         """Rows that only fill a step up write to the scratch slot, and read it."""

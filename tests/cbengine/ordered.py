@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from cbengine.device import gpu, graphs
 from cbengine.model.ops import Rows, TorchOps
+from cbsim.policy.groups import FULL, Attention
 
 HOST = "host"
 Clock = dict[str, int]
@@ -235,7 +236,8 @@ class Noted(np.ndarray):
 class WholeTables(TorchOps):
     """Attention that asks for no value on the host, so that it can be captured and replayed."""
 
-    def attention(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
+    def attention(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, sees: Attention = FULL) -> Tensor:
+        assert sees == FULL
         each = torch.arange(len(queries))
         owner = torch.searchsorted(rows.starts[1:].contiguous(), each.int(), right=True)
         last = rows.kv_tokens[owner] - (rows.starts[owner + 1] - each)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cbengine.model.ops import Rows
+from cbsim.policy.groups import FULL, Attention, Sight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the relative error of every vector
@@ -21,6 +22,7 @@ class Step:
     keys: Tensor
     values: Tensor
     rows: Rows
+    sees: Attention = FULL
 
 
 def step(
@@ -35,9 +37,10 @@ def step(
     dtype: torch.dtype = torch.float32,
     first: list[int] | None = None,
     longest: int | None = None,
+    sees: Attention = FULL,
 ) -> Step:
     """A step whose rows' blocks are scattered, in lines of the table out of order. Everything else is NaN: the rest of
-    the caches, and block 0, to which every unused entry of the table points.
+    the caches, what no query sees, and block 0, to which every unused entry of the table points.
     """
     draw = torch.Generator().manual_seed(seed)
     needed = [-(-cached // block_size) for _, cached in lengths]
@@ -47,10 +50,11 @@ def step(
     keys = torch.full((sum(needed) + 5, block_size, kv_heads, width), math.nan)
     values, places, positions = keys.clone(), [], []
     for (count, cached), slot, own in zip(lengths, slots, blocks, strict=False):
-        tables[slot, : len(own)] = own
+        gone = sees.gone(cached - count)
+        tables[slot, gone // block_size : len(own)] = own[gone // block_size :]
         held = (own[:, None] * block_size + torch.arange(block_size)).flatten()[:cached]
-        keys.flatten(0, 1)[held] = torch.randn(cached, kv_heads, width, generator=draw)
-        values.flatten(0, 1)[held] = torch.randn(cached, kv_heads, width, generator=draw)
+        keys.flatten(0, 1)[held[gone:]] = torch.randn(cached, kv_heads, width, generator=draw)[gone:]
+        values.flatten(0, 1)[held[gone:]] = torch.randn(cached, kv_heads, width, generator=draw)[gone:]
         places.append(held[cached - count :])
         positions.append(torch.arange(cached - count, cached))
     counts = [count for count, _ in lengths]
@@ -68,7 +72,7 @@ def step(
         first=None if first is None else torch.tensor(first).int().to(DEVICE),
     )
     queries = torch.randn(sum(counts), group * kv_heads, width, generator=draw)
-    return Step(*(t.to(DEVICE, dtype) for t in (queries, keys, values)), rows)
+    return Step(*(t.to(DEVICE, dtype) for t in (queries, keys, values)), rows, sees)
 
 
 def attended(given: Step) -> Tensor:
@@ -80,7 +84,7 @@ def attended(given: Step) -> Tensor:
         first = 0 if given.rows.first is None else int(given.rows.first[row])
         for token in range(starts[row], starts[row + 1]):
             last = cached - (starts[row + 1] - token)
-            seen = torch.arange(min(first, last), last + 1)
+            seen = torch.arange(max(min(first, last), given.sees.gone(last)), last + 1)
             blocks = given.rows.tables.cpu()[slot, seen // block_size].long()
             k, v = keys[blocks, seen % block_size], values[blocks, seen % block_size]  # [seen, Hk, D]
             grouped = queries[token].view(kv_heads, -1, width)
@@ -93,6 +97,12 @@ def worst(found: Tensor, right: Tensor) -> float:
     """The largest relative error, as a norm, of all vectors of the last dimension; NaN where any is."""
     found = found.cpu().double()
     return float(((found - right).norm(dim=-1) / right.norm(dim=-1)).max())
+
+
+def sights() -> st.SearchStrategy[Attention]:
+    """Whatever a layer may see: spans below a block's tokens and far above all that is cached."""
+    narrow = st.builds(Attention, st.sampled_from((Sight.SLIDING, Sight.CHUNKED)), st.integers(1, 300))
+    return st.just(FULL) | narrow
 
 
 def lengths_of(most_rows: int, most_queries: int, most_cached: int) -> st.SearchStrategy[list[tuple[int, int]]]:

@@ -61,7 +61,7 @@ def odd_cases(draw: st.DrawFn, scheduler: str) -> Case:
     in pieces and only pieces are reserved; so requests differ in age, and none follows another.
     """
     options: dict[str, tuple[object, ...]] = {}
-    if scheduler.startswith("vllm"):
+    if scheduler.startswith("vllm "):
         options = dict(list(VLLM.items())[: 3 if "0.19" in scheduler else None])
     elif scheduler.startswith("transformers"):
         options = TRANSFORMERS

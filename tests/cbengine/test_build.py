@@ -19,7 +19,7 @@ pytest.importorskip("torch", reason="the engine needs torch")
 
 import numpy as np
 import torch
-from served import INLINE, LOOPS, SCHEDULERS, SHAPE, Case, asked, cases, spec
+from served import INLINE, LOOPS, SCHEDULERS, SHAPE, Case, asked, cases, named, spec
 
 from cbengine import build
 from cbengine.batch import Capacity, Ints
@@ -165,7 +165,8 @@ def test_what_is_recorded_loads_again(
     described = weights.architecture(path)
     assert (ready.model.experts, ready.model.experts_per_token) == (0, 0)  # weights are of dense models only
     assert (ready.model.weights_dtype, ready.model.kv_dtype) == (None, None)  # the engine has one type for all
-    elsewhere = {"dtype", "weights_dtype", "kv_dtype", "experts", "experts_per_token"}
+    assert ready.model.pattern == described.attention
+    elsewhere = {"dtype", "weights_dtype", "kv_dtype", "experts", "experts_per_token", "attention"}
     for field, value in ready.model.model_dump(exclude=elsewhere).items():
         assert getattr(described, field) == value, field
     assert ready.model.name == path.name
@@ -302,9 +303,7 @@ def test_the_cache_fits_the_gpu_there_is(gpu: mock.Mock, scheduler: str) -> None
     """The blocks that fit beside the weights, a tenth of all memory left free; what else a scheduler makes of its
     memory stays as the data sheet has it. What results loads again, and stays as it is.
     """
-    name, _, version = scheduler.partition(" ")
-    versions = [f"scheduler.version='{version}'"] if version else []
-    base = scenario.load("8k_b32", [f"scheduler.name={name}", *versions, "hardware=h200-sxm"])
+    base = scenario.load("8k_b32", [*named(scheduler), "hardware=h200-sxm"])
     before = scenario.scheduler_options(base, 2)
     ready = build.adapted(base, LARGE)
     after = scenario.scheduler_options(ready, 2)
@@ -317,8 +316,8 @@ def test_the_cache_fits_the_gpu_there_is(gpu: mock.Mock, scheduler: str) -> None
 
 
 def _limits(options: Any) -> dict[str, int]:
-    """vLLM's longest sequence follows from the cache."""
-    return {"max_model_len": options.max_model_len} if hasattr(options, "max_model_len") else {}
+    """vLLM's longest sequence follows from the cache, and so does what tgi may hold in all."""
+    return {n: getattr(options, n) for n in ("max_model_len", "max_batch_total_tokens") if hasattr(options, n)}
 
 
 def test_given_blocks_are_given(gpu: mock.Mock) -> None:

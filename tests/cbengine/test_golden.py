@@ -27,7 +27,8 @@ from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
-from cbsim.proof.conformance import check, vllm_traces
+from cbsim.proof.conformance import check, files, readers, vllm_traces
+from cbsim.proof.conformance.reader import Case, Reader
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 TRACES = (
@@ -99,7 +100,7 @@ class Executed:
         return outcome
 
 
-def prompts(replay: check.Replay, workload: dict[str, Any]) -> dict[RequestSpec, list[int]]:
+def prompts(replay: Any, workload: dict[str, Any]) -> dict[RequestSpec, list[int]]:
     """The recorded prompt of every request of a replay."""
     if isinstance(replay, vllm_traces.VllmReplay):
         specs, field = [one for one, _ in replay._coming], "prompt_token_ids"
@@ -112,15 +113,21 @@ def prompts(replay: check.Replay, workload: dict[str, Any]) -> dict[RequestSpec,
 def executed(trace: Path, monkeypatch: pytest.MonkeyPatch, made: Made) -> tuple[check.TraceResult, Executed]:
     """Compare a trace while its plans are executed."""
     done: list[Executed] = []
-    build_replay = check._replay
 
-    def replay(trace: Path, kind: Any, header: dict[str, Any], workload: dict[str, Any]) -> check.Replay:
-        made_here = build_replay(trace, kind, header, workload)
-        asynchronous = header["mode"] == "async" if kind is vllm_traces.VllmReplay else header["resolved"]["async"]
-        done.append(Executed(made_here.scheduler, 1 + asynchronous, prompts(made_here, workload), made))
-        return made_here
+    def reader_of(header: dict[str, Any]) -> Reader:
+        reader = readers.reader_of(header)
+        assert reader is not None
 
-    monkeypatch.setattr(check, "_replay", replay)
+        def case(trace: Path, header: dict[str, Any]) -> Case:
+            read = reader.case(trace, header)
+            replay: Any = read.replay
+            given = prompts(replay, files.workload(trace, read.name))
+            done.append(Executed(replay.scheduler, 1 + (read.mode == "async"), given, made))
+            return read
+
+        return replace(reader, case=case)
+
+    monkeypatch.setattr(check, "reader_of", reader_of)
     return check.compare(trace, invariants=True), done[0]
 
 

@@ -19,11 +19,15 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from served import (
     CHUNKS,
+    GROWING,
     INLINE,
     LOOPS,
     MS,
+    PAGED,
     PROMPTS,
+    RESERVING,
     SCHEDULERS,
+    WHOLE_PROMPTS,
     WITHOUT_CACHE,
     Case,
     Run,
@@ -89,9 +93,9 @@ def alike(count: int, prompt: int, outputs: int, *, apart_ns: int = 0, common: i
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheduler", SCHEDULERS[:4])
+@pytest.mark.parametrize("scheduler", [*PAGED, *GROWING])
 def test_preempted_requests(scheduler: str, loop: str) -> None:
-    """A cache for two of six: vLLM preempts, transformers resets softly, both compute tokens again."""
+    """A cache for two of six: they preempt, reset softly or pause, and all compute tokens again."""
     specs = alike(6, 13, 20)
     run = Case(server(scheduler, 4, 20, 64, 6, sharing=False), Workload(specs, 6)).run(loop)
     check_texts(run)
@@ -102,7 +106,7 @@ def test_preempted_requests(scheduler: str, loop: str) -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheduler", SCHEDULERS[:4])
+@pytest.mark.parametrize("scheduler", PAGED)
 def test_prefix_hits(scheduler: str, loop: str) -> None:
     """The first of six fills blocks, the others find them; a hit may reach to the last token of a prompt."""
     first, *others = alike(6, 13, 6, common=12)
@@ -114,7 +118,20 @@ def test_prefix_hits(scheduler: str, loop: str) -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheduler", SCHEDULERS[2:4])
+@pytest.mark.parametrize("scheduler", ["vllm 0.33", "sglang", *WITHOUT_CACHE])
+def test_blocks_of_one_token(scheduler: str, loop: str) -> None:
+    """Tables as long as texts, a block for every token, prompts found to the last but one: as a radix tree has them."""
+    specs = alike(5, 13, 20, apart_ns=20 * MS, common=12)
+    seats = 2 if scheduler == "static" else 5
+    run = Case(server(scheduler, 1, 60, 7, seats, sharing=True), Workload(specs, 5)).run(loop)
+    check_texts(run)
+    if scheduler not in WITHOUT_CACHE:
+        assert run.total("cached_tokens") >= 4 * 12
+        assert run.total("preempted") > 0
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", PAGED[2:])
 def test_merged_blocks(scheduler: str, loop: str) -> None:
     """Requests that compute equal blocks side by side end up with one copy: entries of their tables are replaced."""
     run = Case(server(scheduler, 4, 60, 4096, 6, sharing=True), Workload(alike(4, 13, 8, common=12), 4)).run(loop)
@@ -149,7 +166,7 @@ def test_chunked_prompts(scheduler: str) -> None:
     """A prompt of 30 tokens goes through a budget of 7 in pieces, beside requests that decode."""
     run = Case(server(scheduler, 5, 200, 7, 4, sharing=False), Workload(alike(4, 30, 12), 4)).run("async")
     check_texts(run)
-    assert int(run.steps["tokens"].max()) <= 7 or scheduler == "static"
+    assert int(run.steps["tokens"].max()) <= 7 or scheduler in WHOLE_PROMPTS
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -166,6 +183,17 @@ def test_contiguous_reservations(reserve: str, placement: str, loop: str) -> Non
     check_texts(run)
     paged = Case(server("vllm", 4, 21, 64, 6, sharing=False), Workload(alike(6, 13, 7, apart_ns=3 * MS, most=20), 6))
     assert run.texts == paged.run(loop).texts
+    assert int(run.steps["waiting"].max()) > 0
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", ["faster_transformer", "orca"])
+def test_longest_sequences_reserved(scheduler: str, loop: str) -> None:
+    """Two fit at a time, and their tables are longer than any text. Ends come as a surprise."""
+    specs = alike(6, 13, 7, apart_ns=3 * MS, most=20)
+    run = Case(server(scheduler, 4, 21, 64, 6, sharing=False, max_model_len=40), Workload(specs, 6)).run(loop)
+    check_texts(run)
+    assert int(run.steps["running"].max()) == 2
     assert int(run.steps["waiting"].max()) > 0
 
 
@@ -226,7 +254,7 @@ def test_plans_follow_from_the_record(scheduler: str, loop: str, tmp_path: Path)
     run = Case(given, generators.build(given)).run(loop)
     check_texts(run)
     assert run.statuses["stop"] > 5
-    assert run.total("preempted") > 0 or scheduler in WITHOUT_CACHE
+    assert run.total("preempted") > 0 or scheduler in (*RESERVING, "sglang")  # which lets nobody in too early here
     check_replayed(run, tmp_path)
 
 

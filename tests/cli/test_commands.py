@@ -77,13 +77,17 @@ def test_schema_into_a_file_is_exit_1(tmp_path: Path) -> None:
 
 
 def test_conformance_of_a_part() -> None:
-    """`conformance` takes files and folders, says a line a trace and one in all, and exits 0 when all match."""
+    """`conformance` takes files and folders, says a line a trace and a table, and exits 0 when all match."""
     one = next(iter(sorted((GOLDEN / "transformers").rglob("w11_cancel_fifo_bs16.jsonl.gz"))))
     two = next(iter(sorted((GOLDEN / "vllm" / "0.33.0").glob("w01*.jsonl.gz"))))
     said = call("conformance", one, two)
     assert (said.status, said.err) == (0, "")
-    assert len(said.out.splitlines()) == 3
-    assert said.out.splitlines()[-1].startswith("2 traces compared: 2 ok (")
+    lines = said.out.splitlines()
+    assert [line.split()[0] for line in lines[:2]] == ["w11_cancel_fifo_bs16", "w01_basic.async"]
+    assert lines[2].split() == ["scheduler", "version", "traces", "lines", "matched"]
+    assert [line.split()[:3] for line in lines[4:6]] == [["transformers", "5.17.0", "1"], ["vllm", "0.33.0", "1"]]
+    assert lines[6].split()[:2] == ["all", "2"]
+    assert all(len({*line.split()[-2:]}) == 1 for line in lines[4:])
 
 
 def test_conformance_of_a_difference_is_exit_1(tmp_path: Path) -> None:
@@ -108,9 +112,9 @@ def test_commands_about_studies_and_recorded_runs_say_how_they_are_used() -> Non
 
 @pytest.mark.parametrize("path", ["nowhere", "empty"])
 def test_conformance_of_nothing_is_no_success(path: str, tmp_path: Path) -> None:
-    """A path without a trace is not a proof: exit 2, 0 traces compared."""
+    """A path without a trace is not a proof: exit 2, and a table of nothing."""
     (tmp_path / "empty").mkdir()
     said = call("conformance", tmp_path / path)
     assert said.status == 2
-    assert "0 traces compared" in said.out
+    assert said.out.splitlines()[-1].split() == ["all", "0", "0", "0"]
     assert "Traceback" not in said.err

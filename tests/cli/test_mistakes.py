@@ -50,7 +50,11 @@ def test_a_condition_that_cannot_be_understood_runs_nothing(
         ("kv_cache.blocksize=16", ("kv_cache.blocksize: unknown field", "did you mean block_size?")),
         (
             "scheduler.name=vlm",
-            ("scheduler.name: got 'vlm'", "expected one of beam, contiguous, static,", "did you mean vllm?"),
+            (
+                "scheduler.name: got 'vlm'",
+                "expected one of beam, contiguous, dynamic_padded,",
+                "did you mean vllm?",
+            ),
         ),
         ("cost.kind=rooflin", ("cost.kind: got 'rooflin'", "did you mean roofline?")),
         ("model=lama-3.1-8b", ("unknown model 'lama-3.1-8b'", "did you mean llama-3.1-8b")),
@@ -90,6 +94,7 @@ def test_a_bad_override_is_named(small: Path, out: Path, override: str, words: t
 @pytest.mark.parametrize(
     ("override", "words"),
     [
+        ("scheduler.kv_connector=hand_off", ("kv_connector: got hand_off, which takes two servers",)),
         ("scheduler.max_num_seqs=100000", ("max_num_batched_tokens: got 8192", "must be >= max_num_seqs (100000)")),
         ("model=llama-3.1-70b", ("Llama-3.1-70B", "141.11 GB of weights", "too little for a cache")),
     ],

@@ -17,9 +17,19 @@ from cbsim.machine.graphs import Graphs, unpadded
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.policy.schedulers.contiguous_settings import ContiguousOptions
+from cbsim.policy.schedulers.dynamic_padded_settings import DynamicPaddedOptions
 from cbsim.policy.schedulers.registry import OURS
+from cbsim.policy.schedulers.sarathi_settings import (
+    FasterTransformerOptions,
+    OrcaOptions,
+    SarathiOptions,
+    SimpleChunkingOptions,
+    VllmV0Options,
+)
 from cbsim.policy.schedulers.static_settings import StaticOptions
+from cbsim.policy.schedulers.tgi_settings import TgiOptions
 from cbsim.policy.schedulers.transformers_settings import TransformersOptions
+from cbsim.policy.schedulers.trtllm_settings import TrtllmOptions
 from cbsim.policy.schedulers.vllm_settings import VllmOptions
 from cbsim.results.metrics import Steps
 from cbsim.results.record import STEP_COLUMNS, Record
@@ -29,9 +39,10 @@ from cbsim.workload.generators import Workload
 LONGEST = 24  # tokens of a request that every scheduler below can serve
 
 
-def transformers_options(kind: Any) -> TransformersOptions:
+def transformers_options(kind: Any, version: Any = "5.17") -> TransformersOptions:
     return TransformersOptions(
         name=f"transformers_{kind}",
+        version=version,
         block_size=4,
         num_blocks=16,
         max_batch_tokens=16,
@@ -61,6 +72,7 @@ def vllm_options(*, max_model_len: int = 2 * LONGEST, num_blocks: int = 17) -> V
     )
 
 
+SERVE: dict[str, Any] = {"block_size": 4, "num_blocks": 24, "max_model_len": 2 * LONGEST}
 OPTIONS: dict[str, Any] = {
     "contiguous": ContiguousOptions(
         placement="best_fit",
@@ -70,9 +82,31 @@ OPTIONS: dict[str, Any] = {
         max_num_seqs=6,
         max_num_batched_tokens=16,
     ),
+    "faster_transformer": FasterTransformerOptions(**SERVE, max_num_seqs=3),
+    "orca": OrcaOptions(**SERVE, max_num_seqs=3),
+    "sarathi": SarathiOptions(**SERVE, max_num_seqs=6, chunk_size=10),
+    "simple_chunking": SimpleChunkingOptions(**SERVE, max_num_seqs=6, chunk_size=16),
+    "vllm_v0": VllmV0Options(**SERVE, max_num_seqs=6, max_batched_tokens=2 * LONGEST),
+    "dynamic_padded": DynamicPaddedOptions(batch_size=3, block_size=4, num_blocks=16),
     "static": StaticOptions(batch_size=3, block_size=4, num_blocks=48),
+    "tgi": TgiOptions(
+        block_size=4, num_blocks=16, max_batch_size=6, max_batch_prefill_tokens=LONGEST, max_batch_total_tokens=64
+    ),
     "transformers_fifo": transformers_options("fifo"),
+    "transformers_fifo 5.23": transformers_options("fifo", "5.23"),
     "transformers_prefill_first": transformers_options("prefill_first"),
+    "trtllm": TrtllmOptions(
+        capacity_scheduler_policy="MAX_UTILIZATION",
+        enable_chunked_prefill=True,
+        chunk_unit_size=4,
+        block_size=4,
+        num_blocks=16,
+        max_seq_len=2 * LONGEST,
+        max_batch_size=6,
+        max_num_requests=6,
+        max_active_requests=8,
+        max_num_tokens=16,
+    ),
     "vllm": vllm_options(),
 }
 NAMES = pytest.mark.parametrize("name", OPTIONS)
@@ -91,7 +125,7 @@ def server(
     gap_ns: int = 0,
 ) -> Machine:
     """A server that has not run yet; graphs without padding or capture cost unless given."""
-    policy = OURS[name].make(options or OPTIONS[name])
+    policy = OURS[name.partition(" ")[0]].make(options or OPTIONS[name])
     record = Record(policy.pool.num_blocks)
     graphs = graphs or Graphs(unpadded, 0)
     device = OneGpu(cost, depth=depth, overlap=overlap, gap_ns=gap_ns)

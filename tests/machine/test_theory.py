@@ -52,10 +52,13 @@ VLLM = {"name": "vllm", "max_num_batched_tokens": 512, "max_num_seqs": 64}
 FIFO = {"name": "transformers_fifo", "max_batch_tokens": 512}
 STATIC = {"name": "static", "batch_size": 4}
 CONTIGUOUS = {"name": "contiguous", "max_num_batched_tokens": 512, "max_num_seqs": 64}
+TRTLLM = {"name": "trtllm", "max_num_tokens": 512, "max_batch_size": 64}
+SARATHI = {"name": "sarathi", "chunk_size": 512, "max_num_seqs": 64}
+V0 = {"name": "vllm_v0", "max_num_seqs": 64}
 SCHEDULERS = pytest.mark.parametrize(
     "scheduler",
-    [VLLM, FIFO, FIFO | {"name": "transformers_prefill_first"}, STATIC, CONTIGUOUS],
-    ids=["vllm", "fifo", "prefill_first", "static", "contiguous"],
+    [VLLM, FIFO, FIFO | {"name": "transformers_prefill_first"}, STATIC, CONTIGUOUS, SARATHI, V0, TRTLLM],
+    ids=["vllm", "fifo", "prefill_first", "static", "contiguous", "sarathi", "vllm_v0", "trtllm"],
 )
 
 

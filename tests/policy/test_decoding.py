@@ -90,5 +90,5 @@ def test_members_may_not_be_forgotten() -> None:
     request = decoding.add(RequestSpec(0, "r0", 0, 3, 5, 5), 5)
     decoding.admit(request)
     decoding.plan({request: decoding.row(request, 3, pool.grow(request, 1))}, running=1, waiting=0)
-    with pytest.raises(AssertionError, match="neither go on nor are dissolved"):
+    with pytest.raises(AssertionError, match="neither go on nor rest nor are dissolved"):
         decoding.plan({}, running=1, waiting=0)

@@ -19,8 +19,22 @@ from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec
 from cbsim.policy.schedulers.contiguous import ContiguousScheduler
 from cbsim.policy.schedulers.contiguous_settings import ContiguousOptions
+from cbsim.policy.schedulers.registry import OURS
+from cbsim.policy.schedulers.sarathi_serve import SarathiServe
+from cbsim.policy.schedulers.sarathi_settings import (
+    FasterTransformerOptions,
+    OrcaOptions,
+    SarathiOptions,
+    SimpleChunkingOptions,
+    VllmV0Options,
+)
+from cbsim.policy.schedulers.sglang import SglangScheduler
+from cbsim.policy.schedulers.sglang_settings import SglangOptions
 from cbsim.policy.schedulers.transformers import TransformersScheduler
+from cbsim.policy.schedulers.transformers_523 import Transformers523
 from cbsim.policy.schedulers.transformers_settings import TransformersOptions
+from cbsim.policy.schedulers.trtllm import TrtllmScheduler
+from cbsim.policy.schedulers.trtllm_settings import TrtllmOptions
 from cbsim.policy.schedulers.vllm import VllmScheduler
 from cbsim.policy.schedulers.vllm_settings import VllmOptions
 from cbsim.workload.scheduler_tests import ChainedKeys
@@ -116,6 +130,27 @@ def transformers_cases(draw: st.DrawFn) -> Case:
 
 
 @st.composite
+def sector_cases(draw: st.DrawFn) -> Case:
+    """A transformers scheduler of 5.23, with one or more blocks in a sector, and a workload."""
+    size, per = draw(st.sampled_from([3, 4, 5])), draw(st.sampled_from([1, 1, 2, 3]))
+    least = -(-MOST_TOKENS // (size * per))
+    options = TransformersOptions(
+        name=draw(st.sampled_from(["transformers_fifo", "transformers_prefill_first"])),
+        version="5.23",
+        block_size=size,
+        num_blocks=draw(st.integers(least, 3 * least)) * per,
+        max_batch_tokens=draw(st.integers(1, 30)),
+        max_requests_per_batch=draw(st.integers(1, 8)),
+        max_blocks_per_request=draw(st.sampled_from([0, 2, 8])),
+        safety_margin=draw(st.sampled_from([0.0, 0.0, 0.2])),
+        allow_block_sharing=draw(st.booleans()),
+        host_blocks=draw(st.sampled_from([0, 0, 1, 4])) * per,
+        blocks_per_sector=per,
+    )
+    return partial(Transformers523, options), draw(asks(size))
+
+
+@st.composite
 def contiguous_cases(draw: st.DrawFn) -> Case:
     """A scheduler with contiguous reservations by any rule, placed anyhow, and a workload."""
     size, seats = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 8))
@@ -134,18 +169,119 @@ def contiguous_cases(draw: st.DrawFn) -> Case:
     return partial(ContiguousScheduler, options), draw(asks(size))
 
 
+@st.composite
+def sarathi_cases(draw: st.DrawFn) -> Case:
+    """One of Sarathi-Serve's schedulers, and a workload."""
+    size = draw(st.sampled_from([1, 2, 4]))
+    sizes: dict[str, Any] = {
+        "block_size": size,
+        "num_blocks": draw(st.integers(MOST_TOKENS // size, 3 * MOST_TOKENS // size)),
+        "max_model_len": draw(st.sampled_from([MOST_TOKENS, MOST_TOKENS, 16])),
+        "max_num_seqs": draw(st.integers(1, 8)),
+    }
+    chunk = draw(st.integers(1, 30))
+    stages = {
+        "enable_dynamic_chunking_schedule": True,
+        "low_chunk_size": draw(st.integers(1, 6)),
+        "high_chunk_size": draw(st.integers(6, 20)),
+        "chunk_schedule_max_tokens": draw(st.integers(1, 14)),
+        "chunk_schedule_stages": draw(st.integers(1, 4)),
+    }
+    options = draw(
+        st.sampled_from(
+            [
+                SarathiOptions(**sizes, chunk_size=chunk),
+                SarathiOptions(**sizes, **stages),
+                VllmV0Options(**sizes, max_batched_tokens=sizes["max_model_len"]),
+                SimpleChunkingOptions(**sizes, chunk_size=chunk),
+                OrcaOptions(**sizes),
+                FasterTransformerOptions(**sizes),
+            ]
+        )
+    )
+    return partial(OURS[options.name].make, options), draw(asks(size))
+
+
+@st.composite
+def trtllm_cases(draw: st.DrawFn, **given: Any) -> Case:
+    """A TensorRT-LLM scheduler with any of its options, or those given, and a workload."""
+    size, tokens = draw(st.sampled_from([1, 2, 4])), draw(st.one_of(st.integers(1, 6), st.integers(1, 30)))
+    policy = draw(st.sampled_from(["GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "MAX_UTILIZATION", "STATIC_BATCH"]))
+    options = TrtllmOptions(
+        capacity_scheduler_policy=policy,
+        block_size=size,
+        num_blocks=MOST_TOKENS // size + draw(st.one_of(st.integers(0, 3), st.integers(0, 2 * MOST_TOKENS // size))),
+        max_seq_len=draw(st.sampled_from([MOST_TOKENS, MOST_TOKENS, 16])),
+        max_batch_size=draw(st.integers(1, 8)),
+        max_num_requests=draw(st.integers(1, 8)),
+        max_active_requests=draw(st.integers(1, 12)),
+        max_num_tokens=tokens,
+        enable_chunked_prefill=draw(st.booleans()),
+        context_chunking_policy=draw(st.sampled_from(["FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS"])),
+        chunk_unit_size=draw(st.integers(1, tokens)),
+        two_step_lookahead=policy == "MAX_UTILIZATION" and draw(st.booleans()),
+        batch_wait_timeout_iters=draw(st.sampled_from([0, 0, 3])),
+        batch_wait_max_tokens_ratio=draw(st.sampled_from([0.0, 0.5, 1.0])),
+    )
+    options = replace(options, **given)
+    return partial(TrtllmScheduler, options), draw(asks(size))
+
+
+@st.composite
+def sglang_cases(draw: st.DrawFn, *orders: str) -> Case:
+    """An SGLang scheduler with any of its options, and a workload. The cache holds one request, or a few."""
+    size = draw(st.sampled_from([1, 1, 2, 4]))
+    order = draw(st.sampled_from(orders or ("fcfs", "lpm", "dfs-weight", "lof", "shortest-prefill-first", "hrrn")))
+    options = SglangOptions(
+        schedule_policy=order,
+        schedule_conservativeness=draw(st.sampled_from([0.02, 0.5, 1.0, 2.0])),
+        block_size=size,
+        num_blocks=draw(st.integers(32, 80)) // size,
+        max_running_requests=draw(st.integers(1, 8)),
+        max_prefill_tokens=draw(st.integers(1, 30)),
+        chunked_prefill_size=draw(st.sampled_from([-1, size, 4, 8, 16])),
+        enable_mixed_chunk=draw(st.booleans()),
+        context_length=draw(st.sampled_from([24, 60])),
+        disable_radix_cache=draw(st.booleans()),
+        radix_eviction_policy=draw(st.sampled_from(["lru", "lfu", "fifo", "mru", "filo", "slru", "priority"])),
+        enable_priority_scheduling=order in ("fcfs", "lof") and draw(st.booleans()),
+        disable_priority_preemption=draw(st.booleans()),
+        schedule_low_priority_values_first=draw(st.booleans()),
+        priority_scheduling_preemption_threshold=draw(st.integers(0, 1)),
+        retraction_policy=draw(st.sampled_from(["length", "priority"])),
+        prefill_max_requests=draw(st.sampled_from([None, 1, 3])),
+        prefill_decode_interval=draw(st.sampled_from([0, 0, 2])),
+        ignore_eos=draw(st.booleans()),
+    )
+    return partial(SglangScheduler, options), draw(asks(size))
+
+
 FAMILIES = pytest.mark.parametrize(
     "cases",
-    [vllm_cases(), transformers_cases(), contiguous_cases()],
-    ids=["vllm", "transformers", "contiguous"],
+    [
+        vllm_cases(),
+        transformers_cases(),
+        sector_cases(),
+        contiguous_cases(),
+        sarathi_cases(),
+        trtllm_cases(),
+        sglang_cases(),
+    ],
+    ids=["vllm", "transformers", "transformers 5.23", "contiguous", "sarathi", "trtllm", "sglang"],
 )
 DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 
 
 def limits(scheduler: AnyScheduler) -> tuple[int, int]:
     """Most tokens and most rows of a step."""
+    if isinstance(scheduler, SarathiServe):
+        return scheduler.limits.tokens or 1000, scheduler.options.max_num_seqs
+    if isinstance(scheduler, TrtllmScheduler):
+        return scheduler.options.max_num_tokens, scheduler.options.max_batch_size
     if isinstance(scheduler, VllmScheduler | ContiguousScheduler):
         return scheduler.options.max_num_batched_tokens, scheduler.options.max_num_seqs
+    if isinstance(scheduler, SglangScheduler):
+        return scheduler.limits.tokens or 0, scheduler.options.max_running_requests
     return scheduler.options.max_batch_tokens, scheduler.options.max_requests_per_batch
 
 
@@ -303,7 +439,7 @@ def test_the_cohort_changes_no_decision(cases: st.SearchStrategy[Case], depth: i
     """Decoding requests advanced all at once, or each by the general rules: the same plans, blocks and tokens."""
 
     @given(case=cases)
-    @settings(max_examples=200)
+    @settings(max_examples=80)
     def check(case: Case) -> None:
         build, workload = case
         fast, slow = (history(build, workload, depth, slow) for slow in (False, True))

@@ -100,7 +100,21 @@ def test_the_name_of_a_cached_model_is_that_of_its_repository(tmp_path: Path) ->
         ({"torch_dtype": ..., "dtype": "float16"}, {"dtype": "float16"}),
         ({"torch_dtype": ...}, {"dtype": "bfloat16"}),
         ({"model_type": "phi3", "sliding_window": 262_144}, {"max_position": 131_072}),
-        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, {"layers": 32}),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, {"attention": ("full",)}),
+        ({"model_type": "qwen2", "use_sliding_window": True}, {"attention": ("full",) * 28 + ("sliding 4096",) * 4}),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 0}, {"attention": ("sliding 4096",)}),
+        ({"model_type": "mistral"}, {"attention": ("sliding 4096",)}),
+        ({"model_type": "mistral", "sliding_window": 131_072}, {"attention": ("full",)}),
+        ({"model_type": "phi3", "sliding_window": 2047}, {"attention": ("sliding 2047",)}),
+        (
+            {
+                "model_type": "qwen3",
+                "use_sliding_window": True,
+                "sliding_window": 1024,
+                "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5 + ["sliding_attention"] * 2,
+            },
+            {"attention": ("sliding 1024",) * 5 + ("full",)},
+        ),
     ],
 )
 def test_what_a_config_leaves_out_is_what_transformers_takes(
@@ -130,10 +144,9 @@ def test_of_several_media_the_text_model_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window: got 4096, expected null: sliding windows"),
-        ({"model_type": "mistral"}, "sliding_window: got nothing, expected null (4096, says transformers"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window: got true, expected false"),
-        ({"layer_types": ["sliding_attention"] * 32}, "layer_types: got ['sliding_attention'"),
+        ({"sliding_window": 4096}, "sliding_window: got 4096, expected null: transformers' Llama has no windows"),
+        ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 32}, "layer_types: got ['linear_attention'"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"] * 31}, "layer_types: got ['full_attention'"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "kv_lora_rank: got 512, expected none: multi-head latent"),
         (
             {"model_type": "qwen3_next", "linear_num_value_heads": 32},

@@ -79,6 +79,30 @@ def test_transformers_defaults_depend_on_the_scheduler(small: Path, name: str, m
     assert s.graph_padding == "transformers"
 
 
+def test_transformers_523_defaults(small: Path) -> None:
+    """8,192 tokens a step whatever the blocks, which are those of whole sectors."""
+    s = scenario.load(small, ["scheduler={name: transformers_fifo, version: 5.23}", "kv_cache.num_blocks=100"])
+    options = scenario.scheduler_options(s, 2)
+    assert isinstance(options, TransformersOptions)
+    assert (options.version, options.num_blocks, options.blocks_per_sector) == ("5.23", 100, 1)
+    assert (options.max_batch_tokens, options.safety_margin) == (8192, 0.15)
+    old = scenario.scheduler_options(scenario.load(small, ["scheduler.name=transformers_fifo"]), 2)
+    assert isinstance(old, TransformersOptions) and old.version == "5.17"
+
+
+def test_blocks_of_odd_sizes_share_sectors(small: Path) -> None:
+    """A token of KV has 2 x layers x heads x values x 2 bytes = 40, a block of five 200: lcm(200, 128) = 3,200 bytes
+    are 16 blocks. So 100 blocks become 112, and the host's 100 blocks 96."""
+    sizes = "layers: 1, hidden: 64, heads: 4, kv_heads: 1, head_dim: 10, intermediate: 96, vocab: 199"
+    shape = f"model={{name: odd, max_position: 4096, {sizes}}}"
+    host = f"cpu_offload_gib: {100 * 200 / (1 << 30):.9f}"
+    rules = f"scheduler={{name: transformers_fifo, version: 5.23, {host}}}"
+    s = scenario.load(small, [shape, rules, "kv_cache={block_size: 5, num_blocks: 100}"])
+    options = scenario.scheduler_options(s, 2)
+    assert isinstance(options, TransformersOptions)
+    assert (options.blocks_per_sector, options.num_blocks, options.host_blocks) == (16, 112, 96)
+
+
 def test_static_defaults(small: Path) -> None:
     s = scenario.load(small, ["scheduler.name=static"])
     assert s.graph_padding == "none" and s.block_size == 16
@@ -171,7 +195,22 @@ def test_reference_scenarios_load_and_round_trip(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "scheduler", ["contiguous", "static", "transformers_fifo", "transformers_prefill_first", "vllm"]
+    "scheduler",
+    [
+        "contiguous",
+        "dynamic_padded",
+        "faster_transformer",
+        "orca",
+        "sarathi",
+        "simple_chunking",
+        "static",
+        "tgi",
+        "transformers_fifo",
+        "transformers_prefill_first",
+        "trtllm",
+        "vllm",
+        "vllm_v0",
+    ],
 )
 def test_landscape_takes_every_scheduler(scheduler: str) -> None:
     assert scenario.load("landscape", [f"scheduler.name={scheduler}"]).scheduler.name == scheduler
@@ -203,6 +242,25 @@ costs = st.one_of(
 schedulers = st.one_of(
     st.builds(lambda b: {"name": "static", "batch_size": b}, st.integers(1, 999)),
     st.builds(lambda r: {"name": "contiguous", "reserve": r}, st.sampled_from(["max_tokens", "exact"])),
+    st.builds(lambda n, s: {"name": n, "max_num_seqs": s}, st.sampled_from(["orca", "vllm_v0"]), st.integers(1, 99)),
+    st.builds(
+        lambda low, more, stages: {
+            "name": "sarathi",
+            "enable_dynamic_chunking_schedule": True,
+            "low_chunk_size": low,
+            "high_chunk_size": low + more,
+            "chunk_schedule_max_tokens": 4096,
+            "chunk_schedule_stages": stages,
+        },
+        st.integers(1, 999),
+        st.integers(0, 999),
+        st.integers(1, 9),
+    ),
+    st.builds(
+        lambda p, r: {"name": "trtllm", "capacity_scheduler_policy": p, "batch_wait_max_tokens_ratio": r},
+        st.sampled_from(["GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH"]),
+        st.floats(0, 1),
+    ),
     st.builds(lambda m: {"name": "transformers_fifo", "safety_margin": m}, st.none() | st.floats(0, 0.99)),
     st.builds(
         lambda p, w: {"name": "vllm", "policy": p, "watermark": w},
@@ -254,6 +312,7 @@ def at(values: Any, dotted: str) -> Any:
     [
         ("static", "cost={kind: constant, step_s: 1}"),
         ("contiguous", "cost={kind: constant, step_s: 1}"),
+        ("vllm_v0", "cost={kind: constant, step_s: 1}"),
         ("transformers_fifo", "cost.kind=roofline"),
         ("vllm", "cost={kind: fitted, base_s: 0.01}"),
     ],
@@ -306,12 +365,15 @@ def test_override_of_a_list_entry(small: Path) -> None:
         ("seed: true", ":9: seed: got true, expected a whole number"),
         (
             "scheduler: {name: vlm}",
-            ":9: scheduler.name: got 'vlm', expected one of beam, contiguous, static, transformers_fifo",
+            ":9: scheduler.name: got 'vlm', expected one of beam, contiguous, dynamic_padded, faster",
         ),
-        ("scheduler: {max_num_seqs: 3}", ":9: scheduler.name: is required: one of beam, contiguous, static"),
+        (
+            "scheduler: {max_num_seqs: 3}",
+            ":9: scheduler.name: is required: one of beam, contiguous, dynamic_padded, faster",
+        ),
         (
             "scheduler: vllm",
-            "scheduler: got 'vllm', expected fields, of which `name` is one of beam, contiguous, static",
+            "scheduler: got 'vllm', expected fields, of which `name` is one of beam, contiguous, dynamic_padded",
         ),
         (
             "scheduler: {name: vllm, max_num_seqs: 9000}",
@@ -327,7 +389,14 @@ def test_override_of_a_list_entry(small: Path) -> None:
             "scheduler: {name: vllm, max_model_len: 100, long_prefill_token_threshold: 101}",
             "long_prefill_token_threshold: got 101, must be <= max_model_len (100)",
         ),
-        ("scheduler: {name: transformers_fifo, sliding_window: 4}", "sliding-window layers comes later"),
+        (
+            "scheduler: {name: transformers_fifo, version: 5.2}",
+            "scheduler.version: got '5.2', expected one of 5.17, 5.23",
+        ),
+        (
+            "scheduler: {name: transformers_fifo, version: 5.23}\nkv_cache: {num_blocks: 9e5}",
+            ":10: kv_cache.num_blocks: got 900000, which need",
+        ),
         (
             "scheduler: {name: transformers_fifo}\nkv_cache: {block_size: 2}",
             "block_size: got 2, must be >= 4 for trans",

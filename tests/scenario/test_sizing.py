@@ -2,6 +2,7 @@
 
 import pytest
 
+from cbsim.policy.kind import Sectors
 from cbsim.scenario import catalog, scenario, shapes, sizing
 from cbsim.scenario.fields import ScenarioError
 
@@ -10,6 +11,7 @@ H100 = shapes.hardware("h100-sxm")
 
 
 PUBLISHED = {  # billions of parameters by the model's card or the header of its safetensors
+    "gemma-3-12b": 11.77,  # its technical report: 1,012 million of embeddings and 10,759 million beside them
     "llama-2-7b": 6.74,
     "llama-3.1-405b": 405.85,
     "llama-3.1-70b": 70.55,
@@ -159,6 +161,56 @@ def test_transformers_more_than_fits_is_refused_by_name() -> None:
         transformers(68_250_000_000, num_blocks=3000, max_batch_tokens=8192)
     with pytest.raises(ScenarioError, match=r"kv_cache\.memory_fraction: got 0\.9, too little"):
         transformers(-1)
+
+
+ONE_KIND = Sectors(pages=1, layers=32, tokens=256, kinds=1)
+
+
+@pytest.mark.parametrize(("logits_to_keep", "blocks"), [(True, 1751), (False, 1649)])
+def test_transformers_523_golden_8b(logits_to_keep: bool, blocks: int) -> None:
+    """Golden, with 68.25 GB free: a model that computes all logits of a step has room for fewer blocks."""
+    costs = sizing.sector_costs(
+        LLAMA, ONE_KIND, 256, depth=2, max_blocks_per_request=32, max_requests=1024, logits_to_keep=logits_to_keep
+    )
+    size = sectors(68_250_000_000, costs)
+    assert size == sizing.Size(8192, blocks)
+    available = int(68_250_000_000 * 0.9)
+    assert costs.needed(8192, blocks) <= available < costs.needed(8192, blocks + 1)
+
+
+def sectors(
+    free: int, costs: sizing.SectorCosts, *, of: Sectors = ONE_KIND, tokens: int = 8192, blocks: int | None = None
+) -> sizing.Size:
+    return sizing.fit_sectors(
+        LLAMA,
+        with_free_bytes(free),
+        costs,
+        fraction=0.9,
+        sectors_of=of,
+        max_batch_tokens=tokens,
+        num_blocks=blocks,
+    )
+
+
+COSTS = sizing.sector_costs(LLAMA, ONE_KIND, 256, depth=1, max_blocks_per_request=0, max_requests=4)
+
+
+def test_transformers_523_coefficients_by_hand() -> None:
+    """Worked out on paper for Llama-3.1-8B in bfloat16, synchronous, no fast path: two trash sectors and the logits of
+    four rows; states and inputs of a token; a sector, and what its 256 tokens take when they are read."""
+    sector = 256 * 131_072
+    assert (2 * sector + 4 * 521_216, 2 * (4096 + 4096 + 4096) + 48, sector + 256 * (4096 + 8)) == COSTS
+
+
+def test_transformers_523_counts_whole_sectors() -> None:
+    """Given blocks become those of whole sectors, found ones are; what does not fit is refused with what it needs."""
+    four = ONE_KIND._replace(pages=4)
+    assert sectors(68_250_000_000, COSTS, of=four, blocks=10) == sizing.Size(8192, 12)
+    assert sectors(68_250_000_000, COSTS, of=four).num_blocks % 4 == 0
+    with pytest.raises(ScenarioError, match=r"kv_cache\.num_blocks: got 3000, which need"):
+        sectors(68_250_000_000, COSTS, blocks=3000)
+    with pytest.raises(ScenarioError, match=r"kv_cache\.memory_fraction: got 0\.9, too little"):
+        sectors(100_000_000, COSTS)
 
 
 def test_vllm_estimate_against_a_real_run() -> None:

@@ -177,7 +177,7 @@ class Recount:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheduler", ["contiguous", "static", "transformers_fifo", "vllm"])
+@pytest.mark.parametrize("scheduler", ["contiguous", "orca", "sarathi", "static", "transformers_fifo", "vllm"])
 @pytest.mark.parametrize("kind", WORKLOADS)
 def test_every_token_counts_once(kind: str, scheduler: str, loop: str, tmp_path: Path) -> None:
     """With shared prefixes, preemption, stop tokens, chunks and refusals: cells recounted after every plan."""

@@ -23,7 +23,18 @@ from cbsim.server.replan import rederive
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-SCHEDULERS = ("contiguous", "static", "transformers_fifo", "transformers_prefill_first", "vllm")
+SERVE = ("faster_transformer", "orca", "sarathi", "simple_chunking", "vllm_v0")
+SCHEDULERS = (
+    "contiguous",
+    "dynamic_padded",
+    "static",
+    "tgi",
+    "transformers_fifo",
+    "transformers_prefill_first",
+    "trtllm",
+    "vllm",
+    *SERVE,
+)
 LOOPS = ("sync", "async")
 
 

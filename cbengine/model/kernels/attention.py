@@ -4,7 +4,8 @@
 Caches are [blocks, block_size, Hk, D], queries and answers [T, Hq, D], all contiguous. What varies from step to step is
 read from device tensors, and grids depend on shapes only, so launches can be captured in CUDA graphs. Softmax runs in
 base 2 with a running maximum (Milakov and Gimelshein, arXiv:1805.02867); the parts of a split row are joined by their
-log-sums (Flash-Decoding). Nothing beyond a row's cached tokens is ever read: it may be NaN.
+log-sums (Flash-Decoding). Nothing beyond a row's cached tokens, or before the first one that the layer sees, is ever
+read: it may be NaN.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from cbengine.model.kernels.tiles import Tiles
 from cbengine.model.ops import Rows
+from cbsim.policy.groups import FULL, Attention, Sight
 
 LOG2_E = 1.4426950408889634
 LEAST_PART = 256  # cached tokens: a shorter part costs more in partial answers than it gains in parallel reads
+NARROW = (Sight.SLIDING, Sight.CHUNKED)
 LOWEST = tl.constexpr(-1.0e30)  # below every score, yet finite: a tile of masked scores folds in as zeros, not as NaN
 
 
@@ -33,6 +36,19 @@ class Sizes(NamedTuple):
     m: int  # query rows of a program
     n: int  # cached tokens of a tile
     padded: bool  # rows may begin with padding
+    sliding: int = 0  # tokens that a query sees, its own the last; 0: all
+    chunk: int = 0  # tokens of the parts, of which a query sees its own; 0: all
+
+
+@triton.jit
+def _lowest(at, sliding: tl.constexpr, chunk: tl.constexpr):
+    """The first position that a query at `at` sees, whatever is padding."""
+    if sliding > 0:
+        return tl.maximum(at - sliding + 1, 0)
+    elif chunk > 0:  # noqa: RET505 - one of them is compiled
+        return at - at % chunk
+    else:
+        return 0
 
 
 @triton.jit
@@ -41,7 +57,8 @@ def _fold(
     state,  # answer so far, not yet divided by the sum [m, width]; running maximum in base 2 [m]; running sum [m]
     cache,  # keys and values, at the first one of this head; block table, at the line of this row
     tile,  # first position of the tile
-    bounds,  # end of the row; last position that each query sees [m]; before `first`, positions see themselves only
+    bounds,  # first position that any query sees; end of the row; last position that each query sees [m]; before
+    # `first`, positions see themselves only
     scale,
     sizes: tl.constexpr,
     masked: tl.constexpr,  # some query may not see all of the tile
@@ -49,11 +66,13 @@ def _fold(
     """`state` with one tile of cached tokens folded into the running softmax."""
     acc, top, total = state
     keys, values, table = cache
-    end, sees, first = bounds
+    floor, end, sees, first = bounds
     step: tl.constexpr = sizes.kv_heads * sizes.width  # elements from one cached token to the next
     i, d = tl.arange(0, sizes.n), tl.arange(0, sizes.width)
     at = tile + i
     inside = at < end
+    if sizes.sliding + sizes.chunk > 0:
+        inside = inside & (at >= floor)
     if sizes.block_size % sizes.n == 0:  # tiles start at multiples of n, so the tile lies in one block
         block = tl.load(table + tile // sizes.block_size).to(tl.int64)
         begin = (block * sizes.block_size + tile % sizes.block_size) * step
@@ -73,6 +92,8 @@ def _fold(
     scores = tl.dot(q, k, input_precision="ieee")
     if masked:
         visible = inside[None, :] & (at[None, :] <= sees[:, None])
+        if sizes.sliding + sizes.chunk > 0:
+            visible = visible & (at[None, :] >= _lowest(sees, sizes.sliding, sizes.chunk)[:, None])
         if sizes.padded:
             visible = visible & ((at >= first)[None, :] | (at[None, :] == sees[:, None]))
         scores = tl.where(visible, scores, float("-inf"))
@@ -84,19 +105,23 @@ def _fold(
 
 
 @triton.jit
-def _attend(q, cache, low, clear, bounds, scale, sizes: tl.constexpr):
+def _attend(q, cache, low, whole, clear, bounds, scale, sizes: tl.constexpr):
     """(answers [m, width], log-sums [m] in base 2) of the positions from `low` to the end of the bounds.
 
-    `low` and `clear` are multiples of n; every query sees everything from the one to the other.
+    `low` <= `whole` <= `clear` are multiples of n; every query sees everything from the second to the third.
     """
     m: tl.constexpr = sizes.m
     width: tl.constexpr = sizes.width
     state = (tl.zeros((m, width), tl.float32), tl.full((m,), LOWEST, tl.float32), tl.zeros((m,), tl.float32))
     if not sizes.padded:
+        if sizes.sliding + sizes.chunk > 0:
+            for tile in range(low, whole, sizes.n):
+                state = _fold(q, state, cache, tile, bounds, scale, sizes, True)
+            low = whole
         for tile in range(low, clear, sizes.n):
             state = _fold(q, state, cache, tile, bounds, scale, sizes, False)
         low = clear
-    for tile in range(low, bounds[0], sizes.n):
+    for tile in range(low, bounds[1], sizes.n):
         state = _fold(q, state, cache, tile, bounds, scale, sizes, True)
     acc, top, total = state
     total = tl.where(total > 0, total, 1.0)  # nothing seen: zeros, with a log-sum that weighs nothing
@@ -130,8 +155,10 @@ def _decode(
     head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)  # a token's heads together
     splits = tl.num_programs(2)
     reach = tl.load(kv_tokens + row)
-    part = _part(reach, splits, sizes.n, least)
-    start = split * part
+    floor = _lowest(tl.maximum(reach - 1, 0), sizes.sliding, sizes.chunk)
+    begin = floor // sizes.n * sizes.n
+    part = _part(reach - begin, splits, sizes.n, least)
+    start = begin + split * part
     if (split > 0) & (start >= reach):
         return
     end = tl.minimum(start + part, reach)
@@ -141,10 +168,11 @@ def _decode(
     q = tl.load(queries + spots, mask=real[:, None], other=0.0)
     table = tables + tl.load(slots + row).to(tl.int64) * line
     cache = (keys + head * sizes.width, values + head * sizes.width, table)
-    bounds = (end, g * 0 + (reach - 1), tl.load(first + row))
+    bounds = (floor, end, g * 0 + (reach - 1), tl.load(first + row))
     clear = start + (end - start) // sizes.n * sizes.n
-    answer, log_sum = _attend(q, cache, start, clear, bounds, scale, sizes)
-    if part >= reach:  # the only part is the answer, and the reduction skips the row
+    whole = tl.minimum(tl.maximum(tl.cdiv(floor, sizes.n) * sizes.n, start), clear)
+    answer, log_sum = _attend(q, cache, start, whole, clear, bounds, scale, sizes)
+    if part >= reach - begin:  # the only part is the answer, and the reduction skips the row
         tl.store(out + spots, answer.to(out.dtype.element_ty), mask=real[:, None])
     else:
         place = ((row * sizes.kv_heads + head) * splits + split) * sizes.group + g
@@ -163,10 +191,13 @@ def _join(
     n: tl.constexpr,
     splits: tl.constexpr,
     least: tl.constexpr,
+    sliding: tl.constexpr,
+    chunk: tl.constexpr,
 ):
     """The parts of a row weighed by their sums into the answer of one query head."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     reach = tl.load(kv_tokens + row)
+    reach -= _lowest(tl.maximum(reach - 1, 0), sliding, chunk) // n * n  # the parts begin with a tile
     part = _part(reach, splits, n, least)
     if part >= reach:
         return
@@ -215,9 +246,12 @@ def _prefill(
     before = reach - count
     table = tables + tl.load(slots + row).to(tl.int64) * line
     cache = (keys + head * sizes.width, values + head * sizes.width, table)
-    bounds = (tl.minimum(before + low + tokens, reach), before + token, tl.load(first + row))
-    clear = (before + low + 1) // sizes.n * sizes.n  # every query of the tile sees everything below
-    answer, _ = _attend(q, cache, 0, clear, bounds, scale, sizes)
+    end = tl.minimum(before + low + tokens, reach)
+    floor = _lowest(before + low, sizes.sliding, sizes.chunk)
+    bounds = (floor, end, before + token, tl.load(first + row))
+    clear = (before + low + 1) // sizes.n * sizes.n  # no query of the tile is before the positions below
+    whole = tl.minimum(tl.cdiv(_lowest(end - 1, sizes.sliding, sizes.chunk), sizes.n) * sizes.n, clear)
+    answer, _ = _attend(q, cache, floor // sizes.n * sizes.n, whole, clear, bounds, scale, sizes)
     tl.store(out + spots, answer.to(out.dtype.element_ty), mask=real[:, None])
 
 
@@ -230,27 +264,32 @@ def decode(
     cut: Tiles,
     splits: int,
     scratch: tuple[Tensor, Tensor],
+    sees: Attention = FULL,
 ) -> object:
     """Write the answers of the first `rows.decodes` query tokens. `splits` is a power of two; where it is above one,
     the float32 scratch holds decodes * Hq * splits vectors of D, and as many numbers. Returns the compiled kernel.
     """
     (_, heads, width), kv_heads = queries.shape, keys.shape[2]
+    compiled_for = sizes(cut, queries, keys, rows, sees)
     launched = _decode[kv_heads, rows.decodes, splits](
         *(queries, keys, values, out, *scratch),
         *(rows.tables, rows.tables.stride(0), rows.slots, rows.kv_tokens, _first(rows)),
-        *(width**-0.5 * LOG2_E, sizes(cut, queries, keys, rows), LEAST_PART),
+        *(width**-0.5 * LOG2_E, compiled_for, LEAST_PART),
         **cut.options,
     )
     if splits > 1:
         _join[rows.decodes, heads](
             *(*scratch, rows.kv_tokens, out, heads // kv_heads, width, cut.cached, splits, LEAST_PART),
+            *(compiled_for.sliding, compiled_for.chunk),
             num_warps=4,
             enable_fp_fusion=True,
         )
     return launched
 
 
-def prefill(queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, out: Tensor, cut: Tiles) -> object:
+def prefill(
+    queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, out: Tensor, cut: Tiles, sees: Attention = FULL
+) -> object:
     """Write the answers of all rows after the first `rows.decodes`. Programs past the end of their row return. Returns
     the compiled kernel.
     """
@@ -259,15 +298,17 @@ def prefill(queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, out: Tens
     return _prefill[many, len(rows.slots) - rows.decodes, kv_heads](
         *(queries, keys, values, out),
         *(rows.tables, rows.tables.stride(0), rows.slots, rows.kv_tokens, rows.starts, _first(rows), rows.decodes),
-        *(width**-0.5 * LOG2_E, sizes(cut, queries, keys, rows)),
+        *(width**-0.5 * LOG2_E, sizes(cut, queries, keys, rows, sees)),
         **cut.options,
     )
 
 
-def sizes(cut: Tiles, queries: Tensor, keys: Tensor, rows: Rows) -> Sizes:
+def sizes(cut: Tiles, queries: Tensor, keys: Tensor, rows: Rows, sees: Attention = FULL) -> Sizes:
     """What a kernel with these tiles is compiled for."""
     (_, heads, width), (_, block_size, kv_heads, _) = queries.shape, keys.shape
-    return Sizes(kv_heads, heads // kv_heads, width, block_size, cut.queries, cut.cached, rows.first is not None)
+    padded, sliding, chunk = rows.first is not None, *(sees.span * (sees.sight is kind) for kind in NARROW)
+    assert not (padded and chunk), "parts are counted from the first cached token"
+    return Sizes(kv_heads, heads // kv_heads, width, block_size, cut.queries, cut.cached, padded, sliding, chunk)
 
 
 def _first(rows: Rows) -> Tensor:

@@ -10,6 +10,7 @@ from cbengine.errors import UsageError
 from cbengine.model.kernels import attention, fused
 from cbengine.model.kernels.tiles import DECODE, PREFILL, Tiles, fitted
 from cbengine.model.ops import Rows
+from cbsim.policy.groups import FULL, Attention
 
 PARTS_PER_MULTIPROCESSOR = 6  # decode programs wanted: two waves at head_dim 128, of which three fit at a time
 MOST_SPLITS = 64  # the reduction holds that many partial answers of a head in registers
@@ -65,7 +66,7 @@ class TritonOps:
         _check(keys)
         return fused.rotate_and_cache(qkv, rotation, norms, eps, keys, values, rows)
 
-    def attention(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
+    def attention(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, sees: Attention = FULL) -> Tensor:
         _check(keys)
         assert all(t.is_contiguous() for t in (queries, keys, values))
         out, kv_heads = torch.empty_like(queries), keys.shape[2]
@@ -73,10 +74,10 @@ class TritonOps:
             cut = fitted(self._decode, DECODE, queries, kv_heads)
             splits = self._splits(rows.decodes * kv_heads)
             scratch = self._scratch_for(queries, kv_heads, rows.decodes * kv_heads * splits if splits > 1 else 0)
-            self.launched = attention.decode(queries, keys, values, rows, out, cut, splits, scratch)
+            self.launched = attention.decode(queries, keys, values, rows, out, cut, splits, scratch, sees)
         if rows.decodes < len(rows.slots):
             cut = fitted(self._prefill, PREFILL, queries, kv_heads)
-            self.launched = attention.prefill(queries, keys, values, rows, out, cut)
+            self.launched = attention.prefill(queries, keys, values, rows, out, cut, sees)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

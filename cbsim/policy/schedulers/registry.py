@@ -9,13 +9,39 @@ from typing import Any
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.schedulers.beam import BEAM
 from cbsim.policy.schedulers.contiguous import CONTIGUOUS
+from cbsim.policy.schedulers.dynamic_padded import DYNAMIC_PADDED
+from cbsim.policy.schedulers.faster_transformer import FASTER_TRANSFORMER
+from cbsim.policy.schedulers.orca import ORCA
+from cbsim.policy.schedulers.sarathi import SARATHI
+from cbsim.policy.schedulers.sglang_kind import SGLANG
+from cbsim.policy.schedulers.simple_chunking import SIMPLE_CHUNKING
 from cbsim.policy.schedulers.static import STATIC
-from cbsim.policy.schedulers.transformers import TRANSFORMERS_FIFO, TRANSFORMERS_PREFILL_FIRST
+from cbsim.policy.schedulers.tgi import TGI
+from cbsim.policy.schedulers.transformers_kinds import TRANSFORMERS_FIFO, TRANSFORMERS_PREFILL_FIRST
+from cbsim.policy.schedulers.trtllm import TRTLLM
 from cbsim.policy.schedulers.vllm import VLLM
+from cbsim.policy.schedulers.vllm_v0 import VLLM_V0
 
 Kind = SchedulerKind[Any, Any]
 OURS: dict[str, Kind] = {
-    kind.name: kind for kind in (BEAM, CONTIGUOUS, STATIC, TRANSFORMERS_FIFO, TRANSFORMERS_PREFILL_FIRST, VLLM)
+    kind.name: kind
+    for kind in (
+        BEAM,
+        CONTIGUOUS,
+        DYNAMIC_PADDED,
+        FASTER_TRANSFORMER,
+        ORCA,
+        SARATHI,
+        SGLANG,
+        SIMPLE_CHUNKING,
+        STATIC,
+        TGI,
+        TRANSFORMERS_FIFO,
+        TRANSFORMERS_PREFILL_FIRST,
+        TRTLLM,
+        VLLM,
+        VLLM_V0,
+    )
 }
 GROUP = "cbsim.schedulers"
 """Entry points of this group name a `SchedulerKind` each."""

@@ -1,6 +1,7 @@
 """Hugging Face transformers' continuous batching, 5.17: `fifo` and `prefill_first`.
 
-Rules as in the real scheduler (one full-attention layer group), restated and checked line by line against its traces.
+Rules as in the real scheduler, restated and checked line by line against its traces. What layers with windows change is
+the cache's (table_pools.py), which then finds no prefixes; members are not counted together, for their tables differ.
 Two budgets bound a step: query tokens, and KV tokens read. A request that finds no block starves; when nothing can run,
 or after a step in which some starved, starved requests give up their blocks until the others fit (soft reset: generated
 tokens become prompt; or their KV is kept on the host, host.py), and nobody new is admitted until a request has
@@ -17,58 +18,15 @@ from cbsim.policy.blocks import BlockPool, CachedLast
 from cbsim.policy.cohort import by_order
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.forks import Forks
-from cbsim.policy.host import Host
+from cbsim.policy.host import Host, LowestFirst
 from cbsim.policy.keys import Keys, KeysWhenLanded
-from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.observer import NOBODY, Observer
-from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
+from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
-from cbsim.policy.schedulers.transformers_settings import (
-    FIFO,
-    PREFILL_FIRST,
-    TransformersOptions,
-    TransformersSettings,
-    reasons,
-    resolve,
-    settled,
-    widened,
-)
+from cbsim.policy.schedulers.transformers_settings import PREFILL_FIRST, TransformersOptions
+from cbsim.policy.schedulers.transformers_step import Step
+from cbsim.policy.table_pools import RingPool
 from cbsim.policy.value import mypyc_attr
-
-
-class _Step:
-    """A step while it is being planned."""
-
-    __slots__ = (
-        "decodes",
-        "failed",
-        "fast",
-        "full",
-        "held_back",
-        "kv",
-        "lead",
-        "requests",
-        "rows",
-        "starved",
-        "tokens",
-    )
-
-    def __init__(self, tokens: int, kv: int, requests: int, fast: bool) -> None:
-        self.tokens = tokens
-        self.kv = kv
-        self.requests = requests
-        self.fast = fast
-        self.rows: dict[Request, Chunk] = {}
-        self.held_back: list[Request] = []  # rows without tokens: all that is left is the last one before a fork
-        self.lead = 0
-        self.decodes = 0
-        self.failed = False  # an allocation failed
-        self.starved: list[tuple[Request, int]] = []
-        self.full = False  # a budget is used up
-
-    @property
-    def empty(self) -> bool:
-        return not (self.rows or self.decodes or self.held_back)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -81,13 +39,12 @@ class TransformersScheduler:
     def __init__(self, options: TransformersOptions, observer: Observer = NOBODY) -> None:
         self.options = o = options
         self.limits = o.limits
-        self.free_list = CachedLast(range(o.num_blocks))
         self.pool = self.make_pool(observer)
         self._fast_tokens = o.max_blocks_per_request * o.block_size
         self.decoding = Decoding(
             self.pool,
             self.make_keys() if o.allow_block_sharing else None,
-            together=True,
+            together=not o.groups,
             foresees=False,
             wastes_chunks=True,
             long_tokens=self._fast_tokens,
@@ -97,19 +54,31 @@ class TransformersScheduler:
         self.running: dict[Request, None] = {}
         self.waiting: dict[Request, None] = {}
         self.forks = Forks(self.decoding)
-        self.host = Host(self.decoding, o.host_blocks)
+        self.host = self.make_host()
         self.returned: list[Request] = []  # from the host, in the step planned last
         self._silent: dict[int, list[tuple[Request, int]]] = {}  # step -> those of them without tokens, their epochs
         self.block_new_requests = False
-        most = min(o.max_requests_per_batch, o.max_batch_tokens)
-        self._max_requests = most if o.allow_block_sharing else min(most, o.num_blocks)
+        self._max_requests = self._most_requests()
+        self._window = o.window  # what every layer sees at most, 0 if one sees all
         self._observer = observer
 
     def make_pool(self, observer: Observer) -> BlockPool:
-        return BlockPool(self.options.block_size, self.options.num_blocks, self.free_list, observer)
+        o = self.options
+        free = CachedLast(range(o.num_blocks))
+        if o.groups:
+            return RingPool(o.groups, o.block_size, o.num_blocks, free, observer)
+        return BlockPool(o.block_size, o.num_blocks, free, observer)
 
     def make_keys(self) -> Keys:
         return KeysWhenLanded(self.pool)
+
+    def make_host(self) -> Host:
+        return Host(self.decoding, LowestFirst(self.options.host_blocks))
+
+    def _most_requests(self) -> int:
+        o = self.options
+        most = min(o.max_requests_per_batch, o.max_batch_tokens)
+        return most if o.shares_prefixes else min(most, o.num_blocks)
 
     @property
     def idle(self) -> bool:
@@ -117,10 +86,14 @@ class TransformersScheduler:
 
     def refusal(self, spec: RequestSpec) -> str | None:
         most = spec.prompt_tokens + spec.max_tokens - 1
-        needed = self._table_size(most)
+        needed = self._most_blocks(most)
         if needed > self.options.num_blocks:
             return f"{most} tokens need {needed} blocks, the cache has {self.options.num_blocks}"
         return None
+
+    def _most_blocks(self, tokens: int) -> int:
+        """Blocks that a request of so many tokens holds in the end."""
+        return self.pool.in_groups(self._table_size(tokens))
 
     def add(self, spec: RequestSpec) -> None:
         request = self.decoding.add(spec, spec.max_tokens)
@@ -144,10 +117,10 @@ class TransformersScheduler:
             self._offload(step)
         return None if step.empty else self._commit(step)
 
-    def _attempt(self) -> _Step:
+    def _attempt(self) -> Step:
         o = self.options
         fast = o.max_blocks_per_request > 0
-        step = _Step(o.max_batch_tokens, o.num_blocks * o.block_size, self._max_requests, fast)
+        step = Step(o.max_batch_tokens, self._kv_tokens(), self._max_requests, fast)
         if o.name == PREFILL_FIRST:
             self._walk(self._in_order(Status.PREFILL), step)
             step.lead = len(step.rows)
@@ -161,6 +134,10 @@ class TransformersScheduler:
             self._observer.stuck([request for request, _ in step.starved])
         return step
 
+    def _kv_tokens(self) -> int:
+        """Those that the rows of a step may read between them."""
+        return self.options.num_blocks * self.options.block_size
+
     def _in_order(self, status: Status) -> Iterator[Request]:
         return iter(sorted((r for r in self.decoding.loose if r.status is status), key=by_order))
 
@@ -173,7 +150,7 @@ class TransformersScheduler:
         turns = [request for pair in zip(back, others, strict=False) for request in pair]
         return iter([*turns, *back[len(others) :], *others[len(back) :]])
 
-    def _decode(self, step: _Step) -> None:
+    def _decode(self, step: Step) -> None:
         """The decoding requests: all at once if none can be refused, else one by one."""
         members = self.decoding.members
         if not step.full and self._undisturbed(step):
@@ -186,7 +163,7 @@ class TransformersScheduler:
         self.decoding.dissolve()
         self._walk(self._in_order(Status.DECODE), step)
 
-    def _undisturbed(self, step: _Step) -> bool:
+    def _undisturbed(self, step: Step) -> bool:
         decoding, members = self.decoding, self.decoding.members
         return (
             len(members) <= min(step.tokens, step.requests)
@@ -195,55 +172,69 @@ class TransformersScheduler:
             and all(r.status is not Status.DECODE for r in decoding.loose)
         )
 
-    def _charge(self, step: _Step, tokens: int, read: int, rows: int, fast: bool) -> None:
+    def _charge(self, step: Step, tokens: int, read: int, rows: int, fast: bool) -> None:
         step.tokens -= tokens
         step.kv -= read
         step.requests -= rows
         step.fast = step.fast and fast
         step.full = step.tokens == 0 or (step.kv <= 0 and not step.fast) or step.requests <= 0
 
-    def _walk(self, candidates: Iterator[Request], step: _Step) -> None:
+    def _walk(self, candidates: Iterator[Request], step: Step) -> None:
         """Candidates one by one, in order, until a budget is used up or admission has to stop."""
-        margin = self.options.safety_margin * self.options.num_blocks
         for request in candidates:
             if step.full:
                 return
             free = self.pool.free
-            if free < margin and not step.empty and request.status is not Status.DECODE:
+            if request.status is not Status.DECODE and not step.empty and self._breaches_margin(free):
                 step.full = True
                 return
-            if request.status is Status.WAITING and self.options.allow_block_sharing and request not in self.host.held:
+            if request.status is Status.WAITING and self.options.shares_prefixes and request not in self.host.held:
                 self._match_prefix(request)
             if not self._fits(request, step):
                 continue
             blocks = self._allocate(request, step)
             if blocks is not None:
                 self._place(request, blocks, step)
-            elif not free and (
-                request.status is Status.WAITING or (request.fresh and not self.forks.has_begun(request))
-            ):
+            elif self._ends_admission(request, free):
                 step.full = True
                 return
 
-    def _query(self, request: Request, step: _Step) -> int:
+    def _breaches_margin(self, free: int) -> bool:
+        """Are so many free blocks too few for anybody to begin or go on with a prompt?"""
+        return free < self.options.safety_margin * self.options.num_blocks
+
+    def _ends_admission(self, request: Request, free: int) -> bool:
+        """It found too few blocks, with so many free. Does nobody get any behind it?"""
+        begins = request.status is Status.WAITING or (request.fresh and not self.forks.has_begun(request))
+        return not free and begins
+
+    def _query(self, request: Request, step: Step) -> int:
         return min(request.target - request.computed, step.tokens)
 
     def _is_fast(self, request: Request, tokens: int) -> bool:
         return tokens == 1 and request.computed < self._fast_tokens
 
-    def _fits(self, request: Request, step: _Step) -> bool:
+    def _fits(self, request: Request, step: Step) -> bool:
         """May it read its cache in this step? Only rows of the decode fast path are free to."""
-        return (step.fast and self._is_fast(request, self._query(request, step))) or step.kv >= request.computed
+        return (step.fast and self._is_fast(request, self._query(request, step))) or step.kv >= self._reads(request)
+
+    def _reads(self, request: Request) -> int:
+        """KV tokens that a row of it is charged for."""
+        return min(request.computed, self._window) if self._window else request.computed
 
     def _match_prefix(self, request: Request) -> None:
         """Look the prompt up; on a hit the request is active from now on, whatever becomes of it in this step."""
         size = self.options.block_size
         target = request.target
-        hits = self.pool.longest_prefix(request.spec, target // size)
+        hits = self.pool.longest_prefix(request.spec, self._most_hits(target))
         if hits:
             self.pool.adopt(request, hits)
             self._activate(request, min(len(hits) * size, target - 1))
         self._observer.looked_up(request, target, hits)
+
+    def _most_hits(self, tokens: int) -> int:
+        """Blocks that may be looked up."""
+        return tokens // self.options.block_size
 
     def _activate(self, request: Request, cached_tokens: int) -> None:
         del self.waiting[request]
@@ -259,21 +250,22 @@ class TransformersScheduler:
         """
         return (tokens + 1) // self.options.block_size + 1
 
-    def _allocate(self, request: Request, step: _Step) -> list[int] | None:
+    def _allocate(self, request: Request, step: Step) -> list[int] | None:
         """The blocks its next row needs and lacks, or None when there are not enough."""
-        reach, held = request.computed + self._query(request, step), self.pool.held(request)
-        if held and held * self.options.block_size >= reach:
+        reach, have = request.computed + self._query(request, step), self.pool.entries(request)
+        if have and have * self.options.block_size >= reach:
             return []
-        needed = self._table_size(reach) - held
-        if needed <= self.pool.free:
-            return self.pool.grow(request, needed)
-        self._observer.lacked(request, needed)
+        entries = self._table_size(reach) - have
+        needed = self.pool.in_groups(entries, have)
+        if needed <= self.pool.ready:
+            return self.pool.grow(request, entries)
+        self._observer.lacked(request, entries)
         step.failed = True
         if request in self.running:
             step.starved.append((request, needed))
         return None
 
-    def _place(self, request: Request, blocks: list[int], step: _Step) -> None:
+    def _place(self, request: Request, blocks: list[int], step: Step) -> None:
         tokens = self._query(request, step)
         if request.status is Status.WAITING:
             self._activate(request, 0)
@@ -286,22 +278,29 @@ class TransformersScheduler:
             self._observer.held_back(request, len(step.rows) + step.decodes + len(step.held_back))
             self.forks.hold(request, blocks)
             step.held_back.append(request)
-        self._charge(step, tokens, request.computed, 1, self._is_fast(request, tokens))
+        self._charge(step, tokens, self._reads(request), 1, self._is_fast(request, tokens))
 
     def _fork(self) -> None:
         """Who has read its prompt but for one token shares what it has with its samples, as many as find room for what
         each needs of its own. The others wait like any request, the last of them first.
         """
         for request, samples in self.forks.take():
-            own = self.pool.held(request) - request.hashed
-            fit = min(len(samples), self.pool.free // own) if own else len(samples)
-            for sample in samples[:fit]:
-                self.forks.fork(request, sample)
-                self.running[sample] = None
-            for sample in reversed(samples[fit:]):
+            for sample in reversed(self._fork_off(request, samples, request.hashed)):
                 self.waiting[sample] = None
 
-    def _offload(self, step: _Step) -> bool:
+    def _fork_off(self, request: Request, samples: list[Request], whole: int) -> list[Request]:
+        """As many samples as find room share the first `whole` blocks. Returns the others."""
+        own = self.pool.unshared(request, whole)
+        fit = min(len(samples), self.pool.ready // own) if own else len(samples)
+        self._admit(request, samples[:fit], whole)
+        return samples[fit:]
+
+    def _admit(self, request: Request, samples: list[Request], whole: int) -> None:
+        self.forks.fork(request, samples, whole)
+        for sample in samples:
+            self.running[sample] = None
+
+    def _offload(self, step: Step) -> bool:
         """Requeue starved requests, newest first, until the blocks suffice for the others. False if none can go.
 
         Whose blocks fit the host, asked in order of the queue, keeps its KV there; the others give theirs up.
@@ -315,23 +314,32 @@ class TransformersScheduler:
             demand -= needed
             free += self.pool.held(request)
         for request in reversed(victims):
-            if not self.host.park(request, drop_in_flight=True):
-                self.decoding.call_off(request)
-                self.decoding.preempt(request, drop_in_flight=True)
-            self.forks.set_back(request)
-            del self.running[request]
+            self._set_back(request)
+        self._requeue(victims)
+        return bool(victims)
+
+    def _set_back(self, request: Request) -> None:
+        """It loses its blocks. Its KV waits on the host, if there is room."""
+        if not self.host.park(request, drop_in_flight=True):
+            self.decoding.call_off(request)
+            self.decoding.preempt(request, drop_in_flight=True)
+        self.forks.set_back(request)
+        del self.running[request]
+
+    def _requeue(self, victims: list[Request]) -> None:
+        """Those that were set back, newest first, wait again; nobody new is admitted beside them."""
+        for request in reversed(victims):
             self.waiting[request] = None
         self._observer.reclaimed(victims[::-1])
         self.block_new_requests |= bool(victims)
-        return bool(victims)
 
-    def _commit(self, step: _Step) -> StepPlan:
+    def _commit(self, step: Step) -> StepPlan:
         if self.host.held or self.returned:
             self._restore(step)
         queues = {"running": len(self.running), "waiting": len(self.waiting)}
         return self.decoding.plan(step.rows, **queues, lead=step.lead, fast_decode=step.fast)
 
-    def _restore(self, step: _Step) -> None:
+    def _restore(self, step: Step) -> None:
         held = self.host.held
         self.returned = [request for request in (*step.rows, *step.held_back) if request in held]
         for request in self.returned:
@@ -369,23 +377,3 @@ class TransformersScheduler:
         self.host.forget(request)
         self.decoding.call_off(request)
         self.decoding.end(request, reason)
-
-
-def _kind(name: str, about: str) -> SchedulerKind[TransformersSettings, TransformersOptions]:
-    return SchedulerKind(
-        name=name,
-        about=f"Hugging Face transformers 5.17: {about}",
-        settings=TransformersSettings,
-        resolve=resolve,
-        make=TransformersScheduler,
-        block_size=256,
-        least_block_size=4,
-        padding="transformers",
-        settled=settled,
-        widened=widened,
-        reasons=reasons,
-    )
-
-
-TRANSFORMERS_FIFO = _kind(FIFO, "decoding requests first")
-TRANSFORMERS_PREFILL_FIRST = _kind(PREFILL_FIRST, "split prefills first")

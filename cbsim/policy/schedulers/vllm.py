@@ -1,8 +1,9 @@
 """vLLM V1's scheduler: running requests first, then the queue, one token budget; preemption by recompute.
 
-Rules as in vLLM 0.19 and 0.33 (text only, one full-attention group, no speculation, one pipeline stage), restated and
-checked line by line against traces of the real code (`cbsim conformance`). Chunked prefill has no phase of its own:
-a request needs `target - computed` tokens and gets what the budget leaves, in admission order.
+Rules as in vLLM 0.19 and 0.33 (text only, no speculation, one pipeline stage), restated and checked line by line
+against traces of the real code (`cbsim conformance`). What windows change is the cache's (group_pool.py). Chunked
+prefill has no phase of its own: a request needs `target - computed` tokens and gets what the budget leaves, in
+admission order.
 
 Requests that decode go on together (decoding.py) while nobody can be refused; else every request is walked in order,
 so the rules are stated once, in `_run`.
@@ -10,15 +11,14 @@ so the rules are stated once, in `_run`.
 
 from __future__ import annotations
 
-from cbsim.policy.blocks import BlockPool, FreeQueue
 from cbsim.policy.cohort import by_order
 from cbsim.policy.decoding import Decoding
-from cbsim.policy.keys import KeysWhenKnown
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.queues import ArrivalQueue, PriorityQueue, Queue
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
+from cbsim.policy.schedulers.vllm_cache import cache
 from cbsim.policy.schedulers.vllm_connect import connect
 from cbsim.policy.schedulers.vllm_settings import VllmOptions, VllmSettings, reasons, resolve, settled, widened
 from cbsim.policy.swapping import Swapping
@@ -49,10 +49,8 @@ class VllmScheduler:
         self.options = o = options
         self.limits = o.limits
         self._new = o.version == "0.33"
-        free = FreeQueue(range(1, o.num_blocks), unhashed_first=self._new)
-        self.pool = BlockPool(o.block_size, o.num_blocks - 1, free, observer)
-        keys = KeysWhenKnown(self.pool) if o.enable_prefix_caching else None
-        self.decoding = Decoding(self.pool, keys, together=True, observer=observer)
+        self.pool, keys = cache(o, observer)
+        self.decoding = Decoding(self.pool, keys, together=not o.groups, observer=observer)
         self.requests = self.decoding.requests
         self.running: dict[Request, None] = {}  # in admission order
         self.waiting = self._queue()
@@ -60,6 +58,7 @@ class VllmScheduler:
         if o.preemption_mode == "swap":
             self.waiting = self.swapping = Swapping(self.decoding, self.waiting, o.host_blocks)
         self._caches = o.enable_prefix_caching
+        self._redoes = o.hands_on  # what is in flight of a victim is not delivered, but computed once more
         self._watermark = int(o.watermark * o.num_blocks)
         self._executed = 0
         self._last_prefill = -o.prefill_schedule_interval
@@ -84,8 +83,9 @@ class VllmScheduler:
         if not o.enable_chunked_prefill and spec.prompt_tokens > o.max_num_batched_tokens:
             return f"prompt of {spec.prompt_tokens} tokens, max_num_batched_tokens is {o.max_num_batched_tokens}"
         most = min(spec.prompt_tokens + spec.max_tokens, o.max_model_len)
-        if self.pool.blocks_for(most - 1) > self.pool.num_blocks:
-            return f"{most} tokens need {self.pool.blocks_for(most - 1)} blocks, the cache has {self.pool.num_blocks}"
+        needed = self.pool.most_blocks(most - 1)
+        if needed > self.pool.num_blocks:
+            return f"{most} tokens need {needed} blocks, the cache has {self.pool.num_blocks}"
         return None
 
     def add(self, spec: RequestSpec) -> None:
@@ -175,7 +175,7 @@ class VllmScheduler:
             if not tokens:
                 i += 1
                 continue
-            needed = self.pool.missing(request, request.computed + tokens)
+            needed = self.pool.due(request, tokens)
             while needed > self.pool.free and request in loose:
                 victim = line[-1] if self.options.policy == "fcfs" else max(line, key=_urgency)
                 if self.transfers is not None and self.transfers.in_flight(victim):
@@ -198,7 +198,7 @@ class VllmScheduler:
             step.budget += taken_back.tokens
         del self.running[victim]
         if self.swapping is None or not self.swapping.take_out(victim):
-            self.decoding.preempt(victim, drop_in_flight=False)
+            self.decoding.preempt(victim, drop_in_flight=self._redoes)
             self.waiting.push_front(victim)
         moved = at < index if self._new else taken_back is not None
         return int(moved)
@@ -221,13 +221,12 @@ class VllmScheduler:
         """The queue, head first: nobody is passed over, nobody is preempted for it."""
         while self.waiting and step.budget and len(self.running) < self.options.max_num_seqs:
             hits = self.hits(self.waiting.head())
-            if not self.start(self.waiting, len(hits) * self.options.block_size, hits, step):
+            if not self.start(self.waiting, self.pool.tokens_in(hits), hits, step):
                 break
 
     def hits(self, request: Request) -> list[int]:
         """Cached blocks of a request that waits; its last token is computed in any case."""
-        o = self.options
-        return self.pool.longest_prefix(request.spec, (request.target - 1) // o.block_size) if self._caches else []
+        return self.pool.find(request) if self._caches else []
 
     def start(self, queue: Queue, computed: int, hits: list[int], step: Step) -> bool:
         """Give the head of a queue its first row, behind the tokens that are computed; False if it does not fit."""
@@ -253,8 +252,8 @@ class VllmScheduler:
 
     def has_room(self, request: Request, tokens: int, hits: list[int]) -> bool:
         o, pool = self.options, self.pool
-        reach = min(request.target, o.max_model_len) if o.scheduler_reserve_full_isl else tokens
-        needed = max(pool.missing(request, max(reach, tokens)) - len(hits), 0) + pool.idle(hits)
+        whole = min(request.target, o.max_model_len) if o.scheduler_reserve_full_isl else 0
+        needed = pool.needed(request, tokens, whole, hits)
         if o.reserve_output:
             needed = self._whole(request) - len(hits) + pool.idle(hits)
             needed += sum([self._whole(other) - pool.held(other) for other in self.running])
@@ -271,7 +270,8 @@ class VllmScheduler:
         return self.pool.blocks_for(min(spec.prompt_tokens + spec.max_tokens, self.options.max_model_len) - 1)
 
     def _place(self, request: Request, tokens: int, blocks: int, step: Step) -> None:
-        step.rows[request] = self.decoding.row(request, tokens, self.pool.grow(request, blocks) if blocks else ())
+        added = self.pool.fill(request, request.computed + tokens) if blocks else ()
+        step.rows[request] = self.decoding.row(request, tokens, added)
         step.budget -= tokens
 
     def _commit(self, step: Step) -> StepPlan:
@@ -296,7 +296,7 @@ class VllmScheduler:
         transfers = self.transfers
         if transfers is None:
             return self.decoding.land(plan, result, self._finish)
-        transfers.landing(plan)
+        transfers.landing(plan, result)
         outcome = self.decoding.land(plan, result, self._finish)
         transfers.landed(plan, result)
         return outcome
@@ -326,5 +326,6 @@ VLLM = SchedulerKind(
     padding="vllm",
     settled=settled,
     widened=widened,
+    windows=True,
     reasons=reasons,
 )

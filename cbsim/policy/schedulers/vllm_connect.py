@@ -7,6 +7,7 @@ from cbsim.policy.host_blocks import HostBlocks
 from cbsim.policy.host_cache import Arc, HostCache, Lru
 from cbsim.policy.observer import Observer
 from cbsim.policy.queues import Queue
+from cbsim.policy.schedulers.vllm_hand_off import HandOff
 from cbsim.policy.schedulers.vllm_native_offload import NativeOffload
 from cbsim.policy.schedulers.vllm_settings import VllmOptions
 from cbsim.policy.schedulers.vllm_simple_offload import EagerOffload, LazyOffload
@@ -16,10 +17,13 @@ from cbsim.policy.schedulers.vllm_transfers import Connector, Transfers
 def connect(options: VllmOptions, decoding: Decoding, holding: Queue, observer: Observer) -> Transfers:
     """The connector of a scheduler, and what it adds to the rules. `holding` is a second queue, of the same kind."""
     decoding.pool.host_blocks = options.host_blocks
-    return Transfers(_connector(options, decoding), decoding, holding, observer, ahead=options.async_scheduling)
+    ahead = options.async_scheduling and not (options.hands_on and options.kv_role == "kv_producer")
+    return Transfers(_connector(options, decoding), decoding, holding, observer, ahead=ahead)
 
 
 def _connector(o: VllmOptions, decoding: Decoding) -> Connector:
+    if o.kv_connector == "hand_off":
+        return HandOff(decoding)
     if o.kv_connector == "offloading":
         chunks = o.host_blocks // o.blocks_per_chunk
         cache = HostCache(chunks, Arc(chunks) if o.eviction_policy == "arc" else Lru())

@@ -173,15 +173,16 @@ class NativeOffload:
             flushed.update([number for number in left if not given.isdisjoint(self._jobs[number].blocks)])
         return sorted(flushed)
 
-    def ended(self, request: Request, reason: Finish, computed: int) -> None:
+    def ended(self, request: Request, reason: Finish, computed: int) -> bool:
         owner = self._owners.pop(request.spec, None)
         if owner is None:
-            return
+            return False
         owner.over = True
         owner.table = list(self._pool.tables.get(request, ()))
         tokens = computed if reason is Finish.ABORTED else max(request.spec.prompt_tokens, request.known - 1)
         owner.tokens = self._worth(request, tokens)
         self._ended.append(owner)
+        return False
 
     def landed(self, step: int, jobs: list[int]) -> list[Request]:
         loaded: list[Request] = []

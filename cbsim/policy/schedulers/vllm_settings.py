@@ -6,8 +6,10 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal, NamedTuple
 
+from cbsim.policy.groups import LayerGroup, Sight
 from cbsim.policy.kind import AsText, AtLeast, Count, Natural, Settings, SettingsError, Share, Site, resolved
 from cbsim.policy.limits import Limits
+from cbsim.policy.schedulers import vllm_groups
 
 VERSIONS = ("0.19", "0.33")  # whose rules these are
 CONNECTOR_OPTIONS = {  # and whose they are
@@ -18,6 +20,12 @@ CONNECTOR_OPTIONS = {  # and whose they are
     "offload_prompt_only": ("offloading",),
 }
 SIMPLE_CPU_BYTES = 8 << 30
+NEW_OPTIONS = (  # since 0.19
+    "adaptive_long_prefill_threshold",
+    "watermark",
+    "prefill_schedule_interval",
+    "prefix_cache_retention_interval",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +61,14 @@ class VllmSettings(Settings):
     max_cudagraph_capture_size: Count | None = None
     """Query tokens of the largest CUDA graph; null: twice the seats, at most 512 (0.33 on a B200 or B300: 1024) and
     max_num_batched_tokens."""
-    kv_connector: Literal["none", "simple_cpu", "offloading"] = "none"
-    """0.33: keep KV in the host's memory, too: by SimpleCPUOffloadConnector, or by OffloadingConnector."""
+    disable_hybrid_kv_cache_manager: bool = False
+    """Keep what layers with windows no longer see as long as the rest, if other layers see everything."""
+    prefix_cache_retention_interval: Natural | None = 0
+    """0.33: which blocks of sliding layers later prompts may find. 0: those that the same prompt, or a known part of
+    it, would resume from. N: also a window before every N tokens, a multiple of the block. null: all."""
+    kv_connector: Literal["none", "simple_cpu", "offloading", "hand_off"] = "none"
+    """0.33: keep KV in the host's memory, too: by SimpleCPUOffloadConnector, or by OffloadingConnector. hand_off, from
+    a server that prefills to one that decodes, is followed in recorded traces only: a scenario has one server."""
     cpu_bytes_to_use: Count | None = None
     """Memory of the host for it, bytes, all GPUs together; null: 8 GiB with simple_cpu; offloading has to be told."""
     lazy_offload: bool = False
@@ -77,7 +91,7 @@ class VllmSettings(Settings):
         usual = {field.name: field.default for field in fields(self)}
         self._check_connector({name for name in usual if getattr(self, name) != usual[name]})
         if self.version == "0.19":
-            for name in ("adaptive_long_prefill_threshold", "watermark", "prefill_schedule_interval"):
+            for name in NEW_OPTIONS:
                 if getattr(self, name) != usual[name]:
                     raise SettingsError(name, "vLLM 0.19 has no such option; use version 0.33 or leave it out")
         if self.max_num_batched_tokens is not None and self.max_num_seqs is not None:
@@ -110,7 +124,8 @@ class VllmSettings(Settings):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmOptions(VllmSettings):
     """vLLM's own names. `num_blocks` includes block 0, the null block, which is never handed out; `host_blocks` are the
-    places of a connector's tier, with simple_cpu including its own block 0, or of the swap space.
+    places of a connector's tier, with simple_cpu including its own block 0, or of the swap space. `groups`: those of
+    the layers, none if all see everything.
     """
 
     block_size: int
@@ -119,10 +134,22 @@ class VllmOptions(VllmSettings):
     max_num_batched_tokens: int
     max_model_len: int
     host_blocks: int = 0
+    kv_role: Literal["kv_consumer", "kv_producer", "kv_both"] = "kv_both"
     async_scheduling: bool = True
+    groups: tuple[LayerGroup, ...] = ()
 
     def __post_init__(self) -> None:
         """Recorded schedulers have sizes that their command line refuses."""
+
+    @property
+    def most_in_flight(self) -> int:
+        """Query tokens of all steps that may be in flight."""
+        return self.max_num_batched_tokens * (2 if self.async_scheduling else 1)
+
+    @property
+    def hands_on(self) -> bool:
+        """Does another server go on where this one ends?"""
+        return self.kv_connector == "hand_off" and self.kv_role != "kv_consumer"
 
     @property
     def limits(self) -> Limits:
@@ -172,9 +199,17 @@ def _check_budget(tokens: int, seats: int) -> None:
 
 def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
     """Seats and tokens by the GPU, the cache beside a full step, and the longest sequence that it can hold."""
+    if settings.kv_connector == "hand_off":
+        raise SettingsError("kv_connector", "got hand_off, which takes two servers, and a scenario has one")
     seats, tokens = _steps(settings, site)
-    blocks = site.blocks(tokens, seats)
-    longest = settings.max_model_len or min(site.max_position, (blocks - 1) * site.block_size)
+    grouping = vllm_groups.layer_groups(site, together=settings.disable_hybrid_kv_cache_manager)
+    blocks = site.blocks(tokens, seats, grouping.block_bytes)
+    if grouping.groups:
+        _check_groups(settings, site)
+        in_flight = tokens * site.depth
+        longest = vllm_groups.longest(grouping.groups, in_flight, blocks - 1, settings.max_model_len, site.max_position)
+    else:
+        longest = settings.max_model_len or min(site.max_position, (blocks - 1) * site.block_size)
     if not settings.enable_chunked_prefill and tokens < longest:
         text = f"got {tokens}, must be >= max_model_len ({longest}) without chunked prefill"
         raise SettingsError("max_num_batched_tokens", text)
@@ -190,7 +225,28 @@ def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
         cpu_bytes_to_use=_host_bytes(settings),
         host_blocks=_host_blocks(settings, site),
         async_scheduling=site.depth > 1,
+        groups=grouping.groups,
     )
+
+
+def _check_groups(settings: VllmSettings, site: Site) -> None:
+    """Refuse what is not followed for layers that see less than everything."""
+    for name, wanted in (
+        ("version", "0.33"),
+        ("kv_connector", "none"),
+        ("preemption_mode", "recompute"),
+        ("reserve_output", False),
+    ):
+        if (given := getattr(settings, name)) != wanted:
+            raise SettingsError(name, f"got {given}, must be {wanted} if layers have windows (model.attention)")
+    for attention in site.attention:
+        if attention.sight is Sight.CHUNKED and attention.span % site.block_size:
+            text = f"chunks of {attention.span} tokens (model.attention) must be whole blocks of {site.block_size}"
+            raise SettingsError("name", f"got {settings.name}: {text}")
+    interval = settings.prefix_cache_retention_interval
+    if interval and interval % site.block_size:
+        text = f"got {interval}, must be a multiple of kv_cache.block_size ({site.block_size})"
+        raise SettingsError("prefix_cache_retention_interval", text)
 
 
 def _host_bytes(settings: VllmSettings) -> int | None:

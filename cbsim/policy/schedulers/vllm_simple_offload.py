@@ -97,11 +97,13 @@ class SimpleOffload:
         key = self._pool.key_of(block)
         return key if key is not None and self.host.find(key) is None else None
 
-    def ended(self, request: Request, reason: Finish, computed: int) -> None:
+    def ended(self, request: Request, reason: Finish, computed: int) -> bool:
         self._unpin(request)
+        return False
 
     def landed(self, step: int, jobs: list[int]) -> list[Request]:
         loaded: list[Request] = []
+        jobs = sorted(jobs)
         for job in jobs:
             for request, blocks in self._loads.pop(job, ()):
                 self.host.put_back(blocks)
@@ -173,13 +175,14 @@ class EagerOffload(SimpleOffload):
         sources += chosen
         targets += self.host.take(len(chosen))
 
-    def ended(self, request: Request, reason: Finish, computed: int) -> None:
+    def ended(self, request: Request, reason: Finish, computed: int) -> bool:
         """What is left of it goes with the next step; it is held from now on, for its table is given up."""
-        super().ended(request, reason, computed)
+        keeps = super().ended(request, reason, computed)
         if request.status is not Status.WAITING and self.host.free:
             done = (computed + request.seen - request.promised) // self._pool.block_size
             self._choose(request, done, *self._rest)
         self._cursors.pop(request, None)
+        return keeps
 
     def _stored(self, sources: list[int], targets: list[int]) -> None:
         super()._stored(sources, targets)

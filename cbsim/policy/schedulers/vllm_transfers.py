@@ -53,11 +53,13 @@ class Connector(Protocol):
     def order(self, step: int, ahead: Ahead) -> None:
         """Step number `step` is planned but for the stores that go with it, and the jobs that it has to await."""
 
-    def ended(self, request: Request, reason: Finish, computed: int) -> None:
-        """A request is over, and its table about to be given up. `computed` of its tokens are in it."""
+    def ended(self, request: Request, reason: Finish, computed: int) -> bool:
+        """A request is over, and its table about to be given up. `computed` of its tokens are in it. Is the table kept
+        until `landed` names the request?
+        """
 
     def landed(self, step: int, jobs: list[int]) -> list[Request]:
-        """A step is back, and these jobs are over. Returns whose loads are."""
+        """A step is back, and these jobs are over. Returns whose loads are, then whose table is kept no longer."""
 
     def check(self) -> None:
         """Raise AssertionError unless every place of its tier is free or in use, exactly."""
@@ -123,7 +125,11 @@ class Transfers:
         request = queue.head()
         load = self.loads.get(request)
         if load is not None:
-            return self._go_on(scheduler, queue, load, step) if load.reported else Verdict.SKIPPED
+            if not load.reported:
+                return Verdict.SKIPPED
+            self._loaded(request, load)
+            if load.computed:
+                return self._start(scheduler, queue, load.computed, [], step)
         hits = scheduler.hits(request)
         local = len(hits) * scheduler.options.block_size
         external = self.connector.match(request, local)
@@ -139,19 +145,22 @@ class Transfers:
         if not scheduler.start(queue, computed, hits, step):
             return Verdict.MISFIT
         self.connector.admitted(request)
+        self.loads.pop(request, None)
         return Verdict.ADMITTED
 
-    def _go_on(self, scheduler: VllmScheduler, queue: Queue, load: Load, step: Step) -> Verdict:
-        """A request is loaded: its blocks can be found, and it is admitted. Its last token is computed in any case."""
-        request, pool = queue.head(), self._decoding.pool
-        if not load.named:
-            load.named = True
-            pool.publish(request, load.computed // pool.block_size)
-            load.computed = min(load.computed, request.target - 1)
-        verdict = self._start(scheduler, queue, load.computed, [], step)
-        if verdict is Verdict.ADMITTED:
-            del self.loads[request]
-        return verdict
+    def _loaded(self, request: Request, load: Load) -> None:
+        """A request is loaded: its blocks can be found; its last token is computed in any case. If nothing has come, it
+        starts like any other.
+        """
+        pool = self._decoding.pool
+        if load.named:
+            return
+        load.named = True
+        if not load.computed:
+            pool.release(request)
+            return
+        pool.publish(request, load.computed // pool.block_size)
+        load.computed = min(load.computed, request.target - 1)
 
     def _load(self, scheduler: VllmScheduler, request: Request, hits: list[int], local: int, external: int) -> Verdict:
         """Blocks for what is found and what is fetched, if those who are under way need no others."""
@@ -218,31 +227,48 @@ class Transfers:
         last = self._planned if request.cohort is not None else self._last_row.get(request, 0)
         return last > self._updated
 
-    def landing(self, plan: StepPlan) -> None:
-        """A step is back: tables that waited for it are free."""
+    def landing(self, plan: StepPlan, result: StepResult) -> None:
+        """A step is back: tables that waited for it are free, loads end where they are broken."""
         self._updated += plan.work.rows > 0
         while self._deferred and self._deferred[0][0] <= self._updated:
             self._decoding.pool.release(self._deferred.pop(0)[1])
+        if result.broken:
+            for request, load in self.loads.items():
+                self._break_off(request, load, result.broken)
+
+    def _break_off(self, request: Request, load: Load, broken: tuple[int, ...]) -> None:
+        """What was to be loaded ends before the first of these blocks."""
+        if load.reported or load.dead:
+            return
+        pool = self._decoding.pool
+        blocks = pool.tables[request][: pool.blocks_for(load.computed)]
+        bad = [i for i, block in enumerate(blocks) if block in broken]
+        if bad:
+            load.computed = bad[0] * pool.block_size
 
     def landed(self, plan: StepPlan, result: StepResult) -> None:
         """Its tokens are handed out: which loads and stores are over?"""
-        for request in self.connector.landed(plan.step, sorted({*result.moved, *plan.awaited})):
-            load = self.loads[request]
-            load.reported = True
-            if load.dead:
-                del self.loads[request]
-                self._decoding.pool.release(request)
+        jobs = list(dict.fromkeys([*result.moved, *plan.awaited]))
+        for request in self.connector.landed(plan.step, jobs):
+            load = self.loads.get(request)
+            if load is not None and not load.dead:
+                load.reported = True
+                continue
+            self.loads.pop(request, None)
+            self._decoding.pool.release(request)
 
     def ended(self, request: Request, reason: Finish) -> bool:
         """A request is over and has left its queue. Does it keep its blocks for now?"""
         load, keeps = self.loads.get(request), self.in_flight(request)
         self._last_row.pop(request, None)
-        self.connector.ended(request, reason, request.computed if load is None else load.computed)
+        kept = self.connector.ended(request, reason, request.computed if load is None else load.computed)
         if load is not None:
             load.dead = not load.reported
             if load.reported:
                 del self.loads[request]
             return load.dead
+        if kept:
+            return True
         if keeps:
             self._deferred.append((self._planned, request))
         return keeps

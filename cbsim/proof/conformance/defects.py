@@ -1,23 +1,25 @@
-"""Defects of transformers' continuous batching 5.17, put back into our rules, which do not share them.
+"""Defects of transformers' continuous batching, put back into our rules, which do not share them.
 
 Blocks that a finishing step completes get no content key. Keys are counted out from the first block that has none; so
-async mode loses those of a chunk before the last, and after a whole-prompt hit names a block that is not full. Sampling
-goes on for a request cancelled in flight. One request too large for the cache fails all. Admission stays closed if all
-active requests are cancelled after a soft reset.
+async mode loses those of a chunk before the last, and 5.17 after a whole-prompt hit names a block that is not full.
+Sampling goes on for a request cancelled in flight. One request too large for the cache fails all. Admission stays
+closed if all active requests are cancelled after a soft reset. In 5.23 a row without tokens is not asked what it reads.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from cbsim.policy.blocks import BlockPool, FreeList, Replaced
+from cbsim.policy.blocks import BlockPool, CachedLast, FreeList, Replaced
 from cbsim.policy.cohort import Landing
 from cbsim.policy.keys import Keys, KeysWhenLanded
 from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.schedulers.transformers import TransformersScheduler
+from cbsim.policy.schedulers.transformers_523 import Transformers523
 from cbsim.policy.schedulers.transformers_settings import TransformersOptions
+from cbsim.policy.schedulers.transformers_step import Step
 
 
 class MisnamingPool(BlockPool):
@@ -45,9 +47,9 @@ class MisnamingPool(BlockPool):
 class CountedKeys(KeysWhenLanded):
     """Keys for so many blocks as the row has filled, counted out from the first that has none."""
 
-    def __init__(self, pool: MisnamingPool, scheduler: TransformersScheduler) -> None:
+    def __init__(self, pool: BlockPool, scheduler: TransformersScheduler) -> None:
         super().__init__(pool)
-        self._misname, self._scheduler = pool.misname, scheduler
+        self._scheduler = scheduler
 
     def completes(self, request: Request, row: Chunk) -> int:
         """Blocks that the row fills, and with the first row after a stay on the host those that came back."""
@@ -59,10 +61,29 @@ class CountedKeys(KeysWhenLanded):
         request = landing.request
         if not landing.completes or over or not (landing.outputs or request.status is Status.PREFILL):
             return []
-        blocks = min(request.hashed + landing.completes, self.pool.held(request))
+        return self.merge(request, self.reach(request, landing.completes))
+
+    def reach(self, request: Request, count: int) -> int:
+        """Where the key of the last of `count` blocks comes, be it full or not."""
+        blocks = min(request.hashed + count, self.pool.entries(request))
         if blocks * self.pool.block_size > request.known:
-            self._misname(request, blocks - 1)
-        return self.merge(request, blocks)
+            assert isinstance(self.pool, MisnamingPool)
+            self.pool.misname(request, blocks - 1)
+        return blocks
+
+
+class FullKeys(CountedKeys):
+    """As 5.23 counts: blocks that have keys are passed over, and none gets one before it is full."""
+
+    def reach(self, request: Request, count: int) -> int:
+        pool = self.pool
+        for i, block in enumerate(pool.tables[request]):
+            if pool.key_of(block) is not None:
+                continue
+            if not count or (i + 1) * pool.block_size > request.known:
+                return i
+            count -= 1
+        return pool.held(request)
 
 
 class Ghosts(Observer):
@@ -96,18 +117,20 @@ class Ghosts(Observer):
 
 
 class DefectiveTransformers(TransformersScheduler):
-    """The rules of transformers 5.17 as they are, faults included."""
+    """The rules of transformers as they are, faults included: 5.17's, or those of a version inherited beside it."""
 
     def __init__(self, options: TransformersOptions, observer: Observer = NOBODY) -> None:
         assert observer is NOBODY or isinstance(observer, Ghosts), "ghosts are heard, so they come with the observer"
         self._ghosts = observer if isinstance(observer, Ghosts) else Ghosts()
         super().__init__(options, self._ghosts)
 
-    def make_pool(self, observer: Observer) -> MisnamingPool:
-        return MisnamingPool(self.options.block_size, self.options.num_blocks, self.free_list, observer)
+    def make_pool(self, observer: Observer) -> BlockPool:
+        o = self.options
+        if o.groups:
+            return super().make_pool(observer)  # nobody looks prompts up, so none is found whole
+        return MisnamingPool(o.block_size, o.num_blocks, CachedLast(range(o.num_blocks)), observer)
 
     def make_keys(self) -> Keys:
-        assert isinstance(self.pool, MisnamingPool)
         return CountedKeys(self.pool, self)
 
     def refusal(self, spec: RequestSpec) -> None:  # noqa: ARG002  (nobody is refused)
@@ -124,3 +147,16 @@ class DefectiveTransformers(TransformersScheduler):
         if len(finished) > len(outcome.finished):
             self.block_new_requests = False
         return replace(outcome, finished=tuple(finished))
+
+
+class DefectiveSectors(DefectiveTransformers, Transformers523):
+    """The rules of 5.23, faults included; but the host counts the sectors that it lacks once it has reclaimed some."""
+
+    def make_pool(self, observer: Observer) -> BlockPool:
+        return Transformers523.make_pool(self, observer)
+
+    def make_keys(self) -> Keys:
+        return FullKeys(self.pool, self)
+
+    def _fits(self, request: Request, step: Step) -> bool:
+        return TransformersScheduler._fits(self, request, step)

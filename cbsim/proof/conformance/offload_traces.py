@@ -15,6 +15,7 @@ from cbsim.policy.request import Request
 from cbsim.policy.schedulers.vllm import VllmScheduler
 from cbsim.policy.schedulers.vllm_native_offload import NativeOffload
 from cbsim.policy.schedulers.vllm_simple_offload import SimpleOffload
+from cbsim.proof.conformance.hand_off_traces import HandOffLines
 
 Line = dict[str, Any]
 
@@ -22,6 +23,7 @@ Line = dict[str, Any]
 CONNECTORS = {
     "simple_cpu": {"cpu_blocks", "lazy"},
     "offloading": {"cpu_chunks", "blocks_per_chunk", "eviction_policy", "extra"},
+    "pd": {"role"},
 }
 EXTRA = {"offload_prompt_only"}
 
@@ -43,6 +45,8 @@ def options(config: Line) -> Line:
     connector = config.get("connector")
     if connector is None:
         return {}
+    if connector["kind"] == "pd":
+        return {"kv_connector": "hand_off", "kv_role": connector["role"]}
     if connector["kind"] == "simple_cpu":
         blocks, lazy = connector["cpu_blocks"], connector.get("lazy", False)
         return {"kv_connector": "simple_cpu", "host_blocks": blocks, "lazy_offload": lazy}
@@ -97,11 +101,14 @@ class Workers:
         for job in over:
             del self._due[job]
 
-    def over(self, step: int) -> tuple[int, ...]:
-        """The jobs that the result of a step names."""
+    def lasts(self, plan: StepPlan, start: int, end: int) -> None:
+        """The step of a plan runs from then to then: these workers count steps."""
+
+    def over(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The jobs that the result of a step names, and the blocks that were broken."""
         jobs = self._reports.pop(step)
         self._underway.landed(jobs)
-        return jobs
+        return jobs, ()
 
 
 class SimpleLines:
@@ -130,10 +137,10 @@ class SimpleLines:
 
     def done(self, step: int, jobs: tuple[int, ...]) -> Line:
         del step
-        return {"stored": [self._events[job] for job in jobs if job in self._events]}
+        return {"stored": [self._events[job] for job in jobs if job in self._events]} | self.tier()
 
     def tier(self) -> Line:
-        return {"free": self._connector.host.free, "cached": self._connector.host.contents}
+        return {"cpu": {"free": self._connector.host.free, "cached": self._connector.host.contents}}
 
 
 class NativeLines:
@@ -169,7 +176,7 @@ class NativeLines:
         return list(dict.fromkeys(place // self._per_chunk for place in places))
 
     def done(self, step: int, jobs: tuple[int, ...]) -> Line:
-        return {"jobs_done": sorted([*self._at_once.pop(step), *[self._numbers[job] for job in jobs]])}
+        return {"jobs_done": sorted([*self._at_once.pop(step), *[self._numbers[job] for job in jobs]])} | self.tier()
 
     def tier(self) -> Line:
         cache = self._connector.cache
@@ -178,18 +185,24 @@ class NativeLines:
         if isinstance(arc, Arc):
             said |= {"t1": len(arc.once), "t2": len(arc.often)}
             said |= {"b1": len(arc.once_ghosts), "b2": len(arc.often_ghosts), "target": round(arc.goal, 6)}
-        return said
+        return {"cpu": said}
 
 
 class OffloadLines:
     """What schedule and update lines say of a connector."""
 
-    def __init__(self, scheduler: VllmScheduler, heard: Heard, recorded: Line) -> None:
+    def __init__(self, scheduler: VllmScheduler, heard: Heard, recorded: Line, workload: Line) -> None:
         assert scheduler.transfers is not None
         self._transfers, self._heard = scheduler.transfers, heard
         connector = scheduler.transfers.connector
-        kinds = {"simple_cpu": SimpleLines, "offloading": NativeLines}
-        self._lines: SimpleLines | NativeLines = kinds[recorded["kind"]](connector, scheduler.pool.block_size, recorded)
+        size = scheduler.pool.block_size
+        self._lines: SimpleLines | NativeLines | HandOffLines
+        if isinstance(connector, SimpleOffload):
+            self._lines = SimpleLines(connector, size, recorded)
+        elif isinstance(connector, NativeOffload):
+            self._lines = NativeLines(connector, size, recorded)
+        else:
+            self._lines = HandOffLines(scheduler.transfers, size, workload)
         self._loading: dict[int, list[str]] = {}  # by job
         self._over: dict[int, tuple[int, ...]] = {}
 
@@ -202,19 +215,23 @@ class OffloadLines:
         holding = list(self._transfers.holding)
         remote = [request.spec.id for request in holding if not self._transfers.loads[request].named]
         said = {"holding": [request.spec.id for request in holding], "remote": remote, **self._heard.take()}
-        return said | {"jobs": self._lines.jobs(plan), "cpu": self._lines.tier()}
+        return said | {"jobs": self._lines.jobs(plan)} | self._lines.tier()
 
-    def over(self, step: int) -> tuple[int, ...]:
-        """The jobs that the result of a step names."""
-        self._over[step] = jobs = self._lines.workers.over(step)
-        return jobs
+    def lasts(self, plan: StepPlan, start: int, end: int) -> None:
+        """The step of a plan runs from then to then."""
+        self._lines.workers.lasts(plan, start, end)
+
+    def over(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The jobs that the result of a step names, and the blocks that were broken."""
+        self._over[step], broken = self._lines.workers.over(step)
+        return self._over[step], broken
 
     def updated(self, step: int) -> Line:
         """Fields of an update's line."""
         jobs = self._over.pop(step)
         received = [name for job in jobs for name in self._loading.pop(job, ())]
         said: Line = {"recved": received, "sent": [], "bad": [], "kept": []}
-        return said | self._lines.done(step, jobs) | {"cpu": self._lines.tier()}
+        return said | self._lines.done(step, jobs)
 
 
 def _joined(sides: Iterable[tuple[int, ...]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Golden traces of transformers' continuous batching: our lines for the same workload, pass by pass.
+"""Golden traces of transformers' continuous batching, 5.17: our lines for the same workload, pass by pass.
 
 The format is described beside the traces. One line is one pass of the generation loop. Our scheduler runs with the
 original's defects; what the trace calls events is what its observer hears.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cbsim.policy.blocks import CachedLast
+from cbsim.policy.blocks import BlockPool, CachedLast
 from cbsim.policy.captures import up_to_multiple, up_to_power
 from cbsim.policy.cohort import Landing
 from cbsim.policy.loop import Applied, Await, Effect, Idle, Landed, Launch, Poll, Polled, serve
@@ -29,6 +29,7 @@ def options(resolved: Line, workload: Line) -> TransformersOptions:
     """Scheduler options of a trace's `resolved` header. Older ones do not say how many blocks of the host there are."""
     host_bytes = int((workload["cb"].get("cpu_offload_space") or 0) * GIB)
     return TransformersOptions(
+        version=resolved["transformers"].rpartition(".")[0],
         name=FIFO if resolved["scheduler"] == "FIFOScheduler" else PREFILL_FIRST,
         block_size=resolved["block_size"],
         num_blocks=resolved["num_blocks"],
@@ -38,6 +39,8 @@ def options(resolved: Line, workload: Line) -> TransformersOptions:
         safety_margin=resolved["safety_margin"],
         allow_block_sharing=resolved["allow_block_sharing"],
         host_blocks=resolved.get("cpu_blocks", host_bytes // (TOKEN_BYTES * resolved["block_size"])),
+        blocks_per_sector=resolved.get("blocks_per_sector", 1),
+        groups=resolved.get("layer_groups", ()),
     )
 
 
@@ -63,9 +66,9 @@ class TransformersWorkload(TransformersRequests):
 class TextPool(MisnamingPool):
     """Keys are ids of the very text that the original hashes."""
 
-    def __init__(self, scheduler: WatchedTransformers, observer: Observer, workload: TransformersWorkload) -> None:
-        options = scheduler.options
-        super().__init__(options.block_size, options.num_blocks, scheduler.free_list, observer)
+    def __init__(self, options: TransformersOptions, observer: Observer, workload: TransformersWorkload) -> None:
+        self.free_list = CachedLast(range(options.num_blocks))
+        super().__init__(options.block_size, options.num_blocks, self.free_list, observer)
         self._workload = workload
 
     def key(self, request: Request, block: int) -> int:
@@ -77,14 +80,20 @@ class Events(Ghosts):
 
     def __init__(self, block_size: int) -> None:
         super().__init__()
-        self.free_list = CachedLast(())  # the scheduler's, once there is one
-        self.held_on_host: dict[Request, list[int]] = {}  # likewise
+        self.held_on_host: dict[Request, list[list[int]]] = {}  # the scheduler's, once there is one
+        self.free_list = CachedLast(())  # likewise
         self.lines: list[Line] = []
         self.empty_rows: list[tuple[int, Request]] = []  # of the step being planned: their places
         self._size = block_size
         self._hashed: list[int] = []
         self._replaced: list[list[int]] = []
         self._offload: Line = {}
+
+    def watch(self, scheduler: WatchedTransformers) -> None:
+        """From now on it hears this one."""
+        self.held_on_host = scheduler.host.held
+        if isinstance(scheduler.pool, TextPool):
+            self.free_list = scheduler.pool.free_list
 
     def note(self, op: str, request: Request | None = None, **fields: Any) -> Line:
         line = {"op": op, **({"req": request.spec.id} if request else {}), **fields}
@@ -154,13 +163,16 @@ class WatchedTransformers(DefectiveTransformers):
 
     def __init__(self, options: TransformersOptions, workload: TransformersWorkload) -> None:
         self._workload = workload
-        self.heard = Events(options.block_size)
+        self.heard = self.make_events(options.block_size)
         super().__init__(options, self.heard)
-        self.heard.free_list, self.heard.held_on_host = self.free_list, self.host.held
+        self.heard.watch(self)
         self.objects: dict[RequestSpec, Request] = {}
 
-    def make_pool(self, observer: Observer) -> TextPool:
-        return TextPool(self, observer, self._workload)
+    def make_events(self, block_size: int) -> Events:
+        return Events(block_size)
+
+    def make_pool(self, observer: Observer) -> BlockPool:
+        return TextPool(self.options, observer, self._workload)
 
     def add(self, spec: RequestSpec) -> None:
         super().add(spec)
@@ -174,7 +186,7 @@ class WatchedTransformers(DefectiveTransformers):
 
     def cancel(self, spec: RequestSpec) -> None:
         if spec not in self.requests:
-            self.heard.lines.append({"op": "free", "req": spec.id, "blocks": []})
+            self.heard.note("free", blocks=[])["req"] = spec.id
         super().cancel(spec)
 
 
@@ -182,9 +194,9 @@ class TransformersReplay:
     """One workload and mode; `lines()` are our trace lines in order, the footer last."""
 
     def __init__(self, header: Line, workload: Line) -> None:
-        self.resolved = resolved = header["resolved"]
-        ours = TransformersWorkload(workload, resolved["block_size"])
-        self.scheduler = WatchedTransformers(options(resolved, workload), ours)
+        self.resolved = self.resolve(header["resolved"], workload)
+        ours = TransformersWorkload(workload, self.resolved["block_size"])
+        self.scheduler = self.make_scheduler(options(self.resolved, workload), ours)
         self._tokens, self._arriving = ours.tokens, ours.arriving
         by_id = {s.id: s for group in self._arriving.values() for s in group}
         self._cancels: dict[int, list[RequestSpec]] = {}
@@ -200,9 +212,18 @@ class TransformersReplay:
         self._generated: dict[str, list[int]] = {s.id: [] for s in by_id.values()}
         self._outputs: dict[str, Line] = {}
 
+    def resolve(self, resolved: Line, workload: Line) -> Line:
+        """The header's sizes, under the names of 5.17."""
+        del workload
+        return resolved
+
+    def make_scheduler(self, options: TransformersOptions, workload: TransformersWorkload) -> WatchedTransformers:
+        return WatchedTransformers(options, workload)
+
     def check(self) -> None:
         """Raise AssertionError unless the scheduler's accounts are right."""
         self.scheduler.decoding.check()
+        self.scheduler.host.check()
 
     def lines(self) -> Iterator[Line]:
         loop = serve(self.scheduler, 2 if self.resolved["async"] else 1)
@@ -284,11 +305,11 @@ class TransformersReplay:
             "padded_if_graphs": self._padded(plan, read),
         }
 
-    def _completes(self, spec: RequestSpec, start: int, tokens: int) -> int:
+    def _completes(self, spec: RequestSpec, start: int, tokens: int) -> Any:
         """Blocks that get their keys when a row lands, as the original counts: with what came back from the host."""
         if not self.resolved["allow_block_sharing"]:
             return 0
-        size: int = self.resolved["block_size"]
+        size = self.resolved["block_size"]
         before = 0 if self.scheduler.requests[spec] in self.scheduler.returned else start // size
         return (start + tokens) // size - before
 
@@ -300,26 +321,39 @@ class TransformersReplay:
         return [query, up_to_multiple(read, 16384, resolved["cache_budget"])]
 
     def _state(self) -> Line:
-        scheduler, free = self.scheduler, self.scheduler.free_list
+        scheduler = self.scheduler
         return {
             "active": [[r.spec.id, STATUS[r.status]] for r in scheduler.running],
             "waiting": [r.spec.id for r in scheduler.waiting],
             "block_new_requests": scheduler.block_new_requests,
+            **self._free(),
+            **self._host(),
+            "block_tables": {r.spec.id: self._named(scheduler.pool.tables_of(r)) for r in scheduler.pool.tables},
+        }
+
+    def _named(self, tables: list[list[int]]) -> Any:
+        """Of a request, by group: the table alone if there is one group that sees all."""
+        return list(tables[0])
+
+    def _free(self) -> Line:
+        """The free lists."""
+        free = self.scheduler.heard.free_list
+        return {
             "free": free.free,
             "uninit": len(free.plain),
             "init": len(free.cached),
             "uninit_order": list(free.plain),
             "init_order": list(free.cached),
-            **self._host(),
-            "block_tables": {r.spec.id: list(table) for r, table in scheduler.pool.tables.items()},
         }
 
     def _host(self) -> Line:
+        """What the host holds, if the trace tells."""
         host = self.scheduler.host
         if "cpu_blocks" not in self.resolved:
             return {}
-        held = {r.spec.id: list(blocks) for r, blocks in host.held.items()}
-        return {"cpu": {"free": host.free_order(), "held": held, "per_group": {k: [len(b)] for k, b in held.items()}}}
+        held = {r.spec.id: [block for table in tables for block in table] for r, tables in host.held.items()}
+        per_group = {r.spec.id: [len(table) for table in tables] for r, tables in host.held.items()}
+        return {"cpu": {"free": host.places.order(), "held": held, "per_group": per_group}}
 
     def _await(self, plan: StepPlan) -> Landed:
         """Note what each sampling row is worth just before its result is applied."""

@@ -2,7 +2,8 @@
 
 The formats, and the engine loop whose clock this is, are described beside the traces. Format 2 counts the tokens of an
 update and, at the end, all blocks with a key instead of their different contents; it leaves out what was cached. What
-it says of a connector is in offload_traces.py. Times are integer microseconds.
+it says of a connector is in offload_traces.py. Format 3 counts as format 1 does, and says more of layer groups
+(group_traces.py). Times are integer microseconds.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
 from cbsim.policy.schedulers.vllm import VllmScheduler
 from cbsim.policy.schedulers.vllm_settings import VllmOptions
-from cbsim.proof.conformance import offload_traces
+from cbsim.proof.conformance import group_traces, offload_traces
+from cbsim.proof.conformance.group_traces import GroupLines, GroupsHeard
 from cbsim.proof.conformance.offload_traces import Heard, OffloadLines
+from cbsim.proof.conformance.vllm_reports import Reports
 from cbsim.workload.scheduler_tests import vllm_requests
 
 Line = dict[str, Any]
@@ -30,7 +33,6 @@ def options(version: str, mode: str, config: Line) -> VllmOptions:
         policy=config["policy"],
         async_scheduling=mode == "async",
         block_size=config["block_size"],
-        num_blocks=config["num_blocks"],
         max_model_len=config["max_model_len"],
         max_num_seqs=config["max_num_seqs"],
         max_num_batched_tokens=config["max_num_batched_tokens"],
@@ -41,12 +43,14 @@ def options(version: str, mode: str, config: Line) -> VllmOptions:
         scheduler_reserve_full_isl=config["scheduler_reserve_full_isl"],
         watermark=config.get("watermark", 0.0),
         prefill_schedule_interval=config.get("prefill_schedule_interval", 1),
+        **group_traces.options(config),
         **offload_traces.options(config),
     )
 
 
 class WatchedVllm(VllmScheduler):
-    """The scheduler, with the free blocks noted after each cancellation: planning follows in the same breath.
+    """The scheduler, with the free blocks noted after each cancellation: planning follows in the same breath. Every
+    full block has a key, as in the original, whether anybody could ask for it or not, for the trace counts them.
     `leaves_stores`: it counts as idle although stores are on their way.
     """
 
@@ -57,6 +61,10 @@ class WatchedVllm(VllmScheduler):
     def idle(self) -> bool:
         return super().idle or (self.leaves_stores and not (self.requests or self.decoding.ended))
 
+    def add(self, spec: RequestSpec) -> None:
+        super().add(spec)
+        self.requests[spec].name_all()
+
     def cancel(self, spec: RequestSpec) -> None:
         super().cancel(spec)
         self.free_after_cancel = self.pool.free
@@ -66,12 +74,15 @@ class VllmReplay:
     """One workload, one version and mode; `lines()` are our trace lines in order, the summary last."""
 
     def __init__(self, header: Line, workload: Line) -> None:
-        config, heard = header["config"], Heard()
+        config, heard, groups_heard = header["config"], Heard(), GroupsHeard()
         connector = config.get("connector")
-        self.scheduler = WatchedVllm(options(header["vllm"], header["mode"], config), heard if connector else NOBODY)
+        observer = heard if connector else groups_heard if "layers" in config else NOBODY
+        self.scheduler = WatchedVllm(options(header["vllm"], header["mode"], config), observer)
         self.scheduler.leaves_stores = config.get("stop_when_done", False)
         self._format = header.get("format", 1)
-        self._offload = OffloadLines(self.scheduler, heard, connector) if connector else None
+        self._offload = OffloadLines(self.scheduler, heard, connector, workload) if connector else None
+        self._groups = GroupLines(self.scheduler, groups_heard, config) if "layers" in config else None
+        self.effective = self._groups.effective() if self._groups else None  # what the header has to say of groups
         self._depth = 2 if header["mode"] == "async" else 1
         self._timing = header["config"]["timing"]
         self._coming = vllm_requests(workload)[::-1]
@@ -81,9 +92,10 @@ class VllmReplay:
         self._aborted: list[str] = []
         self._batch = Batch()
         self._rows: dict[int, list[Row]] = {}
+        self._dropped: set[tuple[int, RequestSpec]] = set()
         self._alive: dict[RequestSpec, None] = {}
         self._now = self._gpu_free = self._steps = 0
-        self._stats: dict[str, Line] = {}
+        self._reports = Reports(self._format)
 
     def check(self) -> None:
         """Raise AssertionError unless the scheduler's accounts are right."""
@@ -112,13 +124,10 @@ class VllmReplay:
                 yield line
 
     def _summary(self) -> Line:
-        if self._format > 1:
-            for stats in self._stats.values():
-                if not stats["n_out"]:  # it learns with its first token when it was queued and scheduled
-                    stats.pop("queued_ts", None)
-                    stats.pop("scheduled_ts", None)
-        line = {"ev": "summary", "steps": self._steps, "end_us": self._now, "requests": self._stats}
+        line = {"ev": "summary", "steps": self._steps, "end_us": self._now, "requests": self._reports.said}
         pool = self.scheduler.pool
+        if self._groups:
+            return line | {"prefix_cache_final_cached_blocks": self._groups.cached()}
         return line | {"prefix_cache_final_cached_blocks": pool.contents if self._format == 1 else pool.keyed}
 
     def _do(self, effect: Effect) -> tuple[Line | None, Any]:
@@ -126,14 +135,16 @@ class VllmReplay:
             return self._poll(effect)
         if isinstance(effect, Launch):
             line = self._schedule(effect.plan)
-            end = max(self._now, self._gpu_free) + self._step_us(effect.plan)
-            self._gpu_free = end
+            start = max(self._now, self._gpu_free)
+            self._gpu_free = end = start + self._step_us(effect.plan)
+            if self._offload:
+                self._offload.lasts(effect.plan, start, end)
             return line, end
         if isinstance(effect, Await):
             self._now = max(self._now, effect.ticket)
             stops = tuple(s for s in effect.plan.changes.ends if s.output_tokens < s.max_tokens)
-            moved = self._offload.over(effect.plan.step) if self._offload else ()
-            return None, Landed(StepResult(stops, moved=moved), self._due_aborts())
+            moved, broken = self._offload.over(effect.plan.step) if self._offload else ((), ())
+            return None, Landed(StepResult(stops, moved=moved, broken=broken), self._due_aborts())
         assert isinstance(effect, Applied), effect
         return self._update(effect), None
 
@@ -154,15 +165,18 @@ class VllmReplay:
             arrivals.append(spec)
             self._added.append(spec.id)
             self._alive[spec] = None
-            stats = {"arrival": spec.arrival_ns, "preemptions": 0, "n_out": 0, "queued_ts": self._now}
-            self._stats[spec.id] = stats
+            self._reports.arrived(spec, self._now)
         return None, Polled(arrivals, self._due_aborts(), closed=not self._coming)
 
     def _due_aborts(self) -> list[RequestSpec]:
-        """Requests that are to be aborted by now and are alive; an abort that comes too early is lost."""
+        """Requests that are to be aborted by now and are alive; an abort that comes too early is lost. Format 1 has
+        them in the order of their times, the others in that of the requests.
+        """
         due = [s for at, s in self._aborts if at <= self._now]
         self._aborts = [(at, s) for at, s in self._aborts if at > self._now]
         due = [s for s in due if s in self._alive]
+        if self._format > 1:
+            due.sort(key=lambda spec: spec.index)
         for spec in due:
             del self._alive[spec]
         self._aborted = [s.id for s in due]
@@ -172,16 +186,18 @@ class VllmReplay:
         self._steps += 1
         rows = self._rows[plan.step] = self._batch.rows(plan)
         for row in rows:
-            self._stats[row.spec.id].setdefault("scheduled_ts", self._now)
+            self._reports.scheduled(row.spec, self._now)
         for preempted in plan.changes.preempted:
-            self._stats[preempted.spec.id]["preemptions"] += 1
+            self._reports.preempted(preempted.spec)
+            if self.scheduler.options.hands_on:  # what is in flight of it is dropped
+                self._dropped |= {(step, preempted.spec) for step in self._rows if step < plan.step}
         line = {
             "ev": "schedule",
             "step": plan.step + 1,
             "t": self._now,
             "added": self._added,
             "total": plan.work.tokens,
-            "reqs": [self._row(row) for row in rows],
+            "reqs": [self._row(row, plan) for row in rows],
             "preempted": [[p.spec.id, p.lost_tokens, p.blocks] for p in plan.changes.preempted],
             "finished": sorted(s.id for s in plan.changes.ended),
             "running": [r.spec.id for r in self.scheduler.running],
@@ -190,11 +206,13 @@ class VllmReplay:
         }
         if self._offload:
             line |= self._offload.planned(plan)
+        if self._groups:
+            line |= self._groups.planned(plan, self.scheduler.requests)
         self._added = []
         self._now += self._timing["sched_us"]
         return line
 
-    def _row(self, row: Row) -> Line:
+    def _row(self, row: Row, plan: StepPlan) -> Line:
         chunk, request = row.chunk, self.scheduler.requests[row.spec]
         kind = "running" if not (chunk and chunk.admitted) else "resumed" if chunk.resumed else "new"
         held = self.scheduler.pool.held(request)
@@ -202,6 +220,8 @@ class VllmReplay:
         line["blocks"] = list(row.blocks)
         if chunk and chunk.admitted and self._format == 1:
             line["cached"] = chunk.cached
+        if self._groups:
+            line |= self._groups.row(row, plan)
         if self._depth > 1:
             line["ph"] = request.promised - request.seen
         return line
@@ -212,18 +232,18 @@ class VllmReplay:
             row.spec
             for row in self._rows.pop(effect.plan.step)
             if row.spec in self._alive and (row.chunk is None or row.chunk.outputs)
+            if (effect.plan.step, row.spec) not in self._dropped
         ]
-        tokens: list[Any] = [s.id for s in got] if self._format == 1 else [[s.id, 1] for s in got]
+        tokens: list[Any] = [s.id for s in got] if self._format != 2 else [[s.id, 1] for s in got]
         line = {"ev": "update", "step": effect.plan.step + 1, "t": self._now, "tokens": tokens}
         line |= {"finished": finished, "free": self.scheduler.pool.free}
         if self._offload:
             line |= self._offload.updated(effect.plan.step)
+        if self._groups:
+            line["cached"] = self._groups.cached()
         self._now += self._timing["update_us"]
         for spec in got:
-            stats = self._stats[spec.id]
-            stats["n_out"] += 1
-            stats.setdefault("first_token_ts", self._now)
-            stats["last_token_ts"] = self._now
+            self._reports.token(spec, self._now)
         for spec, _ in effect.outcome.finished:
             del self._alive[spec]
         return line

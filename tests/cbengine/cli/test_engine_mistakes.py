@@ -54,6 +54,7 @@ from cbengine.cli.arguments import DEVICES
         ),
         (("--set", "model.layers=1e9"), ("model: the weights of small take up to", "GB free")),
         (("--set", "kv_cache.num_blocks=1e7", "--set", "model.layers=200"), ("kv_cache.num_blocks: ", "GB free")),
+        (("--set", "scheduler.kv_connector=hand_off"), ("scheduler.kv_connector: got hand_off, which takes two",)),
         (("--set", "scheduler.max_num_seqs=0"), ("scheduler.max_num_seqs: got 0, must be >= 1",)),
         (("--check", "speed>1"), ("--check 'speed>1': unknown metric",)),
         (("--window", "1:nan"), ("argument --window", "0 <= A < B")),

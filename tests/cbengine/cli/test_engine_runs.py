@@ -21,7 +21,7 @@ pytest.importorskip("transformers", reason="folders are written, and texts read,
 
 from calls import ROOT, Said, read, runs
 from engine_calls import call, derived
-from served import LOOPS, SCHEDULERS
+from served import LOOPS, SCHEDULERS, named
 
 from cbengine import build, settings, tokens
 from cbsim.cli import parser as simulator
@@ -36,11 +36,9 @@ FILES = ("env.json", "requests.parquet", "scenario.resolved.yaml", "steps.parque
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_plans_of_a_run_are_derived_again(small: Path, out: Path, scheduler: str, device: str) -> None:
     """Every device and policy: both loops, one complete directory each, and `cbsim replan` says identical."""
-    name, _, version = scheduler.partition(" ")
-    versions = ("--set", f"scheduler.version='{version}'") if version else ()
-    budget = ("--set", "scheduler.max_batch_tokens=64") if name.startswith("transformers") else ()
-    words = ("--set", f"scheduler.name={name}", *versions, *budget, "--loop", "both", "--device", device)
-    said = call("replay", small, *words, "--out", out, "--quiet")
+    budget = ["scheduler.max_batch_tokens=64"] if scheduler.startswith("transformers") else []
+    sets = [word for override in [*named(scheduler), *budget] for word in ("--set", override)]
+    said = call("replay", small, *sets, "--loop", "both", "--device", device, "--out", out, "--quiet")
     assert said == Said(0, "".join(f"{path}\n" for path in runs(out)), "")
     assert [path.name.split("-")[2] for path in runs(out)] == list(LOOPS)
     for path in runs(out):

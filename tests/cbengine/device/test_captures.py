@@ -80,7 +80,7 @@ class OnlyMeta(TorchDispatchMode):
 class NoAttention(TorchOps):
     """The reference reads lengths on the host; the kernels do not."""
 
-    def attention(self, queries: Any, keys: Any, values: Any, rows: Rows) -> Any:
+    def attention(self, queries: Any, keys: Any, values: Any, rows: Rows, sees: Any) -> Any:
         return torch.empty_like(queries)
 
 

@@ -14,7 +14,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="the text is compared with transformers'")
 
-from served import INLINE, LOOPS, MS, SCHEDULERS, Run, asked, check_texts, spec, steps
+from regrouped import grouped
+from served import INLINE, LOOPS, MS, SCHEDULERS, Run, asked, check_texts, plain_cache, spec, steps
+from test_group_tables import MIXES, by_groups
+from test_group_tables import case as windowed_case
 from test_moved_tokens import KINDS, case, restless
 from test_search import SEARCHES, check_search, groups, load, searching
 from test_search import requests as search_requests
@@ -72,6 +75,24 @@ def test_texts_are_those_of_the_cpu(scheduler: str, loop: str, graphs: bool, fol
     run = tiny_run(scheduler, loop, on(folder, graphs))
     check_texts(run)
     assert bool(run.device.facts["captured_batches"]) == (graphs and scheduler != "static")
+
+
+@pytest.mark.gpu
+@GPU
+@each_graphs
+@each_loop
+@pytest.mark.parametrize("name", MIXES)
+def test_texts_of_layers_with_windows_are_those_of_the_cpu(name: str, loop: str, graphs: bool, tmp_path: Path) -> None:
+    """From tables of groups, whose blocks others have as soon as nobody sees them."""
+    of, groups = windowed_case(*MIXES[name]), grouped(MIXES[name], 4, 2)
+    plan = build.executor_plan(of.scenario, "sync", [], INLINE)
+    weights.to_transformers(plan.architecture, plan.tensors()).save_pretrained(tmp_path)
+    with plain_cache():
+        ready = build.adapted(of.scenario, on(tmp_path, graphs))
+    gpu, _ = by_groups(of._replace(scenario=ready), loop, groups, on(tmp_path, graphs))
+    cpu, _ = by_groups(windowed_case(*MIXES[name]), loop, groups)
+    assert bool(gpu.device.facts["captured_batches"]) == graphs
+    assert gpu.texts == cpu.texts
 
 
 @pytest.mark.gpu

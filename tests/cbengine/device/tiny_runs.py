@@ -50,6 +50,14 @@ LIMITS = {
     "vllm": ("max_num_batched_tokens", "max_num_seqs"),
     "contiguous": ("max_num_batched_tokens", "max_num_seqs"),
     "static": (None, "batch_size"),
+    "dynamic_padded": (None, "batch_size"),
+    "tgi": (None, "max_batch_size"),
+    "faster_transformer": (None, "max_num_seqs"),
+    "orca": (None, "max_num_seqs"),
+    "sarathi": ("chunk_size", "max_num_seqs"),
+    "simple_chunking": ("chunk_size", "max_num_seqs"),
+    "vllm_v0": (None, "max_num_seqs"),
+    "trtllm": ("max_num_tokens", "max_batch_size"),
 }
 
 

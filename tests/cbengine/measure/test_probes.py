@@ -57,7 +57,7 @@ def test_probes_are_scenarios(scheduler: str, rows: int, longest: int, tokens: i
         assert sizes.slots <= max(probe.seats, probe.requests)
 
 
-BASES = {one: asked(one, *HOSTILE, *(VLLM if one.startswith("vllm") else ())) for one in SCHEDULERS}
+BASES = {one: asked(one, *HOSTILE, *(VLLM if one.startswith("vllm ") else ())) for one in SCHEDULERS}
 
 
 def test_probes_cover_what_was_asked_for() -> None:

@@ -10,15 +10,17 @@ torch = pytest.importorskip("torch")
 import interpreted  # noqa: F401 - skips this module where triton cannot run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ragged import BOUND, DEVICE, Step, attended, lengths_of, step, worst
+from ragged import BOUND, DEVICE, Step, attended, lengths_of, sights, step, worst
 
 from cbengine.model.kernels import attention
 from cbengine.model.kernels.tiles import Tiles
 from cbengine.model.kernels.triton_ops import MOST_SPLITS, TritonOps, UnsupportedShapeError
 from cbengine.model.ops import TorchOps
+from cbsim.policy.groups import Attention, Sight
 
 F32, BF16 = torch.float32, torch.bfloat16
 ON_GPU = DEVICE == "cuda"
+WINDOWS = [Attention(sight, span) for sight in (Sight.SLIDING, Sight.CHUNKED) for span in (50, 64, 130)]
 each_dtype = pytest.mark.parametrize("dtype", [F32, BF16])
 
 
@@ -34,7 +36,7 @@ def poison():
 
 
 def attend(of: Step, ops: TritonOps) -> torch.Tensor:
-    return ops.attention(of.queries, of.keys, of.values, of.rows)
+    return ops.attention(of.queries, of.keys, of.values, of.rows, of.sees)
 
 
 def drawn(seed: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -81,12 +83,49 @@ def test_attention_of_any_step(lengths, shape, splits, spare, seed):
     assert worst(attend(of, TritonOps(1, splits=splits)), attended(of)) < BOUND[shape["dtype"]]
 
 
-@pytest.mark.parametrize("block_size", [16, 64, 256])
+@settings(max_examples=24)
+@given(
+    lengths=lengths_of(3, 40, 150),
+    shape=shapes_of_any_step(),
+    sees=st.sampled_from(WINDOWS) if ON_GPU else sights(),
+    splits=st.sampled_from((1, 4)),
+    seed=st.integers(0, 99),
+)
+def test_layers_that_see_less(lengths, shape, sees, splits, seed):
+    """The last tokens or those of a part. What no query sees is NaN, and so are its blocks' other tokens."""
+    padded = shape["padded"] and sees.sight is not Sight.CHUNKED
+    first = [seed * 7 % (cached + 1) for _, cached in lengths] if padded else None
+    kind = {name: value for name, value in shape.items() if name != "padded"}
+    of = step(seed, lengths, first=first, sees=sees, **kind)
+    assert worst(attend(of, TritonOps(1, splits=splits)), attended(of)) < BOUND[shape["dtype"]]
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("sees", WINDOWS)
+def test_windows_round_the_edges_of_tiles(sees, block_size):
+    """Tiles of 64 across blocks of 16 and within blocks of 256; decodes and chunks whose windows begin one before, at
+    and one after a tile's edge, whose tiles some queries see in part, all see whole, and none sees. Rows are split.
+    """
+    edges = [cached + sees.span for cached in (63, 64, 65)]
+    lengths = [(1, cached) for cached in (1, 63, 64, 65, 400, *edges)]
+    lengths += [(70, 70), (3, 259), (64, 128), (200, 330), *((40, 40 + cached) for cached in edges)]
+    of = step(15, lengths, group=2, width=32, block_size=block_size, dtype=BF16, sees=sees)
+    assert worst(attend(of, TritonOps(8)), attended(of)) < BOUND[BF16]
+
+
+def test_a_layer_that_sees_less_reads_less():
+    """Of 6,400 cached tokens a window of 64 needs one or two tiles; everything before them may lie anywhere."""
+    of = step(16, [(1, 6400), (64, 6400)], group=2, width=16, sees=Attention(Sight.SLIDING, 64))
+    of.rows.tables[:, : (6400 - 128) // 16] = 1 << 30  # no address of this machine
+    assert worst(attend(of, TritonOps(8)), attended(of)) < BOUND[F32]
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 64, 256])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("multiprocessors", [1, 8])
 def test_a_tile_reads_one_block_where_blocks_hold_whole_tiles(block_size, padded, multiprocessors):
-    """Tiles of 64 across blocks of 16, as blocks of 64, within blocks of 256; rows end before, at and after a tile's
-    end, and padding ends within a tile, at its edge, and behind the last token.
+    """Tiles of 64 across blocks of 1 and 16, as blocks of 64, within blocks of 256; rows end before, at and after a
+    tile's end, and padding ends within a tile, at its edge, and behind the last token.
     """
     lengths = [(1, 63), (1, 64), (1, 65), (1, 200), (1, 257), (70, 70), (3, 259), (64, 128)]
     first = [0, 10, 64, 128, 257, 69, 70, 128] if padded else None
@@ -195,16 +234,18 @@ def test_norms_are_those_of_torch(dtype, hidden):
 
 
 @pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("block_size", [1, 8])
 @pytest.mark.parametrize(("group", "kv_heads", "width"), [(4, 2, 64), (3, 1, 128), (1, 5, 16)])
 @each_dtype
-def test_rotation_rounds_where_torch_rounds_and_writes_the_cache(dtype, group, kv_heads, width, with_norms):
-    rows = step(8, [(1, 9), (1, 33), (5, 5), (7, 20)], block_size=8).rows
+def test_rotation_rounds_where_torch_rounds_and_writes_the_cache(dtype, group, kv_heads, width, block_size, with_norms):
+    rows = step(8, [(1, 9), (1, 33), (5, 5), (7, 20)], block_size=block_size).rows
     qkv = drawn(6, dtype, len(rows.positions), (group + 2) * kv_heads * width)
     norms = (drawn(7, dtype, width), drawn(8, dtype, width)) if with_norms else None
     angles = drawn(9, F32, 40, width // 2)
     rotation, found = torch.stack((angles.cos(), angles.sin()), dim=1), []
     for ops in (TritonOps(1), TorchOps()):
-        keys, values = torch.full((2, 20, 8, kv_heads, width), math.nan, dtype=dtype, device=DEVICE)
+        shape = (2, 160 // block_size, block_size, kv_heads, width)
+        keys, values = torch.full(shape, math.nan, dtype=dtype, device=DEVICE)
         found.append((ops.rotate_and_cache(qkv, rotation, norms, 1e-5, keys, values, rows), keys, values))
     for ours, reference in zip(*found, strict=True):
         if with_norms:  # sums in another order: the last bit may differ

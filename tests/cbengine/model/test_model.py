@@ -17,6 +17,7 @@ from cbengine.model.architecture import Architecture, RopeScaling
 from cbengine.model.decoder import Model, rotation
 from cbengine.model.kvcache import DeviceMemoryError, KvCache
 from cbengine.model.ops import Rows, TorchOps
+from cbsim.policy.groups import FULL, Attention, Sight
 
 torch.set_num_threads(1)
 CPU, BLOCK, LONGEST, BOUND = torch.device("cpu"), 4, 64, 1e-5
@@ -32,6 +33,7 @@ LLAMA = Architecture(
     tied_embeddings=False,
     max_position=256,
 )
+NEAR, FAR = Attention(Sight.SLIDING, 6), Attention(Sight.SLIDING, 17)
 SCALED = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64)
 ARCHITECTURES = {
     "llama": LLAMA,
@@ -43,6 +45,14 @@ ARCHITECTURES = {
     "qwen2, tied": replace(LLAMA, qkv_bias=True, head_dim=32, kv_heads=1, tied_embeddings=True),
     "qwen3": replace(LLAMA, qk_norm=True, head_dim=32, rope_theta=1e6, norm_eps=1e-6),
     "qwen3, tied": replace(LLAMA, qk_norm=True, kv_heads=1, tied_embeddings=True),
+    "mistral": replace(LLAMA, attention=(NEAR,), norm_eps=1e-6),
+    "qwen2, the last layer slides": replace(LLAMA, qkv_bias=True, attention=(FULL, FULL, NEAR)),
+    "qwen3, five of six slide": replace(LLAMA, qk_norm=True, layers=6, attention=(*[NEAR] * 5, FULL)),
+}
+MIXES = {
+    "two windows": (NEAR, FAR, NEAR),
+    "parts": (Attention(Sight.CHUNKED, 7), FULL),
+    "parts and a window": (Attention(Sight.CHUNKED, 16), NEAR),
 }
 
 
@@ -95,6 +105,21 @@ def reference(architecture: Architecture, tokens: Any) -> Any:
         return model(tokens[None], use_cache=False).logits[0]
 
 
+@cache
+def mixed_reference(architecture: Architecture, tokens: Any) -> Any:
+    """The logits that transformers' Qwen3 computes where its two types of layers are given masks of ours."""
+    kinds = list(dict.fromkeys(architecture.attention))
+    types = tuple((FULL, NEAR)[kinds.index(one)] for one in architecture.attention)
+    model = weights.to_transformers(
+        replace(architecture, attention=types), weights.random(architecture, 1, torch.float32, CPU)
+    )
+    at = range(len(tokens))
+    masks = [torch.tensor([[kind.gone(query) <= key <= query for key in at] for query in at]) for kind in kinds]
+    given = dict(zip(("full_attention", "sliding_attention"), (mask[None, None] for mask in masks), strict=True))
+    with torch.inference_mode():
+        return model(tokens[None], attention_mask=given, use_cache=False).logits[0]
+
+
 def difference(found: Any, wanted: Any) -> float:
     """The largest difference, relative to the largest logit."""
     return float((found - wanted).abs().max() / wanted.abs().max())
@@ -135,6 +160,16 @@ def test_logits_are_those_of_transformers(name: str, way: Callable[[Cut], list[t
     for tokens, found in way(Cut(ARCHITECTURES[name])):
         assert found.dtype == torch.float32
         assert difference(found, reference(ARCHITECTURES[name], tokens)) < BOUND
+
+
+@pytest.mark.parametrize("way", [whole, in_chunks, one_by_one, ragged_with_shared_pages])
+@pytest.mark.parametrize("name", MIXES)
+def test_logits_of_mixes_are_those_of_transformers_under_their_masks(
+    name: str, way: Callable[[Cut], list[tuple[Any, Any]]]
+) -> None:
+    architecture = replace(LLAMA, qk_norm=True, attention=MIXES[name])
+    for tokens, found in way(Cut(architecture)):
+        assert difference(found, mixed_reference(architecture, tokens)) < BOUND
 
 
 @pytest.mark.parametrize("name", ["llama", "llama 3.1", "qwen2", "qwen3"])

@@ -10,9 +10,10 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ragged import BOUND, DEVICE, attended, lengths_of, step, worst
+from ragged import BOUND, DEVICE, attended, lengths_of, sights, step, worst
 
 from cbengine.model.ops import TorchOps
+from cbsim.policy.groups import Sight
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -88,13 +89,15 @@ def test_rotation_turns_halves_as_complex_numbers_and_caches_at_the_places(dtype
         }
     ),
     padded=st.booleans(),
+    sees=sights(),
     seed=st.integers(0, 99),
 )
-def test_attention_is_the_softmax_over_what_a_query_may_see(lengths, shape, padded, seed):
-    """Each query sees its row's cache up to itself, from `first` on; a padding query sees itself. Nothing beyond the
-    cached tokens is used: it is NaN here.
+def test_attention_is_the_softmax_over_what_a_query_may_see(lengths, shape, padded, sees, seed):
+    """Each query sees what its layer does of its row's cache, up to itself, from `first` on; a padding query sees
+    itself. Nothing beyond the cached tokens, or before what is seen, is used: it is NaN here.
     """
+    padded = padded and sees.sight is not Sight.CHUNKED
     first = [seed * 7 % (cached + 1) for _, cached in lengths] if padded else None
-    drawn_step = step(seed, lengths, first=first, **shape)
-    found = TorchOps().attention(drawn_step.queries, drawn_step.keys, drawn_step.values, drawn_step.rows)
-    assert worst(found, attended(drawn_step)) < BOUND[shape["dtype"]]
+    of = step(seed, lengths, first=first, sees=sees, **shape)
+    found = TorchOps().attention(of.queries, of.keys, of.values, of.rows, sees)
+    assert worst(found, attended(of)) < BOUND[shape["dtype"]]

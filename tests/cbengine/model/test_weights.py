@@ -21,6 +21,7 @@ from cbengine.model import weights
 from cbengine.model.architecture import Architecture, RopeScaling
 from cbengine.model.kvcache import DeviceMemoryError
 from cbengine.model.weights import WeightsError
+from cbsim.policy.groups import FULL, Attention, Sight
 
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
@@ -47,6 +48,9 @@ ARCHITECTURES = {
     "qwen2, tied": replace(LLAMA, qkv_bias=True, head_dim=16, tied_embeddings=True),
     "qwen3": replace(LLAMA, qk_norm=True, head_dim=16, rope_theta=1e6),
     "qwen3, tied": replace(LLAMA, qk_norm=True, tied_embeddings=True),
+    "mistral": replace(LLAMA, attention=(Attention(Sight.SLIDING, 9),)),
+    "qwen2, one of two slides": replace(LLAMA, qkv_bias=True, attention=(Attention(Sight.SLIDING, 9), FULL)),
+    "qwen3, all slide": replace(LLAMA, qk_norm=True, attention=(Attention(Sight.SLIDING, 9),)),
 }
 NAMES = pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=list(ARCHITECTURES))
 TOKENS = torch.arange(3, 40)[None]
@@ -211,8 +215,8 @@ def test_known_extra_tensors_are_passed_over(tmp_path: Path) -> None:
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 FIELDS: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "mistral"}, "model_type: got 'mistral', expected 'llama', 'qwen2' or 'qwen3'"),
-    ({"model_type": ...}, "model_type: got nothing, expected 'llama', 'qwen2' or 'qwen3'"),
+    ({"model_type": "gemma3"}, "model_type: got 'gemma3', expected one of llama, mistral, qwen2, qwen3: nothing else"),
+    ({"model_type": ...}, "model_type: got nothing, expected one of llama"),
     ({"hidden_size": "32"}, "hidden_size: got '32', expected a whole number >= 1"),
     ({"hidden_size": ...}, "hidden_size: got nothing, expected a whole number >= 1"),
     ({"num_hidden_layers": True}, "num_hidden_layers: got true, expected a whole number >= 1"),
@@ -225,10 +229,10 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"attention_bias": True}, "attention_bias: got true, expected false: nothing else is modelled"),
     ({"mlp_bias": True}, "mlp_bias: got true, expected false"),
     ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
-    ({"use_sliding_window": True}, "use_sliding_window: got true, expected false"),
+    ({"sliding_window": 8}, "sliding_window: got 8, expected null: transformers' Llama has no windows"),
     (
-        {"layer_types": ["full_attention", "sliding_attention"]},
-        "layer_types: got ['full_attention', 'sliding_attention']",
+        {"layer_types": ["full_attention", "chunked_attention"]},
+        "layer_types: got ['full_attention', 'chunked_attention'], expected 2 times 'full_attention' or",
     ),
     ({"quantization_config": {"bits": 4}}, "quantization_config: got {'bits': 4}, expected nothing"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, expected 1.0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,6 +172,14 @@ def test_what_cannot_be_is_said_before_the_run() -> None:
     assert tiny().config._attn_implementation == "sdpa"
     assert issubclass(PeerError, UsageError)
     assert issubclass(PeerError, ServerError)
+
+
+def test_rules_of_another_version_are_refused() -> None:
+    """The library that runs is 5.17: a scenario of 5.23 would be compared with something else."""
+    asked = scenario()
+    newer = asked.model_copy(update={"scheduler": replace(asked.scheduler, version="5.23")})
+    with pytest.raises(PeerError, match=r"scheduler\.version: got 5\.23, must be 5\.17"):
+        TransformersServer(newer, "sync", generators.build(newer), tiny(), prompt, Record(100), cuda_graphs=False)
 
 
 def test_asynchronous_batches_on_a_gpu_need_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,115 @@
+"""Layers whose KV is kept together, and what a plan says of their block tables.
+
+Layers see the whole sequence, the last tokens of it (sliding) or those of their part of it (chunked). What a layer no
+longer sees need not be kept, so layers that see alike form a group with block tables of its own. A cache of one group
+that sees all says nothing here: rows list their blocks (plan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from math import gcd
+from typing import Final, NamedTuple
+
+from cbsim.policy.request import RequestSpec
+from cbsim.policy.value import value
+
+
+class Sight(Enum):
+    """What a layer's attention sees of a sequence."""
+
+    FULL = "full"
+    SLIDING = "sliding"
+    CHUNKED = "chunked"
+
+
+class Attention(NamedTuple):
+    """`span`: tokens that a sliding layer sees, the last one of them its own; those of a chunk; 0 for a full layer."""
+
+    sight: Sight = Sight.FULL
+    span: int = 0
+
+    @property
+    def text(self) -> str:
+        """As a scenario says it."""
+        return f"{self.sight.value} {self.span}" if self.span else self.sight.value
+
+    def gone(self, computed: int) -> int:
+        """Of a sequence, the tokens that no query token from place `computed` on sees."""
+        if self.sight is Sight.SLIDING:
+            return max(0, computed - self.span + 1)
+        return computed // self.span * self.span if self.sight is Sight.CHUNKED else 0
+
+    def seen(self, start: int, tokens: int) -> int:
+        """KV tokens that query tokens start .. start + tokens - 1 read between them."""
+        return start + tokens - self.gone(start)
+
+    def pairs(self, start: int, tokens: int) -> int:
+        """Of these query tokens, each with every token that it sees."""
+        return self._up_to(start + tokens) - self._up_to(start)
+
+    def _up_to(self, tokens: int) -> int:
+        """Pairs of the first `tokens` query tokens of a sequence."""
+        if self.sight is Sight.CHUNKED:
+            return tokens // self.span * _triangle(self.span) + _triangle(tokens % self.span)
+        short = min(tokens, self.span) if self.sight is Sight.SLIDING else tokens
+        return _triangle(short) + (tokens - short) * self.span
+
+
+def _triangle(count: int) -> int:
+    return count * (count + 1) // 2
+
+
+FULL = Attention()
+
+
+class LayerGroup(NamedTuple):
+    """Layers that share their block tables, all of them of one `attention`. `ring`: tables have so many entries at
+    most, and block i of a sequence lies in entry i modulo `ring`; 0: entry i.
+    """
+
+    attention: Attention
+    layers: tuple[int, ...]
+    block_size: int  # tokens
+    ring: int = 0
+
+
+def page_layers(groups: Sequence[LayerGroup]) -> int:
+    """Layers of a page: the largest piece of a cache that blocks of every group are made of."""
+    return gcd(*[len(group.layers) for group in groups])
+
+
+def pages_of(groups: Sequence[LayerGroup]) -> list[int]:
+    """Pages of a block, by group."""
+    layers = page_layers(groups)
+    return [len(group.layers) // layers for group in groups]
+
+
+@value(init=False)
+class TableChange:
+    """Of the table that a request has in a group, by number: its first `passed` entries are of nobody any more, since
+    nobody sees them; `replaced` gives (entry, block) where another block of equal content is there now; then `blocks`
+    are added behind. The first change of a request since it was let in is the whole table: `passed` entries that never
+    were, then `blocks`.
+    """
+
+    spec: Final[RequestSpec]
+    group: Final[int]
+    passed: Final[int]
+    blocks: Final[tuple[int, ...]]
+    replaced: Final[tuple[tuple[int, int], ...]]
+
+    def __init__(
+        self,
+        spec: RequestSpec,
+        group: int,
+        passed: int,
+        blocks: tuple[int, ...],
+        replaced: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        self.spec = spec
+        self.group = group
+        self.passed = passed
+        self.blocks = blocks
+        self.replaced = replaced

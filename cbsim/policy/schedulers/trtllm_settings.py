@@ -1,0 +1,117 @@
+"""What the TensorRT-LLM scheduler may be told, and what it makes of it on a machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from cbsim.policy.kind import AtLeast, Count, Natural, Settings, SettingsError, Site, resolved
+from cbsim.policy.limits import Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrtllmSettings(Settings):
+    """TensorRT-LLM's Python scheduler, without block reuse. Defaults are those of its PyTorch backend."""
+
+    name: str = "trtllm"
+    capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH"] = "GUARANTEED_NO_EVICT"
+    """Who gets cache. GUARANTEED_NO_EVICT: whoever can be kept to the end. MAX_UTILIZATION: whoever has room for a
+    step; the last started is paused and computed again. STATIC_BATCH: nobody while somebody generates."""
+    max_batch_size: Count = 2048
+    """Requests in a step."""
+    max_num_tokens: Count = 8192
+    """Query tokens in a step."""
+    max_num_requests: Count | None = None
+    """Requests that may have cache at a time; null: max_batch_size."""
+    max_active_requests: Count | None = None
+    """Requests taken from the queue at a time, with cache or without; null: max_num_requests."""
+    max_seq_len: Count | None = None
+    """Longest sequence, tokens; null: the model's, capped by the cache."""
+    enable_chunked_prefill: bool = False
+    """May a prompt be prefilled over several steps?"""
+    context_chunking_policy: Literal["FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS"] = "FIRST_COME_FIRST_SERVED"
+    """With chunks: the tokens of a step go to the prompts in order, or a unit to each in turn."""
+    chunk_unit_size: Count | None = None
+    """With chunks: a part of a prompt that is not its last has a multiple of so many tokens; null: a block."""
+    two_step_lookahead: bool = False
+    """MAX_UTILIZATION: a request that generates needs room for two tokens."""
+    batch_wait_timeout_iters: Natural = 0
+    """Prompts wait for more of them at most so many steps while others generate; 0: they do not wait."""
+    batch_wait_max_tokens_ratio: Annotated[float, AtLeast(0)] = 0.0
+    """And only while the step would have fewer tokens than this share of max_num_tokens; 0: they do not wait."""
+
+    def __post_init__(self) -> None:
+        if self.batch_wait_max_tokens_ratio > 1:
+            text = f"got {self.batch_wait_max_tokens_ratio:g}, must be <= 1"
+            raise SettingsError("batch_wait_max_tokens_ratio", text)
+        if self.two_step_lookahead and self.capacity_scheduler_policy != "MAX_UTILIZATION":
+            text = f"got true, must be false with capacity_scheduler_policy {self.capacity_scheduler_policy}"
+            raise SettingsError("two_step_lookahead", text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrtllmOptions(TrtllmSettings):
+    """All resolved."""
+
+    block_size: int
+    num_blocks: int
+    max_num_requests: int
+    max_active_requests: int
+    max_seq_len: int
+    chunk_unit_size: int
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            seats=self.max_num_requests, rows=self.max_batch_size, tokens=self.max_num_tokens, longest=self.max_seq_len
+        )
+
+
+def resolve(settings: TrtllmSettings, site: Site) -> TrtllmOptions:
+    """The cache beside a full step, and the longest sequence that it can hold. Raises SettingsError."""
+    unit = settings.chunk_unit_size or site.block_size
+    if settings.enable_chunked_prefill and unit > settings.max_num_tokens:
+        text = (
+            f"got {settings.max_num_tokens}, must be >= {unit}, the least part of a prompt (chunk_unit_size or a block)"
+        )
+        raise SettingsError("max_num_tokens", text)
+    seats = settings.max_num_requests or settings.max_batch_size
+    blocks = site.blocks(settings.max_num_tokens, seats)
+    return resolved(
+        settings,
+        TrtllmOptions,
+        block_size=site.block_size,
+        num_blocks=blocks,
+        max_num_requests=seats,
+        max_active_requests=settings.max_active_requests or seats,
+        max_seq_len=settings.max_seq_len or min(site.max_position, blocks * site.block_size),
+        chunk_unit_size=unit,
+    )
+
+
+def reasons(settings: TrtllmSettings, site: Site) -> dict[str, str]:
+    """Where what the settings leave open comes from."""
+    del settings, site
+    return {
+        "max_num_requests": "max_batch_size",
+        "max_active_requests": "max_num_requests",
+        "max_seq_len": "the model's, or what the cache holds",
+        "chunk_unit_size": "kv_cache.block_size",
+    }
+
+
+def widened(settings: TrtllmSettings, seats: int, tokens: int) -> TrtllmSettings:
+    """The same for a probe, which no prompt's length and nobody who waits for others may disturb."""
+    return replace(
+        settings,
+        capacity_scheduler_policy="GUARANTEED_NO_EVICT",
+        two_step_lookahead=False,
+        max_batch_size=seats,
+        max_num_tokens=max(tokens, seats),
+        max_num_requests=None,
+        max_active_requests=None,
+        max_seq_len=None,
+        enable_chunked_prefill=True,
+        chunk_unit_size=1,
+        batch_wait_timeout_iters=0,
+    )
