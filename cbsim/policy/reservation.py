@@ -52,6 +52,11 @@ class PiecePool(BlockPool):
         self.spare: dict[Request, int] = {}
         self.sought = 0
 
+    @property
+    def saved(self) -> int:
+        """None: nobody shares a piece."""
+        return 0
+
     def fits(self, blocks: int) -> bool:
         """Is there a piece of so many blocks?"""
         found = self.pieces.largest >= blocks
