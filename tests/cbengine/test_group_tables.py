@@ -17,7 +17,7 @@ from oracle import toy_run, toy_text
 from regrouped import Regrouped, grouped, regrouped
 from served import INLINE, LOOPS, MS, Case, Run, cases, check_texts, plain_cache, server, spec
 
-from cbengine import build
+from cbengine import build, refusals
 from cbengine.build import Setup
 from cbengine.first import smoke_models
 from cbengine.model import weights
@@ -146,8 +146,10 @@ def test_a_worker_process_says_the_same() -> None:
 
 
 def test_only_a_scheduler_that_knows_of_windows_is_given_them() -> None:
-    plain = server("static", 4, 24, 7, 6, sharing=False)
+    """Before anything is served."""
+    plain = seeing(server("static", 4, 24, 7, 6, sharing=False), NEAR, FULL)
     with pytest.raises(build.UsageError, match=r"^model\.attention: layers see less .* with scheduler static$"):
-        build.adapted(seeing(plain, NEAR, FULL), INLINE)
+        build.engine(plain, "sync", load(), INLINE)
     with plain_cache():
-        assert build.adapted(seeing(plain, NEAR, FULL), INLINE).model.layer_attention == (NEAR, FULL)
+        assert build.adapted(plain, INLINE).model.layer_attention == (NEAR, FULL)
+        refusals.check_windows(plain)
