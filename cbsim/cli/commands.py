@@ -82,8 +82,10 @@ def occupancy(paths: Sequence[Path], *, as_json: bool) -> int:
 
 def schema(folder: Path) -> int:
     """Write the JSON schemas that editors use."""
+    from cbsim.sweeps.sweep_file import SweepFile
+
     try:
-        written = scenario.write_schemas(folder)
+        written = scenario.write_schemas(folder, {"sweep": SweepFile})
     except OSError as error:
         raise directory.RunError(f"{folder}: cannot be written: {error.strerror or error}") from error
     for path in written:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
@@ -275,13 +276,14 @@ def _standard(node: Any) -> Any:
     return known
 
 
-def write_schemas(folder: Path) -> list[Path]:
-    """Write the schemas of scenario, model, hardware and coefficient files; returns the files."""
+def write_schemas(folder: Path, further: Mapping[str, type[Frozen]] = MappingProxyType({})) -> list[Path]:
+    """Write the schemas of scenario, model, hardware and coefficient files, and further ones; returns the files."""
     parts: dict[str, type[Frozen]] = {
         "scenario": Scenario,
         "model": ModelShape,
         "hardware": Hardware,
         "coefficients": Coefficients,
+        **further,
     }
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{name}.schema.json" for name in parts]

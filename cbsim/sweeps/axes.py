@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, ValidationError, model_validator
 
 from cbsim.scenario.documents import wording
 from cbsim.scenario.fields import Frozen, Real, Whole, as_tuple, complaint
@@ -63,10 +63,10 @@ class LogRange(Frozen):
     def values(self) -> tuple[float, ...]:
         """In rising order."""
         if self.count is not None:
-            ratio = (self.high / self.low) ** (1 / (self.count - 1))
-            return tuple(_number(self.low * ratio**i) for i in range(self.count))
+            each = _octaves(self.low, self.high) / (self.count - 1)
+            return tuple(_number(2 ** (math.log2(self.low) + i * each)) for i in range(self.count))
         assert self.factor is not None
-        count = math.floor(math.log(self.high / self.low) / math.log(self.factor) * (1 + 1e-12)) + 1
+        count = math.floor(_octaves(self.low, self.high) / math.log2(self.factor) * (1 + 1e-12)) + 1
         return tuple(_number(self.low * self.factor**i) for i in range(count))
 
 
@@ -77,9 +77,13 @@ def _check(low: float, high: float, name: str, each: float | None, count: int | 
         raise complaint(f"got {'both' if count else 'neither'}, expected one of {name} and count", name)
     if each is not None and each <= least:
         raise complaint(f"got {each:g}, must be > {least}", name)
-    spans = 0.0 if each is None else math.log(high / low) / math.log(each) if least else (high - low) / each
-    if spans > MOST_VALUES:
+    if each is not None and (_octaves(low, high) / math.log2(each) if least else (high - low) / each) > MOST_VALUES:
         raise complaint(f"got {each:g}, gives more than {MOST_VALUES:,} values", name)
+
+
+def _octaves(low: float, high: float) -> float:
+    """How often `low` doubles on its way to `high`."""
+    return math.log2(high) - math.log2(low)
 
 
 def _number(value: float) -> float:
@@ -131,6 +135,20 @@ class Axis(Frozen):
     """Dotted field: its values. Several fields advance together."""
     points: Annotated[tuple[dict[str, Any], ...], BeforeValidator(as_tuple)] = ()
     """Each sets what it names."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """As it is written."""
+        rule = handler(Ranged.__pydantic_core_schema__)
+        points = {"type": "array", "minItems": 1, "items": {"type": "object"}}
+        return {
+            "type": "object",
+            "minProperties": 1,
+            "properties": {"points": points},
+            "additionalProperties": {
+                "anyOf": [{"type": "array", "minItems": 1}, rule, {"type": ["number", "string", "boolean"]}]
+            },
+        }
 
     @model_validator(mode="before")
     @classmethod

@@ -55,9 +55,8 @@ def run(options: SweepOptions, executor: Executor) -> int:
 
 
 def _say_begun(sweep: Sweep, options: SweepOptions, executor: Executor) -> None:
-    there = len(sweep.points) - len(sweep.missing)
     shard = f", shard {options.shard.number} of {options.shard.of}" if options.shard.of > 1 else ""
-    print(f"{sweep.file.name}: {len(sweep.points):,} points, {there:,} not to be run{shard}; {executor.about}")
+    print(f"{sweep.file.name}: {len(sweep.points):,} points, {len(sweep.missing):,} to be run{shard}; {executor.about}")
     for state, runs in sweep.store.others.items():
         print(f"{sweep.store.path}: {runs:,} runs of another state of the code ({state}) stay apart")
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from cbsim.policy.schedulers import registry
 from cbsim.scenario import catalog
-from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario
 
 ROOMS = ("policy", "scenario", "workload", "cost", "results", "server", "machine")
@@ -34,34 +33,30 @@ def code() -> str:
 def key(scenario: Scenario) -> str:
     """Names a run of one loop: equal where everything is that its numbers follow from."""
     facts = scenario.model_dump(mode="json", exclude=set(WORDS))
-    read = {path: _content(path) for path in sorted(set(_paths(facts)))}
+    read = {field: _content(field, path) for field, path in _paths(facts)}
     text = json.dumps([facts, read, _policy(scenario)], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _paths(value: Any) -> Iterator[str]:
-    """The files and folders that a scenario names: what stands in fields called `path`."""
-    if isinstance(value, dict):
-        for name, part in value.items():
-            if name == "path" and isinstance(part, str):
-                yield part
-            else:
-                yield from _paths(part)
-    elif isinstance(value, list):
-        for part in value:
-            yield from _paths(part)
+def _paths(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
+    """The files and folders that a scenario names, by dotted field: what stands in fields called `path`."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in parts:
+        if name == "path" and isinstance(part, str):
+            yield f"{field}path", part
+        else:
+            yield from _paths(part, f"{field}{name}.")
 
 
-def _content(path: str) -> str:
-    """A hash of a data file, or of all files whose names begin so. Raises ScenarioError if there is none."""
-    try:
-        files = [catalog.data(path)]
-    except ScenarioError:
+def _content(field: str, path: str) -> str:
+    """A hash of a data file, or of all tables whose names begin so. Raises ScenarioError if there is none."""
+    if field.startswith("cost."):
         place = catalog.tables(path)
         files = sorted(place.rglob("*") if place.is_dir() else place.parent.glob(f"{place.name}*"))
-    files = [file for file in files if file.is_file()]
+    else:
+        files = [catalog.data(path, field)]
     said = hashlib.sha256()
-    for file in files:
+    for file in filter(Path.is_file, files):
         state = file.stat()
         said.update(_hashed(file, state.st_mtime_ns, state.st_size))
     return said.hexdigest()

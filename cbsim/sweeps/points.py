@@ -75,7 +75,9 @@ def _built(scenario: Scenario, settings: Settings, replicate: int) -> list[Point
 def _told(name: str, wrong: Mapping[str, Sequence[str]]) -> str:
     """Every mistake once, with the points that make it."""
     count = sum(map(len, wrong.values()))
-    lines = [f"sweep {name}: {count} points cannot be built; nothing was run" if count > 1 else f"sweep {name}:"]
+    if count == 1:
+        return f"sweep {name}: {next(iter(wrong.values()))[0]}: {next(iter(wrong))}"
+    lines = [f"sweep {name}: {count} points cannot be built; nothing was run"]
     for error, places in list(wrong.items())[:MOST_TOLD]:
         more = f" and {len(places) - 1} more" if len(places) > 1 else ""
         lines.append(f"  {places[0]}{more}: {error}")

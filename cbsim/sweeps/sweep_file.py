@@ -36,7 +36,7 @@ class SweepFile(Frozen):
     """A scenario's name, its file from this one's folder, or its fields."""
     set: dict[str, Any] = Field(default_factory=dict)
     """Fields that all points have otherwise than the scenario."""
-    axes: Annotated[tuple[Axis, ...], BeforeValidator(_axes)] = ()
+    axes: Annotated[tuple[Axis, ...], BeforeValidator(_axes, json_schema_input_type=Axis | tuple[Axis, ...])] = ()
     """Fields and their values: lists, `{range: {low, high, step}}`, `{log: {low, high, factor}}`, or with `count`.
     Axes multiply; in a list of axes the fields of one advance together; `{points: [...]}` names what no rule gives.
     """
