@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cbsim.scenario.fields import ScenarioError
     from cbsim.scenario.scenario import Scenario
     from cbsim.server.result import Result, Results
+    from cbsim.sweeps.sweep import Swept
 
 __all__ = [
     "CheckError",
@@ -29,10 +30,12 @@ __all__ = [
     "RunError",
     "Scenario",
     "ScenarioError",
+    "Swept",
     "UserError",
     "load",
     "read",
     "run",
+    "sweep",
 ]
 HOMES = {
     "CheckError": "cbsim.results.checks",
@@ -41,6 +44,7 @@ HOMES = {
     "RunError": "cbsim.results.directory",
     "Scenario": "cbsim.scenario.scenario",
     "ScenarioError": "cbsim.scenario.fields",
+    "Swept": "cbsim.sweeps.sweep",
     "UserError": "cbsim.scenario.errors",
 }
 COMMAND = "python -m cbsim run scenario.resolved.yaml"  # in the run directory
@@ -78,6 +82,20 @@ def read(path: str | Path) -> Result:
     from cbsim.server import result
 
     return result.read(path)
+
+
+def sweep(source: str | Path | Mapping[str, Any], *, store: str | Path = "sweeps", jobs: int = 1) -> Swept:
+    """Make the runs of a sweep file, or of its fields, that `store` lacks: in this process, or in `jobs` others. Then a
+    script stands under `if __name__ == "__main__":`, since each of them imports it. What comes back has a `table` with
+    a row a point. Raises ScenarioError, RunError.
+    """
+    from cbsim.sweeps import sweep as sweeps
+    from cbsim.sweeps import sweep_file
+    from cbsim.sweeps.executor import Here
+    from cbsim.sweeps.processes import Processes
+
+    given = (sweep_file.parse(source), Path()) if isinstance(source, Mapping) else sweep_file.read(Path(source))
+    return sweeps.Sweep(*given, Path(store)).run(Processes(jobs) if jobs > 1 else Here())
 
 
 def __getattr__(name: str) -> Any:

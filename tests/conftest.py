@@ -14,6 +14,7 @@ import pytest
 from calls import out, small  # noqa: F401 - fixtures
 from hypothesis import HealthCheck, settings
 from pictures import drawn, sketched  # noqa: F401 - fixtures
+from sweeping import sweep, trapped  # noqa: F401 - fixtures
 
 MOST_WORKERS = 4  # each imports and collects everything, ten seconds, and takes a gigabyte if torch is there
 

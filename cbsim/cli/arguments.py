@@ -27,6 +27,7 @@ STUDIES = {  # modules of cbsim.proof.studies
     "fragmentation": "fragmentation",
     "landscape": "landscape",
     "schedulers_by_load": "schedulers_by_load",
+    "async_map": "async_map",
 }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cbsim.cli.arguments import STUDIES
+from cbsim.cli.many_runs import executor
 from cbsim.machine.simulation import Simulation
 from cbsim.results import directory
 from cbsim.scenario import scenario
@@ -24,6 +25,17 @@ if TYPE_CHECKING:
 def run(options: RunOptions) -> int:
     """Simulate a scenario under each of its loops, write the run directories, say what came out."""
     return run_command.run(options, Simulation)
+
+
+def sweep(arguments: argparse.Namespace) -> int:
+    """Make the runs of a sweep that are missing, and the table of all of them."""
+    from cbsim.sweeps import command
+    from cbsim.sweeps.sweep import Shard
+
+    options = command.SweepOptions(
+        arguments.file, arguments.store, Shard(*arguments.shard), arguments.json, arguments.quiet
+    )
+    return command.run(options, executor(arguments))
 
 
 def conformance(paths: Sequence[Path]) -> int:
@@ -70,8 +82,10 @@ def occupancy(paths: Sequence[Path], *, as_json: bool) -> int:
 
 def schema(folder: Path) -> int:
     """Write the JSON schemas that editors use."""
+    from cbsim.sweeps.sweep_file import SweepFile
+
     try:
-        written = scenario.write_schemas(folder)
+        written = scenario.write_schemas(folder, {"sweep": SweepFile})
     except OSError as error:
         raise directory.RunError(f"{folder}: cannot be written: {error.strerror or error}") from error
     for path in written:

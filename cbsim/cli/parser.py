@@ -9,7 +9,16 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cbsim.cli.arguments import STUDIES, Parser, a_path, guarded, renamed, run_arguments, run_options
+from cbsim.cli.arguments import (
+    STUDIES,
+    Parser,
+    a_path,
+    guarded,
+    renamed,
+    run_arguments,
+    run_options,
+)
+from cbsim.cli.many_runs import a_shard, store_arguments
 from cbsim.server.status import ERROR, USAGE
 
 RENAMED = {"replay": "replan", "validate": "score"}
@@ -39,6 +48,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 
     acts: dict[str, Callable[[], int]] = {
         "run": lambda: commands.run(run_options(arguments)),
+        "sweep": lambda: commands.sweep(arguments),
         "conformance": lambda: commands.conformance(arguments.paths),
         "replan": lambda: commands.replan(arguments.runs),
         "occupancy": lambda: commands.occupancy(arguments.runs, as_json=arguments.json),
@@ -82,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
     about = "simulate a scenario and write a run directory a loop"
     run_arguments(command("run", about, "8k_b32 --loop async --set workload.requests=16 --check 'gpu_active>=99%'"))
+    _sweep_arguments(command("sweep", "run a scenario many times over axes of its fields", "sweep.yaml --jobs 4"))
     about = "compare the policies with traces of the real schedulers"
     conformance = command("conformance", about, "tests/golden/transformers")
     conformance.add_argument("paths", nargs="+", type=a_path, metavar="PATH", help="a trace, or a folder of traces")
@@ -122,6 +133,16 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--peers", action="store_true", help="beside other simulators that are installed, in turn")
     bench.add_argument("--json", action="store_true", help="print one JSON object, a case a key")
     return parser
+
+
+def _sweep_arguments(sweep: argparse.ArgumentParser) -> None:
+    sweep.add_argument("file", type=a_path, metavar="FILE", help="a sweep file: a scenario and the axes of its fields")
+    store_arguments(sweep)
+    sweep.add_argument(
+        "--shard", type=a_shard, default=(1, 1), metavar="I/N", help="only every N-th missing point, from the I-th on"
+    )
+    sweep.add_argument("--json", action="store_true", help="print one object: the points with all their metrics")
+    sweep.add_argument("--quiet", action="store_true", help="print nothing but the path of the table")
 
 
 def _cache_curve_arguments(curve: argparse.ArgumentParser) -> None:

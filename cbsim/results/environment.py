@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,20 +30,27 @@ PACKAGES = (
 )
 
 
-def environment(command: str, workload_hash: str, seed: int) -> dict[str, Any]:
-    """The contents of env.json."""
+def environment(command: str, workload_hash: str, seed: int, where: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The contents of env.json. `where` is what `place` says, if somebody knows it already."""
     return {
         "command": command,
         "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        **(place() if where is None else where),
+        "device": None,
+        "driver": None,
+        "workload_hash": workload_hash,
+        "seed": seed,
+    }
+
+
+def place() -> dict[str, Any]:
+    """What holds of every run of a process: code, interpreter, libraries. It asks git, which takes as long as a run."""
+    return {
         "git": git_state(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": packages(),
         "core": core.running(),
-        "device": None,
-        "driver": None,
-        "workload_hash": workload_hash,
-        "seed": seed,
     }
 
 

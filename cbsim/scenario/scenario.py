@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
@@ -141,14 +142,7 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Scenario:
     belongs to, the defaults stand for it. An override of a `name` or `kind` turns that part into another one and drops
     the fields of the file that the other one does not have.
     """
-    path = catalog.scenario(path_or_name)
-    document = documents.read(path)
-    document.data.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:150].strip("-._") or "scenario")
-    if overrides:
-        document = apply(document, overrides, _defaults(document.data, path.parent), path.parent)
-    scenario = _validated(document, path.parent)
-    _check_sizes(scenario, document)
-    return scenario
+    return variants(path_or_name)(overrides)
 
 
 def parse(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Scenario:
@@ -156,12 +150,34 @@ def parse(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Sc
 
     Raises ScenarioError.
     """
-    document = Document(where, None, data)  # nobody wrote its lines
-    if overrides:
-        document = apply(document, overrides, _defaults(data, Path()), Path())
-    scenario = _validated(document, Path())
-    _check_sizes(scenario, document)
-    return scenario
+    return Variants(Document(where, None, data), Path())(overrides)  # nobody wrote its lines
+
+
+class Variants:
+    """The scenarios that a file and overrides make; the file is read once. `base` is where its paths begin."""
+
+    def __init__(self, document: Document, base: Path) -> None:
+        self._document, self._base = document, base
+        self._usual: dict[str, Any] | None = None
+
+    def __call__(self, overrides: Sequence[str] = ()) -> Scenario:
+        """One of them. Raises ScenarioError."""
+        document = self._document
+        if overrides:
+            if self._usual is None:
+                self._usual = _defaults(document.data, self._base)
+            document = apply(document, overrides, self._usual, self._base)
+        scenario = _validated(document, self._base)
+        _check_sizes(scenario, document)
+        return scenario
+
+
+def variants(path_or_name: str | Path) -> Variants:
+    """Those of the scenario in a file, or of the one of that name that comes with the project. Raises ScenarioError."""
+    path = catalog.scenario(path_or_name)
+    document = documents.read(path)
+    document.data.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:150].strip("-._") or "scenario")
+    return Variants(document, path.parent)
 
 
 def dump(scenario: Scenario) -> str:
@@ -260,13 +276,14 @@ def _standard(node: Any) -> Any:
     return known
 
 
-def write_schemas(folder: Path) -> list[Path]:
-    """Write the schemas of scenario, model, hardware and coefficient files; returns the files."""
+def write_schemas(folder: Path, further: Mapping[str, type[Frozen]] = MappingProxyType({})) -> list[Path]:
+    """Write the schemas of scenario, model, hardware and coefficient files, and further ones; returns the files."""
     parts: dict[str, type[Frozen]] = {
         "scenario": Scenario,
         "model": ModelShape,
         "hardware": Hardware,
         "coefficients": Coefficients,
+        **further,
     }
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{name}.schema.json" for name in parts]

@@ -62,12 +62,12 @@ class Progress:
         else:
             text += f"{now_ns / 1e9:,.1f} s simulated in {spent:.1f} s"
         if 0 < finished < self._total and spent > SOON_S:
-            text += f", {_roughly(spent * (self._total - finished) / finished)} left"
+            text += f", {roughly(spent * (self._total - finished) / finished)} left"
         sys.stderr.write(f"\r{text}\x1b[K{end}" if self._live else f"{text}{end}")
         sys.stderr.flush()
 
 
-def _roughly(seconds: float) -> str:
+def roughly(seconds: float) -> str:
     """As far as an estimate goes: "40 s", "3 min", "2.5 h"."""
     if seconds < 100:
         return f"{seconds:.0f} s"

@@ -61,12 +61,14 @@ class Terms:
     """What a run is told besides its scenario.
 
     `command` makes it again, `window_s` bounds the arrivals of the requests that count, `requests` are served in place
-    of the scenario's own: the text of a CSV file (cbsim.workload.given).
+    of the scenario's own: the text of a CSV file (cbsim.workload.given). `place` is where runs are made, if it is known
+    already (environment.place).
     """
 
     command: str
     window_s: tuple[float, float] | None = None
     requests: str | None = None
+    place: Mapping[str, Any] | None = None
 
 
 class Session:
@@ -82,7 +84,7 @@ class Session:
         self.server = serve(self.scenario, loop, workload)
         self._terms = terms
         self._pieces: Pieces | None = None
-        self._facts = environment.environment(terms.command, workload.fingerprint(), scenario.seed)
+        self._facts = environment.environment(terms.command, workload.fingerprint(), scenario.seed, terms.place)
         self._facts |= self.server.facts
 
     @property

@@ -1,0 +1,83 @@
+"""What makes two runs the same: the resolved scenario, the code that computes them, and the data that they read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from cbsim.policy.schedulers import registry
+from cbsim.scenario import catalog
+from cbsim.scenario.scenario import Scenario
+
+ROOMS = ("policy", "scenario", "workload", "cost", "results", "server", "machine")
+"""The rooms that a number of a run follows from; drawing, proofs and command lines leave it alone."""
+WORDS = ("name", "question")
+"""Fields of a scenario that no number follows from."""
+
+
+@cache
+def code() -> str:
+    """The state of the code: a hash of the sources of those rooms. Equal wherever the same code is installed."""
+    root, said = Path(__file__).resolve().parents[1], hashlib.sha256()
+    for path in sorted(path for room in ROOMS for path in (root / room).rglob("*.py")):
+        said.update(f"{path.relative_to(root).as_posix()}\0".encode())
+        said.update(path.read_bytes())
+    return said.hexdigest()[:12]
+
+
+def key(scenario: Scenario) -> str:
+    """Names a run of one loop: equal where everything is that its numbers follow from."""
+    facts = scenario.model_dump(mode="json", exclude=set(WORDS))
+    read = {field: _content(field, path) for field, path in _paths(facts)}
+    text = json.dumps([facts, read, _policy(scenario)], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _paths(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
+    """The files and folders that a scenario names, by dotted field: what stands in fields called `path`."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in parts:
+        if name == "path" and isinstance(part, str):
+            yield f"{field}path", part
+        else:
+            yield from _paths(part, f"{field}{name}.")
+
+
+def _content(field: str, path: str) -> str:
+    """A hash of a data file, or of all tables whose names begin so. Raises ScenarioError if there is none."""
+    if field.startswith("cost."):
+        place = catalog.tables(path)
+        files = sorted(place.rglob("*") if place.is_dir() else place.parent.glob(f"{place.name}*"))
+    else:
+        files = [catalog.data(path, field)]
+    said = hashlib.sha256()
+    for file in filter(Path.is_file, files):
+        state = file.stat()
+        said.update(_hashed(file, state.st_mtime_ns, state.st_size))
+    return said.hexdigest()
+
+
+@lru_cache(maxsize=4096)
+def _hashed(file: Path, changed_ns: int, size: int) -> bytes:
+    """Of a file in one state."""
+    del changed_ns, size
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").digest()
+
+
+def _policy(scenario: Scenario) -> str | None:
+    """A hash of the modules that define a scheduler which is not ours."""
+    if scenario.scheduler.name in registry.OURS:
+        return None
+    kind = scenario.kind
+    modules = {getattr(part, "__module__", "") for part in (kind.settings, kind.resolve, kind.make)}
+    files = {getattr(sys.modules.get(module), "__file__", None) for module in modules}
+    said = hashlib.sha256()
+    for file in sorted(filter(None, files)):
+        said.update(Path(file).read_bytes())
+    return said.hexdigest()

@@ -1,0 +1,111 @@
+"""Where the runs of sweeps are kept: a folder that several sweeps may share, also at the same time.
+
+    runs/<code>/<key>/        a run directory: what its scenario, code and data give; there whole or not at all
+    failed/<code>/<key>.json  why a run failed, until one of that key is made
+    <name>.parquet            the table of a sweep
+
+A run is written under another name and renamed when all of it is there. Runs of another state of the code stay where
+they are and count for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from cbsim.results.directory import RunError, write_whole
+
+PART = ".part-"
+STALE_S = 24 * 3600.0  # older parts are of sweeps that were killed
+
+
+class Store:
+    """A folder of runs. `code` is the state of the code that they are of. Raises RunError if it cannot be written."""
+
+    def __init__(self, path: Path, code: str) -> None:
+        self.path, self.code = path, code
+        self._runs, self._failed = path / "runs" / code, path / "failed" / code
+        try:
+            for folder in (self._runs, self._failed):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._sweep_parts()
+        except OSError as error:
+            raise _refused(path, error) from error
+
+    @property
+    def others(self) -> dict[str, int]:
+        """Runs of other states of the code, by state."""
+        states = [folder for folder in self._runs.parent.iterdir() if folder.is_dir() and folder.name != self.code]
+        return {folder.name: sum(1 for _ in folder.iterdir()) for folder in sorted(states)}
+
+    def keys(self) -> set[str]:
+        """Runs that are there."""
+        return {folder.name for folder in self._runs.iterdir() if not folder.name.startswith(".")}
+
+    def run(self, key: str) -> Path:
+        """The directory of a run."""
+        return self._runs / key
+
+    def holds(self, key: str, files: tuple[str, ...]) -> bool:
+        """Is the run there, with all these files?"""
+        return all((self.run(key) / name).is_file() for name in files)
+
+    def put(self, key: str, files: Mapping[str, bytes]) -> None:
+        """Keep a run. One that is there stays, unless it has fewer files: they say the same."""
+        try:
+            part = Path(tempfile.mkdtemp(prefix=PART, dir=self._runs))
+            for name, content in files.items():
+                (part / name).parent.mkdir(exist_ok=True)
+                (part / name).write_bytes(content)
+            part.chmod(0o755)
+            if self.run(key).exists() and not self.holds(key, tuple(files)):
+                self.run(key).replace(part.with_name(f"{part.name}-old"))
+            try:
+                part.replace(self.run(key))
+            except OSError:
+                if not self.run(key).is_dir():
+                    raise
+                shutil.rmtree(part)  # another sweep was first
+            shutil.rmtree(part.with_name(f"{part.name}-old"), ignore_errors=True)
+            (self._failed / f"{key}.json").unlink(missing_ok=True)
+        except OSError as error:
+            raise _refused(self.path, error) from error
+
+    def fail(self, key: str, reason: str) -> None:
+        """Say why there is no such run."""
+        try:
+            write_whole(self._failed / f"{key}.json", (json.dumps({"reason": reason}) + "\n").encode())
+        except OSError as error:
+            raise _refused(self.path, error) from error
+
+    def reason(self, key: str) -> str | None:
+        """Why a run failed; None if nobody knows of it."""
+        with suppress(OSError, ValueError, KeyError):
+            return str(json.loads((self._failed / f"{key}.json").read_text(encoding="utf-8"))["reason"])
+        return None
+
+    def summary(self, key: str) -> dict[str, Any]:
+        """The summary of a run that is there. Raises RunError if it cannot be read."""
+        path = self.run(key) / "summary.json"
+        try:
+            summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunError(f"{path}: cannot be read: {error}; remove {path.parent} to make it again") from error
+        return summary
+
+    def _sweep_parts(self) -> None:
+        """Remove what sweeps that were killed have left."""
+        for part in self._runs.glob(f"{PART}*"):
+            with suppress(OSError):
+                if time.time() - part.stat().st_mtime > STALE_S:
+                    shutil.rmtree(part)
+
+
+def _refused(path: Path, error: OSError) -> RunError:
+    return RunError(f"{path}: cannot be written: {error.strerror or error}", file=path)

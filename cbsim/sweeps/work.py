@@ -1,0 +1,95 @@
+"""The work of one point: a run, in any process of any machine; what comes back are the files of its directory."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cbsim.machine.simulation import Simulation
+from cbsim.policy.stuck import StuckError
+from cbsim.results import environment
+from cbsim.results.directory import RunWriter
+from cbsim.scenario.errors import UserError
+from cbsim.scenario.scenario import Scenario
+from cbsim.server import running
+from cbsim.server.guard import PolicyError
+from cbsim.server.result import TIMELINE, Result
+from cbsim.server.running import Terms
+from cbsim.sweeps.sweep_file import Keep
+
+COMMAND = "python -m cbsim run scenario.resolved.yaml"  # in the point's directory
+
+
+class Task(NamedTuple):
+    """A run to be made, and what is kept of it."""
+
+    key: str
+    scenario: Scenario
+    keep: Keep
+
+
+class Made(NamedTuple):
+    """What became of a task: the files of its directory by name, or the reason why there are none."""
+
+    key: str
+    files: Mapping[str, bytes]
+    reason: str | None = None
+    seconds: float = 0.0
+
+
+def work(task: Task) -> Made:
+    """Make the run. Nothing that a run can raise leaves this function: it is the reason why it failed."""
+    begun = time.perf_counter()
+    try:
+        scenario = task.scenario
+        result = running.one_loop(scenario, scenario.loop.mode, Simulation, Terms(COMMAND, place=_place()))
+        files = _files(result, task.keep)
+    except Exception as error:
+        return Made(task.key, {}, _reason(error), time.perf_counter() - begun)
+    return Made(task.key, files, None, time.perf_counter() - begun)
+
+
+@cache
+def _place() -> dict[str, Any]:
+    """Asked once a process."""
+    return environment.place()
+
+
+def _files(result: Result, keep: Keep) -> dict[str, bytes]:
+    if keep == "summary":
+        return {
+            "scenario.resolved.yaml": result.resolved.encode(),
+            "env.json": _json(result.environment),
+            "summary.json": _json(result.summary),
+        }
+    with tempfile.TemporaryDirectory() as folder:
+        writer = RunWriter.at(Path(folder))
+        writer.scenario(result.resolved)
+        result.write(writer, TIMELINE)
+        paths = [path for path in writer.path.rglob("*") if path.is_file()]
+        files = {path.relative_to(writer.path).as_posix(): path.read_bytes() for path in paths}
+    if keep == "tables":
+        return {name: content for name, content in files.items() if not name.startswith(("figures/", "timeline"))}
+    return files
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
+
+
+def _reason(error: Exception) -> str:
+    """Why a run failed, in a line; with the place in our code if nobody but us can be at fault."""
+    if isinstance(error, StuckError):
+        return f"stuck: {error}"
+    if isinstance(error, UserError | PolicyError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno}, {frame.name})"

@@ -1,0 +1,76 @@
+"""Processes that work on a sweep, and what is lost when they or the sweep are ended: nothing that was done."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from calls import environment
+from sweeping import seats
+
+from cbsim.sweeps import sweep_file
+from cbsim.sweeps.executor import Here
+from cbsim.sweeps.processes import DIED, Processes
+from cbsim.sweeps.sweep import Sweep, Swept
+
+
+def swept(path: Path, store: Path) -> Swept:
+    return Sweep(*sweep_file.read(path), store).run(Processes(2))
+
+
+def test_processes_make_what_this_one_makes(sweep: Path, tmp_path: Path) -> None:
+    """In whatever order: the same table, to the last bit."""
+    here = Sweep(*sweep_file.read(sweep), tmp_path / "here").run(Here())
+    assert swept(sweep, tmp_path / "there").table.equals(here.table)
+
+
+def test_who_kills_his_process_fails_and_nobody_else_does(trapped: Path, tmp_path: Path) -> None:
+    """A point whose process dies is done again, and with it all that were under way; it fails if that dies, too."""
+    done = swept(seats(trapped, 1, 2, 67, 3, 68, 4, 5), tmp_path / "store")
+    assert [row.status for row in done.rows] == ["done", "done", "failed", "done", "done", "done", "done"]
+    assert done.rows[2].reason == DIED
+
+
+def _started(path: Path, store: Path) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "cbsim", "sweep", str(path), "--store", str(store), "--jobs", "2"]
+    paths = environment()["PYTHONPATH"] + os.pathsep + str(path.parent)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=environment() | {"PYTHONPATH": paths})
+
+
+def _until(process: subprocess.Popen[str], reached: Callable[[], bool]) -> None:
+    """Wait for what the sweep does."""
+    while not reached():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_sweep_that_is_ended_goes_on_later(trapped: Path, tmp_path: Path, how: signal.Signals) -> None:
+    """Its processes end with it, even if it was killed; what was under way is missing, and nothing else."""
+    store, busy = tmp_path / "store", trapped.with_name("busy")
+    process = _started(seats(trapped, 1, 2, 3, 69), store)
+    _until(process, lambda: busy.exists() and len(list(store.glob("runs/*/*/summary.json"))) == 3)
+    process.send_signal(how)
+    out, err = process.communicate(timeout=30)
+    busy.unlink(missing_ok=True)
+    if how == signal.SIGINT:
+        assert process.returncode == 1
+        assert "interrupted; the same command goes on where it stopped" in err
+        assert "Traceback" not in out + err
+    table = Sweep(*sweep_file.read(trapped), store).now()
+    assert [row.status for row in table.rows] == ["done", "done", "done", "missing"]
+    for _ in range(200):  # who is still at work makes the file again
+        busy.unlink(missing_ok=True)
+        time.sleep(0.01)
+        if not busy.exists():
+            break
+    assert not busy.exists()
+    assert pq.read_table(store / "trap.parquet")["status"].to_pylist() == ["done", "done", "done", "missing"]

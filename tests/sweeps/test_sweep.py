@@ -1,0 +1,241 @@
+"""A sweep from file to table: what is run and what is not, what its runs are, and what a person is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from calls import call, refused
+from sweeping import SWEEP, seats
+
+import cbsim
+from cbsim.results import measures
+from cbsim.scenario.fields import ScenarioError
+from cbsim.sweeps import identity, points, sweep_file
+from cbsim.sweeps.executor import Here
+from cbsim.sweeps.store import PART, STALE_S, Store
+from cbsim.sweeps.sweep import Shard, Sweep
+from cbsim.sweeps.work import Made
+
+
+def a_sweep(path: Path, store: Path, shard: Shard = Shard()) -> Sweep:  # noqa: B008
+    return Sweep(*sweep_file.read(path), store, shard)
+
+
+def test_a_row_says_what_the_run_says(sweep: Path, tmp_path: Path) -> None:
+    """Every point is the run that `cbsim run` makes of the same scenario: equal numbers, in a table that any reader of
+    Parquet reads.
+    """
+    swept = a_sweep(sweep, tmp_path / "store").run(Here())
+    rows = pq.read_table(swept.path).to_pylist()
+    assert [(row["workload.requests"], row["scheduler.name"], row["loop"]) for row in rows] == [
+        (requests, name, loop) for requests in (4, 8) for name in ("vllm", "static") for loop in ("sync", "async")
+    ]
+    for row in rows:
+        changes = [f"{field}={row[field]}" for field in ("workload.requests", "scheduler.name")]
+        alone = cbsim.run(cbsim.load(sweep.with_name("small.yaml"), *changes, f"loop.mode={row['loop']}"))
+        assert isinstance(alone, cbsim.Result)
+        found = measures.quantities(alone.summary)
+        assert {name: row[name] for name in found} == found
+        assert row["output_tokens_per_s_per_gpu"] == found["output_tokens_per_s"]
+        assert row["output_tokens_per_s_per_user"] == 1 / found["tpot_s.mean"]
+        assert (row["status"], row["reason"], row["seed"], row["replicate"]) == ("done", None, 0, 0)
+        assert json.loads((tmp_path / "store" / "runs" / identity.code() / row["key"] / "summary.json").read_text())
+
+
+def test_only_what_is_missing_is_run(sweep: Path, tmp_path: Path) -> None:
+    """A sweep that was ended goes on; one that shares points with another finds them; what is whole stays as it is."""
+    store, heard = tmp_path / "store", list[Made]()
+
+    def stop(made: Made) -> None:
+        heard.append(made)
+        if len(heard) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        a_sweep(sweep, store).run(Here(), stop)
+    assert pq.read_table(store / "sizes.parquet")["status"].to_pylist() == ["done"] * 3 + ["missing"] * 5
+    assert len(a_sweep(sweep, store).missing) == 5
+    whole = a_sweep(sweep, store).run(Here(), heard.append)
+    assert len(heard) == len({made.key for made in heard}) == 8
+    before = {path: path.stat().st_mtime_ns for path in store.rglob("summary.json")}
+    larger = sweep.with_name("larger.yaml")
+    larger.write_text(SWEEP.replace("[4, 8]", "[4, 8, 12]"))
+    more = a_sweep(larger, store).run(Here(), heard.append)
+    assert len(heard) == 12
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert more.table.slice(0, 8).select(whole.table.column_names).equals(whole.table)
+
+
+def test_a_run_without_the_tables_is_made_again_when_they_are_wanted(sweep: Path, tmp_path: Path) -> None:
+    """The directory is then the one that `cbsim run` writes; its numbers are the same."""
+    a_sweep(sweep, tmp_path / "store").run(Here())
+    sweep.write_text(SWEEP + "keep: tables\n")
+    wanted = a_sweep(sweep, tmp_path / "store")
+    assert len(wanted.missing) == 8
+    first = wanted.run(Here()).rows[0].point.key
+    folder = wanted.store.run(first)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("env.json", "requests.parquet", "scenario.resolved.yaml", "steps.parquet", "summary.json")
+    ]
+    assert cbsim.read(folder).summary["requests"] == 4
+    sweep.write_text(SWEEP)
+    assert not a_sweep(sweep, tmp_path / "store").missing  # more than asked for is enough
+
+
+def test_replicates_have_one_seed_at_all_points(sweep: Path, tmp_path: Path) -> None:
+    """Common random numbers: the requests of a replicate are the same whoever serves them, and differ between two."""
+    sweep.write_text(SWEEP + "replicates: 3\nset: {seed: 7}\n")
+    rows = a_sweep(sweep, tmp_path / "store").run(Here()).table.to_pylist()
+    assert len(rows) == 24
+    assert all(row["seed"] == 7 + row["replicate"] for row in rows)
+    tokens = {(row["workload.requests"], row["seed"]): set[float]() for row in rows}
+    for row in rows:
+        tokens[row["workload.requests"], row["seed"]].add(row["input_tokens"])
+    assert all(len(counts) == 1 for counts in tokens.values())
+    assert len({next(iter(counts)) for (requests, _), counts in tokens.items() if requests == 8}) == 3
+
+
+def test_shards_are_a_partition(sweep: Path, tmp_path: Path) -> None:
+    """Machines that know nothing of each other do every point once."""
+    parts = [a_sweep(sweep, tmp_path / "store", Shard(i, 3)).missing for i in (1, 2, 3)]
+    keys = [point.key for part in parts for point in part]
+    assert sorted(keys) == sorted(point.key for point in a_sweep(sweep, tmp_path / "store").points)
+    assert {len(part) for part in parts} == {2, 3}
+
+
+def test_a_point_that_fails_says_why_and_stops_nobody(trapped: Path, tmp_path: Path) -> None:
+    """It has no run, and is tried again when the sweep is."""
+    said = call("sweep", seats(trapped, 5, 66, 7), "--store", tmp_path / "store", "--jobs", 1)
+    assert said.status == 1
+    assert "2 done, 1 failed" in said.out
+    assert "trapped" in said.err
+    assert "Traceback" not in said.err
+    rows = pq.read_table(tmp_path / "store" / "trap.parquet").to_pylist()
+    assert [row["status"] for row in rows] == ["done", "failed", "done"]
+    assert "RuntimeError" in rows[1]["reason"]
+    assert len(a_sweep(trapped, tmp_path / "store").missing) == 1
+
+
+def test_a_changed_policy_is_another_point(trapped: Path, tmp_path: Path) -> None:
+    """Code that is not ours is a part of what names a run."""
+    (before,) = a_sweep(seats(trapped, 5), tmp_path / "store").points
+    path = trapped.with_name("trapped.py")
+    path.write_text(path.read_text() + "\n# another state\n")
+    (after,) = a_sweep(trapped, tmp_path / "store").points
+    assert before.key != after.key
+
+
+def test_a_key_names_what_numbers_follow_from(small: Path) -> None:
+    """Not the words of a scenario; every other field; the content of the files that it reads."""
+    load = cbsim.load
+    same = identity.key(load(small))
+    assert identity.key(load(small, "name=other", "question=Why?")) == same
+    changes = ("seed=1", "workload.requests=13", "kv_cache.num_blocks=999", "loop.mode=async", "slo.ttft_s=1")
+    assert len({same, *(identity.key(load(small, change)) for change in changes)}) == 6
+    trace = small.with_name("trace.csv")
+    workload = f"workload={{kind: lengths, path: {trace}}}"
+    keys = []
+    for text in ("prompt_tokens,output_tokens\n5,5\n", "prompt_tokens,output_tokens\n5,6\n"):
+        trace.write_text(text)
+        keys.append(identity.key(load(small, workload)))
+    assert len({same, *keys}) == 3
+
+
+def test_runs_of_other_code_stay_apart(sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are told of and count for nothing."""
+    a_sweep(sweep, tmp_path / "store").run(Here())
+    was = identity.code()
+    monkeypatch.setattr(identity, "code", lambda: "another")
+    said = call("sweep", sweep, "--store", tmp_path / "store", "--jobs", 1, "--shard", "1/8")
+    assert f"8 runs of another state of the code ({was}) stay apart" in said.out
+    assert "1 done, 7 missing" in said.out
+
+
+def test_all_points_are_built_before_one_runs(sweep: Path, tmp_path: Path) -> None:
+    """Each mistake is told once, with a point that makes it and how many do; nothing is written."""
+    sweep.write_text(SWEEP + "set: {workload.nonsense: 3}\n")
+    said = call("sweep", sweep, "--store", tmp_path / "store")
+    assert said.status == 2
+    assert "Traceback" not in said.err
+    assert "8 points cannot be built; nothing was run" in said.err
+    assert "workload.requests=4, scheduler.name=vllm and 7 more" in said.err
+    assert "nonsense: unknown field" in said.err
+    assert not (tmp_path / "store").exists()
+    wrong = SWEEP.replace("[4, 8]", "[4, -1, 0.5]")
+    with pytest.raises(ScenarioError) as caught:
+        points.of(sweep_file.parse({**_plain(wrong), "name": "x"}), sweep.parent)
+    assert "got -1" in str(caught.value)
+    assert "got 0.5" in str(caught.value)
+
+
+def _plain(text: str) -> dict[str, object]:
+    from cbsim.scenario import documents
+
+    plain: dict[str, object] = documents.parse(text, "test")
+    return plain
+
+
+def test_data_that_is_not_there_is_told_before_anything_runs(sweep: Path, tmp_path: Path) -> None:
+    sweep.write_text("scenario: small.yaml\nset: {workload: {kind: azure, path: nowhere.csv}}\n")
+    refused(call("sweep", sweep, "--store", tmp_path / "store"), 2, "nowhere.csv")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--shard", "3/2"], "expected I/N with 1 <= I <= N"),
+        (["--shard", "x"], "expected I/N"),
+        (["--jobs", "0"], "expected a whole number from 1 to 1024"),
+        (["--jobs", "-3"], "expected a whole number"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(sweep: Path, words: list[str], said: str) -> None:
+    wrong = call("sweep", sweep, *words)
+    assert wrong.status == 2
+    assert said in wrong.err
+
+
+def test_a_store_that_cannot_be_written_is_one_line(sweep: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    refused(call("sweep", sweep, "--store", tmp_path / "file", "--jobs", 1), 1, "file", "cannot be written")
+
+
+def test_a_summary_that_is_broken_is_named(sweep: Path, tmp_path: Path) -> None:
+    swept = a_sweep(sweep, tmp_path / "store").run(Here())
+    broken = tmp_path / "store" / "runs" / identity.code() / swept.rows[3].point.key / "summary.json"
+    broken.write_text("{")
+    refused(call("sweep", sweep, "--store", tmp_path / "store", "--jobs", 1, "--quiet"), 1, str(broken), "remove")
+
+
+def test_a_run_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    """What a sweep that was killed left behind is no run; it goes when nobody can be writing it any more."""
+    store = Store(tmp_path, "code")
+    store.put("a", {"summary.json": b"{}"})
+    left = tmp_path / "runs" / "code" / f"{PART}x"
+    left.mkdir()
+    assert Store(tmp_path, "code").keys() == {"a"}
+    assert left.exists()
+    long_ago = time.time() - STALE_S - 1
+    os.utime(left, (long_ago, long_ago))
+    assert Store(tmp_path, "code").keys() == {"a"}
+    assert not left.exists()
+    store.put("a", {"summary.json": b"[]"})  # the same key is the same run: the first one stays
+    assert store.summary("a") == {}
+    store.put("a", {"summary.json": b"{}", "steps.parquet": b"x"})
+    assert store.holds("a", ("steps.parquet",))
+    assert store.keys() == {"a"}
+
+
+def test_from_python(sweep: Path, tmp_path: Path) -> None:
+    """A file or its fields; the table is one of Arrow."""
+    swept = cbsim.sweep(sweep, store=tmp_path / "store")
+    fields = {"scenario": str(sweep.with_name("small.yaml")), "axes": {"workload.requests": [4, 8]}, "name": "mine"}
+    mine = cbsim.sweep(fields, store=tmp_path / "store")
+    assert mine.path == tmp_path / "store" / "mine.parquet"
+    assert mine.table["makespan_s"].to_pylist() == swept.table["makespan_s"].to_pylist()[::4]
+    assert repr(mine) == "<Swept mine: 2 of 2 points done>"
