@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from helpers import Ask, Drive
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy.test_schedulers import DEPTHS, MOST_TOKENS, asks, check_ends
 
@@ -20,7 +20,7 @@ def padding(plan: StepPlan) -> int:
     return plan.work.computed_tokens - plan.work.tokens
 
 
-def served(workload: list[Ask], seats: int, depth: int = 1, num_blocks: int = 10_000) -> list[StepPlan]:
+def served(workload: list[Ask], seats: int, depth: int = 1, num_blocks: int = 1000) -> list[StepPlan]:
     options = DynamicPaddedOptions(batch_size=seats, block_size=4, num_blocks=num_blocks)
     drive, plans = Drive(DynamicPaddedScheduler(options), workload, depth), list[StepPlan]()
     drive.on_step = lambda plan, rows: plans.append(plan)
@@ -44,6 +44,7 @@ def test_a_prompt_that_joins_costs_its_others_its_length(batch: int, prompt: int
     assert sum(padding(plan) for plan in plans) == cost
 
 
+@settings(max_examples=30)
 @given(data=st.data(), seats=st.integers(1, 9))
 def test_random_insertions_cost_the_sum(data: st.DataObject, seats: int) -> None:
     """Requests that come one by one: each costs (n - 1)(B - 1), with B the rows of its step."""
