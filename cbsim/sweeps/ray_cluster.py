@@ -101,7 +101,9 @@ class RayCluster:
         begun = time.monotonic()
         paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
         words = [sys.executable, "-m", DRIVER, self._address, identity.code()]
-        self._driver = driver = subprocess.Popen(words, env={**PATIENCE, **os.environ, **paths}, start_new_session=True, **PIPES)
+        self._driver = driver = subprocess.Popen(
+            words, env={**PATIENCE, **os.environ, **paths}, start_new_session=True, **PIPES
+        )
         self._heard(driver)  # its modules are loaded
         limit_s = CLIENT_S if self._address.startswith(CLIENT) else max(1.5, JOINED_S - (time.monotonic() - begun))
         limit = threading.Timer(limit_s, driver.kill)

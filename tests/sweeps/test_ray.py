@@ -73,7 +73,7 @@ class Nodes(NamedTuple):
             yield from [Trapped(*map(int, traps.readline().split())) for _ in range(count)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     pytest.importorskip("ray", reason="a cluster needs ray: pip install -e '.[ray]'")
     from ray.cluster_utils import Cluster
@@ -94,12 +94,12 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         sys.modules.pop("trapped_on_ray", None)
 
 
-def test_whatever_dies_every_point_is_there_once(nodes: Nodes, tmp_path: Path) -> None:
+def whatever_dies_every_point_is_there_once(nodes: Nodes, folder: Path) -> None:
     """A worker is killed in mid-run, the other's node is removed in mid-run, a new node comes, and a point kills its
     process whenever it runs. That one fails; all others are what this process makes of them, to the last bit.
     """
     seats = (71, 72, 1, 67, *range(2, 11))
-    sweep, heard = nodes.sweep(tmp_path / "there", *seats), list[str]()
+    sweep, heard = nodes.sweep(folder / "there", *seats), list[str]()
     (node,) = nodes.cluster.worker_nodes
     (raylet,) = (started.process.pid for started in node.all_processes["raylet"])
 
@@ -121,33 +121,33 @@ def test_whatever_dies_every_point_is_there_once(nodes: Nodes, tmp_path: Path) -
     assert len(heard) == len(set(heard)) == len(seats)
     assert {row.reason for row in swept.rows} == {None, DIED}
     assert swept.rows[3].reason == DIED
-    here = nodes.sweep(tmp_path / "here", *(count for count in seats if count != 67)).run(Here())
+    here = nodes.sweep(folder / "here", *(count for count in seats if count != 67)).run(Here())
     assert here.count("done") == len(seats) - 1
     assert swept.table.filter([row.reason is None for row in swept.rows]).equals(here.table)
 
 
-def test_results_of_any_size_and_the_words_of_the_command(nodes: Nodes, tmp_path: Path) -> None:
+def results_of_any_size_and_the_words_of_the_command(nodes: Nodes, folder: Path) -> None:
     """Large results come another way than small ones. Nothing that Ray says is seen; nothing is left to be done."""
-    path = tmp_path / "all.yaml"
-    path.write_text(
-        "scenario: 8k_b32\nset: {workload.output_tokens: 200}\naxes: {workload.requests: [4, 8]}\nkeep: all\n"
-    )
-    words = ("sweep", path, "--store", tmp_path / "store", "--ray", nodes.address)
+    folder.mkdir()
+    path = folder / "all.yaml"
+    path.write_text("scenario: 8k_b32\naxes: {workload.requests: [16]}\nkeep: all\n")
+    words = ("sweep", path, "--store", folder / "store", "--ray", nodes.address)
     said = process(*words)
     assert said.status == 0
-    assert re.fullmatch(r"(\d of 4 points, [^\n]+\n)+", said.err)
+    assert re.fullmatch(r"(\d of 2 points, [^\n]+\n)+", said.err)
     first, done, *_ = said.out.splitlines()
-    assert first == f"all: 4 points, 0 not to be run; Ray cluster of 2 CPUs at {nodes.address}"
-    assert done == "4 done"
-    assert len(list(tmp_path.glob("store/runs/*/*/timeline.json.gz"))) == 4
-    assert max(path.stat().st_size for path in tmp_path.glob("store/runs/*/*/*")) > 100_000
-    assert process(*words).out.splitlines()[:2] == [first.replace("0 not", "4 not"), "4 done"]
+    assert first == f"all: 2 points, 0 not to be run; Ray cluster of 2 CPUs at {nodes.address}"
+    assert done == "2 done"
+    runs = list(folder.glob("store/runs/*/*"))
+    assert [sum(path.stat().st_size for path in run.rglob("*")) > 100_000 for run in runs] == [True, True]
+    assert all((run / "figures" / "timeline.png").is_file() for run in runs)
+    assert process(*words).out.splitlines()[:2] == [first.replace("0 not", "2 not"), "2 done"]
 
 
-def test_an_interrupted_sweep_leaves_nobody_at_work(nodes: Nodes, tmp_path: Path) -> None:
+def an_interrupted_sweep_leaves_nobody_at_work(nodes: Nodes, folder: Path) -> None:
     """It ends at once, says how to go on, and what was under way on the nodes ends with it."""
-    nodes.sweep(tmp_path / "store", 81, 82)
-    words = ["-m", "cbsim", "sweep", nodes.folder / "trap.yaml", "--store", tmp_path / "store", "--ray", nodes.address]
+    nodes.sweep(folder / "store", 81, 82)
+    words = ["-m", "cbsim", "sweep", nodes.folder / "trap.yaml", "--store", folder / "store", "--ray", nodes.address]
     pipe = subprocess.PIPE
     command = subprocess.Popen([sys.executable, *map(str, words)], stdout=pipe, stderr=pipe, text=True)
     trapped = list(nodes.held_up(2))
@@ -160,20 +160,31 @@ def test_an_interrupted_sweep_leaves_nobody_at_work(nodes: Nodes, tmp_path: Path
             time.sleep(0.05)
 
 
-def test_a_node_with_other_code_or_data_ends_the_sweep(
-    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def a_node_with_other_code_or_data_ends_the_sweep(nodes: Nodes, folder: Path) -> None:
     """Its numbers would not be ours: one line says what differs, and nothing is kept of it."""
-    sweep = nodes.sweep(tmp_path / "store", 1, 2)
+    sweep = nodes.sweep(folder / "store", 1, 2)
     module = nodes.folder / "trapped_on_ray.py"
     module.write_text(module.read_text() + "\n# changed after the points were built\n")
     with pytest.raises(RunError, match=r"has other data files, or another module of the scheduler"):
         sweep.run(RayCluster(nodes.address))
     ours = identity.code()
-    monkeypatch.setattr(identity, "code", lambda: "another")
-    with pytest.raises(RunError, match=rf"has state {ours} of cbsim, expected another: install the same"):
-        sweep.run(RayCluster(nodes.address))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(identity, "code", lambda: "another")
+        with pytest.raises(RunError, match=rf"has state {ours} of cbsim, expected another: install the same"):
+            sweep.run(RayCluster(nodes.address))
     assert {row.status for row in sweep.now().rows} == {"missing"}
+
+
+@pytest.mark.timeout(300)
+def test_a_cluster_of_two_nodes(nodes: Nodes, tmp_path: Path) -> None:
+    """One test, since every worker of pytest-xdist would start a cluster of its own."""
+    for part in (
+        whatever_dies_every_point_is_there_once,
+        results_of_any_size_and_the_words_of_the_command,
+        an_interrupted_sweep_leaves_nobody_at_work,
+        a_node_with_other_code_or_data_ends_the_sweep,  # the last: it changes the module that others import
+    ):
+        part(nodes, tmp_path / part.__name__)
 
 
 def test_where_no_cluster_answers(tmp_path: Path) -> None:
