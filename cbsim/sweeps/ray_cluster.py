@@ -24,6 +24,7 @@ from cbsim.sweeps.work import Made, Task
 CLIENT = "ray://"
 REACHED_S = 3.0  # for a machine to answer
 JOINED_S, CLIENT_S = 4.0, 60.0  # for its cluster to take us; with a client's address it starts a process for us first
+SLOWER = 4  # or so many times what it took to load Ray, on a machine that has no time for us
 PATIENCE = {f"RAY_CLIENT_{name}_CONNECTION_TIMEOUT_S": "1" for name in ("INITIAL", "MAX")}  # which is tried thrice
 DRIVER = "cbsim.sweeps.ray_driver"
 PIPES: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -105,7 +106,8 @@ class RayCluster:
             words, env={**PATIENCE, **os.environ, **paths}, start_new_session=True, **PIPES
         )
         self._heard(driver)  # its modules are loaded
-        limit_s = CLIENT_S if self._address.startswith(CLIENT) else max(1.5, JOINED_S - (time.monotonic() - begun))
+        loading_s = time.monotonic() - begun
+        limit_s = CLIENT_S if self._address.startswith(CLIENT) else max(JOINED_S - loading_s, SLOWER * loading_s)
         limit = threading.Timer(limit_s, driver.kill)
         limit.daemon = True
         limit.start()

@@ -160,6 +160,15 @@ def an_interrupted_sweep_leaves_nobody_at_work(nodes: Nodes, folder: Path) -> No
             time.sleep(0.05)
 
 
+def a_cluster_that_is_lost_is_told(nodes: Nodes, folder: Path) -> None:
+    """Ray ends the process that speaks with a cluster whose head is gone; ours says so and keeps what was made."""
+    sweep, cluster = nodes.sweep(folder / "store", *range(20, 30)), RayCluster(nodes.address)
+    assert cluster._driver is not None
+    with pytest.raises(RunError, match="the connection to the cluster is lost; the same command goes on"):
+        sweep.run(cluster, lambda _, driver=cluster._driver: driver.kill())
+    assert "done" in {row.status for row in sweep.now().rows} <= {"done", "missing"}
+
+
 def a_node_with_other_code_or_data_ends_the_sweep(nodes: Nodes, folder: Path) -> None:
     """Its numbers would not be ours: one line says what differs, and nothing is kept of it."""
     sweep = nodes.sweep(folder / "store", 1, 2)
@@ -182,6 +191,7 @@ def test_a_cluster_of_two_nodes(nodes: Nodes, tmp_path: Path) -> None:
         whatever_dies_every_point_is_there_once,
         results_of_any_size_and_the_words_of_the_command,
         an_interrupted_sweep_leaves_nobody_at_work,
+        a_cluster_that_is_lost_is_told,
         a_node_with_other_code_or_data_ends_the_sweep,  # the last: it changes the module that others import
     ):
         part(nodes, tmp_path / part.__name__)
