@@ -67,6 +67,8 @@ class Driver:
                 self._ask()
         except (EOFError, pickle.UnpicklingError):  # the last task may be cut
             self.out.put(None)
+        except Exception as error:
+            self.out.put(("wrong", _line(error)))
 
     def _ask(self) -> None:
         if time.monotonic() - self._asked < ASK_S:
@@ -80,7 +82,7 @@ class Driver:
     def _done(self, key: str, future: Future[tuple[bool, Any]]) -> None:
         try:
             fit, content = future.result()
-            self.out.put(("made", key, content) if fit else ("wrong", content))
+            self.out.put(("made", key, content) if fit else ("wrong", _line(content)))
         except DIED:
             self.out.put(("died", key))
         except LOST:
@@ -89,8 +91,8 @@ class Driver:
             self.out.put(("wrong", _line(error)))
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _line(text: object) -> str:
+    return " ".join(str(text).split())
 
 
 def main(address: str, code: str) -> None:
