@@ -84,18 +84,22 @@ def read(path: str | Path) -> Result:
     return result.read(path)
 
 
-def sweep(source: str | Path | Mapping[str, Any], *, store: str | Path = "sweeps", jobs: int = 1) -> Swept:
+def sweep(
+    source: str | Path | Mapping[str, Any], *, store: str | Path = "sweeps", jobs: int = 1, ray: str | None = None
+) -> Swept:
     """Make the runs of a sweep file, or of its fields, that `store` lacks: in this process, or in `jobs` others. Then a
-    script stands under `if __name__ == "__main__":`, since each of them imports it. What comes back has a `table` with
-    a row a point. Raises ScenarioError, RunError.
+    script stands under `if __name__ == "__main__":`, since each of them imports it. Or on the Ray cluster at the
+    address `ray`. What comes back has a `table` with a row a point. Raises ScenarioError, RunError.
     """
     from cbsim.sweeps import sweep as sweeps
     from cbsim.sweeps import sweep_file
     from cbsim.sweeps.executor import Here
     from cbsim.sweeps.processes import Processes
+    from cbsim.sweeps.ray_cluster import RayCluster
 
     given = (sweep_file.parse(source), Path()) if isinstance(source, Mapping) else sweep_file.read(Path(source))
-    return sweeps.Sweep(*given, Path(store)).run(Processes(jobs) if jobs > 1 else Here())
+    missing = sweeps.Sweep(*given, Path(store))
+    return missing.run(RayCluster(ray) if ray is not None else Processes(jobs) if jobs > 1 else Here())
 
 
 def __getattr__(name: str) -> Any:

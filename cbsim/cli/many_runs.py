@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,11 +21,19 @@ def store_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store", type=a_path, default=Path("sweeps"), metavar="DIR", help="where runs are kept and found (sweeps)"
     )
-    parser.add_argument("--jobs", type=_jobs, metavar="N", help="processes on this machine (as many as it has cores)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--jobs", type=_jobs, metavar="N", help="processes on this machine (as many as it has cores)")
+    where.add_argument(
+        "--ray", type=_cluster, metavar="ADDRESS", help="a Ray cluster: auto, HOST:PORT or ray://HOST:PORT"
+    )
 
 
 def executor(arguments: argparse.Namespace) -> Executor:
-    """Who makes the runs."""
+    """Who makes the runs. Raises ScenarioError if there is no such cluster."""
+    if arguments.ray is not None:
+        from cbsim.sweeps.ray_cluster import RayCluster
+
+        return RayCluster(arguments.ray)
     from cbsim.sweeps.processes import Processes
 
     return Processes(arguments.jobs or os.cpu_count() or 1)
@@ -35,6 +44,12 @@ def _jobs(text: str) -> int:
     if not 1 <= jobs <= MOST_JOBS:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1 to {MOST_JOBS}")
     return jobs
+
+
+def _cluster(text: str) -> str:
+    if text != "auto" and not re.fullmatch(r"(ray://)?[^\s/]+:\d{1,5}", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected auto, HOST:PORT or ray://HOST:PORT")
+    return text
 
 
 def a_shard(text: str) -> tuple[int, int]:

@@ -1,0 +1,125 @@
+"""A process that speaks with a Ray cluster: `python -m cbsim.sweeps.ray_driver ADDRESS CODE`. Ray prints what it likes,
+waits long for a cluster that is not there, and ends its process when the cluster's head is gone: so it has its own.
+
+Tasks come in on stdin as (key, pickled Task), until it ends; what is known goes out on stdout, both as pickles:
+
+    ("begun",)                        Ray is loaded
+    ("cpus", n)                       the cluster's, at first and whenever they change
+    ("made", key, pickled Made)
+    ("died" | "lost", key)            the process or the machine that worked on it is gone
+    ("wrong", text)                   no cluster, or one that cannot work on these tasks
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import platform
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import ray
+from ray import exceptions as gone
+
+ASK_S = 1.0  # how often the cluster is asked for its size, at most
+DIED = (gone.WorkerCrashedError, gone.OutOfMemoryError)
+LOST = (gone.NodeDiedError, gone.LocalRayletDiedError, gone.ObjectLostError)
+Message = tuple[Any, ...]
+
+
+def work_there(code: str, key: str, packed: bytes) -> tuple[bool, Any]:
+    """In a process of the cluster: (True, pickled Made); or (False, why this machine cannot work on such tasks)."""
+    try:
+        from cbsim.sweeps import identity, work
+
+        if identity.code() != code:
+            return False, f"{platform.node()} has state {identity.code()} of cbsim, expected {code}: install the same"
+        task = pickle.loads(packed)
+        if identity.key(task.scenario) != key:
+            return False, f"{platform.node()} has other data files, or another module of the scheduler"
+    except Exception as error:
+        return False, f"{platform.node()}: {type(error).__name__}: {error}"
+    return True, pickle.dumps(work.work(task))
+
+
+class Driver:
+    """Takes tasks from stdin to the cluster. What comes back goes to the queue; None if there is no more to come."""
+
+    def __init__(self, code: str) -> None:
+        self.out: SimpleQueue[Message | None] = SimpleQueue()
+        self._code = code
+        self._work = ray.remote(max_retries=0, num_cpus=1)(work_there)
+        self._cpus, self._asked = -1, -ASK_S
+        self._ask()
+
+    def read(self) -> None:
+        try:
+            while True:
+                key, packed = pickle.load(sys.stdin.buffer)
+                task = self._work.remote(self._code, key, packed)
+                task.future().add_done_callback(partial(self._done, key))
+                self._ask()
+        except (EOFError, pickle.UnpicklingError):  # the last task may be cut
+            self.out.put(None)
+        except Exception as error:
+            self.out.put(("wrong", _line(error)))
+
+    def _ask(self) -> None:
+        if time.monotonic() - self._asked < ASK_S:
+            return
+        self._asked = time.monotonic()
+        cpus = int(ray.cluster_resources().get("CPU", 0))
+        if cpus != self._cpus:
+            self._cpus = cpus
+            self.out.put(("cpus", cpus))
+
+    def _done(self, key: str, future: Future[tuple[bool, Any]]) -> None:
+        try:
+            fit, content = future.result()
+            self.out.put(("made", key, content) if fit else ("wrong", _line(content)))
+        except DIED:
+            self.out.put(("died", key))
+        except LOST:
+            self.out.put(("lost", key))
+        except Exception as error:
+            self.out.put(("wrong", _line(error)))
+
+
+def _line(text: object) -> str:
+    return " ".join(str(text).split())
+
+
+def main(address: str, code: str) -> None:
+    """Until stdin ends, or nobody reads stdout any more. Then Ray ends what is under way."""
+    stdout = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+    def send(message: Message) -> None:
+        pickle.dump(message, stdout)
+        stdout.flush()
+
+    send(("begun",))
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL)
+    except Exception as error:
+        send(("wrong", "no Ray cluster answers there" if isinstance(error, ConnectionError) else _line(error)))
+        return
+    driver = Driver(code)
+    threading.Thread(target=driver.read, daemon=True).start()
+    try:
+        for message in iter(driver.out.get, None):
+            send(message)
+    except BrokenPipeError:
+        pass
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
