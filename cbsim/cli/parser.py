@@ -139,7 +139,7 @@ def _sweep_arguments(sweep: argparse.ArgumentParser) -> None:
     sweep.add_argument("file", type=a_path, metavar="FILE", help="a sweep file: a scenario and the axes of its fields")
     store_arguments(sweep)
     sweep.add_argument(
-        "--shard", type=a_shard, default=(1, 1), metavar="I/N", help="only every N-th missing point, from the I-th on"
+        "--shard", type=a_shard, default=(1, 1), metavar="I/N", help="only every N-th point, from the I-th on"
     )
     sweep.add_argument("--json", action="store_true", help="print one object: the points with all their metrics")
     sweep.add_argument("--quiet", action="store_true", help="print nothing but the path of the table")

@@ -66,7 +66,7 @@ class Progress:
 
     def __init__(self, total: int, *, silent: bool) -> None:
         self._total, self._silent, self._live = total, silent, sys.stderr.isatty()
-        self._done = self._failed = 0
+        self._done = self._failed = self._written = 0
         self._start = self._last = time.monotonic()
 
     def __call__(self, made: Made) -> None:
@@ -78,11 +78,11 @@ class Progress:
             self._write("" if self._live else "\n")
 
     def end(self) -> None:
-        if not self._silent and self._done:
+        if not self._silent and self._done != self._written:
             self._write("\n")
 
     def _write(self, end: str) -> None:
-        spent = time.monotonic() - self._start
+        spent, self._written = time.monotonic() - self._start, self._done
         text = f"{self._done:,} of {self._total:,} points, {self._done / max(spent, 1e-9):.3g} a second"
         text += f", {self._failed:,} failed" if self._failed else ""
         if spent > SOON_S and self._done < self._total:

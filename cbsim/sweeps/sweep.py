@@ -74,8 +74,8 @@ class Sweep:
         self.store = Store(store, identity.code())
         there = self.store.keys()
         kept = {point.key for point in self.points if point.key in there and self._kept(point.key)}
-        lacking = {point.key: point for point in self.points if point.key not in kept}
-        self.missing = list(lacking.values())[shard.number - 1 :: shard.of]
+        part = list({point.key: point for point in self.points}.values())[shard.number - 1 :: shard.of]
+        self.missing = [point for point in part if point.key not in kept]
         for point in {point.scenario.workload: point for point in self.missing}.values():
             points.check_workload(point)
 

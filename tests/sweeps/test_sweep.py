@@ -106,6 +106,9 @@ def test_shards_are_a_partition(sweep: Path, tmp_path: Path) -> None:
     keys = [point.key for part in parts for point in part]
     assert sorted(keys) == sorted(point.key for point in a_sweep(sweep, tmp_path / "store").points)
     assert {len(part) for part in parts} == {2, 3}
+    a_sweep(sweep, tmp_path / "store", Shard(1, 3)).run(Here())  # what others have done changes nobody's part
+    assert [point.key for point in a_sweep(sweep, tmp_path / "store", Shard(2, 3)).missing] == [p.key for p in parts[1]]
+    assert not a_sweep(sweep, tmp_path / "store", Shard(1, 3)).missing
 
 
 def test_a_point_that_fails_says_why_and_stops_nobody(trapped: Path, tmp_path: Path) -> None:
