@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import shlex
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.cli import published
-from analysis.page import index, markdown, webpage
+from analysis.cli import published, writing
+from analysis.cli.writing import wrapped
+from analysis.page import index
 from analysis.page import report as reports
 from analysis.statistics import compare as comparison
 from analysis.statistics import landscape as side_by_side
 from analysis.statistics import loading, pairing
 from analysis.statistics.condition import Condition, parse
 from analysis.statistics.condition import verdict as judge
-from analysis.statistics.content import Caveat, Report
+from analysis.statistics.content import Caveat
 from analysis.statistics.loading import LoadedRun
 from analysis.statistics.trust import caveats
 from analysis.validation import cases, keep, packed, tally
 from analysis.validation import many_workloads as hardware_report
-from cbsim.draw import folder, render
+from cbsim.draw import folder
 from cbsim.draw.markdown import Table
 from cbsim.results.directory import RunError
 from cbsim.results.terminal import aligned
@@ -52,9 +52,9 @@ def predictions(place: Path, out: Path | None, *, strict: bool) -> int:
     folder.check(out)
     validation = cases.read(place)
     made = hardware_report.build(validation, _command("predictions", place, "--out", out))
-    _write_report(made, out)
+    writing.write(made, out)
     for sentence in made.findings:
-        print(_wrapped(sentence))
+        print(wrapped(sentence))
     return DRIFTED if strict and not tally.holds(validation.cases) else OK
 
 
@@ -80,32 +80,7 @@ def unpack(place: Path) -> int:
 
 
 def _write(runs: Sequence[LoadedRun], command: str, out: Path) -> None:
-    _write_report(reports.build(runs, command), out)
-
-
-def _write_report(made: Report, out: Path) -> None:
-    """Every file of a report, or none; says where it is."""
-    folder.clear(out)
-    try:
-        has_page = _write_files(made, out)
-    except BaseException:  # interrupted, too: no half of a report passes for a whole one
-        folder.clear(out)
-        raise
-    print(f"report    {out / 'report.md'}, {len(made.charts)} figures")
-    print(f"page      {out / 'report.html'}" if has_page else "page      none: needs `pip install plotly`")
-
-
-def _write_files(made: Report, out: Path) -> bool:
-    """Write these files; is there a page among them?"""
-    folder.write(out, {folder.FACTS: reports.facts(made)})
-    folder.write(out, {"report.md": markdown.text(made).encode(errors="replace")})
-    for chart in made.charts:
-        png, svg = render.both(chart)
-        folder.write(out, {f"figures/{chart.key}.png": png, f"figures/{chart.key}.svg": svg})
-    script = webpage.plotly_script()
-    if script is not None:
-        folder.write(out, {"report.html": webpage.html(made, script).encode(errors="replace")})
-    return script is not None
+    writing.write(reports.build(runs, command), out)
 
 
 def compare(first: Path, second: Path, options: Judged) -> int:
@@ -126,7 +101,7 @@ def _say_differences(a: LoadedRun, b: LoadedRun, options: Judged) -> Sequence[co
     print(f"A  {a.path}\nB  {b.path}\n")
     print(_text(comparison.table(differences, a.label, b.label, everything=options.everything)))
     for sentence in comparison.verdict(differences, everything=options.everything):
-        print(_wrapped(sentence))
+        print(wrapped(sentence))
     return differences
 
 
@@ -135,7 +110,7 @@ def _say_errors(sim: LoadedRun, measured: LoadedRun, options: Judged) -> Sequenc
     print(f"simulated  {sim.path}\nmeasured   {measured.path}\n")
     for table in pairing.tables(sim, measured, everything=options.everything, metric_errors=errors):
         print(f"{table.title}\n{_text(table)}")
-    print(_wrapped(pairing.summary_line(errors)))
+    print(wrapped(pairing.summary_line(errors)))
     return [error.difference for error in errors]
 
 
@@ -183,16 +158,12 @@ def _say_caveats(shown: Sequence[Caveat]) -> None:
     if shown:
         print("\nwhen not to trust this:")
     for caveat in shown:
-        print(_wrapped(f"{caveat.run}: {caveat.text}" if caveat.run else caveat.text, "  - ", "    "))
+        print(wrapped(f"{caveat.run}: {caveat.text}" if caveat.run else caveat.text, "  - ", "    "))
 
 
 def _text(table: Table) -> str:
-    says = f"{_wrapped(table.says)}\n\n" if table.says else ""
+    says = f"{wrapped(table.says)}\n\n" if table.says else ""
     return f"{says}{aligned([list(table.header), *map(list, table.rows)])}\n"
-
-
-def _wrapped(text: str, first: str = "", others: str = "") -> str:
-    return textwrap.fill(text, 118, initial_indent=first, subsequent_indent=others)
 
 
 def _command(*words: object) -> str:

@@ -17,6 +17,8 @@ EXAMPLES = {
     "report": "runs/one runs/other --out reports/mine",
     "compare": "runs/one runs/other --fail-if 'tpot.p50>+5%'",
     "landscape": "runs/one runs/other runs/third",
+    "sweep-report": "sweeps/mine.parquet --out reports/mine --slo 'ttft.p99<=2s'",
+    "capacity-report": "capacity.json --out reports/capacity",
     "drift": "reports/published.yaml runs/one",
     "predictions": "reports/hardware/cpu-modelled --out runs/report --check",
     "index": "reports",
@@ -55,6 +57,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         return commands.compare(arguments.first, arguments.second, options)
     if arguments.command == "landscape":
         return commands.landscape(arguments.runs, arguments.out)
+    if arguments.command in ("sweep-report", "capacity-report"):
+        return _of_many_points(arguments)
     if arguments.command == "drift":
         return commands.drift(arguments.published, arguments.runs)
     if arguments.command == "predictions":
@@ -64,6 +68,16 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     from analysis.cli import drawing_bench
 
     return drawing_bench.bench(arguments.steps, arguments.requests)
+
+
+def _of_many_points(arguments: argparse.Namespace) -> int:
+    from analysis.cli import sweeps
+    from analysis.page.sweep_report import Asked
+
+    if arguments.command == "capacity-report":
+        return sweeps.capacity(arguments.file, arguments.out or arguments.file.with_suffix(""))
+    asked = Asked(arguments.metric, arguments.slo, arguments.x, arguments.title)
+    return sweeps.sweep(arguments.table, arguments.out or arguments.table.with_suffix(""), asked)
 
 
 def _predictions(arguments: argparse.Namespace) -> int:
@@ -97,6 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     landscape = command("landscape", "runs of one workload, or of a sweep, side by side")
     landscape.add_argument("runs", nargs="+", type=a_path, metavar="RUN", help="a run directory")
     landscape.add_argument("--out", type=a_path, metavar="DIR", help="write table and figures there, too")
+    _sweep_arguments(command("sweep-report", "report of a sweep, from the table that `cbsim sweep` writes"))
+    capacity = command("capacity-report", "figure of a capacity, from what `cbsim capacity --json` prints")
+    capacity.add_argument("file", type=a_path, metavar="FILE", help="the JSON object in a file")
+    capacity.add_argument("--out", type=a_path, metavar="DIR", help="folder of the report (FILE without its ending)")
     drift = command("drift", "compare runs with published numbers")
     drift.add_argument("published", type=a_path, metavar="FILE", help="YAML file of published numbers")
     drift.add_argument("runs", nargs="+", type=a_path, metavar="RUN", help="a run directory")
@@ -120,6 +138,19 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--steps", type=_several, default=1_000_000, metavar="N", help="(1000000)")
     bench.add_argument("--requests", type=_several, default=100_000, metavar="N", help="(100000)")
     return parser
+
+
+def _sweep_arguments(sweep: argparse.ArgumentParser) -> None:
+    sweep.add_argument("table", type=a_path, metavar="TABLE", help="NAME.parquet in the sweep's store")
+    sweep.add_argument("--out", type=a_path, metavar="DIR", help="folder of the report (TABLE without its ending)")
+    sweep.add_argument(
+        "--metric", action="append", default=[], metavar="M", help="what is drawn, e.g. ttft.p99 (repeatable)"
+    )
+    sweep.add_argument(
+        "--slo", action="append", default=[], metavar="COND", help="a limit, e.g. 'ttft.p99<=2s' (repeatable)"
+    )
+    sweep.add_argument("--x", metavar="FIELD", help="the field on x at first (the one of most numbers)")
+    sweep.add_argument("--title", default="", metavar="TEXT", help="of the report (the table's name)")
 
 
 def _compare_arguments(compare: argparse.ArgumentParser) -> None:

@@ -33,7 +33,7 @@ def _row(place: Path, facts: Mapping[str, Any]) -> str:
     cells = (
         f"[{facts['title']}]({quote((place / 'report.md').as_posix())})",
         facts["question"],
-        len(facts["kinds"]),
+        facts["points"] or len(facts["kinds"]),
         kinds,
     )
     return "| " + " | ".join(plain(str(cell)).replace("|", "\\|") for cell in cells) + " |"
@@ -46,6 +46,7 @@ def _facts(path: Path) -> dict[str, Any]:
             "title": facts["title"],
             "question": facts["question"],
             "kinds": [str(run["kind"]) for run in facts["runs"]],
+            "points": facts.get("points"),  # of a sweep, which has no sources of its own
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path}: not the facts of a report: {error}") from None

@@ -15,7 +15,21 @@ import numpy as np
 import numpy.typing as npt
 
 from analysis.page.layout import NARROW_PX, WIDE_PX, Dict, axis, escaped, layout, placed
-from cbsim.draw.chart import Area, Bars, Chart, Edge, Level, Line, Mark, Panel, Points, Spans, Style
+from cbsim.draw.chart import (
+    Area,
+    Bars,
+    Cells,
+    Chart,
+    Edge,
+    Level,
+    Line,
+    Mark,
+    Panel,
+    Points,
+    Spans,
+    Style,
+    Whiskers,
+)
 
 PLAIN_AT_MOST = 200  # numbers; a longer array is encoded
 DASHES = {"solid": "solid", "dashed": "7px,3px", "dotted": "2px,3px", "dashdot": "dashdot"}
@@ -66,6 +80,10 @@ def _traces(mark: Mark, panel: Panel, bars: int) -> Iterable[Dict]:
             return [_spans(mark, panel)]
         case Points():
             return [_points(mark, panel)]
+        case Whiskers():
+            return [_whiskers(mark)]
+        case Cells():
+            return [_cells(mark)]
         case Bars():
             return [_bars(mark, panel, bars)]
         case _:
@@ -182,6 +200,37 @@ def _points(mark: Points, panel: Panel) -> Dict:
         **(labels if mark.labels else {}),
         **_hover(mark, panel, texts=mark.texts),
     }
+
+
+def _whiskers(mark: Whiskers) -> Dict:
+    """Errors of markers that are not seen."""
+    middle, half = (mark.low + mark.high) / 2, (mark.high - mark.low) / 2
+    x, y, bars = (middle, mark.at, "error_x") if mark.level else (mark.at, middle, "error_y")
+    error = {"type": "data", "array": numbers(half), "color": mark.style.colour, "thickness": 1.2, "width": 3}
+    invisible = {"mode": "markers", "marker": {"size": 1, "opacity": 0}, "hoverinfo": "skip"}
+    return {"type": "scatter", "x": numbers(x), "y": numbers(y), bars: error, **invisible}
+
+
+def _cells(mark: Cells) -> Dict:
+    texts = [[escaped(text) for text in row] for row in mark.texts]
+    labels = [[escaped(text) for text in row] for row in mark.labels]
+    return {
+        "type": "heatmap",
+        "z": [numbers(row) for row in mark.shares()],
+        "zmin": 0,
+        "zmax": 1,
+        "colorscale": "Cividis",
+        "colorbar": {"title": {"text": escaped(mark.unit), "side": "right"}, "thickness": 14} | _scale_of(mark),
+        "hovertext": texts,
+        "hovertemplate": "%{hovertext}<extra></extra>",
+        **({"text": labels, "texttemplate": "%{text}"} if labels else {}),
+    }
+
+
+def _scale_of(mark: Cells) -> Dict:
+    """Values written beside the scale of colours."""
+    ends = np.geomspace(mark.low, mark.high, 5) if mark.log else np.linspace(mark.low, mark.high, 5)
+    return {"tickvals": np.linspace(0, 1, 5).tolist(), "ticktext": [f"{value:.3g}" for value in ends]}
 
 
 def _beside(x: npt.NDArray[np.float64], panel: Panel) -> list[str]:

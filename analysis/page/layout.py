@@ -115,7 +115,7 @@ def _legend_lines(chart: Chart, width: int) -> int:
 def _room(chart: Chart, place: int, width: int) -> _Room:
     panel = chart.panels[place]
     spans = any(isinstance(mark, Spans) for mark in panel.marks)
-    marks = 60 + min(34 * len(panel.rows), 460) if panel.rows else 340 if spans else 240
+    marks = 60 + min(34 * len(panel.rows), 460) if panel.rows else 340 if spans or panel.tall else 240
     title = len(_title_lines(panel, _pixels(chart, place, width)))
     above = TITLE_PX + 16 * (title - 1) if title else 0
     if not _labelled(chart, place):
@@ -181,6 +181,8 @@ def _axes(chart: Chart, place: int, width: int, span: list[float]) -> Dict:
     if chart.share_x and place:
         x["matches"] = "x"
     x |= {"title": _named(panel.x)} if _labelled(chart, place) else {"showticklabels": False}
+    if len(panel.x_ticks):
+        x |= {"tickvals": list(panel.x_ticks)}
     if panel.categories:
         x |= _categories(panel, _pixels(chart, place, width))[0]
     return {axis("x", number, "axis"): x, axis("y", number, "axis"): y | _scale(panel, width)}

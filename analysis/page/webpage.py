@@ -19,6 +19,7 @@ from importlib import resources, util
 from pathlib import Path
 
 from analysis.page import interactive
+from analysis.page.explorer import SCRIPTS, Explorer
 from analysis.statistics.content import Caveat, Report, Source, Tile
 from cbsim.draw.chart import Chart, series
 from cbsim.draw.markdown import Table
@@ -42,10 +43,10 @@ def plotly_script() -> str | None:
     return file.read_text(encoding="utf-8") if file.is_file() else None
 
 
-def html(report: Report, script: str) -> str:
-    """The page. `script` is the text of plotly.min.js."""
-    own = _file("page.js")
-    parts = [(title, name, content) for title, name, content in _parts(report) if content]
+def html(report: Report, script: str, explorer: Explorer | None = None) -> str:
+    """The page, with an explorer if there is one. `script` is the text of plotly.min.js."""
+    own = "".join(map(_file, ("page.js", *(SCRIPTS if explorer else ()))))
+    parts = [(title, name, content) for title, name, content in _parts(report, explorer) if content]
     links = [f'<a href="#{name}">{title}</a>' for title, name, _ in parts]
     question = f'<p class="question">{_said(report.question)}</p>' if report.question else ""
     return string.Template(_file("page.html")).substitute(
@@ -78,11 +79,12 @@ def _policy(*scripts: str) -> str:
     return f"default-src 'none'; script-src {sources}; {others}"
 
 
-def _parts(report: Report) -> Iterable[tuple[str, str, str]]:
+def _parts(report: Report, explorer: Explorer | None) -> Iterable[tuple[str, str, str]]:
     """(title, id, HTML) of each section in the order of reading; one without content is left out."""
     yield _section("Numbers", _numbers(report.sources))
     yield "Caveats", "caveats", _caveats(report.caveats)
     yield _section("Findings", _list(report.findings))
+    yield _section("Explore", _explored(explorer) if explorer else "")
     yield _section("Tables", "".join(_table(table, index) for index, table in enumerate(report.tables)))
     yield _section("Charts", _charts(report.charts))
     scenarios = (_folded("Scenario", source.label, source.scenario) for source in report.sources if source.scenario)
@@ -92,6 +94,14 @@ def _parts(report: Report) -> Iterable[tuple[str, str, str]]:
     )
     yield _section("Environments", "".join(environments))
     yield _section("Commands", _commands(report))
+
+
+def _explored(explorer: Explorer) -> str:
+    """The explorer and what its script reads."""
+    settings = f'<script type="application/json" id="settings">{explorer.settings}</script>'
+    return (
+        f'{explorer.section}{settings}<script type="application/octet-stream" id="columns">{explorer.columns}</script>'
+    )
 
 
 def _section(title: str, content: str) -> tuple[str, str, str]:

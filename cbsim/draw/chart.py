@@ -129,6 +129,44 @@ class Points:
 
 
 @dataclass(frozen=True, slots=True)
+class Whiskers:
+    """Intervals from `low` to `high`, upright at x = `at`; with `level`, lying at y = `at`."""
+
+    name: str
+    at: Floats
+    low: Floats
+    high: Floats
+    style: Style
+    level: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """A coloured cell for each row and category of a panel that has both, from pale to dark between `low` and `high`.
+
+    `values` and `texts` have a row a row and a column a category; NaN leaves a cell empty. `labels` are written into
+    cells. `unit` stands beside the scale of colours, which may be logarithmic.
+    """
+
+    name: str
+    values: Floats
+    low: float
+    high: float
+    style: Style
+    texts: Sequence[Sequence[str]]
+    labels: Sequence[Sequence[str]] = ()
+    unit: str = ""
+    log: bool = False
+
+    def shares(self) -> Floats:
+        """Where on the scale of colours each value lies, from 0 to 1; NaN for an empty cell."""
+        ends = np.array([self.low, self.high])
+        values, (low, high) = (np.log(self.values), np.log(ends)) if self.log else (self.values, ends)
+        shares: Floats = (values - low) / ((high - low) or 1.0)
+        return shares
+
+
+@dataclass(frozen=True, slots=True)
 class Bars:
     """Vertical bars at whole x of a panel with categories; series of one panel stand side by side."""
 
@@ -157,14 +195,15 @@ class Edge:
     style: Style
 
 
-Mark = Line | Area | Spans | Points | Bars | Level | Edge
+Mark = Line | Area | Spans | Points | Whiskers | Cells | Bars | Level | Edge
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
     """Axes with marks, the first one lowest. `rows` name the rows of Spans, 0 at the top; `categories` name x of Bars.
 
-    `y_range` or `x_range` fix what is shown at first; without `y_range` a linear y axis starts at 0.
+    `y_range` or `x_range` fix what is shown at first; without `y_range` a linear y axis starts at 0. `x_ticks` are the
+    numbers on x that are written. One that is `tall` has room for many points.
     """
 
     marks: Sequence[Mark]
@@ -177,6 +216,8 @@ class Panel:
     y_log: bool = False
     x_range: tuple[float, float] | None = None
     y_range: tuple[float, float] | None = None
+    x_ticks: Sequence[float] = ()
+    tall: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cbsim.draw.chart import Area, Bars, Chart, Edge, Level, Line, Mark, Panel, Points, Spans, Style
+from cbsim.draw.chart import (
+    Area,
+    Bars,
+    Cells,
+    Chart,
+    Edge,
+    Level,
+    Line,
+    Mark,
+    Panel,
+    Points,
+    Spans,
+    Style,
+    Whiskers,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,24 +53,27 @@ SETTINGS: Any = {
     "path.simplify_threshold": 0.5,
 }
 LEGEND_LETTERS = 150  # that fit into a line of the legend
+CELLS, MIDDLE = "cividis", 0.5  # readable without colour vision; what is below the middle of it is dark
 WIDE_ENOUGH = 1 / 40  # of the panel, for a label inside a span
 
 
 def png(chart: Chart) -> bytes:
     """The chart as a PNG."""
-    return _drawn(chart, PNG)
+    with _settings():
+        return _png(chart, figure(chart))
 
 
 def svg(chart: Chart) -> bytes:
     """The chart as an SVG whose texts are text."""
-    return _drawn(chart, SVG)
+    with _settings():
+        return _saved(figure(chart), SVG)
 
 
 def both(chart: Chart) -> tuple[bytes, bytes]:
     """(PNG, SVG) of one drawing, in less time than one after the other."""
     with _settings():
         drawn = figure(chart)
-        return _saved(drawn, PNG), _saved(drawn, SVG)
+        return _png(chart, drawn), _saved(drawn, SVG)
 
 
 def _settings() -> Any:
@@ -65,22 +82,24 @@ def _settings() -> Any:
     return matplotlib.rc_context(SETTINGS)
 
 
-def _drawn(chart: Chart, options: Any) -> bytes:
-    with _settings():
-        return _saved(figure(chart), options)
+def _png(chart: Chart, drawn: Figure) -> bytes:
+    """In a palette, but for cells, whose many colours would leave none for the marks upon them."""
+    whole = _saved(drawn, PNG)
+    shaded = any(isinstance(mark, Cells) for panel in chart.panels for mark in panel.marks)
+    return whole if shaded else _paletted(whole)
 
 
 def _saved(drawn: Figure, options: Any) -> bytes:
     buffer = io.BytesIO()
     drawn.savefig(buffer, **options)
-    return _paletted(buffer) if options is PNG else buffer.getvalue()
+    return buffer.getvalue()
 
 
-def _paletted(png: io.BytesIO) -> bytes:
+def _paletted(png: bytes) -> bytes:
     """The PNG with its colours in a palette. Areas and lines keep theirs."""
     from PIL import Image
 
-    whole = Image.open(png).convert("RGB")
+    whole = Image.open(io.BytesIO(png)).convert("RGB")
     small = whole.quantize(COLOURS, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     buffer = io.BytesIO()
     small.save(buffer, "png", optimize=True)
@@ -121,9 +140,11 @@ def _plain(text: str) -> str:
 
 
 def _height(panel: Panel) -> float:
+    if any(isinstance(mark, Cells) for mark in panel.marks):
+        return max(2.1, 0.9 + min(0.34 * len(panel.rows), 5.0))
     if panel.rows:
         return 0.8 + min(0.34 * len(panel.rows), 4.5)
-    if any(isinstance(mark, Spans) for mark in panel.marks):
+    if panel.tall or any(isinstance(mark, Spans) for mark in panel.marks):
         return 3.4
     return 2.3
 
@@ -151,6 +172,9 @@ def _scales(axis: Axes, panel: Panel) -> None:
         axis.set_xscale("log")
     if panel.y_log:
         axis.set_yscale("log")
+    if len(panel.x_ticks):
+        axis.set_xticks(panel.x_ticks, [f"{tick:.4g}" for tick in panel.x_ticks])
+        axis.set_xticks([], minor=True)
     if panel.rows:
         axis.set_yticks(range(len(panel.rows)), list(map(_plain, panel.rows)))
         axis.grid(visible=False, axis="y")
@@ -225,6 +249,30 @@ def _points(axis: Axes, mark: Points) -> None:
             axis.annotate(_plain(text), (x, y), xytext=(5, 3), textcoords="offset points", fontsize=7)
 
 
+def _whiskers(axis: Axes, mark: Whiskers) -> None:
+    middle, half = (mark.low + mark.high) / 2, (mark.high - mark.low) / 2
+    looks: Any = {"fmt": "none", "ecolor": mark.style.colour, "elinewidth": 0.9, "capsize": 2, "zorder": 2.5}
+    if mark.level:
+        axis.errorbar(middle, mark.at, xerr=half, **looks)
+    else:
+        axis.errorbar(mark.at, middle, yerr=half, **looks)
+
+
+def _cells(axis: Axes, mark: Cells) -> None:
+    from matplotlib.colors import LogNorm, Normalize
+
+    norm = (LogNorm if mark.log else Normalize)(mark.low, mark.high)
+    drawn = axis.imshow(mark.values, cmap=CELLS, norm=norm, aspect="auto")
+    axis.grid(visible=False)
+    scale = axis.figure.colorbar(drawn, ax=axis, pad=0.02, fraction=0.05)
+    scale.set_label(_plain(mark.unit))
+    shares = mark.shares()
+    for row, texts in enumerate(mark.labels):
+        for column, text in enumerate(texts):
+            colour = "white" if shares[row, column] < MIDDLE else "#222222"  # the scale begins dark; NaN is on white
+            axis.text(column, row, _plain(text), ha="center", va="center", fontsize=7, color=colour)
+
+
 def _level(axis: Axes, mark: Level) -> None:
     axis.axhline(mark.y, color=mark.style.colour, linestyle=DASHES[mark.style.dash], linewidth=1)
 
@@ -238,6 +286,8 @@ DRAWN: dict[type[Any], Callable[[Axes, Any], None]] = {
     Area: _area,
     Spans: _spans,
     Points: _points,
+    Whiskers: _whiskers,
+    Cells: _cells,
     Level: _level,
     Edge: _edge,
 }

@@ -7,7 +7,22 @@ import pytest
 from matplotlib.collections import PathCollection, PolyCollection
 
 from cbsim.draw import render
-from cbsim.draw.chart import RED, SERIES, Area, Bars, Chart, Edge, Level, Line, Panel, Points, Spans, Style
+from cbsim.draw.chart import (
+    RED,
+    SERIES,
+    Area,
+    Bars,
+    Cells,
+    Chart,
+    Edge,
+    Level,
+    Line,
+    Panel,
+    Points,
+    Spans,
+    Style,
+    Whiskers,
+)
 
 pytestmark = pytest.mark.usefixtures("drawn")
 
@@ -81,6 +96,40 @@ def test_every_mark_is_on_its_axes() -> None:
     assert second.get_ylim() == (2.5, -0.5)  # the first row is on top
     assert [bar.get_height() for bar in third.patches] == [1.0, 2.0, 2.0, 1.0]
     assert third.patches[0].get_x() < third.patches[2].get_x() < third.patches[1].get_x()  # side by side
+
+
+def test_whiskers_reach_from_low_to_high_upright_or_lying() -> None:
+    for level in (False, True):
+        mark = Whiskers("", X, X - 1, X + 2, SERIES[0], level)
+        (bars,) = render.figure(Chart("k", "t", "s", [Panel([mark], "x")])).axes[0].collections
+        for at, (start, end) in zip(X.tolist(), bars.get_segments(), strict=True):
+            ends = [(at, at - 1), (at, at + 2)]
+            assert [tuple(start), tuple(end)] == [pair[::-1] for pair in ends] if level else ends
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_cells_have_their_numbers_their_order_and_a_scale(log: bool) -> None:
+    """Numbers are light on dark cells and dark on pale ones; rows are read from the top."""
+    values = np.array([[1.0, 100.0], [np.nan, 90.0]])
+    mark = Cells("", values, 1.0, 100.0, SERIES[0], [["", ""]] * 2, [["1", "100"], ["-", "90"]], "ms", log)
+    axes, scale = render.figure(Chart("k", "t", "s", [Panel([mark], "x", rows="ab", categories="uv")])).axes
+    (image,) = axes.images
+    np.testing.assert_array_equal(image.get_array().filled(np.nan), values)
+    assert axes.get_ylim() == (1.5, -0.5) and scale.get_ylim() == pytest.approx((1, 100)) and scale.get_ylabel() == "ms"
+    written = {text.get_text(): (text.get_position(), text.get_color()) for text in axes.texts}
+    assert written["1"] == ((0, 0), "white") and written["100"] == ((1, 0), "#222222")
+    assert written["-"] == ((0, 1), "#222222")
+
+
+def test_numbers_of_an_axis_are_written_where_they_are_asked_for() -> None:
+    panel = Panel([Line("l", X + 1, X, SERIES[0])], "x", x_log=True, x_ticks=(1.0, 2.5, 5.0))
+    axes = render.figure(Chart("k", "t", "s", [panel])).axes[0]
+    assert [(tick, text.get_text()) for tick, text in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)] == [
+        (1.0, "1"),
+        (2.5, "2.5"),
+        (5.0, "5"),
+    ]
+    assert len(axes.get_xticks(minor=True)) == 0
 
 
 def test_a_label_is_written_where_there_is_room() -> None:

@@ -5,7 +5,7 @@
   const PRINT_PX = 680;
   const CONFIG = { responsive: true, displayModeBar: false, doubleClick: "reset" };
   const STEPS = { "+": [0.5, 0], "=": [0.5, 0], "-": [2, 0], "_": [2, 0], ArrowLeft: [1, -0.2], ArrowRight: [1, 0.2] };
-  const boxes = [...document.querySelectorAll(".plot")];
+  const boxes = [...document.querySelectorAll(".plot[data-figure]")];
   const figures = new Map(); // box -> its figure, once drawn
   let library;
 
@@ -19,6 +19,8 @@
     if (!window.Plotly) throw new Error("the drawing library did not start");
   }
 
+  window.drawingLibrary = () => (library ??= unpack());
+
   function layout(figure) {
     const chosen = structuredClone(NARROW.matches ? figure.narrow : figure.layout);
     return TOUCH ? { ...chosen, dragmode: false } : chosen;
@@ -28,7 +30,7 @@
     if (box.dataset.state) return;
     box.dataset.state = "drawing";
     try {
-      await (library ??= unpack());
+      await window.drawingLibrary();
       const figure = JSON.parse(document.getElementById(box.dataset.figure).textContent);
       figures.set(box, figure);
       box.classList.add("drawn");

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.page import interactive
-from cbsim.draw.chart import Area, Bars, Chart, Edge, Level, Line, Panel, Points, Spans, Style
+from cbsim.draw.chart import Area, Bars, Cells, Chart, Edge, Level, Line, Panel, Points, Spans, Style, Whiskers
 
 PLAIN = Style("#0072B2", "dashed", "triangle")
 X = np.array([1.0, 2.0, 3.0])
@@ -78,6 +78,31 @@ def test_bars_stand_side_by_side_over_their_categories_with_different_hatches() 
     assert made["layout"]["barmode"] == "group"
     assert len({trace["marker"]["pattern"]["shape"] for trace in made["data"]}) == 2
     assert made["layout"]["xaxis"]["ticktext"] == ["left", "right"] and made["layout"]["xaxis"]["fixedrange"]
+
+
+def test_whiskers_are_errors_round_their_middle_upright_or_lying() -> None:
+    upright, lying = (Whiskers("", X, X - 1, X + 2, PLAIN, level) for level in (False, True))
+    trace = drawn(upright)["data"][0]
+    assert (trace["x"], trace["y"], trace["error_y"]["array"]) == ([1, 2, 3], [1.5, 2.5, 3.5], [1.5, 1.5, 1.5])
+    assert trace["hoverinfo"] == "skip" and trace["marker"]["opacity"] == 0 and not trace["showlegend"]
+    trace = drawn(lying)["data"][0]
+    assert (trace["x"], trace["y"], trace["error_x"]["array"]) == ([1.5, 2.5, 3.5], [1, 2, 3], [1.5, 1.5, 1.5])
+
+
+def test_cells_have_a_scale_of_colours_that_says_their_values() -> None:
+    values, texts = np.array([[1.0, 10.0], [np.nan, 100.0]]), [["a", "b"], ["", "d"]]
+    for log, shares, ends in (
+        (True, [[0, 0.5], [None, 1]], "1 10 100"),
+        (False, [[0, 1 / 11], [None, 1]], "1 50.5 100"),
+    ):
+        made = drawn(Cells("", values, 1.0, 100.0, PLAIN, texts, unit="ms", log=log), rows="yz", categories="uv")
+        trace = made["data"][0]
+        assert [cell for row in trace["z"] for cell in row] == [
+            s if s is None else pytest.approx(s) for r in shares for s in r
+        ]
+        assert trace["colorbar"]["ticktext"][::2] == ends.split() and trace["colorbar"]["tickvals"][::2] == [0, 0.5, 1]
+        assert trace["hovertext"] == texts and trace["colorbar"]["title"]["text"] == "ms"
+    assert made["layout"]["yaxis"]["ticktext"] == ["y", "z"] and made["layout"]["xaxis"]["ticktext"] == ["u", "v"]
 
 
 def test_levels_and_edges_cross_their_own_panel() -> None:

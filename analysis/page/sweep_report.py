@@ -1,0 +1,191 @@
+"""The report of a sweep's table: what was run, what failed, the best places, and figures of what is looked at first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from analysis.figures import heat_map, sweep_curves, trade_off
+from analysis.statistics import places as placed
+from analysis.statistics.content import Caveat, Report
+from analysis.statistics.places import Bools, Places
+from analysis.statistics.quantity import quantity
+from analysis.statistics.sweep_table import DONE, FAILED, MISSING, STATUSES, SweepTable
+from analysis.statistics.view import View, view
+from cbsim.draw.chart import Chart
+from cbsim.draw.markdown import Table
+from cbsim.results import checks
+from cbsim.results.checks import Check
+from cbsim.results.metrics import SAMPLES_NEEDED
+from cbsim.sweeps.table import PER_GPU, PER_USER
+
+METRICS = ("ttft_s.p99", "tpot_s.p99", "output_tokens_per_s", "gpu_active")
+MOST_ROWS, MOST_REASONS, MOST_VALUES = 40, 50, 6
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a report of a sweep was asked for, as the command line has it. No metric: the main ones."""
+
+    metrics: Sequence[str] = ()
+    slo: Sequence[str] = ()
+    x: str | None = None
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What is shown at first: `metrics` and `limits` are of columns that the table has."""
+
+    places: Places
+    view: View
+    metrics: Sequence[str]
+    limits: Sequence[Check]
+    pareto: tuple[str, str]
+
+
+def look(table: SweepTable, asked: Asked) -> Look:
+    """What was asked for, found in the table. Raises RunError or CheckError."""
+    limits = [checks.parse(text, "--slo") for text in asked.slo]
+    for limit in limits:
+        table.metric(limit.metric, f"--slo {limit.text!r}")
+    given = [table.metric(name, f"--metric {name}") for name in asked.metrics]
+    main = [metric for metric in METRICS if metric in table.metrics]
+    metrics = list(dict.fromkeys(given or [*(limit.metric for limit in limits), *main] or [*table.metrics][:1]))
+    return Look(placed.places(table), view(table, asked.x), metrics, limits, _pareto(table, metrics))
+
+
+def _pareto(table: SweepTable, metrics: Sequence[str]) -> tuple[str, str]:
+    """Throughput against the speed of a user, or what there is."""
+    there = [metric for metric in (PER_USER, PER_GPU) if metric in table.metrics]
+    first, second = [*there, *(metric for metric in metrics if metric not in there), *metrics][:2] if metrics else there
+    return first, second
+
+
+def build(table: SweepTable, shown: Look, title: str, command: str) -> Report:
+    """The report; its charts are the files beside report.md, a page has an explorer in their place."""
+    return Report(
+        title=title or f"Sweep {table.name}",
+        question="",
+        sources=(),
+        caveats=caveats(table, shown),
+        findings=findings(table, shown),
+        tables=[*_undone(table), *_numbers(table, shown)],
+        charts=charts(table, shown),
+        command=command,
+        facts={"points": len(table), **{status: table.count(status) for status in STATUSES}},
+    )
+
+
+def charts(table: SweepTable, shown: Look) -> list[Chart]:
+    """Curves along x, cells over two axes, and the trade-off of GPU and user."""
+    bounds = {limit.metric: limit.bound for limit in shown.limits}
+    limit = next((limit for limit in shown.limits if limit.metric == shown.metrics[0]), None)
+    curves = sweep_curves.curves(table, shown.places, shown.view, shown.metrics, bounds)
+    cells = heat_map.heat_map(table, shown.places, shown.metrics[0], limit)
+    pareto = trade_off.pareto(table, shown.places, shown.pareto, shown.limits)
+    return [curves, *([cells] if cells else []), pareto]
+
+
+def findings(table: SweepTable, shown: Look) -> list[str]:
+    """How much is done, which places are best, which meet the limits."""
+    places = shown.places
+    counts = ", ".join(f"{table.count(status):,} {status}" for status in STATUSES if table.count(status))
+    said = [f"{len(table):,} points at {len(places):,} places: {counts}."]
+    said += [f"The same at all: {_settings(table.constants)}."] if table.constants else []
+    met = trade_off.meets(table, places, shown.limits)
+    if shown.limits:
+        words = " and ".join(limit.text for limit in shown.limits)
+        said.append(f"{int(met.sum()):,} of {len(places):,} places meet {words} in the mean of their replicates.")
+    for metric in dict.fromkeys((*shown.metrics, *shown.pareto)):
+        said += _best(table, places, metric, met, bool(shown.limits))
+    return said
+
+
+def _settings(fields: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in fields.items())
+
+
+def _best(table: SweepTable, places: Places, metric: str, met: Bools, limited: bool) -> list[str]:
+    """The place of the best mean, if one is better than the others."""
+    what, means = quantity(metric), places.means(table.metrics[metric])
+    known = np.flatnonzero(np.isfinite(means.mean) & met)
+    if not len(known) or not np.ptp(means.mean[known]) or not places.axes:
+        return []
+    order = means.mean[known] * (1 if what.more_is_better else -1)
+    place = int(known[order.argmax()])
+    most = "Most" if what.more_is_better else "Least"
+    within = " within the SLO" if limited else ""
+    value = f"{what.text(means.mean[place])}{_relative(means.half[place], means.mean[place])}"
+    return [f"{most} {what.label}{within}: {value} at {places.said(place)}."]
+
+
+def _relative(half: float, mean: float) -> str:
+    """An interval in percent of its mean; "" if there is none."""
+    if math.isnan(half) or not mean:
+        return ""
+    percent = half / abs(mean) * 100
+    return f" ± {percent:.0f} %" if percent >= 10 else f" ± {percent:.2g} %" if percent >= 0.01 else ""
+
+
+def caveats(table: SweepTable, shown: Look) -> list[Caveat]:
+    """Reasons not to trust the numbers that the table itself shows."""
+    made = []
+    for status, says in ((FAILED, "failed"), (MISSING, "are missing")):
+        if count := table.count(status):
+            made.append(Caveat(status, "", f"{count:,} of {len(table):,} points {says}: means are of what there is."))
+    few = int((shown.places.means(table.metrics[shown.metrics[0]]).n == 1).sum())
+    if few:
+        made.append(Caveat("one run", "", f"{few:,} places have one run each: there is no telling chance from effect."))
+    for metric in shown.metrics:
+        head, _, statistic = metric.partition(".")
+        samples = table.metrics.get(f"{head}.n")
+        if statistic in SAMPLES_NEEDED and samples is not None:
+            least, needed = int(np.nanmin(samples)), SAMPLES_NEEDED[statistic]
+            text = f"{quantity(metric).label} is of {least:,} values where they are fewest, needs {needed}."
+            made += [Caveat("few requests", "", text)] if least < needed else []
+    return made
+
+
+def _undone(table: SweepTable) -> list[Table]:
+    """Points that are not done, by reason: how many, and where."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for row in np.flatnonzero(table.status != STATUSES.index(DONE)).tolist():
+        groups.setdefault((STATUSES[table.status[row]], table.reasons[row]), []).append(row)
+    if not groups:
+        return []
+    rows = [
+        (reason or "not run yet", status, f"{len(own):,}", _where(table, own))
+        for (status, reason), own in sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1])))
+    ]
+    more = f" The {len(rows) - MOST_REASONS:,} rarest reasons are left out." if len(rows) > MOST_REASONS else ""
+    says = f"What sets them apart is named; an axis is left out if all its values are among them.{more}"
+    return [Table("Failed and missing points", ("reason", "status", "points", "where"), rows[:MOST_REASONS], says)]
+
+
+def _where(table: SweepTable, rows: Sequence[int]) -> str:
+    told = []
+    for axis in table.axes:
+        codes = np.unique(axis.codes[rows])
+        if len(codes) < len(axis):
+            values = [axis.labels[code] for code in codes[:MOST_VALUES]]
+            more = f" and {len(codes) - MOST_VALUES} more" if len(codes) > MOST_VALUES else ""
+            told.append(f"{axis.name} = {' | '.join(values)}{more}")
+    return "; ".join(told) or "everywhere"
+
+
+def _numbers(table: SweepTable, shown: Look) -> list[Table]:
+    """A row a place."""
+    places, metrics = shown.places, dict.fromkeys((*shown.metrics, *shown.pareto))
+    if len(places) > MOST_ROWS:
+        return []
+    of = {metric: places.means(table.metrics[metric]) for metric in metrics}
+    rows = []
+    for place in range(len(places)):
+        cells = [f"{quantity(m).text(of[m].mean[place])}{_relative(of[m].half[place], of[m].mean[place])}" for m in of]
+        rows.append((places.said(place) or table.name, f"{max(means.n[place] for means in of.values())}", *cells))
+    says = "Means of the replicates, with the half width of their 95 % interval in percent of the mean."
+    return [Table("Places", ("place", "runs", *(quantity(metric).label for metric in metrics)), rows, says)]

@@ -1,0 +1,174 @@
+"""The table of a sweep as axes, places and means: nothing is lost, nothing else passes for a table."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sweep_tables import RATE, rates, row, written
+
+import cbsim
+from analysis.statistics import places, sweep_table
+from analysis.statistics.quantity import quantity
+from cbsim.results.directory import RunError
+from cbsim.results.measures import UNITS
+
+
+def test_what_cbsim_sweep_writes_is_read_whole(tmp_path: Path) -> None:
+    """Contract of the two: every point, every axis in its order with the loop last, every metric that has a value."""
+    asked = {"scenario": "worked_example", "axes": {"workload.requests": [4, 8]}, "loop": ["sync", "async"]}
+    swept = cbsim.sweep({**asked, "set": {"workload.output_tokens": 4}, "replicates": 2}, store=tmp_path, jobs=1)
+    table = sweep_table.read(swept.path)
+    assert [axis.name for axis in table.axes] == ["workload.requests", "loop"]
+    assert [axis.labels for axis in table.axes] == [["4", "8"], ["sync", "async"]]
+    assert len(table) == table.count("done") == 8 and len(places.places(table)) == 4
+    frame = swept.table.to_pandas()
+    metrics = frame.columns[list(frame.columns).index("reason") + 1 :]
+    assert set(table.metrics) == {name for name in metrics if frame[name].notna().any()}
+    for name, values in table.metrics.items():
+        np.testing.assert_array_equal(values, frame[name].to_numpy())
+
+
+def test_numbers_rise_names_stand_as_they_come_and_one_value_is_no_axis(tmp_path: Path) -> None:
+    given = [("b", 4, None), ("a", 2, "x"), ("b", 10, "x")]
+    rows = [row({"scheduler.name": s, "n": n, "y": y, "z": 1}, preemptions=1.0) for s, n, y in given]
+    table = sweep_table.read(written(tmp_path / "t.parquet", rows))
+    axes = {axis.name: axis for axis in table.axes}
+    assert axes["scheduler.name"].labels == ["b", "a"] and axes["scheduler.name"].numbers is None
+    assert axes["n"].labels == ["2", "4", "10"] and axes["n"].codes.tolist() == [1, 0, 2]
+    assert axes["y"].labels == ["not set", "x"]
+    assert table.constants == {"z": "1", "loop": "sync"}
+
+
+def test_fields_that_advance_together_are_one_axis(tmp_path: Path) -> None:
+    """Else a reader who fixes one of them finds one point of the other."""
+    pairs = [("1b", 1), ("8b", 2), ("70b", 4)]
+    rows = [row({"model": m, "gpus": g, "n": n}, preemptions=1.0) for m, g in pairs for n in (1, 2, 3)]
+    table = sweep_table.read(written(tmp_path / "t.parquet", rows))
+    assert [axis.fields for axis in table.axes] == [("model", "gpus"), ("n",)]
+    assert table.axes[0].labels == ["1b, 1", "8b, 2", "70b, 4"]
+    assert table.axis("gpus") is table.axes[0]
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["a.rate_per_s", "b.n"], ["rate_per_s", "n"]),
+        (["a.b.n", "c.b.n"], ["a.b.n", "c.b.n"]),
+        (["scheduler.name", "model.name", "n"], ["scheduler.name", "model.name", "n"]),
+        (["a.name", "name"], ["a.name", "name"]),
+    ],
+)
+def test_a_short_name_is_that_of_one_axis(tmp_path: Path, names: list[str], short: list[str]) -> None:
+    grid = np.stack(np.meshgrid(*[[1, 2]] * len(names)), axis=-1).reshape(-1, len(names)).tolist()
+    rows = [row(dict(zip(names, values, strict=True)), preemptions=1.0) for values in grid]
+    table = sweep_table.read(written(tmp_path / "t.parquet", rows))
+    assert [axis.short for axis in table.axes] == short
+
+
+def test_means_and_intervals_are_those_of_student(tmp_path: Path) -> None:
+    """t at 0.975: 4.303 for 2 degrees of freedom, 12.706 for 1. One value has no interval, a failed point no value."""
+    values = {1: [1.0, 2.0, 3.0], 2: [4.0, 6.0, None], 3: [5.0, None, None], 4: [None, None, None]}
+    rows = [
+        row({"n": n}, seed, steps=v) | ({} if v else {"status": "failed", "reason": "because"})
+        for n, own in values.items()
+        for seed, v in enumerate(own)
+    ]
+    table = sweep_table.read(written(tmp_path / "t.parquet", rows))
+    means = places.places(table).means(table.metrics["steps"])
+    assert means.mean.tolist()[:3] == [2.0, 5.0, 5.0] and means.n.tolist() == [3, 2, 1, 0]
+    assert means.half[0] == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
+    assert means.half[1] == pytest.approx(12.706205, rel=1e-6)
+    assert np.isnan(means.half[2:]).all() and np.isnan(means.mean[3])
+    assert means.low[1] == 0.0  # no metric is negative
+    assert (means.low[2], means.high[2]) == (5.0, 5.0)
+
+
+def test_one_seed_is_one_replicate_however_often_it_stands_there(tmp_path: Path) -> None:
+    """A point that two entries of a sweep file name adds no certainty."""
+    rows = [row({"n": n}, seed, steps=v) for n, seed, v in [(1, 0, 1.0), (1, 0, 3.0), (1, 1, 4.0), (2, 0, 5.0)]]
+    means = places.places(table := sweep_table.read(written(tmp_path / "t.parquet", rows))).means(
+        table.metrics["steps"]
+    )
+    assert means.mean.tolist() == [3.0, 5.0] and means.n.tolist() == [2, 1]
+
+
+def test_values_of_any_kind_make_an_axis(tmp_path: Path) -> None:
+    values = [[1, 2], [3], None]
+    table = sweep_table.read(written(tmp_path / "t.parquet", [row({"a": v}, preemptions=0.0) for v in values]))
+    assert table.axes[0].labels == ["[1, 2]", "[3]", "not set"]
+    rows = [row({"a": v}, preemptions=0.0) for v in (1.5, math.nan, math.inf, math.nan)]
+    assert sweep_table.read(written(tmp_path / "t.parquet", rows)).axes[0].labels == ["1.5", "nan", "inf"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.floats(0, 1e6)), min_size=1, max_size=40))
+def test_every_point_is_in_the_place_of_its_settings(tmp_path_factory: pytest.TempPathFactory, given: list) -> None:
+    path = tmp_path_factory.mktemp("t") / "t.parquet"
+    table = sweep_table.read(
+        written(path, [row({"a": a, "b": f"v{b}"}, i, steps=v) for i, (a, b, v) in enumerate(given)])
+    )
+    made = places.places(table)
+    means = made.means(table.metrics["steps"])
+    for i, (a, b, _) in enumerate(given):
+        own = [v for x, y, v in given if (x, y) == (a, b)]
+        assert means.n[made.of[i]] == len(own)
+        assert means.mean[made.of[i]] == pytest.approx(np.mean(own))
+
+
+def _table(tmp_path: Path, **changes: object) -> Path:
+    table = pa.table({name: [r.get(name) for r in rates()] for name in rates()[0]})
+    for name, values in changes.items():
+        at = table.column_names.index(name)
+        table = table.remove_column(at) if values is None else table.set_column(at, name, pa.array(values))
+    path = tmp_path / "t.parquet"
+    pq.write_table(table, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seed": None}, "no table of a sweep: it has no column seed"),
+        ({"status": ["Done"] * 48}, "status: got 'Done', expected one of done, failed, missing"),
+        (
+            {"status": ["failed"] * 48, "reason": ["out of memory"] * 48},
+            "none of its 48 points is done, the first because",
+        ),
+        ({"preemptions": ["none"] * 48}, "preemptions: got a column of string, expected numbers"),
+    ],
+)
+def test_what_is_no_table_is_named(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+    with pytest.raises(RunError, match=said):
+        sweep_table.read(_table(tmp_path, **changes))
+
+
+def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_text("not Parquet")
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "b.parquet")
+    for name in ("a", "b", "c"):
+        with pytest.raises(RunError, match=f"{name}.parquet: no table of a sweep: "):
+            sweep_table.read(tmp_path / f"{name}.parquet")
+
+
+def test_unknown_metrics_and_fields_have_a_hint(tmp_path: Path) -> None:
+    table = sweep_table.read(_table(tmp_path))
+    assert table.metric("ttft.p99", "--metric") == "ttft_s.p99"
+    with pytest.raises(RunError, match=r"no point has a metric 'ttft.p9'; did you mean ttft.p99"):
+        table.metric("ttft.p9", "--metric")
+    with pytest.raises(RunError, match=rf"--x 'rate': no such field; did you mean {RATE}"):
+        table.axis("rate")
+
+
+def test_every_metric_has_a_label_and_a_unit_that_a_person_reads() -> None:
+    assert (quantity("ttft_s.p99").label, quantity("ttft_s.p99").unit) == ("TTFT p99", "s")
+    assert quantity("output_tokens_per_s_per_gpu").more_is_better and not quantity("rows_per_step").more_is_better
+    for metric, unit in UNITS.items():
+        assert quantity(metric).unit.endswith("share") == (unit == "share")
+        assert quantity(metric).text(0.5) and "_" not in quantity(metric).label
+    assert quantity("steps").text(math.nan) == "-"
