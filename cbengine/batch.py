@@ -194,7 +194,7 @@ class Batcher:
             if (slot := self._sequences[spec].slot) >= 0:
                 self._places.append(slot * self._width + index)
                 self._blocks.append(block)
-        for spec, block in plan.changes.grown:
+        for spec, block in zip(plan.changes.grown, plan.changes.blocks, strict=True):
             self._extend(self._sequences[spec], (block,))
         for chunk in plan.work.chunks:
             sequence = self._sequences[chunk.spec]

@@ -79,9 +79,13 @@ class BlockPool:
     def held(self, request: Request) -> int:
         return len(self.tables.get(request, ()))
 
+    def table(self, request: Request) -> list[int]:
+        """All its blocks, as far as rows list them."""
+        return self.tables.get(request, [])
+
     def tables_of(self, request: Request) -> list[list[int]]:
         """Its tables, one for each group of layers; a cache without groups has one."""
-        return [self.tables.get(request, [])]
+        return [self.table(request)]
 
     def entries(self, request: Request) -> int:
         """Of its longest table."""
@@ -99,7 +103,7 @@ class BlockPool:
 
     def spans(self, request: Request) -> list[tuple[int, int]]:
         """Of each table of a request, from which to which token of the sequence its blocks reach."""
-        return [(0, len(self.tables[request]) * self.block_size)]
+        return [(0, self.held(request) * self.block_size)]
 
     def missing(self, request: Request, tokens: int) -> int:
         """Blocks that a request lacks to hold its first `tokens` tokens."""
@@ -145,8 +149,8 @@ class BlockPool:
             return [self.grow(request, 1)[0] for request in requests]
         blocks = self._free.take(len(requests))
         tables = self.tables
-        for i, request in enumerate(requests):
-            tables[request].append(blocks[i])
+        for request, block in zip(requests, blocks, strict=True):
+            tables[request].append(block)
         if self._key_of:
             for block in blocks:
                 self._forget(block)
@@ -318,7 +322,7 @@ class BlockPool:
 
     def live_tables(self) -> list[list[int]]:
         """Every table, without entries that are no blocks."""
-        return list(self.tables.values())
+        return [self.table(request) for request in self.tables]
 
     def _register(self, block: int, key: int) -> None:
         """Give a block its key, unless it has one: a private block adopted by its own request after a requeue."""

@@ -11,10 +11,10 @@ did not rest; progress and calendars go by the pace.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right, insort
 from collections.abc import Iterator
 from heapq import heappop, heappush
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Final
 
 from cbsim.policy.request import Request
@@ -22,7 +22,8 @@ from cbsim.policy.value import value
 
 Entry = tuple[int, int, Request]  # (its admission order, `since` of the stay that is meant, who): they sort in order
 Calendar = dict[int, list[Entry]]  # by pace
-by_order = attrgetter("order")
+by_order, first_step = attrgetter("order"), itemgetter(0)
+KEPT = 4096  # stretches of steps, from which on it is worth while to forget some
 
 
 @value(init=False)
@@ -97,10 +98,12 @@ class Cohort:
         self._long_at: Calendar = {}
         self._late: dict[int, list[Landing]] = {}  # by step: rows of members that have left since
         self._due: list[Entry] = []  # those that `growing` named
+        self._always: list[Request] = []  # blocks of one token: who needs one in every step, in admission order
         self._joins = 0
         self._heads: list[tuple[int, int, int, Request]] = []  # heap: (pace - computed, number, since, who) of joins
-        self._rests: list[int] = []  # steps, in order
-        self._rested = 0  # of them, those that have come back
+        self._rests: list[int] = []  # steps in flight, in order
+        self._went: list[list[int]] = []  # [first step, steps] that have come back, up to the last that rested
+        self._since = 0  # the first step behind these
 
     def __len__(self) -> int:
         return len(self._members)
@@ -153,14 +156,15 @@ class Cohort:
 
     def leave(self, request: Request, blocks: int) -> None:
         """Take a member out that holds `blocks` blocks. Its rows in flight are delivered one by one (`landing`)."""
-        resting = self._rests[self._rested :]
         for step in range(max(self.updated, request.since), self.planned):
-            if step not in resting:
+            if step not in self._rests:
                 self._late.setdefault(step, []).append(Landing(request, request.epoch, 1))
         self._offset -= request.computed - self.pace
         if self.long_tokens:
             self.long -= request.computed >= self.long_tokens
         self.held_blocks -= blocks
+        if self._always and request in self._always:
+            self._always.remove(request)
         del self._members[request]
         request.leave()
         if not self._members:
@@ -170,10 +174,19 @@ class Cohort:
         """Members that need one more block in the step being planned, in admission order."""
         entries = self._grow_at.get(self.pace)
         self._due = self._current(entries) if entries else []
-        return [request for _, _, request in self._due]
+        due = [request for _, _, request in self._due]
+        if self.block_size > 1:
+            return due
+        self._grow_at.pop(self.pace, None)
+        for request in due:
+            insort(self._always, request, key=by_order)
+        return self._always
 
     def grew(self) -> None:
         """Those that `growing` has just named got a block each and need the next one `block_size` steps on."""
+        if self.block_size == 1:
+            self.held_blocks += len(self._always)
+            return
         self.held_blocks += len(self._due)
         self._grow_at.setdefault(self.pace + self.block_size, []).extend(self._due)
 
@@ -218,23 +231,33 @@ class Cohort:
 
     def applied(self) -> None:
         """The oldest step in flight has come back."""
-        if self._rested < len(self._rests) and self._rests[self._rested] == self.updated:
-            self._rested += 1
+        if self._rests and self._rests[0] == self.updated:
+            del self._rests[0]
+            self._end_stretch()
         else:
             self.landed += 1
         self.updated += 1
 
+    def _end_stretch(self) -> None:
+        """The step that comes back has rested. Stretches that no member has seen are forgotten."""
+        if self.updated > self._since:
+            self._went.append([self._since, self.updated - self._since])
+        self._since = self.updated + 1
+        if len(self._went) > KEPT and self._members:
+            oldest = next(iter(self._members)).since
+            del self._went[: max(0, bisect_right(self._went, oldest, key=first_step) - 1)]
+
     def stretches(self, request: Request) -> list[list[int]]:
         """[first step, steps] in which a member's rows have come back since it joined."""
-        found: list[list[int]] = []
-        first = request.since
-        if self._rests and self._rests[-1] >= first:
-            for rest in self._rests[bisect_left(self._rests, first) : self._rested]:
-                if rest > first:
-                    found.append([first, rest - first])
-                first = rest + 1
-        if self.updated > first:
+        since = request.since
+        at = bisect_right(self._went, since, key=first_step)
+        found = self._went[at:]
+        if at and (end := sum(self._went[at - 1])) > since:
+            found.insert(0, [since, end - since])
+        if self.updated > (first := max(since, self._since)):
             found.append([first, self.updated - first])
+        elif found:
+            found[-1] = found[-1][:]  # the request may go on with it, the others not
         return found
 
     def _note(self, calendar: Calendar, step: int, request: Request) -> None:
@@ -247,10 +270,10 @@ class Cohort:
             current.sort()
         return current
 
-    def check(self, tables: dict[Request, list[int]]) -> None:
-        """Raise AssertionError unless the running sums equal a recount."""
+    def check(self, blocks: dict[Request, int]) -> None:
+        """Raise AssertionError unless the running sums equal a recount. `blocks`: how many each member holds."""
         assert self.context == sum(r.computed for r in self), (self.context, [r.computed for r in self])
-        held = sum(len(tables[r]) for r in self)
+        held = sum(blocks[r] for r in self)
         assert self.held_blocks == held, (self.held_blocks, held)
         assert self.longest == max((r.computed for r in self), default=0), self.longest
         assert not self.long_tokens or self.long == sum(r.computed >= self.long_tokens for r in self), self.long

@@ -68,6 +68,7 @@ class Decoding:
         self.preempted: list[Preempted] = []
         self.moves: list[Move] = []  # of KV, for the next plan
         self.awaited: list[int] = []  # jobs of moves that the next plan's rows wait for
+        self.grown_blocks: list[int] = []  # those that members get in the step being planned
         self.doomed: dict[Request, None] = {}  # given up: they end with their next token
         self._keys = keys or Keys(pool)
         self._together, self._foresees, self._wastes_chunks = together, foresees, wastes_chunks
@@ -75,7 +76,7 @@ class Decoding:
         self._observer = observer
         self._admissions = 0  # or arrivals, if they give the order
         self._growing: list[Request] | None = None  # members that need a block, once asked
-        self._grown: list[tuple[RequestSpec, int]] = []
+        self._grown: list[RequestSpec] = []
         self._filling: list[Request] = []  # members that fill a block and have to be heard of when they land
         self._decodes = 0
         self._resting = False  # do the members sit the step being planned out?
@@ -118,7 +119,7 @@ class Decoding:
             request.order,
             start,
             tokens,
-            tuple(self.pool.tables[request] if first else blocks),
+            tuple(self.pool.table(request) if first else blocks),
             outputs,
             admitted=first,
             resumed=first and request.preemptions > 0,
@@ -186,8 +187,8 @@ class Decoding:
         if growing is None:
             growing = members.growing()
         if growing:
-            blocks = self.pool.grow_each(growing)
-            self._grown = [(request.spec, blocks[i]) for i, request in enumerate(growing)]
+            self.grown_blocks = self.pool.grow_each(growing)
+            self._grown = [request.spec for request in growing]
             members.grew()
         self._filling = self._keys.go_on(members.filling())
         self._decodes = decodes = len(members)
@@ -196,11 +197,6 @@ class Decoding:
     def rest(self) -> None:
         """No row for any member: they sit this step out."""
         self._growing, self._resting = None, True
-
-    @property
-    def grown(self) -> list[tuple[RequestSpec, int]]:
-        """The members that get a block in the step being planned, and which."""
-        return self._grown
 
     def dissolve(self) -> None:
         """Everybody out: in this step each member is planned by the rules for one request."""
@@ -250,7 +246,8 @@ class Decoding:
         members.commit(rests=resting)
         self._decodes, self._filling, self._resting = 0, [], False
         if plan.changes is not UNDISTURBED:
-            self._grown, self._left, self.ended, self.preempted, self._replaced = [], [], [], [], []
+            self._grown, self.grown_blocks = [], []
+            self._left, self.ended, self.preempted, self._replaced = [], [], [], []
             if listed.joined or ending:
                 self._move(listed.joined, ending)
         return plan
@@ -269,12 +266,13 @@ class Decoding:
             return UNDISTURBED
         return StepChanges(
             tuple(grown) if grown else (),
+            tuple(self.grown_blocks) if grown else (),
             tuple(joined) if joined else (),
             tuple(left) if left else (),
             tuple(ends) if ends else (),
             tuple(ended) if ended else (),
             tuple(preempted) if preempted else (),
-            tuple(replaced) if replaced else (),
+            replaced=tuple(replaced) if replaced else (),
         )
 
     def _promise(self, rows: dict[Request, Chunk], lead: int, ending: list[Request]) -> Promised:
@@ -395,4 +393,4 @@ class Decoding:
     def check(self) -> None:
         """Raise AssertionError unless every block is free or owned and the members' sums equal a recount."""
         self.pool.check()
-        self.members.check(self.pool.tables)
+        self.members.check({request: self.pool.held(request) for request in self.members})

@@ -33,6 +33,7 @@ The digest is BLAKE2b of these bytes with 8 bytes of output and no key, read as 
 from __future__ import annotations
 
 from hashlib import blake2b
+from struct import pack
 from typing import TYPE_CHECKING
 
 from librt.strings import BytesWriter, read_i64_le, write_i64_le
@@ -40,6 +41,7 @@ from librt.strings import BytesWriter, read_i64_le, write_i64_le
 if TYPE_CHECKING:
     from cbsim.policy.plan import StepPlan
 
+MANY = 64  # numbers from which on it is faster to write them together
 _UNFED = blake2b(digest_size=8)
 
 
@@ -99,12 +101,20 @@ def _say_items(said: BytesWriter, plan: StepPlan) -> None:
         write_i64_le(said, chunk.recomputed)
         write_i64_le(said, chunk.padding)
         write_i64_le(said, len(blocks))
-        for block in blocks:
-            write_i64_le(said, block)
+        if len(blocks) < MANY:
+            for block in blocks:
+                write_i64_le(said, block)
+        else:
+            said.write(pack(f"<{len(blocks)}q", *blocks))
     changes = plan.changes
-    for spec, block in changes.grown:
-        write_i64_le(said, spec.index)
-        write_i64_le(said, block)
+    if len(changes.grown) < MANY:
+        for i, spec in enumerate(changes.grown):
+            write_i64_le(said, spec.index)
+            write_i64_le(said, changes.blocks[i])
+    else:
+        numbers = [0] * (2 * len(changes.grown))
+        numbers[::2], numbers[1::2] = [spec.index for spec in changes.grown], changes.blocks
+        said.write(pack(f"<{len(numbers)}q", *numbers))
     for group in (changes.joined, changes.left, changes.ends, changes.ended):
         for spec in group:
             write_i64_le(said, spec.index)

@@ -98,6 +98,51 @@ class FreeQueue:
         return live
 
 
+class PageQueue:
+    """SGLang's: handed out from the front; what comes free is appended, or with `in_front` put there, head first. Lists
+    of pages that come free stay as they are until they are handed out, and nobody else changes them.
+    """
+
+    def __init__(self, pages: Iterable[int], *, in_front: bool) -> None:
+        self._pieces = deque([list(pages)])
+        self._begun = deque([0])  # pages of each piece that have been handed out
+        self.free = len(self._pieces[0])
+        self._in_front = in_front
+
+    def take(self, count: int) -> list[int]:
+        self.free -= count
+        taken: list[int] = []
+        while count > 0:
+            piece, first = self._pieces[0], self._begun[0]
+            pages = piece[first : first + count]
+            count -= len(pages)
+            taken = taken + pages if taken else pages
+            if first + len(pages) < len(piece):
+                self._begun[0] = first + len(pages)
+            else:
+                self._pieces.popleft()
+                self._begun.popleft()
+        return taken
+
+    def give(self, blocks: list[int], hashed: int) -> None:
+        self.free += len(blocks)
+        if self._in_front:
+            self._pieces.appendleft(blocks)
+            self._begun.appendleft(0)
+        else:
+            self._pieces.append(blocks)
+            self._begun.append(0)
+
+    def pick(self, block: int) -> None:
+        pages = self.order()
+        pages.remove(block)
+        self.free -= 1
+        self._pieces, self._begun = deque([pages]), deque([0])
+
+    def order(self) -> list[int]:
+        return [page for piece, first in zip(self._pieces, self._begun, strict=True) for page in piece[first:]]
+
+
 class CachedLast:
     """transformers' two lists: blocks without content are a FIFO queue; cached blocks go only when that is short,
     newest first. A freed table is walked head first.

@@ -101,7 +101,7 @@ class Underway:
 
     def _check(self, plan: StepPlan) -> None:
         read, written = self._blocks()
-        wanted = {(DEVICE, block) for _, block in plan.changes.grown}
+        wanted = {(DEVICE, block) for block in plan.changes.blocks}
         needed: set[Place] = set()
         for chunk in plan.work.chunks:
             found = chunk.cached // self._block_size if chunk.admitted else 0

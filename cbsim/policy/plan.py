@@ -144,13 +144,15 @@ class StepWork:
 class StepChanges:
     """What is new since the plan before, for whoever keeps requests and their tables.
 
-    `grown` gives the decoding rows that got a block; `joined` decode without being listed from the next step on; `left`
-    had been decoding and are no longer, as of this step. `ends` are the requests whose declared last token this step
-    samples, if its rows yield all that they may; `ended` those that have ended: an executor forgets them. `replaced`
-    gives (request, index in its table, block): that entry became another block of equal content, the old one is free.
+    `grown` are the decoding rows that got a block each, and `blocks` these; `joined` decode without being listed from
+    the next step on; `left` had been decoding and are no longer, as of this step. `ends` are the requests whose
+    declared last token this step samples, if its rows yield all that they may; `ended` those that have ended: an
+    executor forgets them. `replaced` gives (request, index in its table, block): that entry became another block of
+    equal content, the old one is free.
     """
 
-    grown: Final[tuple[tuple[RequestSpec, int], ...]]
+    grown: Final[tuple[RequestSpec, ...]]
+    blocks: Final[tuple[int, ...]]
     joined: Final[tuple[RequestSpec, ...]]
     left: Final[tuple[RequestSpec, ...]]
     ends: Final[tuple[RequestSpec, ...]]
@@ -160,15 +162,18 @@ class StepChanges:
 
     def __init__(
         self,
-        grown: tuple[tuple[RequestSpec, int], ...] = (),
+        grown: tuple[RequestSpec, ...] = (),
+        blocks: tuple[int, ...] = (),
         joined: tuple[RequestSpec, ...] = (),
         left: tuple[RequestSpec, ...] = (),
         ends: tuple[RequestSpec, ...] = (),
         ended: tuple[RequestSpec, ...] = (),
         preempted: tuple[Preempted, ...] = (),
+        *,
         replaced: tuple[tuple[RequestSpec, int, int], ...] = (),
     ) -> None:
         self.grown = grown
+        self.blocks = blocks
         self.joined = joined
         self.left = left
         self.ends = ends
@@ -322,7 +327,7 @@ class Batch:
         work, changes = plan.work, plan.changes
         for spec in changes.left:
             del self._decoding[spec]
-        grown = {spec: (block,) for spec, block in changes.grown}
+        grown = {spec: (block,) for spec, block in zip(changes.grown, changes.blocks, strict=True)}
         going = self._decoding if plan.work.decodes else {}
         decoding = sorted(going.items(), key=lambda item: item[1][0])
         assert len(decoding) == work.decodes

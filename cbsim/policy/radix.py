@@ -20,18 +20,18 @@ TICK = 100_000  # of the clock; an ancestor is 1 older
 
 @value(init=False)
 class Inserted:
-    """`node` ends where the text that went in ends. The tree had the first `matched` pages already; `duplicates` are
-    the caller's of them, a piece for each node.
+    """`node` ends where the text that went in ends. Of the pages that came with it, `duplicates` were in the tree
+    already, a piece for each node; `kept` are the tree's pages in their place.
     """
 
     node: Final[Node]
-    matched: Final[int]
     duplicates: Final[list[list[int]]]
+    kept: Final[list[int]]
 
-    def __init__(self, node: Node, matched: int, duplicates: list[list[int]]) -> None:
+    def __init__(self, node: Node, duplicates: list[list[int]], kept: list[int]) -> None:
         self.node = node
-        self.matched = matched
         self.duplicates = duplicates
+        self.kept = kept
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -77,31 +77,32 @@ class RadixTree:
         self._used(node, self._tick())
         return upper
 
-    def insert(self, text: Text, table: list[int], pages: int, *, priority: int, counted: int, owned: int) -> Inserted:
-        """Hold the first `pages` pages of a text, in those of a table. Where the tree has them already, the table is
-        changed to them; the first `owned` entries of it are the tree's. Nodes that end within `counted` pages have
-        been counted for this text.
+    def insert(self, text: Text, own: list[int], *, first: int, priority: int, counted: int) -> Inserted:
+        """Hold a text up to the end of these pages, of which the first is its page number `first`; those before it are
+        in the tree. The list is the tree's from now on. Nodes that end within `counted` pages have been counted for
+        this text.
         """
-        node, size = self.root, self.page_size
+        node, size, pages = self.root, self.page_size, first + len(own)
         duplicates: list[list[int]] = []
+        kept: list[int] = []
         while (child := self._next(node, text, pages)) is not None:
             self._used(child, self._tick())
             end = text.common(child.text, size, child.start + 1, min(child.end, pages))
             node = child if end == child.end else self.split(child, end)
             node.priority = max(node.priority, priority)
-            first = max(owned, node.start)
             if first < end:
-                duplicates.append(table[first:end])
-                table[first:end] = node.pages[first - node.start :]
+                known = first + len(kept)
+                duplicates.append(own[known - first : end - first])
+                kept += node.pages[known - node.start :]
             node.hits += end > counted
         matched = node.end
         if matched < pages:
-            leaf = self._new(node, text, matched, table[matched:pages])
+            leaf = self._new(node, text, matched, own[matched - first :] if matched > first else own)
             leaf.priority, leaf.hits = priority, 1
             node.children[text.page(matched, size)] = node = leaf
             self.evictable += pages - matched
             self._leaves.add(leaf)
-        return Inserted(node, matched, duplicates)
+        return Inserted(node, duplicates, kept)
 
     def path(self, node: Node) -> list[int]:
         """The pages of the text that a node ends."""
@@ -182,7 +183,7 @@ class RadixTree:
             for name, child in node.children.items():
                 assert child.parent is node, "a child of another"
                 assert child.start == node.end, ("a gap in a text", node.end, child.start)
-                assert child.pages, "an empty node"
+                assert child.start < child.end == child.start + len(child.pages), "an empty node"
                 assert name == child.text.page(child.start, self.page_size), "a child under a wrong key"
                 below = child.text.common(node.text, self.page_size, 0, node.end)
                 assert below == node.end, ("a child of another text", below, node.end)

@@ -8,7 +8,8 @@ Rank = tuple[int, int]
 
 
 class Node:
-    """Pages `start` up to `end` of a text, and what eviction asks of them. Pages before `start` are the ancestors'.
+    """Pages `start` up to `end` of a text, and what eviction asks of them. Pages before `start` are the ancestors'; a
+    node that is split keeps its end.
 
     `lock`: requests that read it. `hits`: texts that went through it. `born` and `time` (last use) are the tree's
     clock. `queued`: the rank under which it waits among the leaves, if it does. `parent` is None for the root, and for
@@ -18,6 +19,7 @@ class Node:
     __slots__ = (
         "born",
         "children",
+        "end",
         "hits",
         "lock",
         "pages",
@@ -33,14 +35,11 @@ class Node:
         self.parent = parent
         self.text = text
         self.start = start
+        self.end = start + len(pages)
         self.pages = pages
         self.children: dict[int, Node] = {}  # by the number of their first page, in the order in which they came
         self.lock = self.hits = self.born = self.time = self.priority = 0
         self.queued: Rank | None = None
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.pages)
 
     @property
     def evictable(self) -> bool:

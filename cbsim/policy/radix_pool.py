@@ -6,7 +6,8 @@ front, in the order given. A request keeps its own pages until they are inserted
 
 from __future__ import annotations
 
-from cbsim.policy.blocks import BlockPool, FreeQueue
+from cbsim.policy.blocks import BlockPool
+from cbsim.policy.free_lists import PageQueue
 from cbsim.policy.observer import NOBODY, Observer
 from cbsim.policy.radix import RadixTree
 from cbsim.policy.radix_node import Node
@@ -16,21 +17,21 @@ from cbsim.policy.value import mypyc_attr
 
 
 class Place:
-    """Where a request stands in the tree: it reads all up to `node`. The first `owned` pages of its table are the
-    tree's, nodes within `counted` pages have been counted for it.
+    """Where a request stands in the tree: it reads all up to `node`, the first pages of its table. Nodes within
+    `counted` pages have been counted for it.
     """
 
     def __init__(self, text: Text, node: Node) -> None:
         self.text = text
         self.node = node
-        self.owned = node.end
         self.counted = 0
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RadixPool(BlockPool):
     """Owner of every page. `cached` are the tree's evictable ones; a page is `available` if it is in nobody's hands.
-    With `shares` off nothing is kept and nothing is found.
+    `tables` hold the pages that are a request's own, those behind its place in the tree; lists of pages go from there
+    into the tree, and from the tree to the free ones, as they are. With `shares` off nothing is kept and nothing found.
     """
 
     def __init__(
@@ -42,8 +43,7 @@ class RadixPool(BlockPool):
         shares: bool = True,
         observer: Observer = NOBODY,
     ) -> None:
-        queue = FreeQueue(range(num_blocks), unhashed_first=block_size > 1)
-        super().__init__(block_size, num_blocks, queue, observer)
+        super().__init__(block_size, num_blocks, PageQueue(range(num_blocks), in_front=block_size > 1), observer)
         self.tree = self.make_tree(strategy)
         self.places: dict[Request, Place] = {}
         self._shares = shares
@@ -86,9 +86,17 @@ class RadixPool(BlockPool):
     def enter(self, request: Request, text: Text, node: Node) -> None:
         """A request is let in with what was matched: these blocks become the head of its table."""
         self.lock(node)
-        self.tables[request] = self.tree.path(node)
+        self.tables[request] = []
         self.places[request] = Place(text, node)
         request.hash_to(node.end)
+
+    def held(self, request: Request) -> int:
+        place = self.places.get(request)
+        return 0 if place is None else place.node.end + len(self.tables[request])
+
+    def table(self, request: Request) -> list[int]:
+        place = self.places.get(request)
+        return [] if place is None else self.tree.path(place.node) + self.tables[request]
 
     def make_room(self, tokens: int) -> list[list[int]]:
         """Evict leaves until so many tokens are available, or no leaf is left; returns the blocks of each."""
@@ -120,20 +128,23 @@ class RadixPool(BlockPool):
         """
         if not self._shares:
             return []
-        place, table, tree, priority = self.places[request], self.tables[request], self.tree, request.spec.priority
-        text, owned, prompt = place.text, place.owned, place.text.prompt_tokens // self.block_size
-        assert owned <= blocks <= len(table), (request.spec.id, owned, blocks, len(table))
-        inserted = tree.insert(text, table, blocks, priority=priority, counted=place.counted, owned=owned)
+        place, own, tree, priority = self.places[request], self.tables[request], self.tree, request.spec.priority
+        text, first, prompt = place.text, place.node.end, place.text.prompt_tokens // self.block_size
+        full = blocks - first
+        assert 0 <= full <= len(own), (request.spec.id, first, blocks, len(own))
+        self.tables[request] = own[full:]
+        del own[full:]
+        inserted = tree.insert(text, own, first=first, priority=priority, counted=place.counted)
         for piece in inserted.duplicates:
             self._give(piece)
         if 0 < prompt < blocks:
-            tree.insert(text, table, prompt, priority=priority + 1, counted=prompt, owned=prompt)
+            tree.insert(text, [], first=prompt, priority=priority + 1, counted=prompt)
         tree.lock(inserted.node)
         tree.unlock(place.node)
-        place.node, place.owned, place.counted = inserted.node, blocks, max(place.counted, blocks)
+        place.node, place.counted = inserted.node, max(place.counted, blocks)
         request.hash_to(blocks)
         self._count()
-        return [(i, table[i]) for i in range(owned, inserted.matched)]
+        return list(enumerate(inserted.kept, first))
 
     def release(self, request: Request, *, returns: bool = False) -> int:
         """A request is over, and the tree keeps what it computed; or it `returns`, and its own blocks are given up.
@@ -144,12 +155,14 @@ class RadixPool(BlockPool):
         kv_tokens = min(request.computed, request.known)
         if not returns:
             self.merge(request, kv_tokens // self.block_size)
-        place, table, end = self.places.pop(request), self.tables.pop(request), self.blocks_for(kv_tokens)
-        self._give(table[place.owned : end])
-        self._give(table[end:])
+        held, table = self.held(request), self.table(request) if self._observer is not NOBODY else []
+        place, own = self.places.pop(request), self.tables.pop(request)
+        written = self.blocks_for(kv_tokens) - place.node.end
+        self._give(own[:written])
+        self._give(own[written:])
         self.unlock(place.node)
         self._observer.released(request, table)
-        return len(table)
+        return held
 
     def collect(self) -> None:
         """From now on blocks that come free are kept together: a result is being processed."""
@@ -166,7 +179,7 @@ class RadixPool(BlockPool):
         if self._collected is not None:
             self._collected += blocks
         elif blocks:
-            self._free.give(blocks[::-1], 0)  # a free list takes tables, tail first
+            self._free.give(blocks, 0)
 
     def _count(self) -> None:
         self.cached = self.tree.evictable
@@ -179,10 +192,8 @@ class RadixPool(BlockPool):
         assert self.tables.keys() == self.places.keys(), "tables and places"
         locks = dict.fromkeys(nodes, 0)
         for request, place in self.places.items():
-            table, node = self.tables[request], place.node
-            owners += table[place.owned :]
-            assert node.end == place.owned, (request.spec.id, node.end, place.owned)
-            assert table[: place.owned] == self.tree.path(node), (request.spec.id, "reads other blocks than the tree's")
+            owners += self.tables[request]
+            node = place.node
             while node.parent is not None:
                 locks[node] += 1
                 node = node.parent

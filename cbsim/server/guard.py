@@ -133,7 +133,7 @@ class Guarded:
         if whole:
             table.clear()
         table += blocks
-        own = self.pool.tables.get(self.requests[spec], [])
+        own = self.pool.table(self.requests[spec])
         assert table == own[: len(table)], f"{spec.id} has blocks {table} by its plans, {own} in the pool"
 
     def _check_limits(self, plan: StepPlan) -> None:

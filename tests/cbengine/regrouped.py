@@ -92,7 +92,9 @@ def told(plan: StepPlan, tables: list[TableChange]) -> StepPlan:
     )
     sums = (work.lead, work.decodes, work.decode_context, work.longest_context, work.prefill_tokens)
     unlisted = (changes.joined, changes.left, changes.ends, changes.ended, changes.preempted)
-    return StepPlan(plan.step, StepWork(chunks, *sums), StepChanges((), *unlisted), plan.counts, tables=tuple(tables))
+    return StepPlan(
+        plan.step, StepWork(chunks, *sums), StepChanges((), (), *unlisted), plan.counts, tables=tuple(tables)
+    )
 
 
 def regrouped(act: Callable[[], T], groups: tuple[LayerGroup, ...]) -> tuple[T, Regrouped]:

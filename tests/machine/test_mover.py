@@ -111,7 +111,7 @@ FAULTS = {
     "a table gets a block that a store reads": (Way.OUT, plan(1, work=rows(row(B, 9, 1)))),
     "a member grows into a block that a load writes": (
         Way.IN,
-        StepPlan(1, changes=StepChanges(grown=((A, 3),))),
+        StepPlan(1, changes=StepChanges(grown=(A,), blocks=(3,))),
     ),
     "a row finds content that a load still writes": (
         Way.IN,

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cbsim.policy.blocks import BlockPool, CachedLast, FreeList, FreeQueue
+from cbsim.policy.free_lists import PageQueue
 from cbsim.policy.request import Request, RequestSpec
 
 SIZE = 2
+KINDS = ("append", "unhashed_first", "cached_last", "pages", "pages_in_front")
 CONTENTS = 3  # so few texts that requests share, duplicate and find each other's blocks
 
 
@@ -35,6 +37,10 @@ class NaiveQueue:
         if self.kind == "cached_last":
             self.cached += blocks[:hashed]
             self.plain += blocks[hashed:]
+        elif self.kind == "pages":
+            self.plain += blocks
+        elif self.kind == "pages_in_front":
+            self.plain = list(blocks) + self.plain
         elif self.kind == "unhashed_first":
             self.plain = list(blocks[hashed:])[::-1] + self.plain + list(blocks[:hashed])[::-1]
         else:
@@ -47,7 +53,7 @@ class NaiveQueue:
 class Pools(RuleBasedStateMachine):
     """Random legal calls, in any order, on the pool and on the model."""
 
-    @initialize(kind=st.sampled_from(["append", "unhashed_first", "cached_last"]), blocks=st.integers(1, 12))
+    @initialize(kind=st.sampled_from(KINDS), blocks=st.integers(1, 12))
     def start(self, kind: str, blocks: int) -> None:
         free: FreeList
         free = CachedLast(range(blocks)) if kind == "cached_last" else self._queue(blocks, kind)
@@ -61,7 +67,9 @@ class Pools(RuleBasedStateMachine):
         self.index = 0
 
     @staticmethod
-    def _queue(blocks: int, kind: str) -> FreeQueue:
+    def _queue(blocks: int, kind: str) -> FreeList:
+        if kind.startswith("pages"):
+            return PageQueue(range(blocks), in_front=kind == "pages_in_front")
         return FreeQueue(range(blocks), unhashed_first=kind == "unhashed_first")
 
     @rule(text=st.integers(0, CONTENTS - 1), shared=st.integers(0, 4), returns=st.booleans())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,13 +15,14 @@ SIZE = 4
 class Member:
     """A request in the cohort beside the same request counted by hand."""
 
-    def __init__(self, index: int, prompt: int, outputs: int) -> None:
+    def __init__(self, index: int, prompt: int, outputs: int, size: int = SIZE, ahead: int = 0) -> None:
+        """Beside the blocks that it needs it has so many `ahead`."""
         self.spec = RequestSpec(index, f"r{index}", 0, prompt, outputs, outputs)
-        self.request = Request(self.spec, outputs, SIZE)
+        self.request = Request(self.spec, outputs, size)
         self.request.admit(index, 0)
         self.request.advance(prompt, outputs=1)
         self.computed, self.promised, self.seen, self.steps = prompt, 1, 0, [0]
-        self.blocks = -(-prompt // SIZE)
+        self.blocks = -(-prompt // size) + ahead
 
     def agrees(self) -> bool:
         request = self.request
@@ -32,14 +34,16 @@ class Member:
     st.integers(1, 2),
     st.integers(0, 12),
     st.sets(st.integers(0, 24), max_size=8),
+    st.sampled_from([1, SIZE]),
+    st.integers(0, 3),
 )
 def test_progress_and_calendars(
-    drawn: list[tuple[int, int, int, int]], depth: int, long_tokens: int, rests: set[int]
+    drawn: list[tuple[int, int, int, int]], depth: int, long_tokens: int, rests: set[int], size: int, ahead: int
 ) -> None:
     """Members of any length, joining and leaving at any step, with one or two steps in flight, some of which they sit
     out: counters, block growth, fillings, ends, running sums and steps with tokens equal those counted one by one."""
-    cohort = Cohort(SIZE, long_tokens=long_tokens)
-    members = {i: Member(i, prompt, outputs) for i, (prompt, outputs, _, _) in enumerate(drawn)}
+    cohort = Cohort(size, long_tokens=long_tokens)
+    members = {i: Member(i, prompt, outputs, size, ahead) for i, (prompt, outputs, _, _) in enumerate(drawn)}
     inside: dict[int, Member] = {}
     for step in range(25):
         for i, (_, _, joins, stays) in enumerate(drawn):
@@ -52,12 +56,13 @@ def test_progress_and_calendars(
         for i in over:
             cohort.leave(members[i].request, inside.pop(i).blocks)
         if step in rests:
+            cohort.growing()  # asking changes nothing
             cohort.commit(rests=True)
         else:
             plan(cohort, inside)
         if step >= depth - 1:
             land(cohort, members, cohort.updated)
-        cohort.check({m.request: [0] * m.blocks for m in inside.values()})
+        cohort.check({m.request: m.blocks for m in inside.values()})
         assert all(m.agrees() for m in members.values()), step
         for member in members.values():
             got = [first + i for first, count in member.request.delivered() for i in range(count)]
@@ -69,12 +74,13 @@ def plan(cohort: Cohort, inside: dict[int, Member]) -> None:
     now = [inside[i] for i in sorted(inside)]
     assert cohort.context == sum(m.computed for m in now)
     assert len(cohort) == len(now)
-    growing = [m for m in now if m.computed == m.blocks * SIZE]
+    size = cohort.block_size
+    growing = [m for m in now if m.computed == m.blocks * size]
     assert cohort.growing() == [m.request for m in growing]
     cohort.grew()
     for member in growing:
         member.blocks += 1
-    assert cohort.filling() == [m.request for m in now if (m.computed + 1) % SIZE == 0]
+    assert cohort.filling() == [m.request for m in now if (m.computed + 1) % size == 0]
     ending = [m.request for m in now if m.promised + 1 == m.spec.output_tokens]
     assert cohort.ending() == ending
     for member in now:
@@ -125,3 +131,19 @@ def test_a_stale_calendar_entry_is_ignored() -> None:
             due.append(step)
         cohort.commit()
     assert due == [8]
+
+
+def test_steps_that_no_member_has_seen_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second step rests, and a request stays for 20 of 200 steps, one after the other: each gets the steps that
+    went on in its stay, however few stretches are kept."""
+    monkeypatch.setattr("cbsim.policy.cohort.KEPT", 3)
+    cohort = Cohort(SIZE)
+    for first in range(0, 200, 20):
+        member = Member(first, 3, 90)
+        cohort.join(member.request, 1, fills=False)
+        for step in range(first, first + 20):
+            cohort.commit(rests=step % 2 == 1)
+            cohort.applied()
+        cohort.leave(member.request, 1)
+        assert member.request.runs == [[step, 1] for step in range(first, first + 20, 2)]
+    assert len(cohort._went) < 20

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cbsim.policy.digest import MANY
 from cbsim.policy.moves import Move, Way
 from cbsim.policy.plan import Chunk, Preempted, StepChanges, StepCounts, StepPlan, StepWork
 from cbsim.policy.request import RequestSpec
@@ -31,7 +32,8 @@ FULL = StepPlan(
         fast_decode=True,
     ),
     StepChanges(
-        grown=((C, 17), (B, 18)),
+        grown=(C, B),
+        blocks=(17, 18),
         joined=(A,),
         left=(B, C),
         ends=(C,),
@@ -59,7 +61,7 @@ def words(plan: StepPlan) -> list[int]:
     for k in w.chunks:
         head += [k.spec.index, k.order, k.start, k.tokens, k.outputs, k.admitted, k.resumed, k.cached, k.recomputed]
         head += [k.padding, len(k.blocks), *k.blocks]
-    head += [number for spec, block in c.grown for number in (spec.index, block)]
+    head += [number for spec, block in zip(c.grown, c.blocks, strict=True) for number in (spec.index, block)]
     head += [spec.index for spec in (*c.joined, *c.left, *c.ends, *c.ended)]
     head += [number for p in c.preempted for number in (p.spec.index, p.lost_tokens, p.blocks)]
     head += [number for spec, at, block in c.replaced for number in (spec.index, at, block)]
@@ -96,6 +98,11 @@ def altered(value: Any) -> Iterator[Any]:
         yield value + 1
     elif isinstance(value, RequestSpec):
         yield replace(value, index=value.index + 1)
+    elif isinstance(value, StepChanges):
+        for pairs in altered(tuple(zip(value.grown, value.blocks, strict=True))):
+            yield replace(value, grown=tuple(spec for spec, _ in pairs), blocks=tuple(block for _, block in pairs))
+        for name in ("joined", "left", "ends", "ended", "preempted", "replaced"):
+            yield from (replace(value, **{name: other}) for other in altered(getattr(value, name)))
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from (replace(value, **{field.name: other}) for other in altered(getattr(value, field.name)))
@@ -113,6 +120,15 @@ def altered(value: Any) -> Iterator[Any]:
     "plan", [FULL, MOVING, StepPlan(0), StepPlan(-1), StepPlan(3, FULL.work), StepPlan(3, StepWork(), FULL.changes)]
 )
 def test_the_digest_is_that_of_the_documented_bytes(plan: StepPlan) -> None:
+    assert plan.digest() == by_the_book(plan)
+
+
+@pytest.mark.parametrize("count", [MANY - 1, MANY, 3 * MANY])
+def test_long_lists_of_blocks_are_said_as_short_ones(count: int) -> None:
+    """Numbers that are written together and those written one by one are the same bytes."""
+    chunk, blocks = replace(FULL.work.chunks[0], blocks=tuple(range(count))), tuple(range(count, 2 * count))
+    changes = replace(FULL.changes, grown=(A, B, C) * count, blocks=blocks * 3)
+    plan = replace(FULL, work=replace(FULL.work, chunks=(chunk,)), changes=changes)
     assert plan.digest() == by_the_book(plan)
 
 

@@ -177,7 +177,10 @@ class Radix(RuleBasedStateMachine):
             end[: (i + 1) * size]: p for end, path in zip(nodes, paths, strict=True) for i, p in enumerate(path)
         } == (self.naive.pages)
         assert self.pool.free_order() == self.naive.free
-        assert self.pool.tables == {request: live.table for request, live in self.live.items()}
+        assert {request: self.pool.table(request) for request in self.live} == {
+            request: live.table for request, live in self.live.items()
+        }
+        assert self.pool.tables.keys() == self.live.keys()
         assert self.pool.cached == self.naive.unread
         assert self.pool.free == self.naive.unread + len(self.naive.free)
         tables = [page for live in self.live.values() for page in live.table]
@@ -228,14 +231,14 @@ class ForgetsParents(RadixTree):
 
 
 class ForgetsDuplicates(RadixTree):
-    def insert(self, text: Text, table: list[int], pages: int, *, priority: int, counted: int, owned: int) -> Inserted:
-        inserted = super().insert(text, table, pages, priority=priority, counted=counted, owned=owned)
-        return Inserted(inserted.node, inserted.matched, [])
+    def insert(self, text: Text, own: list[int], *, first: int, priority: int, counted: int) -> Inserted:
+        inserted = super().insert(text, own, first=first, priority=priority, counted=counted)
+        return Inserted(inserted.node, [], inserted.kept)
 
 
 class CountsTwice(RadixTree):
-    def insert(self, text: Text, table: list[int], pages: int, *, priority: int, counted: int, owned: int) -> Inserted:
-        return super().insert(text, table, pages, priority=priority, counted=0, owned=owned)
+    def insert(self, text: Text, own: list[int], *, first: int, priority: int, counted: int) -> Inserted:
+        return super().insert(text, own, first=first, priority=priority, counted=0)
 
 
 TREES = (
@@ -292,7 +295,7 @@ def noticed(pool: type[RadixPool]) -> None:
     ("break_it", "said"),
     [
         (lambda pool, request, node: pool.tables[request].pop(), "blocks"),
-        (lambda pool, request, node: pool.tables[request].__setitem__(0, 7), "other blocks"),
+        (lambda pool, request, node: pool.tables[request].__setitem__(0, 7), "blocks"),
         (lambda pool, request, node: pool.tree.lock(node), "locks"),
         (lambda pool, request, node: setattr(node, "lock", 0), "pages evictable"),
         (lambda pool, request, node: setattr(pool.tree, "evictable", 5), "pages evictable"),

@@ -87,7 +87,7 @@ class Replay:
     def keep(self, line: Line) -> Line:
         request = self.requests[line["id"]]
         self.pool.merge(request, request.computed // self.size)
-        return {"table": self.pool.tables[request]}
+        return {"table": self.pool.table(request)}
 
     def release(self, line: Line) -> Line:
         if line["result"]:

@@ -290,7 +290,7 @@ def active(scheduler: AnyScheduler) -> list[Request]:
 
 
 def table_of(scheduler: AnyScheduler, spec: RequestSpec) -> list[int]:
-    return scheduler.pool.tables[scheduler.requests[spec]]
+    return scheduler.pool.table(scheduler.requests[spec])
 
 
 class Watch:
@@ -400,7 +400,7 @@ def state(scheduler: AnyScheduler) -> dict[str, Any]:
     """All that the pool knows, by request id."""
     pool = scheduler.pool
     return {
-        "tables": {request.spec.id: list(table) for request, table in pool.tables.items()},
+        "tables": {request.spec.id: list(pool.table(request)) for request in pool.tables},
         "free": pool.free_order(),
         "keys": dict(pool._key_of),
         "waiting": [r.spec.id for r in scheduler.waiting],

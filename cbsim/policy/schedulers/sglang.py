@@ -43,9 +43,10 @@ class SglangScheduler:
         self.running: dict[Request, Entry] = {}  # from admission to release
         self.batch: dict[Request, Entry] = {}  # those of them that decode, in order
         self.chunked: Entry | None = None  # the one in the middle of its prompt
-        self.most = 0  # output tokens that these may write, as far as admission counts them
+        self._counted = [0, 0]  # output tokens that these may write, CLIP at most: of a share, and whole
         self.full = False
         self.ratio = o.first_ratio
+        self._least_ratio, self._ratio_decay = o.least_ratio, o.ratio_decay
         self.hold = 0  # passes without a prefill to come
         self.launched: list[Entry] = []  # of the pass before, if it was a prefill
         self._departed = False  # has somebody left the batch since the pass before?
@@ -84,8 +85,7 @@ class SglangScheduler:
         max_new = self.outputs(spec)
         rank = spec.priority if self.options.schedule_low_priority_values_first else -spec.priority
         request = self.decoding.add(spec, max(1, max_new))
-        entry = Entry(request, max_new, rank, whole=self.reserves(spec), root=self.pool.tree.root)
-        self.waiting.push(entry)
+        self.waiting.push(Entry(request, max_new, rank, whole=self.reserves(spec), root=self.pool.tree.root))
 
     def rest(self) -> None:
         """All was over: passes went by without work."""
@@ -161,7 +161,13 @@ class SglangScheduler:
         self._departed = False
         for entry in staying:
             self.batch[entry.request] = entry
-            self.most += min(entry.max_new, CLIP)
+            self._counted[entry.whole] += min(entry.max_new, CLIP)
+
+    @property
+    def most(self) -> float:
+        """Tokens that those that decode are owed at most; one for rounding, because these are fractions."""
+        share, whole = self._counted
+        return share * self.ratio + whole + 1
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
@@ -281,19 +287,19 @@ class SglangScheduler:
                 self.decoding.renew(request)
                 rows[request] = self._row(request, 1)
             self.launched = [*self.launched, *self.batch.values()]
-            self.batch, self.most = {}, 0
+            self.batch, self._counted = {}, [0, 0]
 
     # -- decode -------------------------------------------------------------------------------------------------------
 
     def _decode(self) -> StepPlan | None:
-        o, pool, before = self.options, self.pool, len(self.batch)
+        pool, before = self.pool, len(self.batch)
         ending = self._take_out()
         fits = self._fits(self.batch)
         if not self.batch or (ending and not fits):
             self.full = False
             return None  # the memory of those that end comes free with their result
         if fits:
-            self.ratio = max(self.ratio - o.ratio_decay, o.least_ratio)
+            self.ratio = max(self.ratio - self._ratio_decay, self._least_ratio)
         else:
             self._retract()
         self.full &= len(self.batch) == before
@@ -316,7 +322,8 @@ class SglangScheduler:
 
     def leave(self, request: Request) -> None:
         """It decodes no more."""
-        self.most -= min(self.batch.pop(request).max_new, CLIP)
+        entry = self.batch.pop(request)
+        self._counted[entry.whole] -= min(entry.max_new, CLIP)
 
     def _fits(self, requests: Collection[Request]) -> bool:
         """Is there a page for each that needs one for its next token, if need be after evictions?"""
@@ -333,9 +340,7 @@ class SglangScheduler:
         self.decoding.dissolve()
         line = by_outputs(list(self.batch.values()), ranked=self.options.retraction_policy == "priority")
         retracted: list[Entry] = []
-        while not retracted or not self._fits([entry.request for entry in line]):
-            if len(line) == 1:
-                break
+        while (not retracted or not self._fits([entry.request for entry in line])) and len(line) > 1:
             retracted.append(line.pop())
             self._set_back(retracted[-1], len(line))
         if len(line) == 1 and not self._fits([line[0].request]):

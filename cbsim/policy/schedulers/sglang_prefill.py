@@ -20,8 +20,8 @@ class Prefill:
     stay below what the cache has room for. `inputs` and `chunk` are the query tokens left.
     """
 
-    def __init__(self, options: SglangOptions, ratio: float, batch: dict[Request, Entry], most: int) -> None:
-        """`batch` are those that decode, `most` what they may write, all in all."""
+    def __init__(self, options: SglangOptions, ratio: float, batch: dict[Request, Entry], most: float) -> None:
+        """`batch` are those that decode; all in all they are owed `most` at most."""
         self._options = options
         mixed = len(batch) if options.mixes else 0
         self.inputs = options.max_prefill_tokens - mixed
@@ -30,7 +30,7 @@ class Prefill:
         self.bound = mixed + most  # `total` is not more
         self.taken: list[Entry] = []
         self.preempted: list[Entry] = []
-        self._page, self._ratio, self._batch, self._mixed = options.block_size, ratio, list(batch.values()), mixed
+        self._page, self._ratio, self._batch, self._mixed = options.block_size, ratio, batch, mixed
         self._charges: list[float] = []
         self._total: float | None = None
         self._finishing: list[Finishing] | None = None  # soonest first, once asked
@@ -40,7 +40,7 @@ class Prefill:
         """Summed up only when asked, and always in the same order: it is no whole number."""
         if self._total is None:
             owed = 0.0
-            for entry in self._batch:
+            for entry in self._batch.values():
                 owed += entry.owes(self._ratio)
             self._total = self._mixed + owed
             for tokens in self._charges:
@@ -57,7 +57,8 @@ class Prefill:
         return tokens < room - self.bound or tokens < room - self.total
 
     def returns(self, entry: Entry) -> None:
-        """One that decodes gives way."""
+        """One that decodes gives way, and is about to leave the batch."""
+        assert self._total is not None, "summed up when it was in it"
         self._charge(-entry.owes(self._ratio))
         self.preempted.append(entry)
 

@@ -196,7 +196,7 @@ class Transfers:
         decoding = self._decoding
         before: Rows = []
         admitted: Rows = []
-        given = [block for _, block in decoding.grown]
+        given = list(decoding.grown_blocks)
         for request in running:
             row = rows.get(request)
             if row is None:

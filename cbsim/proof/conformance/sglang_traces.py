@@ -318,7 +318,7 @@ class SglangReplay:
 
     def _row(self, row: Row, request: Request) -> list[Any]:
         pool = self.scheduler.pool
-        size, table = pool.block_size, pool.tables[request]
+        size, table = pool.block_size, pool.table(request)
         slots = [(table[i // size] + 1) * size + i % size for i in range(row.start, row.start + row.tokens)]
         return [row.spec.id, row.start, row.tokens, self._heard.row_of[request], _pieces(slots)]
 
