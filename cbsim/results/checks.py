@@ -73,11 +73,12 @@ class Check:
         return Verdict(holds, f"{'ok    ' if holds else 'FAILED'}  {self.text}: {self.metric} is {value:.6g}")
 
 
-def parse(text: str) -> Check:
-    """Understand a condition. Raises CheckError. Durations need no `_s`, and without a unit are seconds; `%` is a
-    hundredth of a share. No bound is infinite: such a condition would hold of every run, or of none.
+def parse(text: str, option: str = "--check") -> Check:
+    """Understand a condition; messages begin with the `option` that it stands behind. Raises CheckError. Durations need
+    no `_s`, and without a unit are seconds; `%` is a hundredth of a share. No bound is infinite: such a condition would
+    hold of every run, or of none.
     """
-    match, source = FORM.fullmatch(text), f"--check {text!r}"
+    match, source = FORM.fullmatch(text), f"{option} {text!r}"
     if not match:
         expected = "expected METRIC<VALUE[UNIT], for example ttft.p99<500ms"
         raise CheckError(f"{source}: {expected}", value=text, bound=expected)
