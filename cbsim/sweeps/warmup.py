@@ -20,7 +20,8 @@ def without(result: Result, share: float, command: str) -> Result:
     arrivals_ns = np.sort(result.request_rows.numbers("arrival_ns"))
     if not len(arrivals_ns):
         return result
-    window_s = (float(arrivals_ns[int(share * len(arrivals_ns))]) / NS, math.inf)
+    first_ns = float(arrivals_ns[int(share * len(arrivals_ns))])
+    window_s = (max(first_ns - 0.5, 0.0) / NS, math.inf)  # between two nanoseconds, so that no rounding leaves it out
     counted = running.counted(result.scenario, result.summary["total_blocks"], window_s)
     summary = {**result.summary, **metrics.summarise(result.request_rows, result.step_numbers, **counted)}
     environment = {**result.environment, "command": f"{command} --window {window_s[0]!r}:"}
