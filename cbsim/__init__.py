@@ -9,7 +9,7 @@ Nothing is loaded before it is used, nothing is written before `save`, nothing i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from cbsim.scenario.fields import ScenarioError
     from cbsim.scenario.scenario import Scenario
     from cbsim.server.result import Result, Results
+    from cbsim.sweeps.capacity import Capacity
     from cbsim.sweeps.sweep import Swept
 
 __all__ = [
+    "Capacity",
     "CheckError",
     "Result",
     "Results",
@@ -32,12 +34,14 @@ __all__ = [
     "ScenarioError",
     "Swept",
     "UserError",
+    "capacity",
     "load",
     "read",
     "run",
     "sweep",
 ]
 HOMES = {
+    "Capacity": "cbsim.sweeps.capacity",
     "CheckError": "cbsim.results.checks",
     "Result": "cbsim.server.result",
     "Results": "cbsim.server.result",
@@ -100,6 +104,35 @@ def sweep(
     given = (sweep_file.parse(source), Path()) if isinstance(source, Mapping) else sweep_file.read(Path(source))
     missing = sweeps.Sweep(*given, Path(store))
     return missing.run(RayCluster(ray) if ray is not None else Processes(jobs) if jobs > 1 else Here())
+
+
+def capacity(
+    scenario: str | Path | Mapping[str, Any] | Scenario,
+    slo: Sequence[str] = (),
+    *,
+    goodput: str | None = None,
+    over: str = "workload.arrivals.rate_per_s",
+    store: str | Path = "sweeps",
+    jobs: int = 1,
+    **terms: float,
+) -> Capacity:
+    """How much load a server of one loop holds within conditions such as `ttft.p99<=2s`, and with a `goodput` such as
+    `99%` of the requests within the scenario's slo. `terms` are confidence, width, replicates and warmup as those of
+    the command. `store` and `jobs` are those of `sweep`. Raises ScenarioError, CheckError, RunError.
+    """
+    from contextlib import closing
+
+    from cbsim.sweeps import identity, search
+    from cbsim.sweeps import terms as asked
+    from cbsim.sweeps.executor import Here
+    from cbsim.sweeps.processes import Processes
+    from cbsim.sweeps.runs import Runs
+    from cbsim.sweeps.store import Store
+
+    loaded = load(scenario)
+    wanted = asked.terms(loaded, slo, goodput, **terms)
+    with closing(Processes(jobs) if jobs > 1 else Here()) as executor:
+        return search.search(loaded, over, wanted, Runs(Store(Path(store), identity.code()), executor))
 
 
 def __getattr__(name: str) -> Any:

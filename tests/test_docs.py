@@ -112,7 +112,7 @@ def test_every_command_shown_is_a_command(page: str, words: list[str]) -> None:
         OTHERS[words[0]]().parse_args(words[1:])
         return
     arguments = parser._parser().parse_args(words)
-    for condition in getattr(arguments, "check", ()):
+    for condition in (*getattr(arguments, "check", ()), *getattr(arguments, "slo", ())):
         checks.parse(condition)
     if arguments.command == "run" and (not arguments.scenario.endswith(".yaml") or "scenarios/" in arguments.scenario):
         own = ROOT / arguments.scenario
@@ -455,12 +455,12 @@ def test_python_in_the_documentation_runs(runs: list[Path], monkeypatch: pytest.
     exec(example.replace('Path("runs").glob("*8k_b32*")', 'Path(".").iterdir()'), {})
 
 
-PYTHON = [*examples("python.md"), *examples("../README.md")]
+PYTHON = [*examples("python.md"), *examples("capacity.md"), *examples("../README.md")]
 
 
 @pytest.mark.parametrize("example", PYTHON, ids=lambda text: text.strip().splitlines()[2])
 def test_the_python_page_runs(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block of docs/python.md and of the README, on its own, in an empty folder."""
+    """Every block of docs/python.md, docs/capacity.md and the README, on its own, in an empty folder."""
     if "import cbengine" in example:
         pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)

@@ -28,6 +28,7 @@ STUDIES = {  # modules of cbsim.proof.studies
     "landscape": "landscape",
     "schedulers_by_load": "schedulers_by_load",
     "async_map": "async_map",
+    "capacity_theory": "capacity_theory",
 }
 
 

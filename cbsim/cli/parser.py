@@ -18,6 +18,7 @@ from cbsim.cli.arguments import (
     run_arguments,
     run_options,
 )
+from cbsim.cli.capacity import capacity, capacity_arguments
 from cbsim.cli.many_runs import a_shard, store_arguments
 from cbsim.server.status import ERROR, USAGE
 
@@ -49,6 +50,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     acts: dict[str, Callable[[], int]] = {
         "run": lambda: commands.run(run_options(arguments)),
         "sweep": lambda: commands.sweep(arguments),
+        "capacity": lambda: capacity(arguments),
         "conformance": lambda: commands.conformance(arguments.paths),
         "replan": lambda: commands.replan(arguments.runs),
         "occupancy": lambda: commands.occupancy(arguments.runs, as_json=arguments.json),
@@ -93,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     about = "simulate a scenario and write a run directory a loop"
     run_arguments(command("run", about, "8k_b32 --loop async --set workload.requests=16 --check 'gpu_active>=99%'"))
     _sweep_arguments(command("sweep", "run a scenario many times over axes of its fields", "sweep.yaml --jobs 4"))
+    about = "how much load a server holds within conditions: an interval, and what binds"
+    capacity_arguments(command("capacity", about, "rates --loop async --slo 'ttft.p99<=2s' --slo 'tpot.p99<=50ms'"))
     about = "compare the policies with traces of the real schedulers"
     conformance = command("conformance", about, "tests/golden/transformers")
     conformance.add_argument("paths", nargs="+", type=a_path, metavar="PATH", help="a trace, or a folder of traces")

@@ -104,13 +104,7 @@ class Session:
     @property
     def _counted(self) -> dict[str, Any]:
         """What the numbers of a summary depend on beside the tables."""
-        scenario, price = self.scenario, self.scenario.hardware.price_usd_hour
-        return {
-            "total_blocks": self.server.record.total_blocks,
-            "slo": scenario.slo.model_dump(exclude={"preset"}, exclude_none=True),
-            "price_usd_hour": None if price is None else price * scenario.gpus,
-            "window_s": self._terms.window_s,
-        }
+        return counted(self.scenario, self.server.record.total_blocks, self._terms.window_s)
 
     def _about(self, *, complete: bool) -> dict[str, Any]:
         """What a summary says beside its numbers."""
@@ -140,6 +134,17 @@ class Session:
             incomplete,
             notices=(*self.notices, *(f"{self.loop}: {notice}" for notice in environment.get("notices", ()))),
         )
+
+
+def counted(scenario: Scenario, total_blocks: int, window_s: tuple[float, float] | None) -> dict[str, Any]:
+    """What the numbers of a summary depend on beside the tables, as metrics.summarise takes it."""
+    price = scenario.hardware.price_usd_hour
+    return {
+        "total_blocks": total_blocks,
+        "slo": scenario.slo.model_dump(exclude={"preset"}, exclude_none=True),
+        "price_usd_hour": None if price is None else price * scenario.gpus,
+        "window_s": window_s,
+    }
 
 
 Watch = Callable[[Session], AbstractContextManager[OnStep]]

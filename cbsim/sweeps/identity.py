@@ -30,11 +30,12 @@ def code() -> str:
     return said.hexdigest()[:12]
 
 
-def key(scenario: Scenario) -> str:
-    """Names a run of one loop: equal where everything is that its numbers follow from."""
+def key(scenario: Scenario, warmup: float = 0.0) -> str:
+    """Names a run of one loop: equal where everything is that its numbers follow from. `warmup` as in Task."""
     facts = scenario.model_dump(mode="json", exclude=set(WORDS))
     read = {field: _content(field, path) for field, path in _paths(facts)}
-    text = json.dumps([facts, read, _policy(scenario)], sort_keys=True, separators=(",", ":"))
+    said = [facts, read, _policy(scenario), *([warmup] if warmup else [])]
+    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from statistics import NormalDist, fmean, stdev
+from typing import NamedTuple
 
 MOST_SUMMED = 200
 
@@ -24,6 +25,29 @@ def t_interval(values: Sequence[float], confidence: float) -> tuple[float, float
         return mean, -math.inf, math.inf
     half = half_width(stdev(values), len(values), confidence)
     return mean, mean - half, mean + half
+
+
+class Interval(NamedTuple):
+    """A mean, and how far it may lie from the one that is meant."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.6g} [{self.low:.6g}, {self.high:.6g}]"
+
+
+def of_mean(values: Sequence[float], tail: float) -> Interval:
+    """Of independent values, two at least: the mean that they are drawn from lies below it, and above it, with
+    probability `tail` each if the values are normal.
+    """
+    return Interval(*t_interval(values, 1 - 2 * tail))
+
+
+def of_all(count: int, tail: float) -> Interval:
+    """Of a share when all of `count` trials met it: Clopper and Pearson's, one-sided."""
+    return Interval(1.0, tail ** (1 / count) if count else 0.0, 1.0)
 
 
 def half_width(deviation: float, count: int, confidence: float) -> float:

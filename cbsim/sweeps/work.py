@@ -21,8 +21,10 @@ from cbsim.server import running
 from cbsim.server.guard import PolicyError
 from cbsim.server.result import TIMELINE, Result
 from cbsim.server.running import Terms
+from cbsim.sweeps import warmup
 from cbsim.sweeps.sweep_file import Keep
 
+BINDS = "binds.json"
 COMMAND = "python -m cbsim run scenario.resolved.yaml"  # in the point's directory
 
 
@@ -32,6 +34,8 @@ class Task(NamedTuple):
     key: str
     scenario: Scenario
     keep: Keep
+    warmup: float = 0.0  # the share of requests, those that arrive first, whose latencies do not count
+    binds: bool = False  # keep what limits the run, too: a list of sentences
 
 
 class Made(NamedTuple):
@@ -49,7 +53,9 @@ def work(task: Task) -> Made:
     try:
         scenario = task.scenario
         result = running.one_loop(scenario, scenario.loop.mode, Simulation, Terms(COMMAND, place=_place()))
-        files = _files(result, task.keep)
+        if task.warmup:
+            result = warmup.without(result, task.warmup, COMMAND)
+        files = _files(result, task.keep) | ({BINDS: _json(result.binds)} if task.binds else {})
     except Exception as error:
         return Made(task.key, {}, _reason(error), time.perf_counter() - begun)
     return Made(task.key, files, None, time.perf_counter() - begun)
@@ -79,7 +85,7 @@ def _files(result: Result, keep: Keep) -> dict[str, bytes]:
     return files
 
 
-def _json(value: Mapping[str, Any]) -> bytes:
+def _json(value: Mapping[str, Any] | list[str]) -> bytes:
     return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
 
 
