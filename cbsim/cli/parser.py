@@ -18,6 +18,7 @@ from cbsim.cli.arguments import (
     run_arguments,
     run_options,
 )
+from cbsim.cli import choosing
 from cbsim.cli.many_runs import a_shard, store_arguments
 from cbsim.server.status import ERROR, USAGE
 
@@ -49,6 +50,9 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     acts: dict[str, Callable[[], int]] = {
         "run": lambda: commands.run(run_options(arguments)),
         "sweep": lambda: commands.sweep(arguments),
+        "compare": lambda: choosing.compare(arguments),
+        "pareto": lambda: choosing.pareto(arguments),
+        "tune": lambda: choosing.tune(arguments),
         "conformance": lambda: commands.conformance(arguments.paths),
         "replan": lambda: commands.replan(arguments.runs),
         "occupancy": lambda: commands.occupancy(arguments.runs, as_json=arguments.json),
@@ -93,6 +97,13 @@ def _parser() -> argparse.ArgumentParser:
     about = "simulate a scenario and write a run directory a loop"
     run_arguments(command("run", about, "8k_b32 --loop async --set workload.requests=16 --check 'gpu_active>=99%'"))
     _sweep_arguments(command("sweep", "run a scenario many times over axes of its fields", "sweep.yaml --jobs 4"))
+    about = "what a field of a sweep changes, by paired replicates"
+    choosing.compare_arguments(command("compare", about, "sweeps/sweep.parquet --by loop --metric goodput"))
+    about = "which points of a sweep nobody beats in two metrics at once"
+    choosing.pareto_arguments(command("pareto", about, "sweeps/sweep.parquet --where 'ttft.p99<=2s'"))
+    about = "find the best settings of a scenario, and how sure that is"
+    example = "rates --knob scheduler.max_num_seqs=16..128 --maximise goodput --slo 'ttft.p99<=2s'"
+    choosing.tune_arguments(command("tune", about, example))
     about = "compare the policies with traces of the real schedulers"
     conformance = command("conformance", about, "tests/golden/transformers")
     conformance.add_argument("paths", nargs="+", type=a_path, metavar="PATH", help="a trace, or a folder of traces")
