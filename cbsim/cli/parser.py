@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from cbsim.cli import choosing
 from cbsim.cli.arguments import (
     STUDIES,
     Parser,
@@ -18,7 +19,6 @@ from cbsim.cli.arguments import (
     run_arguments,
     run_options,
 )
-from cbsim.cli import choosing
 from cbsim.cli.many_runs import a_shard, store_arguments
 from cbsim.server.status import ERROR, USAGE
 

@@ -116,9 +116,9 @@ def _relative(difference: Paired, metric: Metric) -> list[str]:
 
 
 def _findings(sweep: Replicated, compared: Sequence[Compared], terms: Terms, confidence: float) -> list[str]:
+    count = f"{len(compared)} intervals of paired differences"
     said = [
-        f"{len(compared)} intervals of paired differences, each with a confidence of {confidence:.6g}, "
-        f"so that all hold at once with {terms.confidence:g} (Bonferroni)."
+        f"{count}, each with {confidence:.6g}, hold at once with a confidence of {terms.confidence:g} (Bonferroni)."
     ]
     if any(not each.difference.known for each in compared):
         said = ["A difference of one pair has no interval: give the sweep more replicates."]

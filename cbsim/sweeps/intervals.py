@@ -34,7 +34,8 @@ def half_width(deviation: float, count: int, confidence: float) -> float:
 @lru_cache(maxsize=4096)
 def t_quantile(probability: float, degrees: int) -> float:
     """What Student's t with so many degrees of freedom stays below with this probability, which is between 0 and 1."""
-    assert 0 < probability < 1 and degrees >= 1, (probability, degrees)
+    assert 0 < probability < 1, probability
+    assert degrees >= 1, degrees
     if probability < 0.5:
         return -t_quantile(1 - probability, degrees)
     if degrees > MOST_SUMMED:
@@ -59,10 +60,10 @@ def _within(angle: float, degrees: int) -> float:
 
 def _expanded(x: float, degrees: int) -> float:
     """From a quantile of the normal distribution."""
-    terms = (
+    terms: tuple[float, ...] = (
         (x**3 + x) / 4,
         (5 * x**5 + 16 * x**3 + 3 * x) / 96,
         (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / 384,
         (79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x) / 92160,
     )
-    return x + sum(term / degrees**power for power, term in enumerate(terms, start=1))
+    return x + sum(term / float(degrees) ** power for power, term in enumerate(terms, start=1))

@@ -10,8 +10,10 @@ from cbsim.sweeps.table import PER_GPU, PER_USER
 
 SHORT = {"goodput": "slo.goodput_requests_per_s", "attainment": "slo.attainment", "throughput": "output_tokens_per_s"}
 SYSTEM = (PER_GPU, PER_USER)
-LEAST_IS_BEST = ("makespan_s", "steps", "bubble_s", "waiting.", "padding_", "recomputed_", "wasted_", "preemptions")
-LEAST_IS_BEST += ("computed_", "kv_moves.", "cost.", *(f"{name}." for name in measures.DISTRIBUTIONS))
+LEAST_IS_BEST = (
+    *("makespan_s", "bubble_s", "waiting.", "padding_", "recomputed_", "wasted_", "preemptions", "kv_moves.", "cost."),
+    *(f"{name}." for name in measures.DISTRIBUTIONS),
+)
 SIGNS = {"max:": 1, "min:": -1}
 
 

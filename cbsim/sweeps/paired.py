@@ -8,7 +8,7 @@ than a millionth counts as none: runs of equal decisions differ by nanoseconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import fmean, stdev, variance
 from typing import NamedTuple
 

@@ -33,6 +33,9 @@ STYLES = {
 }
 
 
+UNKNOWN: Interval = (math.nan, math.nan, math.nan)
+
+
 class Question(NamedTuple):
     """Two metrics, the conditions that a place has to keep, and the confidence of each interval."""
 
@@ -47,8 +50,8 @@ class Stood(NamedTuple):
 
     place: Place
     verdict: str
-    x: Interval | None = None
-    y: Interval | None = None
+    x: Interval = UNKNOWN
+    y: Interval = UNKNOWN
     cost: float | None = None
 
 
@@ -77,7 +80,6 @@ def _best(stood: Sequence[Stood], question: Question) -> list[Stood]:
     """Those that nobody beats by means."""
 
     def good(each: Stood) -> tuple[float, float]:
-        assert each.x and each.y
         return question.x.sign * each.x[0], question.y.sign * each.y[0]
 
     best: list[Stood] = []
@@ -101,8 +103,8 @@ def _compared(stood: Stood, best: Sequence[Stood], question: Question) -> Stood:
 
 def _difference(other: Stood, stood: Stood, metric: Metric, question: Question) -> tuple[float, bool]:
     """How much better the other one is for sure, by its mean if there is a single pair; and if they are the same."""
-    values = (each.place.values(metric.name) for each in (other, stood))
-    difference = paired.paired(*values, question.confidence)
+    ours, theirs = (each.place.values(metric.name) for each in (other, stood))
+    difference = paired.paired(ours, theirs, question.confidence)
     if difference is None:
         return -math.inf, False
     low = difference.low if metric.sign > 0 else -difference.high
@@ -123,7 +125,7 @@ def _keeps(place: Place, question: Question) -> bool | None:
 def study(sweep: Replicated, question: Question, *, all_places: bool = False) -> Study:
     """The frontier as a table, best x first, and drawn; with `all_places` the table has those that are beaten, too."""
     stood = frontier(sweep, question)
-    stood.sort(key=lambda each: (each.x is None, -question.x.sign * each.x[0] if each.x else 0.0))
+    stood.sort(key=lambda each: (each.verdict == MISSING, -question.x.sign * each.x[0]))
     listed = [each for each in stood if all_places or each.verdict in (FRONTIER, PERHAPS)]
     fields = sweep.changing
     return Study(
@@ -166,10 +168,10 @@ def _numbers(stood: Sequence[Stood]) -> dict[int, int]:
     return {id(each): n for n, each in enumerate((each for each in stood if each.verdict == FRONTIER), start=1)}
 
 
-def _cells(metric: Metric, interval: Interval | None) -> tuple[str, str]:
-    if interval is None:
-        return "-", "-"
+def _cells(metric: Metric, interval: Interval) -> tuple[str, str]:
     mean, low, high = interval
+    if math.isnan(mean):
+        return "-", "-"
     return metric.shown(mean), metric.shown((high - low) / 2) if high > low else "-"
 
 
@@ -191,8 +193,8 @@ def _findings(sweep: Replicated, stood: Sequence[Stood], question: Question) -> 
 
 
 def _facts(stood: Stood, fields: Sequence[str]) -> dict[str, Any]:
-    def interval(of: Interval | None) -> dict[str, float] | None:
-        return None if of is None else dict(zip(("mean", "low", "high"), of, strict=True))
+    def interval(of: Interval) -> dict[str, float] | None:
+        return None if math.isnan(of[0]) else dict(zip(("mean", "low", "high"), of, strict=True))
 
     return {
         "settings": {name: stood.place.settings[name] for name in fields},
@@ -208,8 +210,8 @@ def _chart(stood: Sequence[Stood], fields: Sequence[str], question: Question) ->
     marks: list[Line | Points] = []
     numbers = _numbers(stood)
     for verdict, style in STYLES.items():
-        drawn = [each for each in stood if each.verdict == verdict and each.x and each.y]
-        drawn.sort(key=lambda each: each.x or (0.0, 0.0, 0.0))
+        drawn = [each for each in stood if each.verdict == verdict]
+        drawn.sort(key=lambda each: each.x)
         if not drawn:
             continue
         xs, ys = (np.array([getattr(each, axis) for each in drawn], dtype=float) for axis in "xy")

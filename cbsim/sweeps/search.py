@@ -173,8 +173,8 @@ def _best(trials: Sequence[Trial], among: Sequence[int], metric: Metric) -> int 
 
 def difference(trial: Trial, other: Trial, metric: str, confidence: float) -> Paired:
     """Of two candidates, over the replicates that both have."""
-    both = (dict(enumerate(each.values(metric))) for each in (trial, other))
-    compared = paired.paired(*both, confidence)
+    ours, theirs = (dict(enumerate(each.values(metric))) for each in (trial, other))
+    compared = paired.paired(ours, theirs, confidence)
     assert compared is not None
     return compared
 

@@ -1,4 +1,4 @@
-"""`cbsim tune`: the best settings of a scenario over a few knobs, by a search over replicates that are kept in a store."""
+"""`cbsim tune`: the best settings of a scenario over a few knobs, by a search whose runs are kept in a store."""
 
 from __future__ import annotations
 
