@@ -69,8 +69,10 @@ def compare(arguments: argparse.Namespace) -> int:
 
     given = arguments.metric or ["throughput", "ttft.p99", "tpot.p99"]
     metrics = list(dict.fromkeys(metric(text, f"--metric {text}") for text in given))
-    terms = comparing.Terms(arguments.confidence, arguments.precision)
     table = replicated.read(arguments.table)
+    if not arguments.metric:
+        metrics = [each for each in metrics if each.name in table.metrics]
+    terms = comparing.Terms(arguments.confidence, arguments.precision)
     study = comparing.study(table, arguments.by, arguments.against, metrics, terms)
     _answer(study, arguments, "table", "by", "against", "metric", "confidence", "precision")
     return OK
@@ -103,7 +105,7 @@ def tune(arguments: argparse.Namespace) -> int:
         text, option, sign = arguments.minimise, "--minimise", -1
     slo = [condition(each, "--slo") for each in arguments.slo]
     goal = Goal(metric(text, f"{option} {text}", sign), slo, arguments.confidence, arguments.replicates)
-    candidates = tuning.candidates(arguments.scenario, arguments.set, knobs.parse(arguments.knob))
+    candidates = tuning.candidates(arguments.scenario, arguments.set, knobs.parse(arguments.knob), goal)
     hands = executor(arguments)
     if not arguments.json:
         said = f"{len(candidates)} candidates, in {len(goal.rounds)} rounds of at most {goal.most} replicates each"

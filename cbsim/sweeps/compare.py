@@ -30,6 +30,7 @@ class Compared(NamedTuple):
     metric: Metric
     place: Place
     difference: Paired
+    gain: float | None
 
 
 def study(sweep: Replicated, by: str, against: str | None, metrics: Sequence[Metric], terms: Terms) -> Study:
@@ -40,12 +41,8 @@ def study(sweep: Replicated, by: str, against: str | None, metrics: Sequence[Met
     reference = _reference(sweep, by, against)
     couples = _couples(sweep, by, reference)
     confidence = means.each(terms.confidence, len(couples) * len(metrics))
-    compared = [
-        Compared(metric, place, difference)
-        for metric in metrics
-        for place, other in couples
-        if (difference := paired.paired(place.values(metric.name), other.values(metric.name), confidence))
-    ]
+    each_one = (_compared(metric, place, other, confidence) for metric in metrics for place, other in couples)
+    compared = [comparison for comparison in each_one if comparison is not None]
     others = [name for name in sweep.changing if name != by]
     return Study(
         title=f"{by} against {text(reference)}",
@@ -86,15 +83,19 @@ def _couples(sweep: Replicated, by: str, reference: Any) -> list[tuple[Place, Pl
     ]
 
 
+def _compared(metric: Metric, place: Place, other: Place, confidence: float) -> Compared | None:
+    ours, theirs = (each.values(metric.name) for each in (place, other))
+    difference = paired.paired(ours, theirs, confidence)
+    return None if difference is None else Compared(metric, place, difference, paired.gain(ours, theirs))
+
+
 def _table(metric: Metric, by: str, compared: Sequence[Compared], others: Sequence[str], terms: Terms) -> Table:
     rows = [_row(each, [by, *others], terms) for each in compared if each.metric == metric]
-    better = "more" if metric.sign > 0 else "less"
-    needed = f"needed: pairs for a {terms.confidence:g} interval of ± {terms.precision:.3g} of the reference"
-    return Table(metric.name, HEADER, rows, f"{better} is better; {needed}; gain: variance unpaired over paired")
+    return Table(metric.name, HEADER, rows, f"{'More' if metric.sign > 0 else 'Less'} is better.")
 
 
 def _row(compared: Compared, fields: Sequence[str], terms: Terms) -> tuple[str, ...]:
-    metric, place, difference = compared
+    metric, place, difference, gain = compared
     needed = difference.needed(terms.precision, terms.confidence)
     return (
         place.called(fields),
@@ -104,7 +105,7 @@ def _row(compared: Compared, fields: Sequence[str], terms: Terms) -> tuple[str, 
         "the same" if difference.none else VERDICTS[metric.sign * difference.sign],
         str(difference.pairs),
         "-" if needed is None else f"{needed:,}",
-        "-" if difference.gain is None else f"{difference.gain:.3g}",
+        "-" if gain is None else f"{gain:.3g}",
     )
 
 
@@ -122,6 +123,9 @@ def _findings(sweep: Replicated, compared: Sequence[Compared], terms: Terms, con
     ]
     if any(not each.difference.known for each in compared):
         said = ["A difference of one pair has no interval: give the sweep more replicates."]
+    else:
+        width = f"a {terms.confidence:g} interval of ± {terms.precision:.3g} of the reference"
+        said.append(f"needed: pairs for {width}; gain: the variance of unpaired differences over that of the pairs.")
     if sweep.lacking:
         said.append(f"{sweep.lacking} points of the sweep are not done and left out.")
     return said
@@ -129,7 +133,8 @@ def _findings(sweep: Replicated, compared: Sequence[Compared], terms: Terms, con
 
 def _facts(compared: Compared, terms: Terms) -> dict[str, Any]:
     difference = compared.difference
-    facts = difference._asdict() | {"needed": difference.needed(terms.precision, terms.confidence)}
+    facts = difference._asdict() | {"gain": compared.gain}
+    facts["needed"] = difference.needed(terms.precision, terms.confidence)
     if not difference.known:
         facts |= {"low": None, "high": None}
     return {"metric": compared.metric.name, "settings": compared.place.settings, **facts}

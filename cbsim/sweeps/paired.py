@@ -28,7 +28,6 @@ class Paired(NamedTuple):
     low: float
     high: float
     deviation: float | None
-    gain: float | None
 
     @property
     def sign(self) -> int:
@@ -62,10 +61,18 @@ def paired(first: Mapping[int, float], second: Mapping[int, float], confidence: 
     ours, theirs = [first[seed] for seed in seeds], [second[seed] for seed in seeds]
     differences = [_difference(a, b) for a, b in zip(ours, theirs, strict=True)]
     interval = t_interval(differences, confidence)
-    several = len(seeds) > 1
-    deviation = stdev(differences) if several else None
-    gain = (variance(ours) + variance(theirs)) / deviation**2 if deviation else None
-    return Paired(len(seeds), fmean(ours), fmean(theirs), *interval, deviation, gain)
+    deviation = stdev(differences) if len(seeds) > 1 else None
+    return Paired(len(seeds), fmean(ours), fmean(theirs), *interval, deviation)
+
+
+def gain(first: Mapping[int, float], second: Mapping[int, float]) -> float | None:
+    """The variance of differences of unpaired runs over that of the pairs; None if that is unknown or 0."""
+    seeds = sorted(first.keys() & second.keys())
+    if len(seeds) < 2:
+        return None
+    ours, theirs = [first[seed] for seed in seeds], [second[seed] for seed in seeds]
+    of_pairs = variance([_difference(a, b) for a, b in zip(ours, theirs, strict=True)])
+    return (variance(ours) + variance(theirs)) / of_pairs if of_pairs else None
 
 
 def _difference(a: float, b: float) -> float:

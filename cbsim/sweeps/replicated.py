@@ -75,7 +75,7 @@ def read(path: Path) -> Replicated:
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowException) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else "is no Parquet file"
+        why = "no such file" if not path.exists() else getattr(error, "strerror", None) or "is no Parquet file"
         raise ScenarioError(f"{path}: {why}, expected the table of a sweep", file=path) from None
     missing = [name for name in ABOUT if name not in table.column_names]
     if missing:

@@ -42,20 +42,22 @@ class Tuned(NamedTuple):
         return {name: point.loop if name == "loop.mode" else point.settings.get(name) for name in self.fields}
 
 
-def candidates(scenario: str | Path, changes: Sequence[str], knobs: Mapping[str, Sequence[Any]]) -> list[Point]:
+def candidates(
+    scenario: str | Path, changes: Sequence[str], knobs: Mapping[str, Sequence[Any]], goal: Goal
+) -> list[Point]:
     """Every value of a knob with every one of the others, under each loop of the scenario. Raises ScenarioError, that
-    tells of all that cannot be built.
+    tells of all that cannot be built, or of a metric that no run will have.
     """
     always = {".".join(map(str, path)): value for path, value in map(parsed, changes)}
     file = sweep_file.parse({"name": "tune", "scenario": str(scenario), "set": always, "axes": dict(knobs)})
     built = points.of(file, Path())
     for point in {point.scenario.workload: point for point in built}.values():
         points.check_workload(point)
+    _check(goal, [point.scenario for point in built])
     return built
 
 
-def check(goal: Goal, scenarios: Sequence[Scenario]) -> None:
-    """Raises ScenarioError for a metric that no run of a scenario will have."""
+def _check(goal: Goal, scenarios: Sequence[Scenario]) -> None:
     for name in (goal.metric.name, *(check.metric for check in goal.slo)):
         for scenario in scenarios:
             slo = scenario.slo
@@ -97,9 +99,8 @@ def tune(
     of: Sequence[Point], goal: Goal, store: Path, executor: Executor, begin: Callable[[int], Hear] = lambda _: _nobody
 ) -> Tuned:
     """Search among points for the best. `begin` is told how many runs a round makes, and hears of each. Raises
-    ScenarioError, RunError.
+    RunError.
     """
-    check(goal, [point.scenario for point in of])
     with closing(executor):
         outcome = search(len(of), Runs(of, Store(store, identity.code()), executor, begin).measure, goal)
     loops = ["loop.mode"] if len({point.loop for point in of}) > 1 else []
@@ -142,7 +143,7 @@ def study(tuned: Tuned) -> Study:
 def _findings(tuned: Tuned) -> list[str]:
     outcome, goal = tuned.outcome, tuned.outcome.goal
     intervals = f"all its intervals, each with {outcome.confidence:.6g}, hold at once with {goal.confidence:g}"
-    method = f"Means over replicates with common random numbers, intervals of Student's t; {intervals} (Bonferroni)."
+    method = f"Means over a candidate's replicates; behind: paired differences to the best; {intervals} (Bonferroni)."
     if outcome.best is None:
         failed = all(trial.verdict == FAILED for trial in outcome.trials)
         said = ["No candidate could be run." if failed else "No candidate keeps all conditions."]
@@ -187,8 +188,7 @@ def _table(tuned: Tuned) -> Table:
         values = [trials[i].values(name) for name in metrics]
         cells = [shown(name, sum(of) / len(of) if of else None) for name, of in zip(metrics, values, strict=True)]
         rows.append((tuned.called(i), *cells, *_behind(tuned, i), str(len(trials[i].runs)), _said(tuned, i)))
-    says = "Means over the replicates that a candidate has. Behind the best: the paired difference and its interval."
-    return Table("candidates", ("", *metrics, "behind", "from", "to", "replicates", "verdict"), rows, says)
+    return Table("candidates", ("", *metrics, "behind", "from", "to", "replicates", "verdict"), rows)
 
 
 def _rank(tuned: Tuned, i: int) -> tuple[int, float]:
