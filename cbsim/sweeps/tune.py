@@ -72,7 +72,9 @@ def _check(goal: Goal, scenarios: Sequence[Scenario]) -> None:
 class Runs:
     """The runs of candidates: those that the store has, and the others, which are made and kept."""
 
-    def __init__(self, of: Sequence[Point], store: Store, executor: Executor, begin: Callable[[int], Hear]) -> None:
+    def __init__(
+        self, of: Sequence[Point], store: Store, executor: Executor, begin: Callable[[int], Hear] = lambda _: _nobody
+    ) -> None:
         self._of, self._store, self._executor, self._begin = of, store, executor, begin
 
     def measure(self, chosen: Sequence[int], replicates: range) -> Mapping[int, Sequence[Numbers | str]]:
