@@ -9,7 +9,7 @@ Nothing is loaded before it is used, nothing is written before `save`, nothing i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cbsim.scenario.scenario import Scenario
     from cbsim.server.result import Result, Results
     from cbsim.sweeps.sweep import Swept
+    from cbsim.sweeps.tune import Tuned
 
 __all__ = [
     "CheckError",
@@ -31,11 +32,13 @@ __all__ = [
     "Scenario",
     "ScenarioError",
     "Swept",
+    "Tuned",
     "UserError",
     "load",
     "read",
     "run",
     "sweep",
+    "tune",
 ]
 HOMES = {
     "CheckError": "cbsim.results.checks",
@@ -45,6 +48,7 @@ HOMES = {
     "Scenario": "cbsim.scenario.scenario",
     "ScenarioError": "cbsim.scenario.fields",
     "Swept": "cbsim.sweeps.sweep",
+    "Tuned": "cbsim.sweeps.tune",
     "UserError": "cbsim.scenario.errors",
 }
 COMMAND = "python -m cbsim run scenario.resolved.yaml"  # in the run directory
@@ -96,6 +100,34 @@ def sweep(source: str | Path | Mapping[str, Any], *, store: str | Path = "sweeps
 
     given = (sweep_file.parse(source), Path()) if isinstance(source, Mapping) else sweep_file.read(Path(source))
     return sweeps.Sweep(*given, Path(store)).run(Processes(jobs) if jobs > 1 else Here())
+
+
+def tune(
+    scenario: str | Path | Mapping[str, Any],
+    knobs: Mapping[str, Sequence[Any]],
+    metric: str,
+    *,
+    slo: Sequence[str] = (),
+    changes: Sequence[str] = (),
+    replicates: int = 20,
+    confidence: float = 0.95,
+    store: str | Path = "sweeps",
+    jobs: int = 1,
+) -> Tuned:
+    """Search the values of `knobs` for the best `metric`, such as `goodput` or `min:ttft.p99`, with all conditions of
+    `slo` kept. `changes` are overrides as for `load`; `store` and `jobs` are those of `sweep`. What comes back prints
+    as what is known of each candidate. Raises ScenarioError, CheckError, RunError.
+    """
+    from cbsim.sweeps import metric as metrics
+    from cbsim.sweeps import tune as tuning
+    from cbsim.sweeps.executor import Here
+    from cbsim.sweeps.processes import Processes
+    from cbsim.sweeps.search import Goal
+
+    conditions = [metrics.condition(text, "slo") for text in slo]
+    goal = Goal(metrics.metric(metric, f"metric {metric!r}"), conditions, confidence, replicates)
+    candidates = tuning.candidates(scenario, changes, knobs, goal)
+    return tuning.tune(candidates, goal, Path(store), Processes(jobs) if jobs > 1 else Here())
 
 
 def __getattr__(name: str) -> Any:

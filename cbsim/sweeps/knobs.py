@@ -16,7 +16,6 @@ from cbsim.sweeps.axes import Ranged
 FORM = "expected FIELD=A..B (doubling), FIELD=A..B:STEP, or FIELD=VALUE,VALUE"
 NUMBER = r"[+-]?[\d.]+(?:[eE][+-]?\d+)?"
 RANGE = re.compile(rf"({NUMBER}?)\.\.({NUMBER})(?::({NUMBER}))?")
-LEFT_OUT = {"seed": "replicates take seeds of their own"}
 
 
 def parse(texts: Sequence[str]) -> dict[str, Sequence[Any]]:
@@ -29,8 +28,6 @@ def parse(texts: Sequence[str]) -> dict[str, Sequence[Any]]:
             raise ScenarioError(f"{where}: {FORM}", value=text, bound=FORM)
         if name in knobs:
             raise ScenarioError(f"{where}: {name} has another knob, expected one of them", field=name)
-        if name in LEFT_OUT:
-            raise ScenarioError(f"{where}: {LEFT_OUT[name]}", field=name)
         knobs[name] = _values(name, values, where)
     return knobs
 

@@ -30,7 +30,7 @@ Measure = Callable[[Sequence[int], range], Mapping[int, Sequence[Numbers | str]]
 
 
 class Goal(NamedTuple):
-    """What is best, what has to hold, with which confidence, and after how many replicates at most."""
+    """What is best, what has to hold, with which confidence, and after how many replicates at most: 2 or more."""
 
     metric: Metric
     slo: Sequence[Check]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cbsim.draw.markdown import Table
-from cbsim.draw.study import Study
+from cbsim.draw.study import Study, text
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.overrides import parsed
 from cbsim.scenario.scenario import Scenario
@@ -23,15 +24,31 @@ from cbsim.sweeps.store import Store
 from cbsim.sweeps.work import Made, Task
 
 Hear = Callable[[Made], None]
+MOST = 10_000
+EVEN, SURE = 0.5, 1 - 1e-6
 
 
-class Tuned(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Tuned:
     """What a search over settings found. `candidates` and the trials of `outcome` are in one order."""
 
     scenario: str
     fields: Sequence[str]
     candidates: Sequence[Point]
     outcome: Outcome
+
+    @property
+    def best(self) -> Mapping[str, Any] | None:
+        """The settings with the best mean of those that keep all conditions; None if nobody does."""
+        return None if self.outcome.best is None else self.settings(self.outcome.best)
+
+    @property
+    def won(self) -> bool:
+        """Are they the best with the confidence of the goal, and not only by their mean?"""
+        return self.outcome.won
+
+    def __str__(self) -> str:
+        return text(study(self))
 
     def called(self, candidate: int) -> str:
         """What a candidate sets."""
@@ -43,13 +60,19 @@ class Tuned(NamedTuple):
 
 
 def candidates(
-    scenario: str | Path, changes: Sequence[str], knobs: Mapping[str, Sequence[Any]], goal: Goal
+    scenario: str | Path | Mapping[str, Any], changes: Sequence[str], knobs: Mapping[str, Sequence[Any]], goal: Goal
 ) -> list[Point]:
     """Every value of a knob with every one of the others, under each loop of the scenario. Raises ScenarioError, that
     tells of all that cannot be built, or of a metric that no run will have.
     """
+    if "seed" in knobs:
+        raise ScenarioError("seed is no knob: replicates take seeds of their own", field="seed")
+    for name, value, least, most in (("replicates", goal.most, 2, MOST), ("confidence", goal.confidence, EVEN, SURE)):
+        if not least <= value <= most:
+            raise ScenarioError(f"{name}: got {value}, must be from {least} to {most}", field=name, value=value)
+    source = dict(scenario) if isinstance(scenario, Mapping) else str(scenario)
     always = {".".join(map(str, path)): value for path, value in map(parsed, changes)}
-    file = sweep_file.parse({"name": "tune", "scenario": str(scenario), "set": always, "axes": dict(knobs)})
+    file = sweep_file.parse({"name": "tune", "scenario": source, "set": always, "axes": dict(knobs)})
     built = points.of(file, Path())
     for point in {point.scenario.workload: point for point in built}.values():
         points.check_workload(point)
@@ -133,7 +156,7 @@ def study(tuned: Tuned) -> Study:
             "slo": [check.text for check in goal.slo],
             "confidence": goal.confidence,
             "confidence_each": outcome.confidence,
-            "best": None if outcome.best is None else tuned.settings(outcome.best),
+            "best": tuned.best,
             "sure_to_hold": outcome.sure,
             "won": outcome.won,
             "left": [tuned.settings(i) for i in outcome.left],

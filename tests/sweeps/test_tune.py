@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from calls import SMALL, call, out, refused, small  # noqa: F401
 
+import cbsim
 from cbsim.scenario.fields import ScenarioError
 from cbsim.sweeps import knobs, tune
 from cbsim.sweeps.executor import Here
@@ -53,7 +54,6 @@ def test_knobs_are_ranges_or_lists(text: str, values: list[Any]) -> None:
         (["x=1.2.3..4"], "expected FIELD=A..B"),
         (["x=[1, 2"], "not valid YAML"),
         (["x=1,2", "x=3"], "x has another knob"),
-        (["seed=1,2"], "replicates take seeds of their own"),
     ],
 )
 def test_knobs_that_are_none(texts: list[str], says: str) -> None:
@@ -139,6 +139,16 @@ def test_a_search_goes_on_where_it_stopped(constant: Path, tmp_path: Path) -> No
     assert results[2].outcome.trials[0].runs[:3] == results[0].outcome.trials[0].runs
 
 
+def test_from_python(constant: Path, tmp_path: Path) -> None:
+    """The same search: an answer with the settings, and one that prints as the command does."""
+    knob = {"scheduler.max_num_seqs": [1, 4]}
+    found = cbsim.tune(constant, knob, "throughput", slo=["ttft.p99<=9s"], replicates=3, store=tmp_path / "store")
+    assert found.best == {"scheduler.max_num_seqs": 4} and found.won
+    assert "max_num_seqs=4: the best that keeps the conditions, with a confidence of at least 0.95." in str(found)
+    with pytest.raises(ScenarioError, match="replicates: got 1, must be from 2"):
+        cbsim.tune(constant, knob, "throughput", replicates=1)
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +175,9 @@ def test_tune_says_what_it_found(constant: Path, tmp_path: Path) -> None:
         (("--knob", "scheduler.max_num_seqs=4..1"), ("got 1, must be > 4",)),
         (("--knob", "scheduler.name=vllm", "--slo", "tttf.p99<=1s"), ("--slo 'tttf.p99<=1s'", "did you mean")),
         (("--knob", "scheduler.name=vllm", "--set", "slo=null"), ("slo",)),
+        (("--knob", "seed=1,2"), ("seed is no knob", "replicates take seeds of their own")),
+        (("--knob", "scheduler.name=vllm", "--replicates", "1"), ("'1': expected a whole number from 2 to 10,000",)),
+        (("--knob", "scheduler.name=vllm", "--confidence", "10%"), ("confidence: got 0.1, must be from 0.5",)),
     ],
 )
 def test_mistakes_run_nothing(constant: Path, tmp_path: Path, words: tuple[str, ...], says: tuple[str, ...]) -> None:
