@@ -93,12 +93,12 @@ def pareto(arguments: argparse.Namespace) -> int:
 
 
 def tune(arguments: argparse.Namespace) -> int:
-    """The best settings; 3 if nobody keeps the conditions."""
+    """The best settings; 3 if nobody keeps the conditions, 1 if no candidate could be run."""
     from cbsim.sweeps import knobs
     from cbsim.sweeps import tune as tuning
     from cbsim.sweeps.command import Progress
     from cbsim.sweeps.metric import condition, metric
-    from cbsim.sweeps.search import Goal
+    from cbsim.sweeps.search import FAILED, Goal
 
     text, option, sign = arguments.maximise, "--maximise", 1
     if text is None:
@@ -126,7 +126,9 @@ def tune(arguments: argparse.Namespace) -> int:
     _end(progress)
     options = ("set", "knob", "maximise", "minimise", "slo", "replicates", "confidence")
     _answer(tuning.study(tuned), arguments, "scenario", *options)
-    return CHECK_FAILED if tuned.outcome.best is None else OK
+    if tuned.outcome.best is not None:
+        return OK
+    return ERROR if all(trial.verdict == FAILED for trial in tuned.outcome.trials) else CHECK_FAILED
 
 
 def _end(progress: list[Progress]) -> None:

@@ -57,6 +57,11 @@ def study() -> Study:
         for (name, loop), each in zip(SCHEDULERS, best, strict=True)
         for rate in RATES
     ]
+    return answer(points, best, tuned)
+
+
+def answer(points: Sequence[Point], best: Sequence[Best], tuned: Sequence[Point]) -> Study:
+    """What these runs say."""
     slo = scenarios.load("rates").slo
     bounds = {name: bound for name in ("ttft_s", "tpot_s", "e2e_s") if (bound := getattr(slo, name)) is not None}
     said = ", ".join(f"{name.removesuffix('_s').upper()} of {bound:g} s" for name, bound in bounds.items())
@@ -105,7 +110,7 @@ def _best_table(best: Sequence[Best]) -> Table:
     confidence = f"{schedulers_tuned.CONFIDENCE:.0%}"
     says = (
         f"Goodput, requests/s, mean of replicates with the same seeds; gain: a {confidence} interval of the paired "
-        f"difference; left: candidates that could not be told from the best with {confidence} confidence."
+        f"difference, for all candidates at once; left: candidates that could not be told from the best with {confidence} confidence."
     )
     return Table(f"tuned at {TUNED_AT}/s", header, rows, says)
 
@@ -139,5 +144,5 @@ def _findings(points: Sequence[Point]) -> list[str]:
         most = max(_of(points, name), key=lambda p: p.goodput)
         upto = f"up to {max(held)}/s" if held else f"at no rate from {RATES[0]}/s on"
         best = f"its best goodput is {most.goodput:.1f} requests/s, at {most.rate}/s"
-        said.append(f"{name} keeps 90 % of the requests within the bounds {upto}; {best}.")
+        said.append(f"By default {name} keeps 90 % of the requests within the bounds {upto}; {best}.")
     return said

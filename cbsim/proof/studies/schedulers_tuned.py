@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from cbsim.sweeps import identity, paired, tune
+from cbsim.sweeps import identity, means, paired, tune
 from cbsim.sweeps.executor import Here
 from cbsim.sweeps.metric import Metric, named
 from cbsim.sweeps.search import Goal
@@ -38,8 +38,9 @@ GOODPUT, ATTAINMENT = named("goodput", ""), named("attainment", "")
 
 
 class Best(NamedTuple):
-    """A scheduler's best settings beside its defaults: mean goodput of both, over the same replicates; the difference
-    with its interval; how many candidates there were, and how many could not be told from the best.
+    """A scheduler's best settings beside its defaults: mean goodput of both, over the same replicates; the interval of
+    their difference, which holds whichever candidate is the best (Bonferroni); how many candidates there were, and how
+    many could not be told from the best.
     """
 
     scheduler: str
@@ -78,7 +79,8 @@ def best(name: str, loop: str, requests: int, rate: float) -> Best:
         usual = Runs(tune.candidates(SCENARIO, given, {}, goal), Store(Path(folder), identity.code()), Here())
         (runs,) = usual.measure([0], range(len(trial.runs))).values()
     defaults = [run[GOODPUT] for run in runs if not isinstance(run, str)]
-    compared = paired.paired(dict(enumerate(trial.values(GOODPUT))), dict(enumerate(defaults)), CONFIDENCE)
+    confidence = means.each(CONFIDENCE, len(candidates))  # of all against the defaults: the best one was chosen
+    compared = paired.paired(dict(enumerate(trial.values(GOODPUT))), dict(enumerate(defaults)), confidence)
     assert compared is not None
     return Best(
         name,
