@@ -1,4 +1,4 @@
-"""The command lines that choose among many runs: `compare` and `pareto` read a sweep's table, `tune` makes runs."""
+"""The command lines that choose among many runs: `contrast` and `pareto` read a sweep's table, `tune` makes runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MOST_REPLICATES = 10_000
 
 
-def compare_arguments(parser: argparse.ArgumentParser) -> None:
+def contrast_arguments(parser: argparse.ArgumentParser) -> None:
     _table_argument(parser)
     parser.add_argument("--by", required=True, metavar="FIELD", help="the field that is compared, all else equal")
     parser.add_argument("--against", metavar="VALUE", help="its value that others are compared with (the first)")
@@ -61,9 +61,9 @@ def tune_arguments(parser: argparse.ArgumentParser) -> None:
     _answer_arguments(parser)
 
 
-def compare(arguments: argparse.Namespace) -> int:
+def contrast(arguments: argparse.Namespace) -> int:
     """What a field of a sweep changes."""
-    from cbsim.sweeps import compare as comparing
+    from cbsim.sweeps import contrast as contrasting
     from cbsim.sweeps import replicated
     from cbsim.sweeps.metric import metric
 
@@ -72,8 +72,8 @@ def compare(arguments: argparse.Namespace) -> int:
     table = replicated.read(arguments.table)
     if not arguments.metric:
         metrics = [each for each in metrics if each.name in table.metrics]
-    terms = comparing.Terms(arguments.confidence, arguments.precision)
-    study = comparing.study(table, arguments.by, arguments.against, metrics, terms)
+    terms = contrasting.Terms(arguments.confidence, arguments.precision)
+    study = contrasting.study(table, arguments.by, arguments.against, metrics, terms)
     _answer(study, arguments, "table", "by", "against", "metric", "confidence", "precision")
     return OK
 

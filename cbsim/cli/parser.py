@@ -50,7 +50,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     acts: dict[str, Callable[[], int]] = {
         "run": lambda: commands.run(run_options(arguments)),
         "sweep": lambda: commands.sweep(arguments),
-        "compare": lambda: choosing.compare(arguments),
+        "contrast": lambda: choosing.contrast(arguments),
         "pareto": lambda: choosing.pareto(arguments),
         "tune": lambda: choosing.tune(arguments),
         "conformance": lambda: commands.conformance(arguments.paths),
@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     run_arguments(command("run", about, "8k_b32 --loop async --set workload.requests=16 --check 'gpu_active>=99%'"))
     _sweep_arguments(command("sweep", "run a scenario many times over axes of its fields", "sweep.yaml --jobs 4"))
     about = "what a field of a sweep changes, by paired replicates"
-    choosing.compare_arguments(command("compare", about, "sweeps/sweep.parquet --by loop --metric goodput"))
+    choosing.contrast_arguments(command("contrast", about, "sweeps/sweep.parquet --by loop --metric goodput"))
     about = "which points of a sweep nobody beats in two metrics at once"
     choosing.pareto_arguments(command("pareto", about, "sweeps/sweep.parquet --where 'ttft.p99<=2s'"))
     about = "find the best settings of a scenario, and how sure that is"

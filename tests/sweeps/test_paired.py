@@ -1,4 +1,4 @@
-"""Paired differences, and `cbsim compare`: what a field changes, all else equal, and how many replicates that takes."""
+"""Paired differences, and `cbsim contrast`: what a field changes, all else equal, and how many replicates it takes."""
 
 from __future__ import annotations
 
@@ -95,11 +95,11 @@ def rows(replicates: int) -> list[Row]:
     return made
 
 
-def test_compare_says_what_differs(tmp_path: Path) -> None:
+def test_contrast_says_what_differs(tmp_path: Path) -> None:
     """Twice as much is better; the metric of latency is better when it is less; noise is told from nothing."""
     table = written(tmp_path, rows(8))
     words = ("--by", "scheduler.name", "--metric", "throughput", "--metric", "ttft.p99", "--json")
-    said = json.loads(call("compare", table, *words).out)
+    said = json.loads(call("contrast", table, *words).out)
     first, second, *latency = said["differences"]
     assert (first["settings"]["rate"], first["metric"]) == (1, "output_tokens_per_s")
     assert 97 < first["low"] < first["mean"] < first["high"] < 103
@@ -107,22 +107,22 @@ def test_compare_says_what_differs(tmp_path: Path) -> None:
     assert second["low"] < 0 < second["high"]
     assert latency[0]["high"] < 0
     assert said["confidence_each"] == pytest.approx(1 - 0.05 / 4)
-    shown = call("compare", table, *words[:-1]).out
+    shown = call("contrast", table, *words[:-1]).out
     assert shown.count("better") == 2
     assert shown.count("cannot be told") == 2
 
 
-def test_compare_against_another_value(tmp_path: Path) -> None:
+def test_contrast_against_another_value(tmp_path: Path) -> None:
     table = written(tmp_path, rows(8))
     words = ("--by", "scheduler.name", "--against", "b", "--metric", "throughput", "--json")
-    said = json.loads(call("compare", table, *words).out)
+    said = json.loads(call("contrast", table, *words).out)
     assert said["differences"][0]["high"] < 0
 
 
 def test_one_replicate_has_no_interval(tmp_path: Path) -> None:
     table = written(tmp_path, rows(1))
-    assert "give the sweep more replicates" in call("compare", table, "--by", "rate", "--metric", "throughput").out
-    (first, *_) = json.loads(call("compare", table, "--by", "rate", "--metric", "ttft.p99", "--json").out)[
+    assert "give the sweep more replicates" in call("contrast", table, "--by", "rate", "--metric", "throughput").out
+    (first, *_) = json.loads(call("contrast", table, "--by", "rate", "--metric", "ttft.p99", "--json").out)[
         "differences"
     ]
     assert first["low"] is None and first["mean"] is not None
@@ -140,18 +140,18 @@ def test_one_replicate_has_no_interval(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, words: tuple[str, ...], says: tuple[str, ...]) -> None:
-    refused(call("compare", written(tmp_path, rows(2)), *words), 2, *says)
+    refused(call("contrast", written(tmp_path, rows(2)), *words), 2, *says)
 
 
 def test_shares_are_shares(tmp_path: Path) -> None:
-    said = call("compare", written(tmp_path, rows(2)), "--by", "rate", "--confidence", "101%")
+    said = call("contrast", written(tmp_path, rows(2)), "--by", "rate", "--confidence", "101%")
     assert said.status == 2 and "'101%': expected a share between 0 and 1" in said.err
 
 
 def test_what_is_no_table_of_a_sweep_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "notes.parquet"
     text.write_text("hello")
-    refused(call("compare", text, "--by", "rate"), 2, str(text), "expected the table of a sweep")
+    refused(call("contrast", text, "--by", "rate"), 2, str(text), "expected the table of a sweep")
     refused(call("pareto", tmp_path / "none.parquet"), 2, "none.parquet", "no such file")
     failed = written(tmp_path, [({"rate": 1}, 0, None), ({"rate": 2}, 0, None)])
     refused(call("pareto", failed), 2, "not one of 2 points is done")

@@ -110,7 +110,8 @@ def _best_table(best: Sequence[Best]) -> Table:
     confidence = f"{schedulers_tuned.CONFIDENCE:.0%}"
     says = (
         f"Goodput, requests/s, mean of replicates with the same seeds; gain: a {confidence} interval of the paired "
-        f"difference, for all candidates at once; left: candidates that could not be told from the best with {confidence} confidence."
+        "difference, for all candidates at once; left: candidates that could not be told from the best with "
+        f"{confidence} confidence."
     )
     return Table(f"tuned at {TUNED_AT}/s", header, rows, says)
 

@@ -1,4 +1,4 @@
-"""`cbsim compare`: what one field of a sweep changes, all else equal, by paired replicates."""
+"""`cbsim contrast`: what one field of a sweep changes, all else equal, by paired replicates."""
 
 from __future__ import annotations
 
