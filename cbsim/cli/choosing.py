@@ -98,7 +98,7 @@ def tune(arguments: argparse.Namespace) -> int:
     from cbsim.sweeps import tune as tuning
     from cbsim.sweeps.command import Progress
     from cbsim.sweeps.metric import condition, metric
-    from cbsim.sweeps.search import FAILED, Goal
+    from cbsim.sweeps.racing import FAILED, Goal
 
     text, option, sign = arguments.maximise, "--maximise", 1
     if text is None:

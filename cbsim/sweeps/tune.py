@@ -19,7 +19,7 @@ from cbsim.sweeps.executor import Executor
 from cbsim.sweeps.metric import shown
 from cbsim.sweeps.points import Point
 from cbsim.sweeps.replicated import called
-from cbsim.sweeps.search import BREAKS, FAILED, IN, WORSE, Goal, Numbers, Outcome, Trial, search
+from cbsim.sweeps.racing import BREAKS, FAILED, IN, WORSE, Goal, Numbers, Outcome, Trial, search
 from cbsim.sweeps.store import Store
 from cbsim.sweeps.work import Made, Task
 

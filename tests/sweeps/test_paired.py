@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from calls import call, refused
-from sweep_tables import Row, written
+from contrast_tables import Row, written
 
 from cbsim.sweeps import means
 from cbsim.sweeps.intervals import half_width, t_quantile

@@ -11,7 +11,7 @@ import pytest
 from calls import call, refused
 from hypothesis import given
 from hypothesis import strategies as st
-from sweep_tables import Row, written
+from contrast_tables import Row, written
 
 from cbsim.sweeps import pareto
 from cbsim.sweeps.metric import Metric, condition, metric

@@ -14,7 +14,7 @@ from cbsim.scenario.fields import ScenarioError
 from cbsim.sweeps import knobs, tune
 from cbsim.sweeps.executor import Here
 from cbsim.sweeps.metric import condition, metric
-from cbsim.sweeps.search import Goal
+from cbsim.sweeps.racing import Goal
 from cbsim.sweeps.tune import Tuned
 
 # -- knobs ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from cbsim.sweeps import identity, means, paired, tune
 from cbsim.sweeps.executor import Here
 from cbsim.sweeps.metric import Metric, named
-from cbsim.sweeps.search import Goal
+from cbsim.sweeps.racing import Goal
 from cbsim.sweeps.store import Store
 from cbsim.sweeps.tune import Runs
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from cbsim.sweeps.metric import Metric, condition
-from cbsim.sweeps.search import BREAKS, FAILED, FIRST, IN, WORSE, Goal, Numbers, Outcome, search
+from cbsim.sweeps.racing import BREAKS, FAILED, FIRST, IN, WORSE, Goal, Numbers, Outcome, search
 
 MORE = Metric("output_tokens_per_s", 1)
 TTFT = "ttft_s.p99"
