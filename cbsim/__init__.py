@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cbsim.server.result import Result, Results
     from cbsim.sweeps.capacity import Capacity
     from cbsim.sweeps.sweep import Swept
+    from cbsim.sweeps.tune import Tuned
 
 __all__ = [
     "Capacity",
@@ -33,12 +34,14 @@ __all__ = [
     "Scenario",
     "ScenarioError",
     "Swept",
+    "Tuned",
     "UserError",
     "capacity",
     "load",
     "read",
     "run",
     "sweep",
+    "tune",
 ]
 HOMES = {
     "Capacity": "cbsim.sweeps.capacity",
@@ -49,6 +52,7 @@ HOMES = {
     "Scenario": "cbsim.scenario.scenario",
     "ScenarioError": "cbsim.scenario.fields",
     "Swept": "cbsim.sweeps.sweep",
+    "Tuned": "cbsim.sweeps.tune",
     "UserError": "cbsim.scenario.errors",
 }
 COMMAND = "python -m cbsim run scenario.resolved.yaml"  # in the run directory
@@ -133,6 +137,34 @@ def capacity(
     wanted = asked.terms(loaded, slo, goodput, **terms)
     with closing(Processes(jobs) if jobs > 1 else Here()) as executor:
         return search.search(loaded, over, wanted, Runs(Store(Path(store), identity.code()), executor))
+
+
+def tune(
+    scenario: str | Path | Mapping[str, Any],
+    knobs: Mapping[str, Sequence[Any]],
+    metric: str,
+    *,
+    slo: Sequence[str] = (),
+    changes: Sequence[str] = (),
+    replicates: int = 20,
+    confidence: float = 0.95,
+    store: str | Path = "sweeps",
+    jobs: int = 1,
+) -> Tuned:
+    """Search the values of `knobs` for the best `metric`, such as `goodput` or `min:ttft.p99`, with all conditions of
+    `slo` kept. `changes` are overrides as for `load`; `store` and `jobs` are those of `sweep`. What comes back prints
+    as what is known of each candidate. Raises ScenarioError, CheckError, RunError.
+    """
+    from cbsim.sweeps import metric as metrics
+    from cbsim.sweeps import tune as tuning
+    from cbsim.sweeps.executor import Here
+    from cbsim.sweeps.processes import Processes
+    from cbsim.sweeps.racing import Goal
+
+    conditions = [metrics.condition(text, "slo") for text in slo]
+    goal = Goal(metrics.metric(metric, f"metric {metric!r}"), conditions, confidence, replicates)
+    candidates = tuning.candidates(scenario, changes, knobs, goal)
+    return tuning.tune(candidates, goal, Path(store), Processes(jobs) if jobs > 1 else Here())
 
 
 def __getattr__(name: str) -> Any:

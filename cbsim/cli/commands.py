@@ -134,8 +134,8 @@ def study(name: str, out: Path | None, *, as_json: bool) -> int:
     """Answer one of the questions in cbsim.proof.studies, and say or write the answer."""
     from importlib import import_module
 
-    answer: Study = import_module(f"cbsim.proof.studies.{STUDIES[name]}").study()
-    return _answer(answer, out, ["study", name], "simulated", as_json=as_json)
+    made: Study = import_module(f"cbsim.proof.studies.{STUDIES[name]}").study()
+    return answer(made, out, ["study", name], "simulated", as_json=as_json)
 
 
 def score(arguments: argparse.Namespace) -> int:
@@ -159,18 +159,19 @@ def score(arguments: argparse.Namespace) -> int:
     words += ["--hardware", arguments.hardware] if arguments.hardware else []
     words += [word for change in arguments.set for word in ("--set", change)]
     words += ["--ablate"] if arguments.ablate else []
-    return _answer(validation.study(validated), out, words, "simulated against a recorded run", as_json=arguments.json)
+    return answer(validation.study(validated), out, words, "simulated against a recorded run", as_json=arguments.json)
 
 
-def _answer(answer: Study, out: Path | None, words: Sequence[str], kind: str, *, as_json: bool) -> int:
+def answer(made: Study, out: Path | None, words: Sequence[str], kind: str, *, as_json: bool) -> int:
+    """Say an answer, and write it to a folder if one is given. `words` make it again."""
     from cbsim.draw import study as studies
 
     if out is not None:
-        studies.write(answer, out, shlex.join(["python", "-m", "cbsim", *words, "--out", str(out)]), kind)
+        studies.write(made, out, shlex.join(["python", "-m", "cbsim", *words, "--out", str(out)]), kind)
     if as_json:
-        print(json.dumps(answer.data, indent=2, allow_nan=False))
+        print(json.dumps(made.data, indent=2, allow_nan=False))
     else:
-        studies.say(answer)
+        studies.say(made)
         if out is not None:
             print(f"\nfigures   {out / 'report.md'}")
     return OK

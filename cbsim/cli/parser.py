@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from cbsim.cli import choosing
 from cbsim.cli.arguments import (
     STUDIES,
     Parser,
@@ -51,6 +52,9 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         "run": lambda: commands.run(run_options(arguments)),
         "sweep": lambda: commands.sweep(arguments),
         "capacity": lambda: capacity(arguments),
+        "contrast": lambda: choosing.contrast(arguments),
+        "pareto": lambda: choosing.pareto(arguments),
+        "tune": lambda: choosing.tune(arguments),
         "conformance": lambda: commands.conformance(arguments.paths),
         "replan": lambda: commands.replan(arguments.runs),
         "occupancy": lambda: commands.occupancy(arguments.runs, as_json=arguments.json),
@@ -97,6 +101,13 @@ def _parser() -> argparse.ArgumentParser:
     _sweep_arguments(command("sweep", "run a scenario many times over axes of its fields", "sweep.yaml --jobs 4"))
     about = "how much load a server holds within conditions: an interval, and what binds"
     capacity_arguments(command("capacity", about, "rates --loop async --slo 'ttft.p99<=2s' --slo 'tpot.p99<=50ms'"))
+    about = "what a field of a sweep changes, by paired replicates"
+    choosing.contrast_arguments(command("contrast", about, "sweeps/sweep.parquet --by loop --metric goodput"))
+    about = "which points of a sweep nobody beats in two metrics at once"
+    choosing.pareto_arguments(command("pareto", about, "sweeps/sweep.parquet --where 'ttft.p99<=2s'"))
+    about = "find the best settings of a scenario, and how sure that is"
+    example = "rates --knob scheduler.max_num_seqs=16..128 --maximise goodput --slo 'ttft.p99<=2s'"
+    choosing.tune_arguments(command("tune", about, example))
     about = "compare the policies with traces of the real schedulers"
     conformance = command("conformance", about, "tests/golden/transformers")
     conformance.add_argument("paths", nargs="+", type=a_path, metavar="PATH", help="a trace, or a folder of traces")

@@ -30,12 +30,15 @@ class Study:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
+def text(study: Study) -> str:
+    """Tables and findings, as the terminal shows them."""
+    tables = [f"{part.title}\n{aligned([part.header, *part.rows])}\n" for part in study.tables]
+    return "\n".join([*tables, *study.findings])
+
+
 def say(study: Study) -> None:
     """Print tables and findings."""
-    for part in study.tables:
-        print(f"{part.title}\n{aligned([part.header, *part.rows])}\n")
-    for finding in study.findings:
-        print(finding)
+    print(text(study))
 
 
 def write(study: Study, place: Path, command: str, kind: str = "simulated") -> None:

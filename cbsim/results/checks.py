@@ -73,17 +73,17 @@ class Check:
         return Verdict(holds, f"{'ok    ' if holds else 'FAILED'}  {self.text}: {self.metric} is {value:.6g}")
 
 
-def parse(text: str, option: str = "--check") -> Check:
+def parse(text: str, option: str = "--check", known: Callable[[str, str], str] | None = None) -> Check:
     """Understand a condition; messages begin with the `option` that it stands behind. Raises CheckError. Durations need
     no `_s`, and without a unit are seconds; `%` is a hundredth of a share. No bound is infinite: such a condition would
-    hold of every run, or of none.
+    hold of every run, or of none. `known` finds metrics in place of `named`.
     """
     match, source = FORM.fullmatch(text), f"{option} {text!r}"
     if not match:
         expected = "expected METRIC<VALUE[UNIT], for example ttft.p99<500ms"
         raise CheckError(f"{source}: {expected}", value=text, bound=expected)
     name, compare, sign, number, unit = match.groups()
-    metric = named(name, source)
+    metric = (known or named)(name, source)
     allowed = UNITS.get(str(measures.unit(metric)), {"": 1.0})
     return Check(text, metric, compare, bounded(metric, f"{sign}{number}", unit, allowed, source))
 

@@ -61,6 +61,12 @@ def of(sweep: SweepFile, base: Path) -> list[Point]:
     return points
 
 
+def again(point: Point, replicate: int) -> Point:
+    """A point of replicate 0 as another one: what differs is the seed."""
+    scenario = point.scenario.model_copy(update={"seed": point.scenario.seed + replicate})
+    return Point(point.settings, replicate, scenario, identity.key(scenario))
+
+
 def _built(scenario: Scenario, settings: Settings, replicate: int) -> list[Point]:
     """The loops of one place."""
     if replicate:
