@@ -41,10 +41,9 @@ class Runs:
         seeds = {task.key: task.scenario.seed for task in tasks}
         lacking = {task.key: task for task in tasks if not self._store.holds(task.key, FILES)}
         for made in self._executor.each(lacking.values()):
+            self._store.keep(made)
             if made.reason is not None:
-                self._store.fail(made.key, made.reason)
                 raise RunError(f"{scenarios[0].name}: seed {seeds[made.key]}: {made.reason}")
-            self._store.put(made.key, made.files)
             self.made += 1
         return [self._read(task.key) for task in tasks]
 

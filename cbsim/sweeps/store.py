@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cbsim.results.directory import RunError, write_whole
+from cbsim.sweeps.work import Made
 
 PART = ".part-"
 STALE_S = 24 * 3600.0  # older parts are of sweeps that were killed
@@ -55,6 +56,13 @@ class Store:
     def holds(self, key: str, files: tuple[str, ...]) -> bool:
         """Is the run there, with all these files?"""
         return all((self.run(key) / name).is_file() for name in files)
+
+    def keep(self, made: Made) -> None:
+        """What became of a task: its run, or why there is none."""
+        if made.reason is None:
+            self.put(made.key, made.files)
+        else:
+            self.fail(made.key, made.reason)
 
     def put(self, key: str, files: Mapping[str, bytes]) -> None:
         """Keep a run. One that is there stays, unless it has fewer files: they say the same."""

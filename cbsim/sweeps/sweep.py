@@ -89,10 +89,7 @@ class Sweep:
         try:
             with closing(executor):
                 for made in executor.each(self._tasks()):
-                    if made.reason is None:
-                        self.store.put(made.key, made.files)
-                    else:
-                        self.store.fail(made.key, made.reason)
+                    self.store.keep(made)
                     hear(made)
         finally:
             swept = self.now()

@@ -107,10 +107,7 @@ class Runs:
         missing = [point for key, point in wanted.items() if not self._store.holds(key, ("summary.json",))]
         hear = self._begin(len(missing))
         for made in self._executor.each(Task(point.key, point.scenario, "summary") for point in missing):
-            if made.reason is None:
-                self._store.put(made.key, made.files)
-            else:
-                self._store.fail(made.key, made.reason)
+            self._store.keep(made)
             hear(made)
         return {i: [self._run(point) for point in made] for i, made in asked.items()}
 

@@ -1,4 +1,4 @@
-"""Student's t without a library of statistics: against printed tables, and against what an interval promises."""
+"""Intervals of what is drawn: how often they miss. The quantiles are in test_student_t.py."""
 
 from __future__ import annotations
 
@@ -6,47 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cbsim.sweeps import intervals
-
-TABLE = [  # tail, degrees of freedom, quantile: as textbooks print them, four digits
-    (0.1, 1, 3.078),
-    (0.05, 1, 6.314),
-    (0.025, 1, 12.706),
-    (0.01, 2, 6.965),
-    (0.025, 3, 3.182),
-    (0.005, 5, 4.032),
-    (0.001, 7, 4.785),
-    (0.025, 10, 2.228),
-    (0.01, 19, 2.539),
-    (0.005, 30, 2.750),
-    (0.001, 31, 3.375),
-    (0.05, 100, 1.660),
-]
-
-
-@pytest.mark.parametrize(("tail", "freedom", "expected"), TABLE)
-def test_quantiles_are_those_of_the_table(tail: float, freedom: int, expected: float) -> None:
-    """Half a unit of the last printed digit."""
-    assert intervals.t_quantile(1 - tail, freedom) == pytest.approx(expected, abs=0.5001e-3)
-
-
-def test_the_first_two_have_closed_forms() -> None:
-    """Of one degree of freedom tan(pi (1/2 - tail)), of two (1 - 2 tail) / sqrt(2 tail (1 - tail)); also far out."""
-    for tail in (0.3, 1e-3, 1e-6):
-        assert intervals.t_quantile(1 - tail, 1) == pytest.approx(math.tan(math.pi * (0.5 - tail)), rel=1e-6)
-        second = (1 - 2 * tail) / math.sqrt(2 * tail * (1 - tail))
-        assert intervals.t_quantile(1 - tail, 2) == pytest.approx(second, rel=1e-6)
-
-
-@given(tail=st.floats(1e-5, 0.4), freedom=st.integers(1, 200))
-def test_quantiles_fall_with_tail_and_freedom(tail: float, freedom: int) -> None:
-    """Fatter tails and fewer values need wider intervals."""
-    here = intervals.t_quantile(1 - tail, freedom)
-    assert here > intervals.t_quantile(1 - tail * 1.1, freedom) > 0
-    assert here > intervals.t_quantile(1 - tail, freedom + 1)
 
 
 def test_intervals_miss_as_often_as_they_say() -> None:
