@@ -373,10 +373,14 @@ class Decoding:
         return [(request.spec, reason)]
 
     def lands_silently(self, request: Request) -> None:
-        """A row without tokens has come back: the full blocks of the request get their keys."""
+        """A row without tokens has come back: the full blocks of the request get their keys. Who has no row yet tells
+        the whole table with its first one.
+        """
         computed = request.computed
         landing = Landing(request, request.epoch, 0, computed, computed // self.pool.block_size - request.hashed)
-        self._replaced += self._keys.landed(landing, over=False)
+        replaced = self._keys.landed(landing, over=False)
+        if not request.fresh:
+            self._replaced += replaced
         self._observer.landed(landing, over=False)
 
     def _received(self, landing: Landing, step: int, tokens: int | None) -> Landing:
