@@ -101,13 +101,10 @@ def sweep(
     """
     from cbsim.sweeps import sweep as sweeps
     from cbsim.sweeps import sweep_file
-    from cbsim.sweeps.executor import Here
-    from cbsim.sweeps.processes import Processes
-    from cbsim.sweeps.ray_cluster import RayCluster
+    from cbsim.sweeps.hands import hands
 
-    given = (sweep_file.parse(source), Path()) if isinstance(source, Mapping) else sweep_file.read(Path(source))
-    missing = sweeps.Sweep(*given, Path(store))
-    return missing.run(RayCluster(ray) if ray is not None else Processes(jobs) if jobs > 1 else Here())
+    executor = hands(jobs, ray)
+    return sweeps.Sweep(*sweep_file.given(source), Path(store)).run(executor)
 
 
 def capacity(
@@ -118,29 +115,29 @@ def capacity(
     over: str = "workload.arrivals.rate_per_s",
     store: str | Path = "sweeps",
     jobs: int = 1,
+    ray: str | None = None,
     **terms: float,
 ) -> Capacity:
     """How much load a server of one loop holds within conditions such as `ttft.p99<=2s`, and with a `goodput` such as
     `99%` of the requests within the scenario's slo. `terms` are confidence, width, replicates and warmup as those of
-    the command. `store` and `jobs` are those of `sweep`. Raises ScenarioError, CheckError, RunError.
+    the command. `store`, `jobs` and `ray` are those of `sweep`. Raises ScenarioError, CheckError, RunError.
     """
     from contextlib import closing
 
     from cbsim.sweeps import identity, search
     from cbsim.sweeps import terms as asked
-    from cbsim.sweeps.executor import Here
-    from cbsim.sweeps.processes import Processes
+    from cbsim.sweeps.hands import hands
     from cbsim.sweeps.runs import Runs
     from cbsim.sweeps.store import Store
 
     loaded = load(scenario)
     wanted = asked.terms(loaded, slo, goodput, **terms)
-    with closing(Processes(jobs) if jobs > 1 else Here()) as executor:
+    with closing(hands(jobs, ray)) as executor:
         return search.search(loaded, over, wanted, Runs(Store(Path(store), identity.code()), executor))
 
 
 def tune(
-    scenario: str | Path | Mapping[str, Any],
+    scenario: str | Path | Mapping[str, Any] | Scenario,
     knobs: Mapping[str, Sequence[Any]],
     metric: str,
     *,
@@ -150,21 +147,23 @@ def tune(
     confidence: float = 0.95,
     store: str | Path = "sweeps",
     jobs: int = 1,
+    ray: str | None = None,
 ) -> Tuned:
     """Search the values of `knobs` for the best `metric`, such as `goodput` or `min:ttft.p99`, with all conditions of
-    `slo` kept. `changes` are overrides as for `load`; `store` and `jobs` are those of `sweep`. What comes back prints
-    as what is known of each candidate. Raises ScenarioError, CheckError, RunError.
+    `slo` kept. `changes` are overrides as for `load`; `store`, `jobs` and `ray` are those of `sweep`. What comes back
+    prints as what is known of each candidate. Raises ScenarioError, CheckError, RunError.
     """
     from cbsim.sweeps import metric as metrics
     from cbsim.sweeps import tune as tuning
-    from cbsim.sweeps.executor import Here
-    from cbsim.sweeps.processes import Processes
+    from cbsim.sweeps.hands import hands
     from cbsim.sweeps.racing import Goal
 
+    for name, texts in (("slo", slo), ("changes", changes)):
+        metrics.check_texts(name, texts)
     conditions = [metrics.condition(text, "slo") for text in slo]
     goal = Goal(metrics.metric(metric, f"metric {metric!r}"), conditions, confidence, replicates)
     candidates = tuning.candidates(scenario, changes, knobs, goal)
-    return tuning.tune(candidates, goal, Path(store), Processes(jobs) if jobs > 1 else Here())
+    return tuning.tune(candidates, goal, Path(store), hands(jobs, ray))
 
 
 def __getattr__(name: str) -> Any:

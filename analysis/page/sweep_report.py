@@ -19,6 +19,7 @@ from cbsim.draw.chart import Chart
 from cbsim.draw.markdown import Table
 from cbsim.results import checks
 from cbsim.results.checks import Check
+from cbsim.results.directory import RunError
 from cbsim.results.metrics import SAMPLES_NEEDED
 from cbsim.sweeps.table import PER_GPU, PER_USER
 
@@ -61,6 +62,8 @@ def look(table: SweepTable, asked: Asked) -> Look:
 def _pareto(table: SweepTable, metrics: Sequence[str]) -> tuple[str, str]:
     """Throughput against the speed of a user, or what there is."""
     there = [metric for metric in (PER_USER, PER_GPU) if metric in table.metrics]
+    if not metrics and len(there) < 2:
+        raise RunError(f"{table.path}: no point has a metric")
     first, second = [*there, *(metric for metric in metrics if metric not in there), *metrics][:2] if metrics else there
     return first, second
 

@@ -52,14 +52,23 @@ class Capacity:
     probes: Sequence[Probe]
 
 
+MOST_BYTES = 100_000_000
+
+
 class WrongError(ValueError):
     """What is wrong with a field."""
 
 
 def read(path: Path) -> Capacity:
     """The object in a file. Raises RunError, CheckError if it is no such object."""
+    if path.exists() and not path.is_file():
+        raise RunError(f"{path}: cannot be read: it is no file")
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise RunError(f"{path}: is too large, must be <= {MOST_BYTES:,} bytes")
+        given = json.loads(content.decode("utf-8"))
     except OSError as error:
         raise RunError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
@@ -74,6 +83,8 @@ def _capacity(path: Path, given: Mapping[str, Any]) -> Capacity:
     texts = [_an(text, str, "conditions") for text in _an(given.get("conditions"), list, "conditions")]
     conditions = [checks.parse(text, f"{path}: conditions:") for text in texts]
     probes = [_probe(each, conditions) for each in _an(given.get("probes"), list, "probes")]
+    if not conditions:
+        raise WrongError("conditions: there is none")
     if not probes:
         raise WrongError("probes: there is none")
     name, loop = (str(given.get(key) or "") for key in ("name", "loop"))

@@ -120,10 +120,12 @@ def read(path: Path) -> SweepTable:
 
 
 def _checked(path: Path) -> pa.Table:
+    if not path.is_file():
+        raise RunError(f"{path}: no table of a sweep: {'no file' if path.exists() else 'no such file'}")
     try:
-        table = pq.read_table(path)
+        table = pq.ParquetFile(path).read()
     except (OSError, pa.ArrowException, ValueError) as error:
-        said = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        said = getattr(error, "strerror", None) or "no Parquet file"
         raise RunError(f"{path}: no table of a sweep: {said}") from None
     names = table.column_names
     missing = [name for name in ABOUT if name not in names]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cbsim.sweeps.command import Progress
 
 MOST_REPLICATES = 10_000
+EVEN, SURE = 0.5, 0.999999  # of a confidence
 
 
 def contrast_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +68,7 @@ def contrast(arguments: argparse.Namespace) -> int:
     from cbsim.sweeps import replicated
     from cbsim.sweeps.metric import metric
 
+    _check_out(arguments)
     given = arguments.metric or ["throughput", "ttft.p99", "tpot.p99"]
     metrics = list(dict.fromkeys(metric(text, f"--metric {text}") for text in given))
     table = replicated.read(arguments.table)
@@ -84,6 +86,7 @@ def pareto(arguments: argparse.Namespace) -> int:
     from cbsim.sweeps import replicated
     from cbsim.sweeps.metric import condition, metric
 
+    _check_out(arguments)
     x, y = metric(arguments.x, f"--x {arguments.x}"), metric(arguments.y, f"--y {arguments.y}")
     where = [condition(text, "--where") for text in arguments.where]
     question = frontiers.Question(x, y, where, arguments.confidence)
@@ -100,6 +103,7 @@ def tune(arguments: argparse.Namespace) -> int:
     from cbsim.sweeps.metric import condition, metric
     from cbsim.sweeps.racing import FAILED, Goal
 
+    _check_out(arguments)
     text, option, sign = arguments.maximise, "--maximise", 1
     if text is None:
         text, option, sign = arguments.minimise, "--minimise", -1
@@ -137,6 +141,14 @@ def _end(progress: list[Progress]) -> None:
     progress.clear()
 
 
+def _check_out(arguments: argparse.Namespace) -> None:
+    """Before the work, not after it. Raises RunError."""
+    from cbsim.draw import folder
+
+    if arguments.out is not None:
+        folder.check(arguments.out)
+
+
 def _answer(study: Study, arguments: argparse.Namespace, place: str, *options: str) -> None:
     from cbsim.cli.commands import answer
 
@@ -158,7 +170,7 @@ def _answer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _confidence_argument(parser: argparse.ArgumentParser, of: str) -> None:
-    parser.add_argument("--confidence", type=a_share, default=0.95, metavar="P", help=of)
+    parser.add_argument("--confidence", type=a_confidence, default=0.95, metavar="P", help=of)
 
 
 def a_share(text: str) -> float:
@@ -170,6 +182,14 @@ def a_share(text: str) -> float:
         share = 0.0
     if not 0 < share < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a share between 0 and 1, such as 95%")
+    return share
+
+
+def a_confidence(text: str) -> float:
+    """A share that can be one of being right."""
+    share = a_share(text)
+    if not EVEN <= share <= SURE:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a share from {EVEN:g} to {SURE:g}")
     return share
 
 

@@ -166,13 +166,13 @@ def answer(made: Study, out: Path | None, words: Sequence[str], kind: str, *, as
     """Say an answer, and write it to a folder if one is given. `words` make it again."""
     from cbsim.draw import study as studies
 
-    if out is not None:
-        studies.write(made, out, shlex.join(["python", "-m", "cbsim", *words, "--out", str(out)]), kind)
     if as_json:
         print(json.dumps(made.data, indent=2, allow_nan=False))
     else:
         studies.say(made)
-        if out is not None:
+    if out is not None:
+        studies.write(made, out, shlex.join(["python", "-m", "cbsim", *words, "--out", str(out)]), kind)
+        if not as_json:
             print(f"\nfigures   {out / 'report.md'}")
     return OK
 

@@ -114,10 +114,12 @@ class Ranged(Frozen):
 
 def _values(name: str, given: Any) -> tuple[Any, ...]:
     """What stands behind a field of an axis: a list, or a rule. A single value is a list of it."""
+    if isinstance(given, range | set) or hasattr(given, "tolist"):  # of a program
+        given = given.tolist() if hasattr(given, "tolist") else list(given)
     if isinstance(given, list | tuple):
         if not given:
             raise complaint("got an empty list, needs at least 1 entry", name)
-        return tuple(given)
+        return tuple(value.item() if hasattr(value, "item") else value for value in given)  # numbers of numpy
     if not (isinstance(given, Mapping) and given.keys() & {"range", "log"}):
         return (given,)
     try:

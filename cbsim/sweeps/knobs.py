@@ -14,8 +14,8 @@ from cbsim.scenario.fields import ScenarioError, cut
 from cbsim.sweeps.axes import Ranged
 
 FORM = "expected FIELD=A..B (doubling), FIELD=A..B:STEP, or FIELD=VALUE,VALUE"
-NUMBER = r"[+-]?[\d.]+(?:[eE][+-]?\d+)?"
-RANGE = re.compile(rf"({NUMBER}?)\.\.({NUMBER})(?::({NUMBER}))?")
+NUMBER = r"[+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
+RANGE = re.compile(rf"({NUMBER})\.\.({NUMBER})(?::({NUMBER}))?")
 
 
 def parse(texts: Sequence[str]) -> dict[str, Sequence[Any]]:
@@ -34,6 +34,8 @@ def parse(texts: Sequence[str]) -> dict[str, Sequence[Any]]:
 
 def _values(name: str, text: str, where: str) -> Sequence[Any]:
     span = RANGE.fullmatch(text)
+    if span is None and ".." in text:
+        raise ScenarioError(f"{where}: {FORM}", field=name, value=text, bound=FORM)
     if span is None:
         values = documents.parse(text if text[0] in "[{" else f"[{text}]", where, lines=False)
         values = values if isinstance(values, list) else [values]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from cbsim.results import checks, measures, terminal
 from cbsim.results.checks import Check, CheckError
+from cbsim.scenario.fields import ScenarioError
+from cbsim.scenario.fields import shown as shown_value
 from cbsim.sweeps.table import PER_GPU, PER_USER
 
 SHORT = {"goodput": "slo.goodput_requests_per_s", "attainment": "slo.attainment", "throughput": "output_tokens_per_s"}
@@ -60,3 +63,9 @@ def shown(name: str, value: float | None) -> str:
     """A value of a metric, in the form of its unit."""
     unit = measures.unit(name)
     return terminal.shown(value, unit if unit in ("s", "share") else "number")
+
+
+def check_texts(name: str, texts: object) -> None:
+    """Raises ScenarioError unless it is a list of texts."""
+    if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise ScenarioError(f"{name}: got {shown_value(texts)}, expected a list of texts", field=name, value=texts)

@@ -16,6 +16,7 @@ from cbsim.sweeps.axes import Settings
 from cbsim.sweeps.sweep_file import SweepFile, overrides
 from cbsim.workload import generators
 
+LARGEST_SEED = 2**63 - 1  # that a table holds
 MOST_TOLD = 20
 """Mistakes that are told at once; points that make the same one count as one."""
 
@@ -69,6 +70,9 @@ def again(point: Point, replicate: int) -> Point:
 
 def _built(scenario: Scenario, settings: Settings, replicate: int) -> list[Point]:
     """The loops of one place."""
+    if scenario.seed + replicate > LARGEST_SEED:
+        bound = f"must be <= {LARGEST_SEED:,} with its replicates"
+        raise ScenarioError(f"seed: got {scenario.seed:,}, {bound}", field="seed", value=scenario.seed, bound=bound)
     if replicate:
         scenario = scenario.model_copy(update={"seed": scenario.seed + replicate})
     made = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,15 +73,7 @@ class Replicated:
 
 def read(path: Path) -> Replicated:
     """The places of a table that `cbsim sweep` wrote. Raises ScenarioError if it is none."""
-    try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowException) as error:
-        why = "no such file" if not path.exists() else getattr(error, "strerror", None) or "is no Parquet file"
-        raise ScenarioError(f"{path}: {why}, expected the table of a sweep", file=path) from None
-    missing = [name for name in ABOUT if name not in table.column_names]
-    if missing:
-        bound = "expected the table of a sweep"
-        raise ScenarioError(f"{path}: has no column {', '.join(missing)}, {bound}", file=path, bound=bound)
+    table = _opened(path)
     names = table.column_names
     fields, metrics = names[: names.index("seed")], names[names.index("reason") + 1 :]
     rows = table.to_pylist()
@@ -89,12 +82,43 @@ def read(path: Path) -> Replicated:
     return Replicated(path, fields, metrics, _places(rows, fields, metrics), sum(row["status"] != DONE for row in rows))
 
 
+def _opened(path: Path) -> pa.Table:
+    bound = "expected the table of a sweep"
+
+    def refused(why: str) -> ScenarioError:
+        return ScenarioError(f"{path}: {why}, {bound}", file=path, bound=bound)
+
+    if not path.is_file():
+        raise refused("is no file" if path.exists() else "no such file")
+    try:
+        table = pq.ParquetFile(path).read()
+    except (OSError, pa.ArrowException) as error:
+        raise refused(getattr(error, "strerror", None) or "is no Parquet file") from None
+    names = table.column_names
+    if missing := [name for name in ABOUT if name not in names]:
+        raise refused(f"has no column {', '.join(missing)}")
+    at = names.index("seed")
+    if names[0] != "loop" or tuple(names[at : at + 5]) != ABOUT[1:]:
+        raise refused(f"its columns are not {', '.join(ABOUT)} in this order")
+    for name, kind in zip(names, table.schema.types, strict=True):
+        number = pa.types.is_integer(kind) or (pa.types.is_floating(kind) and name != "seed") or pa.types.is_null(kind)
+        if (name == "seed" or names.index(name) >= at + 5) and not number:
+            raise refused(f"{name}: got a column of {kind}")
+        if pa.types.is_nested(kind):
+            raise refused(f"{name}: got a column of {kind}")
+    if table.column("seed").null_count:
+        raise refused("seed: got a row without one")
+    return table
+
+
 def _places(rows: Sequence[Mapping[str, Any]], fields: Sequence[str], metrics: Sequence[str]) -> list[Place]:
     runs: dict[tuple[Any, ...], dict[int, Numbers]] = {}
     for row in rows:
         numbers = runs.setdefault(tuple(row[name] for name in fields), {})
         if row["status"] == DONE:
-            numbers[row["seed"]] = {name: row[name] for name in metrics if row[name] is not None}
+            numbers[row["seed"]] = {
+                name: row[name] for name in metrics if row[name] is not None and math.isfinite(row[name])
+            }
     return [Place(dict(zip(fields, settings, strict=True)), numbers) for settings, numbers in runs.items()]
 
 

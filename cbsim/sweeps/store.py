@@ -102,7 +102,9 @@ class Store:
         """The summary of a run that is there. Raises RunError if it cannot be read."""
         path = self.run(key) / "summary.json"
         try:
-            summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refused_number)
+            if not isinstance(summary, dict) or not isinstance(summary.get("output_tokens_per_s"), int | float):
+                raise ValueError("it is no summary")
         except (OSError, ValueError) as error:
             raise RunError(f"{path}: cannot be read: {error}; remove {path.parent} to make it again") from error
         return summary
@@ -113,6 +115,10 @@ class Store:
             with suppress(OSError):
                 if time.time() - part.stat().st_mtime > STALE_S:
                     shutil.rmtree(part)
+
+
+def _refused_number(text: str) -> None:
+    raise ValueError(f"got {text}, expected a number")
 
 
 def _refused(path: Path, error: OSError) -> RunError:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,11 +14,12 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from cbsim.scenario import documents
 from cbsim.scenario.documents import Document
-from cbsim.scenario.fields import Frozen, ScenarioError, Whole, as_tuple, complaint
+from cbsim.scenario.fields import Frozen, ScenarioError, Whole, as_tuple, complaint, shown
 from cbsim.sweeps.axes import Axis, Settings, each_with_each
 
 Keep = Literal["summary", "tables", "all"]
 MOST_POINTS = 1_000_000
+LOOP = "loop"
 
 
 def _axes(given: Any) -> Any:
@@ -27,12 +29,18 @@ def _axes(given: Any) -> Any:
     return (given,) if isinstance(given, Mapping) else as_tuple(given)
 
 
+def _scenario(given: Any) -> Any:
+    if not isinstance(given, str | dict):
+        raise complaint(f"got {shown(given)}, expected a name, a file or fields")
+    return given
+
+
 class SweepFile(Frozen):
     """What is run: each place of an axis with each place of the others, under each loop, as often as replicates say."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=150)] = "sweep"
     """Names the table; the file's name by default."""
-    scenario: str | dict[str, Any]
+    scenario: Annotated[str | dict[str, Any], BeforeValidator(_scenario)]
     """A scenario's name, its file from this one's folder, or its fields."""
     set: dict[str, Any] = Field(default_factory=dict)
     """Fields that all points have otherwise than the scenario."""
@@ -55,10 +63,23 @@ class SweepFile(Frozen):
                 if name in seen:
                     raise complaint(f"{name} is set by axes {seen[name]} and {at}, expected one of them", "axes")
                 seen[name] = at
+        if LOOP in seen:
+            raise complaint("loop is no axis, expected loop.mode, or loop beside axes", "axes")
         if "loop.mode" in seen and self.loop:
             raise complaint("is set by an axis, too; expected one of them", "loop")
         if "seed" in seen and self.replicates > 1:
             raise complaint("take seeds of their own, and so does an axis; expected one of them", "replicates")
+        return self
+
+    @model_validator(mode="after")
+    def _none_undone(self) -> SweepFile:
+        before: list[str] = []
+        for name in (*self.set, *self.names):
+            undone = next((other for other in before if other.startswith(f"{name}.")), None)
+            if undone is not None:
+                text = f"{name} would undo {undone}, which is set before it; expected {name} first, or fields of it"
+                raise complaint(text, "axes")
+            before.append(name)
         return self
 
     @model_validator(mode="after")
@@ -83,8 +104,17 @@ class SweepFile(Frozen):
 
 
 def overrides(settings: Settings) -> list[str]:
-    """Settings as `--set` takes them."""
-    return [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+    """Settings as `--set` takes them. Raises ScenarioError for a value that no file could hold."""
+    return [f"{name}={json.dumps(value, default=partial(_plain, name))}" for name, value in settings.items()]
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A value of numpy as one of Python."""
+    try:
+        return value.item()
+    except (AttributeError, ValueError):
+        bound = "expected what a YAML file can hold"
+        raise ScenarioError(f"{name}: got {shown(value)}, {bound}", field=name, value=value, bound=bound) from None
 
 
 def read(path: Path) -> tuple[SweepFile, Path]:
@@ -92,6 +122,15 @@ def read(path: Path) -> tuple[SweepFile, Path]:
     document = documents.read(path)
     document.data.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:150].strip("-._") or "sweep")
     return _validated(document), path.parent
+
+
+def given(source: Any) -> tuple[SweepFile, Path]:
+    """A sweep as a caller has it: a file, or its fields. Raises ScenarioError."""
+    if isinstance(source, Mapping):
+        return parse(source), Path()
+    if isinstance(source, str | Path):
+        return read(Path(source))
+    raise ScenarioError(f"sweep: got {shown(source)}, expected a file or its fields", value=source)
 
 
 def parse(data: Mapping[str, Any]) -> SweepFile:
@@ -106,4 +145,4 @@ def _validated(document: Document) -> SweepFile:
         raise document.explain(error) from None
 
 
-__all__ = ["Keep", "ScenarioError", "SweepFile", "overrides", "parse", "read"]
+__all__ = ["Keep", "ScenarioError", "SweepFile", "given", "overrides", "parse", "read"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -12,7 +13,6 @@ import pyarrow.parquet as pq
 
 from cbsim.results import measures
 from cbsim.results.directory import RunError, write_whole
-from cbsim.scenario.fields import cut
 from cbsim.sweeps.points import Point
 
 DONE, FAILED, MISSING = "done", "failed", "missing"
@@ -60,13 +60,13 @@ def table(rows: Sequence[Row]) -> pa.Table:
 
 
 def _column(values: Sequence[Any]) -> pa.Array:
-    """Values of one field: as they are if they are of one kind, else as texts."""
+    """Values of one field: as they are if they are of one kind, else as JSON."""
     given = [value for value in values if value is not None]
     for kind in (bool, int, float, str):
         allowed = (int, float) if kind is float else (kind,)
         if all(isinstance(value, allowed) and (kind is bool or not isinstance(value, bool)) for value in given):
             return pa.array([None if value is None else kind(value) for value in values])
-    return pa.array([None if value is None else cut(str(value)) for value in values])
+    return pa.array([None if value is None else json.dumps(value, sort_keys=True) for value in values])
 
 
 def write(made: pa.Table, path: Path) -> None:

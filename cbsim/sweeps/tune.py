@@ -50,6 +50,9 @@ class Tuned:
     def __str__(self) -> str:
         return text(study(self))
 
+    def __repr__(self) -> str:
+        return f"<Tuned {self.scenario}: {self.best} of {len(self.candidates)} candidates>"
+
     def called(self, candidate: int) -> str:
         """What a candidate sets."""
         return called(self.settings(candidate)) if self.fields else "as it is"
@@ -60,7 +63,10 @@ class Tuned:
 
 
 def candidates(
-    scenario: str | Path | Mapping[str, Any], changes: Sequence[str], knobs: Mapping[str, Sequence[Any]], goal: Goal
+    scenario: str | Path | Mapping[str, Any] | Scenario,
+    changes: Sequence[str],
+    knobs: Mapping[str, Sequence[Any]],
+    goal: Goal,
 ) -> list[Point]:
     """Every value of a knob with every one of the others, under each loop of the scenario. Raises ScenarioError, that
     tells of all that cannot be built, or of a metric that no run will have.
@@ -70,7 +76,11 @@ def candidates(
     for name, value, least, most in (("replicates", goal.most, 2, MOST), ("confidence", goal.confidence, EVEN, SURE)):
         if not least <= value <= most:
             raise ScenarioError(f"{name}: got {value}, must be from {least} to {most}", field=name, value=value)
-    source = dict(scenario) if isinstance(scenario, Mapping) else str(scenario)
+    source: Any = scenario
+    if isinstance(scenario, Scenario):
+        source = scenario.model_dump(mode="json")
+    elif isinstance(scenario, Path):
+        source = str(scenario)
     always = {".".join(map(str, path)): value for path, value in map(parsed, changes)}
     file = sweep_file.parse({"name": "tune", "scenario": source, "set": always, "axes": dict(knobs)})
     built = points.of(file, Path())

@@ -95,6 +95,8 @@ def _reason(error: Exception) -> str:
         return f"stuck: {error}"
     if isinstance(error, UserError | PolicyError):
         return str(error)
+    if isinstance(error, OverflowError):
+        return f"a number is too large for a run: {error}"
     if isinstance(error, MemoryError):
         return "out of memory"
     frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -218,7 +218,7 @@ def test_a_summary_that_is_broken_is_named(sweep: Path, tmp_path: Path) -> None:
 def test_a_run_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     """What a sweep that was killed left behind is no run; it goes when nobody can be writing it any more."""
     store = Store(tmp_path, "code")
-    store.put("a", {"summary.json": b"{}"})
+    store.put("a", {"summary.json": b'{"output_tokens_per_s": 1}'})
     left = tmp_path / "runs" / "code" / f"{PART}x"
     left.mkdir()
     assert Store(tmp_path, "code").keys() == {"a"}
@@ -228,7 +228,7 @@ def test_a_run_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     assert Store(tmp_path, "code").keys() == {"a"}
     assert not left.exists()
     store.put("a", {"summary.json": b"[]"})  # the same key is the same run: the first one stays
-    assert store.summary("a") == {}
+    assert store.summary("a") == {"output_tokens_per_s": 1}
     store.put("a", {"summary.json": b"{}", "steps.parquet": b"x"})
     assert store.holds("a", ("steps.parquet",))
     assert store.keys() == {"a"}

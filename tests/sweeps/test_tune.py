@@ -177,7 +177,7 @@ def test_tune_says_what_it_found(constant: Path, tmp_path: Path) -> None:
         (("--knob", "scheduler.name=vllm", "--set", "slo=null"), ("slo",)),
         (("--knob", "seed=1,2"), ("seed is no knob", "replicates take seeds of their own")),
         (("--knob", "scheduler.name=vllm", "--replicates", "1"), ("'1': expected a whole number from 2 to 10,000",)),
-        (("--knob", "scheduler.name=vllm", "--confidence", "10%"), ("confidence: got 0.1, must be from 0.5",)),
+        (("--knob", "scheduler.name=vllm", "--confidence", "10%"), ("'10%': expected a share from 0.5",)),
     ],
 )
 def test_mistakes_run_nothing(constant: Path, tmp_path: Path, words: tuple[str, ...], says: tuple[str, ...]) -> None:

@@ -1,0 +1,136 @@
+"""What a user gets wrong about many runs: told before the work, in one message, and nothing is mixed up silently."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from calls import call, refused
+
+import cbsim
+from cbsim.scenario.errors import UserError
+from cbsim.sweeps import identity, replicated, sweep_file
+from cbsim.sweeps.axes import Axis
+from cbsim.sweeps.points import LARGEST_SEED
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"axes": {"workload.requests": [1], "workload": [{}]}}, "workload would undo workload.requests"),
+        ({"set": {"workload.requests": 1}, "axes": {"workload": [{}]}}, "workload would undo workload.requests"),
+        ({"axes": {"loop": [{"mode": "sync"}]}}, "loop is no axis, expected loop.mode"),
+        ({"scenario": 5}, "scenario: got 5, expected a name, a file or fields"),
+    ],
+)
+def test_a_field_and_what_it_belongs_to_do_not_undo_each_other(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        sweep_file.parse({"scenario": "8k_b32"} | fields)
+
+
+def test_a_whole_and_then_a_field_of_it_are_two_axes() -> None:
+    """The later one sets a field of what the first has chosen."""
+    axes = {"scheduler": [{"name": "vllm"}], "scheduler.max_num_seqs": [8, 16]}
+    assert len(list(sweep_file.parse({"scenario": "8k_b32", "axes": axes}).settings())) == 2
+
+
+def test_values_that_begin_alike_are_two_places(small: Path, tmp_path: Path) -> None:
+    """Values of an axis may be long; what tells them apart is kept."""
+    length = {"lognormal": {"mean": 5, "sigma": 0.5, "low": 1, "high": 9}}
+    load = {
+        "kind": "synthetic",
+        "requests": 2,
+        "prompt_tokens": length,
+        "output_tokens": length,
+        "shared_prefix_tokens": 0,
+    }
+    loads = [{**load, "arrivals": {"kind": "poisson", "rate_per_s": rate}} for rate in (1, 50)]
+    fields = {"scenario": str(small), "axes": {"workload": loads}}
+    swept = cbsim.sweep(fields, store=tmp_path)
+    assert len(replicated.read(swept.path).places) == 2
+    assert [json.loads(text) for text in swept.table["workload"].to_pylist()] == loads
+
+
+def test_values_of_a_program_are_values(small: Path, tmp_path: Path) -> None:
+    """Arrays and numbers of numpy, ranges."""
+    for values in (np.array([2, 4]), [np.int64(2), np.int64(4)], range(2, 5, 2)):
+        swept = cbsim.sweep({"scenario": str(small), "axes": {"workload.requests": values}}, store=tmp_path)
+        assert swept.table["requests"].to_pylist() == [2, 4]
+    assert Axis.model_validate({"seed": np.arange(3)}).fields == {"seed": (0, 1, 2)}
+
+
+def test_a_seed_that_no_table_holds_is_told_before_anything_runs(small: Path, tmp_path: Path) -> None:
+    fields = {"scenario": str(small), "set": {"seed": LARGEST_SEED}, "replicates": 2}
+    with pytest.raises(UserError, match=r"seed: got 9,223,372,036,854,775,807, must be <="):
+        cbsim.sweep(fields, store=tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: cbsim.sweep(5),  # type: ignore[arg-type]
+        lambda: cbsim.sweep({"scenario": "8k_b32"}, jobs="2"),  # type: ignore[arg-type]
+        lambda: cbsim.sweep({"scenario": "8k_b32"}, jobs=0),
+        lambda: cbsim.sweep({"scenario": "8k_b32", "axes": {"seed": [object()]}}),
+        lambda: cbsim.tune("rates", {"scheduler.max_num_seqs": [8]}, "goodput", slo="ttft.p99<=2s"),
+        lambda: cbsim.tune("rates", {"scheduler.max_num_seqs": [8]}, "goodput", changes="seed=1"),
+    ],
+)
+def test_calls_that_mean_nothing_are_a_user_s_mistake(wrong: Any) -> None:
+    with pytest.raises(UserError):
+        wrong()
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "null", '{"output_tokens_per_s": NaN}'])
+def test_a_summary_that_is_none_is_named(small: Path, tmp_path: Path, content: str) -> None:
+    file = small.with_name("two.yaml")
+    file.write_text("scenario: small.yaml\naxes: {workload.requests: [2, 3]}\n")
+    key = cbsim.sweep(file, store=tmp_path / "store").rows[0].point.key
+    path = tmp_path / "store" / "runs" / identity.code() / key / "summary.json"
+    path.write_text(content)
+    refused(call("sweep", file, "--store", tmp_path / "store", "--jobs", 1, "--quiet"), 1, str(path), "remove")
+
+
+def test_tables_that_are_none_are_told(small: Path, tmp_path: Path) -> None:
+    """A folder is not one sweep; columns of other kinds, rows without a seed; what is no number is left out."""
+    fields = {"scenario": str(small), "axes": {"workload.requests": [2, 3]}, "name": "s", "replicates": 2}
+    table = cbsim.sweep(fields, store=tmp_path).table
+    path = tmp_path / "wrong.parquet"
+
+    def written(name: str, column: Any) -> Path:
+        pq.write_table(table.set_column(table.column_names.index(name), name, column), path)
+        return path
+
+    refused(call("pareto", tmp_path), 2, "is no file")
+    texts = pa.array(["x"] * 4)
+    refused(call("contrast", written("makespan_s", texts), "--by", "requests"), 2, "makespan_s: got a column of string")
+    refused(call("pareto", written("seed", pa.array([0, 1, None, 1]))), 2, "seed: got a row without one")
+    refused(call("pareto", written("workload.requests", pa.array([[1]] * 4))), 2, "workload.requests: got a column of")
+    partly = written("ttft_s.mean", pa.array([1.0, float("nan"), float("inf"), 2.0]))
+    assert [len(place.values("ttft_s.mean")) for place in replicated.read(partly).places] == [1, 1]
+
+
+def test_confidences_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+    for text in ("99.9999999999999%", "1e-300", "0.3"):
+        wrong = call("pareto", tmp_path / "none.parquet", "--confidence", text)
+        assert wrong.status == 2
+        assert "expected a share from 0.5 to 0.999999" in wrong.err
+
+
+def test_where_an_answer_goes_is_looked_at_first(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    words = ("tune", small, "--knob", "seats=1,2", "--maximise", "throughput", "--store", tmp_path / "store")
+    refused(call(*words, "--out", tmp_path / "file"), 1, "file", "cannot be written")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("values", ["4..", "..4", "1...4", "a..b", "4..8:"])
+def test_a_range_that_is_none_is_told_with_its_form(small: Path, values: str) -> None:
+    said = call("tune", small, "--knob", f"scheduler.max_num_seqs={values}", "--maximise", "throughput")
+    refused(said, 2, "--knob", "expected FIELD=A..B")
