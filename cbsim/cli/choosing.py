@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from cbsim.sweeps.command import Progress
 
 MOST_REPLICATES = 10_000
-EVEN, SURE = 0.5, 0.999999  # of a confidence
 
 
 def contrast_arguments(parser: argparse.ArgumentParser) -> None:
@@ -187,6 +186,8 @@ def a_share(text: str) -> float:
 
 def a_confidence(text: str) -> float:
     """A share that can be one of being right."""
+    from cbsim.sweeps.tune import EVEN, SURE
+
     share = a_share(text)
     if not EVEN <= share <= SURE:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a share from {EVEN:g} to {SURE:g}")

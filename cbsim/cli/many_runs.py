@@ -13,8 +13,6 @@ from cbsim.cli.arguments import a_path
 if TYPE_CHECKING:
     from cbsim.sweeps.executor import Executor
 
-MOST_JOBS = 1024
-
 
 def store_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of a command that makes many runs: where they are kept, and who makes them."""
@@ -40,6 +38,8 @@ def executor(arguments: argparse.Namespace) -> Executor:
 
 
 def _jobs(text: str) -> int:
+    from cbsim.sweeps.hands import MOST_JOBS
+
     jobs = int(text) if text.isdecimal() and len(text) < 5 else 0
     if not 1 <= jobs <= MOST_JOBS:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1 to {MOST_JOBS}")

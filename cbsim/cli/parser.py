@@ -98,16 +98,7 @@ def _parser() -> argparse.ArgumentParser:
 
     about = "simulate a scenario and write a run directory a loop"
     run_arguments(command("run", about, "8k_b32 --loop async --set workload.requests=16 --check 'gpu_active>=99%'"))
-    _sweep_arguments(command("sweep", "run a scenario many times over axes of its fields", "sweep.yaml --jobs 4"))
-    about = "how much load a server holds within conditions: an interval, and what binds"
-    capacity_arguments(command("capacity", about, "rates --loop async --slo 'ttft.p99<=2s' --slo 'tpot.p99<=50ms'"))
-    about = "what a field of a sweep changes, by paired replicates"
-    choosing.contrast_arguments(command("contrast", about, "sweeps/sweep.parquet --by loop --metric goodput"))
-    about = "which points of a sweep nobody beats in two metrics at once"
-    choosing.pareto_arguments(command("pareto", about, "sweeps/sweep.parquet --where 'ttft.p99<=2s'"))
-    about = "find the best settings of a scenario, and how sure that is"
-    example = "rates --knob scheduler.max_num_seqs=16..128 --maximise goodput --slo 'ttft.p99<=2s'"
-    choosing.tune_arguments(command("tune", about, example))
+    _of_many_runs(command)
     about = "compare the policies with traces of the real schedulers"
     conformance = command("conformance", about, "tests/golden/transformers")
     conformance.add_argument("paths", nargs="+", type=a_path, metavar="PATH", help="a trace, or a folder of traces")
@@ -148,6 +139,20 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--peers", action="store_true", help="beside other simulators that are installed, in turn")
     bench.add_argument("--json", action="store_true", help="print one JSON object, a case a key")
     return parser
+
+
+def _of_many_runs(command: Callable[[str, str, str], Parser]) -> None:
+    """The commands that make many runs, or read what a sweep made of them."""
+    _sweep_arguments(command("sweep", "run a scenario many times over axes of its fields", "sweep.yaml --jobs 4"))
+    about = "how much load a server holds within conditions: an interval, and what binds"
+    capacity_arguments(command("capacity", about, "rates --loop async --slo 'ttft.p99<=2s' --slo 'tpot.p99<=50ms'"))
+    about = "what a field of a sweep changes, by paired replicates"
+    choosing.contrast_arguments(command("contrast", about, "sweeps/sweep.parquet --by loop --metric goodput"))
+    about = "which points of a sweep nobody beats in two metrics at once"
+    choosing.pareto_arguments(command("pareto", about, "sweeps/sweep.parquet --where 'ttft.p99<=2s'"))
+    about = "find the best settings of a scenario, and how sure that is"
+    example = "rates --knob scheduler.max_num_seqs=16..128 --maximise goodput --slo 'ttft.p99<=2s'"
+    choosing.tune_arguments(command("tune", about, example))
 
 
 def _sweep_arguments(sweep: argparse.ArgumentParser) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
@@ -78,13 +78,9 @@ def complaint(text: str, field: str = "") -> PydanticCustomError:
 
 
 class Frozen(BaseModel):
-    """A part of a scenario: no unknown fields, no silent conversions, nothing changes once it is made.
-
-    `later` holds fields that are known but not built yet; they are refused by name.
-    """
+    """A part of a scenario: no unknown fields, no silent conversions, nothing changes once it is made."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-    later: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -100,8 +96,6 @@ class Frozen(BaseModel):
     @classmethod
     def _known_fields_only(cls, data: Any) -> Any:
         for key in data if isinstance(data, dict) else ():
-            if key in cls.later:
-                raise complaint(f"{cls.later[key]} comes later; leave this field out", str(key))
             if key not in cls.model_fields:
                 raise complaint(f"unknown field{_hint(key, list(cls.model_fields))}", str(key))
         return data

@@ -97,9 +97,7 @@ def _model(kind_settings: Any, names: tuple[str, ...]) -> type[Frozen]:
         if field.name != "name":
             default = field.default if field.default is not MISSING else ...
             parts[field.name] = (checked_type(hints[field.name]), Field(default, description=texts.get(field.name)))
-    model = create_model(kind_settings.__name__, __base__=Frozen, __doc__=kind_settings.__doc__, **parts)
-    model.later = getattr(kind_settings, "later", {})
-    return model
+    return create_model(kind_settings.__name__, __base__=Frozen, __doc__=kind_settings.__doc__, **parts)
 
 
 def model_of(kind: Kind) -> type[Frozen]:

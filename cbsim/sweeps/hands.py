@@ -7,7 +7,7 @@ from cbsim.sweeps.executor import Executor, Here
 from cbsim.sweeps.processes import Processes
 from cbsim.sweeps.ray_cluster import RayCluster
 
-MOST_JOBS = 1024  # as --jobs
+MOST_JOBS = 1024
 
 
 def hands(jobs: int, ray: str | None = None) -> Executor:

@@ -180,7 +180,7 @@ def _findings(cases: Sequence[Case]) -> list[str]:
     off = max(abs(case.saved(ms) - min(ms, case.gpu_ms) / (ms + case.gpu_ms)) for case in cases for ms in CPU_MS)
     said = [
         f"{len(cases)} cases fit their memory.",
-        f"A decode step takes the GPU {short.gpu_ms:.2f} ms ({_named(short)}) to {long.gpu_ms:.0f} ({_named(long)}).",
+        f"A step takes the GPU {short.gpu_ms:.2f} ms ({_named(short)}) to {long.gpu_ms:.0f} ms ({_named(long)}).",
         f"What async saves is min(cpu, gpu) / (cpu + gpu): the runs differ from it by at most {100 * off:.2f} points.",
     ]
     for engine in ENGINES:
