@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cbsim.cli import choosing
+from cbsim.cli import choosing, published
 from cbsim.cli.arguments import (
     STUDIES,
     Parser,
@@ -59,6 +59,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         "replan": lambda: commands.replan(arguments.runs),
         "occupancy": lambda: commands.occupancy(arguments.runs, as_json=arguments.json),
         "score": lambda: commands.score(arguments),
+        "score-points": lambda: published.score_points(arguments),
+        "calibrate-terms": lambda: published.calibrate_terms(arguments),
         "study": lambda: commands.study(arguments.name, arguments.out, as_json=arguments.json),
         "cache-curve": lambda: commands.cache_curve(
             str(arguments.trace), arguments.capacities, arguments.block_tokens, arguments.json
@@ -126,6 +128,10 @@ def _parser() -> argparse.ArgumentParser:
             "cases/RTX4090__Llama-3.1-8B --data . --json",
         )
     )
+    about = "predict published measurements of whole servers, and print how far off that is"
+    published.points_arguments(command("score-points", about, "--where system=h200_sxm,backend=vllm --json"))
+    about = "calibrate the terms that kernel tables leave out on published measurements"
+    published.terms_arguments(command("calibrate-terms", about, "vllm-dense"))
     about = "answer a question by many runs, or against published numbers"
     study = command("study", about, "schedulers --out reports/fidelity/schedulers")
     study.add_argument("name", choices=STUDIES, metavar="NAME", help=f"one of {', '.join(STUDIES)}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import log
 from pathlib import Path
 from typing import NamedTuple
@@ -48,7 +48,7 @@ class Kernels:
 
     def __init__(self, path: Path, tensor_parallel: int, model: ModelShape) -> None:
         _check(path, tensor_parallel, model)
-        share, products = 1 / tensor_parallel, Products(_file(path, "gemm"))
+        share, products = 1 / tensor_parallel, read_products(_file(path, "gemm"))
         queries = model.heads * model.head_dim * share
         together = queries + 2 * model.kv_heads * model.head_dim * share  # queries, keys and values
         inner = model.intermediate * share
@@ -107,17 +107,12 @@ class Products:
     log k and log time. Below the first n or k the first holds; beyond the last, time grows in proportion.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._points: dict[tuple[float, float], dict[float, float]] = defaultdict(dict)
-        with text(path) as file:
-            table = CsvTable(path, file, ("m", "n", "k", "latency_ms"))
-            for row in table.rows(None):
-                m, n, k, ms = [table.number(i, cell) for i, cell in enumerate(row)]
-                self._points[n, k][m] = ms
-        if not self._points:
+    def __init__(self, path: Path, points: Mapping[tuple[float, float], Mapping[float, float]]) -> None:
+        """`points`: by (n, k), milliseconds by m, as read from `path`."""
+        self._path, self._points = path, points
+        if not points:
             raise ScenarioError(f"{path}: holds no rows")
-        self._n, self._k = (sorted({pair[axis] for pair in self._points}) for axis in (0, 1))
+        self._n, self._k = (sorted({pair[axis] for pair in points}) for axis in (0, 1))
 
     def curve(self, n: float, k: float) -> MeanCurve:
         """The product of that shape, by m."""
@@ -181,6 +176,17 @@ def _check(path: Path, tensor_parallel: int, model: ModelShape) -> None:
     if model.heads % tensor_parallel or model.kv_heads % tensor_parallel:
         problem = f"must divide heads ({model.heads}) and kv_heads ({model.kv_heads})"
         raise ScenarioError(f"cost.tensor_parallel: got {tensor_parallel}, {problem} with the tables {path}")
+
+
+def read_products(path: Path) -> Products:
+    """The table of one type in the file at `path`. Raises ScenarioError."""
+    points: dict[tuple[float, float], dict[float, float]] = defaultdict(dict)
+    with text(path) as file:
+        table = CsvTable(path, file, ("m", "n", "k", "latency_ms"))
+        for row in table.rows(None):
+            m, n, k, ms = [table.number(i, cell) for i, cell in enumerate(row)]
+            points[n, k][m] = ms
+    return Products(path, points)
 
 
 def _attention(path: Path, heads: Heads) -> dict[tuple[float, float, float], float]:

@@ -1,12 +1,14 @@
 """Does a run stay within what its coefficients were measured on? Reasons not to trust it, each with its figures.
 
 A `fitted` cost model is a fit to measured steps. Beyond the largest of them it extrapolates, and for another model or
-scheduler it says nothing: it computes all the same, and here it is said.
+scheduler it says nothing: it computes all the same, and here it is said. Terms of kernel tables were calibrated on
+published measurements of some servers; how sure predictions with them are is known for these, and said with each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from cbsim.results.metrics import Steps
@@ -19,6 +21,8 @@ def warnings(scenario: Mapping[str, Any], steps: Steps) -> list[str]:
     calibrated = scenario["cost"].get("calibrated")
     if not calibrated:
         return []
+    if "systems" in calibrated:
+        return _unlike(scenario, calibrated)
     texts = [
         _other(name, calibrated[name], is_now) for name, is_now in _subject(scenario) if calibrated[name] != is_now
     ]
@@ -43,3 +47,57 @@ def _beyond(steps: Steps, column: str, noun: str, most: int) -> str:
         return ""
     largest = int(values.max())
     return f"{count:,} of {len(values):,} steps have more than the {most:,} {noun} measured, up to {largest:,}"
+
+
+# -- terms of kernel tables -------------------------------------------------------------------------------------------
+
+
+def sureness(scenario: Mapping[str, Any]) -> list[str]:
+    """What is known of predictions with calibrated terms: the terms with their intervals, and the errors of left-out
+    measurements.
+    """
+    cost = scenario["cost"]
+    calibrated = cost.get("calibrated")
+    if not calibrated or "systems" not in calibrated:
+        return []
+    values = [_term(name, cost, ends) for name, ends in calibrated["intervals"].items()]
+    known = [f"{metric.upper()} {_span(calibrated[metric])}" for metric in ("ttft", "tpot") if calibrated[metric]]
+    said = [f"terms {cost['terms']}, with 80 % intervals: {', '.join(text for text in values if text)}"]
+    if known:
+        points = calibrated["tpot"]["points"]
+        text = f"80 % of {points} left-out measurements lay, relative to what was predicted: {', '.join(known)}"
+        said.append(f"{text} (means of whole servers)")
+    return said
+
+
+def _term(name: str, cost: Mapping[str, Any], ends: Sequence[float]) -> str:
+    field, _, of = name.partition("@")
+    if field not in cost or (of.isdigit() and int(of) != cost["tensor_parallel"]):
+        return ""
+    low, high = ends
+    return f"{name} {cost[field]:.3g} ({low:.3g} to {high:.3g})"
+
+
+def _span(sure: Mapping[str, float]) -> str:
+    return f"{sure['low']:+.1%} to {sure['high']:+.1%}"
+
+
+def _unlike(scenario: Mapping[str, Any], calibrated: Mapping[str, Any]) -> list[str]:
+    """How the server differs from those that the terms were calibrated on."""
+    cost, arrivals = scenario["cost"], scenario["workload"].get("arrivals") or {}
+    users = arrivals.get("users")
+    low, high = calibrated["users"]
+    scheduler = scenario["scheduler"]["name"].partition("_")[0]
+    system = PurePath(cost["path"]).name
+    pairs = (
+        (scheduler, (calibrated["backend"],), f"scheduler {scheduler}"),
+        (system, calibrated["systems"], f"card {system}"),
+        (scenario["model"]["name"], calibrated["models"], f"model {scenario['model']['name']}"),
+        (cost["tensor_parallel"], calibrated["tensor_parallel"], f"{cost['tensor_parallel']} GPUs"),
+    )
+    said = [text for value, known, text in pairs if value not in known]
+    if users is None:
+        said.append("arrivals that are no closed loop")
+    elif not low <= users <= high:
+        said.append(f"{users:,} users")
+    return [f"outside what the terms {cost['terms']} were calibrated on: {', '.join(said)}"] if said else []

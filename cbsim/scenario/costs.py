@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,9 +19,10 @@ from pydantic import (
     model_validator,
 )
 
-from cbsim.scenario import catalog, documents
+from cbsim.scenario import catalog, documents, residuals, terms
 from cbsim.scenario.fields import By, Frozen, PlainPath, Real, ScenarioError, Whole, as_tuple, complaint
 from cbsim.scenario.paths import too_long
+from cbsim.scenario.terms import Ends, Range
 
 Seconds = Annotated[Real, Field(ge=0)]
 Efficiency = Annotated[Real, Field(gt=0, le=1)]
@@ -334,6 +336,28 @@ class LinkSettings(Frozen):
     """Bytes a second in each direction."""
 
 
+class Sureness(Frozen):
+    """80 % of left-out measurements lay between these shares of what was predicted, less 1."""
+
+    low: Real
+    """From."""
+    high: Real
+    """To."""
+    points: Whole
+    """Measurements that it rests on."""
+
+
+class CalibratedTerms(Range):
+    """Where terms come from, what they were calibrated on, and how sure predictions with them are."""
+
+    ttft: Sureness | None = None
+    """Of mean TTFT."""
+    tpot: Sureness | None = None
+    """Of mean TPOT."""
+    intervals: dict[str, Ends]
+    """80 % intervals of the terms."""
+
+
 class TableSettings(Frozen):
     """Measured kernel times, looked up and summed; what is not measured is stated here and added."""
 
@@ -344,7 +368,31 @@ class TableSettings(Frozen):
     tensor_parallel: Annotated[Whole, Field(ge=1)] = 1
     """GPUs that share every layer."""
     link: LinkSettings | None = None
-    """What joins them; required if there are several."""
+    """What joins them; required if there are several, unless `engine` has measured it."""
+    engine: Annotated[str, Field(pattern="^(vllm|trtllm|sglang)(_[0-9].*)?$")] | None = None
+    """With a folder of an engine's tables: whose, such as vllm_0.14.0; without a version the newest."""
+    expert_parallel: Annotated[Whole, Field(ge=1)] = 1
+    """With `engine`: groups of GPUs that experts are spread over; each group shares its own."""
+    routing: Literal["balanced", "power_law_1.01", "power_law_1.2"] = "balanced"
+    """With `engine`: how unevenly tokens choose experts."""
+    reduce_s: Seconds = 0.0
+    """With `engine`: seconds an all-reduce on top of the tables: ranks that wait for each other."""
+    elementwise: Annotated[Real, Field(ge=0)] = 1.0
+    """With `engine`: time of norms, rope, activation and quantization, in units of their bytes over the bandwidth."""
+    decode_attention: Annotated[Real, Field(gt=0)] = 1.0
+    """With `engine`: attention of decoding rows takes so many times what the tables say."""
+    products: Annotated[Real, Field(gt=0)] = 1.0
+    """With `engine`: matrix products of steps that run as a graph take so many times what the tables say."""
+    large_products: Annotated[Real, Field(gt=0)] = 1.0
+    """With `engine`: those of larger steps."""
+    experts: Annotated[Real, Field(gt=0)] = 1.0
+    """With `engine`: experts take so many times what the tables say, on top of that."""
+    terms: str | None = None
+    """With `engine`: calibrated terms of that name (scenarios/terms) stand for those that are not given here."""
+    calibrated: CalibratedTerms | None = None
+    """What the terms were calibrated on; filled in when they are read."""
+    fastest: bool = True
+    """With `engine`: a product takes what the fastest of all engines in the folder takes; false: what this one does."""
     skew: bool = True
     """Let attention wait for the longest decoding request, where the tables have measured that."""
     step_s: Seconds = 0.0
@@ -358,11 +406,46 @@ class TableSettings(Frozen):
     cpu: MeasuredCpuSettings = MeasuredCpuSettings()
     """CPU time of the loop."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_terms(cls, data: Any) -> Any:
+        name = data.get("terms") if isinstance(data, dict) else None
+        if not isinstance(name, str) or data.get("calibrated") is not None:
+            return data
+        try:
+            return _terms(name, data) | data
+        except ScenarioError as error:
+            raise complaint(str(error).removeprefix("cost.terms: "), "terms") from None
+
+    @model_validator(mode="after")
+    def _engine_alone(self) -> TableSettings:
+        if self.terms is not None and self.engine is None:
+            raise complaint("needs engine: whose tables they add to, such as vllm", "terms")
+        return self
+
     @model_validator(mode="after")
     def _joined(self) -> TableSettings:
-        if self.tensor_parallel > 1 and self.link is None:
+        if self.tensor_parallel > 1 and self.link is None and self.engine is None:
             raise complaint(f"is required with tensor_parallel {self.tensor_parallel}: latency_s and bytes_s", "link")
         return self
+
+
+def _terms(name: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that calibrated terms give a table cost: their values for its GPUs, card and version."""
+    file = terms.load(name)
+    system = Path(str(data.get("path", ""))).name
+    version = str(data.get("engine", "")).partition("_")[2]
+    tensor = data.get("tensor_parallel", 1)
+    values = file.resolved(tensor if isinstance(tensor, int) else 1, system, version)
+    values.pop(terms.FRONT, None)
+    sure = {metric: residuals.interval(file, 1, 1, metric, alike=False) for metric in ("ttft", "tpot")}
+    said = {
+        metric: {"low": found.low - 1, "high": found.high - 1, "points": found.residuals}
+        for metric, found in sure.items()
+        if found
+    }
+    about = {field: getattr(file, field) for field in terms.Range.model_fields}
+    return {**values, "calibrated": {**about, **said, "intervals": {k: (t.low, t.high) for k, t in file.terms.items()}}}
 
 
 cost_by = By("kind", ConstantSettings, RooflineSettings, FittedSettings, TableSettings)

@@ -38,7 +38,7 @@ def _fp8(part: Config) -> dict[str, Any]:
     _only(part, "fmt", ("e4m3", None))
     _only(part, "activation_scheme", ("dynamic", "static"))
     _check_left(part, "modules_to_not_convert")
-    return {"weights_dtype": "fp8"}
+    return {"weights_dtype": "fp8_block" if part.fields.get("weight_block_size") else "fp8"}
 
 
 def _int4(part: Config) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, Real, Whole, as_tuple, complaint, shown
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
-INT4_BYTES, INT4_GROUP = 133, 256
-"""256 int4 weights, two groups of 128 with a scale of 2 bytes and a zero point of 4 bits each: 128 + 2 x 2.5 bytes."""
+DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_block": 1}
+GROUPED: dict[str, tuple[int, int]] = {"int4": (133, 256), "nvfp4": (9, 16)}
+"""Bytes that so many weights take. int4: two groups of 128 with a scale of 2 bytes and a zero point of 4 bits each, 128
++ 2 x 2.5 bytes. nvfp4: a group of 16 with a scale of a byte."""
 
 
 def _sight(text: str) -> str:
@@ -64,8 +65,9 @@ class ModelShape(Frozen):
     """Do queries, keys and values have biases (Qwen2.5)? They take memory, but no time of their own."""
     dtype: Dtype = "bfloat16"
     """Type of weights, activations and KV cache."""
-    weights_dtype: Literal["fp8", "int4"] | None = None
-    """Type of the layers' matrices if not `dtype`; int4 in groups of 128. Embedding and output layer have `dtype`."""
+    weights_dtype: Literal["fp8", "fp8_block", "nvfp4", "int4"] | None = None
+    """Type of the layers' matrices if not `dtype`: fp8 with a scale a tensor or channel, fp8_block with one a block of
+    128 x 128, nvfp4 in groups of 16, int4 in groups of 128. Embedding and output layer have `dtype`."""
     kv_dtype: Literal["fp8"] | None = None
     """Type of the KV cache if not `dtype`."""
     max_position: Annotated[Whole, Field(ge=1)]
@@ -135,8 +137,9 @@ class ModelShape(Frozen):
 
     def matrix_bytes(self, weights: int) -> int:
         """What so many weights of the layers' matrices take."""
-        if self.weights_dtype == "int4":
-            return weights * INT4_BYTES // INT4_GROUP
+        if self.weights_dtype in GROUPED:
+            size, group = GROUPED[self.weights_dtype]
+            return weights * size // group
         return weights * DTYPE_BYTES[self.weights_dtype or self.dtype]
 
     @property

@@ -12,6 +12,7 @@ from cbsim.cost.base import Cost
 from cbsim.cost.constant import ConstantCost
 from cbsim.cost.copies import Copies
 from cbsim.cost.cpu import CpuCost, PhaseCost
+from cbsim.cost.engine_cost import EngineCost, Terms
 from cbsim.cost.fitted import Curve, FittedCost
 from cbsim.cost.lookup import Tables
 from cbsim.cost.roofline import AllReduces, Experts, Rates, RooflineCost, Weights
@@ -27,6 +28,8 @@ from cbsim.scenario.fields import ScenarioError, bare
 from cbsim.scenario.scenario import Scenario, depth, scheduler_options
 from cbsim.scenario.shapes import ModelShape
 from cbsim.server.guard import guarded
+
+LARGEST_CAPTURED = 512  # query tokens, of vLLM where it is not told; with others like that
 
 
 def scheduler(scenario: Scenario, loop: str) -> Scheduler:
@@ -52,6 +55,8 @@ def cost_model(scenario: Scenario) -> Cost:
     if isinstance(settings, RooflineSettings):
         return _roofline(scenario, settings, cpu)
     if isinstance(settings, TableSettings):
+        if settings.engine:
+            return engine_cost(scenario, settings)
         _check_profiled(scenario, settings)
         return table_cost(scenario.model, settings)
     return FittedCost(
@@ -111,6 +116,46 @@ def table_cost(model: ModelShape, settings: TableSettings) -> TableCost:
     )
 
 
+def engine_cost(scenario: Scenario, settings: TableSettings) -> EngineCost:
+    """A cost model from the tables of an engine, of one card. Raises ScenarioError."""
+    from cbsim.cost import engine_files
+    from cbsim.cost.engine_tables import EngineTables, Share
+
+    model, folder = scenario.model, catalog.tables(settings.path)
+    share = Share(settings.tensor_parallel, settings.expert_parallel, settings.routing)
+    engine = engine_files.meant(folder, settings.engine or "")
+    return EngineCost(
+        cpu_cost(settings.cpu),
+        EngineTables(folder, engine, model, share, fastest=settings.fastest),
+        Terms(
+            settings.step_s * NS,
+            settings.layer_s * NS,
+            settings.row_s * NS,
+            settings.reduce_s * NS,
+            settings.elementwise,
+            settings.decode_attention,
+            settings.products,
+            settings.large_products,
+            settings.experts,
+        ),
+        model,
+        tensor=share.tensor,
+        bytes_ns=scenario.hardware.memory_bandwidth_bytes_s / NS,
+        captured=_captured(scenario),
+        launch_ns=settings.launch_s_per_layer * model.layers * NS,
+    )
+
+
+def _captured(scenario: Scenario) -> int:
+    """The largest step that runs as a graph, tokens."""
+    graphs = scenario.loop.cuda_graphs
+    if not graphs.enabled:
+        return 0
+    if graphs.vllm_capture_sizes:
+        return graphs.vllm_capture_sizes[-1]
+    return getattr(scenario.scheduler, "max_cudagraph_capture_size", None) or LARGEST_CAPTURED
+
+
 def _check_profiled(scenario: Scenario, settings: TableSettings) -> None:
     """Raises ScenarioError if the tables say that they are of another model or GPU than the scenario's."""
     meta = catalog.tables(settings.path) / "meta.yaml"
@@ -137,7 +182,7 @@ def _tables(model: ModelShape, settings: TableSettings) -> Tables:
 def _roofline(scenario: Scenario, settings: RooflineSettings, cpu: CpuCost) -> RooflineCost:
     model, gpu = scenario.model, scenario.hardware
     flops = getattr(gpu.flops, model.dtype)
-    linear_flops = gpu.flops.float8 if model.weights_dtype == "fp8" else None
+    linear_flops = gpu.flops.float8 if model.weights_dtype in ("fp8", "fp8_block") else None
     compute, memory, bandwidth = settings.compute_efficiency, settings.memory_efficiency, gpu.memory_bandwidth_bytes_s
     rates = Rates(
         flops_prefill=flops * compute.prefill,

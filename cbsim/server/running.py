@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cbsim.results import directory, environment, lineage, metrics, moves
+from cbsim.results import coverage, directory, environment, lineage, metrics, moves
 from cbsim.results.directory import RunWriter
+from cbsim.results.metrics import Steps
 from cbsim.results.pieces import Pieces
 from cbsim.results.record import Record
 from cbsim.scenario import scenario as scenarios
@@ -132,8 +133,19 @@ class Session:
             self.resolved,
             files,
             incomplete,
-            notices=(*self.notices, *(f"{self.loop}: {notice}" for notice in environment.get("notices", ()))),
+            notices=(
+                *self.notices,
+                *self._trust(steps),
+                *(f"{self.loop}: {each}" for each in environment.get("notices", ())),
+            ),
         )
+
+    def _trust(self, steps: Steps) -> list[str]:
+        """How sure the times are, and where they leave what their coefficients were measured on."""
+        if self.server.measured or getattr(self.scenario.cost, "calibrated", None) is None:
+            return []
+        resolved = self.scenario.model_dump(mode="json")
+        return [*coverage.sureness(resolved), *coverage.warnings(resolved, steps)]
 
 
 def counted(scenario: Scenario, total_blocks: int, window_s: tuple[float, float] | None) -> dict[str, Any]:

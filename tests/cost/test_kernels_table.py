@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbsim.cost.kernels import Kernels, Products
+from cbsim.cost.kernels import Kernels, read_products
 from cbsim.cost.lookup import Attention
 from cbsim.policy.plan import StepPlan, StepWork
 from cbsim.scenario import catalog, shapes
@@ -164,7 +164,7 @@ def test_a_larger_product_takes_no_less(
     with TemporaryDirectory() as folder:
         rows = ((m, n, k, measured(m, n, k)) for m, n, k in product(*grid))
         write(Path(folder), GEMM, "m,n,k,latency_ms", rows)
-        products = Products(Path(folder) / f"gpu_{GEMM}_bf16.csv")
+        products = read_products(Path(folder) / f"gpu_{GEMM}_bf16.csv")
     m, n, k = at
     time, larger = products.curve(n, k)(m), products.curve(n + more[1], k + more[2])(m + more[0])
     assert time <= larger * (1 + 1e-12)
@@ -205,7 +205,7 @@ def hopper() -> Callable[[str], Kernels]:
 
 def test_measured_points_come_back(hopper: Callable[[str], Kernels]) -> None:
     """Lines of the H100's files, copied: no arithmetic may touch a point of the grid."""
-    products = Products(catalog.tables("hopper_kernels/h100_sxm").with_name("h100_sxm_gemm_bf16.csv"))
+    products = read_products(catalog.tables("hopper_kernels/h100_sxm").with_name("h100_sxm_gemm_bf16.csv"))
     assert products.curve(32, 32)(1) == 0.002599999929467837
     assert products.curve(32, 64)(1) == 0.0026026666164398193
     assert products.curve(6144, 4096)(32) == 0.023747555083698694

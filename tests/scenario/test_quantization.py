@@ -55,7 +55,7 @@ def folder(path: Path, quantization: Any) -> Path:
 @pytest.mark.parametrize(
     ("quantization", "weights", "cache"),
     [
-        (FP8, "fp8", None),
+        (FP8, "fp8_block", None),
         (FP8 | {"weight_block_size": None, "activation_scheme": "static"}, "fp8", None),
         (GPTQ, "int4", None),
         (AWQ, "int4", None),
@@ -86,7 +86,7 @@ def test_the_weights_take_what_the_files_do(tmp_path: Path) -> None:
 def test_a_quantized_model_is_simulated(tmp_path: Path) -> None:
     """A folder is a model like any other, with the cache that fits beside fewer weights."""
     override = f"model={folder(tmp_path, FP8)}"
-    assert scenario.load("worked_example", [override, "cost={kind: roofline}"]).model.weights_dtype == "fp8"
+    assert scenario.load("worked_example", [override, "cost={kind: roofline}"]).model.weights_dtype == "fp8_block"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,103 @@
+"""`table` with the tables of an engine: a step takes its kernels' measured times and a few named terms.
+
+    step = products + attention + experts + head + all-reduces    measured
+         + step_s + layers x layer_s + rows x row_s               what no table holds
+         + all-reduces x reduce_s                                 ranks that wait for each other
+         + elementwise x bytes / memory bandwidth                 norms, rope, activation, quantization
+
+Attention of decoding rows counts `decode_attention` times: caches are not read as they were when they were tabulated.
+Products, experts' ones included, count `products` times, in steps too large for a graph `large_products` times: a
+kernel that runs alone for a moment finds the GPU cooler than a server does. There are two all-reduces a layer and one
+after the embedding.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cbsim.cost.cpu import CpuCost
+from cbsim.cost.engine_tables import EngineTables
+from cbsim.cost.table import attention_work
+from cbsim.policy.plan import StepPlan
+from cbsim.scenario.shapes import DTYPE_BYTES, ModelShape
+
+
+class Terms(NamedTuple):
+    """What no table holds: nanoseconds, and factors without a unit."""
+
+    step_ns: float = 0.0
+    layer_ns: float = 0.0
+    row_ns: float = 0.0
+    reduce_ns: float = 0.0
+    elementwise: float = 1.0
+    decode_attention: float = 1.0
+    products: float = 1.0
+    large_products: float = 1.0
+    experts: float = 1.0
+
+
+def elementwise_bytes(model: ModelShape, tensor: int) -> float:
+    """Bytes that the kernels between the products of a layer read and write for a token, on one of `tensor` GPUs.
+
+    Twice residual and norm (read both, write both); rope (read and write queries and keys, write keys and values);
+    activation (read gate and up, write their product, of every expert that a token goes through).
+    """
+    width, heads = model.dtype_bytes, (model.heads + 2 * max(tensor, model.kv_heads)) / tensor
+    kv = 2 * max(tensor, model.kv_heads) / tensor * model.head_dim * DTYPE_BYTES[model.kv_dtype or model.dtype]
+    inner = 3 * model.intermediate * max(1, model.experts_per_token) / tensor
+    return (8 * model.hidden + 2 * heads * model.head_dim + inner) * width + kv
+
+
+class EngineCost:
+    """`captured` is the largest step that runs as a graph, tokens; beyond it all-reduces are launched one by one."""
+
+    def __init__(
+        self,
+        cpu: CpuCost,
+        tables: EngineTables,
+        terms: Terms,
+        model: ModelShape,
+        *,
+        tensor: int,
+        bytes_ns: float,
+        captured: int,
+        launch_ns: float,
+    ) -> None:
+        self.cpu_ns = cpu
+        self._tables, self._terms, self._captured, self._launch_ns = tables, terms, captured, round(launch_ns)
+        self._token_ns = terms.elementwise * model.layers * elementwise_bytes(model, tensor) / bytes_ns
+        self._reduces = 2 * model.layers + 1 if tensor > 1 else 0
+        self._step_ns = terms.step_ns + model.layers * terms.layer_ns + self._reduces * terms.reduce_ns
+        self._by_tokens: dict[int, float] = {}
+        self._by_rows: dict[int, float] = {}
+
+    def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
+        work = attention_work(plan)
+        rows = plan.work.rows + plan.work.padding_rows
+        if not rows:
+            return 0, 0, 0
+        time = self._all_tokens(tokens) + self._all_rows(rows)
+        if work.decodes:
+            time += self._terms.decode_attention * self._tables.decode_ns(work.decodes, work.context + 1)
+        if work.prefill:
+            time += self._tables.prompt_ns(work)
+        return 0, round(time), 0
+
+    def _all_tokens(self, tokens: int) -> float:
+        known = self._by_tokens.get(tokens)
+        if known is None:
+            tables, graph = self._tables, tokens <= self._captured
+            factor = self._terms.products if graph else self._terms.large_products
+            known = factor * (tables.linear_ns(tokens) + self._terms.experts * tables.experts_ns(tokens))
+            known += self._reduces * tables.reduce_ns(tokens, graph=graph) + tokens * self._token_ns + self._step_ns
+            self._by_tokens[tokens] = known
+        return known
+
+    def _all_rows(self, rows: int) -> float:
+        known = self._by_rows.get(rows)
+        if known is None:
+            known = self._by_rows[rows] = self._tables.head_ns(rows) + rows * self._terms.row_ns
+        return known
+
+    def eager_launch_ns(self, plan: StepPlan) -> int:
+        return self._launch_ns if plan.work.rows else 0

@@ -1,0 +1,1 @@
+"""Published measurements of whole servers, predicted: points, flags, terms, scores."""

@@ -1,0 +1,205 @@
+"""The calibrations of the project: on which points, with which priors; and how one is made and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from math import log
+from typing import NamedTuple
+
+import numpy as np
+
+from cbsim.proof.points import fit
+from cbsim.proof.points.build import REQUESTS_A_USER, CannotBuildError, build
+from cbsim.proof.points.fit import Prior, Solution
+from cbsim.proof.points.predict import Means, predict
+from cbsim.proof.points.published import Point
+from cbsim.scenario.fields import ScenarioError
+from cbsim.scenario.terms import FRONT, Curve, Residual, Term, TermsFile, resolve
+from cbsim.sweeps.executor import Executor
+
+ROUGH_REQUESTS = 5  # a user, where derivatives are taken
+TAIL = 1.2816  # standard deviations from the middle to the ends of 80 %
+COMMON: Mapping[str, Prior] = {
+    "step_s": Prior(5e-4, 5e-4, 2e-4),
+    "elementwise": Prior(1.3, 0.5, 0.3),
+    "decode_attention": Prior(1.2, 0.3, 0.2, 0.4),
+    "products": Prior(1.0, 0.05, 0.05, 0.7),
+    "row_s": Prior(3e-6, 5e-6, 3e-6),
+    FRONT: Prior(0.015, 0.02, 0.01),
+}
+LAYER = Prior(1e-5, 1e-5, 3e-6)
+LAUNCH = Prior(1e-4, 1e-4, 5e-5)
+LARGE = Prior(1.1, 0.1, 0.05, 0.7)
+
+
+def _reduces(*gpus: int) -> dict[str, Prior]:
+    return {f"reduce_s@{each}": Prior((1 + np.log2(each)) * 1e-6, 4e-6, 2e-6) for each in gpus}
+
+
+class Calibration(NamedTuple):
+    """Which points, and what is calibrated on them."""
+
+    about: str
+    backend: str
+    systems: tuple[str, ...]
+    experts: bool
+    models: tuple[str, ...]
+    priors: Mapping[str, Prior]
+
+    def points(self, points: Sequence[Point]) -> list[Point]:
+        """Of InferenceX alone: of other sources the flags are unknown."""
+        return [
+            each
+            for each in points
+            if each.inferencex
+            and not each.disaggregated
+            and each.backend == self.backend
+            and each.system in self.systems
+            and each.model_name in self.models
+        ]
+
+
+HOPPER = ("h100_sxm", "h200_sxm")
+CALIBRATIONS: Mapping[str, Calibration] = {
+    "vllm-dense": Calibration(
+        "Dense models on vLLM, H100 and H200: InferenceX's Llama-3.1-70B in FP8, October 2025, vLLM 0.11.",
+        "vllm",
+        HOPPER,
+        False,
+        ("Llama-3.1-70B",),
+        {
+            **COMMON,
+            "layer_s": LAYER,
+            "launch_s_per_layer": LAUNCH,
+            "large_products@h100_sxm": LARGE,
+            "large_products@h200_sxm": LARGE,
+            **_reduces(2, 4, 8),
+        },
+    ),
+    "trtllm-dense": Calibration(
+        "Dense models on TensorRT-LLM, H200: InferenceX's Llama-3.1-70B in FP8, October 2025.",
+        "trtllm",
+        ("h200_sxm",),
+        False,
+        ("Llama-3.1-70B",),
+        {**COMMON, "layer_s": LAYER, "launch_s_per_layer": LAUNCH, "large_products": LARGE, **_reduces(2, 4, 8)},
+    ),
+    "vllm-experts": Calibration(
+        "Mixtures of experts on vLLM, H100 and H200: InferenceX's MiniMax-M2.5 in FP8, March 2026, vLLM 0.16 and 0.18.",
+        "vllm",
+        HOPPER,
+        True,
+        ("MiniMax-M2.5",),
+        {
+            **COMMON,
+            "layer_s@0.16.0": Prior(6e-5, 3e-5, 5e-6),
+            "layer_s@0.18.0": Prior(3e-5, 2e-5, 5e-6),
+            "launch_s_per_layer": Prior(4e-4, 4e-4, 1e-4),
+            "large_products": LARGE,
+            "experts": Prior(1.0, 0.15, 0.1, 0.5),
+            **_reduces(4, 8),
+        },
+    ),
+}
+
+
+def calibrate(
+    name: str, points: Sequence[Point], executor: Executor, say: Callable[[str], None] = lambda _: None
+) -> TermsFile:
+    """The terms of one calibration by those of its points that can be built, and what the left-out curves say of them.
+    Raises ScenarioError.
+    """
+    calibration = CALIBRATIONS[name]
+    used = [each for each in calibration.points(points) if _buildable(each)]
+    if len({each.curve for each in used}) < 2:
+        raise ScenarioError(f"{name}: {len(used)} points of {calibration.about} can be built: too few to calibrate on")
+    whole = _Evaluated(used, executor, REQUESTS_A_USER, say)
+    solution = fit.solve(calibration.priors, whole, _Evaluated(used, executor, ROUGH_REQUESTS, say))
+    left_out = fit.left_out(solution, calibration.priors, [each.curve for each in used])
+    errors = _errors(used, [left_out[each.curve] for each in used], executor)
+    return TermsFile(
+        name=name,
+        about=calibration.about,
+        backend=calibration.backend,
+        systems=calibration.systems,
+        experts=calibration.experts,
+        models=calibration.models,
+        tensor_parallel=tuple(sorted({each.tensor for each in used})),
+        users=(min(each.concurrency for each in used), max(each.concurrency for each in used)),
+        calibrated=datetime.now(UTC).date().isoformat(),
+        terms=_terms(solution, left_out),
+        curves=_curves(used, left_out, errors),
+    )
+
+
+def _buildable(point: Point) -> bool:
+    try:
+        build(point, {})
+    except CannotBuildError:
+        return False
+    return True
+
+
+class _Evaluated(NamedTuple):
+    """Terms -> errors of the points, which is said."""
+
+    points: Sequence[Point]
+    executor: Executor
+    requests: int  # a user
+    say: Callable[[str], None]
+
+    def __call__(self, terms: Mapping[str, float]) -> fit.Floats:
+        errors = _errors(self.points, [terms] * len(self.points), self.executor, self.requests)
+        ttft, tpot = np.abs(np.expm1(errors)).mean(axis=0)
+        values = ", ".join(f"{name} {value:.3g}" for name, value in terms.items())
+        self.say(f"{self.requests} requests a user: TTFT {ttft:.1%}, TPOT {tpot:.2%}: {values}")
+        return errors
+
+
+def _errors(
+    points: Sequence[Point], terms: Sequence[Mapping[str, float]], executor: Executor, requests: int = REQUESTS_A_USER
+) -> fit.Floats:
+    """Logarithms of predicted over measured, [point, metric], each point with terms of its own."""
+    values = [resolve(t, p.tensor, p.system, p.version) for p, t in zip(points, terms, strict=True)]
+    fields = [{k: v for k, v in known.items() if k != FRONT} for known in values]
+    scenarios = [build(p, each, requests) for p, each in zip(points, fields, strict=True)]
+    errors = []
+    for point, known, means in zip(points, values, predict(scenarios, executor), strict=True):
+        if not isinstance(means, Means):
+            raise ScenarioError(f"{point.where}: {means}")
+        ttft_ms = means.ttft_ms + 1e3 * known.get(FRONT, 0.0)
+        errors.append([log(ttft_ms / point.ttft_ms), log(means.tpot_ms / point.tpot_ms)])
+    return np.array(errors)
+
+
+def _terms(solution: Solution, left_out: Mapping[str, Mapping[str, float]]) -> dict[str, Term]:
+    """Values with their jackknife intervals: the variance is (n - 1)/n times the sum of squares about the mean."""
+    terms = {}
+    for name, value in solution.terms.items():
+        without = np.array([each[name] for each in left_out.values()])
+        spread = TAIL * float(np.sqrt((len(without) - 1) * without.var()))
+        low, high = max(0.0, value - spread), value + spread
+        terms[name] = Term(value=_short(value), low=_short(low), high=_short(high))
+    return terms
+
+
+def _curves(
+    points: Sequence[Point], left_out: Mapping[str, Mapping[str, float]], errors: fit.Floats
+) -> dict[str, Curve]:
+    curves = {}
+    for hash_, terms in left_out.items():
+        rows = [(point, error) for point, error in zip(points, errors, strict=True) if point.curve == hash_]
+        first = rows[0][0]
+        residuals = tuple(
+            Residual(users=point.concurrency, ttft=round(-float(error[0]), 4), tpot=round(-float(error[1]), 4))
+            for point, error in rows
+        )
+        short = {name: _short(value) for name, value in terms.items()}
+        curves[hash_] = Curve(prompt=first.prompt, output=first.output, terms=short, residuals=residuals)
+    return curves
+
+
+def _short(value: float) -> float:
+    """Five digits: what is simulated is what is written."""
+    return float(f"{value:.5g}")

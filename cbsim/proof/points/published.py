@@ -1,0 +1,198 @@
+"""Published measurements of whole servers, in the form of aiconfigurator's silicon samples.
+
+    measured.csv[.gz]   a line a measurement: who, on what, how parallel, lengths, concurrency, mean TTFT and TPOT
+    predictions.csv     what another tool says of some of them, by id: aic_ttft_ms, aic_tpot_ms; may be missing
+
+Of measurements that are there several times, those marked `first_of_duplicates` count.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from cbsim.scenario import catalog
+from cbsim.scenario.fields import ScenarioError, near, shown
+
+FOLDER = "public_measured/aiconfigurator_silicon"
+NAMES = ("measured.csv", "measured.csv.gz")
+TEXTS = ("id", "curve", "source", "measured", "system", "backend", "backend_version", "model_path", "precision", "mode")
+NUMBERS = ("isl", "osl", "concurrency", "batch_size", "tp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
+MEASURED = ("silicon_ttft_ms", "silicon_tpot_ms")
+OPTIONAL = {"measured", "source", "first_of_duplicates", "concurrency", "batch_size", "precision", "backend_version"}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A server under a closed loop of `concurrency` requests, and what it took in the mean, milliseconds. Sizes that
+    the source leaves open are 0.
+    """
+
+    id: str
+    curve: str
+    source: str
+    measured: str  # when, ISO date; empty if unknown
+    system: str
+    backend: str
+    version: str
+    model: str
+    precision: str
+    disaggregated: bool
+    prompt: int  # nominal tokens: lengths are drawn from 0.8 of it to all of it
+    output: int
+    concurrency: int
+    tensor: int
+    attention_ranks: int
+    experts_tensor: int
+    experts_ranks: int
+    ttft_ms: float
+    tpot_ms: float
+    peer: tuple[float, float] | None = None  # TTFT and TPOT that the other tool predicts
+
+    @property
+    def inferencex(self) -> bool:
+        """Measured by InferenceX, whose client and flags are known."""
+        return self.source.startswith("inferencex")
+
+    @property
+    def stratum(self) -> Stratum:
+        return Stratum(self.system, self.backend, self.model_name, self.tensor, self.prompt, self.output)
+
+    @property
+    def model_name(self) -> str:
+        return self.model.rsplit("/", maxsplit=1)[-1]
+
+    @property
+    def where(self) -> str:
+        """How a message calls it."""
+        return f"{self.stratum}, concurrency {self.concurrency}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Stratum:
+    """Points that differ in concurrency, version and date only."""
+
+    system: str
+    backend: str
+    model: str
+    tensor: int
+    prompt: int
+    output: int
+
+    def __str__(self) -> str:
+        return f"{self.system} {self.backend} {self.model} TP{self.tensor} {self.prompt}/{self.output}"
+
+
+def read(folder: Path, where: Mapping[str, str] | None = None) -> list[Point]:
+    """The points of a folder whose columns have the values of `where`. Raises ScenarioError."""
+    path = next((folder / name for name in NAMES if (folder / name).is_file()), None)
+    if path is None:
+        raise ScenarioError(f"{folder}: holds neither {NAMES[0]} nor {NAMES[1]}")
+    peers = _peers(folder / "predictions.csv")
+    with _opened(path) as file:
+        table = csv.DictReader(file)
+        columns = table.fieldnames or []
+        for name in (*TEXTS, *NUMBERS, *MEASURED):
+            if name not in columns and name not in OPTIONAL:
+                raise ScenarioError(f"{path}: no column {name!r} (columns: {', '.join(columns)})")
+        for name in where or {}:
+            if name not in columns:
+                raise ScenarioError(f"--where {name}: is no column of {path}{near(name, columns)}")
+        rows = enumerate(table, start=2)
+        return [_point(path, line, row, peers) for line, row in rows if _chosen(row, where or {})]
+
+
+def folder(given: Path | None) -> Path:
+    """The folder that is meant: as given, or the one among the data. Raises ScenarioError."""
+    if given is not None:
+        if not given.is_dir():
+            raise ScenarioError(f"--data: got {given}, expected a folder")
+        return given
+    places = [place / FOLDER for place in catalog.data_folders()]
+    for place in places:
+        if place.is_dir():
+            return place
+    looked = "; ".join(str(place) for place in places)
+    raise ScenarioError(f"no published measurements at {looked}; docs/data.md says where to get them, or give --data")
+
+
+def _chosen(row: Mapping[str, str | None], where: Mapping[str, str]) -> bool:
+    first = (row.get("first_of_duplicates") or "True").lower() in ("true", "1")
+    return first and all(_equal(row[name] or "", value) for name, value in where.items())
+
+
+def _equal(cell: str, value: str) -> bool:
+    try:
+        return float(cell) == float(value)
+    except ValueError:
+        return cell == value
+
+
+def _opened(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", newline="")
+    return path.open(encoding="utf-8", newline="")
+
+
+def _point(path: Path, line: int, row: Mapping[str, str | None], peers: Mapping[str, tuple[float, float]]) -> Point:
+    def number(name: str) -> float:
+        cell = row.get(name) or "0"
+        try:
+            value = float(cell)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < 1e12:
+            raise ScenarioError(f"{path}:{line}: {name}: got {shown(cell)}, expected a number >= 0")
+        return value
+
+    sizes = {name: round(number(name)) for name in NUMBERS}
+    ttft, tpot = (number(name) for name in MEASURED)
+    disaggregated = row["mode"] == "disagg"
+    concurrency = sizes["concurrency"] or sizes["batch_size"]
+    if min(ttft, tpot, sizes["isl"], sizes["osl"]) <= 0 or not (disaggregated or concurrency):
+        names = ", ".join((*MEASURED, "isl", "osl", "concurrency"))
+        raise ScenarioError(f"{path}:{line}: {names}: all must be > 0")
+    said = {name: row.get(name) or "" for name in TEXTS}
+    return Point(
+        id=said["id"],
+        curve=said["curve"],
+        source=said["source"],
+        measured=said["measured"],
+        system=said["system"],
+        backend=said["backend"],
+        version=said["backend_version"],
+        model=said["model_path"],
+        precision=said["precision"],
+        disaggregated=disaggregated,
+        prompt=sizes["isl"],
+        output=sizes["osl"],
+        concurrency=concurrency,
+        tensor=sizes["tp_size"],
+        attention_ranks=sizes["attention_dp_size"],
+        experts_tensor=sizes["moe_tp_size"],
+        experts_ranks=sizes["moe_ep_size"],
+        ttft_ms=ttft,
+        tpot_ms=tpot,
+        peer=peers.get(said["id"]),
+    )
+
+
+def _peers(path: Path) -> dict[str, tuple[float, float]]:
+    """What the other tool says: TTFT and TPOT in milliseconds, by id."""
+    if not path.is_file():
+        return {}
+    with _opened(path) as file:
+        return dict(_predictions(path, csv.DictReader(file)))
+
+
+def _predictions(path: Path, rows: csv.DictReader[str]) -> Iterator[tuple[str, tuple[float, float]]]:
+    for line, row in enumerate(rows, start=2):
+        try:
+            if row["aic_ttft_ms"] and row["aic_tpot_ms"]:
+                yield row["id"], (float(row["aic_ttft_ms"]), float(row["aic_tpot_ms"]))
+        except (KeyError, ValueError, TypeError):
+            raise ScenarioError(f"{path}:{line}: expected id, aic_ttft_ms and aic_tpot_ms") from None

@@ -1,0 +1,117 @@
+"""All points of a folder: which can be built, what is predicted of those, how far off that is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from cbsim.proof.points.build import CannotBuildError, build, check, model_of
+from cbsim.proof.points.predict import Means, predict
+from cbsim.proof.points.published import Point
+from cbsim.proof.points.score import Predicted
+from cbsim.scenario import residuals, terms
+from cbsim.scenario.fields import ScenarioError
+from cbsim.scenario.scenario import Scenario
+from cbsim.scenario.terms import FRONT, TermsFile
+from cbsim.server.assemble import cost_model
+from cbsim.sweeps.executor import Executor
+from cbsim.sweeps.store import Store
+from cbsim.sweeps.work import Made
+
+
+class Buildable(NamedTuple):
+    """A point, its scenario, and the terms that it has."""
+
+    point: Point
+    scenario: Scenario
+    file: TermsFile
+    values: dict[str, float]
+
+
+class Sorted(NamedTuple):
+    """Points that can be built, and why the others cannot: points by reason."""
+
+    buildable: Sequence[Buildable]
+    reasons: Counter[str]
+
+
+def sort(points: Sequence[Point]) -> Sorted:
+    """Build what can be built. The cost model of each kind of server is made once, so that a missing table is known
+    before anything runs.
+    """
+    buildable, reasons = [], Counter[str]()
+    checked: dict[str, str | None] = {}
+    for point in points:
+        try:
+            built = _built(point)
+            _check(built, checked)
+        except CannotBuildError as error:
+            reasons[str(error)] += 1
+        else:
+            buildable.append(built)
+    return Sorted(buildable, reasons)
+
+
+def _built(point: Point) -> Buildable:
+    check(point)
+    file = _nearest(point, experts=model_of(point).experts > 0)
+    values = file.resolved(point.tensor, point.system, point.version, point.curve)
+    return Buildable(point, build(point, {k: v for k, v in values.items() if k != FRONT}), file, values)
+
+
+def _nearest(point: Point, *, experts: bool) -> TermsFile:
+    """The terms that are nearest to a point: of its kind of model, engine and card, as far as there are any."""
+
+    def near(file: TermsFile) -> tuple[bool, bool, bool]:
+        return file.experts == experts, file.backend == point.backend, point.system in file.systems
+
+    file = max(terms.every(), key=near, default=None)
+    if file is None:
+        raise CannotBuildError("no calibrated terms")
+    return file
+
+
+def _check(built: Buildable, checked: dict[str, str | None]) -> None:
+    scenario = built.scenario
+    kind = scenario.model.model_dump_json() + scenario.cost.model_dump_json(exclude={"cpu"}) + scenario.hardware.name
+    if kind not in checked:
+        try:
+            cost_model(scenario)
+            checked[kind] = None
+        except ScenarioError as error:
+            checked[kind] = str(error)
+    if (reason := checked[kind]) is not None:
+        raise CannotBuildError(reason)
+
+
+def score(
+    buildable: Sequence[Buildable], executor: Executor, store: Store, hear: Callable[[Made], None]
+) -> tuple[list[Predicted], Counter[str]]:
+    """Predictions, and the reasons of runs that failed."""
+    predicted, failed = [], Counter[str]()
+    for built, means in zip(
+        buildable, predict([each.scenario for each in buildable], executor, store, hear), strict=True
+    ):
+        if isinstance(means, str):
+            failed[f"the run failed: {means}"] += 1
+        else:
+            predicted.append(_predicted(built, means))
+    return predicted, failed
+
+
+def _predicted(built: Buildable, means: Means) -> Predicted:
+    point, file = built.point, built.file
+    within = {
+        metric: residuals.interval(file, point.prompt, point.output, metric, point.curve) for metric in ("ttft", "tpot")
+    }
+    return Predicted(
+        point,
+        Means(means.ttft_ms + 1e3 * built.values.get(FRONT, 0.0), means.tpot_ms),
+        within,
+        file.name,
+        left_out=point.curve in file.curves,
+        outside=file.outside(point.backend, point.system, point.model_name, point.tensor, point.concurrency),
+        experts=built.scenario.model.experts > 0,
+        values=built.values,
+    )

@@ -1,0 +1,150 @@
+"""Calibrated terms of the `table` cost model: scenarios/terms/<name>.yaml, made by `cbsim calibrate-terms`.
+
+A term is called by its field of the scenario's cost, or by the field and what it is for: `reduce_s@4` holds for 4 GPUs,
+`large_products@h200_sxm` on that card, `layer_s@0.16.0` for that version. `front_s` is no field: it is what client,
+HTTP and tokenizer add to TTFT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, ValidationError
+
+from cbsim.scenario import catalog, documents
+from cbsim.scenario.fields import Frozen, Real, ScenarioError, Whole, as_tuple
+
+FRONT = "front_s"
+FOLDER = "terms"
+Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
+Ends = Annotated[tuple[Real, Real], BeforeValidator(as_tuple)]
+
+
+class Term(Frozen):
+    """A calibrated number."""
+
+    value: Real
+    """By all open curves."""
+    low: Real
+    """Lower end of its 80 % interval: a jackknife of values with one curve left out."""
+    high: Real
+    """Upper end."""
+
+
+class Residual(Frozen):
+    """How far a prediction was off that was made without the point's curve."""
+
+    users: Whole
+    """Concurrent requests."""
+    ttft: Real
+    """Logarithm of measured over predicted TTFT."""
+    tpot: Real
+    """Logarithm of measured over predicted TPOT."""
+
+
+class Curve(Frozen):
+    """Points that differ in concurrency only, and what the others say of them."""
+
+    prompt: Whole
+    """Nominal tokens of a prompt."""
+    output: Whole
+    """Nominal tokens of an output."""
+    terms: dict[str, Real]
+    """Terms without this curve."""
+    residuals: Annotated[tuple[Residual, ...], BeforeValidator(as_tuple)]
+    """Of the predictions by them."""
+
+
+class Range(Frozen):
+    """What the points were that terms were calibrated on."""
+
+    backend: str
+    """vllm, trtllm or sglang."""
+    systems: Names
+    """Cards, as measurements call them."""
+    models: Names
+    """Models."""
+    tensor_parallel: Annotated[tuple[Whole, ...], BeforeValidator(as_tuple)]
+    """GPUs that shared a layer."""
+    users: Annotated[tuple[Whole, Whole], BeforeValidator(as_tuple)]
+    """Least and most concurrent requests."""
+
+    def outside(self, backend: str, system: str, model: str, tensor: int, users: int | None) -> list[str]:
+        """How a server differs from those."""
+        said = []
+        if backend != self.backend:
+            said.append(f"engine {backend}")
+        if system not in self.systems:
+            said.append(f"card {system}")
+        if model not in self.models:
+            said.append(f"model {model}")
+        if tensor not in self.tensor_parallel:
+            said.append(f"{tensor} GPUs")
+        if users is not None and not self.users[0] <= users <= self.users[1]:
+            said.append(f"{users:,} users")
+        return said
+
+
+class TermsFile(Range):
+    """Terms of servers of one engine and one kind of model, and how well they predict."""
+
+    name: str
+    """What the file is called."""
+    about: str
+    """Which servers, and where the points come from."""
+    experts: bool
+    """Mixtures of experts, or dense models?"""
+    calibrated: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]
+    """When."""
+    terms: dict[str, Term]
+    """The terms."""
+    curves: dict[str, Curve]
+    """By the hash that measurements give a curve."""
+
+    def resolved(self, tensor: int, system: str, version: str, curve: str | None = None) -> dict[str, float]:
+        """The terms that hold for so many GPUs of a card and a version of the engine, by field; of a curve that they
+        were calibrated on, those without it.
+        """
+        left_out = self.curves.get(curve or "")
+        return resolve(left_out.terms if left_out else self.usual, tensor, system, version)
+
+    @property
+    def usual(self) -> dict[str, float]:
+        """By all curves."""
+        return {name: term.value for name, term in self.terms.items()}
+
+
+def resolve(terms: Mapping[str, float], tensor: int, system: str, version: str) -> dict[str, float]:
+    """The terms that hold for so many GPUs of a card and a version of the engine, by field."""
+    chosen = {}
+    for name, value in terms.items():
+        field, _, of = name.partition("@")
+        if of in ("", str(tensor), system, version):
+            chosen[field] = value
+    return chosen
+
+
+def load(name: str) -> TermsFile:
+    """Those of that name. Raises ScenarioError."""
+    known = catalog.names(FOLDER)
+    if name not in known:
+        bound = f"one of {', '.join(known) or 'none'}"
+        raise ScenarioError(f"cost.terms: got {name!r}, expected {bound}", field="cost.terms", value=name, bound=bound)
+    document = documents.read(catalog.SCENARIOS / FOLDER / f"{name}.yaml")
+    try:
+        return TermsFile.model_validate(document.data)
+    except ValidationError as error:
+        raise document.explain(error) from None
+
+
+@lru_cache(maxsize=1)
+def every() -> Sequence[TermsFile]:
+    """All that come with the project."""
+    return tuple(load(name) for name in catalog.names(FOLDER))
+
+
+def dump(file: TermsFile) -> str:
+    """The file as YAML; loading it gives an equal one."""
+    return documents.write(file.model_dump(mode="json"))

@@ -1,0 +1,82 @@
+"""A card's folder of engine tables, made up: every kernel takes a time in closed form."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterable, Sequence
+from itertools import product
+from pathlib import Path
+
+SIZES = (1, 16, 256, 4096)
+HEADS = ((32, 8), (32, 4), (16, 4), (16, 2), (8, 2), (4, 2))  # query heads, heads of keys and values
+
+
+def gemm_ms(m: float, n: float, k: float) -> float:
+    return 1e-3 + 1e-9 * m * n * k / 100
+
+
+def decode_ms(rows: float, tokens: float, heads: float) -> float:
+    return 2e-3 + 1e-8 * rows * tokens * heads
+
+
+def prompt_ms(tokens: float) -> float:
+    return 3e-3 + 1e-9 * tokens * (tokens + 1) / 2
+
+
+def moe_ms(tokens: float, ranks: int) -> float:
+    return 5e-3 + 1e-4 * tokens / ranks
+
+
+def reduce_ms(elements: float, gpus: int, graph: bool) -> float:
+    return (4e-3 if graph else 20e-3) + 1e-9 * elements * gpus
+
+
+def gather_ms(elements: float) -> float:
+    return 1e-2 + 1e-9 * elements
+
+
+def write(path: Path, header: str, rows: Iterable[Sequence[object]]) -> None:
+    text = "\n".join([header, *(",".join(map(str, row)) for row in rows)]) + "\n"
+    path.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+def make(folder: Path, engine: str = "vllm_0.1.0", slower: float = 1.0) -> Path:
+    """The folder, with the tables of one engine, whose products are so many times slower than gemm_ms."""
+    folder.mkdir(parents=True, exist_ok=True)
+    grid = product(("bfloat16", "fp8", "fp8_block"), SIZES, (64, 1024, 8192, 65536), (64, 1024, 8192, 65536))
+    rows = ((dtype, m, n, k, slower * gemm_ms(m, n, k)) for dtype, m, n, k in grid)
+    write(folder / f"gemm__{engine}.csv.gz", "gemm_dtype,m,n,k,latency_ms", rows)
+    header = "batch_size,isl,num_heads,num_key_value_heads,attn_dtype,kv_cache_dtype,step,latency_ms"
+    cells = list(product(HEADS, ("bfloat16", "fp8")))
+    decodes = (
+        (b, 1, q, kv, "bfloat16", dtype, s, decode_ms(b, 1 + s, q))
+        for ((q, kv), dtype) in cells
+        for b in (1, 64, 512)
+        for s in (0, 1023, 16383)
+    )
+    write(folder / f"generation_attention__{engine}.csv.gz", header, decodes)
+    prompts = (
+        (b, n, q, kv, "bfloat16", dtype, 0, b * prompt_ms(n))
+        for ((q, kv), dtype) in cells
+        for b in (1, 4)
+        for n in (1, 1024, 16384)
+    )
+    write(folder / f"context_attention__{engine}.csv.gz", header, prompts)
+    header = (
+        "moe_dtype,num_tokens,hidden_size,inter_size,topk,num_experts,moe_tp_size,moe_ep_size,distribution,latency_ms"
+    )
+    shapes = product(("bfloat16", "fp8_block"), (1, 64, 8192), ((1, 1), (2, 1), (1, 2)), ("balanced", "power_law_1.01"))
+    experts = ((d, n, 2048, 768, 8, 128, tp, ep, how, moe_ms(n, tp * ep)) for d, n, (tp, ep), how in shapes)
+    write(folder / f"moe__{engine}.csv.gz", header, experts)
+    reduces = (
+        ("bfloat16", gpus, size, reduce_ms(size, gpus, way == "graph"), f"{engine.partition('_')[0]}_{way}")
+        for gpus, size, way in product((2, 4), (128, 2**20, 2**26), ("graph", "eager"))
+    )
+    write(
+        folder / f"custom_allreduce__{engine}.csv.gz",
+        "allreduce_dtype,num_gpus,message_size,latency_ms,backend",
+        reduces,
+    )
+    gathers = (("all_gather", "half", gpus, size, gather_ms(size)) for gpus, size in product((2, 4), (256, 2**27)))
+    write(folder / "nccl__nccl_2.0.csv.gz", "op_name,nccl_dtype,num_gpus,message_size,latency_ms", gathers)
+    return folder

@@ -1,0 +1,141 @@
+"""Tables of engines: a step is the sum of its kernels as measured and of its terms; what is missing is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import engine_folder
+import pytest
+from engine_folder import decode_ms, gather_ms, gemm_ms, moe_ms, prompt_ms, reduce_ms
+from plans import plan as a_plan
+
+from cbsim.cost import engine_files
+from cbsim.cost.cpu import CpuCost
+from cbsim.cost.engine_cost import EngineCost, Terms, elementwise_bytes
+from cbsim.cost.engine_tables import EngineTables, Share
+from cbsim.cost.lookup import Attention
+from cbsim.scenario import shapes
+from cbsim.scenario.fields import ScenarioError
+
+LLAMA = shapes.model("llama-3.1-8b")
+EXPERTS = shapes.model("qwen3-30b-a3b")
+ENGINE = "vllm_0.1.0"
+NS = 1e6
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return engine_folder.make(tmp_path / "card")
+
+
+def test_products_of_a_layer_are_those_of_a_gpus_share(folder: Path) -> None:
+    """QKV, output, gate with up, down; a GPU of two has half of each. Times are linear in n k here, so that
+    interpolation on a logarithmic scale is off by what it has to be off: between neighbours, never outside them.
+    """
+    tables = EngineTables(folder, ENGINE, LLAMA, Share(2))
+    shapes_ = [(3072, 4096), (4096, 2048), (14336, 4096), (4096, 7168)]
+    exact = 32 * sum(gemm_ms(256, n, k) for n, k in shapes_)
+    assert tables.linear_ns(256) / NS == pytest.approx(exact, rel=0.35)
+    assert tables.linear_ns(4096) > 10 * tables.linear_ns(256)
+
+
+def test_what_was_measured_comes_back(folder: Path) -> None:
+    tables = EngineTables(folder, ENGINE, LLAMA.model_copy(update={"hidden": 1024, "vocab": 8192}), Share())
+    assert tables.head_ns(256) / NS == pytest.approx(gemm_ms(256, 8192, 1024))
+    assert tables.decode_ns(64, 1024) / NS == pytest.approx(32 * decode_ms(64, 1024, 32))
+    assert tables.prompt_ns(Attention(1024, 0, 0, 0, 0)) / NS == pytest.approx(32 * prompt_ms(1024))
+    assert tables.reduce_ns(64, graph=True) == 0.0
+
+
+def test_an_all_reduce_is_of_the_residual_stream_and_cheaper_in_a_graph(folder: Path) -> None:
+    tables = EngineTables(folder, ENGINE, LLAMA, Share(2))
+    for graph in (True, False):
+        assert tables.reduce_ns(256, graph=graph) / NS == pytest.approx(reduce_ms(2**20, 2, graph))
+
+
+def test_heads_that_were_not_measured_lie_between(folder: Path) -> None:
+    """Of 6 query heads with 2 of keys and values, 4 and 8 were measured: half-way. Of 12 with 4, no fewer were."""
+    six = LLAMA.model_copy(update={"heads": 6, "kv_heads": 2})
+    half = EngineTables(folder, ENGINE, six, Share())
+    assert half.decode_ns(64, 1024) / NS == pytest.approx(32 * decode_ms(64, 1024, 6))
+    with pytest.raises(
+        ScenarioError, match=r"generation_attention.*no rows of 12 query heads with 4 .*found: 16, 32\)"
+    ):
+        EngineTables(folder, ENGINE, LLAMA.model_copy(update={"heads": 12, "kv_heads": 4}), Share())
+
+
+def test_the_head_gathers_its_shares(folder: Path) -> None:
+    model = LLAMA.model_copy(update={"hidden": 1024, "vocab": 16384})
+    tables = EngineTables(folder, ENGINE, model, Share(2))
+    assert tables.head_ns(16) / NS == pytest.approx(gemm_ms(16, 8192, 1024) + gather_ms(16 * 16384))
+
+
+@pytest.mark.parametrize("share", [Share(2, 1), Share(2, 2)])
+def test_experts_are_looked_up_at_the_gpus_share(folder: Path, share: Share) -> None:
+    tables = EngineTables(folder, ENGINE, EXPERTS, share)
+    assert tables.experts_ns(64) / NS == pytest.approx(48 * moe_ms(64, 2))
+
+
+def test_the_fastest_of_the_cards_engines_counts_for_products(folder: Path) -> None:
+    """Tables taken with the host launching each kernel are too slow: another engine's can only mend that."""
+    engine_folder.make(folder, "vllm_0.2.0", slower=3.0)
+    quick, slow = (EngineTables(folder, engine, LLAMA, Share()) for engine in (ENGINE, "vllm_0.2.0"))
+    own = EngineTables(folder, "vllm_0.2.0", LLAMA, Share(), fastest=False)
+    assert slow.linear_ns(16) == quick.linear_ns(16)
+    assert own.linear_ns(16) == pytest.approx(3 * quick.linear_ns(16))
+
+
+def test_a_step_is_the_sum_of_its_kernels_and_terms(folder: Path) -> None:
+    """The formula of the module, term by term, for 64 decoding rows and a chunk of 192 tokens on two GPUs."""
+    tables = EngineTables(folder, ENGINE, LLAMA, Share(2))
+    terms = Terms(7000.0, 300.0, 20.0, 1000.0, 2.0, 1.5, 1.1, 1.3, 1.0)
+    plan = a_plan(64, 64 * 1023, ((0, 192),))
+    cost = EngineCost(CpuCost({}), tables, terms, LLAMA, tensor=2, bytes_ns=4000.0, captured=512, launch_ns=0.0)
+    reduces = 2 * 32 + 1
+    kernels = 1.1 * tables.linear_ns(256) + 1.5 * tables.decode_ns(64, 1024)
+    kernels += tables.prompt_ns(Attention(192, 0, 0, 0, 0)) + tables.head_ns(65)
+    kernels += reduces * tables.reduce_ns(256, graph=True)
+    added = 7000 + 32 * 300 + 65 * 20 + reduces * 1000 + 2 * 256 * 32 * elementwise_bytes(LLAMA, 2) / 4000
+    assert cost.gpu_ns(plan, 256) == (0, pytest.approx(kernels + added, abs=1), 0)
+    larger = cost.gpu_ns(plan, 4096)[1] - cost.gpu_ns(plan, 513)[1]
+    eager = reduces * (tables.reduce_ns(4096, graph=False) - tables.reduce_ns(513, graph=False))
+    bytes_ns = 2 * (4096 - 513) * 32 * elementwise_bytes(LLAMA, 2) / 4000
+    assert larger == pytest.approx(1.3 * (tables.linear_ns(4096) - tables.linear_ns(513)) + eager + bytes_ns, abs=3)
+
+
+def test_the_nearest_version_is_taken_and_said(folder: Path) -> None:
+    for version in ("vllm_0.14.0", "vllm_0.24.0", "trtllm_1.2.0rc5"):
+        engine_folder.make(folder, version)
+    assert engine_files.nearest(folder, "vllm", "0.18.0") == "vllm_0.14.0"
+    assert engine_files.nearest(folder, "vllm", "0.20.1") == "vllm_0.24.0"
+    assert engine_files.nearest(folder, "vllm", None) == "vllm_0.24.0"
+    assert engine_files.nearest(folder, "sglang", None) is None
+    assert engine_files.meant(folder, "trtllm") == "trtllm_1.2.0rc5"
+    with pytest.raises(ScenarioError, match=r"cost\.engine: got vllm_9\.9, expected one of .*vllm_0\.24\.0"):
+        engine_files.meant(folder, "vllm_9.9")
+
+
+@pytest.mark.parametrize(
+    ("change", "share", "message"),
+    [
+        ({"head_dim": 64}, Share(), r"model\.head_dim: got 64, must be 128"),
+        ({"attention": ("sliding 128",)}, Share(), r"model\.attention: got windows, must be full"),
+        ({}, Share(3), r"cost\.tensor_parallel: got 3, must divide heads \(32\)"),
+        ({}, Share(2, 2), r"cost\.expert_parallel: got 2, must be 1: Llama-3\.1-8B has no experts"),
+        ({"weights_dtype": "int4"}, Share(), r"no products of int4_wo in the tables of vllm_0\.1\.0"),
+        ({"kv_heads": 16}, Share(), r"num_key_value_heads = 16 \(found: 2, 4, 8\)"),
+    ],
+)
+def test_what_no_table_holds_is_told(folder: Path, change: dict[str, object], share: Share, message: str) -> None:
+    with pytest.raises(ScenarioError, match=message):
+        EngineTables(folder, ENGINE, LLAMA.model_copy(update=change), share)
+
+
+def test_a_damaged_table_is_told_with_its_column(folder: Path) -> None:
+    path = folder / f"gemm__{ENGINE}.csv.gz"
+    engine_folder.write(path, "gemm_dtype,m,n,k,latency_ms", [("bfloat16", 1, 64, 64, "fast")])
+    with pytest.raises(ScenarioError, match=r"gemm__vllm_0\.1\.0\.csv\.gz: latency_ms: holds what is no number"):
+        EngineTables(folder, ENGINE, LLAMA, Share())
+    path.write_bytes(b"not a gzip file")
+    with pytest.raises(ScenarioError, match=r"gemm__vllm_0\.1\.0\.csv\.gz: cannot be read"):
+        EngineTables(folder, ENGINE, LLAMA, Share())
