@@ -14,6 +14,7 @@ from cbsim.cli.many_runs import executor
 from cbsim.machine.simulation import Simulation
 from cbsim.results import directory
 from cbsim.scenario import scenario
+from cbsim.scenario.fields import ScenarioError
 from cbsim.server import run_command
 from cbsim.server.run_command import RunOptions
 from cbsim.server.status import ERROR, OK
@@ -139,15 +140,20 @@ def study(name: str, out: Path | None, *, as_json: bool) -> int:
 
 
 def score(arguments: argparse.Namespace) -> int:
-    """Replay a recorded run and say how far off the simulator is."""
+    """Replay a recorded run, or all of a folder of request logs, and say how far off the simulator is."""
     from cbsim.draw import folder
     from cbsim.proof.recorded import verdict as validation
+    from cbsim.proof.request_logs import log
 
     out: Path | None = arguments.out
     if out is None and not arguments.json:
         out = Path("runs") / "score" / arguments.case.resolve().name
     if out is not None:
         folder.check(out)  # before the work, not after it
+    if log.is_one(arguments.case):
+        return _score_logs(arguments, out)
+    if arguments.where:
+        raise ScenarioError(f"--where: chooses runs of request logs; {arguments.case} holds no {log.REQUESTS}")
     validated = validation.validate(
         arguments.case,
         pack=arguments.data,
@@ -160,6 +166,19 @@ def score(arguments: argparse.Namespace) -> int:
     words += [word for change in arguments.set for word in ("--set", change)]
     words += ["--ablate"] if arguments.ablate else []
     return answer(validation.study(validated), out, words, "simulated against a recorded run", as_json=arguments.json)
+
+
+def _score_logs(arguments: argparse.Namespace, out: Path | None) -> int:
+    from cbsim.proof.request_logs import log, verdict
+
+    for option in ("data", "hardware", "ablate"):
+        if getattr(arguments, option):
+            raise ScenarioError(f"--{option}: is for a case with config.json; {arguments.case} holds {log.REQUESTS}")
+    made = verdict.study(arguments.case, arguments.where, arguments.set)
+    words = ["score", str(arguments.case)]
+    words += [word for condition in arguments.where for word in ("--where", condition)]
+    words += [word for change in arguments.set for word in ("--set", change)]
+    return answer(made, out, words, "simulated against recorded runs", as_json=arguments.json)
 
 
 def answer(made: Study, out: Path | None, words: Sequence[str], kind: str, *, as_json: bool) -> int:

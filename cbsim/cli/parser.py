@@ -181,9 +181,11 @@ def _cache_curve_arguments(curve: argparse.ArgumentParser) -> None:
 
 
 def _score_arguments(score: argparse.ArgumentParser) -> None:
-    score.add_argument("case", type=a_path, metavar="CASE", help="folder: config.json, meta.json, requests.jsonl, ...")
+    score.add_argument("case", type=a_path, metavar="CASE", help="folder: config.json, ...; or requests.csv.gz")
     score.add_argument("--data", type=a_path, metavar="DIR", help="pack of workloads and profiles (CASE/../..)")
     score.add_argument("--hardware", metavar="NAME", help="data sheet of the case's GPU: a name or a file")
+    about = "of a folder with requests.csv.gz: which runs, such as run=vllm-70b,scenario=sharegpt,qps=0.5 (all)"
+    score.add_argument("--where", action="append", default=[], metavar="FIELD=VALUE", help=about)
     score.add_argument("--ablate", action="store_true", help="repeat it without one part of the model at a time")
     score.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field of the case's scenario"

@@ -137,7 +137,7 @@ def balance(
         scores = [_score(server, inbox) for server, inbox in zip(servers, inboxes, strict=True)]
         inbox = inboxes[scores.index(min(scores))]
         inbox.put(spec)
-        _wake(env, inbox)
+        wake(env, inbox)
     for inbox in inboxes:
         news, inbox.news = inbox.news, None
         news.succeed()
@@ -147,6 +147,7 @@ def _score(server: Balanced, inbox: Inbox) -> int:
     return WAITING_WEIGHT * (len(server.waiting) + len(inbox)) + len(server.running)
 
 
-def _wake(env: simpy.Environment, inbox: Inbox) -> None:
+def wake(env: simpy.Environment, inbox: Inbox) -> None:
+    """Tell a server that its inbox was fed."""
     news, inbox.news = inbox.news, env.event()
     news.succeed()

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import simpy
 
+from cbsim.cost.base import Cost
 from cbsim.cost.table import TableCost
 from cbsim.machine import simulate
 from cbsim.machine.device import Device, OneGpu
@@ -23,7 +24,7 @@ from cbsim.results.record import Record
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.server import assemble
-from cbsim.server.inbox import Inbox
+from cbsim.server.inbox import Client, Inbox
 from cbsim.workload import generators
 from cbsim.workload.generators import Workload
 
@@ -113,10 +114,29 @@ def replay(case: Case, scenario: Scenario) -> Replayed:
         records = [server.record]
     else:
         records = _side_by_side(scenario, load, case.ranks)
+    return replayed(records)
+
+
+def replayed(records: Sequence[Record]) -> Replayed:
+    """What the servers with these records did. Raises ScenarioError if one has refused a request."""
     for spec, reason in (refusal for record in records for refusal in record.refusals.items()):
         raise ScenarioError(f"kv_cache, scheduler: request {spec.id} cannot be served: {reason}")
     tables = [Steps.of(record) for record in records]
     return Replayed(_served(records, tables), tables, records[0].total_blocks)
+
+
+def fed(
+    env: simpy.Environment, scenario: Scenario, cost: Cost, device: Device, client: Client
+) -> tuple[Machine, Inbox]:
+    """A server that has started, and its inbox, which is fed while it runs."""
+    loop = scenario.loop.mode
+    policy = assemble.scheduler(scenario, loop)
+    record = Record(policy.pool.num_blocks)
+    inbox = Inbox(client, record)
+    inbox.news = env.event()
+    machine = Machine(policy, cost, simulate.graphs(scenario, policy), device, inbox, record, depth(loop))
+    env.process(machine.run(env))
+    return machine, inbox
 
 
 def _side_by_side(scenario: Scenario, load: Workload, ranks: int) -> list[Record]:
@@ -129,20 +149,10 @@ def _side_by_side(scenario: Scenario, load: Workload, ranks: int) -> list[Record
         devices = Lockstep(env, cost, ranks).ranks
     else:
         devices = [OneGpu(cost, depth=depth(loop), overlap=scenario.loop.streams) for _ in range(ranks)]
-    machines, inboxes, policies = [], [], []
-    for device in devices:
-        policy = assemble.scheduler(scenario, loop)
-        record = Record(policy.pool.num_blocks)
-        inbox = Inbox(Workload([], 0), record)
-        inbox.news = env.event()
-        machine = Machine(policy, cost, simulate.graphs(scenario, policy), device, inbox, record, depth(loop))
-        env.process(machine.run(env))
-        machines.append(machine)
-        inboxes.append(inbox)
-        policies.append(policy)
-    env.process(balance(env, load.open, inboxes, policies))
+    fleet = [fed(env, scenario, cost, device, Workload([], 0)) for device in devices]
+    env.process(balance(env, load.open, [inbox for _, inbox in fleet], [machine.scheduler for machine, _ in fleet]))
     env.run()
-    return [machine.record for machine in machines]
+    return [machine.record for machine, _ in fleet]
 
 
 def _served(records: Sequence[Record], tables: Sequence[Steps]) -> Served:

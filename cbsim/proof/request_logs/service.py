@@ -1,0 +1,101 @@
+"""Servers behind a Kubernetes service, and the client that reaches them: a request goes where its connection leads.
+
+The service leads a new connection to a server at random, and knows nothing of requests. The client (openai's, on httpx)
+keeps connections: a request takes the oldest that is idle, and opens one if there is none. One that was idle for
+KEPT_S is closed. So load is uneven for as long as connections live, and not for a request's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import simpy
+
+from cbsim.machine.device import OneGpu
+from cbsim.machine.lockstep import wake
+from cbsim.policy.request import RequestSpec
+from cbsim.proof.recorded.reenactment import Replayed, fed, replayed
+from cbsim.results.columns import NS
+from cbsim.scenario.scenario import Scenario, depth
+from cbsim.server import assemble
+from cbsim.server.inbox import Inbox
+
+KEPT_S = 5.0
+"""httpx's keepalive_expiry, and vLLM's timeout_keep_alive."""
+
+
+class _Connection:
+    """To `server`; idle from `idle_ns` on, None while a request is on it."""
+
+    def __init__(self, server: int) -> None:
+        self.server = server
+        self.idle_ns: int | None = None
+
+    def open(self, now_ns: int) -> bool:
+        return self.idle_ns is None or now_ns - self.idle_ns < KEPT_S * NS
+
+    def idle(self, now_ns: int) -> bool:
+        return self.idle_ns is not None and self.idle_ns <= now_ns
+
+
+class Connections:
+    """The client of all servers. Nobody follows or gives up."""
+
+    open: Sequence[RequestSpec] = ()
+
+    def __init__(self, servers: int, seed: int) -> None:
+        self.cancels: list[tuple[int, RequestSpec]] = []
+        self._servers, self._random = servers, np.random.default_rng(seed)
+        self._pool: list[_Connection] = []  # oldest first
+        self._busy: dict[int, _Connection] = {}  # by index of the request
+
+    def server(self, spec: RequestSpec, now_ns: int) -> int:
+        """Where a request goes that is sent now."""
+        self._pool = [each for each in self._pool if each.open(now_ns)]
+        connection = next((each for each in self._pool if each.idle(now_ns)), None)
+        if connection is None:
+            connection = _Connection(int(self._random.integers(self._servers)))
+            self._pool.append(connection)
+        connection.idle_ns = None
+        self._busy[spec.index] = connection
+        return connection.server
+
+    def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
+        self._busy.pop(spec.index).idle_ns = now_ns
+        return []
+
+
+class Service(NamedTuple):
+    """What the servers did, and the tokens that they found in their caches when they first admitted a request."""
+
+    replayed: Replayed
+    found_tokens: int
+
+
+def serve(scenario: Scenario, specs: Sequence[RequestSpec], servers: int, front_s: float, seed: int) -> Service:
+    """The requests on so many servers, each at its own pace. Raises ScenarioError if one is refused."""
+    env, cost, client = simpy.Environment(), assemble.cost_model(scenario), Connections(servers, seed)
+    devices = [OneGpu(cost, depth=depth(scenario.loop.mode), overlap=scenario.loop.streams) for _ in range(servers)]
+    fleet = [fed(env, scenario, cost, device, client) for device in devices]
+    env.process(_send(env, specs, client, [inbox for _, inbox in fleet], round(front_s * NS)))
+    env.run()
+    records = [machine.record for machine, _ in fleet]
+    found = sum(row.cached_tokens for record in records for row in record.requests())
+    return Service(replayed(records), found)
+
+
+def _send(
+    env: simpy.Environment, specs: Sequence[RequestSpec], client: Connections, inboxes: Sequence[Inbox], front_ns: int
+) -> Generator[Any, Any, None]:
+    """The SimPy process of the client: a request takes its connection at its launch."""
+    launches = [env.timeout(spec.arrival_ns - front_ns) for spec in specs]
+    for spec, launch in zip(specs, launches, strict=True):
+        yield launch
+        inbox = inboxes[client.server(spec, int(env.now))]
+        inbox.put(spec)
+        wake(env, inbox)
+    for inbox in inboxes:
+        news, inbox.news = inbox.news, None
+        news.succeed()
