@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,8 +73,8 @@ def read(folder: Path) -> list[Log]:
     path = folder / REQUESTS
     with text(path) as file:
         table = CsvTable(path, file, COLUMNS)
-        rows = [(_key(table, cells), *_numbers(table, cells)) for cells in table.rows(None)]
-    logs = [_log(key, [row[1:] for row in part]) for key, part in groupby(rows, key=lambda row: row[0])]
+        rows = [(_key(table, cells), _numbers(table, cells)) for cells in table.rows(None)]
+    logs = [_log(key, [numbers for _, numbers in part]) for key, part in groupby(rows, key=itemgetter(0))]
     if not logs:
         raise ScenarioError(f"{path}: holds no requests")
     twice = [log.key for at, log in enumerate(logs) if log.key in {other.key for other in logs[:at]}]

@@ -2,7 +2,9 @@
 
 The service leads a new connection to a server at random, and knows nothing of requests. The client (openai's, on httpx)
 keeps connections: a request takes the oldest that is idle, and opens one if there is none. One that was idle for
-KEPT_S is closed. So load is uneven for as long as connections live, and not for a request's time.
+KEPT_S is closed. So load is uneven for as long as connections live, and not for a request's time. The logs show it: at
+2 to 3 short requests a second the recorded median TTFT is that of one server or that of two, never one between, as it
+would be if every request were led anew.
 """
 
 from __future__ import annotations

@@ -112,20 +112,35 @@ def _calibration(scored: Sequence[Scored]) -> list[Table]:
 
 
 def _left(left: Sequence[Left]) -> Table:
-    rows = []
-    for run, scenario, reason in dict.fromkeys((each.key.run, each.key.scenario, each.reason) for each in left):
-        of = [each for each in left if (each.key.run, each.key.scenario, each.reason) == (run, scenario, reason)]
-        rows.append((f"{run} {scenario}", str(len(of)), f"{sum(each.requests for each in of):,}", reason))
+    rows = [
+        (f"{_short(of[0].key.run)} {of[0].key.scenario}", str(len(of)), f"{_requests(of):,}", of[0].reason)
+        for of in _alike(left)
+    ]
     return Table("Not built", ("runs", "rates", "requests", "why"), rows)
+
+
+def _alike(left: Sequence[Left]) -> list[list[Left]]:
+    """By run, scenario and reason, in order."""
+    groups: dict[tuple[str, str, str], list[Left]] = {}
+    for each in left:
+        groups.setdefault((each.key.run, each.key.scenario, each.reason), []).append(each)
+    return list(groups.values())
+
+
+def _requests(runs: Sequence[Scored | Left]) -> int:
+    return sum(each.requests for each in runs)
 
 
 def _findings(scored: Sequence[Scored], left: Sequence[Left], overrides: Sequence[str]) -> list[str]:
     of = [each for each in scored if not each.calibrated]
     means = ", ".join(f"{metric.upper()} {_mape(of, metric, 'mean')}" for metric in METRICS) if of else "none"
-    requests = sum(each.requests for each in scored)
+    drawn = [each.number(metric, "mean") for each in of if each.servers > 1 for metric in METRICS]
+    inside = sum(number.low_s <= number.score.measured_s <= number.high_s for number in drawn)
     findings = [
-        f"{len(scored)} runs with {requests:,} requests were built, {len(left)} were not.",
+        f"{len(scored)} runs with {_requests(scored):,} requests were built, {len(left)} were not.",
         f"Mean absolute errors of the means, over the {len(of)} runs that were not looked at: {means}.",
+        f"Of several servers, {inside} of {len(drawn)} recorded means lie within the {DRAWS} draws; if they were another "
+        f"draw, {(DRAWS - 1) / (DRAWS + 1):.0%} would.",
         "Of a run itself nothing enters but when its client sent each request, how long prompt and output were.",
     ]
     return [*findings, f"Changed: {', '.join(overrides)}."] if overrides else findings
@@ -151,19 +166,29 @@ def _data(scored: Sequence[Scored], left: Sequence[Left], overrides: Sequence[st
                 "hits": round(each.hits, 4),
                 "preemptions": each.preemptions,
                 "chosen_by_it": each.calibrated,
-                "errors": [_plain(number) for number in each.numbers],
+                "errors": [_plain(number, each.servers) for number in each.numbers],
             }
             for each in scored
         ],
-        "not_built": [{**each.key._asdict(), "requests": each.requests, "reason": each.reason} for each in left],
+        "not_built": [
+            {
+                "run": of[0].key.run,
+                "scenario": of[0].key.scenario,
+                "qps": ", ".join(f"{each.key.qps:g}" for each in of),
+                "requests": _requests(of),
+                "reason": of[0].reason,
+            }
+            for of in _alike(left)
+        ],
     }
 
 
-def _plain(number: Ranged) -> dict[str, Any]:
-    error = number.score.error
-    values = {**number.score._asdict(), "low_s": number.low_s, "high_s": number.high_s}
-    rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
-    return {**rounded, "error": round(error, 4) if isfinite(error) else None}
+def _plain(number: Ranged, servers: int) -> dict[str, Any]:
+    """Seconds to the microsecond; the range of the draws where there are several."""
+    values = {**number.score._asdict(), "error": number.score.error if isfinite(number.score.error) else None}
+    if servers > 1:
+        values |= {"low_s": number.low_s, "high_s": number.high_s}
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
 
 
 def _chart(scored: Sequence[Scored]) -> Chart:
