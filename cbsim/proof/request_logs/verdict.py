@@ -134,16 +134,22 @@ def _requests(runs: Sequence[Scored | Left]) -> int:
 def _findings(scored: Sequence[Scored], left: Sequence[Left], overrides: Sequence[str]) -> list[str]:
     of = [each for each in scored if not each.calibrated]
     means = ", ".join(f"{metric.upper()} {_mape(of, metric, 'mean')}" for metric in METRICS) if of else "none"
-    drawn = [each.number(metric, "mean") for each in of if each.servers > 1 for metric in METRICS]
-    inside = sum(number.low_s <= number.score.measured_s <= number.high_s for number in drawn)
     findings = [
         f"{len(scored)} runs with {_requests(scored):,} requests were built, {len(left)} were not.",
         f"Mean absolute errors of the means, over the {len(of)} runs that were not looked at: {means}.",
-        f"Of several servers, {inside} of {len(drawn)} recorded means lie within the {DRAWS} draws; if they were another "
-        f"draw, {(DRAWS - 1) / (DRAWS + 1):.0%} would.",
+        *_drawn([each for each in of if each.servers > 1]),
         "Of a run itself nothing enters but when its client sent each request, how long prompt and output were.",
     ]
     return [*findings, f"Changed: {', '.join(overrides)}."] if overrides else findings
+
+
+def _drawn(scored: Sequence[Scored]) -> list[str]:
+    """How often the recorded run could be another draw: one of n + 1 is neither the least nor the largest of them."""
+    numbers = [each.number(metric, "mean") for each in scored for metric in METRICS]
+    inside = sum(number.low_s <= number.score.measured_s <= number.high_s for number in numbers)
+    expected = f"were they another draw, {(DRAWS - 1) / (DRAWS + 1):.0%} would"
+    said = f"{inside} of {len(numbers)} recorded means of several servers lie within the {DRAWS} draws; {expected}."
+    return [said] if numbers else []
 
 
 def _short(run: str) -> str:
