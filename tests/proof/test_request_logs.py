@@ -200,6 +200,8 @@ def test_where_chooses(data: Path) -> None:
         (("--where", "qps=7"), ("--where: qps", "'7'", "one of 2")),
         (("--ablate",), ("--ablate", "config.json")),
         (("--set", "cost.elementwise=-1"), ("cost.elementwise", "-1")),
+        (("--set", "loop.mode=both"), ("loop.mode", "'both'", "sync or async")),
+        (("--set", "kv_cache.num_blocks=20"), ("cannot be served", "the cache has 19")),
     ],
 )
 def test_words_that_make_no_sense(data: Path, words: Sequence[str], told: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from cbsim.machine.lockstep import wake
 from cbsim.policy.request import RequestSpec
 from cbsim.proof.recorded.reenactment import Replayed, fed, replayed
 from cbsim.results.columns import NS
+from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.server import assemble
 from cbsim.server.inbox import Inbox
@@ -78,6 +79,8 @@ class Service(NamedTuple):
 
 def serve(scenario: Scenario, specs: Sequence[RequestSpec], servers: int, front_s: float, seed: int) -> Service:
     """The requests on so many servers, each at its own pace. Raises ScenarioError if one is refused."""
+    if scenario.loop.mode == "both":
+        raise ScenarioError("loop.mode: got 'both', expected sync or async: a recorded run has one loop")
     env, cost, client = simpy.Environment(), assemble.cost_model(scenario), Connections(servers, seed)
     devices = [OneGpu(cost, depth=depth(scenario.loop.mode), overlap=scenario.loop.streams) for _ in range(servers)]
     fleet = [fed(env, scenario, cost, device, client) for device in devices]
