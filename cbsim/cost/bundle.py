@@ -31,14 +31,24 @@ EVERY_LAYER = ("pre_attn", "post_attn", "mlp_dense", "mlp_moe")
 
 
 class Experts(NamedTuple):
-    """A mixture of experts: how many a layer has, and how many a token goes through."""
+    """A mixture of experts: how many a layer has, how many a token goes through, and the two widths of each."""
 
     total: int
     per_token: int
+    hidden: int
+    intermediate: int
 
     def hit(self, tokens: int, ranks: int) -> float:
         """Experts of one of `ranks` GPUs that `tokens` tokens reach, on average, if all are equally likely."""
         return self.total / ranks * (1 - (1 - self.per_token / self.total) ** tokens)
+
+    def skipped(self) -> float:
+        """What a pair of a token and an expert that lives elsewhere writes, in units of one expert's weights.
+
+        vLLM's kernels run over all gathered pairs. For these both products write zeros, the activation between them
+        runs, and the sum behind them adds zeros; what was just written is read from the cache.
+        """
+        return (3 * self.intermediate + self.hidden) / (3 * self.hidden * self.intermediate)
 
 
 class Bundle:
@@ -64,6 +74,7 @@ class Bundle:
             problem = f"got {meta.get('architecture')!r}; either it or the model has experts, but not both"
             raise ScenarioError(f"{folder / 'meta.yaml'}: architecture: {problem}")
         self._skew = _Skew(place / "skew.csv") if _enabled(meta) else None
+        self._expert_us = _expert_us(self._moe, experts) if self._moe and experts else 0.0
         self._by_tokens: dict[int, float] = {}
         self._by_rows: dict[int, float] = {}
 
@@ -90,11 +101,14 @@ class Bundle:
 
     def experts_ns(self, tokens: int, ranks: int) -> float:
         """Every GPU computes the token-expert pairs of its own experts, which on average are as many as its own tokens
-        have: `tokens` tokens, that hit the experts which all `ranks` x `tokens` tokens reach here.
+        have: `tokens` tokens, that hit the experts which all `ranks` x `tokens` tokens reach here. Beside them it
+        skips the other pairs that were gathered.
         """
         if self._moe is None or self._experts is None:
             return 0.0
-        return NS_A_US * self._layers * self._moe(tokens, self._experts.hit(ranks * tokens, ranks))
+        skipped = (ranks - 1) * tokens * self._experts.per_token * self._experts.skipped()
+        own = self._moe(tokens, self._experts.hit(ranks * tokens, ranks))
+        return NS_A_US * self._layers * (own + skipped * self._expert_us)
 
 
 class _Skew:
@@ -194,3 +208,9 @@ def _attention(path: Path) -> Ladder:
 def _moe(path: Path) -> Ladder:
     rows = _numbers(path, ("tokens", "activated_experts", "time_us"))
     return Ladder({tuple(at): time for *at, time in rows}.items())
+
+
+def _expert_us(moe: Ladder, experts: Experts) -> float:
+    """To read one expert's weights: what one more takes where the fewest tokens that can reach all of them do."""
+    tokens, half = experts.total / experts.per_token, experts.total / 2
+    return (moe(tokens, experts.total) - moe(tokens, half)) / half

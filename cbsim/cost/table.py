@@ -31,8 +31,11 @@ class Link(NamedTuple):
         return 2 * (ranks - 1) * (self.latency_ns + size_bytes / ranks / self.bytes_ns)
 
     def gather_ns(self, sizes_bytes: Sequence[float]) -> float:
-        """All-gather of so much from each, or a reduce-scatter back: p - 1 messages, and who has least gets most."""
-        return (len(sizes_bytes) - 1) * self.latency_ns + (len(sizes_bytes) - 1) * sum(sizes_bytes) / len(sizes_bytes) / self.bytes_ns
+        """All-gather of so much from each, or a reduce-scatter back: p - 1 messages of the mean size. The two ways of a
+        link share it: one that carries less leaves its part to the other.
+        """
+        ranks = len(sizes_bytes)
+        return (ranks - 1) * (self.latency_ns + sum(sizes_bytes) / ranks / self.bytes_ns)
 
 
 class Group(NamedTuple):

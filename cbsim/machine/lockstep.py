@@ -2,9 +2,10 @@
 
 Every rank is a server of its own, with its queue, its cache and its loop. A wave is one step of all of them: it starts
 when every rank that has something to run has launched it, takes what the slowest takes, and ends for all at once. A
-rank without requests takes part with a token of nobody; one that gets its first after the others have planned theirs waits
-for the next wave. Requests go to the rank with the lowest 4 x waiting + running, as vLLM's client balances (it knows
-the counts of up to 0.1 s before; here they are those of the moment).
+rank without requests takes part with a token of nobody; one that gets its first after the others have planned theirs
+waits for the next wave. Where all steps have a CUDA graph, all ranks are padded to the largest, else none is. Requests
+go to the rank with the lowest 4 x waiting + running, as vLLM's client balances (it knows the counts of up to 0.1 s
+before; here they are those of the moment).
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Lockstep:
             step.event.succeed()
 
     def _tokens(self, steps: Sequence[_Launched]) -> list[int]:
-        """Where all steps have a graph, all ranks are padded to the largest; else each computes its own."""
+        """What every rank computes, those of `steps` first."""
         tokens = [step.shape.tokens for step in steps] + [1] * (len(self.ranks) - len(steps))
         return tokens if any(step.shape.eager for step in steps) else [max(tokens)] * len(tokens)
 

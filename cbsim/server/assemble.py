@@ -130,7 +130,9 @@ def _tables(model: ModelShape, settings: TableSettings) -> Tables:
     place = catalog.tables(settings.path)
     if not place.is_dir():
         return kernels.Kernels(place, settings.tensor_parallel, model)
-    experts = bundle.Experts(model.experts, model.experts_per_token) if model.experts else None
+    experts = None
+    if model.experts:
+        experts = bundle.Experts(model.experts, model.experts_per_token, model.hidden, model.intermediate)
     return bundle.Bundle(place, settings.tensor_parallel, model.layers, experts)
 
 
