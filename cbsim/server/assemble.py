@@ -133,7 +133,8 @@ def _tables(model: ModelShape, settings: TableSettings) -> Tables:
     experts = None
     if model.experts:
         experts = bundle.Experts(model.experts, model.experts_per_token, model.hidden, model.intermediate)
-    return bundle.Bundle(place, settings.tensor_parallel, model.layers, experts)
+    ranks = settings.tensor_parallel
+    return bundle.Bundle(place, ranks, model.layers, experts, max(1, model.kv_heads // ranks))
 
 
 def _roofline(scenario: Scenario, settings: RooflineSettings, cpu: CpuCost) -> RooflineCost:

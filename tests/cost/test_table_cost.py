@@ -233,6 +233,24 @@ def test_a_longest_row_of_twice_the_mean_by_hand(tmp_path: Path) -> None:
     assert model._tables.attention_ns(work, skew=True) == model._tables.attention_ns(work, skew=False)
 
 
+@pytest.mark.parametrize(("rows", "share"), [(2, 0.5), (6, 0.5), (7, 16 / 7 / 2), (8, 1.0), (12, 2 / 3), (16, 0.5)])
+def test_a_batch_is_found_among_those_whose_contexts_are_split_or_are_not(
+    rows: int, share: float, tmp_path: Path
+) -> None:
+    """128 multiprocessors and 32 KV heads: 0.8 x 256 blocks are 6.4 rows. The profile has batches of 2 and of 16, which
+    wait for half of the way. Up to 6 rows as with 2; from 7 on the wait is that of 16 rows in microseconds, so its
+    share of a way that grows with the rows is 16/rows as large, at most all of it."""
+    packs.bundle(tmp_path, skew=True)
+    meta = {"architecture": "tiny", "skew_fit": {"enabled": True}, "gpu": "NVIDIA GeForce RTX 4090"}
+    packs.write(tmp_path / "meta.yaml", meta)
+    tables = Bundle(tmp_path, 1, LAYERS, None, kv_heads=32)
+    at_mean, at_longest = (packs.attention_us(0, 0, rows, context) for context in (64, 128))
+    expected = at_mean + min(1.0, share) * (at_longest - at_mean)
+    work = Attention(0, 0, rows, 64, 128)
+    assert tables.attention_ns(work, skew=True) == pytest.approx(1000 * LAYERS * expected)
+    assert tables.attention_ns(work, skew=False) == pytest.approx(1000 * LAYERS * at_mean)
+
+
 def test_skew_is_off_where_the_profile_says_so(tmp_path: Path) -> None:
     """meta.yaml with skew_fit.enabled false: skew.csv is not even read; nor is it used when the scenario says no."""
     packs.bundle(tmp_path, skew=True)
