@@ -188,8 +188,8 @@ def _enabled(meta: dict[str, Any]) -> bool:
 
 
 def _whole_rows(meta: dict[str, Any], kv_heads: int | None) -> float:
-    """Decoding rows from which FlashAttention 2 splits no context (its `num_splits_heuristic`): a block for each row and
-    KV head, they fill four fifths of two blocks a multiprocessor. Infinite where the GPU is not known.
+    """Decoding rows from which FlashAttention 2 splits no context, as its `num_splits_heuristic` has it: a block for a
+    row and KV head, they fill four fifths of two blocks a multiprocessor. Infinite where the GPU is not known.
     """
     multiprocessors = MULTIPROCESSORS.get(meta.get("gpu", ""))
     return 0.8 * 2 * multiprocessors / kv_heads if multiprocessors and kv_heads else inf
