@@ -6,14 +6,16 @@ interpolate; heads that were not measured lie between those that were, linearly.
 
 A product takes what the fastest of the card's engines takes: all compute it with the same few libraries, and some
 tables were taken with the host launching every kernel, which can only add. An engine's own tables alone are used if
-that is wanted.
+that is wanted. Attention takes no longer than was measured for as many rows and tokens or more: single outliers, which
+tables have, would else stand for all work near them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from operator import le
 from pathlib import Path
 from typing import NamedTuple
 
@@ -175,7 +177,8 @@ class _Tables(NamedTuple):
             known = ", ".join(f"{heads:g}" for heads in sorted(by_heads)) or "none"
             raise ScenarioError(f"{path}: no rows of {query} query heads with {kv} of keys and values (found: {known})")
         weight = (query - fewer) / (more - fewer) if more > fewer else 0.0
-        return Blend(Ladder(by_heads[fewer].items()), Ladder(by_heads[more].items()), weight)
+        low, high = (Ladder(_no_slower_than_more(by_heads[heads]).items()) for heads in (fewer, more))
+        return Blend(low, high, weight)
 
     def all_reduces(self, gpus: int) -> dict[str, Ladder]:
         """By how they are launched: graph or eager, or any if that was not told apart."""
@@ -218,6 +221,11 @@ def _rows(batch: float, new: float, cached: float) -> tuple[float, ...]:
 def _prompts(batch: float, new: float, cached: float) -> tuple[float, ...] | None:
     """Query-key pairs of one prompt that is computed at once."""
     return (_pairs(new),) if (batch, cached) == (1, 0) else None
+
+
+def _no_slower_than_more(times: Mapping[tuple[float, ...], float]) -> dict[tuple[float, ...], float]:
+    """Of each point the least that was measured there or at one that is no smaller on any axis."""
+    return {at: min([ms for other, ms in times.items() if all(map(le, at, other))]) for at in times}
 
 
 def _pairs(tokens: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import engine_folder
@@ -69,6 +70,18 @@ def test_the_head_gathers_its_shares(folder: Path) -> None:
     model = LLAMA.model_copy(update={"hidden": 1024, "vocab": 16384})
     tables = EngineTables(folder, ENGINE, model, Share(2))
     assert tables.head_ns(16) / NS == pytest.approx(gemm_ms(16, 8192, 1024) + gather_ms(16 * 16384))
+
+
+def test_an_outlier_of_attention_does_not_stand_for_its_neighbours(folder: Path) -> None:
+    """64 rows over 1,024 tokens, measured as a second: no longer than 512 rows over as many, which stay as they are."""
+    path = folder / f"generation_attention__{ENGINE}.csv.gz"
+    point, text = "64,1,32,8,bfloat16,bfloat16,1023", gzip.decompress(path.read_bytes()).decode()
+    line = f"{point},{decode_ms(64, 1024, 32)}\n"
+    assert line in text
+    path.write_bytes(gzip.compress(text.replace(line, f"{point},1000\n").encode()))
+    tables = EngineTables(folder, ENGINE, LLAMA, Share())
+    for rows in (64, 512):
+        assert tables.decode_ns(rows, 1024) / NS == pytest.approx(32 * decode_ms(512, 1024, 32))
 
 
 @pytest.mark.parametrize("share", [Share(2, 1), Share(2, 2)])
