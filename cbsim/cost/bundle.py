@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from math import log2
+from math import inf, log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,23 +28,38 @@ from cbsim.scenario.rows import CsvTable, text
 NS_A_US = 1000.0
 ONCE = ("prologue", "head")
 EVERY_LAYER = ("pre_attn", "post_attn", "mlp_dense", "mlp_moe")
+MULTIPROCESSORS = {"NVIDIA GeForce RTX 4090": 128, "NVIDIA RTX PRO 6000 Blackwell Server Edition": 188}
 
 
 class Experts(NamedTuple):
-    """A mixture of experts: how many a layer has, and how many a token goes through."""
+    """A mixture of experts: how many a layer has, how many a token goes through, and the two widths of each."""
 
     total: int
     per_token: int
+    hidden: int
+    intermediate: int
 
     def hit(self, tokens: int, ranks: int) -> float:
         """Experts of one of `ranks` GPUs that `tokens` tokens reach, on average, if all are equally likely."""
         return self.total / ranks * (1 - (1 - self.per_token / self.total) ** tokens)
 
+    def skipped(self) -> float:
+        """What a pair of a token and an expert that lives elsewhere writes, in units of one expert's weights.
+
+        vLLM's kernels run over all gathered pairs. For these both products write zeros, the activation between them
+        runs, and the sum behind them adds zeros; what was just written is read from the cache.
+        """
+        return (3 * self.intermediate + self.hidden) / (3 * self.hidden * self.intermediate)
+
 
 class Bundle:
-    """The tables in `folder` of one tensor-parallel degree, for a model of `layers` layers. Raises ScenarioError."""
+    """The tables in `folder` of one tensor-parallel degree, for a model of `layers` layers, with `kv_heads` on each GPU
+    if known. Raises ScenarioError.
+    """
 
-    def __init__(self, folder: Path, tensor_parallel: int, layers: int, experts: Experts | None) -> None:
+    def __init__(
+        self, folder: Path, tensor_parallel: int, layers: int, experts: Experts | None, kv_heads: int | None = None
+    ) -> None:
         meta = _yaml(folder / "meta.yaml")
         place = folder / f"tp{tensor_parallel}"
         if not place.is_dir():
@@ -63,7 +78,8 @@ class Bundle:
         if (self._moe is None) != (experts is None):
             problem = f"got {meta.get('architecture')!r}; either it or the model has experts, but not both"
             raise ScenarioError(f"{folder / 'meta.yaml'}: architecture: {problem}")
-        self._skew = _Skew(place / "skew.csv") if _enabled(meta) else None
+        self._skew = _Skew(place / "skew.csv", _whole_rows(meta, kv_heads)) if _enabled(meta) else None
+        self._expert_us = _expert_us(self._moe, experts) if self._moe and experts else 0.0
         self._by_tokens: dict[int, float] = {}
         self._by_rows: dict[int, float] = {}
 
@@ -90,11 +106,14 @@ class Bundle:
 
     def experts_ns(self, tokens: int, ranks: int) -> float:
         """Every GPU computes the token-expert pairs of its own experts, which on average are as many as its own tokens
-        have: `tokens` tokens, that hit the experts which all `ranks` x `tokens` tokens reach here.
+        have: `tokens` tokens, that hit the experts which all `ranks` x `tokens` tokens reach here. Beside them it
+        skips the other pairs that were gathered.
         """
         if self._moe is None or self._experts is None:
             return 0.0
-        return NS_A_US * self._layers * self._moe(tokens, self._experts.hit(ranks * tokens, ranks))
+        skipped = (ranks - 1) * tokens * self._experts.per_token * self._experts.skipped()
+        own = self._moe(tokens, self._experts.hit(ranks * tokens, ranks))
+        return NS_A_US * self._layers * (own + skipped * self._expert_us)
 
 
 class _Skew:
@@ -103,11 +122,15 @@ class _Skew:
     A batch is found by its size, its longest context and the ratio of mean to longest, sizes on a logarithmic scale.
     Rows of equal length do not wait for each other: at ratio 1 the share is 0. Beyond the smallest and the
     largest value of an axis the edge holds; a line that ends before goes on, its share kept between 0 and 1.
+
+    From `whole` decoding rows on, and not below, attention leaves each context to one multiprocessor: a batch is found
+    among those of its kind. What the longest row adds does not depend on how many there are beside it, so between
+    `whole` and the next size that was measured the share falls with them.
     """
 
     COLUMNS = ("n", "pc", "kp", "kv_big", "kv_mean", "t_mean_us", "t_max_us", "t_skew_us")
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, whole: float) -> None:
         shots: dict[tuple[float, ...], list[float]] = defaultdict(list)
         for n, pc, kp, big, mean, at_mean, at_longest, measured in _numbers(path, self.COLUMNS):
             if at_longest > at_mean and big > 0 and n > 0:
@@ -118,11 +141,18 @@ class _Skew:
             raise ScenarioError(f"{path}: holds no usable rows")
         self._share = Ladder((at, sum(values) / len(values)) for at, values in shots.items())
         self._most = [max(at[axis] for at in shots) for axis in range(5)]
+        sizes = {round(2 ** at[2]) for at in shots}
+        self._whole = whole
+        self._split_size = max((size for size in sizes if size < whole), default=0)
+        self._whole_size = min((size for size in sizes if size >= whole), default=inf)
 
     def __call__(self, work: Attention) -> float:
         prefill, cached, decodes, context, longest = work
-        at = log2(1 + prefill), log2(1 + cached), log2(decodes), log2(longest), context / longest
-        return min(1.0, max(0.0, self._share(*map(min, at, self._most))))
+        rows: float = decodes
+        if not prefill and self._split_size < rows < self._whole_size:
+            rows = self._split_size if rows < self._whole else self._whole_size
+        at = log2(1 + prefill), log2(1 + cached), log2(rows or decodes), log2(longest), context / longest
+        return min(1.0, max(0.0, self._share(*map(min, at, self._most)) * max(1.0, rows / decodes)))
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -155,6 +185,14 @@ def _enabled(meta: dict[str, Any]) -> bool:
     """Did whoever made the tables find the skew correction sound?"""
     fit = meta.get("skew_fit")
     return bool(isinstance(fit, dict) and fit.get("enabled"))
+
+
+def _whole_rows(meta: dict[str, Any], kv_heads: int | None) -> float:
+    """Decoding rows from which FlashAttention 2 splits no context, as its `num_splits_heuristic` has it: a block for a
+    row and KV head, they fill four fifths of two blocks a multiprocessor. Infinite where the GPU is not known.
+    """
+    multiprocessors = MULTIPROCESSORS.get(meta.get("gpu", ""))
+    return 0.8 * 2 * multiprocessors / kv_heads if multiprocessors and kv_heads else inf
 
 
 def _known(names: Sequence[str], curves: dict[str, Ladder], path: Path, elsewhere: tuple[str, ...]) -> list[str]:
@@ -194,3 +232,9 @@ def _attention(path: Path) -> Ladder:
 def _moe(path: Path) -> Ladder:
     rows = _numbers(path, ("tokens", "activated_experts", "time_us"))
     return Ladder({tuple(at): time for *at, time in rows}.items())
+
+
+def _expert_us(moe: Ladder, experts: Experts) -> float:
+    """To read one expert's weights: what one more takes where the fewest tokens that can reach all of them do."""
+    tokens, half = experts.total / experts.per_token, experts.total / 2
+    return (moe(tokens, experts.total) - moe(tokens, half)) / half

@@ -30,9 +30,12 @@ class Link(NamedTuple):
         """Ring: 2 (p - 1) messages of a p-th of the data."""
         return 2 * (ranks - 1) * (self.latency_ns + size_bytes / ranks / self.bytes_ns)
 
-    def gather_ns(self, size_bytes: float, ranks: int) -> float:
-        """Ring all-gather of `size_bytes` from each, or a reduce-scatter back: p - 1 messages."""
-        return (ranks - 1) * (self.latency_ns + size_bytes / self.bytes_ns)
+    def gather_ns(self, sizes_bytes: Sequence[float]) -> float:
+        """All-gather of so much from each, or a reduce-scatter back: p - 1 messages of the mean size. The two ways of a
+        link share it: one that carries less leaves its part to the other.
+        """
+        ranks = len(sizes_bytes)
+        return (ranks - 1) * (self.latency_ns + sum(sizes_bytes) / ranks / self.bytes_ns)
 
 
 class Group(NamedTuple):
@@ -84,33 +87,35 @@ class TableCost:
         self._skew, self._launch_ns = skew, round(launch_ns)
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
-        return 0, self.lockstep_ns([plan], tokens), 0
+        return 0, self.lockstep_ns([plan], [tokens]), 0
 
-    def lockstep_ns(self, plans: Sequence[StepPlan], tokens: int, ranks: int = 1) -> int:
-        """Kernels of a step that `ranks` data-parallel GPUs take together, those of `plans` with work of their own.
+    def lockstep_ns(self, plans: Sequence[StepPlan], tokens: Sequence[int]) -> int:
+        """Kernels of a step that data-parallel GPUs take together, computing so many query tokens each; the first of
+        them have the work of `plans`, the others none.
 
-        Every layer ends with an exchange, so all take what the slowest takes; all are padded to `tokens` query tokens.
+        Every layer ends with an exchange, so all take what the slowest takes.
         """
-        own = max((self._own_ns(plan) for plan in plans if plan.work.rows), default=-1.0)
+        own = max((self._own_ns(*at) for at in zip(plans, tokens, strict=False) if at[0].work.rows), default=-1.0)
         if own < 0:
             return 0
-        shared = self._tables.linear_ns(tokens) + self._tables.experts_ns(tokens, ranks)
-        return round(own + shared + self._exchange_ns(tokens, ranks) + self._added.step_ns)
+        ranks = len(tokens)
+        experts = self._tables.experts_ns(-(-sum(tokens) // ranks), ranks)
+        return round(own + experts + self._exchange_ns(tokens) + self._added.step_ns)
 
-    def _own_ns(self, plan: StepPlan) -> float:
+    def _own_ns(self, plan: StepPlan, tokens: int) -> float:
         work = plan.work
         rows = work.rows + work.padding_rows
         attention = self._tables.attention_ns(attention_work(plan), skew=self._skew)
-        return attention + self._tables.head_ns(rows) + rows * self._added.row_ns
+        return self._tables.linear_ns(tokens) + attention + self._tables.head_ns(rows) + rows * self._added.row_ns
 
-    def _exchange_ns(self, tokens: int, ranks: int) -> float:
+    def _exchange_ns(self, tokens: Sequence[int]) -> float:
         """Two all-reduces a layer between tensor-parallel GPUs, a gather and a scatter between expert-parallel ones."""
         tensor, layers, row_bytes, link = self._group
         if link is None:
             return 0.0
-        size = tokens * row_bytes
-        reduced = 2 * link.all_reduce_ns(size, tensor) if tensor > 1 else 0.0
-        gathered = 2 * link.gather_ns(size, ranks) if ranks > 1 else 0.0
+        sizes = [count * row_bytes for count in tokens]
+        reduced = 2 * link.all_reduce_ns(max(sizes), tensor) if tensor > 1 else 0.0
+        gathered = 2 * link.gather_ns(sizes) if len(sizes) > 1 else 0.0
         return layers * (reduced + gathered)
 
     def eager_launch_ns(self, plan: StepPlan) -> int:

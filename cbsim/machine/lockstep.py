@@ -2,9 +2,10 @@
 
 Every rank is a server of its own, with its queue, its cache and its loop. A wave is one step of all of them: it starts
 when every rank that has something to run has launched it, takes what the slowest takes, and ends for all at once. A
-rank without requests takes part with an empty step; one that gets its first after the others have planned theirs waits
-for the next wave. Requests go to the rank with the lowest 4 x waiting + running, as vLLM's client balances (it knows
-the counts of up to 0.1 s before; here they are those of the moment).
+rank without requests takes part with a token of nobody; one that gets its first after the others have planned theirs
+waits for the next wave. Where all steps have a CUDA graph, all ranks are padded to the largest, else none is. Requests
+go to the rank with the lowest 4 x waiting + running, as vLLM's client balances (it knows the counts of up to 0.1 s
+before; here they are those of the moment).
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ WAITING_WEIGHT = 4
 class WaveCost(Protocol):
     """What a wave takes."""
 
-    def lockstep_ns(self, plans: Sequence[StepPlan], tokens: int, ranks: int) -> int:
-        """Kernels of a step of `ranks` ranks, those of `plans` with work of their own, padded to `tokens` tokens."""
+    def lockstep_ns(self, plans: Sequence[StepPlan], tokens: Sequence[int]) -> int:
+        """Kernels of a step that ranks take together: the query tokens that each computes, those of `plans` first."""
 
 
 class _Launched(NamedTuple):
     plan: StepPlan
-    tokens: int
+    shape: Shape
     ready_ns: int
     times: StepTimes
     event: simpy.Event
@@ -58,12 +59,16 @@ class Lockstep:
 
     def _wave(self, steps: Sequence[_Launched]) -> None:
         start = max(self._free_ns, *(step.ready_ns for step in steps))
-        plans, tokens = [step.plan for step in steps], max(step.tokens for step in steps)
-        end = start + self._cost.lockstep_ns(plans, tokens, len(self.ranks))
+        end = start + self._cost.lockstep_ns([step.plan for step in steps], self._tokens(steps))
         self._free_ns = end = max(end, *(step.times.launch_end_ns for step in steps))  # the last kernel is launched
         for step in steps:
             _fill(step.times, start, end)
             step.event.succeed()
+
+    def _tokens(self, steps: Sequence[_Launched]) -> list[int]:
+        """What every rank computes, those of `steps` first."""
+        tokens = [step.shape.tokens for step in steps] + [1] * (len(self.ranks) - len(steps))
+        return tokens if any(step.shape.eager for step in steps) else [max(tokens)] * len(tokens)
 
 
 def _fill(times: StepTimes, start_ns: int, end_ns: int) -> None:
@@ -90,7 +95,7 @@ class Rank:
             return
         event = self._pending[id(times)] = self._group.env.event()
         ready_ns = times.launch_start_ns if shape.eager else times.launch_end_ns
-        self.launched.append(_Launched(plan, shape.tokens, ready_ns, times, event))
+        self.launched.append(_Launched(plan, shape, ready_ns, times, event))
         self._group.advance()
 
     def landing(self, times: StepTimes) -> simpy.Event | None:

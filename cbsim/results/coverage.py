@@ -100,4 +100,4 @@ def _unlike(scenario: Mapping[str, Any], calibrated: Mapping[str, Any]) -> list[
         said.append("arrivals that are no closed loop")
     elif not low <= users <= high:
         said.append(f"{users:,} users")
-    return [f"outside what the terms {cost['terms']} were calibrated on: {', '.join(said)}"] if said else []
+    return [f"{text}, unlike what the terms {cost['terms']} were calibrated on" for text in said]

@@ -117,13 +117,16 @@ class TermsFile(Range):
 
 
 def resolve(terms: Mapping[str, float], tensor: int, system: str, version: str) -> dict[str, float]:
-    """The terms that hold for so many GPUs of a card and a version of the engine, by field."""
-    chosen = {}
+    """The terms that hold for so many GPUs of a card and a version of the engine, by field; where none of a field does,
+    its last one: of most GPUs, the newest version.
+    """
+    fits, last = {}, {}
     for name, value in terms.items():
         field, _, of = name.partition("@")
+        last[field] = value
         if of in ("", str(tensor), system, version):
-            chosen[field] = value
-    return chosen
+            fits[field] = value
+    return last | fits
 
 
 def load(name: str) -> TermsFile:

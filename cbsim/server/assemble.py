@@ -175,8 +175,11 @@ def _tables(model: ModelShape, settings: TableSettings) -> Tables:
     place = catalog.tables(settings.path)
     if not place.is_dir():
         return kernels.Kernels(place, settings.tensor_parallel, model)
-    experts = bundle.Experts(model.experts, model.experts_per_token) if model.experts else None
-    return bundle.Bundle(place, settings.tensor_parallel, model.layers, experts)
+    experts = None
+    if model.experts:
+        experts = bundle.Experts(model.experts, model.experts_per_token, model.hidden, model.intermediate)
+    ranks = settings.tensor_parallel
+    return bundle.Bundle(place, ranks, model.layers, experts, max(1, model.kv_heads // ranks))
 
 
 def _roofline(scenario: Scenario, settings: RooflineSettings, cpu: CpuCost) -> RooflineCost:

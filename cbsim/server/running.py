@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from cbsim.results import coverage, directory, environment, lineage, metrics, moves
 from cbsim.results.directory import RunWriter
-from cbsim.results.metrics import Steps
 from cbsim.results.pieces import Pieces
 from cbsim.results.record import Record
 from cbsim.scenario import scenario as scenarios
@@ -135,17 +134,14 @@ class Session:
             incomplete,
             notices=(
                 *self.notices,
-                *self._trust(steps),
+                *self._sureness(),
                 *(f"{self.loop}: {each}" for each in environment.get("notices", ())),
             ),
         )
 
-    def _trust(self, steps: Steps) -> list[str]:
-        """How sure the times are, and where they leave what their coefficients were measured on."""
-        if self.server.measured or getattr(self.scenario.cost, "calibrated", None) is None:
-            return []
-        resolved = self.scenario.model_dump(mode="json")
-        return [*coverage.sureness(resolved), *coverage.warnings(resolved, steps)]
+    def _sureness(self) -> list[str]:
+        """How sure the times of a simulation are, where that is known."""
+        return [] if self.server.measured else coverage.sureness(self.scenario.model_dump(mode="json"))
 
 
 def counted(scenario: Scenario, total_blocks: int, window_s: tuple[float, float] | None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from cbsim.scenario.fields import ScenarioError
 from cbsim.server import assemble
 
 LAYERS, ROW_BYTES = packs.LAYERS, packs.HIDDEN * packs.BYTES
+EXPERTS = Experts(packs.EXPERTS, packs.PER_TOKEN, packs.HIDDEN, packs.MOE["moe_intermediate_size"])
 LINK = Link(latency_ns=2000, bytes_ns=17.0)
 DECODING: dict[str, Any] = {"decodes": 4, "context": 4 * 64, "longest_context": 64}
 
@@ -32,7 +33,7 @@ def cost(
 ) -> TableCost:
     """A cost model over a bundle of the closed forms of `packs`."""
     packs.bundle(folder, tensor=tensor, moe=moe, skew=skew, **more)
-    experts = Experts(packs.EXPERTS, packs.PER_TOKEN) if moe else None
+    experts = EXPERTS if moe else None
     tables = Bundle(folder, tensor, LAYERS, experts)
     group = Group(tensor, LAYERS, ROW_BYTES, LINK)
     return TableCost(CpuCost({}), tables, group, added or Added(), skew=True, launch_ns=7.4)
@@ -109,7 +110,7 @@ def test_tensor_parallel_gpus_reduce_twice_a_layer(tmp_path: Path) -> None:
 @given(tokens=st.integers(1, 10**6), ranks=st.sampled_from([1, 2, 4, 8]))
 def test_hit_experts_are_the_expectation_of_equal_choices(tokens: int, ranks: int) -> None:
     """A token hits k of E experts; one expert stays unhit by n tokens with (1 - k/E)^n. Every rank has its share."""
-    experts = Experts(8, 2)
+    experts = Experts(8, 2, 64, 32)
     assert experts.hit(1, 1) == pytest.approx(2)
     assert experts.hit(2, 1) == pytest.approx(2 + 2 - 2 * 2 / 8)  # two of the second's, less those hit already
     assert experts.hit(tokens, ranks) == pytest.approx(experts.hit(tokens, 1) / ranks)
@@ -123,21 +124,55 @@ def test_a_mixture_of_experts_takes_the_place_of_the_dense_layer(tmp_path: Path)
     assert cost(tmp_path, moe=True).gpu_ns(plan(**DECODING), 4)[1] == pytest.approx(1000 * expected, abs=1)
 
 
+def skipped_us(tokens: int) -> float:
+    """Of pairs whose expert is on the other of two GPUs, as many as `tokens` tokens have: in elements, a gate, an up
+    projection and the activation of both, and a row of the residual; `packs` reads an expert's three matrices in 30 us.
+    """
+    width, residual = packs.MOE["moe_intermediate_size"], packs.HIDDEN
+    written = packs.PER_TOKEN * tokens * (2 * width + width + residual)
+    return written / (3 * width * residual) * 30
+
+
 def test_ranks_in_step_take_what_the_slowest_takes(tmp_path: Path) -> None:
-    """Two ranks, 4 decoding rows on one, 16 tokens of a prompt on the other. Both are padded to 16; experts are hit by
-    32 tokens, half of them live here; tokens are gathered before and scattered after; own work is the longer."""
+    """Two ranks, 4 decoding rows on one, 16 tokens of a prompt on the other, both padded to 16. Experts are hit by 32
+    tokens, half of them live here, the pairs of the others are skipped; tokens are gathered before and scattered
+    after; own work is the longer."""
     ours, theirs = plan(**DECODING), plan(chunks=((0, 16),))
     own = max(
         head_us(4) + LAYERS * packs.attention_us(0, 0, 4, 64), head_us(1) + LAYERS * packs.attention_us(16, 0, 0, 0)
     )
-    moe = packs.moe_us(16, 4 * (1 - (3 / 4) ** 32))
+    moe = packs.moe_us(16, 4 * (1 - (3 / 4) ** 32)) + skipped_us(16)
     expected = 1000 * (own + linear_us(16, "gate_up_proj", "down_proj") + LAYERS * moe)
     expected += LAYERS * 2 * (2000 + 16 * ROW_BYTES / 17.0)
     model = cost(tmp_path, moe=True)
-    assert model.lockstep_ns([ours, theirs], 16, 2) == pytest.approx(expected, abs=1)
-    assert model.lockstep_ns([ours, theirs], 16, 2) == model.lockstep_ns([theirs, ours], 16, 2)
-    assert model.lockstep_ns([theirs], 16, 2) == model.lockstep_ns([theirs, plan()], 16, 2)
-    assert model.lockstep_ns([plan(), plan()], 0, 2) == 0
+    assert model.lockstep_ns([ours, theirs], [16, 16]) == pytest.approx(expected, abs=1)
+    assert model.lockstep_ns([ours, theirs], [16, 16]) == model.lockstep_ns([theirs, ours], [16, 16])
+    assert model.lockstep_ns([theirs], [16, 16]) == model.lockstep_ns([theirs, plan()], [16, 16])
+    assert model.lockstep_ns([plan(), plan()], [0, 0]) == 0
+
+
+def test_ranks_that_are_not_padded_compute_their_own_and_share_the_rest(tmp_path: Path) -> None:
+    """100 tokens of a prompt here, 4 decoding rows there: linear layers and attention as the longer of the two has
+    them, experts at the mean of 52 tokens, and the link, which both ways share, carries as much."""
+    long, short = plan(chunks=((0, 100),)), plan(**DECODING)
+    own = head_us(1) + LAYERS * packs.attention_us(100, 0, 0, 0) + linear_us(100, "gate_up_proj", "down_proj")
+    moe = packs.moe_us(52, 4 * (1 - (3 / 4) ** 104)) + skipped_us(52)
+    expected = 1000 * (own + LAYERS * moe) + LAYERS * 2 * (2000 + 52 * ROW_BYTES / 17.0)
+    model = cost(tmp_path, moe=True)
+    assert model.lockstep_ns([long, short], [100, 4]) == pytest.approx(expected, abs=1)
+    assert model.lockstep_ns([short, long], [4, 100]) == model.lockstep_ns([long, short], [100, 4])
+    assert model.lockstep_ns([long, short], [100, 4]) < model.lockstep_ns([long, short], [100, 100])
+
+
+@given(sizes=st.lists(st.integers(1, 10**6), min_size=2, max_size=8))
+def test_a_gather_takes_what_its_bytes_take(sizes: list[int]) -> None:
+    """Each of p ranks gets what the others have: (p - 1) times all bytes, over the p ways that work at a time. Equal
+    sizes are the ring all-gather of the README, and half of an all-reduce."""
+    ranks = len(sizes)
+    assert LINK.gather_ns(sizes) == pytest.approx((ranks - 1) * 2000 + (ranks - 1) * sum(sizes) / ranks / 17.0)
+    assert LINK.gather_ns(sizes) == pytest.approx(LINK.gather_ns(sizes[::-1]))
+    equal = [sizes[0]] * ranks
+    assert 2 * LINK.gather_ns(equal) == pytest.approx(LINK.all_reduce_ns(ranks * sizes[0], ranks))
 
 
 # -- chunks taken together --------------------------------------------------------------------------------------------
@@ -196,6 +231,24 @@ def test_a_longest_row_of_twice_the_mean_by_hand(tmp_path: Path) -> None:
         assert model.gpu_ns(step, 4)[1] == pytest.approx(1000 * (mean + LAYERS * share * way), abs=1)
     work = Attention(0, 0, 1, 64, 64)
     assert model._tables.attention_ns(work, skew=True) == model._tables.attention_ns(work, skew=False)
+
+
+@pytest.mark.parametrize(("rows", "share"), [(2, 0.5), (6, 0.5), (7, 16 / 7 / 2), (8, 1.0), (12, 2 / 3), (16, 0.5)])
+def test_a_batch_is_found_among_those_whose_contexts_are_split_or_are_not(
+    rows: int, share: float, tmp_path: Path
+) -> None:
+    """128 multiprocessors and 32 KV heads: 0.8 x 256 blocks are 6.4 rows. The profile has batches of 2 and of 16, which
+    wait for half of the way. Up to 6 rows as with 2; from 7 on the wait is that of 16 rows in microseconds, so its
+    share of a way that grows with the rows is 16/rows as large, at most all of it."""
+    packs.bundle(tmp_path, skew=True)
+    meta = {"architecture": "tiny", "skew_fit": {"enabled": True}, "gpu": "NVIDIA GeForce RTX 4090"}
+    packs.write(tmp_path / "meta.yaml", meta)
+    tables = Bundle(tmp_path, 1, LAYERS, None, kv_heads=32)
+    at_mean, at_longest = (packs.attention_us(0, 0, rows, context) for context in (64, 128))
+    expected = at_mean + min(1.0, share) * (at_longest - at_mean)
+    work = Attention(0, 0, rows, 64, 128)
+    assert tables.attention_ns(work, skew=True) == pytest.approx(1000 * LAYERS * expected)
+    assert tables.attention_ns(work, skew=False) == pytest.approx(1000 * LAYERS * at_mean)
 
 
 def test_skew_is_off_where_the_profile_says_so(tmp_path: Path) -> None:
@@ -311,7 +364,7 @@ def test_a_broken_bundle_is_one_message_with_file_and_field(case: str, tmp_path:
 def test_experts_are_of_the_model_and_of_the_profile_or_of_neither(tmp_path: Path) -> None:
     packs.bundle(tmp_path / "dense")
     packs.bundle(tmp_path / "moe", moe=True)
-    for folder, experts in (("dense", Experts(8, 2)), ("moe", None)):
+    for folder, experts in (("dense", EXPERTS), ("moe", None)):
         with pytest.raises(ScenarioError, match=r"meta\.yaml: architecture: got 'tiny'; either it or the model"):
             Bundle(tmp_path / folder, 1, LAYERS, experts)
 
@@ -330,7 +383,7 @@ PROFILES = {
     "RTX4090/meta-llama/Llama-3.1-8B/bf16": (1, None),
     "RTXPRO6000/meta-llama/Llama-3.1-8B/bf16": (2, None),
     "RTXPRO6000/Qwen/Qwen3-32B/bf16": (2, None),
-    "RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16": (1, Experts(128, 8)),
+    "RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16": (1, Experts(128, 8, 2048, 768)),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,7 @@ from machines import DEPTHS, LONGEST, check_tokens, load, spec, table, vllm_opti
 from cbsim.cost.cpu import CpuCost, PhaseCost
 from cbsim.machine.device import Device, OneGpu
 from cbsim.machine.driver import Machine
-from cbsim.machine.graphs import Graphs, unpadded
+from cbsim.machine.graphs import Graphs, unpadded, vllm_buckets
 from cbsim.machine.lockstep import Lockstep, balance
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
@@ -33,25 +33,28 @@ CAPTURED, EAGER = Graphs(unpadded, 0), Graphs(None, 0)
 
 @dataclass(frozen=True)
 class Waves:
-    """A wave takes `base`, `token` a token of the longest step, `rank` a rank; the CPU a fixed time a phase."""
+    """A wave takes `base`, `token` a token of the longest step, `rank` a rank; the CPU a fixed time a phase. `seen` are
+    the tokens of the ranks of every wave."""
 
     base: int = 100
     token: int = 0
     rank: int = 0
     cpu: tuple[int, int, int, int] = (0, 0, 0, 0)
     kernels: int = 0
+    seen: list[list[int]] = field(default_factory=list)
 
     def cpu_ns(self, plan: StepPlan | None) -> tuple[int, int, int, int]:
         del plan
         return self.cpu
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
-        return 0, self.lockstep_ns([plan], tokens, 1) if plan.work.rows else 0, 0
+        return 0, self.lockstep_ns([plan], [tokens]) if plan.work.rows else 0, 0
 
-    def lockstep_ns(self, plans: Sequence[StepPlan], tokens: int, ranks: int) -> int:
+    def lockstep_ns(self, plans: Sequence[StepPlan], tokens: Sequence[int]) -> int:
         assert plans and all(plan.work.rows for plan in plans)
-        assert tokens == max(plan.work.computed_tokens for plan in plans)
-        return self.base + self.token * tokens + self.rank * ranks
+        assert all(plan.work.computed_tokens <= count for plan, count in zip(plans, tokens, strict=False))
+        self.seen.append(list(tokens))
+        return self.base + self.token * max(tokens) + self.rank * len(tokens)
 
     def eager_launch_ns(self, plan: StepPlan) -> int:
         return self.kernels if plan.work.rows else 0
@@ -168,6 +171,20 @@ def test_kernels_launched_one_by_one_start_with_the_first() -> None:
     assert busy(tables(machines)[0]) == [(10, 62)]
     machines = serve([spec(0, 1, 1), spec(1, 1, 1)], Waves(base=90, cpu=(10, 0, 2, 0), kernels=50), 2, graphs=EAGER)
     assert busy(tables(machines)[0]) == [(10, 100)]
+
+
+def test_ranks_are_padded_to_each_other_where_all_have_a_graph() -> None:
+    """Graphs up to 8 tokens. A prompt of 10 runs without one, and so do the 3 tokens beside it, padded to their own
+    graph; then both decode, padded to 1; then rank 0 alone, beside a token of nobody."""
+    cost, graphs = Waves(), Graphs(vllm_buckets([1, 2, 4, 8]), 0)
+    serve([spec(0, 10, 3), spec(1, 3, 2)], cost, 2, graphs=graphs)
+    assert cost.seen == [[10, 4], [1, 1], [1, 1]]
+    cost = Waves()
+    serve([spec(0, 5, 1), spec(1, 3, 1)], cost, 2, graphs=graphs)
+    assert cost.seen == [[8, 8]]
+    cost = Waves()
+    serve([spec(0, 10, 1)], cost, 3, graphs=graphs)
+    assert cost.seen == [[10, 1, 1]]
 
 
 # -- any workload -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ REPORTS = catalog.ROOT / "reports" / "fidelity"
 MODELLED = catalog.ROOT / "reports" / "hardware" / "cpu-modelled" / "report" / "report.md"
 POINTS, LOGS = "points", "llm-d"
 CARDS = {"RTX4090": "RTX 4090", "RTXPRO6000": "RTX PRO 6000"}
-USUAL = "Llama-3.1-8B"  # of recorded runs
+FIRST = "Llama-3.1-8B"  # of recorded runs
 STATISTICS = ("mean", "median", "p90", "p95", "p99")
 MEANS = (("ttft", "mean"), ("tpot", "mean"), ("e2e", "mean"))
 SHOWN_REASONS = 8
@@ -54,20 +54,16 @@ def size(value: float) -> str:
 
 def cases() -> list[str]:
     """Recorded runs that have a report: their folders are called CARD__MODEL."""
-    return sorted((each.parent.name for each in REPORTS.glob("*__*/report.json")), key=lambda name: (USUAL not in name))
-
-
-def card(name: str) -> str:
-    return CARDS[name.partition("__")[0]]
-
-
-def model(name: str) -> str:
-    return name.partition("__")[2]
+    names = sorted(each.parent.name for each in REPORTS.glob("*__*/report.json"))
+    return sorted(names, key=lambda name: FIRST not in name)
 
 
 def title(name: str) -> str:
-    """As a column of a table calls it."""
-    return card(name) if model(name) == USUAL else f"{card(name)}, {model(name)}"
+    """As a row calls it, such as Llama-3.1-8B on an RTX 4090."""
+    card, _, model = name.partition("__")
+    gpus = re.findall(r" on (\d+) x ", json.loads(path(name).read_text())["question"])
+    how_many = {"1": "an", "2": "two"}[gpus[0]]
+    return f"{model.partition('-Instruct')[0]} on {how_many} {CARDS[card]}"
 
 
 def largest(found: dict[tuple[str, str], float], metric: str = "") -> float:
@@ -80,10 +76,10 @@ def score_table() -> Table:
     for name in cases():
         found = errors(facts(name)["errors"])
         rows += [
-            (f"{card(name)}, {model(name)}: {metric.upper()}", *(percent(found[metric, s]) for s in STATISTICS))
+            (f"{title(name)}: {metric.upper()}", *(percent(found[metric, s]) for s in STATISTICS))
             for metric in ("ttft", "tpot", "e2e")
         ]
-        rows.append((f"{card(name)}, {model(name)}: makespan", percent(found["makespan", ""]), *[""] * 4))
+        rows.append((f"{title(name)}: makespan", percent(found["makespan", ""]), *[""] * 4))
     return Table("", ("simulated against recorded", *STATISTICS), rows)
 
 
@@ -146,7 +142,10 @@ def built_table() -> Table:
     data = facts(POINTS)
     reasons = sorted(data["not_built"].items(), key=lambda item: (-item[1], item[0]))
     others = reasons[SHOWN_REASONS:]
-    rows = [("predicted", f"{len(data['predicted']):,}"), *((reason, f"{count:,}") for reason, count in reasons[:SHOWN_REASONS])]
+    rows = [
+        ("predicted", f"{len(data['predicted']):,}"),
+        *((reason, f"{count:,}") for reason, count in reasons[:SHOWN_REASONS]),
+    ]
     if others:
         rows.append((f"{len(others)} other reasons", f"{sum(count for _, count in others):,}"))
     return Table("", (f"of {data['points']:,} points", "points"), rows)
@@ -246,15 +245,21 @@ def _profiled() -> tuple[str, ...]:
     recorded = [errors(facts(name)["errors"]) for name in cases()]
     found = (f"up to {size(max(largest(each, metric) for each in recorded))}" for metric in ("ttft", "tpot"))
     rests = f"largest mean or percentile of {len(recorded)} runs of vLLM 0.19, by LLMServingSim's authors"
-    left = "other models than the profile's; its 3 us a request were chosen with both Llama runs in sight"
+    left = "other models than the profile's; its readings and 3 us a request were chosen with the runs in sight"
     return "a card and model with layer profiles of LLMServingSim", "`{kind: table, path: ...}`", *found, rests, left
 
 
 def _data_sheet() -> tuple[str, ...]:
     found = list(_by_roofline())
     rests = f"means of {len(found)} of these runs"
-    left = "kernels launched from Python (decode steps 56 to 79 % too fast), small chunks: [studies](studies.md#chunk-size)"
-    return "a card by its data sheet", "`roofline`", *(_range(found, metric) for metric in ("ttft", "tpot")), rests, left
+    left = "launches from Python (decode steps 56 to 79 % too fast), small chunks: [studies](studies.md#chunk-size)"
+    return (
+        "a card by its data sheet",
+        "`roofline`",
+        *(_range(found, metric) for metric in ("ttft", "tpot")),
+        rests,
+        left,
+    )
 
 
 def _decisions() -> tuple[str, ...]:

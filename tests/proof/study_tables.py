@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from fidelity_tables import cases, errors, facts, largest, title
+
 from cbsim.draw.markdown import Table
 from cbsim.proof.studies import fragmentation
-from fidelity_tables import cases, errors, facts, largest, title
 
 
 def ablation_table() -> Table:

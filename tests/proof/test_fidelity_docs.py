@@ -28,8 +28,8 @@ PAGES: Mapping[str, Mapping[str, Callable[[], Table]]] = {
     "fidelity.md": {
         "cases": trust.case_table,
         "points": trust.point_table,
-        "coverage": trust.coverage_table,
         "built": trust.built_table,
+        "coverage": trust.coverage_table,
         "logs": trust.log_table,
         "scores": trust.score_table,
     },
@@ -65,7 +65,7 @@ def rewritten(page: str, text: str) -> str:
 
 @pytest.mark.parametrize(("page", "mark"), [(page, mark) for page, marks in PAGES.items() for mark in marks])
 def test_the_pages_say_what_the_reports_say(page: str, mark: str) -> None:
-    """Each table is made from its report, where it stands and nowhere else. No table stands where there is no report."""
+    """Each table is made from its report, and stands once. Without a report there is no table."""
     (there,) = [each[2] or "" for each in MARK.finditer((DOCS / page).read_text()) if each[1] == mark]
     assert there == made(page, mark), "run `python tests/proof/test_fidelity_docs.py`"
     if mark in OF_POINTS and not there:
@@ -82,7 +82,7 @@ def test_the_readme_quotes_the_reports(name: str) -> None:
     """Its row of a recorded run has the largest error that was published."""
     published = f"largest error {100 * largest(errors(facts(name)['errors'])):.2f} %"
     text = (catalog.ROOT / "README.md").read_text()
-    (row,) = re.findall(rf"^\| .*{re.escape(trust.model(name))} on an {trust.card(name)} \|.*$", text, re.MULTILINE)
+    (row,) = re.findall(rf"^\| .* {re.escape(trust.title(name))} \|.*$", text, re.MULTILINE)
     assert published in row
 
 
@@ -198,7 +198,9 @@ def test_the_logs_are_counted_as_their_report_does() -> None:
     """The means over all runs that were not looked at are those that the report found."""
     found = [errors(run["errors"]) for run in trust.unseen()]
     said = (trust.REPORTS / LOGS / "report.md").read_text()
-    means = (f"{m.upper()} {sum(abs(each[m, 'mean']) for each in found) / len(found):.1%}" for m in ("ttft", "tpot", "e2e"))
+    means = (
+        f"{m.upper()} {sum(abs(each[m, 'mean']) for each in found) / len(found):.1%}" for m in ("ttft", "tpot", "e2e")
+    )
     assert f"over the {len(found)} runs that were not looked at: {', '.join(means)}." in said
 
 

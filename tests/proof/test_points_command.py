@@ -135,7 +135,10 @@ def test_a_run_says_how_sure_it_is(calibrated: Path, tmp_path: Path, capsys: pyt
     said = "".join(capsys.readouterr())
     assert "terms made, with 80 % intervals: layer_s" in said
     assert "reduce_s@4" in said and "reduce_s@2" not in said
-    assert "outside what the terms made were calibrated on: arrivals that are no closed loop" in said
+    assert (
+        "beyond the calibration: arrivals that are no closed loop, unlike what the terms made were calibrated on"
+        in said
+    )
     (resolved,) = (tmp_path / "runs").rglob("scenario.resolved.yaml")
     assert main(["run", str(resolved), "--out", str(tmp_path / "again")]) == 0
 

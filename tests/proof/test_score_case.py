@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import packs
 import pytest
@@ -31,6 +32,15 @@ def test_a_case_is_a_scenario(pack: Pack) -> None:
     assert not found.scenario({"cost.skew": False, "scheduler.policy": "fcfs"}).cost.model_dump()["skew"]
     assert found.blocks_measured and found.ranks == 1
     assert found.taken[0] == (0, 0, 10**9, 2 * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("shape", "padding"), [({}, "none"), ({"ranks": 2}, "none"), ({"ranks": 2, "moe": True}, "vllm")]
+)
+def test_servers_that_step_together_are_padded_to_graphs(shape: dict[str, Any], padding: str, tmp_path: Path) -> None:
+    """Tables are read at a step's own size; where servers share experts, graphs decide how many tokens each brings."""
+    made = packs.pack(tmp_path, **shape)
+    assert case.read(made.folder).scenario().loop.cuda_graphs.padding == padding
 
 
 def test_newer_versions_have_newer_rules(pack: Pack) -> None:

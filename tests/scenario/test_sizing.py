@@ -13,6 +13,8 @@ H100 = shapes.hardware("h100-sxm")
 PUBLISHED = {  # billions of parameters by the model's card or the header of its safetensors
     "gemma-3-12b": 11.77,  # its technical report: 1,012 million of embeddings and 10,759 million beside them
     "llama-2-7b": 6.74,
+    "minimax-m2.5": 230.0,
+    "qwen3-235b-a22b": 235.0,
     "llama-3.1-405b": 405.85,
     "llama-3.1-70b": 70.55,
     "llama-3.1-8b": 8.03,

@@ -36,7 +36,7 @@ CHANGED = (0, 26)
 """Versions before it are replayed by the rules of 0.19, others by those of 0.33: half-way between the two known."""
 VARIANTS = {"bfloat16": "bf16", "float16": "fp16"}
 ROW_S = 3e-6
-"""Prior: seconds of device time that a request of a step costs beyond the tables. docs/fidelity.md says where from."""
+"""Prior: seconds of device time that a request of a step costs beyond the tables. docs/studies.md says where from."""
 LINK = {"latency_s": 20e-6, "bytes_s": 16.0 * GIB}
 """Between GPUs where config.json names no link: what it names for the recorded RTX PRO 6000."""
 CPU = {  # of vLLM 0.19's own Python, measured on a shared 2-core Xeon; prepare and launch: assumptions
@@ -105,7 +105,7 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
         "workload": {"kind": "vllm_bench", "path": str(workload), "recorded": str(folder / "requests.jsonl")},
         "scheduler": _scheduler(meta),
         "kv_cache": {"block_size": size, "num_blocks": blocks or gpu.blocks(model, size, experts)},
-        "loop": _loop(meta),
+        "loop": _loop(meta, together=ranks > 1 and model.experts > 0),
         "cost": {
             "kind": "table",
             "path": str(_tables(root, gpu, meta, model.dtype)),
@@ -337,8 +337,12 @@ def _scheduler(meta: _Json) -> dict[str, Any]:
     return settings
 
 
-def _loop(meta: _Json) -> dict[str, Any]:
-    """Kernel times are looked up at a step's own size, so graphs pad nothing; they spare the CPU its launches."""
+def _loop(meta: _Json, *, together: bool) -> dict[str, Any]:
+    """Kernel times are looked up at a step's own size, so graphs pad nothing; they spare the CPU its launches. Servers
+    that step `together` are padded: tokens of nobody go through experts, too, and only where all steps fit a graph do
+    all servers compute equally many.
+    """
     eager = meta.get("engine_kwargs.enforce_eager", False)
     is_async = meta.get("resolved_config.scheduler_config.async_scheduling", True)
-    return {"mode": "async" if is_async else "sync", "cuda_graphs": {"enabled": not eager, "padding": "none"}}
+    padding = "vllm" if together else "none"
+    return {"mode": "async" if is_async else "sync", "cuda_graphs": {"enabled": not eager, "padding": padding}}
