@@ -445,7 +445,11 @@ def _terms(name: str, data: Mapping[str, Any]) -> dict[str, Any]:
         if found
     }
     about = {field: getattr(file, field) for field in terms.Range.model_fields}
-    return {**values, "calibrated": {**about, **said, "intervals": {k: (t.low, t.high) for k, t in file.terms.items()}}}
+    return {
+        **values,
+        "fastest": file.fastest,
+        "calibrated": {**about, **said, "intervals": {k: (t.low, t.high) for k, t in file.terms.items()}},
+    }
 
 
 cost_by = By("kind", ConstantSettings, RooflineSettings, FittedSettings, TableSettings)

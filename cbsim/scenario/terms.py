@@ -96,6 +96,8 @@ class TermsFile(Range):
     """Which servers, and where the points come from."""
     experts: bool
     """Mixtures of experts, or dense models?"""
+    fastest: bool
+    """Do products take what the fastest of the card's engines takes? Else what the engine's own tables say."""
     calibrated: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]
     """When."""
     terms: dict[str, Term]

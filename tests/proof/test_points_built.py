@@ -130,6 +130,10 @@ def test_a_point_becomes_the_closed_loop_that_was_run(tables: Path) -> None:
         ({"model": "deepseek-ai/DeepSeek-R1"}, "DeepSeek-R1 has multi-head latent attention"),
         ({"model": "somebody/New-1B"}, "no model file of New-1B"),
         ({"attention_ranks": 4}, r"attention is data-parallel \(4 ranks\)"),
+        (
+            {"model": "Qwen/Qwen3-235B-A22B-FP8", "experts_tensor": 4},
+            r"attention is data-parallel \(2 ranks\)",
+        ),
         ({"tensor": 64}, "64 GPUs share a layer"),
         ({"model": "meta-llama/Llama-3.1-405B", "tensor": 1}, "too little for a cache"),
     ],

@@ -118,7 +118,7 @@ def test_points_are_scored_with_terms_that_their_curve_did_not_teach(
     runs = sorted((tmp_path / "store").rglob("summary.json"))
     assert main([*words, "--where", "tp_size=4", "--out", str(tmp_path / "report")]) == 0
     said = capsys.readouterr().out
-    assert "2 points, 2 can be built" in said and "h200_sxm vllm Llama-3.1-70B TP4 128/64" in said
+    assert "2 points, 2 can be built\n" in said and "h200_sxm vllm Llama-3.1-70B TP4 128/64" in said
     assert sorted((tmp_path / "store").rglob("summary.json")) == runs, "nothing is simulated twice"
     assert (tmp_path / "report" / "figures" / "residuals.png").is_file()
 

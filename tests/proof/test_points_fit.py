@@ -91,6 +91,7 @@ def terms_file(curves: Mapping[str, list[float]], prompt: int = 1024, output: in
         name="made-up",
         about="",
         experts=False,
+        fastest=True,
         calibrated="2026-11-23",
         terms={},
         curves=made,

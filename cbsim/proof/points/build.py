@@ -52,15 +52,15 @@ class Parallel(NamedTuple):
     experts: int
 
 
-def build(point: Point, terms: Mapping[str, float], requests: int = REQUESTS_A_USER) -> Scenario:
-    """The scenario of a point, with these terms and so many requests a user. Raises CannotBuildError."""
+def build(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USER) -> Scenario:
+    """The scenario of a point, with these fields of its cost and so many requests a user. Raises CannotBuildError."""
     try:
         return scenario.parse(fields(point, terms, requests), point.where)
     except ScenarioError as error:
         raise CannotBuildError(str(error).removeprefix(f"{point.where}: ")) from None
 
 
-def fields(point: Point, terms: Mapping[str, float], requests: int = REQUESTS_A_USER) -> dict[str, Any]:
+def fields(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USER) -> dict[str, Any]:
     """The fields of the scenario. Raises CannotBuildError."""
     check(point)
     model, hardware, engine = model_of(point), _hardware(point), engine_of(point)
@@ -162,6 +162,8 @@ def _parallel(point: Point, model: ModelShape) -> Parallel:
     """
     tensor, ranks, experts = max(1, point.tensor), point.attention_ranks, max(1, point.experts_ranks)
     doubled = ranks == tensor and experts == tensor * ranks
+    if model.experts and not doubled:
+        ranks = max(ranks, point.experts_tensor * experts // tensor)  # more GPUs share experts than share attention
     if ranks > 1 and not (doubled and point.system == "h100_sxm"):
         raise CannotBuildError(f"attention is data-parallel ({ranks} ranks), which is simulated for recorded runs only")
     if tensor > 8:

@@ -46,6 +46,10 @@ class Calibration(NamedTuple):
     experts: bool
     models: tuple[str, ...]
     priors: Mapping[str, Prior]
+    fastest: bool = True
+    """Products by the fastest of the card's engines, where the engine's own tables hold more than the kernel:
+    TensorRT-LLM's, and those of block-quantised weights.
+    """
 
     def points(self, points: Sequence[Point]) -> list[Point]:
         """Of InferenceX alone: of other sources the flags are unknown."""
@@ -69,13 +73,14 @@ CALIBRATIONS: Mapping[str, Calibration] = {
         False,
         ("Llama-3.1-70B",),
         {
-            **COMMON,
+            **{name: prior for name, prior in COMMON.items() if name != "products"},
             "layer_s": LAYER,
             "launch_s_per_layer": LAUNCH,
-            "large_products@h100_sxm": LARGE,
-            "large_products@h200_sxm": LARGE,
+            **{f"products@{card}": COMMON["products"] for card in HOPPER},
+            **{f"large_products@{card}": LARGE for card in HOPPER},
             **_reduces(2, 4, 8),
         },
+        fastest=False,
     ),
     "trtllm-dense": Calibration(
         "Dense models on TensorRT-LLM, H200: InferenceX's Llama-3.1-70B in FP8, October 2025.",
@@ -114,16 +119,21 @@ def calibrate(
     used = [each for each in calibration.points(points) if _buildable(each)]
     if len({each.curve for each in used}) < 2:
         raise ScenarioError(f"{name}: {len(used)} points of {calibration.about} can be built: too few to calibrate on")
-    whole = _Evaluated(used, executor, REQUESTS_A_USER, say)
-    solution = fit.solve(calibration.priors, whole, _Evaluated(used, executor, ROUGH_REQUESTS, say))
+    servers = _Servers(used, executor, calibration.fastest, say)
+    solution = fit.solve(
+        calibration.priors,
+        lambda terms: servers.evaluate(terms, REQUESTS_A_USER),
+        lambda terms: servers.evaluate(terms, ROUGH_REQUESTS),
+    )
     left_out = fit.left_out(solution, calibration.priors, [each.curve for each in used])
-    errors = _errors(used, [left_out[each.curve] for each in used], executor)
+    errors = servers.errors([left_out[each.curve] for each in used])
     return TermsFile(
         name=name,
         about=calibration.about,
         backend=calibration.backend,
         systems=calibration.systems,
         experts=calibration.experts,
+        fastest=calibration.fastest,
         models=calibration.models,
         tensor_parallel=tuple(sorted({each.tensor for each in used})),
         users=(min(each.concurrency for each in used), max(each.concurrency for each in used)),
@@ -141,36 +151,35 @@ def _buildable(point: Point) -> bool:
     return True
 
 
-class _Evaluated(NamedTuple):
-    """Terms -> errors of the points, which is said."""
+class _Servers(NamedTuple):
+    """The points of a calibration, and who simulates them."""
 
     points: Sequence[Point]
     executor: Executor
-    requests: int  # a user
+    fastest: bool
     say: Callable[[str], None]
 
-    def __call__(self, terms: Mapping[str, float]) -> fit.Floats:
-        errors = _errors(self.points, [terms] * len(self.points), self.executor, self.requests)
+    def evaluate(self, terms: Mapping[str, float], requests: int) -> fit.Floats:
+        """Errors of all by the same terms, which is said."""
+        errors = self.errors([terms] * len(self.points), requests)
         ttft, tpot = np.abs(np.expm1(errors)).mean(axis=0)
         values = ", ".join(f"{name} {value:.3g}" for name, value in terms.items())
-        self.say(f"{self.requests} requests a user: TTFT {ttft:.1%}, TPOT {tpot:.2%}: {values}")
+        self.say(f"{requests} requests a user: TTFT {ttft:.1%}, TPOT {tpot:.2%}: {values}")
         return errors
 
-
-def _errors(
-    points: Sequence[Point], terms: Sequence[Mapping[str, float]], executor: Executor, requests: int = REQUESTS_A_USER
-) -> fit.Floats:
-    """Logarithms of predicted over measured, [point, metric], each point with terms of its own."""
-    values = [resolve(t, p.tensor, p.system, p.version) for p, t in zip(points, terms, strict=True)]
-    fields = [{k: v for k, v in known.items() if k != FRONT} for known in values]
-    scenarios = [build(p, each, requests) for p, each in zip(points, fields, strict=True)]
-    errors = []
-    for point, known, means in zip(points, values, predict(scenarios, executor), strict=True):
-        if not isinstance(means, Means):
-            raise ScenarioError(f"{point.where}: {means}")
-        ttft_ms = means.ttft_ms + 1e3 * known.get(FRONT, 0.0)
-        errors.append([log(ttft_ms / point.ttft_ms), log(means.tpot_ms / point.tpot_ms)])
-    return np.array(errors)
+    def errors(self, terms: Sequence[Mapping[str, float]], requests: int = REQUESTS_A_USER) -> fit.Floats:
+        """Logarithms of predicted over measured, [point, metric], each point with terms of its own."""
+        values = [resolve(t, p.tensor, p.system, p.version) for p, t in zip(self.points, terms, strict=True)]
+        fronts = [known.pop(FRONT, 0.0) for known in values]
+        costs = [{"fastest": self.fastest, **known} for known in values]
+        scenarios = [build(point, cost, requests) for point, cost in zip(self.points, costs, strict=True)]
+        errors = []
+        for point, front_s, means in zip(self.points, fronts, predict(scenarios, self.executor), strict=True):
+            if not isinstance(means, Means):
+                raise ScenarioError(f"{point.where}: {means}")
+            ttft_ms = means.ttft_ms + 1e3 * front_s
+            errors.append([log(ttft_ms / point.ttft_ms), log(means.tpot_ms / point.tpot_ms)])
+        return np.array(errors)
 
 
 def _terms(solution: Solution, left_out: Mapping[str, Mapping[str, float]]) -> dict[str, Term]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cbsim.draw import folder as folders
 from cbsim.draw import study as studies
@@ -65,16 +64,7 @@ def run(options: PointsOptions, executor: Executor) -> int:
 
 
 def _say_sorted(place: Path, points: int, found: scoring.Sorted) -> None:
-    print(f"{place}: {points:,} points, {len(found.buildable):,} can be built; of the others")
-    for reason, count in _listed(found.reasons):
-        print(f"  {count:>5,}  {reason}")
+    print(f"{place}: {points:,} points, {len(found.buildable):,} can be built")
+    for reason, count in found.reasons.most_common():
+        print(f"  {count:>5,} cannot: {reason}")
     print(flush=True)
-
-
-def _listed(reasons: Counter[str]) -> list[tuple[str, int]]:
-    return reasons.most_common()
-
-
-def where(texts: Mapping[str, str]) -> dict[str, Any]:
-    """For a report."""
-    return dict(texts)

@@ -18,6 +18,7 @@ from cbsim.scenario import residuals
 from cbsim.scenario.terms import TermsFile, load
 
 STATISTICS = ("median", "MAPE", "p90")
+SHOWN = {"mape": "MAPE", "p90": "p90"}
 NAMES = {"ttft": "TTFT", "tpot": "TPOT", "throughput": "tokens/s"}
 
 
@@ -32,9 +33,10 @@ def study(predicted: Sequence[Predicted], reasons: Mapping[str, int], points: in
         _findings(predicted, judged, points),
         [
             *([_by_class(judged), _bars(judged), *_beside(judged), _by_stratum(groups)] if predicted else []),
+            *([_by_interval(groups)] if any(each.left_out for each in predicted) else []),
             *(_intervals(file) for file in files if file.curves),
             *(_terms(file) for file in files),
-            _reasons(reasons),
+            *([_reasons(reasons)] if reasons else []),
         ],
         [_scatter(judged), _residuals(judged)] if predicted else (),
         {
@@ -103,8 +105,8 @@ def _bars(judged: Sequence[tuple[Class, Group]]) -> Table:
     for each, group in judged:
         for bar in each.bars:
             value = getattr(group.errors(bar.metric), bar.statistic)
-            met = "met" if value <= bar.most else "missed"
-            rows.append([f"{group.name}, {NAMES[bar.metric]} {bar.statistic}", f"{bar.most:.1%}", f"{value:.1%}", met])
+            name = f"{group.name}, {NAMES[bar.metric]} {SHOWN[bar.statistic]}"
+            rows.append([name, f"{bar.most:.1%}", f"{value:.1%}", "met" if value <= bar.most else "missed"])
         if each.bars:
             missed = score.misses(each, group)
             rows.append(
@@ -158,6 +160,27 @@ def _intervals(file: TermsFile) -> Table:
         rows,
         f"By residuals of left-out curves. Intervals made by the other curves hold {says} left-out points.",
     )
+
+
+def _by_interval(groups: Sequence[Group]) -> Table:
+    """Of points whose terms were calibrated without them: the interval that other curves give, and who is within."""
+    rows = []
+    for group in groups:
+        points = [each for each in group.predicted if each.left_out]
+        cells = [cell for metric in ("ttft", "tpot") for cell in _within(points, metric)]
+        if points and any(cells):
+            rows.append([group.name, f"{len(points)}", *cells])
+    header = [f"{NAMES[metric]} {name}" for metric in ("ttft", "tpot") for name in ("80 %", "residuals", "within")]
+    return Table("How sure, by stratum", ["system, engine, model, GPUs, prompt/output", "points", *header], rows)
+
+
+def _within(points: Sequence[Predicted], metric: str) -> list[str]:
+    known = [(each, found) for each in points if (found := each.intervals[metric])]
+    if not known:
+        return ["", "", ""]
+    low, high, residuals_ = known[0][1]
+    within = sum(found.holds(1 / (1 + each.error(metric))) for each, found in known)
+    return [f"{low - 1:+.0%} to {high - 1:+.0%}", f"{residuals_}", f"{within} of {len(known)}"]
 
 
 def _covered(file: TermsFile) -> dict[str, tuple[int, int]]:

@@ -57,7 +57,8 @@ def _built(point: Point) -> Buildable:
     check(point)
     file = _nearest(point, experts=model_of(point).experts > 0)
     values = file.resolved(point.tensor, point.system, point.version, point.curve)
-    return Buildable(point, build(point, {k: v for k, v in values.items() if k != FRONT}), file, values)
+    cost = {"fastest": file.fastest} | {field: value for field, value in values.items() if field != FRONT}
+    return Buildable(point, build(point, cost), file, values)
 
 
 def _nearest(point: Point, *, experts: bool) -> TermsFile:
