@@ -60,7 +60,9 @@ def meant(folder: Path, engine: str) -> str:
         return engine
     newest = None if version else nearest(folder, name, None)
     if newest is None:
-        known = ", ".join(engines(folder)) or "none"
+        known = ", ".join(engines(folder))
+        if not known:
+            raise ScenarioError(f"cost.engine: got {engine}, but {folder} holds no tables of engines (gemm__*.csv.gz)")
         raise ScenarioError(f"cost.engine: got {engine}, expected one of those that {folder} has: {known}")
     return newest
 

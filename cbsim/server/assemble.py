@@ -122,6 +122,9 @@ def engine_cost(scenario: Scenario, settings: TableSettings) -> EngineCost:
     from cbsim.cost.engine_tables import EngineTables, Share
 
     model, folder = scenario.model, catalog.tables(settings.path)
+    card = folder.name.partition("_")[0]
+    if (folder / "system.yaml").is_file() and bare(card) not in bare(scenario.hardware.name):
+        raise ScenarioError(f"cost.path: {folder} is of {card}, but hardware.name is {scenario.hardware.name!r}")
     share = Share(settings.tensor_parallel, settings.expert_parallel, settings.routing)
     engine = engine_files.meant(folder, settings.engine or "")
     return EngineCost(
@@ -173,6 +176,8 @@ def _tables(model: ModelShape, settings: TableSettings) -> Tables:
     from cbsim.cost import bundle, kernels
 
     place = catalog.tables(settings.path)
+    if next(place.glob("gemm__*.csv.gz"), None) is not None:
+        raise ScenarioError(f"cost.engine: is required: {place} holds tables of several engines")
     if not place.is_dir():
         return kernels.Kernels(place, settings.tensor_parallel, model)
     experts = None

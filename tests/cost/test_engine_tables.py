@@ -14,8 +14,9 @@ from cbsim.cost.cpu import CpuCost
 from cbsim.cost.engine_cost import EngineCost, Terms, elementwise_bytes
 from cbsim.cost.engine_tables import EngineTables, Share
 from cbsim.cost.lookup import Attention
-from cbsim.scenario import shapes
+from cbsim.scenario import scenario, shapes
 from cbsim.scenario.fields import ScenarioError
+from cbsim.server import assemble
 
 LLAMA = shapes.model("llama-3.1-8b")
 EXPERTS = shapes.model("qwen3-30b-a3b")
@@ -139,3 +140,27 @@ def test_a_damaged_table_is_told_with_its_column(folder: Path) -> None:
     path.write_bytes(b"not a gzip file")
     with pytest.raises(ScenarioError, match=r"gemm__vllm_0\.1\.0\.csv\.gz: cannot be read"):
         EngineTables(folder, ENGINE, LLAMA, Share())
+
+
+@pytest.mark.parametrize(
+    ("cost", "message"),
+    [
+        ("engine: vllm", r"cost\.path: .*h100_sxm is of h100, but hardware\.name is 'NVIDIA H200 SXM 141GB'"),
+        ("skew: true", r"cost\.engine: is required: .*h100_sxm holds tables of several engines"),
+        ("engine: sglang", r"cost\.engine: got sglang, expected one of those that .*: vllm_0\.1\.0"),
+    ],
+)
+def test_a_scenario_is_told_what_does_not_fit_its_tables(tmp_path: Path, cost: str, message: str) -> None:
+    card = engine_folder.make(tmp_path / "h100_sxm")
+    (card / "system.yaml").write_text("gpu: {}\n")
+    gpu = "h200-sxm" if cost == "engine: vllm" else "h100-sxm"
+    made = scenario.load("rates", [f"hardware={gpu}", f"cost={{kind: table, path: {card}, {cost}}}"])
+    with pytest.raises(ScenarioError, match=message):
+        assemble.cost_model(made)
+
+
+def test_a_folder_without_tables_of_engines_is_told(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    made = scenario.load("rates", [f"cost={{kind: table, path: {tmp_path / 'empty'}, engine: vllm}}"])
+    with pytest.raises(ScenarioError, match=r"cost\.engine: got vllm, but .*empty holds no tables of engines"):
+        assemble.cost_model(made)

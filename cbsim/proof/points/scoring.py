@@ -90,18 +90,19 @@ def score(
     buildable: Sequence[Buildable], executor: Executor, store: Store, hear: Callable[[Made], None]
 ) -> tuple[list[Predicted], Counter[str]]:
     """Predictions, and the reasons of runs that failed."""
-    predicted, failed = [], Counter[str]()
+    found, failed = list[Predicted](), Counter[str]()
     for built, means in zip(
         buildable, predict([each.scenario for each in buildable], executor, store, hear), strict=True
     ):
         if isinstance(means, str):
             failed[f"the run failed: {means}"] += 1
         else:
-            predicted.append(_predicted(built, means))
-    return predicted, failed
+            found.append(predicted(built, means))
+    return found, failed
 
 
-def _predicted(built: Buildable, means: Means) -> Predicted:
+def predicted(built: Buildable, means: Means) -> Predicted:
+    """What is predicted of a point, by the means of its run."""
     point, file = built.point, built.file
     within = {
         metric: residuals.interval(file, point.prompt, point.output, metric, point.curve) for metric in ("ttft", "tpot")
