@@ -19,6 +19,7 @@ DATA = {
     "cbsim.scenarios.models": "scenarios/models",
     "cbsim.scenarios.hardware": "scenarios/hardware",
     "cbsim.scenarios.lengths": "scenarios/lengths",
+    "cbsim.scenarios.terms": "scenarios/terms",
     "cbsim.scenarios.traces": "scenarios/traces",
 }
 CORE = ("cbsim/policy", "cbsim/cost", "cbsim/machine", "cbsim/results/record.py", "cbsim/server/inbox.py")

@@ -190,6 +190,10 @@ def _value(about: Table) -> str:
     if "$ref" in about:
         return "fields"
     kinds = {"integer": "whole number", "number": "number", "boolean": "true, false", "string": "text", "null": "null"}
+    if about["type"] == "object":
+        return f"by name: {_value(about['additionalProperties'])}"
+    if "prefixItems" in about:
+        return f"pair of: {_value(about['prefixItems'][0])}"
     text = f"list of: {_value(about['items'])}" if about["type"] == "array" else kinds[about["type"]]
     signs = {">=": ("ge", "minimum"), ">": ("gt", "exclusiveMinimum")}
     signs |= {"<=": ("le", "maximum"), "<": ("lt", "exclusiveMaximum")}

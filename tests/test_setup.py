@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,17 @@ def test_without_a_compiler_the_core_is_python(variables: dict[str, str], why: s
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert f"cbsim: {why}: its core is not compiled" in done.stderr
     assert not list(tmp_path.rglob("*.so"))
+
+
+def test_what_scenarios_name_is_installed() -> None:
+    """Each folder of names is a package with data; files of sweeps are given by their paths."""
+    folders = {each.name for each in (ROOT / "scenarios").iterdir() if each.is_dir()} - {"sweeps"}
+    said = (ROOT / "setup.py").read_text()
+    assert [name for name in sorted(folders) if f'"cbsim.scenarios.{name}": "scenarios/{name}",' not in said] == []
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for name in folders:
+        (pattern,) = data[f"cbsim.scenarios.{name}"]
+        assert list((ROOT / "scenarios" / name).glob(pattern)), name
 
 
 def test_the_core_says_what_it_is() -> None:

@@ -1,16 +1,20 @@
-"""docs/fidelity.md says what the reports say, and the reports what the code computes.
+"""docs/fidelity.md and docs/studies.md say what the reports say, and the reports what the code computes.
 
-`python tests/proof/test_fidelity_docs.py` writes the page's tables again.
+`python tests/proof/test_fidelity_docs.py` writes the pages' tables again.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import fidelity_tables as trust
 import pytest
+import study_tables as studies
+from fidelity_tables import LOGS, POINTS, cases, errors, facts, largest
 
 from cbsim.draw.markdown import Table, table
 from cbsim.proof.recorded import case
@@ -19,117 +23,72 @@ from cbsim.proof.recorded.score import scores
 from cbsim.proof.studies import fragmentation
 from cbsim.scenario import catalog
 
-PAGE = catalog.ROOT / "docs" / "fidelity.md"
-REPORTS = catalog.ROOT / "reports" / "fidelity"
-CASES = {"RTX4090__Llama-3.1-8B": "RTX 4090", "RTXPRO6000__Llama-3.1-8B": "RTX PRO 6000"}
-RUNS = CASES | {"RTXPRO6000__Qwen3-30B-A3B-Instruct-2507": "two of it, Qwen3-30B-A3B"}
-MARKS = ["scores", "ablation", "schedulers", "fragmentation", "assumptions"]
-MARK = re.compile(rf"^<!-- ({'|'.join(MARKS)}) -->\n(?:\n(?:\|.*\n)+)?", re.MULTILINE)
-STATISTICS = ("mean", "median", "p90", "p95", "p99")
+DOCS = catalog.ROOT / "docs"
+PAGES: Mapping[str, Mapping[str, Callable[[], Table]]] = {
+    "fidelity.md": {
+        "cases": trust.case_table,
+        "points": trust.point_table,
+        "built": trust.built_table,
+        "coverage": trust.coverage_table,
+        "logs": trust.log_table,
+        "scores": trust.score_table,
+    },
+    "studies.md": {
+        "ablation": studies.ablation_table,
+        "schedulers": studies.scheduler_table,
+        "fragmentation": studies.fragmentation_table,
+        "assumptions": studies.assumption_table,
+    },
+}
+OF_POINTS = ("points", "coverage", "built")  # of a report that may not be there
+TEXT = ("cases",)  # whose columns are no numbers
+MARK = re.compile(r"^<!-- ([\w-]+) -->\n(?:\n((?:\|.*\n)+))?", re.MULTILINE)
 
 
-def facts(name: str) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((REPORTS / name / "report.json").read_text())["data"]
-    return data
+def made(page: str, mark: str) -> str:
+    """The lines below a mark; none if there is no report to make them of."""
+    if mark in OF_POINTS and not trust.path(POINTS).is_file():
+        return ""
+    lines = table(PAGES[page][mark]())[:-1]
+    if mark in TEXT:
+        lines[1] = "|---" * lines[0].count(" | ") + "|---|"
+    return "\n".join(lines) + "\n"
 
 
-def errors(entries: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
-    return {(one["metric"], one["statistic"]): one["error"] for one in entries}
+def rewritten(page: str, text: str) -> str:
+    def below(mark: re.Match[str]) -> str:
+        lines = made(page, mark[1])
+        return f"<!-- {mark[1]} -->\n" + (f"\n{lines}" if lines else "")
+
+    return MARK.sub(below, text)
 
 
-def percent(value: float) -> str:
-    return f"{100 * value:+.2f}".replace("-0.00", "+0.00") + " %"
+@pytest.mark.parametrize(("page", "mark"), [(page, mark) for page, marks in PAGES.items() for mark in marks])
+def test_the_pages_say_what_the_reports_say(page: str, mark: str) -> None:
+    """Each table is made from its report, and stands once. Without a report there is no table."""
+    (there,) = [each[2] or "" for each in MARK.finditer((DOCS / page).read_text()) if each[1] == mark]
+    assert there == made(page, mark), "run `python tests/proof/test_fidelity_docs.py`"
+    if mark in OF_POINTS and not there:
+        pytest.skip(f"{trust.path(POINTS).relative_to(catalog.ROOT)} is not there: .ci/reports fidelity makes it")
 
 
-def score_table() -> Table:
-    rows = []
-    for name, title in RUNS.items():
-        found = errors(facts(name)["errors"])
-        rows += [
-            (f"{title}, {metric.upper()}", *(percent(found[metric, s]) for s in STATISTICS))
-            for metric in ("ttft", "tpot", "e2e")
-        ]
-        rows.append((f"{title}, makespan", percent(found["makespan", ""]), *[""] * 4))
-    return Table("", ("Llama-3.1-8B, or another model, on", *STATISTICS), rows)
+@pytest.mark.parametrize("page", PAGES)
+def test_every_mark_is_known(page: str) -> None:
+    assert [mark[1] for mark in MARK.finditer((DOCS / page).read_text())] == list(PAGES[page])
 
 
-def ablation_table() -> Table:
-    header = ["replayed with"]
-    rows: dict[str, list[str]] = {}
-    for name, title in RUNS.items():
-        header += [f"{title}: TTFT", "TPOT", "E2E", "largest"]
-        for one in facts(name)["ablation"]:
-            found = errors(one["errors"])
-            largest = max(abs(error) for (_, statistic), error in found.items() if statistic)
-            means = [f"{100 * found[metric, 'mean']:+.1f}" for metric in ("ttft", "tpot", "e2e")]
-            rows.setdefault(one["name"], []).extend((*means, f"{100 * largest:.1f}"))
-    return Table("", header, [(name, *cells) for name, cells in rows.items()])
-
-
-def scheduler_table() -> Table:
-    header = ["policy, cost model"]
-    rows: dict[str, list[str]] = {}
-    for name, title in CASES.items():
-        header += [f"{title}: TTFT", "TPOT", "E2E", "preemptions"]
-        for one in facts("schedulers")["answers"]:
-            if one["run"] == name:
-                found = {(score[0], score[1]): score[-1] for score in one["scores"]}
-                means = [f"{100 * found[metric, 'mean']:+.1f} %" for metric in ("ttft", "tpot", "e2e")]
-                rows.setdefault(f"{one['policy']}, {one['cost']}", []).extend((*means, str(one["preemptions"])))
-    return Table("", header, [(name, *cells) for name, cells in rows.items()])
-
-
-def fragmentation_table() -> Table:
-    header = ("percent of the KV memory (published)", "token states", "reserved for later", "never used", "all others")
-    rows = []
-    for one in facts("fragmentation")["runs"]:
-        if one["assumption"] == fragmentation.PAPER:
-            held, later, never, *others = one["shares"].values()
-            cells = zip((held, later, never, sum(others)), fragmentation.PUBLISHED[one["system"]], strict=True)
-            shown = (f"{100 * share:.1f}" + ("" if said is None else f" ({said})") for share, said in cells)
-            rows.append((one["system"], *shown))
-    return Table("", header, rows)
-
-
-def assumption_table() -> Table:
-    held: dict[str, dict[str, str]] = {}
-    for one in facts("fragmentation")["runs"]:
-        held.setdefault(one["assumption"], {})[one["system"]] = f"{100 * one['shares']['held']:.1f}"
-        if one["assumption"] == fragmentation.RATE:
-            batched = f"{one['running']:.2f} ({fragmentation.BATCHED[one['system']]:.2f})"
-            held.setdefault(f"requests that run, at {fragmentation.RATE}", {})[one["system"]] = batched
-    systems = tuple(fragmentation.SYSTEMS)
-    rows = [(name, *(cells.get(system, "") for system in systems)) for name, cells in held.items()]
-    return Table("", ("assumption", *systems), rows)
-
-
-def rewritten(text: str) -> str:
-    tables = (score_table, ablation_table, scheduler_table, fragmentation_table, assumption_table)
-    made = dict(zip(MARKS, tables, strict=True))
-    return MARK.sub(lambda m: f"<!-- {m[1]} -->\n\n" + "\n".join(table(made[m[1]]())[:-1]) + "\n", text)
-
-
-def test_the_page_says_what_the_reports_say() -> None:
-    """Its tables are made from reports/fidelity, each once."""
-    text = PAGE.read_text()
-    assert [mark[1] for mark in MARK.finditer(text)] == MARKS
-    assert rewritten(text) == text, "run `python tests/proof/test_fidelity_docs.py`"
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases())
 def test_the_readme_quotes_the_reports(name: str) -> None:
-    """Its row of a case has the largest error that was published, and so has the page."""
-    published = errors(facts(name)["errors"])
-    largest = max(abs(error) for (_, statistic), error in published.items() if statistic)
-    (row,) = re.findall(rf"^\| .* an {CASES[name]} \|.*$", (catalog.ROOT / "README.md").read_text(), re.MULTILINE)
-    assert f"largest error {100 * largest:.2f} %" in row
-    assert f"{100 * largest:.2f} % on the {CASES[name]}" in PAGE.read_text()
+    """Its row of a recorded run has the largest error that was published."""
+    published = f"largest error {100 * largest(errors(facts(name)['errors'])):.2f} %"
+    text = (catalog.ROOT / "README.md").read_text()
+    (row,) = re.findall(rf"^\| .* {re.escape(trust.title(name))} \|.*$", text, re.MULTILINE)
+    assert published in row
 
 
 def test_the_page_says_what_the_modelled_device_measured() -> None:
     """Its table of bars: bounds, and how many scores are met."""
-    report = (REPORTS.parent / "hardware" / "cpu-modelled" / "report" / "report.md").read_text()
-    page = PAGE.read_text()
+    report, page = trust.MODELLED.read_text(), (DOCS / "fidelity.md").read_text()
     for metric in ("async speed-up", "makespan", "output tokens/s", "TPOT p50", "TTFT p50", "GPU active"):
         rows = 2 if metric == "TPOT p50" else 1  # with p99, as many
         (cells,) = re.findall(rf"^\| {metric} \| within (.*?) \| (\d+) of (\d+) .*$", report, re.MULTILINE)
@@ -137,7 +96,7 @@ def test_the_page_says_what_the_modelled_device_measured() -> None:
         assert re.search(rf"^\| {metric}.* \| {bound} \| {rows * met} of {rows * scores} \|", page, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", cases())
 def test_the_reports_say_what_the_code_computes(name: str) -> None:
     """The committed errors are those of a replay now: a change of policy, tables or priors has to publish its own."""
     place = catalog.data_folders()[-1] / "measured_vllm" / "cases" / name
@@ -161,5 +120,90 @@ def test_the_study_says_what_the_code_computes() -> None:
     assert now.running == pytest.approx(published["running"], abs=1e-12)
 
 
+# -- the tables of published servers, of a report by hand -------------------------------------------------------------
+
+
+def point(system: str, error: float, peer: float | None, **others: Any) -> dict[str, Any]:
+    """As report.json has one, with this error in every metric."""
+    metrics = ("ttft", "tpot", "throughput")
+    return {
+        "stratum": f"{system} vllm MiniMax-M2.5 TP4 1024/1024",
+        "source": "inferencex-db",
+        "errors": dict.fromkeys(metrics, error),
+        "peer_errors": None if peer is None else dict.fromkeys(metrics, peer),
+        "interval_80": {
+            metric: {"low": 0.9, "high": 1.25, "residuals": 30} if system == "h100_sxm" else None for metric in metrics
+        },
+        "terms": {"file": "vllm-experts", "left_out": True},
+        "outside_calibration": [],
+    } | others
+
+
+@pytest.fixture
+def by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report of four points, three of which are predicted."""
+    statistics = {metric: {"points": 2, "median": 0.0, "mape": 0.15, "p90": 0.2} for metric in ("ttft", "tpot")}
+    statistics["throughput"] = statistics["tpot"]
+    data = {
+        "points": 1004,
+        "predicted": [
+            point("h100_sxm", 0.1, -0.3),
+            point("h200_sxm", -0.2, None),
+            point("b200_sxm", 0.5, 0.25, outside_calibration=["card b200_sxm"]),
+        ],
+        "not_built": {f"reason {number}": number for number in range(1, 11)} | {"apart": 946},
+        "classes": {
+            "experts, H100 and H200": {"points": 2, **statistics, "missed": ["h100_sxm: +10 %"]},
+            "B200, no bars": {"points": 1, **statistics, "missed": []},
+        },
+        "coverage": {"vllm-experts": {"ttft": [8, 10], "tpot": [7, 10]}},
+    }
+    monkeypatch.setattr(trust, "REPORTS", tmp_path)
+    (tmp_path / POINTS).mkdir()
+    trust.path(POINTS).write_text(json.dumps({"data": data}))
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_a_class_is_told_beside_the_other_tool_on_the_points_of_both() -> None:
+    """Of two points of experts the other tool predicts one: ours is 10 % off there, theirs 30 %."""
+    experts, newer = trust.point_table().rows
+    spread = "15.0 % (20.0 %)"
+    assert experts == ("experts, H100 and H200", "2", spread, spread, spread, "1", "1", *["10.0 %, 30.0 %"] * 2)
+    assert newer == ("B200, no bars", "1", spread, spread, spread, "0", "1", *["50.0 %, 25.0 %"] * 2)
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_intervals_and_reasons_are_told() -> None:
+    """A point without an interval has no part in the typical one; reasons add up to what is not predicted."""
+    assert trust.coverage_table().rows == [
+        ("`vllm-experts`", "8 of 10", "-10 % to +25 %", "7 of 10", "-10 % to +25 %", "3", "1")
+    ]
+    header, rows = trust.built_table().header, trust.built_table().rows
+    assert header[0] == "of 1,004 points"
+    assert rows[:3] == [("predicted", "3"), ("apart", "946"), ("reason 10", "10")]
+    assert rows[-1] == ("3 other reasons", "6")
+    assert sum(int(count.replace(",", "")) for _, count in rows) == 1004
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_your_case_has_the_errors_of_its_class() -> None:
+    """A class without points says so."""
+    dense, _, experts = trust._published()
+    assert dense[2:4] == (trust.UNKNOWN, trust.UNKNOWN)
+    assert experts[2:4] == ("15.0 %", "15.0 %")
+    assert experts[4].startswith("mean of 2 points by InferenceX")
+
+
+def test_the_logs_are_counted_as_their_report_does() -> None:
+    """The means over all runs that were not looked at are those that the report found."""
+    found = [errors(run["errors"]) for run in trust.unseen()]
+    said = (trust.REPORTS / LOGS / "report.md").read_text()
+    means = (
+        f"{m.upper()} {sum(abs(each[m, 'mean']) for each in found) / len(found):.1%}" for m in ("ttft", "tpot", "e2e")
+    )
+    assert f"over the {len(found)} runs that were not looked at: {', '.join(means)}." in said
+
+
 if __name__ == "__main__":
-    Path(PAGE).write_text(rewritten(PAGE.read_text()))
+    for page in PAGES:
+        (DOCS / page).write_text(rewritten(page, (DOCS / page).read_text()))

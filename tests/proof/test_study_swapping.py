@@ -82,8 +82,8 @@ def test_a_pair_takes_what_the_closed_form_says(prompt: int, link: float) -> Non
 
 
 def test_the_docs_say_what_the_report_says() -> None:
-    """The section of docs/fidelity.md, number by number: closed forms from the code, runs from the report's data."""
-    page = (catalog.ROOT / "docs" / "fidelity.md").read_text()
+    """The section of docs/studies.md, number by number: closed forms from the code, runs from the report's data."""
+    page = (catalog.ROOT / "docs" / "studies.md").read_text()
     said = " ".join(page[page.index("## Swap or recompute") :].split())
     data = json.loads((catalog.ROOT / "reports/fidelity/swap_or_recompute/report.json").read_text())["data"]
     terms, loads = Terms.of(scenario()), data["loads"]

@@ -36,7 +36,7 @@ CHANGED = (0, 26)
 """Versions before it are replayed by the rules of 0.19, others by those of 0.33: half-way between the two known."""
 VARIANTS = {"bfloat16": "bf16", "float16": "fp16"}
 ROW_S = 3e-6
-"""Prior: seconds of device time that a request of a step costs beyond the tables. docs/fidelity.md says where from."""
+"""Prior: seconds of device time that a request of a step costs beyond the tables. docs/studies.md says where from."""
 LINK = {"latency_s": 20e-6, "bytes_s": 16.0 * GIB}
 """Between GPUs where config.json names no link: what it names for the recorded RTX PRO 6000."""
 CPU = {  # of vLLM 0.19's own Python, measured on a shared 2-core Xeon; prepare and launch: assumptions
