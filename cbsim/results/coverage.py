@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from cbsim.results.metrics import Steps
+from cbsim.scenario import terms
 
 RANGE = (("rows", "rows"), ("tokens", "query tokens"), ("context_tokens", "KV tokens read"))  # columns of a step
 
@@ -60,9 +61,12 @@ def sureness(scenario: Mapping[str, Any]) -> list[str]:
     calibrated = cost.get("calibrated")
     if not calibrated or "systems" not in calibrated:
         return []
-    values = [_term(name, cost, ends) for name, ends in calibrated["intervals"].items()]
+    intervals = calibrated["intervals"]
+    server = cost["tensor_parallel"], PurePath(cost["path"]).name, str(cost["engine"]).partition("_")[2]
+    names = terms.resolve({name: name for name in intervals}, *server)
+    values = [_term(name, cost[field], intervals[name]) for field, name in names.items() if field in cost]
     known = [f"{metric.upper()} {_span(calibrated[metric])}" for metric in ("ttft", "tpot") if calibrated[metric]]
-    said = [f"terms {cost['terms']}, with 80 % intervals: {', '.join(text for text in values if text)}"]
+    said = [f"terms {cost['terms']}, with 80 % intervals: {', '.join(values)}"]
     if known:
         points = calibrated["tpot"]["points"]
         text = f"80 % of {points} left-out measurements lay, relative to what was predicted: {', '.join(known)}"
@@ -70,12 +74,9 @@ def sureness(scenario: Mapping[str, Any]) -> list[str]:
     return said
 
 
-def _term(name: str, cost: Mapping[str, Any], ends: Sequence[float]) -> str:
-    field, _, of = name.partition("@")
-    if field not in cost or (of.isdigit() and int(of) != cost["tensor_parallel"]):
-        return ""
+def _term(name: str, value: float, ends: Sequence[float]) -> str:
     low, high = ends
-    return f"{name} {cost[field]:.3g} ({low:.3g} to {high:.3g})"
+    return f"{name} {value:.3g} ({low:.3g} to {high:.3g})"
 
 
 def _span(sure: Mapping[str, float]) -> str:

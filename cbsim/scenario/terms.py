@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError
 
 from cbsim.scenario import catalog, documents
 from cbsim.scenario.fields import Frozen, Real, ScenarioError, Whole, as_tuple
 
+T = TypeVar("T")
 FRONT = "front_s"
 FOLDER = "terms"
 Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
@@ -118,11 +119,12 @@ class TermsFile(Range):
         return {name: term.value for name, term in self.terms.items()}
 
 
-def resolve(terms: Mapping[str, float], tensor: int, system: str, version: str) -> dict[str, float]:
+def resolve(terms: Mapping[str, T], tensor: int, system: str, version: str) -> dict[str, T]:
     """The terms that hold for so many GPUs of a card and a version of the engine, by field; where none of a field does,
     its last one: of most GPUs, the newest version.
     """
-    fits, last = {}, {}
+    fits: dict[str, T] = {}
+    last: dict[str, T] = {}
     for name, value in terms.items():
         field, _, of = name.partition("@")
         last[field] = value
