@@ -122,7 +122,7 @@ def coverage_table() -> Table:
     rows = []
     for name, held in data["coverage"].items():
         of = [each for each in data["predicted"] if each["terms"]["file"] == name]
-        left_out = sum(each["terms"]["left_out"] for each in of)
+        left_out = sum(each["terms"]["curve"] is not None for each in of)
         outside = sum(bool(each["outside_calibration"]) for each in of)
         ttft, tpot = ((f"{held[m][0]} of {held[m][1]}", _span(of, m)) for m in ("ttft", "tpot"))
         rows.append((f"`{name}`", *ttft, *tpot, str(left_out), str(outside)))

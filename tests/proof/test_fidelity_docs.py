@@ -134,7 +134,7 @@ def point(system: str, error: float, peer: float | None, **others: Any) -> dict[
         "interval_80": {
             metric: {"low": 0.9, "high": 1.25, "residuals": 30} if system == "h100_sxm" else None for metric in metrics
         },
-        "terms": {"file": "vllm-experts", "left_out": True},
+        "terms": {"file": "vllm-experts", "curve": "c"},
         "outside_calibration": [],
     } | others
 

@@ -113,7 +113,8 @@ def test_points_are_scored_with_terms_that_their_curve_did_not_teach(
     found = json.loads(capsys.readouterr().out)
     assert (found["points"], len(found["predicted"])) == (7, 6)
     assert found["not_built"] == {"prefill and decode are apart, on servers of their own": 1}
-    assert all(each["terms"]["left_out"] and abs(each["errors"]["tpot"]) < 0.2 for each in found["predicted"])
+    assert all(each["terms"] == {"file": "made", "curve": each["id"].rpartition("-")[0]} for each in found["predicted"])
+    assert all(abs(each["errors"]["tpot"]) < 0.2 for each in found["predicted"])
     assert found["classes"]["dense, vLLM, H100 and H200"]["points"] == 6
     runs = sorted((tmp_path / "store").rglob("summary.json"))
     assert main([*words, "--where", "tp_size=4", "--out", str(tmp_path / "report")]) == 0

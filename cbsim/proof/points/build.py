@@ -29,20 +29,13 @@ ATTENTION = {  # of models that are no ModelShape, by how their names begin
     "deepseek": "multi-head latent attention, of which there are no tables",
     "kimi": "multi-head latent attention, of which there are no tables",
     "glm5": "sparse latent attention, of which there are no tables",
-    "qwen35": "linear attention, of which there are no tables",
+    "qwen3.5": "linear attention, of which there are no tables",
     "gptoss": "heads of 64 and windows, of which there are no tables (heads of 128 that see everything)",
 }
 
 
 class CannotBuildError(Exception):
     """The message is the reason."""
-
-
-class Built(NamedTuple):
-    """A point and its scenario."""
-
-    point: Point
-    scenario: Scenario
 
 
 class Parallel(NamedTuple):
@@ -115,6 +108,7 @@ def engine_of(point: Point) -> str:
 
 @lru_cache(maxsize=64)
 def tables_of(system: str) -> Path | None:
+    """The folder of a card's tables, None if there is none."""
     try:
         return catalog.tables(f"{TABLES}/{system}") if system else None
     except ScenarioError:
@@ -135,13 +129,11 @@ def model_of(point: Point) -> ModelShape:
 
 
 def _weights(point: Point, model: ModelShape) -> str | None:
-    own = model.weights_dtype
-    if point.precision == "fp8" or (not point.precision and "fp8" in bare(point.model_name)):
-        blocks = own == "fp8_block" or (own is None and model.experts > 0)
-        return "fp8_block" if blocks else "fp8"
-    if point.precision in ("fp4", "nvfp4"):
-        return "nvfp4"
-    return {"int4": "int4"}.get(point.precision)
+    """Their type: as the point says, else its name, else the model. Experts in FP8 are quantised in blocks."""
+    said = point.precision or ("fp8" if "fp8" in bare(point.model_name) else "")
+    if said == "fp8":
+        return "fp8_block" if model.experts else "fp8"
+    return {"fp4": "nvfp4", "nvfp4": "nvfp4", "int4": "int4", "bf16": None}.get(said, model.weights_dtype)
 
 
 def _hardware(point: Point) -> Hardware:

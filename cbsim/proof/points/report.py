@@ -253,20 +253,29 @@ def _numbers(group: Group) -> dict[str, Any]:
 
 
 def _plain(each: Predicted) -> dict[str, Any]:
+    """`terms`: the file, and in it the curve whose own terms were taken, null where those of all were."""
     point = each.point
     return {
         "id": point.id,
         "stratum": str(point.stratum),
-        "concurrency": point.concurrency,
+        "users": point.concurrency,
         "source": point.source,
-        "measured": {"ttft_ms": point.ttft_ms, "tpot_ms": point.tpot_ms},
-        "predicted": each.means._asdict(),
-        "errors": {metric: each.error(metric) for metric in score.METRICS},
+        "measured_ms": [point.ttft_ms, point.tpot_ms],
+        "predicted_ms": [_short(value) for value in each.means],
+        "errors": {metric: _short(each.error(metric)) for metric in score.METRICS},
         "interval_80": {
-            metric: None if found is None else {"low": found.low, "high": found.high, "residuals": found.residuals}
+            metric: None
+            if found is None
+            else {"low": _short(found.low), "high": _short(found.high), "residuals": found.residuals}
             for metric, found in each.intervals.items()
         },
-        "peer_errors": None if point.peer is None else {metric: each.peer_error(metric) for metric in score.METRICS},
-        "terms": {"file": each.terms, "left_out": each.left_out, **each.values},
+        "peer_errors": None
+        if point.peer is None
+        else {metric: _short(each.peer_error(metric) or 0.0) for metric in score.METRICS},
+        "terms": {"file": each.terms, "curve": point.curve if each.left_out else None},
         "outside_calibration": list(each.outside),
     }
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
