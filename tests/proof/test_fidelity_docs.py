@@ -69,7 +69,7 @@ def test_the_pages_say_what_the_reports_say(page: str, mark: str) -> None:
     (there,) = [each[2] or "" for each in MARK.finditer((DOCS / page).read_text()) if each[1] == mark]
     assert there == made(page, mark), "run `python tests/proof/test_fidelity_docs.py`"
     if mark in OF_POINTS and not there:
-        pytest.skip(f"{trust.path(POINTS).relative_to(catalog.ROOT)} is not there: .ci/reports fidelity makes it")
+        pytest.skip(f"{trust.path(POINTS).relative_to(catalog.ROOT)} is not there: .ci/reports published makes it")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -84,6 +84,23 @@ def test_the_readme_quotes_the_reports(name: str) -> None:
     text = (catalog.ROOT / "README.md").read_text()
     (row,) = re.findall(rf"^\| .* {re.escape(trust.title(name))} \|.*$", text, re.MULTILINE)
     assert published in row
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ("published servers, dense, vLLM on H100 and H200", "dense, vLLM, H100 and H200"),
+        ("dense, TensorRT-LLM on H200", "dense, TensorRT-LLM, H200"),
+        ("mixture of experts, vLLM on H100 and H200", "experts, H100 and H200"),
+    ],
+)
+def test_the_readme_quotes_the_points(row: str, name: str) -> None:
+    """Mean errors and the number of points, as the report has them."""
+    found = facts(POINTS)["classes"][name]
+    text = (catalog.ROOT / "README.md").read_text()
+    (line,) = re.findall(rf"^\| {re.escape(row)} \|.*$", text, re.MULTILINE)
+    said = f"TPOT {100 * found['tpot']['mape']:.1f} %, TTFT {100 * found['ttft']['mape']:.1f} %"
+    assert said in line and f"| {found['points']} points" in line
 
 
 def test_the_page_says_what_the_modelled_device_measured() -> None:

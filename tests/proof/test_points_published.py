@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
@@ -27,6 +28,11 @@ def test_a_stratum_is_predicted_without_its_own_curve() -> None:
     assert all(each.point.curve in each.file.curves for each in found.buildable)
     means = predict([each.scenario for each in found.buildable], Here())
     predicted = [scoring.predicted(each, m) for each, m in zip(found.buildable, means, strict=True)]
+    report = json.loads((catalog.ROOT / "reports" / "fidelity" / "points" / "report.json").read_text())["data"]
+    published_ms = {each["id"]: each["predicted_ms"] for each in report["predicted"]}
+    assert {each.point.id: pytest.approx(published_ms[each.point.id], rel=1e-3) for each in predicted} == {
+        each.point.id: list(each.means) for each in predicted
+    }, "what is published is what the code computes: .ci/reports published makes it again"
     group = score.Group("two H100", predicted)
     assert group.errors("tpot").mape < 0.08
     assert abs(group.errors("ttft").median) < 0.2
