@@ -4,10 +4,10 @@ Linear layers by the type of the weights, the output head in the model's own; at
 experts by a GPU's share of them; all-reduces of the residual stream. Between measured points Ladder and Products
 interpolate; heads that were not measured lie between those that were, linearly.
 
-A product takes what the fastest of the card's engines takes: all compute it with the same few libraries, and some
-tables were taken with the host launching every kernel, which can only add. An engine's own tables alone are used if
-that is wanted. Attention takes no longer than was measured for as many rows and tokens or more: single outliers, which
-tables have, would else stand for all work near them.
+A product takes what the fastest of the card's engines takes, in its own type or in 16 bits: all compute it with the
+same few libraries, fewer bits are no more work, and some tables were taken with the host launching every kernel, which
+can only add. An engine's own tables alone are used if that is wanted. Attention takes no longer than was measured for
+as many rows and tokens or more: single outliers, which tables have, would else stand for all work near them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class EngineTables:
     def __init__(self, folder: Path, engine: str, model: ModelShape, share: Share, *, fastest: bool = True) -> None:
         _check(folder, model, share)
         tensor, (query, kv) = share.tensor, _heads(model, share.tensor)
-        tables = _Tables(folder, engine, engines(folder) if fastest else [engine])
+        tables = _Tables(folder, engine, engines(folder) if fastest else [engine], fastest)
         width = model.heads * model.head_dim / tensor
         pairs = [(width + 2 * kv * model.head_dim, model.hidden), (model.hidden, width)]
         if not model.experts:
@@ -135,6 +135,7 @@ class _Tables(NamedTuple):
     folder: Path
     engine: str
     products: Sequence[str]
+    bounded: bool  # does a product of fewer bits take no longer than one of 16?
 
     def file(self, operation: str) -> Path:
         return self.folder / f"{operation}__{self.engine}.csv.gz"
@@ -143,6 +144,8 @@ class _Tables(NamedTuple):
         """[m, k] x [k, n], by m."""
         known = [_products(self.folder, engine, dtype) for engine in self.products]
         curves = [products.curve(n, k) for products in known if products is not None]
+        if curves and self.bounded and dtype != WIDE:
+            curves += self.product(WIDE, n, k).curves
         if not curves:
             whose = ", ".join(self.products)
             raise ScenarioError(f"{self.folder}: no products of {dtype} in the tables of {whose}")

@@ -392,7 +392,8 @@ class TableSettings(Frozen):
     calibrated: CalibratedTerms | None = None
     """What the terms were calibrated on; filled in when they are read."""
     fastest: bool = True
-    """With `engine`: a product takes what the fastest of all engines in the folder takes; false: what this one does."""
+    """With `engine`: a product takes what the fastest of all engines in the folder takes, in its type or in 16 bits;
+    false: what this one does."""
     skew: bool = True
     """Let attention wait for the longest decoding request, where the tables have measured that."""
     step_s: Seconds = 0.0

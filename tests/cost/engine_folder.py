@@ -40,11 +40,16 @@ def write(path: Path, header: str, rows: Iterable[Sequence[object]]) -> None:
     path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
-def make(folder: Path, engine: str = "vllm_0.1.0", slower: float = 1.0) -> Path:
-    """The folder, with the tables of one engine, whose products are so many times slower than gemm_ms."""
+def make(folder: Path, engine: str = "vllm_0.1.0", slower: float = 1.0, launched_ms: float = 0.0) -> Path:
+    """The folder, with the tables of one engine. Its products are so many times slower than gemm_ms; those of fp8_block
+    take `launched_ms` at least.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     grid = product(("bfloat16", "fp8", "fp8_block"), SIZES, (64, 1024, 8192, 65536), (64, 1024, 8192, 65536))
-    rows = ((dtype, m, n, k, slower * gemm_ms(m, n, k)) for dtype, m, n, k in grid)
+    rows = (
+        (dtype, m, n, k, max(slower * gemm_ms(m, n, k), launched_ms if dtype == "fp8_block" else 0.0))
+        for dtype, m, n, k in grid
+    )
     write(folder / f"gemm__{engine}.csv.gz", "gemm_dtype,m,n,k,latency_ms", rows)
     header = "batch_size,isl,num_heads,num_key_value_heads,attn_dtype,kv_cache_dtype,step,latency_ms"
     cells = list(product(HEADS, ("bfloat16", "fp8")))

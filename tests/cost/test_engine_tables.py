@@ -99,6 +99,20 @@ def test_the_fastest_of_the_cards_engines_counts_for_products(folder: Path) -> N
     assert own.linear_ns(16) == pytest.approx(3 * quick.linear_ns(16))
 
 
+def test_fewer_bits_take_no_longer_than_sixteen(folder: Path) -> None:
+    """Block-quantised products that the host launched take 0.2 ms whatever their size; in 16 bits they take what they
+    are worth. Of an engine's own tables alone nothing is doubted.
+    """
+    engine_folder.make(folder, launched_ms=0.2)
+    blocks = LLAMA.model_copy(update={"weights_dtype": "fp8_block"})
+    wide, narrow, own = (
+        EngineTables(folder, ENGINE, model, Share(), fastest=fastest)
+        for model, fastest in ((LLAMA, True), (blocks, True), (blocks, False))
+    )
+    assert narrow.linear_ns(1) == wide.linear_ns(1)
+    assert own.linear_ns(1) / NS > 32 * 4 * 0.199
+
+
 def test_a_step_is_the_sum_of_its_kernels_and_terms(folder: Path) -> None:
     """The formula of the module, term by term, for 64 decoding rows and a chunk of 192 tokens on two GPUs."""
     tables = EngineTables(folder, ENGINE, LLAMA, Share(2))
