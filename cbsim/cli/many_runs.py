@@ -20,7 +20,7 @@ def store_arguments(parser: argparse.ArgumentParser) -> None:
         "--store", type=a_path, default=Path("sweeps"), metavar="DIR", help="where runs are kept and found (sweeps)"
     )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--jobs", type=_jobs, metavar="N", help="processes on this machine (as many as it has cores)")
+    where.add_argument("--jobs", type=jobs, metavar="N", help="processes on this machine (as many as it has cores)")
     where.add_argument(
         "--ray", type=_cluster, metavar="ADDRESS", help="a Ray cluster: auto, HOST:PORT or ray://HOST:PORT"
     )
@@ -37,13 +37,14 @@ def executor(arguments: argparse.Namespace) -> Executor:
     return Processes(arguments.jobs or os.cpu_count() or 1)
 
 
-def _jobs(text: str) -> int:
+def jobs(text: str) -> int:
+    """A number of processes."""
     from cbsim.sweeps.hands import MOST_JOBS
 
-    jobs = int(text) if text.isdecimal() and len(text) < 5 else 0
-    if not 1 <= jobs <= MOST_JOBS:
+    number = int(text) if text.isdecimal() and len(text) < 5 else 0
+    if not 1 <= number <= MOST_JOBS:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1 to {MOST_JOBS}")
-    return jobs
+    return number
 
 
 def _cluster(text: str) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from cbsim.cli.arguments import a_path
-from cbsim.cli.many_runs import executor, store_arguments
-from cbsim.server.status import OK
+from cbsim.cli.many_runs import executor, jobs, store_arguments
+from cbsim.server.status import ERROR, OK
 
 TERMS = ("vllm-dense", "trtllm-dense", "vllm-experts")
 
@@ -19,6 +21,7 @@ def points_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--where",
         type=_where,
+        action=_Joined,
         default={},
         metavar="COLUMN=VALUE,...",
         help="only points whose columns have these values",
@@ -32,7 +35,7 @@ def points_arguments(parser: argparse.ArgumentParser) -> None:
 def terms_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", choices=[*TERMS], metavar="NAME", help=f"of {', '.join(TERMS)} (all)")
     _data_argument(parser)
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (2)")
+    parser.add_argument("--jobs", type=jobs, metavar="N", help="processes (as many as there are cores)")
     parser.add_argument(
         "--out", type=a_path, default=Path("scenarios/terms"), metavar="DIR", help="folder (scenarios/terms)"
     )
@@ -42,6 +45,17 @@ def _data_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=a_path, metavar="DIR", help="folder of measured.csv[.gz] (aiconfigurator_silicon of the data)"
     )
+
+
+class _Joined(argparse.Action):
+    """Given several times, all hold."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        before = getattr(namespace, self.dest)
+        twice = sorted(before.keys() & values.keys())
+        if twice:
+            parser.error(f"argument --where: {twice[0]} is given twice")
+        setattr(namespace, self.dest, before | values)
 
 
 def _where(text: str) -> dict[str, str]:
@@ -72,18 +86,21 @@ def score_points(arguments: argparse.Namespace) -> int:
 
 def calibrate_terms(arguments: argparse.Namespace) -> int:
     """Calibrate terms on the open points, and write them where scenarios find them."""
+    from cbsim.draw import folder
     from cbsim.proof.points import calibration, published
-    from cbsim.results.directory import write_whole
     from cbsim.scenario import terms
     from cbsim.sweeps.processes import Processes
 
     points = published.read(published.folder(arguments.data))
+    folder.write(arguments.out, {})  # before the work, not after it
     for name in arguments.names or TERMS:
-        with closing(Processes(arguments.jobs)) as hands:
-            print(f"{name}:", file=sys.stderr)
-            made = calibration.calibrate(name, points, hands, lambda text: print(f"  {text}", file=sys.stderr))
-        path = arguments.out / f"{name}.yaml"
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        write_whole(path, terms.dump(made).encode())
-        print(path)
+        print(f"{name}:", file=sys.stderr)
+        try:
+            with closing(Processes(arguments.jobs or os.cpu_count() or 1)) as hands:
+                made = calibration.calibrate(name, points, hands, lambda text: print(f"  {text}", file=sys.stderr))
+        except KeyboardInterrupt:
+            print(f"cbsim: interrupted; {name} is not written, and begins again", file=sys.stderr)
+            return ERROR
+        folder.write(arguments.out, {f"{name}.yaml": terms.dump(made).encode()})
+        print(arguments.out / f"{name}.yaml")
     return OK

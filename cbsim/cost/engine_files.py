@@ -29,9 +29,14 @@ import pyarrow.csv
 from cbsim.scenario.fields import ScenarioError
 
 TIME = "latency_ms"
+MOST = 1e12  # of any column
 
 
-class NoColumnError(ScenarioError):
+class DamagedError(ScenarioError):
+    """A table cannot be read, or holds what is no time."""
+
+
+class NoColumnError(DamagedError):
     """A table has no such column."""
 
 
@@ -103,9 +108,11 @@ def _numbers(path: Path, table: pa.Table, name: str) -> np.ndarray:
     try:
         values = table[name].cast(pa.float64()).to_numpy()
     except pa.ArrowInvalid as error:
-        raise ScenarioError(f"{path}: {name}: holds what is no number ({error})") from None
-    if not np.isfinite(values).all() or (values < 0).any():
-        raise ScenarioError(f"{path}: {name}: holds an empty or negative value")
+        raise DamagedError(f"{path}: {name}: holds what is no number ({error})") from None
+    wrong = np.flatnonzero(~np.isfinite(values) | (values < 0) | (values > MOST) | ((name == TIME) & (values == 0)))
+    if len(wrong):
+        bound = f"{'> 0' if name == TIME else '>= 0'} and <= {MOST:g}"
+        raise DamagedError(f"{path}: {name}: holds {values[wrong[0]]:g}, must be {bound}")
     numbers: np.ndarray = values
     return numbers
 
@@ -124,4 +131,4 @@ def _table(path: Path, changed_ns: int, size: int) -> pa.Table:
     try:
         return pyarrow.csv.read_csv(path)
     except (OSError, pa.ArrowInvalid) as error:
-        raise ScenarioError(f"{path}: cannot be read: {error}") from None
+        raise DamagedError(f"{path}: cannot be read: {error}") from None

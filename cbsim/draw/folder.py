@@ -47,7 +47,11 @@ def clear(folder: Path) -> None:
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files by their name in the folder. Raises RunError naming the one that cannot be written."""
+    """Write files by their name in the folder, which is made. Raises RunError naming what cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"--out {folder}: cannot be written: {error.strerror or error}") from None
     for name, content in files.items():
         path = folder / name
         try:

@@ -54,23 +54,23 @@ def _beyond(steps: Steps, column: str, noun: str, most: int) -> str:
 
 
 def sureness(scenario: Mapping[str, Any]) -> list[str]:
-    """What is known of predictions with calibrated terms: the terms with their intervals, and the errors of left-out
-    measurements.
+    """What is known of predictions with calibrated terms: the terms with their intervals, and how far measurements of
+    left-out servers lay from what was predicted of them.
     """
     cost = scenario["cost"]
     calibrated = cost.get("calibrated")
     if not calibrated or "systems" not in calibrated:
         return []
-    intervals = calibrated["intervals"]
-    server = cost["tensor_parallel"], PurePath(cost["path"]).name, str(cost["engine"]).partition("_")[2]
-    names = terms.resolve({name: name for name in intervals}, *server)
-    values = [_term(name, cost[field], intervals[name]) for field, name in names.items() if field in cost]
+    kept = {field: value for field, value in calibrated["values"].items() if cost.get(field, value) == value}
+    values = [_term(field, value, calibrated["intervals"][field]) for field, value in kept.items()]
+    said = [f"tables of {cost['engine']} and terms {cost['terms']}, with 80 % intervals: {', '.join(values)}"]
+    if terms.FRONT in kept:
+        said[0] += f"; {terms.FRONT} is the client's and not in the times below"
     known = [f"{metric.upper()} {_span(calibrated[metric])}" for metric in ("ttft", "tpot") if calibrated[metric]]
-    said = [f"terms {cost['terms']}, with 80 % intervals: {', '.join(values)}"]
     if known:
         points = calibrated["tpot"]["points"]
-        text = f"80 % of {points} left-out measurements lay, relative to what was predicted: {', '.join(known)}"
-        said.append(f"{text} (means of whole servers)")
+        about = f"80 % of {points} servers that were left out measured more or less than predicted by"
+        said.append(f"{about}: {', '.join(known)} (means, {terms.FRONT} included)")
     return said
 
 
@@ -85,20 +85,33 @@ def _span(sure: Mapping[str, float]) -> str:
 
 def _unlike(scenario: Mapping[str, Any], calibrated: Mapping[str, Any]) -> list[str]:
     """How the server differs from those that the terms were calibrated on."""
-    cost, arrivals = scenario["cost"], scenario["workload"].get("arrivals") or {}
-    users = arrivals.get("users")
-    low, high = calibrated["users"]
-    scheduler = scenario["scheduler"]["name"].partition("_")[0]
-    system = PurePath(cost["path"]).name
+    cost, model = scenario["cost"], scenario["model"]
+    system, scheduler = PurePath(cost["path"]).name, scenario["scheduler"]["name"].partition("_")[0]
+    weights = model["weights_dtype"] or model["dtype"]
+    tables = calibrated["tables"].get(system, cost["engine"])
     pairs = (
         (scheduler, (calibrated["backend"],), f"scheduler {scheduler}"),
         (system, calibrated["systems"], f"card {system}"),
-        (scenario["model"]["name"], calibrated["models"], f"model {scenario['model']['name']}"),
+        (cost["engine"], (tables,), f"tables of {cost['engine']}"),
+        (cost["fastest"], (calibrated["fastest"],), f"fastest {str(cost['fastest']).lower()}"),
+        (cost["routing"], (calibrated["routing"], *(() if model["experts"] else (cost["routing"],))), cost["routing"]),
+        (model["name"], calibrated["models"], f"model {model['name']}"),
+        (weights, calibrated["weights"], f"weights in {weights}"),
         (cost["tensor_parallel"], calibrated["tensor_parallel"], f"{cost['tensor_parallel']} GPUs"),
+        (scenario["loop"]["mode"], ("async",), "a synchronous loop"),
     )
     said = [text for value, known, text in pairs if value not in known]
-    if users is None:
-        said.append("arrivals that are no closed loop")
-    elif not low <= users <= high:
-        said.append(f"{users:,} users")
+    said += [
+        f"{field} {cost[field]:g} in place of {value:g}"
+        for field, value in calibrated["values"].items()
+        if cost.get(field, value) != value
+    ]
+    said += _users(scenario, *calibrated["users"])
     return [f"{text}, unlike what the terms {cost['terms']} were calibrated on" for text in said]
+
+
+def _users(scenario: Mapping[str, Any], least: int, most: int) -> list[str]:
+    users = (scenario["workload"].get("arrivals") or {}).get("users")
+    if users is None:
+        return ["arrivals that are no closed loop"]
+    return [] if least <= users <= most else [f"{users:,} users"]

@@ -19,7 +19,7 @@ from cbsim.policy.schedulers import registry
 from cbsim.policy.schedulers.registry import Kind
 from cbsim.policy.schedulers.vllm_settings import VllmSettings
 from cbsim.scenario import catalog, documents, sizing
-from cbsim.scenario.costs import Coefficients, Cost, RooflineSettings, TableSettings
+from cbsim.scenario.costs import Coefficients, Cost, RooflineSettings
 from cbsim.scenario.demand import Demand
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, ScenarioError, complaint
@@ -27,6 +27,7 @@ from cbsim.scenario.overrides import apply
 from cbsim.scenario.schedulers import Scheduler, plain
 from cbsim.scenario.serving import KvCache, Loop, Slo
 from cbsim.scenario.shapes import Hardware, ModelShape, NamedHardware, NamedModel
+from cbsim.scenario.table_costs import TableSettings
 
 __all__ = ["Scenario", "ScenarioError", "dump", "json_schema", "load", "loops", "scheduler_options", "write_schemas"]
 

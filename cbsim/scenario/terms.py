@@ -11,13 +11,17 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from cbsim.scenario import catalog, documents
-from cbsim.scenario.fields import Frozen, Real, ScenarioError, Whole, as_tuple
+from cbsim.scenario.fields import Frozen, Real, ScenarioError, Whole, as_tuple, complaint, near
 
 T = TypeVar("T")
 FRONT = "front_s"
+FIELDS = (
+    *("step_s", "layer_s", "row_s", "reduce_s", "elementwise", "decode_attention", "products", "large_products"),
+    *("experts", "launch_s_per_layer", FRONT),
+)
 FOLDER = "terms"
 Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 Ends = Annotated[tuple[Real, Real], BeforeValidator(as_tuple)]
@@ -71,6 +75,14 @@ class Range(Frozen):
     """GPUs that shared a layer."""
     users: Annotated[tuple[Whole, Whole], BeforeValidator(as_tuple)]
     """Least and most concurrent requests."""
+    tables: dict[str, str]
+    """By card, the engine whose tables they add to, such as vllm_0.18.0."""
+    weights: Names
+    """Types of the layers' matrices."""
+    routing: str
+    """How unevenly tokens were taken to choose experts."""
+    fastest: bool
+    """Do products take what the fastest of the card's engines takes? Else what the engine's own tables say."""
 
     def outside(self, backend: str, system: str, model: str, tensor: int, users: int | None) -> list[str]:
         """How a server differs from those."""
@@ -97,14 +109,27 @@ class TermsFile(Range):
     """Which servers, and where the points come from."""
     experts: bool
     """Mixtures of experts, or dense models?"""
-    fastest: bool
-    """Do products take what the fastest of the card's engines takes? Else what the engine's own tables say."""
     calibrated: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]
     """When."""
     terms: dict[str, Term]
     """The terms."""
     curves: dict[str, Curve]
     """By the hash that measurements give a curve."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> TermsFile:
+        """Every term is known, and within its interval; those without a curve are the same ones."""
+        for name, term in self.terms.items():
+            if name.partition("@")[0] not in FIELDS:
+                raise complaint(f"got {name}, expected one of {', '.join(FIELDS)}{near(name, FIELDS)}", "terms")
+            if not 0 <= term.low <= term.value <= term.high:
+                raise complaint(
+                    f"{name}: got {term.low} to {term.high} for {term.value}, which must lie between", "terms"
+                )
+        for hash_, curve in self.curves.items():
+            if curve.terms.keys() != self.terms.keys() or min(curve.terms.values(), default=0.0) < 0:
+                raise complaint(f"{hash_}: terms: must be those of the file, each >= 0", "curves")
+        return self
 
     def resolved(self, tensor: int, system: str, version: str, curve: str | None = None) -> dict[str, float]:
         """The terms that hold for so many GPUs of a card and a version of the engine, by field; of a curve that they
@@ -141,9 +166,12 @@ def load(name: str) -> TermsFile:
         raise ScenarioError(f"cost.terms: got {name!r}, expected {bound}", field="cost.terms", value=name, bound=bound)
     document = documents.read(catalog.SCENARIOS / FOLDER / f"{name}.yaml")
     try:
-        return TermsFile.model_validate(document.data)
+        file = TermsFile.model_validate(document.data)
     except ValidationError as error:
         raise document.explain(error) from None
+    if file.name != name:
+        raise ScenarioError(f"{document.file}: name: got {file.name!r}, must be {name!r}, as the file is called")
+    return file
 
 
 @lru_cache(maxsize=1)

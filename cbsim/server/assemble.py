@@ -23,10 +23,12 @@ from cbsim.policy.loop import Scheduler
 from cbsim.policy.schedulers import registry
 from cbsim.results.columns import NS
 from cbsim.scenario import catalog, documents
-from cbsim.scenario.costs import ConstantSettings, CpuSettings, CurvePoint, RooflineSettings, TableSettings
+from cbsim.scenario.costs import ConstantSettings, CurvePoint, RooflineSettings
+from cbsim.scenario.cpu_costs import CpuSettings
 from cbsim.scenario.fields import ScenarioError, bare
 from cbsim.scenario.scenario import Scenario, depth, scheduler_options
 from cbsim.scenario.shapes import ModelShape
+from cbsim.scenario.table_costs import TableSettings
 from cbsim.server.guard import guarded
 
 LARGEST_CAPTURED = 512  # query tokens, of vLLM where it is not told; with others like that

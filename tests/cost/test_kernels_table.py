@@ -15,9 +15,9 @@ from cbsim.cost.kernels import Kernels, read_products
 from cbsim.cost.lookup import Attention
 from cbsim.policy.plan import StepPlan, StepWork
 from cbsim.scenario import catalog, shapes
-from cbsim.scenario.costs import TableSettings
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.shapes import ModelShape
+from cbsim.scenario.table_costs import TableSettings
 from cbsim.server import assemble
 
 MS = 1e6  # nanoseconds

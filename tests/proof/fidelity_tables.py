@@ -224,7 +224,8 @@ def _published() -> Iterator[tuple[str, ...]]:
     classes = facts(POINTS)["classes"] if path(POINTS).is_file() else {}
     for situation, kind, name, servers, left in SERVERS:
         engine = name.partition("-")[0]
-        model_s = f"`{{kind: table, engine: {engine}, terms: {name}}}`"
+        place = f"public_measured/aiconfigurator/{terms.load(name).systems[-1]}"
+        model_s = f"`{{kind: table, path: {place}, engine: {engine}, tensor_parallel: 2, terms: {name}}}`"
         of = classes.get(CLASSES[kind].name)
         found = (size(of[metric]["mape"]) if of else UNKNOWN for metric in ("ttft", "tpot"))
         rests = f"mean of {of['points']} points by InferenceX: {servers}" if of else f"InferenceX: {servers}"

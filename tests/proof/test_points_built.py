@@ -39,6 +39,7 @@ POINT = Point(
     attention_ranks=1,
     experts_tensor=2,
     experts_ranks=1,
+    stages=0,
     ttft_ms=150.0,
     tpot_ms=14.0,
 )
@@ -78,7 +79,17 @@ def test_duplicates_and_other_columns_are_left_out(tmp_path: Path) -> None:
     place = folder(tmp_path, *rows)
     assert [point.id for point in published.read(place)] == ["a", "c"]
     assert [point.id for point in published.read(place, {"concurrency": "16"})] == ["c"]
-    assert published.read(place, {"system": "b200_sxm"}) == []
+    with pytest.raises(ScenarioError, match=r"--where: .* has no point with system=b200_sxm"):
+        published.read(place, {"system": "b200_sxm"})
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xe9\xff,\n", gzip.compress(b"id,curve\n" * 99, mtime=0)[:12]], ids=["no text", "cut short"]
+)
+def test_a_damaged_file_is_told(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ("measured.csv.gz" if content[:2] == b"\x1f\x8b" else "measured.csv")).write_bytes(content)
+    with pytest.raises(ScenarioError, match="cannot be read"):
+        published.read(tmp_path)
 
 
 def test_the_other_tools_predictions_stand_beside(tmp_path: Path) -> None:
@@ -90,9 +101,18 @@ def test_the_other_tools_predictions_stand_beside(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (LLAMA.replace(",150,", ",soon,"), r"measured\.csv:2: silicon_ttft_ms: got 'soon', expected a number >= 0"),
-        (LLAMA.replace(",150,", ",-1,"), r"silicon_ttft_ms: got '-1', expected a number >= 0"),
-        (LLAMA.replace(",14", ",0"), r"measured\.csv:2: .*all must be > 0"),
+        (
+            LLAMA.replace(",150,", ",soon,"),
+            r"measured\.csv:2: silicon_ttft_ms: got 'soon', expected a number from 0 to",
+        ),
+        (LLAMA.replace(",150,", ",-1,"), r"silicon_ttft_ms: got '-1', expected a number from 0 to"),
+        (LLAMA.replace(",14", ",0"), r"measured\.csv:2: silicon_tpot_ms: got 0, must be > 0"),
+        (LLAMA.replace(",agg,1024,", ",agg,1024.5,"), r"isl: got '1024\.5', expected a whole number"),
+        (LLAMA.replace(",agg,1024,1024", ",agg,1024,1"), r"osl: got 1, must be >= 2"),
+        (LLAMA.replace(",8,,2,", ",8,,0,"), r"tp_size: got 0, must be >= 1"),
+        (LLAMA.replace(",agg,", ",both,"), r"mode: got 'both', expected one of agg, disagg"),
+        (LLAMA.replace("True", "False"), r"measured\.csv: holds no points"),
+        (f"{LLAMA}\n{LLAMA}", r"id: got 'a' 2 times"),
     ],
 )
 def test_a_bad_row_is_told_with_file_and_line(tmp_path: Path, row: str, message: str) -> None:

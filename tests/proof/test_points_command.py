@@ -135,12 +135,17 @@ def test_a_run_says_how_sure_it_is(calibrated: Path, tmp_path: Path, capsys: pyt
     assert main(["run", str(scenario), "--out", str(tmp_path / "runs")]) == 0
     said = "".join(capsys.readouterr())
     assert "terms made, with 80 % intervals: layer_s" in said
-    assert "reduce_s@4" in said and "reduce_s@2" not in said
-    assert (
-        "beyond the calibration: arrivals that are no closed loop, unlike what the terms made were calibrated on"
-        in said
-    )
-    (resolved,) = (tmp_path / "runs").rglob("scenario.resolved.yaml")
+    assert "tables of vllm_0.18.0 and terms made" in said, "without a version: the tables that the terms add to"
+    for text in ("weights in bfloat16", "arrivals that are no closed loop"):
+        assert f"beyond the calibration: {text}, unlike what the terms made were calibrated on" in said
+    assert "in place of" not in said
+    words = ["--set", "cost.layer_s=1", "--set", "cost.fastest=false", "--set", "loop.mode=sync"]
+    assert main(["run", str(scenario), "--out", str(tmp_path / "runs"), *words]) == 0
+    said = "".join(capsys.readouterr())
+    for text in ("layer_s 1 in place of", "fastest false", "a synchronous loop"):
+        assert f"beyond the calibration: {text}" in said
+    assert "80 % intervals: reduce_s" in said, "what was given is no calibrated term"
+    resolved = next((tmp_path / "runs").rglob("scenario.resolved.yaml"))
     assert main(["run", str(resolved), "--out", str(tmp_path / "again")]) == 0
 
 

@@ -92,6 +92,8 @@ def check(point: Point) -> None:
     """What can be told without tables. Raises CannotBuildError."""
     if point.disaggregated:
         raise CannotBuildError("prefill and decode are apart, on servers of their own")
+    if point.stages > 1:
+        raise CannotBuildError(f"a pipeline of {point.stages} stages")
     engine_of(point)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cbsim.proof.points import fit
-from cbsim.proof.points.build import REQUESTS_A_USER, CannotBuildError, build
+from cbsim.proof.points.build import REQUESTS_A_USER, ROUTING, CannotBuildError, build, engine_of, model_of
 from cbsim.proof.points.fit import Prior, Solution
 from cbsim.proof.points.predict import Means, predict
 from cbsim.proof.points.published import Point
@@ -133,6 +133,9 @@ def calibrate(
         backend=calibration.backend,
         systems=calibration.systems,
         experts=calibration.experts,
+        tables={point.system: engine_of(point) for point in used},
+        weights=tuple(sorted({str(model_of(point).weights_dtype) for point in used})),
+        routing=ROUTING,
         fastest=calibration.fastest,
         models=calibration.models,
         tensor_parallel=tuple(sorted({each.tensor for each in used})),

@@ -32,10 +32,11 @@ class PointsOptions(NamedTuple):
 
 def run(options: PointsOptions, executor: Executor) -> int:
     """Build, simulate, say. The exit status: 1 if a run failed."""
-    if options.out is not None:
-        folders.check(options.out)  # before the work, not after it
     place = published.folder(options.data)
     points = published.read(place, options.where)
+    if options.out is not None:  # before the work, not after it
+        folders.check(options.out)
+        folders.write(options.out, {})
     found = scoring.sort(points)
     if not options.as_json:
         _say_sorted(place, len(points), found)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,21 @@ from cbsim.scenario.fields import ScenarioError, near, shown
 FOLDER = "public_measured/aiconfigurator_silicon"
 NAMES = ("measured.csv", "measured.csv.gz")
 TEXTS = ("id", "curve", "source", "measured", "system", "backend", "backend_version", "model_path", "precision", "mode")
-NUMBERS = ("isl", "osl", "concurrency", "batch_size", "tp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
+SIZES = ("tp_size", "pp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
+NUMBERS = ("isl", "osl", "concurrency", "batch_size", *SIZES)
+MODES = ("agg", "disagg")
+MOST = 10_000_000  # of any size, or of milliseconds
 MEASURED = ("silicon_ttft_ms", "silicon_tpot_ms")
-OPTIONAL = {"measured", "source", "first_of_duplicates", "concurrency", "batch_size", "precision", "backend_version"}
+OPTIONAL = {
+    "measured",
+    "source",
+    "first_of_duplicates",
+    "concurrency",
+    "batch_size",
+    "precision",
+    "backend_version",
+    "pp_size",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +62,7 @@ class Point:
     attention_ranks: int
     experts_tensor: int
     experts_ranks: int
+    stages: int  # of a pipeline; 0 or 1: none
     ttft_ms: float
     tpot_ms: float
     peer: tuple[float, float] | None = None  # TTFT and TPOT that the other tool predicts
@@ -93,17 +107,31 @@ def read(folder: Path, where: Mapping[str, str] | None = None) -> list[Point]:
     if path is None:
         raise ScenarioError(f"{folder}: holds neither {NAMES[0]} nor {NAMES[1]}")
     peers = _peers(folder / "predictions.csv")
+    try:
+        points = _read(path, where or {}, peers)
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+        raise ScenarioError(f"{path}: cannot be read: {error}") from None
+    if not points:
+        said = ", ".join(f"{name}={value}" for name, value in (where or {}).items())
+        raise ScenarioError(f"--where: {path} has no point with {said}" if said else f"{path}: holds no points")
+    for id_, times in Counter(point.id for point in points).items():
+        if times > 1 or not id_:
+            raise ScenarioError(f"{path}: id: got {shown(id_)} {times} times, must be there and be each point's own")
+    return points
+
+
+def _read(path: Path, where: Mapping[str, str], peers: Mapping[str, tuple[float, float]]) -> list[Point]:
     with _opened(path) as file:
         table = csv.DictReader(file)
         columns = table.fieldnames or []
         for name in (*TEXTS, *NUMBERS, *MEASURED):
             if name not in columns and name not in OPTIONAL:
                 raise ScenarioError(f"{path}: no column {name!r} (columns: {', '.join(columns)})")
-        for name in where or {}:
+        for name in where:
             if name not in columns:
                 raise ScenarioError(f"--where {name}: is no column of {path}{near(name, columns)}")
         rows = enumerate(table, start=2)
-        return [_point(path, line, row, peers) for line, row in rows if _chosen(row, where or {})]
+        return [_point(path, line, row, peers) for line, row in rows if _chosen(row, where)]
 
 
 def folder(given: Path | None) -> Path:
@@ -145,17 +173,25 @@ def _point(path: Path, line: int, row: Mapping[str, str | None], peers: Mapping[
             value = float(cell)
         except ValueError:
             value = -1.0
-        if not 0 <= value < 1e12:
-            raise ScenarioError(f"{path}:{line}: {name}: got {shown(cell)}, expected a number >= 0")
+        if not 0 <= value <= MOST or (name in NUMBERS and value != round(value)):
+            kind = "whole number" if name in NUMBERS else "number"
+            raise ScenarioError(f"{path}:{line}: {name}: got {shown(cell)}, expected a {kind} from 0 to {MOST:,}")
         return value
 
+    if row["mode"] not in MODES:
+        raise ScenarioError(f"{path}:{line}: mode: got {shown(row['mode'])}, expected one of {', '.join(MODES)}")
     sizes = {name: round(number(name)) for name in NUMBERS}
     ttft, tpot = (number(name) for name in MEASURED)
     disaggregated = row["mode"] == "disagg"
     concurrency = sizes["concurrency"] or sizes["batch_size"]
-    if min(ttft, tpot, sizes["isl"], sizes["osl"]) <= 0 or not (disaggregated or concurrency):
-        names = ", ".join((*MEASURED, "isl", "osl", "concurrency"))
-        raise ScenarioError(f"{path}:{line}: {names}: all must be > 0")
+    least = {"isl": (sizes["isl"], 1), "osl": (sizes["osl"], 2)}  # a TPOT has two tokens
+    least |= {} if disaggregated else {"tp_size": (sizes["tp_size"], 1), "concurrency": (concurrency, 1)}
+    for name, (size, bound) in least.items():
+        if size < bound:
+            raise ScenarioError(f"{path}:{line}: {name}: got {size}, must be >= {bound}")
+    for name, time in zip(MEASURED, (ttft, tpot), strict=True):
+        if time <= 0:
+            raise ScenarioError(f"{path}:{line}: {name}: got {time:g}, must be > 0")
     said = {name: row.get(name) or "" for name in TEXTS}
     return Point(
         id=said["id"],
@@ -175,6 +211,7 @@ def _point(path: Path, line: int, row: Mapping[str, str | None], peers: Mapping[
         attention_ranks=sizes["attention_dp_size"],
         experts_tensor=sizes["moe_tp_size"],
         experts_ranks=sizes["moe_ep_size"],
+        stages=sizes["pp_size"],
         ttft_ms=ttft,
         tpot_ms=tpot,
         peer=peers.get(said["id"]),

@@ -117,7 +117,8 @@ def _bars(judged: Sequence[tuple[Class, Group]]) -> Table:
                     "missed" if missed else "met",
                 ]
             )
-    return Table("What is asked", ["", "at most", "measured", ""], rows)
+    says = "Bars are for all points of such servers: of a few of them they say little."
+    return Table("What is asked", ["", "at most", "measured", ""], rows, says)
 
 
 def _beside(judged: Sequence[tuple[Class, Group]]) -> list[Table]:

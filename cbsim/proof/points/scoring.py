@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from cbsim.cost.engine_files import DamagedError
 from cbsim.proof.points.build import CannotBuildError, build, check, model_of
 from cbsim.proof.points.predict import Means, predict
 from cbsim.proof.points.published import Point
@@ -80,6 +81,8 @@ def _check(built: Buildable, checked: dict[str, str | None]) -> None:
         try:
             cost_model(scenario)
             checked[kind] = None
+        except DamagedError:
+            raise  # no limit of what can be built
         except ScenarioError as error:
             checked[kind] = str(error)
     if (reason := checked[kind]) is not None:
@@ -104,8 +107,10 @@ def score(
 def predicted(built: Buildable, means: Means) -> Predicted:
     """What is predicted of a point, by the means of its run."""
     point, file = built.point, built.file
+    outside = file.outside(point.backend, point.system, point.model_name, point.tensor, point.concurrency)
     within = {
-        metric: residuals.interval(file, point.prompt, point.output, metric, point.curve) for metric in ("ttft", "tpot")
+        metric: None if outside else residuals.interval(file, point.prompt, point.output, metric, point.curve)
+        for metric in ("ttft", "tpot")
     }
     return Predicted(
         point,
@@ -113,7 +118,7 @@ def predicted(built: Buildable, means: Means) -> Predicted:
         within,
         file.name,
         left_out=point.curve in file.curves,
-        outside=file.outside(point.backend, point.system, point.model_name, point.tensor, point.concurrency),
+        outside=outside,
         experts=built.scenario.model.experts > 0,
         values=built.values,
     )

@@ -16,8 +16,8 @@ from cbsim.proof.recorded.case import Case
 from cbsim.proof.recorded.reenactment import Replayed, recorded, replay
 from cbsim.proof.recorded.score import MetricScore, Series
 from cbsim.scenario import scenario as scenarios
-from cbsim.scenario.costs import TableSettings
 from cbsim.scenario.scenario import Scenario
+from cbsim.scenario.table_costs import TableSettings
 
 NEAR_LIMIT = 0.9
 """Share of the KV cache above which the number of blocks decides who waits."""

@@ -23,8 +23,8 @@ from cbsim.results.columns import NS
 from cbsim.results.metrics import Steps
 from cbsim.scenario import catalog
 from cbsim.scenario import scenario as scenarios
-from cbsim.scenario.costs import TableSettings
 from cbsim.scenario.scenario import Scenario
+from cbsim.scenario.table_costs import TableSettings
 from cbsim.server.assemble import cost_model
 from cbsim.workload import generators
 
