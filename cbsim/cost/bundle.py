@@ -143,12 +143,12 @@ class _Skew:
         self._most = [max(at[axis] for at in shots) for axis in range(5)]
         sizes = {round(2 ** at[2]) for at in shots}
         self._whole = whole
-        self._split_size = max((size for size in sizes if size < whole), default=0)
-        self._whole_size = min((size for size in sizes if size >= whole), default=inf)
+        self._split_size = float(max((size for size in sizes if size < whole), default=0))
+        self._whole_size = float(min((size for size in sizes if size >= whole), default=inf))
 
     def __call__(self, work: Attention) -> float:
         prefill, cached, decodes, context, longest = work
-        rows: float = decodes
+        rows = float(decodes)
         if not prefill and self._split_size < rows < self._whole_size:
             rows = self._split_size if rows < self._whole else self._whole_size
         at = log2(1 + prefill), log2(1 + cached), log2(rows or decodes), log2(longest), context / longest
