@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 from types import SimpleNamespace
@@ -86,11 +87,17 @@ def score_table() -> Table:
 # -- published servers ------------------------------------------------------------------------------------------------
 
 
+@cache
+def _experts(name: str) -> bool:
+    """Are these terms of mixtures of experts?"""
+    return terms.load(name).experts
+
+
 def of_class(each: dict[str, Any]) -> str | None:
     """The class of a point, as `score-points` judges it."""
     system, backend, *_ = each["stratum"].split()
     point = SimpleNamespace(inferencex=each["source"].startswith("inferencex"), system=system, backend=backend)
-    known = SimpleNamespace(point=point, experts=terms.load(each["terms"]["file"]).experts)
+    known = SimpleNamespace(point=point, experts=_experts(each["terms"]["file"]))
     return next((kind.name for kind in CLASSES if kind.holds(known)), None)  # type: ignore[arg-type]
 
 
