@@ -207,7 +207,7 @@ def _scatter(judged: Sequence[tuple[Class, Group]]) -> Chart:
     for metric, unit in (("ttft", "TTFT, ms"), ("tpot", "TPOT, ms")):
         pick, ends = score.METRICS[metric], []
         marks: list[Mark] = []
-        for place, (_, group) in enumerate(judged):
+        for place, (_, group) in reversed(list(enumerate(judged))):  # those that are judged on top
             x = np.array([pick(measured(each.point), each.point) for each in group.predicted])
             y = np.array([pick(each.means, each.point) for each in group.predicted])
             marks.append(Points(group.name, x, y, series(place), [each.point.where for each in group.predicted]))
@@ -224,7 +224,7 @@ def _residuals(judged: Sequence[tuple[Class, Group]]) -> Chart:
     panels = []
     for metric in ("ttft", "tpot"):
         marks: list[Mark] = [Level("exact", 0.0, Style(BLACK, "dashed"))]
-        for place, (_, group) in enumerate(judged):
+        for place, (_, group) in reversed(list(enumerate(judged))):  # those that are judged on top
             x = np.array([float(each.point.concurrency) for each in group.predicted])
             y = np.array([100 * each.error(metric) for each in group.predicted])
             marks.append(Points(group.name, x, y, series(place), [each.point.where for each in group.predicted]))
