@@ -9,7 +9,7 @@ from typing import NamedTuple
 from cbengine.driver import Engine
 from cbengine.sequence import Sequence
 from cbengine.serving.post import Came, Post
-from cbsim.endpoint.backend import Load
+from cbsim.endpoint.backend import ABORT, Load
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.server.inbox import Inbox
@@ -143,12 +143,13 @@ class Reporter:
     def _end(self, spec: RequestSpec) -> Ended:
         """Why it ended. Its text is not kept."""
         record, sequence = self._engine.record, self._engine.sequences[spec]
-        stopped = sequence.stopped
         del self._told[spec]
         sequence.forget()
         for problems in (record.refusals, record.failures):
             if spec in problems:
                 return Ended(spec, ERROR, problems[spec])
         if spec in record.cancels:
-            return Ended(spec, "abort")
-        return Ended(spec, "stop" if stopped else "length")
+            return Ended(spec, ABORT)
+        finish = record.finish(spec)
+        assert finish is not None, spec.id
+        return Ended(spec, finish.value)
