@@ -158,16 +158,18 @@ class Generating:
     async def _tell(self, choice: Choice, answer: Reply, send: Send) -> None:
         chunks = Chunks(choice, answer.base, answer.chat, bool(answer.options.continuous_usage_stats))
         stream = choice.stream
-        while not (choice.over or stream.cut):
+        over = False
+        while not over:
             texts = await choice.texts()
-            if choice.over:
+            if stream.cut:  # its reader is too slow
+                choice.finish = ABORT
+            over = choice.over
+            if over:
                 if _error(choice) is not None:
                     return
                 self._settle(choice)
             await send({"type": "http.response.body", "body": chunks.encode(texts), "more_body": True})
             stream.written(len(texts))
-        if not choice.over:  # too slow
-            choice.finish = ABORT
 
     async def _whole(self, answer: Reply, send: Send, gone: asyncio.Task[None]) -> None:
         texts: list[list[str]] = [[] for _ in answer.choices]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
-from cbsim.endpoint.backend import ABORT, UNMETERED, Generation, Load, Stream, Timing
+from cbsim.endpoint.backend import ABORT, UNMETERED, Generation, Load, Meter, Stream, Timing
 from cbsim.endpoint.tokenizer import Tokenizer
 
 Script = Callable[[Generation], Iterator[int]]
@@ -34,7 +34,7 @@ class Scripted:
         max_model_len: int = 1 << 20,
     ) -> None:
         self.model, self.max_model_len, self.tokenizer = model, max_model_len, tokenizer
-        self.meter = UNMETERED
+        self.meter: Meter = UNMETERED
         self.dead: str | None = None
         self.timing: Timing | None = None
         self.cancelled: list[str] = []
