@@ -45,6 +45,7 @@ class Machine:
     ) -> None:
         self.scheduler = scheduler
         self.record = record
+        self.on_plan: Callable[[StepPlan], None] | None = None  # is told each plan when it has been launched
         self._cost = cost
         self._graphs = graphs
         self._depth = depth
@@ -60,13 +61,8 @@ class Machine:
         """How far the CPU has come."""
         return self._cpu_ns
 
-    def run(
-        self,
-        env: simpy.Environment,
-        on_step: Callable[[int], None] | None = None,
-        on_plan: Callable[[StepPlan], None] | None = None,
-    ) -> Generator[Any, Any, None]:
-        """The SimPy process. `on_step` is told the simulated time after every step, `on_plan` each plan."""
+    def run(self, env: simpy.Environment, on_step: Callable[[int], None] | None = None) -> Generator[Any, Any, None]:
+        """The SimPy process. `on_step` is told the simulated time after every step."""
         loop = serve(self.scheduler, self._depth)
         answer: Any = None
         while True:
@@ -85,20 +81,13 @@ class Machine:
                 answer = self._poll()
             elif isinstance(effect, Launch):
                 answer = self._launch(effect)
-                if on_plan:
-                    on_plan(effect.plan)
             elif isinstance(effect, Await):
                 times: StepTimes = effect.ticket
                 while (landing := self._device.landing(times)) is not None:
                     yield landing
                 landed_ns = self._landed_ns(effect)
                 if env.peek() <= landed_ns:
-                    until = env.timeout(max(0, landed_ns - env.now))
-                    if self.inbox.news is not None and self._waits(effect):
-                        yield until | self.inbox.news
-                        landed_ns = self._landed_ns(effect)
-                        until = env.timeout(max(0, landed_ns - env.now))
-                    yield until
+                    landed_ns = yield from self._land(env, effect, landed_ns)
                 answer = self._await(effect, landed_ns)
             elif isinstance(effect, Applied):
                 self._applied(effect)
@@ -143,6 +132,8 @@ class Machine:
             launch_ns += cost.eager_launch_ns(plan)
         self._cpu_ns = times.launch_end_ns = times.launch_start_ns + launch_ns + shape.capture_ns
         self._device.launch(plan, shape, times)
+        if self.on_plan is not None:
+            self.on_plan(plan)
         return times
 
     def _await(self, effect: Await, landed_ns: int) -> Landed:
@@ -177,6 +168,18 @@ class Machine:
         if self._mover is None or not self._waits(effect):
             return landed_ns
         return max(landed_ns, min(self._mover.next_ns, self.inbox.due_ns))
+
+    def _land(self, env: simpy.Environment, effect: Await, landed_ns: int) -> Generator[Any, Any, int]:
+        """Let the environment's clock catch up. Where a request may come that nobody knows of, and end the wait of a
+        step without rows, this says when it did.
+        """
+        until = env.timeout(max(0, landed_ns - env.now))
+        if self.inbox.news is not None and self._waits(effect):
+            yield until | self.inbox.news
+            landed_ns = self._landed_ns(effect)
+            until = env.timeout(max(0, landed_ns - env.now))
+        yield until
+        return landed_ns
 
     def _waits(self, effect: Await) -> bool:
         """Does a step compute nothing, and moves are under way?"""

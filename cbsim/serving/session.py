@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cbsim.endpoint.backend import Backend, Timing
 from cbsim.endpoint.tokenizer import Tokenizer
 from cbsim.results.record import Record
 from cbsim.scenario.fields import ScenarioError
@@ -37,6 +36,7 @@ class Simulated:
         return self.backend.machine.now_ns
 
     def run(self, on_step: Callable[[int], None]) -> None:
+        del on_step
         raise AssertionError("a session is run by its clients")
 
     def files(self) -> Mapping[str, bytes]:
@@ -51,8 +51,10 @@ class Opened:
     backend: SimulatedBackend
 
 
-def open_session(scenario: Scenario, clock: Clock, tokenizer: Tokenizer, model: str, command: str) -> Opened:
-    """The session of a scenario with one loop. Raises ScenarioError."""
+def open_session(scenario: Scenario, clock: Clock, tokenizer: Tokenizer, model: str | None, command: str) -> Opened:
+    """The session of a scenario with one loop. Without a name of its own the `model` has the scenario's. Raises
+    ScenarioError.
+    """
     loop, *others = loops(scenario)
     if others:
         raise ScenarioError("loop.mode: got both, expected sync or async: a session has one loop", field="loop.mode")
@@ -62,29 +64,14 @@ def open_session(scenario: Scenario, clock: Clock, tokenizer: Tokenizer, model: 
 
     def serve(served: Scenario, loop: str, workload: Workload) -> Simulated:
         del workload
-        made.append(SimulatedBackend(scenario, served, loop, clock, tokenizer, model))
+        made.append(SimulatedBackend(scenario, served, loop, clock, tokenizer, model or scenario.name))
         return Simulated(made[0], clock.scale)
 
     return Opened(session_of(scenario, loop, serve, command), made[0])
 
 
-def said(timing: Timing | None) -> dict[str, Any]:
-    """What the summary of a session says of its time."""
-    if timing is None:
-        return {"time_scale": 1.0}
-    return {
-        "time_scale": timing.scale,
-        "faithful": timing.faithful,
-        "lag_p99_s": timing.lag_p99_s,
-        "lag_max_s": timing.lag_max_s,
-        "lag_bound_s": timing.bound_s,
-        "late_steps": timing.late_steps,
-    }
-
-
-def model_name(scenario: Scenario, given: str | None = None) -> str:
-    """What clients ask for: as given, else the name of the scenario."""
-    return given or scenario.name
-
-
-_: type[Backend] = SimulatedBackend
+def with_one_loop(scenario: Scenario) -> Scenario:
+    """Of both loops the asynchronous one."""
+    if scenario.loop.mode != "both":
+        return scenario
+    return scenario.model_copy(update={"loop": scenario.loop.model_copy(update={"mode": "async"})})

@@ -92,6 +92,7 @@ class SimulatedBackend:
         self.log = Log()
         self._clock, self._speech, self._env = clock, Speech(scenario, tokenizer), Live()
         self.machine = simulate.machine(served, loop, Nobody(self._over))
+        self.machine.on_plan = self._planned
         self._inbox = self.machine.inbox
         self._inbox.news = self._env.event()
         pool = self.machine.scheduler.pool
@@ -166,6 +167,11 @@ class SimulatedBackend:
     def forget_prefixes(self) -> None:
         self._contents.forget()
 
+    def abandon(self) -> None:
+        """Give up every request that is under way."""
+        for stream in list(self._specs):
+            self.cancel(stream)
+
     def close(self) -> None:
         if self._inbox.news is not None:
             self._tell(self._stamp(), last=True)
@@ -174,7 +180,7 @@ class SimulatedBackend:
 
     async def run(self) -> None:
         self._clock.start()
-        over = self._env.process(self.machine.run(self._env, self._stepped, self._planned))
+        over = self._env.process(self.machine.run(self._env, self._stepped))
         try:
             while over.is_alive or self._said_ns < NEVER:
                 await self._next()

@@ -49,6 +49,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._order = count()
         self._threads: dict[asyncio.Future[Any], tuple[str, float]] = {}
         self.strays: list[str] = []
+        self.sleeps: list[str] = []
         selector = selectors.DefaultSelector()
         super().__init__(selector)
         self._look = selector.select
@@ -130,10 +131,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         if waited > SHORT_S and not self._threads and waited - (_thread_s() - self._left_cpu) > waited / 2:
             self.strays.append(f"a callback kept the loop for {waited:.2f} s of real time, in which it did not compute")
 
+    def check_strays(self) -> None:
+        """Raise VirtualTimeError if somebody slept, whatever became of the error that it was told with."""
+        if self.sleeps:
+            raise VirtualTimeError(self.sleeps[0])
+
     def stray_sleep(self, seconds: float) -> None:
         """In place of time.sleep."""
         text = f"time.sleep({seconds:g}): real time cannot pass in virtual time; await asyncio.sleep({seconds:g})"
-        self.strays.append(text)
+        self.sleeps.append(text)
         if threading.current_thread() is threading.main_thread():
             raise VirtualTimeError(text)
         REAL["sleep"](seconds)
