@@ -46,9 +46,8 @@ async def serve(backend: Backend, session: Session, log: Log, options: ServeOpti
 
     def ready(host: str, port: int) -> None:
         shown = f"[{host}]" if ":" in host else host
-        print(
-            f"serving   {backend.model} at http://{shown}:{port}/v1, up to {backend.max_model_len:,} tokens", flush=True
-        )
+        address = f"http://{shown}:{port}/v1"
+        print(f"serving   {backend.model} at {address}, up to {backend.max_model_len:,} tokens", flush=True)
         if not options.quiet:
             print(f"run       {directory.path}\nend it    with Ctrl-C: answers under way may end", flush=True)
 
@@ -106,7 +105,8 @@ def said(timing: Timing | None) -> dict[str, Any]:
 
 def unfaithful(timing: Timing) -> str:
     """Why a session's figures are not the model's alone."""
-    late = f"1 % of its steps came {timing.lag_p99_s * 1e3:.3g} ms late or more, the bound is {timing.bound_s * 1e3:.3g} ms"
+    lag_ms, bound_ms = timing.lag_p99_s * 1e3, timing.bound_s * 1e3
+    late = f"1 % of its steps came {lag_ms:.3g} ms late or more, the bound is {bound_ms:.3g} ms"
     advice = "the machine is busy"
     if timing.scale > 1:
         advice = f"it cannot keep up with scale={timing.scale:g} under this load: take less, or `drive`"

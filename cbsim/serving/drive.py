@@ -1,4 +1,4 @@
-"""`cbsim drive`: an asyncio program of somebody else, unmodified, and a simulated server in one process, in virtual time.
+"""`cbsim drive`: somebody else's asyncio program and a simulated server in one process, in virtual time.
 
 The client talks to the server over the loopback interface, whatever its HTTP library is. It finds the address in
 OPENAI_BASE_URL and a key in OPENAI_API_KEY, or takes it as its only argument; its own arguments are in sys.argv.
