@@ -51,9 +51,8 @@ class Sequence:
         return len(self.outputs) > self.least and self.outputs[-1] in self.stops
 
     def forget(self) -> None:
-        """It is over, and nobody wants to read it."""
-        assert self.over
-        self.prompt, self.outputs = self.prompt[:0].copy(), []
+        """It is over, and nobody will read it."""
+        self.over, self.prompt, self.outputs = True, self.prompt[:0].copy(), []
 
     def write(self, start: int, into: npt.NDArray[np.int32]) -> None:
         """Token values from position `start` on; the one that is still in flight is CARRIED."""

@@ -163,6 +163,10 @@ class EngineBackend:
     def close(self) -> None:
         self._post.close()
 
+    def release(self) -> None:
+        """Give back the device's memory, whether it has run or not."""
+        self._server.engine.close()
+
     def _serve(self) -> None:
         """What the thread does."""
         problem: str | None = None
