@@ -31,7 +31,7 @@ from cbsim.server.served import Contents, Log, session_of
 
 class EngineBackend:
     """A session of the engine (cbsim.endpoint.backend.Backend). `ends` are the model's end tokens. Raises what making
-    an engine does, and UsageError for a scenario that serves no clients.
+    an engine does.
 
     A stop token among the first `min_tokens` tokens is a token like others: the engine masks no logits. A seed makes
     a request's draws its own: the same again in any session.
@@ -50,7 +50,6 @@ class EngineBackend:
         model: str = "",
         command: str = "",
     ) -> None:
-        server.check(scenario, setup)
         self.model, self.tokenizer = model or scenario.model.name, tokenizer
         self.meter: Meter = UNMETERED
         self.max_model_len = server.longest(scenario, loop)

@@ -9,6 +9,7 @@ from pathlib import Path
 from cbengine import build, text
 from cbengine.build import Setup
 from cbengine.errors import UsageError
+from cbengine.serving import server
 from cbengine.serving.backend import EngineBackend
 from cbsim.endpoint import command
 from cbsim.endpoint.command import ServeOptions
@@ -42,6 +43,7 @@ def opened(scenario: Scenario, setup: Setup, told: EngineOptions) -> EngineBacke
     """A session that nobody has come to yet, of a scenario with one loop. Random weights have the vocabulary of the
     tokenizer. Raises what making an engine does, EndpointError, UsageError.
     """
+    server.check(scenario, setup)
     tokenizer = open_tokenizer(told.tokenizer or setup.weights)
     ready = build.adapted(scenario if setup.weights else _worded(scenario, tokenizer), setup)
     if tokenizer.vocab > ready.model.vocab:

@@ -5,18 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from served import INLINE, VOCAB
 
 from cbengine.build import Setup, adapted
 from cbengine.serving.backend import EngineBackend
 from cbsim.endpoint.backend import Generation, Stream
+from cbsim.results import environment
 from cbsim.results.directory import Run, load
 from cbsim.scenario.scenario import Scenario
 from cbsim.server import replan
 from cbsim.server.served import SessionDirectory
+
+PLACE = cache(environment.place)
+
+
+def placed() -> Any:
+    """Inside, git is asked once where we are."""
+    return mock.patch.object(environment, "place", PLACE)
 
 
 class Numbers:
@@ -40,7 +50,8 @@ class Server:
     """A session. `prompt`s are ids; a request is greedy and ends at its limit, unless `more` says otherwise."""
 
     def __init__(self, asked: Scenario, loop: str, ends: frozenset[int] = frozenset(), setup: Setup = INLINE) -> None:
-        self.backend = EngineBackend(adapted(asked, setup), loop, setup, Numbers(ends))  # type: ignore[arg-type]
+        with placed():
+            self.backend = EngineBackend(adapted(asked, setup), loop, setup, Numbers(ends))  # type: ignore[arg-type]
         self.said: list[Said] = []
         self.read: Run | None = None
 
