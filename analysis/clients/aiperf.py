@@ -98,9 +98,9 @@ def _tokens(numbers: Fields, names: Iterable[str]) -> float:
 
 def _unit_s(number: Fields) -> float:
     unit = number.values.get("unit")
-    if unit not in UNITS_S:
+    if not isinstance(unit, str) or unit not in UNITS_S:
         number.bad("unit", unit, f"one of {', '.join(UNITS_S)}")
-    return UNITS_S[str(unit)]
+    return UNITS_S[unit]
 
 
 # -- statistics
