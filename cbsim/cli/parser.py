@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cbsim.cli import choosing, published
+from cbsim.cli import choosing, published, serving
 from cbsim.cli.arguments import (
     STUDIES,
     Parser,
@@ -38,9 +38,9 @@ def _status(error: Exception) -> int | None:
     """Exit status of an error that a user can cause; None for one that only we can."""
     from cbsim.results.checks import CheckError
     from cbsim.results.directory import RunError
-    from cbsim.scenario.fields import ScenarioError
+    from cbsim.scenario.errors import UserError
 
-    if isinstance(error, ScenarioError | CheckError):
+    if isinstance(error, UserError | CheckError) and not isinstance(error, RunError):
         return USAGE
     return ERROR if isinstance(error, RunError) else None
 
@@ -68,8 +68,22 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         "schema": lambda: commands.schema(arguments.out),
         "list": commands.catalogue,
         "bench": lambda: _bench(arguments),
+        "serve": lambda: _endpoint(lambda: serving.serve(arguments)),
+        "drive": lambda: _endpoint(lambda: serving.drive(arguments)),
     }
     return acts[arguments.command]()
+
+
+def _endpoint(act: Callable[[], int]) -> int:
+    """What needs the libraries of the endpoint."""
+    try:
+        return act()
+    except ModuleNotFoundError as error:
+        from cbsim.scenario.fields import ScenarioError
+
+        if (error.name or "").partition(".")[0] in ("cbsim", "cbengine"):
+            raise
+        raise ScenarioError(f"{error.name} is not installed: pip install -e '.[serve]'") from None
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -132,6 +146,10 @@ def _parser() -> argparse.ArgumentParser:
     published.points_arguments(command("score-points", about, "--where system=h200_sxm,backend=vllm --json"))
     about = "calibrate the terms that kernel tables leave out on published measurements"
     published.terms_arguments(command("calibrate-terms", about, "vllm-dense"))
+    about = "a simulated server for real clients: an OpenAI-compatible endpoint"
+    serving.serve_arguments(command("serve", about, "8k_b32 --clock scale=10 --port 8000"))
+    about = "run an asyncio client against a simulated server in virtual time"
+    serving.drive_arguments(command("drive", about, "8k_b32 -- my_client:main"))
     about = "answer a question by many runs, or against published numbers"
     study = command("study", about, "schedulers --out reports/fidelity/schedulers")
     study.add_argument("name", choices=STUDIES, metavar="NAME", help=f"one of {', '.join(STUDIES)}")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
+
+EMBEDDED = Path(__file__).parent / "words"
+"""The folder of the tokenizer that comes with cbsim, as transformers would have written it: clients take it, too."""
 
 
 class Decoder(Protocol):
@@ -24,6 +28,15 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The prompt of a conversation (`role`, `content`), by the chat template."""
+        """The prompt of a conversation (`role`, `content`), by the chat template. ConversationError if the template
+        refuses it.
+        """
 
     def decoder(self) -> Decoder: ...
+
+
+def open_tokenizer(folder: Path | str | None = None) -> Tokenizer:
+    """That of a folder with tokenizer.json, or ours. EndpointError names the file that cannot be used."""
+    from cbsim.endpoint.vocabulary import Vocabulary
+
+    return Vocabulary(EMBEDDED if folder is None else Path(folder))

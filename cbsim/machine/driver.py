@@ -18,7 +18,7 @@ from cbsim.cost.base import Cost
 from cbsim.machine.device import Device
 from cbsim.machine.graphs import Graphs
 from cbsim.policy.loop import Applied, Await, Idle, Landed, Launch, Poll, Polled, Refused, Scheduler, serve
-from cbsim.policy.plan import NOTHING_STOPPED, StepResult
+from cbsim.policy.plan import NOTHING_STOPPED, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
 from cbsim.results.record import Record, StepTimes
 from cbsim.server.driving import CLOSED, OPEN, note_admissions
@@ -45,12 +45,13 @@ class Machine:
     ) -> None:
         self.scheduler = scheduler
         self.record = record
+        self.on_plan: Callable[[StepPlan], None] | None = None  # is told each plan when it has been launched
         self._cost = cost
         self._graphs = graphs
         self._depth = depth
         self._device = device
         self._mover = device.mover
-        self._inbox = inbox
+        self.inbox = inbox
         self._cpu_ns = 0
         self._times = StepTimes(0)  # of the step being planned
         self._landing = self._times  # of the step whose result is being applied
@@ -69,14 +70,14 @@ class Machine:
                 effect = loop.send(answer)
             except StopIteration:
                 self._device.rest(None)
-                yield env.timeout(self._cpu_ns - env.now)
+                yield env.timeout(max(0, self._cpu_ns - env.now))
                 return
             answer = None
             if isinstance(effect, Poll):
                 if effect.wait:
                     yield from self._wait(env)
                 if env.peek() <= self._cpu_ns:
-                    yield env.timeout(self._cpu_ns - env.now)
+                    yield env.timeout(max(0, self._cpu_ns - env.now))
                 answer = self._poll()
             elif isinstance(effect, Launch):
                 answer = self._launch(effect)
@@ -86,7 +87,7 @@ class Machine:
                     yield landing
                 landed_ns = self._landed_ns(effect)
                 if env.peek() <= landed_ns:
-                    yield env.timeout(landed_ns - env.now)
+                    landed_ns = yield from self._land(env, effect, landed_ns)
                 answer = self._await(effect, landed_ns)
             elif isinstance(effect, Applied):
                 self._applied(effect)
@@ -96,19 +97,20 @@ class Machine:
                 self._other(effect)
 
     def _wait(self, env: simpy.Environment) -> Generator[Any, Any, None]:
-        """Nothing to do until something arrives."""
-        inbox = self._inbox
+        """Nothing to do until something arrives. That nothing will any more is no news of a moment."""
+        inbox = self.inbox
         while inbox and inbox.due_ns == NEVER_NS:
             self._device.rest(inbox.news)
             yield inbox.news
-            self._cpu_ns = max(self._cpu_ns, int(env.now))
+            if inbox:
+                self._cpu_ns = max(self._cpu_ns, int(env.now))
         if inbox:
             self._cpu_ns = max(self._cpu_ns, inbox.due_ns)
 
     def _poll(self) -> Polled:
         """What has come in until now. A step may be planned next: its times start here."""
         self.record.polls += 1
-        now, inbox = self._cpu_ns, self._inbox
+        now, inbox = self._cpu_ns, self.inbox
         self._times = StepTimes(now)
         arrived = inbox.arrived(now) if inbox.due_ns <= now else ()
         cancels = inbox.given_up(now) if inbox.quits else ()
@@ -130,6 +132,8 @@ class Machine:
             launch_ns += cost.eager_launch_ns(plan)
         self._cpu_ns = times.launch_end_ns = times.launch_start_ns + launch_ns + shape.capture_ns
         self._device.launch(plan, shape, times)
+        if self.on_plan is not None:
+            self.on_plan(plan)
         return times
 
     def _await(self, effect: Await, landed_ns: int) -> Landed:
@@ -141,7 +145,7 @@ class Machine:
         cancels: Sequence[RequestSpec] = ()
         if effect.cancels:
             self.record.polls += 1
-            cancels = self._inbox.given_up(self._cpu_ns) if self._inbox.quits else ()
+            cancels = self.inbox.given_up(self._cpu_ns) if self.inbox.quits else ()
         moved: tuple[int, ...] = ()
         if self._mover is not None and self._mover.ends:
             moved = self._mover.over(landed_ns, effect.plan.step)
@@ -161,9 +165,25 @@ class Machine:
         """
         times: StepTimes = effect.ticket
         landed_ns = max(self._cpu_ns, times.d2h_end_ns)
-        if effect.plan.work.rows or self._mover is None or not self._mover.ends:
+        if self._mover is None or not self._waits(effect):
             return landed_ns
-        return max(landed_ns, min(self._mover.next_ns, self._inbox.due_ns))
+        return max(landed_ns, min(self._mover.next_ns, self.inbox.due_ns))
+
+    def _land(self, env: simpy.Environment, effect: Await, landed_ns: int) -> Generator[Any, Any, int]:
+        """Let the environment's clock catch up. Where a request may come that nobody knows of, and end the wait of a
+        step without rows, this says when it did.
+        """
+        until = env.timeout(max(0, landed_ns - env.now))
+        if self.inbox.news is not None and self._waits(effect):
+            yield until | self.inbox.news
+            landed_ns = self._landed_ns(effect)
+            until = env.timeout(max(0, landed_ns - env.now))
+        yield until
+        return landed_ns
+
+    def _waits(self, effect: Await) -> bool:
+        """Does a step compute nothing, and moves are under way?"""
+        return self._mover is not None and not effect.plan.work.rows and bool(self._mover.ends)
 
     def _applied(self, effect: Applied) -> None:
         times = self._landing
@@ -173,7 +193,7 @@ class Machine:
             raise OverflowError(f"the run has come to {self._cpu_ns / 1e9:.3g} s of simulated time")
         self.record.applied(effect.plan, effect.outcome, times)
         for spec, _ in effect.outcome.finished:
-            self._inbox.ended(spec, self._cpu_ns)
+            self.inbox.ended(spec, self._cpu_ns)
 
     def _other(self, effect: Idle | Refused) -> None:
         """Nothing could be planned, or a request can never be served."""
@@ -182,4 +202,4 @@ class Machine:
             return
         self.record.refused(effect.spec, effect.reason)
         if effect.spec not in self.record.cancels:
-            self._inbox.ended(effect.spec, self._cpu_ns)
+            self.inbox.ended(effect.spec, self._cpu_ns)

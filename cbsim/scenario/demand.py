@@ -336,7 +336,14 @@ class VllmBench(Timed):
     """requests.jsonl of the run: requests arrive when its engine took them in (queued_ts). Null: as they were sent."""
 
 
-workload_by = By("kind", Synthetic, Azure, Mooncake, Csv, Lengths, Golden, Agentic, VllmBench)
+class Served(Trace):
+    """The requests that clients sent to a served session: arrivals.jsonl of its run directory."""
+
+    kind: Literal["served"]
+    """served"""
+
+
+workload_by = By("kind", Synthetic, Azure, Mooncake, Csv, Lengths, Golden, Agentic, VllmBench, Served)
 
 Demand = Annotated[
     Annotated[Synthetic, Tag("<Synthetic>")]
@@ -346,7 +353,8 @@ Demand = Annotated[
     | Annotated[Lengths, Tag("<Lengths>")]
     | Annotated[Golden, Tag("<Golden>")]
     | Annotated[Agentic, Tag("<Agentic>")]
-    | Annotated[VllmBench, Tag("<VllmBench>")],
+    | Annotated[VllmBench, Tag("<VllmBench>")]
+    | Annotated[Served, Tag("<Served>")],
     Discriminator(workload_by),
     BeforeValidator(workload_by.check),
 ]

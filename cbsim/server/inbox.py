@@ -99,6 +99,11 @@ class Inbox:
         self.quits = bool(self._cancels)
         return sorted(due, key=lambda spec: (spec.arrival_ns, spec.index))  # as a replay can tell them
 
+    def give_up(self, at_ns: int, spec: RequestSpec) -> None:
+        """A client gives up while the server runs, no earlier than any other has."""
+        self._cancels.insert(0, (at_ns, spec))
+        self.quits = True
+
     def ended(self, spec: RequestSpec, now_ns: int) -> None:
         """A request has ended, for whatever reason: queue those that its client sends next."""
         for follower in self._client.on_finish(spec, now_ns):

@@ -123,7 +123,10 @@ class Result:
     @cached_property
     def occupancy(self) -> Occupancy:
         """What its KV cache held, step by step: its plans are derived again. Raises RunError, ScenarioError."""
-        place, given_rows = self.path or Path(f"{self.summary['name']} {self.loop}"), self.files.get(given.FILE)
+        place, given_rows = (
+            self.path or Path(f"{self.summary['name']} {self.loop}"),
+            self.files.get(given.file_of(self.scenario)),
+        )
         documents = self.resolved, dict(self.environment), dict(self.summary)
         files = self.files if self.path is None else None
         run = directory.Run(place, *documents, self.step_numbers, self.request_rows, self.incomplete, files)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cbsim.results import coverage, directory, environment, lineage, metrics, moves
@@ -112,6 +112,11 @@ class Session:
         about = {"name": scenario.name, "question": scenario.question, "loop": self.loop, "seed": scenario.seed}
         return {"schema_version": directory.SCHEMA_VERSION, "complete": complete} | about
 
+    def asked(self, requests: str) -> None:
+        """The requests that a server got which no workload knew before its run, as `Terms.requests` has them."""
+        self._terms = replace(self._terms, requests=requests)
+        self._facts["workload_hash"] = generators.build(self.scenario, requests).fingerprint()
+
     def result(self, incomplete: str | None = None) -> Result:
         """What has happened; `incomplete` says why that is not all."""
         record = self.server.record
@@ -120,7 +125,7 @@ class Session:
         if record.moves.rows:
             numbers["kv_moves"] = moves.summarise(record.moves, numbers["makespan_s"])
         text = self._terms.requests
-        requests = {} if text is None else {given.FILE: text.encode()}
+        requests = {} if text is None else {given.file_of(self.scenario): text.encode()}
         files = {**requests, **moves.files(record.moves), **lineage.files(record.parents), **self.server.files()}
         environment = self.environment
         return Result(

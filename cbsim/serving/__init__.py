@@ -1,1 +1,23 @@
-"""The simulated server behind the endpoint, on the wall clock, a scaled one, or a virtual one."""
+"""The simulated server behind the endpoint, on the wall clock, a scaled one, or a virtual one.
+
+`virtual(scenario)` is a server for clients in the same process, in virtual time (cbsim.serving.virtual_server).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cbsim.serving.virtual_loop import VirtualTimeError
+    from cbsim.serving.virtual_server import VirtualServer, virtual
+
+__all__ = ["VirtualServer", "VirtualTimeError", "virtual"]
+
+
+def __getattr__(name: str) -> Any:
+    """Nothing is imported before it is used."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from cbsim.serving import virtual_loop, virtual_server
+
+    return getattr(virtual_loop if name == "VirtualTimeError" else virtual_server, name)

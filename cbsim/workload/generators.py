@@ -22,7 +22,7 @@ from cbsim.scenario import catalog, demand, memory
 from cbsim.scenario import lengths as length_tables
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario
-from cbsim.workload import csv_columns, scheduler_tests, traces, vllm_bench
+from cbsim.workload import csv_columns, scheduler_tests, served, traces, vllm_bench
 from cbsim.workload.clients import Sessions, Users
 from cbsim.workload.drawn import Drawn
 
@@ -112,6 +112,8 @@ def build(scenario: Scenario, given: str | None = None) -> Workload:
     """The workload of a scenario; `given` is the text of a `csv` workload's file that is not written yet. Raises
     ScenarioError if a trace is missing or has a bad row.
     """
+    if given is not None and isinstance(scenario.workload, demand.Served):
+        return _session(served.parse(Path(served.FILE), given.splitlines()))
     if given is not None:
         return _timed(traces.plain_rows(Path("requests"), StringIO(given, newline="")), 1.0)
     wanted, streams = scenario.workload, Streams.of(scenario.seed)
@@ -124,6 +126,7 @@ def build(scenario: Scenario, given: str | None = None) -> Workload:
         demand.Golden: _golden,
         demand.Agentic: _agentic,
         demand.VllmBench: _vllm_bench,
+        demand.Served: _served,
     }
     if (texts := scenario.kind.samples(scenario.scheduler)) > 1:
         return _searched(wanted, streams, texts)
@@ -319,6 +322,15 @@ def _golden(wanted: demand.Golden, streams: Streams) -> Workload:
     del streams
     recorded = scheduler_tests.golden(catalog.data(wanted.path), wanted.step_s, wanted.limit)
     return Workload(recorded.specs, len(recorded.specs), cancels=recorded.cancels)
+
+
+def _served(wanted: demand.Served, streams: Streams) -> Workload:
+    del streams
+    return _session(served.read(catalog.data(wanted.path), wanted.limit))
+
+
+def _session(session: served.Session) -> Workload:
+    return Workload(session.specs, len(session.specs), cancels=session.cancels)
 
 
 def _vllm_bench(wanted: demand.VllmBench, streams: Streams) -> Workload:

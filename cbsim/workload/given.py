@@ -13,9 +13,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from cbsim.scenario.demand import Csv
+from cbsim.scenario.demand import Csv, Served
 from cbsim.scenario.fields import ScenarioError, near, shown
 from cbsim.scenario.scenario import Scenario
+from cbsim.workload import served
 
 FILE = "workload.csv"  # of a run directory
 SOURCE = "requests"  # what messages call the table
@@ -27,8 +28,15 @@ SECONDS, COUNT, WHOLE = "seconds >= 0, less than 30 years", "a whole number >= 1
 
 
 def scenario_of(scenario: Scenario) -> Scenario:
-    """The scenario with its workload read from FILE, beside it in the run directory."""
+    """The scenario with its workload read from FILE, beside it in the run directory; a session's from its log."""
+    if isinstance(scenario.workload, Served):
+        return scenario
     return scenario.model_copy(update={"workload": Csv(kind="csv", path=FILE)})
+
+
+def file_of(scenario: Scenario) -> str:
+    """What the file with the requests that were handed over is called in the run directory."""
+    return served.FILE if isinstance(scenario.workload, Served) else FILE
 
 
 def text(requests: Any) -> str:

@@ -81,7 +81,7 @@ def serve(
         machines.append(Machine(policy, cost, graphs, device, inbox, record, depth))
         env.process(machines[-1].run(env))
     ordered = sorted(specs, key=lambda one: (one.arrival_ns, one.index))
-    env.process(balance(env, ordered, [m._inbox for m in machines], [m.scheduler for m in machines]))  # type: ignore[misc]
+    env.process(balance(env, ordered, [m.inbox for m in machines], [m.scheduler for m in machines]))  # type: ignore[misc]
     env.run()
     return machines
 

@@ -1,0 +1,263 @@
+"""What a streamed token costs the endpoint, beside the least that asyncio can do: bytes written to transports from the
+loop that makes the steps, without HTTP parsing, tasks or text.
+
+A server is a process of its own, and its CPU time is what counts. Both serve the same streams, in alternation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing as mp
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection as Pipe
+from statistics import median
+
+from cbsim.endpoint.events import DONE
+
+HEAD = (
+    b'data: {"id":"cmpl-0","object":"text_completion","created":1700000000,"model":"bare",'
+    b'"choices":[{"index":0,"text":"'
+)
+TAIL = b'","logprobs":null,"finish_reason":null}]}\n\n'
+BAR = 3.2
+"""The endpoint's CPU time a token may be so many times the bare writer's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """So many streams at once, each of so many tokens, one every `itl_s`."""
+
+    streams: int = 256
+    tokens: int = 100
+    itl_s: float = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """CPU time a token; the most that a step came late."""
+
+    us_per_token: float
+    late_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Runs of both, in the order in which they were made."""
+
+    bare: tuple[Cost, ...]
+    endpoint: tuple[Cost, ...]
+
+    @property
+    def ratio(self) -> float:
+        return median(cost.us_per_token for cost in self.endpoint) / median(cost.us_per_token for cost in self.bare)
+
+    @property
+    def text(self) -> str:
+        rows = [("bare writer", self.bare), ("endpoint", self.endpoint)]
+        lines = [
+            f"{name:12s} {median(cost.us_per_token for cost in costs):6.1f} us of CPU a token"
+            f" ({', '.join(f'{cost.us_per_token:.1f}' for cost in costs)}),"
+            f" late by {max(cost.late_ms for cost in costs):.1f} ms at most"
+            for name, costs in rows
+        ]
+        return "\n".join([*lines, f"ratio        {self.ratio:6.2f} (bar {BAR})"])
+
+
+def compare(work: Work, repeats: int = 3) -> Comparison:
+    """Both, `repeats` times in turn."""
+    with _server(_bare, work.itl_s) as bare, _server(_endpoint, work.itl_s) as endpoint:
+        pairs = [(_measure(bare, work), _measure(endpoint, work)) for _ in range(repeats)]
+    return Comparison(tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs))
+
+
+# -- servers, each in a process of its own
+
+
+Serve = Callable[[Pipe, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    pipe: Pipe
+    port: int
+
+    def ask(self) -> tuple[float, float]:
+        """Its CPU seconds, and the most seconds that a step was late since it was asked last."""
+        self.pipe.send("cpu")
+        cpu_s, late_s = self.pipe.recv()
+        return cpu_s, late_s
+
+
+@contextmanager
+def _server(serve: Serve, itl_s: float) -> Iterator[_Server]:
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, itl_s), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield _Server(ours, ours.recv())
+    finally:
+        ours.close()
+        process.join(10.0)
+        if process.is_alive():
+            process.kill()
+
+
+def _measure(server: _Server, work: Work) -> Cost:
+    before, _ = server.ask()
+    tokens = asyncio.run(_read_all(server.port, work))
+    after, late_s = server.ask()
+    assert tokens == work.streams * work.tokens, f"{tokens} tokens came"
+    return Cost((after - before) / tokens * 1e6, late_s * 1e3)
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _bare(pipe: Pipe, itl_s: float) -> None:
+    asyncio.run(_Bare(itl_s).run(pipe))
+
+
+def _endpoint(pipe: Pipe, itl_s: float) -> None:
+    asyncio.run(_listen(pipe, itl_s))
+
+
+async def _answer(pipe: Pipe, late: Callable[[], float], done: Callable[[], object]) -> None:
+    """Tell what was used whenever the other side asks, until it hangs up."""
+    loop = asyncio.get_running_loop()
+
+    def asked() -> None:
+        try:
+            pipe.recv()
+        except EOFError:
+            loop.remove_reader(pipe.fileno())
+            done()
+        else:
+            pipe.send((_cpu_s(), late()))
+
+    loop.add_reader(pipe.fileno(), asked)
+
+
+class _Bare:
+    """The least: a protocol that answers any request with TOKENS tokens, written by the loop that makes the steps."""
+
+    def __init__(self, itl_s: float) -> None:
+        self.itl_s, self.late_s = itl_s, 0.0
+        self.writers: dict[_Writer, None] = {}
+
+    async def run(self, pipe: Pipe) -> None:
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(partial(_Writer, self), "127.0.0.1", 0)
+        steps = loop.create_task(self.steps())
+        await _answer(pipe, self.late, steps.cancel)
+        pipe.send(server.sockets[0].getsockname()[1])
+        await asyncio.wait({steps})
+
+    def late(self) -> float:
+        late_s, self.late_s = self.late_s, 0.0
+        return late_s
+
+    async def steps(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            due = due + self.itl_s if self.writers else loop.time() + self.itl_s
+            await asyncio.sleep(max(0.0, due - loop.time()))
+            if self.writers:
+                self.late_s = max(self.late_s, loop.time() - due)
+            for writer in [*self.writers]:
+                writer.put(b" tok")
+
+
+class _Writer(asyncio.Protocol):
+    def __init__(self, server: _Bare) -> None:
+        self.server, self.left = server, 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self.write = transport.write
+
+    def data_received(self, data: bytes) -> None:
+        self.left = int(data.split(b'"max_tokens":')[1].split(b",")[0])
+        self.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        self.server.writers[self] = None
+
+    def put(self, text: bytes) -> None:
+        chunk = HEAD + text + TAIL
+        self.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        self.left -= 1
+        if not self.left:
+            self.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(DONE), DONE))
+            del self.server.writers[self]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        del exc
+        self.server.writers.pop(self, None)
+
+
+async def _listen(pipe: Pipe, itl_s: float) -> None:
+    from cbsim.endpoint.listen import Stop, listen
+    from cbsim.endpoint.scripted import Scripted
+    from cbsim.endpoint.tokenizer import open_tokenizer
+
+    backend, stop = Scripted(open_tokenizer(), itl_s), Stop()
+
+    def late() -> float:
+        late_s, backend.late_s = backend.late_s, 0.0
+        return late_s
+
+    await _answer(pipe, late, stop.ask)
+    await listen(backend, port=0, stop=stop, signals=False, ready=lambda _, port: pipe.send(port))
+
+
+# -- the client
+
+
+async def _read_all(port: int, work: Work) -> int:
+    """Tokens that came on all streams."""
+    loop = asyncio.get_running_loop()
+    ends = [loop.create_future() for _ in range(work.streams)]
+    for end in ends:
+        await loop.create_connection(partial(_Reader, end, work.tokens), "127.0.0.1", port)
+    return sum(await asyncio.gather(*ends))
+
+
+class _Reader(asyncio.Protocol):
+    """Counts the tokens of one stream, to its end."""
+
+    def __init__(self, end: asyncio.Future[int], tokens: int) -> None:
+        self.end, self.tokens = end, tokens
+        self.seen, self.tail = 0, b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self.transport = transport
+        body = b'{"prompt":"a b c","max_tokens":%d,"stream":true}' % self.tokens
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        )
+        transport.write(head % len(body) + body)
+
+    def data_received(self, data: bytes) -> None:
+        told = self.tail + data  # the tail's own tokens have been counted
+        self.seen += told.count(b'"text":') - self.tail.count(b'"text":')
+        self.tail = told[-64:]
+        if b"[DONE]" in self.tail:
+            self.transport.close()
+            if not self.end.done():
+                self.end.set_result(self.seen)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.end.done():
+            self.end.set_exception(exc or EOFError("the stream ended early"))
+
+
+if __name__ == "__main__":
+    print(compare(Work()).text)

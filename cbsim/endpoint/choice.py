@@ -1,0 +1,68 @@
+"""The text of one answer, as its tokens come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cbsim.endpoint.backlog import STOP, Told
+from cbsim.endpoint.stops import Stops
+from cbsim.endpoint.tokenizer import Decoder
+
+BATCH = 256
+"""Tokens of a client that has fallen behind that are written at once."""
+
+
+class Choice:
+    """`tokens` of its stream have become text. `finish` is None until the last of it: `stop`, `length`, `abort` or
+    `error`; `stop_reason` is the stop string or token that ended it, where one did.
+    """
+
+    __slots__ = ("_decoder", "_ids", "_stops", "finish", "index", "stop_reason", "stream", "tokens")
+
+    def __init__(self, index: int, stream: Told, decoder: Decoder, stops: Stops | None) -> None:
+        self.index, self.stream, self._decoder, self._stops = index, stream, decoder, stops
+        self.tokens = 0
+        self.finish: str | None = None
+        self.stop_reason: str | int | None = None
+        self._ids: Sequence[int] = ()
+
+    @property
+    def over(self) -> bool:
+        return self.finish is not None
+
+    async def texts(self) -> list[str]:
+        """What has come since the last time, a text a token, at most BATCH; none once it is over. `written` has to be
+        told of them.
+        """
+        stream = self.stream
+        ids = self._ids or await stream.take()
+        self._ids = ids[BATCH:]
+        ids = ids[:BATCH]
+        if self._stops is None:
+            feed = self._decoder.feed
+            texts = [feed(token) for token in ids]
+            self.tokens += len(ids)
+        else:
+            texts = self._until_stop(ids, self._stops)
+        if self.finish is None and stream.finish is not None and not self._ids and not stream.unread:
+            self._end(texts, ids)
+        return texts
+
+    def _until_stop(self, ids: Sequence[int], stops: Stops) -> list[str]:
+        texts = []
+        for token in ids:
+            self.tokens += 1
+            text, hit = stops.feed(self._decoder.feed(token), self.tokens)
+            texts.append(text)
+            if hit:
+                self.finish, self.stop_reason = STOP, stops.hit
+                break
+        return texts
+
+    def _end(self, texts: list[str], ids: Sequence[int]) -> None:
+        stream = self.stream
+        self.finish = stream.finish
+        if self._stops is not None and (rest := self._stops.rest()):
+            texts[-1:] = [*texts[-1:], rest] if not texts else [texts[-1] + rest]
+        if self.finish == STOP and ids and ids[-1] in stream.generation.stop_token_ids:
+            self.stop_reason = ids[-1]

@@ -1,0 +1,113 @@
+"""What `cbsim serve` and `cbengine serve` do with a session: a directory from its first moment, a door, a last word."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cbsim.endpoint.backend import Backend, Timing
+from cbsim.endpoint.errors import EndpointError
+from cbsim.endpoint.keys import read_keys
+from cbsim.endpoint.listen import Ending, check_host, listen
+from cbsim.endpoint.metrics import VllmMeter
+from cbsim.endpoint.settings import Settings
+from cbsim.server.result import Result
+from cbsim.server.running import Session
+from cbsim.server.served import Log, SessionDirectory
+from cbsim.server.status import ERROR, OK
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What a session is told besides its scenario, parsed."""
+
+    host: str
+    port: int
+    out: Path
+    settings: Settings
+    quiet: bool = False
+
+
+def settings_of(key_file: Path | None, *, insecure: bool, grace_s: float) -> Settings:
+    """Raises EndpointError."""
+    return Settings(keys=read_keys(file=key_file), insecure=insecure, grace_s=grace_s)
+
+
+async def serve(backend: Backend, session: Session, log: Log, options: ServeOptions) -> int:
+    """Serve until a signal; the exit status. The run directory is complete if every answer ended by itself or was given
+    up by its client. Raises EndpointError, RunError.
+    """
+    check_host(options.host, options.settings)
+    digest = hashlib.sha256(session.resolved.encode()).hexdigest()
+    directory = SessionDirectory(session, log, options.out, digest)
+
+    def ready(host: str, port: int) -> None:
+        shown = f"[{host}]" if ":" in host else host
+        address = f"http://{shown}:{port}/v1"
+        print(f"serving   {backend.model} at {address}, up to {backend.max_model_len:,} tokens", flush=True)
+        if not options.quiet:
+            print(f"run       {directory.path}\nend it    with Ctrl-C: answers under way may end", flush=True)
+
+    try:
+        ending = await listen(
+            backend, options.settings, options.host, options.port, meter=VllmMeter(backend), ready=ready
+        )
+    except EndpointError as error:
+        directory.write(said(backend.timing), str(error))
+        raise
+    return _close(directory, backend, ending, options)
+
+
+def _close(directory: SessionDirectory, backend: Backend, ending: Ending, options: ServeOptions) -> int:
+    """Write the run; say what came out."""
+    result = directory.write(said(backend.timing), _incomplete(ending))
+    if not options.quiet:
+        _say(result)
+    if (timing := backend.timing) is not None and not timing.faithful:
+        print(f"not faithful: {unfaithful(timing)}", file=sys.stderr)
+    if result.incomplete is not None:
+        print(f"incomplete: {result.incomplete}: see {result.path}", file=sys.stderr)
+        return ERROR
+    return OK
+
+
+def _incomplete(ending: Ending) -> str | None:
+    if ending.message:
+        return ending.message
+    if ending.cut:
+        hurry = "told to hurry" if ending.interrupted else "out of time"
+        return f"{ending.cut} answers were cut off: {hurry} after {ending.why}"
+    return None
+
+
+def _say(result: Result) -> None:
+    count = result.summary["requests"]
+    print(result if count else "nobody has asked for anything")
+    print(f"\nrun       {result.path}")
+
+
+def said(timing: Timing | None) -> dict[str, Any]:
+    """What the summary of a session says of its time."""
+    if timing is None:
+        return {"time_scale": 1.0}
+    return {
+        "time_scale": timing.scale,
+        "faithful": timing.faithful,
+        "lag_p99_s": timing.lag_p99_s,
+        "lag_max_s": timing.lag_max_s,
+        "lag_bound_s": timing.bound_s,
+        "late_steps": timing.late_steps,
+    }
+
+
+def unfaithful(timing: Timing) -> str:
+    """Why a session's figures are not the model's alone."""
+    lag_ms, bound_ms = timing.lag_p99_s * 1e3, timing.bound_s * 1e3
+    late = f"1 % of its steps came {lag_ms:.3g} ms late or more, the bound is {bound_ms:.3g} ms"
+    advice = "the machine is busy"
+    if timing.scale > 1:
+        advice = f"it cannot keep up with scale={timing.scale:g} under this load: take less, or `drive`"
+    return f"{late}: {advice}"

@@ -1,0 +1,142 @@
+"""A connection: uvicorn's, which has no deadlines and no bounds of its own, with both."""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from cbsim.endpoint.errors import Refusal
+from cbsim.endpoint.generating import ABORT_EXTENSION
+from cbsim.endpoint.settings import Settings
+
+MOST_PIPELINED = 16
+
+
+class Connection(HttpToolsProtocol):
+    """Head and body of a request have a time in which they must be there; a full socket one in which it must be read;
+    a head has a size. What breaks a bound is closed, with an error if none was under way.
+    """
+
+    def __init__(self, config: Config, state: ServerState, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(config, state, {}, loop)
+        self._settings = settings
+        self._deadline: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+        self._in_head = True
+        self._head_bytes = 0
+        self._refusal: Refusal | None = None
+
+    # -- from the transport
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._settings.max_connections:
+            words = f"more than {self._settings.max_connections} connections are open"
+            self._close(Refusal(503, words, retry_s=self._settings.retry_s))
+        else:
+            self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._deadline is None and self._idle:
+            self._await_head()
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > self._settings.max_head_bytes and not self.transport.is_closing():
+                self._close(self._too_large)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        self.resume_writing()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stall is None:
+            self._stall = self.loop.call_later(self._settings.stall_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+        super().resume_writing()
+
+    # -- from the parser
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {ABORT_EXTENSION: {"now": self.transport.abort}}
+        self._in_head, self._head_bytes = True, 0
+        if self._deadline is None:
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self._settings.max_head_bytes:
+            self._refusal = self._too_large
+            raise ValueError("the head is too large")  # the parser stops here, and says so to data_received
+        if len(self.pipeline) >= MOST_PIPELINED:
+            self._refusal = Refusal(400, f"more than {MOST_PIPELINED} requests at once")
+            raise ValueError("too many requests at once")
+        self._in_head = False
+        super().on_headers_complete()
+        if self.pipeline:
+            self._disarm()  # it is not read on until the one before has its answer
+        else:
+            self._arm(self._settings.body_s, "the body of the request")
+
+    def on_message_complete(self) -> None:
+        self._disarm()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle is not None and not self.cycle.response_complete and self.cycle.more_body:
+            self._arm(self._settings.body_s, "the body of the request")
+
+    def send_400_response(self, msg: str) -> None:
+        """What is not HTTP, or has been refused while it was parsed."""
+        self._close(self._refusal or Refusal(400, msg))
+
+    # -- bounds
+
+    @property
+    def _idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _too_large(self) -> Refusal:
+        return Refusal(431, f"the head of the request is longer than {self._settings.max_head_bytes} bytes")
+
+    def _await_head(self) -> None:
+        self._in_head, self._head_bytes = True, 0
+        self._arm(self._settings.head_s, "the head of the request")
+
+    def _arm(self, seconds: float, what: str) -> None:
+        self._disarm()
+        self._deadline = self.loop.call_later(seconds, self._late, seconds, what)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _late(self, seconds: float, what: str) -> None:
+        self._deadline = None
+        self._close(Refusal(408, f"{what} has not come within {seconds:g} s"))
+
+    def _close(self, refusal: Refusal) -> None:
+        """Say why, if no answer has begun, and close."""
+        self._disarm()
+        if self._idle or not self.cycle.response_started:
+            head = [b"HTTP/1.1 %d Refused" % refusal.status, b"content-type: application/json", b"connection: close"]
+            head += [name + b": " + value for name, value in refusal.headers]
+            body = refusal.body
+            self.transport.write(b"\r\n".join([*head, b"content-length: %d" % len(body), b"", body]))
+        self.transport.close()

@@ -1,0 +1,222 @@
+"""An endpoint on a socket, from its start to the end of its last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from cbsim.endpoint.app import App, build
+from cbsim.endpoint.backend import UNMETERED, Backend, Meter
+from cbsim.endpoint.connection import Connection
+from cbsim.endpoint.errors import EndpointError
+from cbsim.endpoint.settings import Settings
+
+LOG = logging.getLogger("cbsim.endpoint")
+BACKLOG = 2048
+LAST_WORDS_S = 1.0
+"""For what has been written to leave, once all answers have ended."""
+SPARE_FILES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why it is over: `asked`, a signal's name, or `dead`, with the server's words. `cut` answers did not end by
+    themselves; it was `interrupted` if it was told to hurry.
+    """
+
+    why: str
+    message: str = ""
+    cut: int = 0
+    interrupted: bool = False
+
+
+class Stop:
+    """What ends a session: asked once, answers under way may end; asked again, they may not."""
+
+    def __init__(self) -> None:
+        self.why: str | None = None
+        self.asked, self.hurried = asyncio.Event(), asyncio.Event()
+
+    def ask(self, why: str = "asked") -> None:
+        if self.why is None:
+            self.why = why
+            self.asked.set()
+        else:
+            self.hurried.set()
+
+
+async def listen(
+    backend: Backend,
+    settings: Settings | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    meter: Meter = UNMETERED,
+    stop: Stop | None = None,
+    signals: bool = True,
+    ready: Callable[[str, int], None] | None = None,
+) -> Ending:
+    """Serve until `stop`, SIGTERM or SIGINT, or the server's own end. `ready` hears where; port 0 is any free one.
+    EndpointError if this host may not be open to others, or the port is taken.
+    """
+    settings = settings or Settings()
+    check_host(host, settings)
+    app = build(backend, settings, meter)
+    stop = stop or Stop()
+    door = await _Door.open(app, host, port)
+    work = asyncio.get_running_loop().create_task(backend.run())
+    with _signals(stop if signals else None):
+        if ready is not None:
+            ready(host, door.port)
+        await _first(work, stop.asked)
+        if stop.why is None:
+            stop.ask("dead" if backend.dead is not None else "asked")
+        return await _finish(app, door, work, stop)
+
+
+async def _finish(app: App, door: _Door, work: asyncio.Task[None], stop: Stop) -> Ending:
+    """Nobody enters; those inside have `grace_s`, or until told to hurry."""
+    app.desk.closing = True
+    app.backend.close()
+    door.close()
+    await _first(work, stop.hurried, app.settings.grace_s)
+    cut = app.desk.open
+    app.desk.cancel_all()
+    await work
+    await door.empty(0.0 if stop.hurried.is_set() else LAST_WORDS_S)
+    why = stop.why or "asked"
+    return Ending(why, app.backend.dead or "", cut, stop.hurried.is_set())
+
+
+class _Door:
+    """The listening socket and its connections."""
+
+    def __init__(self, app: App) -> None:
+        self._settings = app.settings
+        self._loop = asyncio.get_running_loop()
+        self._state = ServerState()
+        # Only its protocol is uvicorn's here: no server of its, which would look ten times a second whether to stop.
+        self._config = Config(
+            app,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            timeout_keep_alive=app.settings.idle_s,  # type: ignore[arg-type] # any number of seconds
+        )
+        self._config.load()
+        self.port = 0
+
+    @classmethod
+    async def open(cls, app: App, host: str, port: int) -> _Door:
+        door = cls(app)
+        files_for(app.settings.max_connections)
+        try:
+            door._server = await door._loop.create_server(door._connection, host, port, backlog=BACKLOG)
+        except (OSError, OverflowError) as error:
+            words = getattr(error, "strerror", None) or str(error)
+            raise EndpointError(f"cannot listen on {host}:{port}: {words}", field="port", value=port) from error
+        door.port = door._server.sockets[0].getsockname()[1]
+        return door
+
+    _server: asyncio.Server
+
+    def _connection(self) -> Connection:
+        return Connection(self._config, self._state, self._settings, self._loop)
+
+    def close(self) -> None:
+        """No more connections; those that ask nothing are closed, the others when they have their answer."""
+        self._server.close()
+        for connection in [*self._state.connections]:
+            connection.shutdown()
+
+    async def empty(self, within_s: float) -> None:
+        """Wait for what is being sent, then cut what is left."""
+        tasks = {task for task in self._state.tasks if not task.done()}
+        if tasks and within_s:
+            await asyncio.wait(tasks, timeout=within_s)
+        end = self._loop.time() + within_s
+        while self._state.connections and self._loop.time() < end:
+            await asyncio.sleep(0.01)
+        for connection in [*self._state.connections]:
+            connection.transport.abort()
+        left = {task for task in self._state.tasks if not task.done()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.sleep(0)  # connections hear that they are lost
+
+
+async def _first(work: asyncio.Task[None], event: asyncio.Event, timeout_s: float | None = None) -> None:
+    """Until the work is done, or the event."""
+    waiting = asyncio.get_running_loop().create_task(event.wait())
+    try:
+        await asyncio.wait({work, waiting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+
+
+@contextlib.contextmanager
+def _signals(stop: Stop | None) -> Iterator[None]:
+    """SIGTERM and SIGINT ask it to stop; only a process's main thread hears them."""
+    if stop is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    heard = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in heard]
+    for number in heard:
+        loop.add_signal_handler(number, stop.ask, number.name)
+    try:
+        yield
+    finally:
+        for number, handler in zip(heard, before, strict=True):
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+
+def check_host(host: str, settings: Settings) -> None:
+    """EndpointError if other machines could reach it and it has no key."""
+    if settings.keys or settings.insecure or _loopback(host):
+        return
+    raise EndpointError(
+        f"host {host} is open to other machines, and there is no API key: give one, or say that it may be insecure",
+        field="host",
+        value=host,
+        bound="a loopback address, as 127.0.0.1",
+    )
+
+
+def _loopback(host: str) -> bool:
+    if not host:
+        return False  # all interfaces
+    try:
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise EndpointError(f"host {host!r} is not known: {error.strerror}", field="host", value=host) from error
+    return all(ipaddress.ip_address(str(address).split("%")[0]).is_loopback for address in addresses)
+
+
+def files_for(connections: int) -> None:
+    """Let this process have so many open files, if its hard limit does."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if most > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

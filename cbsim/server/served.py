@@ -1,0 +1,142 @@
+"""What a session that clients talk to has in common in both worlds: who came, with which content, and its run.
+
+A session is a run whose requests are not known before: its log is the workload (cbsim.workload.served), so the same
+requests can be run again, and its plans derived again, from the run directory alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from cbsim.policy.request import RequestSpec
+from cbsim.results.directory import RunError, RunWriter
+from cbsim.scenario.demand import Served
+from cbsim.scenario.scenario import Scenario
+from cbsim.server.result import TIMELINE, Result
+from cbsim.server.running import Maker, Session, Terms
+from cbsim.workload import served
+
+LEAST_KNOWN = 1 << 16
+TIMES_THE_POOL = 4
+
+
+class Contents:
+    """Texts as chained ids, one for every full block of `block_tokens` tokens: equal ids mean equal tokens up to and
+    including that block. New ids follow each other. The blocks that were not seen for the longest time are forgotten;
+    far more are known than a cache of `num_blocks` holds.
+    """
+
+    def __init__(self, block_tokens: int, num_blocks: int) -> None:
+        self.block_tokens = block_tokens
+        self._most = max(LEAST_KNOWN, TIMES_THE_POOL * num_blocks)
+        self._ids: OrderedDict[tuple[int | str, tuple[int, ...]], int] = OrderedDict()
+        self._last = 0
+
+    def prefix(self, tokens: Sequence[int], salt: str = "") -> tuple[int, ...]:
+        """The ids of a text. Texts of different salts share none."""
+        width, ids = self.block_tokens, list[int]()
+        for end in range(width, len(tokens) + 1, width):
+            parent = ids[-1] if ids else salt
+            ids.append(self._id((parent, tuple(tokens[end - width : end]))))
+        return tuple(ids)
+
+    def forget(self) -> None:
+        """No text from now on shares content with those before."""
+        self._ids.clear()
+
+    def _id(self, key: tuple[int | str, tuple[int, ...]]) -> int:
+        known = self._ids.get(key)
+        if known is not None:
+            self._ids.move_to_end(key)
+            return known
+        self._last += 1
+        self._ids[key] = self._last
+        if len(self._ids) > self._most:
+            self._ids.popitem(last=False)
+        return self._last
+
+
+class Log:
+    """The requests of a session as they come, line by line; also in `file`, at once, if there is one."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lines: list[str] = []
+        self._file: TextIO | None = None
+
+    def write_to(self, path: Path) -> None:
+        """From now on. Raises RunError."""
+        try:
+            self._file = path.open("w", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise RunError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
+
+    def came(self, spec: RequestSpec) -> None:
+        assert spec.index == self.count, (spec.index, self.count)
+        self.count += 1
+        self._add(served.came(spec))
+
+    def left(self, spec: RequestSpec, at_ns: int) -> None:
+        self._add(served.left(spec, at_ns))
+
+    def text(self) -> str:
+        return "".join(self._lines)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _add(self, line: str) -> None:
+        self._lines.append(line)
+        if self._file is not None:
+            with suppress(OSError):  # a full disk must not end a session: the directory says so when it is written
+                self._file.write(line)
+
+
+def session_of(scenario: Scenario, loop: str, serve: Maker, command: str) -> Session:
+    """A session that nobody has come to yet."""
+    open_ended = scenario.model_copy(update={"workload": Served(kind="served", path=served.FILE)})
+    return Session(open_ended, loop, serve, Terms(command, requests=""))
+
+
+def result_of(session: Session, log: Log, facts: Mapping[str, Any], incomplete: str | None = None) -> Result:
+    """What has happened in a session, whose summary says `facts` under `served`."""
+    session.asked(log.text())
+    result = session.result(incomplete)
+    return replace(result, summary={**result.summary, "served": dict(facts)})
+
+
+class SessionDirectory:
+    """The run directory of a session: there from its first moment, complete when it was ended in order."""
+
+    def __init__(self, session: Session, log: Log, out: Path, digest: str) -> None:
+        """Raises RunError."""
+        self._session, self._log = session, log
+        self._writer = RunWriter(out, f"{session.scenario.name}-{session.loop}-served", digest)
+        self._writer.scenario(session.resolved)
+        self._writer.environment(session.environment)
+        log.write_to(self._writer.path / served.FILE)
+        session.write_to(self._writer, lambda _: None)
+
+    @property
+    def path(self) -> Path:
+        return self._writer.path
+
+    def write(self, facts: Mapping[str, Any], incomplete: str | None = None) -> Result:
+        """The session is over. Raises RunError."""
+        self._log.close()
+        result = result_of(self._session, self._log, facts, incomplete)
+        try:
+            result.write(self._writer, TIMELINE)
+        except RunError as error:
+            if incomplete is None:
+                with suppress(RunError):
+                    self._writer.note(str(error))
+            raise
+        return replace(result, path=self.path)

@@ -1,0 +1,182 @@
+"""`cbsim drive`: somebody else's asyncio program and a simulated server in one process, in virtual time.
+
+The client talks to the server over the loopback interface, whatever its HTTP library is. It finds the address in
+OPENAI_BASE_URL and a key in OPENAI_API_KEY, or takes it as its only argument; its own arguments are in sys.argv.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from cbsim.endpoint.command import said
+from cbsim.endpoint.listen import Stop, listen
+from cbsim.endpoint.metrics import VllmMeter
+from cbsim.endpoint.tokenizer import open_tokenizer
+from cbsim.results.directory import RunError
+from cbsim.scenario.fields import ScenarioError
+from cbsim.scenario.scenario import Scenario
+from cbsim.server.served import SessionDirectory
+from cbsim.server.status import ERROR, OK
+from cbsim.serving.clocks import VirtualClock
+from cbsim.serving.session import Opened, open_session
+from cbsim.serving.virtual_loop import VirtualLoop, VirtualTimeError, clocks, watched
+from cbsim.serving.virtual_server import end_others
+
+VLLM = ("vllm", "bench", "serve")
+FAILED = "client_error.txt"  # of a run directory
+Client = Callable[[str], Awaitable[Any]]
+
+
+def run(
+    scenario: Scenario,
+    words: Sequence[str],
+    out: Path,
+    *,
+    model: str | None = None,
+    tokenizer: Path | None = None,
+    quiet: bool = False,
+) -> int:
+    """Run a client against a scenario; write the run directory; the exit status. Raises ScenarioError, RunError."""
+    loop = VirtualLoop()
+    command = " ".join(("python -m cbsim drive", scenario.name, *words))
+    opened = open_session(scenario, VirtualClock(loop), open_tokenizer(tokenizer), model, command)
+    digest = hashlib.sha256(opened.run.resolved.encode()).hexdigest()
+    with clocks(loop), watched(loop), as_program(words):
+        client = client_of(words)
+        directory = SessionDirectory(opened.run, opened.backend.log, out, digest)
+        failure: BaseException | None = None
+        try:
+            loop.run_until_complete(_together(opened, client))
+        except (KeyboardInterrupt, Exception, SystemExit) as error:  # a client may raise anything
+            failure = error
+        finally:
+            loop.run_until_complete(end_others())
+            loop.close()
+    return _close(loop, opened, directory, failure, quiet=quiet)
+
+
+async def _together(opened: Opened, client: Client) -> None:
+    """Open the door, let the client in, and close behind it."""
+    stop, where = Stop(), asyncio.get_running_loop().create_future()
+    door = asyncio.ensure_future(
+        listen(
+            opened.backend,
+            port=0,
+            meter=VllmMeter(opened.backend),
+            stop=stop,
+            signals=False,
+            ready=lambda host, port: where.set_result(f"http://{host}:{port}/v1"),
+        )
+    )
+    await asyncio.wait({door, where}, return_when=asyncio.FIRST_COMPLETED)
+    if not where.done():
+        await door
+    os.environ["OPENAI_BASE_URL"] = address = where.result()
+    os.environ.setdefault("OPENAI_API_KEY", "none")
+    try:
+        value = await client(address)
+        if value is not None:
+            print(value)
+    finally:
+        stop.ask()
+        opened.backend.abandon()
+        await door
+
+
+def _close(
+    loop: VirtualLoop, opened: Opened, directory: SessionDirectory, failure: BaseException | None, *, quiet: bool
+) -> int:
+    """Write the run, say what came out, and what went wrong."""
+    wrong = _wrong(loop, opened, failure)
+    result = directory.write(said(opened.backend.timing), wrong)
+    for stray in dict.fromkeys(loop.strays):
+        print(f"warning: {stray}", file=sys.stderr)
+    if not quiet and result.summary["requests"]:
+        print(result)
+    print(f"run       {result.path}" if not quiet else result.path)
+    if wrong is None:
+        return OK
+    where = ""
+    if failure is not None and not isinstance(failure, VirtualTimeError):
+        (directory.path / FAILED).write_text("".join(traceback.format_exception(failure)), encoding="utf-8")
+        where = f"; see {directory.path / FAILED}"
+    print(f"cbsim: {wrong}{where}", file=sys.stderr)
+    return ERROR
+
+
+def _wrong(loop: VirtualLoop, opened: Opened, failure: BaseException | None) -> str | None:
+    if loop.sleeps:
+        return loop.sleeps[0]
+    if isinstance(failure, VirtualTimeError):
+        return str(failure)
+    if opened.backend.dead is not None:
+        return opened.backend.dead
+    if isinstance(failure, SystemExit) and not failure.code:
+        return None
+    if isinstance(failure, KeyboardInterrupt):
+        return "interrupted"
+    return None if failure is None else f"the client failed: {type(failure).__name__}: {failure}"
+
+
+@contextmanager
+def as_program(words: Sequence[str]) -> Iterator[None]:
+    """The client sees its own arguments, and finds modules where it was started."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = list(words)
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def client_of(words: Sequence[str]) -> Client:
+    """The function that the words name. Raises ScenarioError."""
+    if tuple(words[:3]) == VLLM:
+        from cbsim.serving.vllm_bench import client
+
+        return client(words[3:])
+    module, colon, name = words[0].partition(":")
+    if not (module and colon and name):
+        raise ScenarioError(f"client: got {words[0]!r}, expected MODULE:FUNCTION, or vllm bench serve", field="client")
+    try:
+        function: Any = import_module(module)
+    except ModuleNotFoundError as error:
+        raise ScenarioError(f"client: {words[0]}: there is no module {error.name}", field="client") from None
+    except Exception as error:
+        text = f"client: {module} cannot be imported: {type(error).__name__}: {error}"
+        raise ScenarioError(text, field="client") from error
+    for part in name.split("."):
+        function = getattr(function, part, None)
+    if not callable(function):
+        raise ScenarioError(f"client: {module} has no function {name}", field="client")
+    return _called(words[0], function)
+
+
+def _called(name: str, function: Any) -> Client:
+    """With the address if it takes an argument."""
+    needed = [
+        p for p in inspect.signature(function).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
+    ]
+    if len(needed) > 1:
+        raise ScenarioError(
+            f"client: {name} takes {len(needed)} arguments, expected none or the address", field="client"
+        )
+
+    async def client(address: str) -> Any:
+        made = function(*[address] * len(needed))
+        if not inspect.isawaitable(made):
+            raise RunError(f"{name} is not asynchronous: it cannot run in virtual time")
+        return await made
+
+    return client

@@ -1,0 +1,204 @@
+"""An event loop whose time is virtual: when nobody has anything to do now, it jumps to the next moment.
+
+Sockets and threads work as on any loop, and take no virtual time: before it jumps the loop looks for what is on its way
+to it over the loopback interface, and waits for work that was handed to threads. What cannot be had in virtual time is
+told: a real sleep, a call that blocks the loop, a thread that waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from types import FrameType
+from typing import Any
+
+from cbsim.results.directory import RunError
+
+EPOCH_S = 1_700_000_000
+"""What time.time() says at the start: every run has the same dates."""
+SETTLING = 3
+"""Looks for what is on its way over a socket, before a jump."""
+PATIENCE_S = 10.0
+"""Real seconds that a call may block the loop, or a thread may work, before that counts as waiting for ever."""
+SHORT_S = 0.05
+WATCH_S = 1.0
+FUNCTIONS = ("time", "monotonic", "perf_counter", "time_ns", "monotonic_ns", "perf_counter_ns", "sleep")
+REAL: dict[str, Callable[..., Any]] = {name: getattr(time, name) for name in FUNCTIONS}
+_now_s, _thread_s = time.perf_counter, time.thread_time
+
+
+class VirtualTimeError(RunError):
+    """Something that virtual time cannot be had with. The message says what and where."""
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """`time()` is virtual, in seconds from 0. `strays` says what took real time that the clock did not see."""
+
+    def __init__(self) -> None:
+        self._virtual_s = 0.0
+        self._resting: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._order = count()
+        self._threads: dict[asyncio.Future[Any], tuple[str, float]] = {}
+        self.strays: list[str] = []
+        self.sleeps: list[str] = []
+        selector = selectors.DefaultSelector()
+        super().__init__(selector)
+        self._look = selector.select
+        selector.select = self._wait  # type: ignore[method-assign]
+        self._clock_resolution = 1e-9
+        self._echo, self._sound = _loopback()
+        self._left_at, self._left_cpu = _now_s(), _thread_s()
+
+    def time(self) -> float:
+        return self._virtual_s
+
+    def close(self) -> None:
+        self._echo.close()
+        self._sound.close()
+        super().close()
+
+    def at_rest(self, when_s: float, future: asyncio.Future[None]) -> None:
+        """Resolve a future at `when_s`, after everything that happens at that moment without it, if nobody has."""
+        heappush(self._resting, (when_s, next(self._order), future))
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = super().run_in_executor(executor, func, *args)
+        self._threads[future] = (getattr(func, "__qualname__", repr(func)), _now_s())
+        future.add_done_callback(lambda done: self._threads.pop(done, None))
+        return future
+
+    def _wait(self, timeout: float | None) -> list[Any]:
+        """In place of the selector's wait. Nothing is ready unless `timeout` is 0."""
+        self._check_blocked()
+        try:
+            return self._ready_or_later(timeout)
+        finally:
+            self._left_at, self._left_cpu = _now_s(), _thread_s()
+
+    def _ready_or_later(self, timeout: float | None) -> list[Any]:
+        ready = self._look(0)
+        if ready or timeout == 0:
+            return ready
+        if self._threads:
+            self._check_threads()
+            return self._look(SHORT_S)
+        for _ in range(SETTLING):
+            self._hear_echo()
+            if ready := self._look(0):
+                return ready
+        return self._jump()
+
+    def _jump(self) -> list[Any]:
+        timer_s = self._scheduled[0]._when if self._scheduled else float("inf")  # type: ignore[attr-defined]
+        while self._resting and self._resting[0][2].done():
+            heappop(self._resting)
+        if self._resting and self._resting[0][0] < timer_s:
+            when_s, _, future = heappop(self._resting)
+            self._virtual_s = max(self._virtual_s, when_s)
+            future.set_result(None)
+            return []
+        if timer_s < float("inf"):
+            self._virtual_s = max(self._virtual_s, timer_s)
+            return []
+        return self._look(SHORT_S)  # only the outside world can wake it
+
+    def _hear_echo(self) -> None:
+        """A byte to ourselves: what was sent before it has arrived when it does."""
+        self._sound.send(b".")
+        self._echo.recv(1)
+
+    # -- what virtual time cannot be had with
+
+    def _check_threads(self) -> None:
+        """Raise VirtualTimeError if a thread has been at work for too long."""
+        name, began = min(self._threads.values(), key=lambda thread: thread[1])
+        if (worked := _now_s() - began) > PATIENCE_S:
+            text = f"a thread has been in {name} for {worked:.0f} s of real time"
+            raise VirtualTimeError(f"{text}: virtual time waits for threads, so none of them can wait for it")
+
+    def _check_blocked(self) -> None:
+        """Note a callback that neither computed nor came back for a while."""
+        waited = _now_s() - self._left_at
+        if waited > SHORT_S and not self._threads and waited - (_thread_s() - self._left_cpu) > waited / 2:
+            self.strays.append(f"a callback kept the loop for {waited:.2f} s of real time, in which it did not compute")
+
+    def check_strays(self) -> None:
+        """Raise VirtualTimeError if somebody slept, whatever became of the error that it was told with."""
+        if self.sleeps:
+            raise VirtualTimeError(self.sleeps[0])
+
+    def stray_sleep(self, seconds: float) -> None:
+        """In place of time.sleep."""
+        text = f"time.sleep({seconds:g}): real time cannot pass in virtual time; await asyncio.sleep({seconds:g})"
+        self.sleeps.append(text)
+        if threading.current_thread() is threading.main_thread():
+            raise VirtualTimeError(text)
+        REAL["sleep"](seconds)
+
+    def blocked(self, signum: int, frame: FrameType | None) -> None:
+        """A signal handler: raise VirtualTimeError where the loop has been stuck for too long."""
+        del signum
+        waited = _now_s() - self._left_at
+        if waited > PATIENCE_S and waited - (_thread_s() - self._left_cpu) > waited / 2:
+            code = frame.f_code if frame else None
+            where = f"{code.co_filename}:{frame.f_lineno} ({code.co_name})" if frame and code else "unknown"
+            raise VirtualTimeError(f"{where} has blocked the loop for {waited:.0f} s: use an asynchronous call there")
+
+
+@contextmanager
+def clocks(loop: VirtualLoop) -> Iterator[None]:
+    """The functions of the module `time` say the loop's time. Names imported from it before stay real."""
+    zero = {"time": EPOCH_S, "monotonic": 0, "perf_counter": 0}
+    patched: dict[str, Callable[..., Any]] = {}
+    for name, start in zero.items():
+        patched[name] = partial(_seconds, loop, start)
+        patched[f"{name}_ns"] = partial(_nanoseconds, loop, start)
+    patched["sleep"] = loop.stray_sleep
+    for name, function in patched.items():
+        setattr(time, name, function)
+    try:
+        yield
+    finally:
+        for name in FUNCTIONS:
+            setattr(time, name, REAL[name])
+
+
+@contextmanager
+def watched(loop: VirtualLoop) -> Iterator[None]:
+    """A loop that is stuck in a call is told. Only where signals are: in the main thread."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, loop.blocked)
+    signal.setitimer(signal.ITIMER_REAL, WATCH_S, WATCH_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _seconds(loop: VirtualLoop, start: int) -> float:
+    return start + loop.time()
+
+
+def _nanoseconds(loop: VirtualLoop, start: int) -> int:
+    return start * 1_000_000_000 + round(loop.time() * 1e9)
+
+
+def _loopback() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a connection over the loopback interface, as clients' are."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return far, near
