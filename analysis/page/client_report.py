@@ -83,6 +83,7 @@ def caveats(run: LoadedRun, compared: Sequence[Beside]) -> list[Caveat]:
             f"The session's clock ran {factor:g} times as fast: its seconds are simulated, here divided by {factor:g}."
         )
         made.append(Caveat("scaled", run.label, said))
+    made += _lag(run)
     if run.incomplete:
         made.append(Caveat("incomplete", run.label, f"It was cut short: {run.incomplete.strip()}"))
     for each in compared:
@@ -93,6 +94,21 @@ def caveats(run: LoadedRun, compared: Sequence[Beside]) -> list[Caveat]:
         if count < SAMPLES_NEEDED["p99"]:
             made.append(Caveat("few requests", name, f"{count:,} requests, p99 needs {SAMPLES_NEEDED['p99']}."))
     return made
+
+
+def _lag(run: LoadedRun) -> list[Caveat]:
+    """A session that could not keep its time: its clients saw steps later than its tables have them."""
+    served = run.summary.get("served")
+    lags = [served.get(name) for name in ("lag_p99_s", "lag_max_s")] if isinstance(served, dict) else []
+    if not isinstance(served, dict) or served.get("faithful") is not False or not all(map(_is_number, lags)):
+        return []
+    p99, most = (shown(lag, "s") for lag in lags)
+    said = f"Its steps were sent up to {most} late, 1 % of them {p99} or more: a part of every difference is that."
+    return [Caveat("lag", run.label, said)]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def facts(run: LoadedRun, compared: Sequence[Beside]) -> dict[str, Any]:

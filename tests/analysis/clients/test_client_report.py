@@ -185,6 +185,17 @@ def test_a_scale_that_is_none_is_named(
     assert "time_scale" in capsys.readouterr().err
 
 
+def test_a_session_that_was_late_is_told(aiperf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its tables have the modelled times, its clients the late ones."""
+    run = shutil.copytree(aiperf, tmp_path / "late")
+    summary = json.loads((run / "summary.json").read_text())
+    for faithful, told in ((False, True), (True, False)):
+        served = {"served": {"faithful": faithful, "lag_p99_s": 0.116, "lag_max_s": 0.137}}
+        (run / "summary.json").write_text(json.dumps(summary | served))
+        assert status("client", run, FILES / AIPERF) == 0
+        assert ("sent up to 137 ms late, 1 % of them 116 ms or more" in capsys.readouterr().out) == told
+
+
 def test_a_report_has_tables_and_a_figure_of_each_file(aiperf: Path, tmp_path: Path) -> None:
     out = tmp_path / "report"
     assert status("client", aiperf, FILES / AIPERF, FILES / "aiperf.csv", "--out", out) == 0
