@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +40,7 @@ async def serve(backend: Backend, session: Session, log: Log, options: ServeOpti
     up by its client. Raises EndpointError, RunError.
     """
     check_host(options.host, options.settings)
-    digest = hashlib.sha256(session.resolved.encode()).hexdigest()
-    directory = SessionDirectory(session, log, options.out, digest)
+    directory = SessionDirectory(session, log, options.out)
 
     def ready(host: str, port: int) -> None:
         shown = f"[{host}]" if ":" in host else host

@@ -6,6 +6,7 @@ requests can be run again, and its plans derived again, from the run directory a
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -115,8 +116,9 @@ def result_of(session: Session, log: Log, facts: Mapping[str, Any], incomplete: 
 class SessionDirectory:
     """The run directory of a session: there from its first moment, complete when it was ended in order."""
 
-    def __init__(self, session: Session, log: Log, out: Path, digest: str) -> None:
+    def __init__(self, session: Session, log: Log, out: Path) -> None:
         """Raises RunError."""
+        digest = hashlib.sha256(session.resolved.encode()).hexdigest()
         self._session, self._log = session, log
         self._writer = RunWriter(out, f"{session.scenario.name}-{session.loop}-served", digest)
         self._writer.scenario(session.resolved)

@@ -63,21 +63,25 @@ class VirtualClock:
 
     scale = 1.0
 
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
+        self._loop: VirtualLoop | None = None
         self._start_s = 0.0
 
     def start(self) -> None:
-        self._start_s = self._loop.time()
+        loop = get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        self._loop, self._start_s = loop, loop.time()
 
     def now_ns(self) -> int:
-        return round((self._loop.time() - self._start_s) * NS)
+        return 0 if self._loop is None else round((self._loop.time() - self._start_s) * NS)
 
     async def until(self, at_ns: int, news: Future[None]) -> None:
+        assert self._loop is not None
         self._loop.at_rest(self._start_s + at_ns / NS, news)
         await news
 
     def lag_s(self, at_ns: int) -> float:
+        assert self._loop is not None
         return max(0.0, self._loop.time() - self._start_s - at_ns / NS)
 
 

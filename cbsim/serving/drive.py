@@ -7,7 +7,6 @@ OPENAI_BASE_URL and a key in OPENAI_API_KEY, or takes it as its only argument; i
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 import os
 import sys
@@ -47,21 +46,21 @@ def run(
     quiet: bool = False,
 ) -> int:
     """Run a client against a scenario; write the run directory; the exit status. Raises ScenarioError, RunError."""
-    loop = VirtualLoop()
     command = " ".join(("python -m cbsim drive", scenario.name, *words))
-    opened = open_session(scenario, VirtualClock(loop), open_tokenizer(tokenizer), model, command)
-    digest = hashlib.sha256(opened.run.resolved.encode()).hexdigest()
-    with clocks(loop), watched(loop), as_program(words):
-        client = client_of(words)
-        directory = SessionDirectory(opened.run, opened.backend.log, out, digest)
-        failure: BaseException | None = None
-        try:
-            loop.run_until_complete(_together(opened, client))
-        except (KeyboardInterrupt, Exception, SystemExit) as error:  # a client may raise anything
-            failure = error
-        finally:
+    opened = open_session(scenario, VirtualClock(), open_tokenizer(tokenizer), model, command)
+    loop = VirtualLoop()
+    failure: BaseException | None = None
+    try:
+        with clocks(loop), watched(loop), as_program(words):
+            client = client_of(words)
+            directory = SessionDirectory(opened.run, opened.backend.log, out)
+            try:
+                loop.run_until_complete(_together(opened, client))
+            except (KeyboardInterrupt, Exception, SystemExit) as error:  # a client may raise anything
+                failure = error
             loop.run_until_complete(end_others())
-            loop.close()
+    finally:
+        loop.close()
     return _close(loop, opened, directory, failure, quiet=quiet)
 
 
@@ -115,8 +114,8 @@ def _close(
 
 
 def _wrong(loop: VirtualLoop, opened: Opened, failure: BaseException | None) -> str | None:
-    if loop.sleeps:
-        return loop.sleeps[0]
+    if loop.offences:
+        return loop.offences[0]
     if isinstance(failure, VirtualTimeError):
         return str(failure)
     if opened.backend.dead is not None:

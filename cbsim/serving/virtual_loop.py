@@ -41,7 +41,9 @@ class VirtualTimeError(RunError):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`time()` is virtual, in seconds from 0. `strays` says what took real time that the clock did not see."""
+    """`time()` is virtual, in seconds from 0. `strays` say what took real time that the clock did not see, `offences`
+    what was refused.
+    """
 
     def __init__(self) -> None:
         self._virtual_s = 0.0
@@ -49,7 +51,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._order = count()
         self._threads: dict[asyncio.Future[Any], tuple[str, float]] = {}
         self.strays: list[str] = []
-        self.sleeps: list[str] = []
+        self.offences: list[str] = []
         selector = selectors.DefaultSelector()
         super().__init__(selector)
         self._look = selector.select
@@ -72,7 +74,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = super().run_in_executor(executor, func, *args)
-        self._threads[future] = (getattr(func, "__qualname__", repr(func)), _now_s())
+        self._threads[future] = (_name(func), _now_s())
         future.add_done_callback(lambda done: self._threads.pop(done, None))
         return future
 
@@ -132,14 +134,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self.strays.append(f"a callback kept the loop for {waited:.2f} s of real time, in which it did not compute")
 
     def check_strays(self) -> None:
-        """Raise VirtualTimeError if somebody slept, whatever became of the error that it was told with."""
-        if self.sleeps:
-            raise VirtualTimeError(self.sleeps[0])
+        """Raise VirtualTimeError if somebody slept or blocked, whatever became of the error that it was told with."""
+        if self.offences:
+            raise VirtualTimeError(self.offences[0])
 
     def stray_sleep(self, seconds: float) -> None:
         """In place of time.sleep."""
         text = f"time.sleep({seconds:g}): real time cannot pass in virtual time; await asyncio.sleep({seconds:g})"
-        self.sleeps.append(text)
+        self.offences.append(text)
         if threading.current_thread() is threading.main_thread():
             raise VirtualTimeError(text)
         REAL["sleep"](seconds)
@@ -151,7 +153,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         if waited > PATIENCE_S and waited - (_thread_s() - self._left_cpu) > waited / 2:
             code = frame.f_code if frame else None
             where = f"{code.co_filename}:{frame.f_lineno} ({code.co_name})" if frame and code else "unknown"
-            raise VirtualTimeError(f"{where} has blocked the loop for {waited:.0f} s: use an asynchronous call there")
+            self.offences.append(f"{where} has blocked the loop for {waited:.0f} s: use an asynchronous call there")
+            raise VirtualTimeError(self.offences[-1])
 
 
 @contextmanager
@@ -185,6 +188,13 @@ def watched(loop: VirtualLoop) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _name(function: Any) -> str:
+    """Of what a thread was given; asyncio.to_thread wraps it."""
+    while isinstance(function, partial):
+        function = next(filter(callable, function.args[:1]), function.func)
+    return str(getattr(function, "__qualname__", function))
 
 
 def _seconds(loop: VirtualLoop, start: int) -> float:

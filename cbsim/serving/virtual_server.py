@@ -44,12 +44,11 @@ class VirtualServer:
 
     def __init__(self, scenario: Scenario, *, model: str | None = None, tokenizer: str | Path | None = None) -> None:
         """Raises ScenarioError, and UserError for a tokenizer that cannot be read."""
-        self._loop = VirtualLoop()
-        clock = VirtualClock(self._loop)
-        self.session: Opened = open_session(scenario, clock, open_tokenizer(tokenizer), model, COMMAND)
+        self.session: Opened = open_session(scenario, VirtualClock(), open_tokenizer(tokenizer), model, COMMAND)
         self.model = self.session.backend.model
         self.app = build(self.session.backend, Settings())
         self.base_url = f"{HOST}/v1"
+        self._used = False
         self._result: Result | None = None
 
     def transport(self, http: Any) -> Any:
@@ -68,21 +67,22 @@ class VirtualServer:
         """What `client` returns. Requests that it leaves behind are given up. Raises VirtualTimeError for what cannot
         be had in virtual time, and whatever the client raises.
         """
-        if self._loop.is_closed():
+        if self._used:
             client.close()
             raise VirtualTimeError("a virtual server is good for one run: make another")
+        self._used, loop = True, VirtualLoop()
         try:
-            with clocks(self._loop), watched(self._loop):
+            with clocks(loop), watched(loop):
                 try:
-                    return self._loop.run_until_complete(serve_while(self.session, client))
+                    return loop.run_until_complete(serve_while(self.session, client))
                 finally:
-                    self._loop.run_until_complete(end_others())
+                    loop.run_until_complete(end_others())
         finally:
-            self._loop.close()
+            loop.close()
             self._result = result_of(
                 self.session.run, self.session.backend.log, said(self.session.backend.timing), self.session.backend.dead
             )
-            self._loop.check_strays()
+            loop.check_strays()
 
     @property
     def result(self) -> Result:

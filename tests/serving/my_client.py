@@ -1,0 +1,48 @@
+"""Clients of the tests of `drive`: what somebody else might have written."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from typing import Any
+
+import openai
+
+
+async def ask(client: openai.AsyncOpenAI, model: str, at_s: float) -> tuple[int, float, float]:
+    await asyncio.sleep(at_s)
+    began, first, count = time.perf_counter(), 0.0, 0
+    stream = await client.completions.create(model=model, prompt="one two three", max_tokens=9, stream=True)
+    async for chunk in stream:
+        first = first or time.perf_counter() - began
+        count += bool(chunk.choices and chunk.choices[0].text)
+    return count, first, time.perf_counter() - began
+
+
+async def main() -> list[Any]:
+    """The address and the key come from the environment, the number of requests from the command line."""
+    async with openai.AsyncOpenAI() as client:
+        model = (await client.models.list()).data[0].id
+        return await asyncio.gather(*(ask(client, model, at / 50) for at in range(int(sys.argv[1]))))
+
+
+async def told_where(address: str) -> str:
+    assert address == os.environ["OPENAI_BASE_URL"]
+    return f"at {address.rpartition(':')[0]}"
+
+
+async def sleeps() -> None:
+    try:
+        time.sleep(0.5)
+    except Exception as error:
+        print("swallowed", error)
+
+
+async def fails() -> None:
+    raise KeyError("no such thing")
+
+
+def plain() -> int:
+    return 3

@@ -1,0 +1,289 @@
+"""Virtual time: what happens at a moment is over before the next, repeats are alike, and what cannot join is told."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cbsim.serving
+from cbsim.cli.parser import main
+from cbsim.serving import virtual_loop
+from cbsim.serving.virtual_loop import VirtualLoop, VirtualTimeError, clocks, watched
+
+SCENARIO = "azure_conv"
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def loop() -> Any:
+    made = VirtualLoop()
+    yield made
+    made.close()
+
+
+def test_sleeping_takes_virtual_time_only(loop: VirtualLoop) -> None:
+    async def day() -> tuple[float, float, int]:
+        await asyncio.sleep(86_400)
+        return time.time(), time.perf_counter(), time.monotonic_ns()
+
+    began = time.monotonic()
+    with clocks(loop):
+        said = loop.run_until_complete(day())
+    assert said == (virtual_loop.EPOCH_S + 86_400, 86_400, 86_400 * 10**9)
+    assert time.monotonic() - began < 3600, "the clocks are the machine's again"
+
+
+def test_rest_is_after_all_that_happens_at_its_moment(loop: VirtualLoop) -> None:
+    """However many turns of the loop that takes."""
+    order: list[str] = []
+
+    async def client() -> None:
+        await asyncio.sleep(1)
+        for turn in range(5):
+            await asyncio.sleep(0)
+            order.append(f"client {turn} at {loop.time():g}")
+
+    async def machine() -> None:
+        rest = loop.create_future()
+        loop.at_rest(1.0, rest)
+        await rest
+        order.append(f"machine at {loop.time():g}")
+
+    async def together() -> None:
+        await asyncio.gather(machine(), client())
+
+    loop.run_until_complete(together())
+    assert order == [*(f"client {turn} at 1" for turn in range(5)), "machine at 1"]
+
+
+def test_bytes_on_their_way_take_no_time(loop: VirtualLoop) -> None:
+    """A reader hears what was written before the clock goes on, though a timer is due sooner than it is read."""
+    heard: list[tuple[bytes, float]] = []
+
+    async def server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(100):
+            heard.append((data, loop.time()))
+            writer.write(data.upper())
+        writer.close()
+
+    async def talk() -> list[float]:
+        listening = await asyncio.start_server(server, "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+        answered = []
+        for turn in range(50):
+            await asyncio.sleep(1e-6)
+            sent = loop.time()
+            writer.write(b"%d" % turn)
+            assert await reader.read(100) == b"%d" % turn
+            answered.append(loop.time() - sent)
+        writer.close()
+        await asyncio.sleep(1)
+        listening.close()
+        return answered
+
+    assert set(loop.run_until_complete(talk())) == {0.0}
+
+
+def test_a_thread_takes_no_virtual_time(loop: VirtualLoop) -> None:
+    async def work() -> float:
+        ticking = asyncio.ensure_future(asyncio.sleep(0.001))
+        await asyncio.to_thread(sum, range(10**6))
+        at = loop.time()
+        await ticking
+        return at
+
+    assert loop.run_until_complete(work()) == 0.0
+
+
+def test_a_thread_that_waits_for_the_loop_is_told(loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual_loop, "PATIENCE_S", 0.1)
+    held = asyncio.Event()
+
+    def waits() -> None:
+        asyncio.run_coroutine_threadsafe(asyncio.wait_for(held.wait(), 5), loop).result()
+
+    async def stuck() -> None:
+        await asyncio.to_thread(waits)
+
+    with pytest.raises(VirtualTimeError, match=r"a thread has been in .*waits.* virtual time waits for threads"):
+        loop.run_until_complete(stuck())
+    monkeypatch.undo()
+    held.set()
+    loop.run_until_complete(asyncio.sleep(0.1))
+
+
+def test_a_real_sleep_is_told(loop: VirtualLoop) -> None:
+    async def naps() -> None:
+        time.sleep(0.2)
+
+    with clocks(loop), pytest.raises(VirtualTimeError, match=r"await asyncio.sleep\(0.2\)"):
+        loop.run_until_complete(naps())
+    with pytest.raises(VirtualTimeError):
+        loop.check_strays()
+
+
+def test_a_sleep_that_escaped_is_noticed(loop: VirtualLoop) -> None:
+    """Its name was imported before: it cannot be stopped, but the loop sees that nothing was computed meanwhile."""
+    real = time.sleep
+
+    async def naps() -> None:
+        real(0.2)
+        await asyncio.sleep(1)
+
+    with clocks(loop):
+        loop.run_until_complete(naps())
+    (said,) = loop.strays
+    assert "in which it did not compute" in said
+
+
+def test_a_call_that_blocks_the_loop_is_told(loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A synchronous client would wait for a server that waits for it."""
+    monkeypatch.setattr(virtual_loop, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(virtual_loop, "WATCH_S", 0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = "http://{}:{}".format(*silent.getsockname())
+
+        async def asks() -> None:
+            urllib.request.urlopen(address)
+
+        with watched(loop), pytest.raises(VirtualTimeError, match="has blocked the loop"):
+            loop.run_until_complete(asks())
+    with pytest.raises(VirtualTimeError, match="has blocked the loop"):
+        loop.check_strays()
+
+
+def run_openai(streams: int) -> tuple[Any, Any]:
+    server = cbsim.serving.virtual(SCENARIO)
+
+    async def ask(client: Any, at: int) -> list[float]:
+        await asyncio.sleep(at / 40)
+        began = time.perf_counter()
+        stream = await client.chat.completions.create(
+            model=server.model, messages=[{"role": "user", "content": f"hello {at % 3}"}], max_tokens=20, stream=True
+        )
+        return [time.perf_counter() - began async for part in stream if part.choices[0].delta.content]
+
+    async def everybody() -> list[list[float]]:
+        async with server.openai() as client:
+            return await asyncio.gather(*(ask(client, at) for at in range(streams)))
+
+    return server.run(everybody()), server.result
+
+
+def test_what_a_client_measures_is_what_the_model_says() -> None:
+    """Neither HTTP nor the client takes time: first and last tokens come when the record has them."""
+    told, result = run_openai(30)
+    table = result.requests.to_pydict()
+    assert len(told) == len(table["id"]) == 30
+    for times, arrival, first, last, count in zip(
+        told,
+        *(table[name] for name in ("arrival_ns", "first_token_ns", "last_token_ns", "generated_tokens")),
+        strict=True,
+    ):
+        assert len(times) == count
+        assert times[0] == pytest.approx((first - arrival) / 1e9, abs=2e-9)
+        assert times[-1] == pytest.approx((last - arrival) / 1e9, abs=2e-9)
+    assert result.summary["served"]["faithful"] is True
+
+
+def test_two_runs_of_a_client_are_alike_to_the_byte() -> None:
+    (told, result), (again, other) = run_openai(20), run_openai(20)
+    assert told == again
+    assert result.steps.equals(other.steps)
+    assert result.requests.equals(other.requests)
+    assert result.files == other.files
+
+
+def test_a_client_that_leaves_is_given_up() -> None:
+    server = cbsim.serving.virtual(SCENARIO)
+
+    async def leaves() -> None:
+        async with server.openai() as client:
+            stream = await client.completions.create(model=server.model, prompt="hello", max_tokens=500, stream=True)
+            async for _ in stream:
+                break
+            await stream.close()
+            await asyncio.sleep(1)
+            load = server.session.backend.load
+            assert (load.running, load.waiting) == (0, 0)
+
+    server.run(leaves())
+    assert server.result.summary["requests_by_status"]["aborted"] == 1
+
+
+def test_a_server_is_good_for_one_run() -> None:
+    server = cbsim.serving.virtual(SCENARIO)
+    with pytest.raises(VirtualTimeError, match="nobody has run"):
+        server.result  # noqa: B018
+    server.run(asyncio.sleep(1))
+    assert server.result.summary["requests"] == 0
+    with pytest.raises(VirtualTimeError, match="good for one run"):
+        server.run(asyncio.sleep(1))
+
+
+# -- drive
+
+
+def drive(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> int:
+    monkeypatch.chdir(HERE)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    return main(["drive", SCENARIO, "--loop", "async", "--out", str(out), "--quiet", *words])
+
+
+def test_a_driven_client_repeats_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over sockets, with its own clock and its own arguments; what it prints and what is recorded are the same."""
+    said = []
+    for run in ("one", "two"):
+        assert drive(monkeypatch, tmp_path / run, "my_client:main", "12") == 0
+        said.append(capsys.readouterr().out.splitlines()[0])
+    assert said[0] == said[1]
+    assert said[0].count("(9, ") + said[0].count("(") > 12
+    (first,), (second,) = ([*(tmp_path / run).iterdir()] for run in ("one", "two"))
+    for name in ("steps.parquet", "requests.parquet", "arrivals.jsonl"):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+
+
+def test_a_client_may_be_told_where(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert drive(monkeypatch, tmp_path, "my_client:told_where") == 0
+    assert "at http://127.0.0.1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("client", "status", "words"),
+    [
+        ("my_client:sleeps", 1, "real time cannot pass in virtual time"),
+        ("my_client:fails", 1, "the client failed: KeyError: 'no such thing'"),
+        ("my_client:plain", 1, "is not asynchronous"),
+        ("my_client:nothing", 2, "has no function nothing"),
+        ("my_client", 2, "expected MODULE:FUNCTION"),
+        ("no_such_module:main", 2, "there is no module no_such_module"),
+    ],
+)
+def test_what_cannot_be_driven(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    client: str,
+    status: int,
+    words: str,
+) -> None:
+    assert drive(monkeypatch, tmp_path / "runs", client) == status
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
+    if status == 1:
+        (run,) = (tmp_path / "runs").iterdir()
+        assert (run / "INCOMPLETE").exists()
+    else:
+        assert not (tmp_path / "runs").exists()
