@@ -46,3 +46,13 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if cores > 1 and not gpu and any((config.invocation_params.dir / word).is_dir() for word in config.args):
         option.numprocesses, option.dist = min(cores, MOST_WORKERS), "worksteal"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `slow` are run where somebody asks for them."""
+    if os.environ.get("CBSIM_SLOW") == "1" or "slow" in config.option.markexpr:
+        return
+    skipped = pytest.mark.skip(reason="slow: run with `-m slow` or CBSIM_SLOW=1")
+    for item in items:
+        if item.get_closest_marker("slow") is not None:
+            item.add_marker(skipped)

@@ -19,6 +19,7 @@ EXAMPLES = {
     "landscape": "runs/one runs/other runs/third",
     "sweep-report": "sweeps/mine.parquet --out reports/mine --slo 'ttft.p99<=2s'",
     "capacity-report": "capacity.json --out reports/capacity",
+    "client": "runs/served profile_export.jsonl --out reports/served",
     "drift": "reports/published.yaml runs/one",
     "predictions": "reports/hardware/cpu-modelled --out runs/report --check",
     "index": "reports",
@@ -59,12 +60,23 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         return commands.landscape(arguments.runs, arguments.out)
     if arguments.command in ("sweep-report", "capacity-report"):
         return _of_many_points(arguments)
+        from analysis.cli import clients
+
+        return clients.client(arguments.run, arguments.files, arguments.out, as_json=arguments.json)
     if arguments.command == "drift":
         return commands.drift(arguments.published, arguments.runs)
-    if arguments.command == "predictions":
-        return _predictions(arguments)
     if arguments.command == "index":
         return commands.index_of(arguments.folder)
+    return {"client": _client, "drawing-bench": _bench, "predictions": _predictions}[arguments.command](arguments)
+
+
+def _client(arguments: argparse.Namespace) -> int:
+    from analysis.cli import clients
+
+    return clients.client(arguments.run, arguments.files, arguments.out, as_json=arguments.json)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
     from analysis.cli import drawing_bench
 
     return drawing_bench.bench(arguments.steps, arguments.requests)
@@ -115,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     capacity = command("capacity-report", "figure of a capacity, from what `cbsim capacity --json` prints")
     capacity.add_argument("file", type=a_path, metavar="FILE", help="the JSON object in a file")
     capacity.add_argument("--out", type=a_path, metavar="DIR", help="folder of the report (FILE without its ending)")
+    _client_arguments(command("client", "what clients of a served session measured, beside what its server did"))
     drift = command("drift", "compare runs with published numbers")
     drift.add_argument("published", type=a_path, metavar="FILE", help="YAML file of published numbers")
     drift.add_argument("runs", nargs="+", type=a_path, metavar="RUN", help="a run directory")
@@ -138,6 +151,15 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--steps", type=_several, default=1_000_000, metavar="N", help="(1000000)")
     bench.add_argument("--requests", type=_several, default=100_000, metavar="N", help="(100000)")
     return parser
+
+
+def _client_arguments(client: argparse.ArgumentParser) -> None:
+    client.add_argument("run", type=a_path, metavar="RUN", help="the run directory of the session")
+    client.add_argument(
+        "files", nargs="+", type=a_path, metavar="FILE", help="written by aiperf, vllm bench serve or GuideLLM"
+    )
+    client.add_argument("--json", action="store_true", help="print one JSON object, times in the client's seconds")
+    client.add_argument("--out", type=a_path, metavar="DIR", help="write a report there, too")
 
 
 def _sweep_arguments(sweep: argparse.ArgumentParser) -> None:

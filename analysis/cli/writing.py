@@ -13,14 +13,16 @@ from analysis.statistics.content import Report
 from cbsim.draw import folder, render
 
 
-def write(made: Report, out: Path, explorer: Explorer | None = None) -> None:
-    """Every file of a report, or none; says where it is. An explorer stands on the page in place of charts."""
+def write(made: Report, out: Path, explorer: Explorer | None = None, *, quiet: bool = False) -> None:
+    """Every file of a report, or none; says where it is unless `quiet`. An explorer takes the place of charts."""
     folder.clear(out)
     try:
         has_page = _write_files(made, out, explorer)
     except BaseException:  # interrupted, too: no half of a report passes for a whole one
         folder.clear(out)
         raise
+    if quiet:
+        return
     print(f"report    {out / 'report.md'}, {len(made.charts)} figures")
     print(f"page      {out / 'report.html'}" if has_page else "page      none: needs `pip install plotly`")
 

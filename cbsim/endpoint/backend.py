@@ -54,6 +54,9 @@ class Meter(Protocol):
     def stepped(self, tokens: int, preempted: int) -> None:
         """A step is over that computed so many query tokens, and whose plan preempted so many requests."""
 
+    def rejected(self, reason: str) -> None:
+        """A request was turned away unheard."""
+
 
 class Unmetered:
     """Nobody counts."""
@@ -63,6 +66,7 @@ class Unmetered:
     def told(self, stream: Stream, tokens: int, gap_s: float) -> None: ...
     def ended(self, stream: Stream) -> None: ...
     def stepped(self, tokens: int, preempted: int) -> None: ...
+    def rejected(self, reason: str) -> None: ...
 
 
 UNMETERED = Unmetered()

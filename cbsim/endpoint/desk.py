@@ -79,4 +79,5 @@ class Desk:
 
     def _refusal(self, reason: str, message: str) -> Refusal:
         self.refused[reason] += 1
+        self.backend.meter.rejected(reason)
         return Refusal(503, message, retry_s=self.settings.retry_s)

@@ -22,7 +22,11 @@ LABELS = ("model_name", "engine")
 ENGINE = "0"
 DONE = ("stop", "length")  # ends of a text that is whole; latencies are of these, as in vLLM
 ENDS = (*DONE, "abort", "error", "repetition")
-REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
+REJECTIONS = {  # by what the desk calls them; the last is ours
+    "queued_requests": "max_num_queued_reqs",
+    "queued_tokens": "max_num_queued_tokens",
+    "streams": "max_streams",
+}
 AWAKE = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
 
 Labelled = Sequence[tuple[Sequence[str], float]]  # values of a family's own labels, and the number
@@ -92,11 +96,12 @@ class VllmMeter:
         self._steps.observe(tokens)
         self._preempted += preempted
 
-    # -- by the front end
-
     def rejected(self, reason: str) -> None:
-        """A request was turned away unheard; the reason is one of REJECTIONS."""
-        self._rejected[reason] += 1
+        """For want of room. A server that ends or has ended does not admit, and rejects nobody."""
+        if reason in self._rejected:
+            self._rejected[reason] += 1
+
+    # -- by the front end
 
     def exposition(self) -> bytes:
         """Everything, as Prometheus reads it; CONTENT_TYPE is its type."""
@@ -179,7 +184,7 @@ class _Families(Collector):
             "vllm:admission_rejections", "Requests turned away with 503.", labels=("model_name", "reason")
         )
         for reason, count in meter._rejected.items():
-            rejections.add_metric((meter.server.model, reason), count)
+            rejections.add_metric((meter.server.model, REJECTIONS[reason]), count)
         yield rejections
 
     def _histograms(self) -> Iterator[Metric]:

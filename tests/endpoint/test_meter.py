@@ -267,13 +267,20 @@ def test_steps_and_rejections() -> None:
     by = meter()
     for tokens, preempted in ((1, 0), (8, 2), (20_000, 0)):
         by.stepped(tokens, preempted)
-    by.rejected("max_num_queued_reqs")
+    for reason in (
+        "queued_requests",
+        "queued_tokens",
+        "queued_tokens",
+        "streams",
+        "closing",
+        "because a client said so",
+    ):
+        by.rejected(reason)
     assert number(by, "vllm:num_preemptions_total") == 2
     assert number(by, "vllm:iteration_tokens_total_sum") == 20_009
     assert number(by, "vllm:iteration_tokens_total_bucket", le="8.0") == 2
-    assert number(by, "vllm:admission_rejections_total", reason="max_num_queued_reqs") == 1
-    with pytest.raises(KeyError):  # nobody's own words become a label
-        by.rejected("because a client said so")
+    counts = {s.labels["reason"]: s.value for s in samples(by) if s.name == "vllm:admission_rejections_total"}
+    assert counts == {"max_num_queued_reqs": 1, "max_num_queued_tokens": 2, "max_streams": 1}
 
 
 def test_two_meters_share_nothing() -> None:

@@ -1,0 +1,1 @@
+"""What clients of a served session measured, beside what its server did."""

@@ -1,0 +1,209 @@
+"""A client's file beside the run directory of the session that it talked to.
+
+A request is what the client says it is if both call it the same; else, if both have as many, the first to start is the
+first to arrive, and so on. Where the client has statistics only, nothing is paired. A session whose time was scaled has
+seconds of its own: they are divided by the scale, and all times are the client's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+
+from analysis.clients.content import MEASURES, Client, Distribution, Measured, distribution
+from analysis.statistics.comparable import Incomparable
+from analysis.statistics.loading import LoadedRun
+from cbsim.draw.chart import Floats
+from cbsim.results.columns import NS
+from cbsim.results.directory import RunError
+from cbsim.results.metrics import Ints, Requests
+from cbsim.scenario.fields import shown
+
+ID, ORDER, NOT = "id", "order of arrival", "not"
+ANSWER = re.compile(r"^(?:chatcmpl|cmpl)-")
+SERIAL = re.compile(r"-\d+$")
+NUMBERED = re.compile(r"^(.*\D)(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Requests of a client and of its session, in equal numbers; `by` is ID or ORDER."""
+
+    by: str
+    measured: Sequence[Measured]
+    rows: Ints  # of the session's table
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """What both sides say of a measure, in the client's seconds; the server's values, of ITL with how often each
+    occurred; and the client's value less the server's of each request that is paired.
+    """
+
+    name: str
+    client: Distribution
+    server: Distribution
+    server_s: Floats
+    server_counts: Ints | None
+    apart_s: Floats
+
+    def difference(self, statistic: str) -> float:
+        """Of two statistics; NaN if one is missing."""
+        return self.client.get(statistic, math.nan) - self.server.get(statistic, math.nan)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """`served` are the session's requests that ended with their last token, `compared` those whose times are shown.
+    `doubts` say why it may not be this session that the client talked to.
+    """
+
+    client: Client
+    paired_by: str
+    pairs: int
+    served: int
+    compared: Requests
+    prompt_tokens: int
+    output_tokens: int
+    measures: Mapping[str, Measure]
+    doubts: Sequence[str]
+
+
+def scale(run: LoadedRun) -> float:
+    """Seconds of the session in one of its clients'. Raises RunError."""
+    value = run.environment.get("time_scale", 1.0)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+        raise RunError(f"{run.path / 'env.json'}: time_scale: got {shown(value)}, expected a number > 0")
+    return float(value)
+
+
+def beside(run: LoadedRun, client: Client) -> Beside:
+    """Raises Incomparable if the client cannot have talked to this session."""
+    done = np.flatnonzero(run.times.done)
+    pairs = _pairs(run, client, done)
+    if pairs is None and client.succeeded != len(done):
+        _refuse(run, client, len(done))
+    at = done if pairs is None else pairs.rows
+    compared = chosen(run.times, at)
+    prompt, output = int(compared.rows.numbers("prompt_tokens").sum()), int(compared.generated.sum())
+    return Beside(
+        client=client,
+        paired_by=NOT if pairs is None else pairs.by,
+        pairs=0 if pairs is None else len(pairs.measured),
+        served=len(done),
+        compared=compared,
+        prompt_tokens=prompt,
+        output_tokens=output,
+        measures={name: _measure(run, client, compared, pairs, name) for name in MEASURES},
+        doubts=_doubts(client, pairs, compared, (prompt, output)),
+    )
+
+
+def _refuse(run: LoadedRun, client: Client, done: int) -> NoReturn:
+    raise Incomparable(
+        f"{client.path} cannot be of the session {run.path}: requests that succeeded: got {client.succeeded:,}, "
+        f"expected {done:,}, which the session has ended, or requests whose ids it knows"
+    )
+
+
+def chosen(times: Requests, at: Ints) -> Requests:
+    """These requests of a session."""
+    rows = times.rows.rows(at)
+    return Requests(
+        rows, times.scheduled_ns[at], times.first_token_ns[at], times.last_token_ns[at], times.generated[at],
+        times.ended_ns,
+    )  # fmt: skip
+
+
+# -- which is which
+
+
+def _pairs(run: LoadedRun, client: Client, done: Ints) -> Pairs | None:
+    if client.requests is None:
+        return None
+    ids = run.times.rows.texts("id").to_pylist()
+    names = {row: _names(ids[row]) for row in done.tolist()}
+    known = _by_number(client, names) if client.numbered else _by_name(names)
+    keys = [str(each.number) if client.numbered else ANSWER.sub("", each.key) for each in client.requests]
+    same = [(each, known[key]) for each, key in zip(client.requests, keys, strict=True) if key in known]
+    if same:
+        return Pairs(ID, [each for each, _ in same], np.array([row for _, row in same], dtype=np.int64))
+    starts = np.array([each.start_s for each in client.requests])
+    if len(starts) != len(done) or not np.isfinite(starts).all():
+        return None
+    arrivals = done[np.argsort(run.times.arrival_ns[done], kind="stable")]
+    return Pairs(ORDER, [client.requests[at] for at in np.argsort(starts, kind="stable")], arrivals)
+
+
+def _names(record_id: str) -> list[str]:
+    """What a client may call the request of a record: its id without `chatcmpl-`, and without our number behind it."""
+    name = ANSWER.sub("", record_id)
+    return list(dict.fromkeys((name, SERIAL.sub("", name))))
+
+
+def _by_name(names: Mapping[int, Sequence[str]]) -> dict[str, int]:
+    """Rows by each name that only one of them has."""
+    counts = Counter(name for own in names.values() for name in own)
+    return {name: row for row, own in names.items() for name in own if counts[name] == 1}
+
+
+def _by_number(client: Client, names: Mapping[int, Sequence[str]]) -> dict[str, int]:
+    """Rows by the number that a name ends with: of the one prefix that has as many as the client, within its issued."""
+    numbered: dict[str, dict[str, int]] = {}
+    for row, own in names.items():
+        for match in filter(None, map(NUMBERED.match, own)):
+            numbered.setdefault(match[1], {})[match[2]] = row
+    fitting = [
+        rows
+        for rows in numbered.values()
+        if len(rows) == client.succeeded and all(int(number) < client.issued for number in rows)
+    ]
+    return fitting[0] if len(fitting) == 1 else {}
+
+
+# -- what they say
+
+
+def _measure(run: LoadedRun, client: Client, compared: Requests, pairs: Pairs | None, name: str) -> Measure:
+    factor, counts, apart = scale(run), None, np.zeros(0)
+    if name == "itl_s":
+        occurring = compared.gap_counts > 0
+        values, counts = compared.gaps_ns[occurring] / NS / factor, compared.gap_counts[occurring]
+    else:
+        rows = run.times.done if pairs is None else pairs.rows
+        values = run.requests[name].to_numpy(dtype=np.float64)[rows] / factor
+        if pairs is not None:
+            apart = np.array([getattr(each, name) for each in pairs.measured], dtype=np.float64) - values
+        values = values[np.isfinite(values)]
+    known = distribution(values, counts)
+    return Measure(name, client.distribution(name), known, values, counts, apart[np.isfinite(apart)])
+
+
+def _doubts(client: Client, pairs: Pairs | None, compared: Requests, tokens: tuple[int, int]) -> list[str]:
+    said = []
+    if pairs is not None and pairs.by == ID and len(pairs.measured) < client.succeeded:
+        missing = client.succeeded - len(pairs.measured)
+        said.append(f"{missing:,} of {client.succeeded:,} requests of the client are not in the session")
+    if pairs is not None:
+        ours = np.array([[each.prompt_tokens, each.output_tokens] for each in pairs.measured])
+        theirs = np.stack([compared.rows.numbers("prompt_tokens"), compared.generated], axis=1)
+        off = (np.isfinite(ours) & (ours != theirs)).sum(axis=0)
+        for number, what in zip(off.tolist(), ("prompt", "output"), strict=True):
+            if number:
+                said.append(
+                    f"{number:,} of {len(ours):,} requests have another number of {what} tokens than the session"
+                )
+        return said
+    for number, theirs, what in zip(
+        (client.prompt_tokens, client.output_tokens), tokens, ("prompt", "output"), strict=True
+    ):
+        if math.isfinite(number) and number != theirs:
+            said.append(f"the client has {number:,.0f} {what} tokens, the session {theirs:,}")
+    return said

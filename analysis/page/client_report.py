@@ -1,0 +1,170 @@
+"""The report of what clients measured of a session."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from analysis.clients import beside
+from analysis.clients.beside import ID, NOT, ORDER, Beside, Measure
+from analysis.clients.content import MEASURES, STATISTICS, Distribution, distribution
+from analysis.figures import clients as figures
+from analysis.page import report as reports
+from analysis.statistics.content import Caveat, Report
+from analysis.statistics.loading import LoadedRun
+from cbsim.draw.markdown import Table
+from cbsim.results.metrics import SAMPLES_NEEDED
+from cbsim.results.terminal import shown
+
+WAY = "network, HTTP, event loop and client"
+
+
+def build(run: LoadedRun, compared: Sequence[Beside], command: str) -> Report:
+    """One report of all files."""
+    return Report(
+        title=f"{run.name}: what its clients measured",
+        question=f"How much of a client's figures is the server's, and how much is {WAY}?",
+        sources=[reports.source(run, run)],
+        caveats=caveats(run, compared),
+        findings=[finding for each in compared for finding in findings(each)],
+        tables=[table for each in compared for table in tables(each)],
+        charts=[chart for number, each in enumerate(compared, 1) for chart in figures.charts(each, number)],
+        command=command,
+        facts={"clients": facts(run, compared)},
+    )
+
+
+def tables(compared: Beside) -> list[Table]:
+    """Counts, then every statistic of both sides, then how far requests are apart."""
+    client = compared.client
+    rows = [
+        ("requests", f"{client.succeeded:,}", f"{len(compared.compared.rows):,}", ""),
+        ("failed", f"{client.failed:,}", "", ""),
+        ("prompt tokens", _count(client.prompt_tokens), f"{compared.prompt_tokens:,}", ""),
+        ("output tokens", _count(client.output_tokens), f"{compared.output_tokens:,}", ""),
+    ]
+    for name, measure in compared.measures.items():
+        for statistic in STATISTICS:
+            if measure.client or measure.server:
+                values = (measure.client.get(statistic), measure.server.get(statistic))
+                rows.append(
+                    (f"{MEASURES[name]} {statistic}", *(shown(v, "s") for v in values), _difference(measure, statistic))
+                )
+    header = ("", client.tool, "server", "difference")
+    made = [Table(client.path.name, header, rows, _paired(compared))]
+    apart = {name: distribution(each.apart_s) for name, each in compared.measures.items() if len(each.apart_s)}
+    if apart:
+        lines = [(MEASURES[name], *(_signed(values[each]) for each in STATISTICS)) for name, values in apart.items()]
+        made.append(Table(f"{client.path.name}: request by request, client less server", ("", *STATISTICS), lines))
+    return made
+
+
+def findings(compared: Beside) -> list[str]:
+    """How much the way adds, in a sentence."""
+    said = []
+    for name in ("ttft_s", "e2e_s"):
+        measure = compared.measures[name]
+        if not math.isnan(measure.difference("mean")):
+            said.append(f"{MEASURES[name]} by {_signed(measure.difference('mean'))} in the mean")
+    return [f"{compared.client.tool} differs from its server in {' and '.join(said)}: {WAY}."] if said else []
+
+
+def caveats(run: LoadedRun, compared: Sequence[Beside]) -> list[Caveat]:
+    """Why not to trust a difference."""
+    made = [
+        Caveat("session", each.client.path.name, f"Perhaps not of this session: {doubt}.")
+        for each in compared
+        for doubt in each.doubts
+    ]
+    factor = beside.scale(run)
+    if factor != 1:
+        said = (
+            f"The session's clock ran {factor:g} times as fast: its seconds are simulated, here divided by {factor:g}."
+        )
+        made.append(Caveat("scaled", run.label, said))
+    made += _lag(run)
+    if run.incomplete:
+        made.append(Caveat("incomplete", run.label, f"It was cut short: {run.incomplete.strip()}"))
+    for each in compared:
+        count, name = len(each.compared.rows), each.client.path.name
+        if each.paired_by == ORDER:
+            said = "Its requests have no ids that the server knows: those that came close to each other may be swapped."
+            made.append(Caveat("order", name, said))
+        if count < SAMPLES_NEEDED["p99"]:
+            made.append(Caveat("few requests", name, f"{count:,} requests, p99 needs {SAMPLES_NEEDED['p99']}."))
+    return made
+
+
+def _lag(run: LoadedRun) -> list[Caveat]:
+    """A session that could not keep its time: its clients saw steps later than its tables have them."""
+    served = run.summary.get("served")
+    lags = [served.get(name) for name in ("lag_p99_s", "lag_max_s")] if isinstance(served, dict) else []
+    if not isinstance(served, dict) or served.get("faithful") is not False or not all(map(_is_number, lags)):
+        return []
+    p99, most = (shown(lag, "s") for lag in lags)
+    said = f"Its steps were sent up to {most} late, 1 % of them {p99} or more: a part of every difference is that."
+    return [Caveat("lag", run.label, said)]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def facts(run: LoadedRun, compared: Sequence[Beside]) -> dict[str, Any]:
+    """All of it as JSON has it: times in the client's seconds, null for what nobody says."""
+    return {"session": run.path.name, "time_scale": beside.scale(run), "files": [_facts(each) for each in compared]}
+
+
+def _facts(compared: Beside) -> dict[str, Any]:
+    client = compared.client
+    return {
+        "file": client.path.name,
+        "tool": client.tool,
+        "paired_by": None if compared.paired_by == NOT else compared.paired_by,
+        "pairs": compared.pairs,
+        "requests": {"succeeded": client.succeeded, "failed": client.failed, "server": len(compared.compared.rows)},
+        "prompt_tokens": {"client": _or_none(client.prompt_tokens), "server": compared.prompt_tokens},
+        "output_tokens": {"client": _or_none(client.output_tokens), "server": compared.output_tokens},
+        "measures": {name: _numbers(measure) for name, measure in compared.measures.items()},
+        "doubts": list(compared.doubts),
+    }
+
+
+def _numbers(measure: Measure) -> dict[str, Mapping[str, float | None]]:
+    differences = {statistic: _or_none(measure.difference(statistic)) for statistic in STATISTICS}
+    return {
+        "client": _all(measure.client),
+        "server": _all(measure.server),
+        "difference": differences,
+        "per_request": _all(distribution(measure.apart_s)),
+    }
+
+
+def _all(known: Distribution) -> dict[str, float | None]:
+    return {statistic: known.get(statistic) for statistic in STATISTICS}
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _count(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:,.0f}"
+
+
+def _difference(measure: Measure, statistic: str) -> str:
+    value = measure.difference(statistic)
+    return "" if math.isnan(value) else _signed(value)
+
+
+def _signed(value: float) -> str:
+    return ("-" if value < 0 else "+") + shown(abs(value), "s")
+
+
+def _paired(compared: Beside) -> str:
+    if compared.paired_by == NOT:
+        return "The file lists no requests: distributions of all requests, none paired."
+    more = compared.served - compared.pairs
+    others = f" {more:,} more of the session are left out." if more and compared.paired_by == ID else ""
+    return f"{compared.pairs:,} requests, paired by {compared.paired_by}.{others}"
