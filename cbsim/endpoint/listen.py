@@ -69,18 +69,29 @@ async def listen(
     """Serve until `stop`, SIGTERM or SIGINT, or the server's own end. `ready` hears where; port 0 is any free one.
     EndpointError if this host may not be open to others, or the port is taken.
     """
-    settings = settings or Settings()
-    check_host(host, settings)
-    app = build(backend, settings, meter)
+    return await serve(build(backend, settings, meter), host, port, stop=stop, signals=signals, ready=ready)
+
+
+async def serve(
+    app: App,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    stop: Stop | None = None,
+    signals: bool = True,
+    ready: Callable[[str, int], None] | None = None,
+) -> Ending:
+    """As `listen`, for an application whose counts somebody wants to read."""
+    check_host(host, app.settings)
     stop = stop or Stop()
     door = await _Door.open(app, host, port)
-    work = asyncio.get_running_loop().create_task(backend.run())
+    work = asyncio.get_running_loop().create_task(app.backend.run())
     with _signals(stop if signals else None):
         if ready is not None:
             ready(host, door.port)
         await _first(work, stop.asked)
         if stop.why is None:
-            stop.ask("dead" if backend.dead is not None else "asked")
+            stop.ask("dead" if app.backend.dead is not None else "asked")
         return await _finish(app, door, work, stop)
 
 
