@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import os
 import random
 import resource
 import socket
@@ -31,7 +31,7 @@ def _nothing_is_logged(caplog: pytest.LogCaptureFixture) -> object:
 
 def open_files() -> int | None:
     folder = Path("/proc/self/fd")
-    return len(os.listdir(folder)) if folder.exists() else None
+    return len([*folder.iterdir()]) if folder.exists() else None
 
 
 async def health(server: Session) -> bytes:
@@ -97,10 +97,8 @@ def test_a_client_that_dies_at_random_1_000_times() -> None:
             writer.transport.abort()
         else:
             writer.close()
-        try:
+        with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
-        except ConnectionError:
-            pass
 
     async def session() -> None:
         before = open_files()
