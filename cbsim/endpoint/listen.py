@@ -97,16 +97,19 @@ async def serve(
 
 async def _finish(app: App, door: _Door, work: asyncio.Task[None], stop: Stop) -> Ending:
     """Nobody enters; those inside have `grace_s`, or until told to hurry."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + app.settings.grace_s
     app.desk.closing = True
     app.backend.close()
     door.close()
     await _first(work, stop.hurried, app.settings.grace_s)
     cut = app.desk.open
     app.desk.cancel_all()
-    await work
-    await door.empty(0.0 if stop.hurried.is_set() else LAST_WORDS_S)
-    why = stop.why or "asked"
-    return Ending(why, app.backend.dead or "", cut, stop.hurried.is_set())
+    try:
+        await work
+    finally:
+        await door.empty(stop.hurried, max(LAST_WORDS_S, end - loop.time()))
+    return Ending(stop.why or "asked", app.backend.dead or "", cut, stop.hurried.is_set())
 
 
 class _Door:
@@ -122,6 +125,7 @@ class _Door:
             lifespan="off",
             ws="none",
             log_config=None,
+            log_level="error",  # not a line for everything that is no HTTP
             access_log=False,
             proxy_headers=False,
             timeout_keep_alive=app.settings.idle_s,  # type: ignore[arg-type] # any number of seconds
@@ -152,14 +156,11 @@ class _Door:
         for connection in [*self._state.connections]:
             connection.shutdown()
 
-    async def empty(self, within_s: float) -> None:
-        """Wait for what is being sent, then cut what is left."""
-        tasks = {task for task in self._state.tasks if not task.done()}
-        if tasks and within_s:
-            await asyncio.wait(tasks, timeout=within_s)
-        end = self._loop.time() + within_s
-        while self._state.connections and self._loop.time() < end:
-            await asyncio.sleep(0.01)
+    async def empty(self, hurried: asyncio.Event, within_s: float) -> None:
+        """Wait for answers that are being written, then cut what is left."""
+        writing = self._loop.create_task(self._written())
+        await _first(writing, hurried, within_s)
+        writing.cancel()
         for connection in [*self._state.connections]:
             connection.transport.abort()
         left = {task for task in self._state.tasks if not task.done()}
@@ -167,6 +168,13 @@ class _Door:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         await asyncio.sleep(0)  # connections hear that they are lost
+
+    async def _written(self) -> None:
+        if tasks := {task for task in self._state.tasks if not task.done()}:
+            await asyncio.wait(tasks)
+        end = self._loop.time() + LAST_WORDS_S
+        while self._state.connections and self._loop.time() < end:
+            await asyncio.sleep(0.01)
 
 
 async def _first(work: asyncio.Task[None], event: asyncio.Event, timeout_s: float | None = None) -> None:

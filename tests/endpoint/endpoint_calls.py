@@ -153,7 +153,7 @@ class Session:
 
     async def until_empty(self) -> None:
         """No stream, no token that is kept, no connection's task."""
-        while self.app.desk.open or self.backend.load.running or self.app.desk.backlog.unread:
+        while self.app.desk.open or self.backend.load.running or self.app.desk.backlog.streams:
             await asyncio.sleep(0.001)
 
 
@@ -177,8 +177,9 @@ async def listening(backend: Scripted | None = None, settings: Settings | None =
         else:
             stop.hurried.set()
         await ending
-    assert not app.desk.open and not app.desk.backlog.unread and not app.desk.backlog.queued
-    assert not app.desk.backlog.queued_tokens and not backend.load.running
+    backlog = app.desk.backlog
+    assert not backlog.open and not backlog.queued and not backlog.queued_tokens
+    assert not backlog.unread and not backlog.streams and not backend.load.running
 
 
 def request(path: str, fields: dict[str, Any], headers: str = "") -> bytes:
