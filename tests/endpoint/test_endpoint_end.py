@@ -56,6 +56,22 @@ def test_answers_under_way_are_finished() -> None:
     assert ending == Ending("asked") and rest == b""
 
 
+def test_a_request_that_is_not_all_there_is_not_waited_for() -> None:
+    async def session() -> tuple[Answer, Ending]:
+        async with listening(settings=Settings(grace_s=1e6, body_s=1e6)) as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 9\r\n")
+            writer.write(b"content-type: application/json\r\n\r\n{")
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            server.stop.ask()
+            answer = await read_answer(reader)
+            writer.close()
+            return answer, await server.ending
+
+    answer, ending = asyncio.run(session())
+    assert answer.status == 503 and ending == Ending("asked")
+
+
 def test_after_its_grace_what_is_left_is_cancelled() -> None:
     async def session() -> tuple[Answer, Ending]:
         async with listening(settings=Settings(grace_s=0.02)) as server:
