@@ -122,6 +122,8 @@ class _Door:
         # Only its protocol is uvicorn's here: no server of its, which would look ten times a second whether to stop.
         self._config = Config(
             app,
+            http=Connection,
+            interface="asgi3",
             lifespan="off",
             ws="none",
             log_config=None,
