@@ -11,7 +11,7 @@ from endpoint_calls import JSON, Answer, Instant, answer_to, ask, chat, completi
 
 from cbsim.endpoint.app import build
 from cbsim.endpoint.asking import NEUTRAL
-from cbsim.endpoint.backend import Stream
+from cbsim.endpoint.backend import Stream, Unmetered
 from cbsim.endpoint.keys import read_keys
 from cbsim.endpoint.settings import Settings
 
@@ -319,6 +319,46 @@ def test_metrics_are_those_of_the_meter() -> None:
 
     answer = asyncio.run(once())
     assert answer.body == b"a 1\n" and answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+
+
+def test_a_meter_hears_of_every_request() -> None:
+    class Listening(Unmetered):
+        def __init__(self) -> None:
+            self.heard: list[str] = []
+
+        def arrived(self, stream: Stream) -> None:
+            self.heard.append(f"{stream.generation.id} arrived")
+
+        def ended(self, stream: Stream) -> None:
+            self.heard.append(f"{stream.generation.id} {stream.finish} {stream.tokens}")
+
+    async def once() -> list[str]:
+        backend, meter = Instant(saying("one two three")), Listening()
+        app = build(backend, meter=meter)
+        assert backend.meter is meter
+        await ask(app, COMPLETIONS, {"prompt": "x", "max_tokens": 1})
+        await ask(app, COMPLETIONS, {"prompt": "x"})
+        return meter.heard
+
+    last = len(words().encode("one two three"))
+    assert asyncio.run(once()) == ["cmpl-0 arrived", "cmpl-0 length 1", "cmpl-1 arrived", f"cmpl-1 stop {last}"]
+
+
+def test_tokens_after_the_end_are_not_told() -> None:
+    """A step that was in flight when its request was cancelled may yield one more."""
+
+    class Overlapping(Instant):
+        def _steps(self, stream: Stream) -> None:
+            stream.put([300], 0.0)
+            self.cancel(stream)
+            stream.put([301], 0.0)
+
+    async def once() -> tuple[Answer, int]:
+        app = build(Overlapping())
+        return await ask(app, COMPLETIONS, {"prompt": "x", "stream": True}), app.desk.backlog.unread
+
+    answer, unread = asyncio.run(once())
+    assert answer.events[-1]["error"]["code"] == 503 and unread == 0
 
 
 def test_prefixes_are_forgotten() -> None:

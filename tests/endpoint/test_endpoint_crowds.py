@@ -148,6 +148,27 @@ def test_a_client_that_does_not_read_is_cut(bounds: Settings) -> None:
     assert (cancelled, slow) == (["cmpl-0"], 1)
 
 
+def test_a_client_that_reads_late_misses_nothing() -> None:
+    """As long as it stays within the bounds: what was kept comes in the end, a chunk a token."""
+    tokens = 30_000
+
+    async def session() -> int:
+        loop = asyncio.get_running_loop()
+        async with listening(scripted(itl_s=0.0)) as server:
+            late = await deaf(server, prompt="x", max_tokens=tokens)
+            while not server.backend.generations or server.app.desk.open:
+                await asyncio.sleep(0.001)
+            assert server.app.desk.backlog.unread  # more than sockets hold
+            answer = b""
+            while not answer.endswith(b"0\r\n\r\n"):
+                answer += await loop.sock_recv(late, 1 << 20)
+            late.close()
+            assert server.app.desk.backlog.slow == 0
+            return answer.count(b'"text":')
+
+    assert asyncio.run(session()) == tokens
+
+
 def test_a_client_that_has_stopped_reading_is_not_kept_for_ever() -> None:
     """Its answer is whole and in a buffer, and it does not come for it."""
 

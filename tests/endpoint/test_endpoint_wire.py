@@ -102,6 +102,28 @@ def test_who_leaves_is_cancelled_at_once(stream: bool) -> None:
     assert asyncio.run(session()) == ["cmpl-0"]
 
 
+@settings(max_examples=60)
+@given(st.binary(max_size=60), st.integers(0, len(COMPLETION)), st.integers(0, 40))
+def test_garbage_is_answered_or_closed(garbage: bytes, at: int, left_out: int) -> None:
+    """A request with bytes of it replaced: an answer that is one, or none; and the next client is served."""
+
+    async def session() -> tuple[bytes, Answer]:
+        async with listening(settings=Settings(head_s=0.02, body_s=0.02, idle_s=0.02)) as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(COMPLETION[:at] + garbage + COMPLETION[at + left_out :])
+            try:
+                answer = await reader.read()
+            except ConnectionError:
+                answer = b""
+            writer.transport.abort()
+            return answer, await sent(server, COMPLETION)
+
+    answer, next_answer = asyncio.run(session())
+    assert not answer or answer.startswith(b"HTTP/1.1 ")
+    assert b" 500 " not in answer[:13]
+    assert len(next_answer.events) == 6
+
+
 def test_a_connection_is_used_again() -> None:
     async def session() -> list[Answer]:
         async with listening() as server:
