@@ -8,9 +8,11 @@ told: a real sleep, a call that blocks the loop, a thread that waits for it.
 from __future__ import annotations
 
 import asyncio
+import resource
 import selectors
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -55,13 +57,17 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         selector = selectors.DefaultSelector()
         super().__init__(selector)
         self._look = selector.select
-        selector.select = self._wait  # type: ignore[method-assign]
+        selector.select = self._wait  # type: ignore[method-assign, assignment]
         self._clock_resolution = 1e-9
         self._echo, self._sound = _loopback()
-        self._left_at, self._left_cpu = _now_s(), _thread_s()
+        self._leave()
 
     def time(self) -> float:
         return self._virtual_s
+
+    def run_forever(self) -> None:
+        self._leave()
+        super().run_forever()
 
     def close(self) -> None:
         self._echo.close()
@@ -72,7 +78,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Resolve a future at `when_s`, after everything that happens at that moment without it, if nobody has."""
         heappush(self._resting, (when_s, next(self._order), future))
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = super().run_in_executor(executor, func, *args)
         self._threads[future] = (_name(func), _now_s())
         future.add_done_callback(lambda done: self._threads.pop(done, None))
@@ -84,7 +92,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         try:
             return self._ready_or_later(timeout)
         finally:
-            self._left_at, self._left_cpu = _now_s(), _thread_s()
+            self._leave()
 
     def _ready_or_later(self, timeout: float | None) -> list[Any]:
         ready = self._look(0)
@@ -128,10 +136,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             raise VirtualTimeError(f"{text}: virtual time waits for threads, so none of them can wait for it")
 
     def _check_blocked(self) -> None:
-        """Note a callback that neither computed nor came back for a while."""
+        """Note a callback that waited by itself for a while: a busy machine does not count."""
         waited = _now_s() - self._left_at
-        if waited > SHORT_S and not self._threads and waited - (_thread_s() - self._left_cpu) > waited / 2:
+        if waited <= SHORT_S or self._threads or _waits() == self._left_waits:
+            return
+        if waited - (_thread_s() - self._left_cpu) > waited / 2:
             self.strays.append(f"a callback kept the loop for {waited:.2f} s of real time, in which it did not compute")
+
+    def _leave(self) -> None:
+        """Callbacks are at work from here on."""
+        self._left_at, self._left_cpu, self._left_waits = _now_s(), _thread_s(), _waits()
 
     def check_strays(self) -> None:
         """Raise VirtualTimeError if somebody slept or blocked, whatever became of the error that it was told with."""
@@ -139,21 +153,24 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             raise VirtualTimeError(self.offences[0])
 
     def stray_sleep(self, seconds: float) -> None:
-        """In place of time.sleep."""
-        text = f"time.sleep({seconds:g}): real time cannot pass in virtual time; await asyncio.sleep({seconds:g})"
+        """In place of time.sleep. Other threads may sleep: whether anybody waits for them is not known."""
+        if threading.get_ident() != self._thread_id:  # type: ignore[attr-defined]
+            self.strays.append(f"a thread slept for {seconds:g} s of real time, which took no virtual time")
+            REAL["sleep"](seconds)
+            return
+        where = _place(sys._getframe(1))
+        text = f"time.sleep({seconds:g}) in {where}: real time cannot pass in virtual time; await asyncio.sleep instead"
         self.offences.append(text)
-        if threading.current_thread() is threading.main_thread():
-            raise VirtualTimeError(text)
-        REAL["sleep"](seconds)
+        raise VirtualTimeError(text)
 
     def blocked(self, signum: int, frame: FrameType | None) -> None:
         """A signal handler: raise VirtualTimeError where the loop has been stuck for too long."""
         del signum
         waited = _now_s() - self._left_at
-        if waited > PATIENCE_S and waited - (_thread_s() - self._left_cpu) > waited / 2:
-            code = frame.f_code if frame else None
-            where = f"{code.co_filename}:{frame.f_lineno} ({code.co_name})" if frame and code else "unknown"
-            self.offences.append(f"{where} has blocked the loop for {waited:.0f} s: use an asynchronous call there")
+        if self.is_running() and waited > PATIENCE_S and waited - (_thread_s() - self._left_cpu) > waited / 2:
+            self.offences.append(
+                f"{_place(frame)} has blocked the loop for {waited:.0f} s: use an asynchronous call there"
+            )
             raise VirtualTimeError(self.offences[-1])
 
 
@@ -188,6 +205,15 @@ def watched(loop: VirtualLoop) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _place(frame: FrameType | None) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else "unknown"
+
+
+def _waits() -> int:
+    """How often this thread has given up its core by itself; 0 where nobody counts."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if hasattr(resource, "RUSAGE_THREAD") else 0
 
 
 def _name(function: Any) -> str:
