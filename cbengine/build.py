@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +22,9 @@ from cbengine.device.clock import Clock, CpuClock, WallClock
 from cbengine.device.cuda import Cuda
 from cbengine.device.executor import Executor
 from cbengine.device.process import Process
-from cbengine.driver import Engine
+from cbengine.driver import Engine, Feed
 from cbengine.errors import MissingError, UsageError
+from cbengine.load import Load
 from cbengine.model import host_tier, weights
 from cbengine.model.architecture import Architecture, from_shape
 from cbengine.model.decoder import Model
@@ -32,9 +32,9 @@ from cbengine.model.host_tier import HostTier
 from cbengine.model.kvcache import DeviceMemoryError, KvCache
 from cbengine.model.ops import Ops, TorchOps
 from cbengine.sampling import Sampling
+from cbengine.sequence import Sequence
 from cbengine.settings import SamplingSettings
 from cbsim.policy.groups import LayerGroup
-from cbsim.policy.kind import Options
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.results.record import Record
@@ -42,6 +42,7 @@ from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario, depth, loops, scheduler_options
 from cbsim.scenario.shapes import ModelShape
 from cbsim.server import assemble
+from cbsim.server.inbox import Client
 from cbsim.workload.generators import Workload
 
 DeviceName = Literal["inline", "process", "modelled", "cuda"]
@@ -169,24 +170,6 @@ def _groups(scenario: Scenario) -> tuple[LayerGroup, ...]:
     return () if scenario.model.sees_all else assemble.scheduler(scenario, loops(scenario)[0]).pool.groups
 
 
-def capacity(options: Options, specs: list[RequestSpec]) -> Capacity:
-    """The largest step and table that this workload can lead to."""
-    limits = options.limits
-    longest = max((spec.prompt_tokens + spec.max_tokens for spec in specs), default=1)
-    longest = min(longest, limits.longest or longest)
-    prompt = max((spec.prompt_tokens for spec in specs), default=1)
-    slots = max(1, min(len(specs), limits.seats or len(specs)))
-    rows = min(slots, limits.rows or slots)
-    rows *= 1 + limits.filled  # the padding of a row is a row of its own
-    budget = limits.tokens
-    if budget is None:  # a prompt as long as the longest for every row, and as many outputs
-        budget, longest = slots * prompt, prompt + max((spec.max_tokens for spec in specs), default=1)
-    budget = min(budget, rows * longest)  # a row has no more to compute than its sequence
-    width = min(max(-(-longest // options.block_size) + 2, limits.table or 0), options.num_blocks)
-    sizes = Capacity(slots=slots, width=width, rows=rows, tokens=budget)
-    return sizes._replace(tokens=max(budget, sizes.sampling))
-
-
 def architecture_of(scenario: Scenario, setup: Setup) -> Architecture:
     return weights.architecture(setup.weights) if setup.weights else from_shape(scenario.model)
 
@@ -302,10 +285,14 @@ def host_memory() -> int | None:
     return None
 
 
-def executor_plan(scenario: Scenario, loop: str, specs: list[RequestSpec], setup: Setup) -> ExecutorPlan:
-    """What to make for these requests. Raises ScenarioError if the model is not made for so long prompts."""
+def executor_plan(
+    scenario: Scenario, loop: str, specs: list[RequestSpec], setup: Setup, load: Load | None = None
+) -> ExecutorPlan:
+    """What to make for these requests, or for a load of requests that nobody knows yet, who may draw their tokens.
+    Raises ScenarioError if the model is not made for so long prompts.
+    """
     options = scheduler_options(scenario, depth(loop))
-    sizes = capacity(options, specs)._replace(beams=refusals.beams(scenario))
+    sizes = (load or Load.of(specs)).capacity(options)._replace(beams=refusals.beams(scenario))
     architecture = architecture_of(scenario, setup)
     prompts = [spec.prompt_tokens for spec in specs]
     longest = max((tokens for tokens in prompts if tokens < (options.limits.longest or math.inf)), default=0)
@@ -323,7 +310,7 @@ def executor_plan(scenario: Scenario, loop: str, specs: list[RequestSpec], setup
         num_blocks=options.num_blocks,
         block_size=options.block_size,
         capacity=sizes,
-        random=not all(setup.sampling_of(spec).greedy for spec in specs),
+        random=load is not None or not all(setup.sampling_of(spec).greedy for spec in specs),
     )
 
 
@@ -362,32 +349,50 @@ def engine(
     """
     specs = workload.specs()
     setup.requests.check(specs)
-    policy = assemble.scheduler(scenario, loop)
-    if setup.device != "modelled":
-        refusals.check_windows(scenario)
     plan = executor_plan(scenario, loop, specs, setup)
+    texts = prompts or Prompts(scenario.seed, plan.architecture.vocab)
+    ends = stops.union(plan.architecture.end_tokens if setup.end_tokens else ())
+    hooks: dict[str, Any] = {"clock": clock, "on_plan": on_plan, "on_token": on_token}
+
+    def begin(spec: RequestSpec) -> Sequence:
+        return Sequence(spec, texts.of(spec), setup.sampling_of(spec), ends)
+
+    return assembled(scenario, loop, plan, setup, workload, texts, begin=begin, **hooks)
+
+
+def assembled(
+    scenario: Scenario,
+    loop: str,
+    plan: ExecutorPlan,
+    setup: Setup,
+    client: Client,
+    prompts: Prompts,
+    *,
+    begin: Callable[[RequestSpec], Sequence],
+    clock: Clock | None = None,
+    on_plan: Callable[[StepPlan], None] | None = None,
+    on_token: Callable[[RequestSpec, int], None] | None = None,
+    feed: Feed | None = None,
+) -> tuple[Engine, EngineDevice]:
+    """An engine whose device is made by `plan`, as `driver.Engine` takes the rest."""
+    policy = assemble.scheduler(scenario, loop)
     sizes = plan.capacity._replace(groups=policy.pool.groups)
     plan = replace(plan, capacity=sizes, host_blocks=policy.pool.host_blocks)
-    padded = scenario.kind.padded
     clock = clock or (CpuClock() if setup.device == "modelled" else WallClock())
     made = device(scenario, loop, plan, setup, clock)
     served = Engine(
         policy,
         made,
-        partial(_batcher, plan.capacity, padded, plan.random),
-        prompts or Prompts(scenario.seed, plan.architecture.vocab),
-        workload,
+        lambda sequences: Batcher(plan.capacity, sequences, padded=scenario.kind.padded, random=plan.random),
+        prompts,
+        client,
         Record(policy.pool.num_blocks),
         depth=depth(loop),
-        sampling=setup.sampling_of,
-        stops=stops.union(plan.architecture.end_tokens if setup.end_tokens else ()),
+        begin=begin,
         injected=dict(setup.injected),
         clock=clock,
         on_plan=on_plan,
         on_token=on_token,
+        feed=feed,
     )
     return served, made
-
-
-def _batcher(sizes: Capacity, padded: bool, random: bool, sequences: dict[RequestSpec, Any]) -> Batcher:
-    return Batcher(sizes, sequences, padded=padded, random=random)

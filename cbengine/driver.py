@@ -7,6 +7,7 @@ one. Only waiting for arrivals is in none.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from cbengine.batch import Batcher, Sent
@@ -14,7 +15,6 @@ from cbengine.content import Prompts
 from cbengine.device.base import EngineDevice, Ints
 from cbengine.device.clock import Clock, WallClock
 from cbengine.ranking import choices, go_on
-from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
 from cbsim.policy.loop import Applied, Await, Effect, Idle, Landed, Launch, Poll, Polled, Refused, Scheduler, serve
 from cbsim.policy.moves import IN_ORDER, Move
@@ -26,6 +26,7 @@ from cbsim.server.inbox import Client, Inbox
 from cbsim.workload.lineage import Parents
 
 OnStep = Callable[[int], None]
+Feed = Callable[[Inbox], None]
 
 
 class Ticket(NamedTuple):
@@ -39,8 +40,9 @@ class Ticket(NamedTuple):
 class Engine:
     """One server with one device. `tokens` of every request stay readable after the run, in `sequences`.
 
-    `stops` are token ids that end a request, and `on_token` is told each; searches have neither. `injected` gives
-    nanoseconds of extra CPU work a step by phase.
+    `begin` makes the sequence of a request, and `on_token` is told each of its tokens, but of searches. `injected`
+    gives nanoseconds of extra CPU work a step by phase. `feed` puts into the inbox what has come in while the engine
+    runs, and sets its `news` to None when nothing more will: it is called at every poll, and whenever a wait ends.
     """
 
     def __init__(
@@ -53,20 +55,21 @@ class Engine:
         record: Record,
         *,
         depth: int,
-        sampling: Callable[[RequestSpec], Sampling] = lambda _: Sampling(),
-        stops: frozenset[int] = frozenset(),
+        begin: Callable[[RequestSpec], Sequence],
         injected: Mapping[str, int] | None = None,
         clock: Clock | None = None,
         on_plan: Callable[[StepPlan], None] | None = None,
         on_token: Callable[[RequestSpec, int], None] | None = None,
+        feed: Feed | None = None,
     ) -> None:
         self.record = record
         self.scheduler = scheduler
         self.sequences: dict[RequestSpec, Sequence] = {}
-        self._device, self._prompts, self._depth, self._sampling = device, prompts, depth, sampling
+        self._device, self._prompts, self._depth, self._begin = device, prompts, depth, begin
         self._batcher = batcher(self.sequences)
         self._inbox = Inbox(client, record)
-        self._stops, self._injected, self._clock = stops, dict(injected or {}), clock or WallClock()
+        self._inbox.news = self._feed = feed
+        self._injected, self._clock = dict(injected or {}), clock or WallClock()
         self._on_plan, self._on_token = on_plan, on_token
         self._failed: list[RequestSpec] = []
         self._moving: dict[tuple[int, int], Move] = {}  # (step, number in its plan) -> one that is not known to be over
@@ -80,12 +83,14 @@ class Engine:
         """How far the run has come."""
         return self._cpu_ns
 
-    def run(self, on_step: OnStep | None = None) -> None:
+    def run(self, on_step: OnStep | None = None, start_ns: int | None = None) -> None:
         """Serve to the end of the workload. Interrupted, the record holds what happened until then. Raises StuckError,
-        DeviceError, and what `on_step` raises, which is called after every step and while waiting.
+        DeviceError, and what `on_step` raises, which is called after every step and while waiting. Times count from
+        `start_ns` of the engine's clock, or from now.
         """
-        with no_collections():
-            self._run(on_step or (lambda _: None))
+        lasting = self._feed is not None  # and whoever feeds it leaves cycles behind
+        with nullcontext() if lasting else no_collections():
+            self._run(on_step or (lambda _: None), start_ns)
 
     def close(self) -> None:
         """Give back the device's memory."""
@@ -97,7 +102,7 @@ class Engine:
         pool.check()
         assert pool.free == pool.num_blocks, (pool.free, pool.num_blocks)
 
-    def _run(self, tell: OnStep) -> None:
+    def _run(self, tell: OnStep, start_ns: int | None) -> None:
         loop = serve(self.scheduler, self._depth)
         handlers: dict[type, Callable[[Any], Any]] = {
             Poll: lambda effect: self._poll(effect, tell),
@@ -107,7 +112,7 @@ class Engine:
             Applied: self._applied,
             Refused: self._refused,
         }
-        self._start_ns = self._clock.now_ns()
+        self._start_ns = self._clock.now_ns() if start_ns is None else start_ns
         answer: Any = None
         while True:
             try:
@@ -131,9 +136,13 @@ class Engine:
         """What has come in until now. A step may be planned next: its times start here."""
         inbox = self._inbox
         self._times = StepTimes(self._cpu_ns)
+        if self._feed:
+            self._feed(inbox)
         if effect.wait and inbox and not self._failed:
-            while self._elapsed() < inbox.due_ns:
+            while self._quiet():
                 self._clock.wait_until(inbox.due_ns + self._start_ns)
+                if self._feed:
+                    self._feed(inbox)
                 tell(self._cpu_ns)
             self._times.schedule_start_ns = self._cpu_ns
         now = self._elapsed()
@@ -146,9 +155,14 @@ class Engine:
             return Polled(arrived, cancels)
         return OPEN if inbox else CLOSED
 
+    def _quiet(self) -> bool:
+        """Is there nothing to be told? Of an inbox that is fed this is whoever gives up, and the end, too."""
+        inbox = self._inbox
+        return self._elapsed() < inbox.due_ns and bool(inbox) and not (self._feed and inbox.quits)
+
     def _known(self, spec: RequestSpec) -> None:
         if spec not in self.sequences:
-            self.sequences[spec] = Sequence(spec, self._prompts.of(spec), self._sampling(spec))
+            self.sequences[spec] = self._begin(spec)
 
     def _given_up(self, now_ns: int) -> list[RequestSpec]:
         """Clients that gave up, and requests that failed on the device."""
@@ -203,6 +217,8 @@ class Engine:
         cancels: list[RequestSpec] = []
         if effect.cancels:
             self.record.polls += 1
+            if self._feed:
+                self._feed(self._inbox)
             cancels = self._given_up(self._cpu_ns) if self._inbox.quits or self._failed else []
         if not (stopped or moved or parents):
             return Landed(NOTHING_STOPPED, cancels)
@@ -234,7 +250,7 @@ class Engine:
                 self._fail([sequence])
                 continue
             sequence.outputs.append(token)
-            if token in self._stops:
+            if token in sequence.stops and sequence.stopped:
                 stopped.append(sequence.spec)
             if self._on_token:
                 self._on_token(sequence.spec, token)

@@ -16,21 +16,43 @@ CARRIED = -1
 
 class Sequence:
     """Prompt and outputs of one request, and how it is sampled. Outputs are those whose step has landed; later ones may
-    be in flight.
+    be in flight. `stops` are token ids that end it, but none of its first `least` tokens does. `seed` is its own, or
+    follows from that of `sampling` and its index.
     """
 
-    __slots__ = ("blocks", "outputs", "over", "prompt", "sampling", "score", "seed", "slot", "spec", "tables")
+    __slots__ = (
+        *("blocks", "least", "outputs", "over", "prompt", "sampling", "score", "seed"),
+        *("slot", "spec", "stops", "tables"),
+    )
 
-    def __init__(self, spec: RequestSpec, prompt: npt.NDArray[np.int32], sampling: Sampling) -> None:
+    def __init__(
+        self,
+        spec: RequestSpec,
+        prompt: npt.NDArray[np.int32],
+        sampling: Sampling,
+        stops: frozenset[int] = frozenset(),
+        least: int = 0,
+        seed: int | None = None,
+    ) -> None:
         assert len(prompt) == spec.prompt_tokens
         self.spec, self.prompt, self.sampling = spec, prompt, sampling
-        self.seed = request_seed(sampling.seed, spec.index)
+        self.stops, self.least = stops, least
+        self.seed = request_seed(sampling.seed, spec.index) if seed is None else seed
         self.outputs: list[int] = []
         self.slot = -1  # line of the device's tables, while it has blocks
         self.blocks = 0  # entries of its block table
         self.tables: dict[int, int] = {}  # in its place where layers have groups: entries of each one's table
         self.over = False
         self.score = OTHER_SCORE if spec.sample_of else FIRST_SCORE  # of the outputs, as a text of a search
+
+    @property
+    def stopped(self) -> bool:
+        """Is its last token one that ends it?"""
+        return len(self.outputs) > self.least and self.outputs[-1] in self.stops
+
+    def forget(self) -> None:
+        """It is over, and nobody will read it."""
+        self.over, self.prompt, self.outputs = True, self.prompt[:0].copy(), []
 
     def write(self, start: int, into: npt.NDArray[np.int32]) -> None:
         """Token values from position `start` on; the one that is still in flight is CARRIED."""

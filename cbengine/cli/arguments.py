@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cbengine.bench import BENCH_PARTS
 from cbsim.cli.arguments import Parser, a_path, run_arguments
+from cbsim.cli.sessions import door_arguments, session_arguments
 from cbsim.policy.phases import WORKED
 
 DEVICES = {
@@ -19,6 +20,7 @@ RENAMED = {"validate": "predict", "hardware": "campaign", "bench": "speed"}
 EXAMPLES = {
     "replay": "tiny_cpu --device process --loop both --set workload.requests=8",
     "calibrate": "tiny_cpu --device process --quick --out mine.fitted.yaml",
+    "serve": "tiny_cpu --device process --port 8000",
     "generate": "--weights Llama-3.2-1B --prompt 'The quick brown fox' --tokens 16",
     "predict": "cpu-0 cpu-5 --device process --quick --out runs/predicted",
     "smoke": "--device cpu --out runs/smoke",
@@ -43,6 +45,7 @@ def command_line() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", example=example)
 
     _replay_arguments(command("replay", "serve a scenario on a device and write a run directory for each loop"))
+    _serve_arguments(command("serve", "a real engine for real clients: an OpenAI-compatible endpoint"))
     _calibrate_arguments(command("calibrate", "measure the coefficients of the simulator's fitted cost model"))
     _generate_arguments(command("generate", "print how the model in a local Hugging Face folder continues a text"))
     _predict_arguments(
@@ -177,6 +180,14 @@ def _replay_arguments(replay: argparse.ArgumentParser) -> None:
     )
 
 
+def _serve_arguments(serve: argparse.ArgumentParser) -> None:
+    session_arguments(serve)
+    door_arguments(serve)
+    _device_argument(serve, "inline", "process", "cuda")
+    text = "a local Hugging Face folder, as --weights of replay, and its tokenizer (random weights, and our tokenizer)"
+    serve.add_argument("--model", type=a_path, metavar="DIR", help=text)
+
+
 def _calibrate_arguments(calibrate: argparse.ArgumentParser) -> None:
     calibrate.add_argument("scenario", nargs="?", help="whose model and scheduler (validation on a GPU, else tiny_cpu)")
     calibrate.add_argument(
@@ -230,10 +241,7 @@ def _generate_arguments(generate: argparse.ArgumentParser) -> None:
 
 
 def _device_arguments(parser: argparse.ArgumentParser, *devices: str, weights_needed: bool = False) -> None:
-    devices_text = "; ".join(f"{name}: {DEVICES[name]}" for name in devices)
-    parser.add_argument(
-        "--device", choices=devices, help=f"{devices_text} (default: cuda if there is one, else process)"
-    )
+    _device_argument(parser, *devices)
     kind = "a local Hugging Face folder of Llama 3, Qwen2.5 or Qwen3: config.json and safetensors"
     more = ", and a tokenizer" if weights_needed else " (default: random weights of the scenario's shape)"
     parser.add_argument("--weights", type=a_path, required=weights_needed, metavar="DIR", help=kind + more)
@@ -247,6 +255,13 @@ def _device_arguments(parser: argparse.ArgumentParser, *devices: str, weights_ne
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest of mass P; 1 (default): all"
     )
     parser.add_argument("--sampling-seed", type=int, default=0, metavar="SEED", help="seed of the sampling (0)")
+
+
+def _device_argument(parser: argparse.ArgumentParser, *devices: str) -> None:
+    devices_text = "; ".join(f"{name}: {DEVICES[name]}" for name in devices)
+    parser.add_argument(
+        "--device", choices=devices, help=f"{devices_text} (default: cuda if there is one, else process)"
+    )
 
 
 def _phase(text: str) -> tuple[str, int]:

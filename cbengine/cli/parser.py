@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import shutil
 import signal
 import sys
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from cbengine.measure.predict import PredictOptions
 
 BEGUN_S = time.monotonic()  # before anything heavy is imported
+SERVE = ("starlette", "uvicorn", "httptools", "prometheus_client", "tokenizers")  # of the extra `serve`
 OURS = ("cbengine", "cbsim", "analysis")
 SAMPLING = {"temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p", "seed": "--sampling-seed"}
 
@@ -39,15 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _status(error: Exception) -> int | None:
     """Exit status of an error that a user can cause; None for one that only we can."""
-    from cbengine.errors import UsageError
     from cbsim.results.checks import CheckError
     from cbsim.results.directory import RunError
-    from cbsim.scenario.fields import ScenarioError
+    from cbsim.scenario.errors import UserError
     from cbsim.server.running import ServerError
 
-    if isinstance(error, ScenarioError | CheckError | UsageError):
-        return USAGE
-    return ERROR if isinstance(error, RunError | ServerError) else None
+    if isinstance(error, RunError | ServerError):
+        return ERROR
+    return USAGE if isinstance(error, UserError | CheckError) else None
 
 
 def _dispatch(arguments: argparse.Namespace) -> int:
@@ -59,7 +60,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         package = (error.name or "").partition(".")[0]
         if package in OURS:
             raise
-        raise MissingError(f"{package} is not installed: pip install -e '.[engine]'") from None
+        extra = "serve" if package in SERVE else "engine"
+        raise MissingError(f"{package} is not installed: pip install -e '.[{extra}]'") from None
 
 
 def _replay(arguments: argparse.Namespace) -> int:
@@ -72,6 +74,36 @@ def _replay(arguments: argparse.Namespace) -> int:
     return commands.replay(
         options, setup, peer=arguments.engine == "transformers", profiled=arguments.profile, stand_in=stand_in
     )
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from cbengine.build import Setup, default_device
+    from cbengine.sampling import Sampling
+    from cbengine.serving import command
+    from cbsim.cli.sessions import options_of, scenario_of
+
+    device = arguments.device or default_device()
+    setup = Setup(device=device, weights=arguments.model, sampling=Sampling(temperature=1.0))
+    told = command.EngineOptions(_serve_words(arguments, device), arguments.served_model_name, arguments.tokenizer)
+    return command.serve(scenario_of(arguments), setup, told, options_of(arguments))
+
+
+def _serve_words(arguments: argparse.Namespace, device: str) -> str:
+    """The command that opens such a session again."""
+    words = ["python", "-m", "cbengine", "serve", arguments.scenario]
+    for override in arguments.set:
+        words += ["--set", override]
+    named = {
+        "--seed": arguments.seed,
+        "--loop": arguments.loop,
+        "--device": device,
+        "--model": arguments.model,
+        "--tokenizer": arguments.tokenizer,
+        "--served-model-name": arguments.served_model_name,
+    }
+    for option, value in named.items():
+        words += [] if value is None else [option, str(value)]
+    return shlex.join(words)
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
@@ -162,6 +194,7 @@ def _smoke(arguments: argparse.Namespace) -> int:
 
 ACTIONS = {
     "replay": _replay,
+    "serve": _serve,
     "calibrate": _calibrate,
     "generate": _generate,
     "predict": _predict,

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from cbengine import build
 from cbengine.build import Setup
 from cbengine.errors import UsageError
+from cbengine.load import Load
 from cbengine.measure.equal_steps import SETTLING, EqualStepTimes, equal_steps, launched_ahead
 from cbsim.cost.cpu import PHASES, size
 from cbsim.cost.fitted import work
@@ -204,7 +205,8 @@ def measure(base: Scenario, setup: Setup, runs: Sequence[Probe], say: Callable[[
     for number, probe in enumerate(runs, start=1):
         say(f"probe {number} of {len(runs)}: {probe.about}{', in both loops' if probe.ahead else ''}")
         ready = build.adapted(_scenario(base, probe), setup)
-        rows = build.capacity(scheduler_options(ready, depth("sync")), generators.build(ready).specs()).rows
+        load = Load.of(generators.build(ready).specs())
+        rows = load.capacity(scheduler_options(ready, depth("sync"))).rows
         sizes = captured_sizes(rows) if ready.graph_padding == "cbengine" else []
         plans, steps, facts = _run(ready, "sync", setup)
         table.add(plans, steps, sizes)

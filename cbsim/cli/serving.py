@@ -5,41 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from cbsim.cli.arguments import a_path
-
-if TYPE_CHECKING:
-    from cbsim.endpoint.command import ServeOptions
-    from cbsim.scenario.scenario import Scenario
-
-GREATEST_PORT = 65_535
-
-
-def session_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every session is told."""
-    parser.add_argument("scenario", help="a scenario file, or the name of one that comes with the project")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field (repeatable)"
-    )
-    parser.add_argument("--seed", type=int, help="root of all random numbers")
-    parser.add_argument("--loop", choices=("sync", "async"), help="serving loop (the scenario's; of both async)")
-    parser.add_argument(
-        "--out", type=a_path, default=Path("runs"), metavar="DIR", help="where its directory goes (runs)"
-    )
-    parser.add_argument("--served-model-name", metavar="NAME", help="what clients ask for (the scenario's name)")
-    parser.add_argument("--tokenizer", type=a_path, metavar="DIR", help="folder of a tokenizer.json (ours)")
-    parser.add_argument("--quiet", action="store_true", help="say where it serves, and nothing else")
-
-
-def door_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of a session on a socket."""
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    parser.add_argument("--port", type=_port, default=8000, help="0 for any free one (8000)")
-    parser.add_argument("--api-key-file", type=a_path, metavar="FILE", help="keys, one a line; also CBSIM_API_KEY")
-    parser.add_argument("--insecure", action="store_true", help="no key, and yet a host that others can reach")
-    parser.add_argument("--grace", type=_grace, default=30.0, metavar="S", help="seconds for answers to end (30)")
+from cbsim.cli.sessions import door_arguments, options_of, scenario_of, session_arguments
 
 
 def serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,47 +44,6 @@ def drive(arguments: argparse.Namespace) -> int:
         tokenizer=arguments.tokenizer,
         quiet=arguments.quiet,
     )
-
-
-def scenario_of(arguments: argparse.Namespace) -> Scenario:
-    """The scenario with one loop. Raises ScenarioError."""
-    from cbsim.scenario import scenario
-    from cbsim.serving.session import with_one_loop
-
-    overrides = list(arguments.set)
-    if arguments.seed is not None:
-        overrides.append(f"seed={arguments.seed}")
-    if arguments.loop is not None:
-        overrides.append(f"loop.mode={arguments.loop}")
-    return with_one_loop(scenario.load(arguments.scenario, overrides))
-
-
-def options_of(arguments: argparse.Namespace) -> ServeOptions:
-    """Raises EndpointError."""
-    from cbsim.endpoint.command import ServeOptions, settings_of
-
-    settings = settings_of(arguments.api_key_file, insecure=arguments.insecure, grace_s=arguments.grace)
-    return ServeOptions(arguments.host, arguments.port, arguments.out, settings, arguments.quiet)
-
-
-def _port(text: str) -> int:
-    try:
-        port = int(text)
-    except ValueError:
-        port = -1
-    if not 0 <= port <= GREATEST_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a port, 0 to {GREATEST_PORT}")
-    return port
-
-
-def _grace(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds >= 0")
-    return seconds
 
 
 def _clock(text: str) -> float:

@@ -132,7 +132,8 @@ class App:
             raise Refusal(400, "either `prompt` or `messages` has to be there", "prompt")
         text, messages = asked.prompt, asked.messages
         ids = await (self._encoder.text(text) if text is not None else self._encoder.chat(messages or []))
-        return JSONResponse({"count": len(ids), "max_model_len": self.backend.max_model_len, "tokens": ids})
+        counts = {"count": len(ids), "max_model_len": self.backend.max_model_len}
+        return JSONResponse({**counts, "tokens": ids, "token_strs": None})
 
     async def _detokenize(self, request: Request) -> Response:
         asked = read(DetokenizeAsked, await self._body(request))

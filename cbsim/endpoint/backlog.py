@@ -11,32 +11,50 @@ STOP = "stop"
 
 
 class Backlog:
-    """Sums over open streams. `overflow` is told of a stream whose reader is too slow: once, while a token is put."""
+    """Sums over streams: `open` have not ended, `queued` have not begun, `unread` tokens have not been taken. `slow`
+    streams were cut, because too many tokens were kept for them: `cut` is told of each while a token is put.
+    """
 
-    __slots__ = ("max_sum", "max_unread", "open", "overflow", "queued", "queued_tokens", "slow", "unread")
+    __slots__ = ("_cut", "_settings", "open", "queued", "queued_tokens", "slow", "streams", "unread")
 
-    def __init__(self, settings: Settings, overflow: Callable[[Told], None]) -> None:
-        self.open: dict[str, Told] = {}  # by the id of the record
-        self.queued = self.queued_tokens = self.unread = self.slow = 0
-        self.max_unread, self.max_sum, self.overflow = settings.max_unread_tokens, settings.max_unread_sum, overflow
+    def __init__(self, settings: Settings, cut: Callable[[Told], None]) -> None:
+        self.streams: dict[str, Told] = {}  # by the id of the record, until nothing of them is kept
+        self.open = self.queued = self.queued_tokens = self.unread = self.slow = 0
+        self._settings, self._cut = settings, cut
+
+    def bound(self, stream: Told) -> None:
+        """Cut this stream if it is past its bound; if all together are, the one for which most is kept."""
+        if stream.held > self._settings.max_unread_tokens:
+            slowest = stream
+        elif self.unread > self._settings.max_unread_sum:
+            slowest = max(self.streams.values(), key=lambda each: each.held)
+        else:
+            return
+        self.slow += 1
+        slowest.cut = True
+        slowest.written(slowest.held)
+        self._cut(slowest)
 
 
 class Told(Stream):
-    """A stream of this endpoint's: it is counted while it waits, while it is unread, and until it ends.
+    """A stream of this endpoint's. It counts in a backlog: while it is queued, until it ends, until it is released.
 
-    `held` are tokens that were put and not taken, those of a batch being written included. With `stopped` its text has
-    ended by a stop string, and its end is not an abort.
+    `held` tokens were put and have not left for the client. With `stopped`, a stop string has ended its text, and its
+    end is not an abort. Once it is `cut` nothing is kept any more.
     """
 
     __slots__ = ("abort", "backlog", "cut", "held", "queued", "stopped")
 
-    def __init__(self, generation: Generation, meter: Meter, backlog: Backlog) -> None:
+    def __init__(
+        self, generation: Generation, meter: Meter, backlog: Backlog, abort: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(generation, meter)
-        self.backlog, self.held = backlog, 0
+        self.backlog, self.abort = backlog, abort  # `abort` closes the connection of its client at once
+        self.held = 0
         self.cut = self.stopped = False
-        self.abort: Callable[[], None] | None = None  # closes the connection of its client at once
         self.queued = True
-        backlog.open[generation.id] = self
+        backlog.streams[generation.id] = self
+        backlog.open += 1
         backlog.queued += 1
         backlog.queued_tokens += len(generation.prompt)
 
@@ -46,26 +64,29 @@ class Told(Stream):
 
     def put(self, ids: Sequence[int], at_s: float) -> None:
         """Nothing happens once it is over: steps that were in flight then may yield more."""
-        if self.finish is not None:
+        if self.finish is not None or self.cut:
             return
-        backlog = self.backlog
         self.held += len(ids)
-        backlog.unread += len(ids)
+        self.backlog.unread += len(ids)
         super().put(ids, at_s)
-        if (self.held > backlog.max_unread or backlog.unread > backlog.max_sum) and not self.cut:
-            self.cut = True
-            backlog.slow += 1
-            backlog.overflow(self)
+        self.backlog.bound(self)
 
     def end(self, finish: str, at_s: float, error: str | None = None) -> None:
-        self._unqueue()
-        self.backlog.open.pop(self.generation.id, None)
+        if self.finish is None:
+            self._unqueue()
+            self.backlog.open -= 1
         super().end(STOP if finish == ABORT and self.stopped else finish, at_s, error)
 
     def written(self, tokens: int) -> None:
         """So many tokens have left for the client, or will never."""
+        tokens = min(tokens, self.held)
         self.held -= tokens
         self.backlog.unread -= tokens
+
+    def release(self) -> None:
+        """Its client is done with it."""
+        self.written(self.held)
+        self.backlog.streams.pop(self.generation.id, None)
 
     def _unqueue(self) -> None:
         if self.queued:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from cbsim.endpoint.backlog import STOP, Told
@@ -35,6 +36,8 @@ class Choice:
         told of them.
         """
         stream = self.stream
+        if self._ids:
+            await asyncio.sleep(0)  # others first: a step may be due
         ids = self._ids or await stream.take()
         self._ids = ids[BATCH:]
         ids = ids[:BATCH]
@@ -63,6 +66,6 @@ class Choice:
         stream = self.stream
         self.finish = stream.finish
         if self._stops is not None and (rest := self._stops.rest()):
-            texts[-1:] = [*texts[-1:], rest] if not texts else [texts[-1] + rest]
+            texts[-1:] = [texts[-1] + rest] if texts else [rest]
         if self.finish == STOP and ids and ids[-1] in stream.generation.stop_token_ids:
             self.stop_reason = ids[-1]

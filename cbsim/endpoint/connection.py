@@ -67,6 +67,13 @@ class Connection(HttpToolsProtocol):
             self._stall = None
         super().resume_writing()
 
+    def shutdown(self) -> None:
+        """Close, or let it be closed after its answer. A request that is not all there gets none."""
+        if not self._idle and self.cycle.more_body and not self.cycle.response_started:
+            self._close(Refusal(503, "the server is shutting down", retry_s=self._settings.retry_s))
+        else:
+            super().shutdown()
+
     # -- from the parser
 
     def on_message_begin(self) -> None:

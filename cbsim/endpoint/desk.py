@@ -20,7 +20,7 @@ class Desk:
 
     def __init__(self, backend: Backend, settings: Settings) -> None:
         self.backend, self.settings = backend, settings
-        self.backlog = Backlog(settings, self._overflow)
+        self.backlog = Backlog(settings, self._slow)
         self.closing = False
         self.refused: Counter[str] = Counter()
         self._serial = 0
@@ -28,7 +28,7 @@ class Desk:
     @property
     def open(self) -> int:
         """Streams that have not ended."""
-        return len(self.backlog.open)
+        return self.backlog.open
 
     def serial(self) -> int:
         """The next number of this session."""
@@ -53,9 +53,8 @@ class Desk:
         if tokens > self.settings.max_queued_tokens:
             raise self._refusal("queued_tokens", f"more than {self.settings.max_queued_tokens} tokens of prompts wait")
         meter = self.backend.meter
-        streams = [Told(generation, meter, self.backlog) for generation in generations]
+        streams = [Told(generation, meter, self.backlog, abort) for generation in generations]
         for stream in streams:
-            stream.abort = abort
             self.backend.submit(stream)
         return streams
 
@@ -65,10 +64,16 @@ class Desk:
             if stream.finish is None:
                 self.backend.cancel(stream)
 
-    def cancel_all(self) -> None:
-        self.leave([*self.backlog.open.values()])
+    def release(self, streams: Sequence[Told]) -> None:
+        """Nobody reads them any more: those that have not ended are cancelled."""
+        self.leave(streams)
+        for stream in streams:
+            stream.release()
 
-    def _overflow(self, stream: Told) -> None:
+    def cancel_all(self) -> None:
+        self.leave([*self.backlog.streams.values()])
+
+    def _slow(self, stream: Told) -> None:
         """Not from within the step that put the token."""
         asyncio.get_running_loop().call_soon(partial(self._cut, stream))
 

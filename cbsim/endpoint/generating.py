@@ -114,7 +114,7 @@ class Generating:
         """Refusal 400 if the server said at once that it will not take one of them: then it gets none."""
         failed = next((stream for stream in streams if stream.finish == ERROR), None)
         if failed is not None:
-            self._desk.leave(streams)
+            self._desk.release(streams)
             raise Refusal(400, failed.error or "the server does not take this request")
 
     def _names(self, given: str | None, number: int) -> tuple[str, list[str]]:
@@ -134,9 +134,7 @@ class Generating:
             yield gone
         finally:
             gone.cancel()
-            self._desk.leave(streams)
-            for stream in streams:
-                stream.written(stream.held)
+            self._desk.release(streams)
 
     async def _until_gone(self, receive: Receive, streams: Sequence[Told]) -> None:
         while (await receive())["type"] != "http.disconnect":

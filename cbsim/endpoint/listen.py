@@ -69,33 +69,47 @@ async def listen(
     """Serve until `stop`, SIGTERM or SIGINT, or the server's own end. `ready` hears where; port 0 is any free one.
     EndpointError if this host may not be open to others, or the port is taken.
     """
-    settings = settings or Settings()
-    check_host(host, settings)
-    app = build(backend, settings, meter)
+    return await serve(build(backend, settings, meter), host, port, stop=stop, signals=signals, ready=ready)
+
+
+async def serve(
+    app: App,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    stop: Stop | None = None,
+    signals: bool = True,
+    ready: Callable[[str, int], None] | None = None,
+) -> Ending:
+    """As `listen`, for an application whose counts somebody wants to read."""
+    check_host(host, app.settings)
     stop = stop or Stop()
     door = await _Door.open(app, host, port)
-    work = asyncio.get_running_loop().create_task(backend.run())
+    work = asyncio.get_running_loop().create_task(app.backend.run())
     with _signals(stop if signals else None):
         if ready is not None:
             ready(host, door.port)
         await _first(work, stop.asked)
         if stop.why is None:
-            stop.ask("dead" if backend.dead is not None else "asked")
+            stop.ask("dead" if app.backend.dead is not None else "asked")
         return await _finish(app, door, work, stop)
 
 
 async def _finish(app: App, door: _Door, work: asyncio.Task[None], stop: Stop) -> Ending:
     """Nobody enters; those inside have `grace_s`, or until told to hurry."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + app.settings.grace_s
     app.desk.closing = True
     app.backend.close()
     door.close()
     await _first(work, stop.hurried, app.settings.grace_s)
     cut = app.desk.open
     app.desk.cancel_all()
-    await work
-    await door.empty(0.0 if stop.hurried.is_set() else LAST_WORDS_S)
-    why = stop.why or "asked"
-    return Ending(why, app.backend.dead or "", cut, stop.hurried.is_set())
+    try:
+        await work
+    finally:
+        await door.empty(stop.hurried, max(LAST_WORDS_S, end - loop.time()))
+    return Ending(stop.why or "asked", app.backend.dead or "", cut, stop.hurried.is_set())
 
 
 class _Door:
@@ -108,9 +122,12 @@ class _Door:
         # Only its protocol is uvicorn's here: no server of its, which would look ten times a second whether to stop.
         self._config = Config(
             app,
+            http=Connection,
+            interface="asgi3",
             lifespan="off",
             ws="none",
             log_config=None,
+            log_level="error",  # not a line for everything that is no HTTP
             access_log=False,
             proxy_headers=False,
             timeout_keep_alive=app.settings.idle_s,  # type: ignore[arg-type] # any number of seconds
@@ -141,14 +158,11 @@ class _Door:
         for connection in [*self._state.connections]:
             connection.shutdown()
 
-    async def empty(self, within_s: float) -> None:
-        """Wait for what is being sent, then cut what is left."""
-        tasks = {task for task in self._state.tasks if not task.done()}
-        if tasks and within_s:
-            await asyncio.wait(tasks, timeout=within_s)
-        end = self._loop.time() + within_s
-        while self._state.connections and self._loop.time() < end:
-            await asyncio.sleep(0.01)
+    async def empty(self, hurried: asyncio.Event, within_s: float) -> None:
+        """Wait for answers that are being written, then cut what is left."""
+        writing = self._loop.create_task(self._written())
+        await _first(writing, hurried, within_s)
+        writing.cancel()
         for connection in [*self._state.connections]:
             connection.transport.abort()
         left = {task for task in self._state.tasks if not task.done()}
@@ -156,6 +170,13 @@ class _Door:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         await asyncio.sleep(0)  # connections hear that they are lost
+
+    async def _written(self) -> None:
+        if tasks := {task for task in self._state.tasks if not task.done()}:
+            await asyncio.wait(tasks)
+        end = self._loop.time() + LAST_WORDS_S
+        while self._state.connections and self._loop.time() < end:
+            await asyncio.sleep(0.01)
 
 
 async def _first(work: asyncio.Task[None], event: asyncio.Event, timeout_s: float | None = None) -> None:

@@ -23,7 +23,9 @@ def counting(generation: Generation) -> Iterator[int]:
 
 
 class Scripted:
-    """All its requests run at once. A script that ends says that the model did: `stop`. `cancelled` counts."""
+    """All its requests run at once. A script that ends says that the model did: `stop`. A step that is late is made at
+    once.
+    """
 
     def __init__(
         self,
@@ -39,7 +41,7 @@ class Scripted:
         self.timing: Timing | None = None
         self.cancelled: list[str] = []
         self.forgotten = 0
-        self.late_s = 0.0  # the most that a step was behind its time
+        self.late_s: list[float] = []  # of each step, behind its time
         self.generations: list[Generation] = []
         self._itl_s, self._script = itl_s, script
         self._running: dict[Stream, Iterator[int]] = {}
@@ -83,7 +85,7 @@ class Scripted:
                 continue
             due += self._itl_s
             await asyncio.sleep(max(0.0, due - self.now_s))
-            self.late_s = max(self.late_s, self.now_s - due)
+            self.late_s.append(self.now_s - due)
             self.step(due)
 
     def step(self, at_s: float) -> None:

@@ -38,5 +38,10 @@ class Stops:
 
 
 def _beginning(text: str, stop: str) -> int:
-    """Characters at the end of `text` that are a beginning of `stop`, and not all of it."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+    """Characters at the end of `text`, which does not contain `stop`, that `stop` begins with."""
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0:
+        if stop.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(stop[0], at + 1)
+    return 0

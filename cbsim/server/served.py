@@ -100,6 +100,13 @@ class Log:
                 self._file.write(line)
 
 
+def with_one_loop(scenario: Scenario) -> Scenario:
+    """Of both loops the asynchronous one."""
+    if scenario.loop.mode != "both":
+        return scenario
+    return scenario.model_copy(update={"loop": scenario.loop.model_copy(update={"mode": "async"})})
+
+
 def session_of(scenario: Scenario, loop: str, serve: Maker, command: str) -> Session:
     """A session that nobody has come to yet."""
     open_ended = scenario.model_copy(update={"workload": Served(kind="served", path=served.FILE)})

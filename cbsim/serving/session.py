@@ -68,10 +68,3 @@ def open_session(scenario: Scenario, clock: Clock, tokenizer: Tokenizer, model: 
         return Simulated(made[0], clock.scale)
 
     return Opened(session_of(scenario, loop, serve, command), made[0])
-
-
-def with_one_loop(scenario: Scenario) -> Scenario:
-    """Of both loops the asynchronous one."""
-    if scenario.loop.mode != "both":
-        return scenario
-    return scenario.model_copy(update={"loop": scenario.loop.model_copy(update={"mode": "async"})})

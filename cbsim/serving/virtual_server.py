@@ -28,9 +28,9 @@ from cbsim.endpoint.tokenizer import open_tokenizer
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.sources import scenario_of
 from cbsim.server.result import Result
-from cbsim.server.served import result_of
+from cbsim.server.served import result_of, with_one_loop
 from cbsim.serving.clocks import VirtualClock
-from cbsim.serving.session import Opened, open_session, with_one_loop
+from cbsim.serving.session import Opened, open_session
 from cbsim.serving.transport import transport
 from cbsim.serving.virtual_loop import VirtualLoop, VirtualTimeError, clocks, watched
 

@@ -27,6 +27,7 @@ from cbengine.build import Setup
 from cbengine.device.base import Lanes, staging
 from cbengine.device.layout import Header, arrays
 from cbengine.errors import MissingError, UsageError
+from cbengine.load import Load
 from cbengine.model import weights
 from cbengine.model.kvcache import DeviceMemoryError
 from cbengine.sampling import Sampling
@@ -116,10 +117,10 @@ def test_room_is_made_for_what_there_is() -> None:
     """A budget of a million tokens or a thousand seats costs nothing where a few requests come."""
     specs = [spec(0, 10, 5), spec(1, 20, 5)]
     huge = asked("vllm", "scheduler.max_num_batched_tokens=1e6", "scheduler.max_num_seqs=1000")
-    sizes = build.capacity(scenario.scheduler_options(huge, 1), specs)
+    sizes = Load.of(specs).capacity(scenario.scheduler_options(huge, 1))
     assert (sizes.slots, sizes.rows) == (2, 2)
     assert sizes.tokens == max(2 * 25, sizes.sampling)
-    lonely = build.capacity(scenario.scheduler_options(asked("static", "scheduler.batch_size=64"), 1), specs)
+    lonely = Load.of(specs).capacity(scenario.scheduler_options(asked("static", "scheduler.batch_size=64"), 1))
     assert (lonely.slots, lonely.rows, lonely.tokens) == (2, 2, max(2 * 20, lonely.sampling))
 
 

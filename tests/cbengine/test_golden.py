@@ -23,6 +23,7 @@ from served import INLINE, VOCAB, asked
 from cbengine import build
 from cbengine.batch import Batcher, Capacity, Sent
 from cbengine.device.base import EngineDevice, Inline
+from cbengine.load import Load
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
@@ -61,7 +62,7 @@ def inline(options: Any, sizes: Capacity, depth: int) -> EngineDevice:
 
 def capacity(options: Any, specs: list[RequestSpec]) -> Capacity:
     """What `build` would allocate for a scenario with these options."""
-    return build.capacity(options, specs)
+    return Load.of(specs).capacity(options)
 
 
 class Executed:

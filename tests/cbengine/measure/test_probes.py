@@ -12,8 +12,8 @@ pytest.importorskip("torch", reason="the engine needs torch")
 
 from served import INLINE, LOOPS, SCHEDULERS, asked
 
-from cbengine import build
 from cbengine.errors import UsageError
+from cbengine.load import Load
 from cbengine.measure import calibrate, probes
 from cbengine.measure.probes import Probe, ProbeTable, Reach
 from cbsim.scenario import scenario
@@ -53,7 +53,7 @@ def test_probes_are_scenarios(scheduler: str, rows: int, longest: int, tokens: i
         assert Scenario.model_validate(ready.model_dump(mode="json")) == ready
         options: Any = scenario.scheduler_options(ready, 1)
         assert options.num_blocks * options.block_size >= probe.seats * (probe.prompt + probe.output)
-        sizes = build.capacity(options, generators.build(ready).specs())
+        sizes = Load.of(generators.build(ready).specs()).capacity(options)
         assert sizes.slots <= max(probe.seats, probe.requests)
 
 

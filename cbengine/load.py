@@ -1,0 +1,44 @@
+"""What a server has to be ready for, and how large a step and a table that can lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+from cbengine.batch import Capacity
+from cbsim.policy.kind import Options
+from cbsim.policy.request import RequestSpec
+
+
+class Load(NamedTuple):
+    """The most that a server is asked for: requests at a time, tokens of a prompt, of an answer, and of both."""
+
+    requests: int
+    prompt: int
+    answer: int
+    longest: int
+
+    @classmethod
+    def of(cls, specs: Sequence[RequestSpec]) -> Self:
+        """What these requests ask for."""
+        return cls(
+            len(specs),
+            max((spec.prompt_tokens for spec in specs), default=1),
+            max((spec.max_tokens for spec in specs), default=1),
+            max((spec.prompt_tokens + spec.max_tokens for spec in specs), default=1),
+        )
+
+    def capacity(self, options: Options) -> Capacity:
+        """The largest step and table of a scheduler with these options."""
+        limits = options.limits
+        longest = min(self.longest, limits.longest or self.longest)
+        slots = max(1, min(self.requests, limits.seats or self.requests))
+        rows = min(slots, limits.rows or slots)
+        rows *= 1 + limits.filled  # the padding of a row is a row of its own
+        budget = limits.tokens
+        if budget is None:  # a prompt as long as the longest for every row, and as many outputs
+            budget, longest = slots * self.prompt, self.prompt + self.answer
+        budget = min(budget, rows * longest)  # a row has no more to compute than its sequence
+        width = min(max(-(-longest // options.block_size) + 2, limits.table or 0), options.num_blocks)
+        sizes = Capacity(slots=slots, width=width, rows=rows, tokens=budget)
+        return sizes._replace(tokens=max(budget, sizes.sampling))

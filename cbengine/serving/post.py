@@ -1,0 +1,73 @@
+"""What the event loop tells the engine's thread: who came, who left, and that nobody else will come."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import NamedTuple
+
+from cbengine.device.clock import WallClock
+from cbengine.sequence import Sequence
+from cbsim.policy.request import RequestSpec
+from cbsim.server.inbox import NEVER_NS
+
+NS = 1_000_000_000
+
+
+class Came(NamedTuple):
+    """A request, and its text so far."""
+
+    sequence: Sequence
+
+
+class Left(NamedTuple):
+    """A client that gave its request up, and when (ns since the start)."""
+
+    spec: RequestSpec
+    at_ns: int
+
+
+class Post:
+    """Letters from one thread to another, in order, without a lock: one appends, the other takes. Whoever waits for
+    them sleeps until there are some.
+    """
+
+    def __init__(self) -> None:
+        self.closed = False  # after the letters that are there no request comes
+        self.stopped = False  # the reader is to end at once
+        self._letters: deque[Came | Left] = deque()
+        self._news = threading.Event()
+
+    def send(self, letter: Came | Left) -> None:
+        self._letters.append(letter)
+        self._news.set()
+
+    def close(self) -> None:
+        self.closed = True
+        self._news.set()
+
+    def stop(self) -> None:
+        self.stopped = True
+        self._news.set()
+
+    def take(self) -> list[Came | Left]:
+        """The letters that have come."""
+        letters = []
+        while self._letters:
+            letters.append(self._letters.popleft())
+        return letters
+
+    def wait(self, seconds: float | None) -> None:
+        """Return when something was sent since the last wait, or the time is over. None: it never is."""
+        self._news.wait(seconds)
+        self._news.clear()
+
+
+class WokenClock(WallClock):
+    """The machine's clock, for an engine that is woken by its post."""
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+
+    def wait_until(self, at_ns: int) -> None:
+        self._post.wait(None if at_ns >= NEVER_NS else max(0, at_ns - self.now_ns()) / NS)

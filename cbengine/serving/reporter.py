@@ -1,0 +1,155 @@
+"""What the engine's thread tells the event loop: what became of requests and steps, all of a step at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from cbengine.driver import Engine
+from cbengine.sequence import Sequence
+from cbengine.serving.post import Came, Post
+from cbsim.endpoint.backend import ABORT, Load
+from cbsim.policy.plan import StepPlan
+from cbsim.policy.request import RequestSpec
+from cbsim.server.inbox import Inbox
+from cbsim.server.running import ServerError
+
+NS = 1e9
+ERROR = "error"
+
+
+class Planned(NamedTuple):
+    """A step that has been launched: its query tokens, and whom its plan took in (with the tokens that the cache had)
+    or preempted.
+    """
+
+    tokens: int
+    at_ns: int
+    admitted: list[tuple[RequestSpec, int]]
+    preempted: list[RequestSpec]
+
+
+class Ended(NamedTuple):
+    """A request that is over, why (Stream.finish), and what went wrong."""
+
+    spec: RequestSpec
+    finish: str
+    error: str | None = None
+
+
+class Happened(NamedTuple):
+    """What is new at `at_ns`: steps that are over, tokens that they brought, requests that have ended."""
+
+    at_ns: int
+    steps: list[Planned]
+    tokens: list[tuple[RequestSpec, list[int]]]
+    ended: list[Ended]
+
+
+class Reporter:
+    """Stands between the engine and its post, in the engine's thread: feeds the inbox, hears of plans and tokens, and
+    is the client whose requests end. `tell` is called once a step, and once for what polls have ended.
+    """
+
+    def __init__(self, post: Post, tell: Callable[[Happened], None]) -> None:
+        self.open: list[RequestSpec] = []  # nobody is known before he comes
+        self.cancels: list[tuple[int, RequestSpec]] = []
+        self._post, self._tell = post, tell
+        self._coming: dict[RequestSpec, Sequence] = {}  # on their way to the engine
+        self._told: dict[RequestSpec, int] = {}  # of whoever is not over: tokens that the loop knows
+        self._planned: deque[Planned] = deque()
+        self._landed: list[RequestSpec] = []
+        self._ended: list[RequestSpec] = []
+        self._steps = 0
+
+    def serve(self, engine: Engine) -> None:
+        """Say of which engine it reports."""
+        self._engine = engine
+
+    @property
+    def load(self) -> Load:
+        """Read by any thread."""
+        scheduler = self._engine.scheduler
+        pool, running = scheduler.pool, len(scheduler.running)
+        waiting, used = max(0, len(self._told) - running), 1 - pool.free / pool.num_blocks
+        return Load(running, waiting, used, pool.block_size, pool.num_blocks)
+
+    # -- asked by the engine
+
+    def begin(self, spec: RequestSpec) -> Sequence:
+        """The text of a request that arrives."""
+        return self._coming.pop(spec)
+
+    def feed(self, inbox: Inbox) -> None:
+        """Put into the inbox what has come. Who is over has nothing to give up. Raises ServerError to end a run."""
+        if self._ended:
+            self._tell(Happened(self._engine.now_ns, [], [], self._ends()))
+        if self._post.stopped:
+            raise ServerError("interrupted")
+        closed = self._post.closed  # before the letters are taken: all of them have come by then
+        for letter in self._post.take():
+            if isinstance(letter, Came):
+                spec = letter.sequence.spec
+                self._coming[spec], self._told[spec] = letter.sequence, 0
+                inbox.put(spec)
+            elif letter.spec in self._told:
+                inbox.give_up(letter.at_ns, letter.spec)
+        if closed:
+            inbox.news = None
+
+    def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
+        """A request is over, for whatever reason; none follows it."""
+        del now_ns
+        self._ended.append(spec)
+        return []
+
+    def on_plan(self, plan: StepPlan) -> None:
+        requests = self._engine.scheduler.requests
+        admitted = [(c.spec, requests[c.spec].cached or 0) for c in plan.work.chunks if c.admitted]
+        preempted = [each.spec for each in plan.changes.preempted]
+        self._planned.append(Planned(plan.work.tokens, self._engine.now_ns, admitted, preempted))
+
+    def on_token(self, spec: RequestSpec, token: int) -> None:
+        """It has come back; whether it counts is known when its step has been applied."""
+        del token
+        self._landed.append(spec)
+
+    def on_step(self, now_ns: int) -> None:
+        """Called after every step, and while the engine waits."""
+        steps, self._steps = self._engine.record.step_count - self._steps, self._engine.record.step_count
+        if steps:
+            over = [self._planned.popleft() for _ in range(steps)]
+            tokens = [(spec, ids) for spec in self._landed if (ids := self._new(spec))]
+            self._landed = []
+            self._tell(Happened(now_ns, over, tokens, self._ends()))
+
+    # -- reports
+
+    def _new(self, spec: RequestSpec) -> list[int]:
+        """Its tokens that count and that nobody was told. Of a request that runs those after the last one seen may be
+        dropped; one that was given up is told no more.
+        """
+        if spec not in self._told:
+            return []
+        request, outputs, told = self._engine.scheduler.requests.get(spec), self._engine.sequences[spec].outputs, 0
+        told, self._told[spec] = self._told[spec], len(outputs) if request is None else request.seen
+        return outputs[told : self._told[spec]]
+
+    def _ends(self) -> list[Ended]:
+        ended, self._ended = [self._end(spec) for spec in self._ended], []
+        return ended
+
+    def _end(self, spec: RequestSpec) -> Ended:
+        """Why it ended. Its text is not kept."""
+        record, sequence = self._engine.record, self._engine.sequences[spec]
+        del self._told[spec]
+        sequence.forget()
+        for problems in (record.refusals, record.failures):
+            if spec in problems:
+                return Ended(spec, ERROR, problems[spec])
+        if spec in record.cancels:
+            return Ended(spec, ABORT)
+        finish = record.finish(spec)
+        assert finish is not None, spec.id
+        return Ended(spec, finish.value)

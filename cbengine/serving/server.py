@@ -1,0 +1,100 @@
+"""The engine of a session: requests come while it runs, and sizes follow from limits instead of a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cbengine import build
+from cbengine.build import Setup
+from cbengine.content import Prompts
+from cbengine.device import gpu
+from cbengine.driver import OnStep
+from cbengine.errors import UsageError
+from cbengine.load import Load
+from cbengine.serving.post import Post, WokenClock
+from cbengine.serving.reporter import Reporter
+from cbsim.scenario.scenario import Scenario, depth, scheduler_options
+from cbsim.workload.generators import Workload
+
+
+def longest(scenario: Scenario, loop: str) -> int:
+    """Tokens of the longest text that model, scheduler and cache take."""
+    options = scheduler_options(scenario, depth(loop))
+    pool = options.num_blocks * options.block_size
+    return min(scenario.model.max_position, pool, options.limits.longest or pool)
+
+
+def load(scenario: Scenario, loop: str) -> Load:
+    """The most that clients may send. A request that runs has a block at least."""
+    most, blocks = longest(scenario, loop), scheduler_options(scenario, depth(loop)).num_blocks
+    return Load(requests=blocks, prompt=most - 1, answer=most - 1, longest=most)
+
+
+def check(scenario: Scenario, setup: Setup) -> None:
+    """Refuse what clients cannot be served by. Raises UsageError."""
+    if scenario.kind.samples(scenario.scheduler) > 1:
+        raise UsageError(f"scheduler.name: got {scenario.scheduler.name}, which searches: a stream has one text")
+    if setup.device == "modelled":
+        raise UsageError("--device: got modelled, which computes no tokens, expected inline, process or cuda")
+
+
+class EngineServer:
+    """An engine that serves what its post brings, as a session wants a server. `workload` is empty. Raises what
+    `build.assembled` does.
+    """
+
+    measured = True
+
+    def __init__(
+        self, setup: Setup, post: Post, reporter: Reporter, scenario: Scenario, loop: str, workload: Workload
+    ) -> None:
+        assert not workload.total
+        plan = build.executor_plan(scenario, loop, [], setup, load(scenario, loop))
+        self.clock, self.start_ns = WokenClock(post), 0
+        self.engine, self._device = build.assembled(
+            scenario,
+            loop,
+            plan,
+            setup,
+            reporter,
+            Prompts(scenario.seed, plan.architecture.vocab),
+            begin=reporter.begin,
+            clock=self.clock,
+            on_plan=reporter.on_plan,
+            on_token=reporter.on_token,
+            feed=reporter.feed,
+        )
+        reporter.serve(self.engine)
+        self.record, self._on_gpu = self.engine.record, setup.device == "cuda"
+        self._facts: dict[str, Any] = {
+            **({"gpu_before": gpu.state()} if self._on_gpu else {}),
+            "engine": "cbengine",
+            "weights": str(setup.weights) if setup.weights else "random",
+            "dtype": scenario.model.dtype,
+            "sampling": "as requests ask",
+        }
+
+    @property
+    def now_ns(self) -> int:
+        return self.engine.now_ns
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return {**self._device.facts, **self._facts}
+
+    def run(self, on_step: OnStep) -> None:
+        """Serve until the post is closed and everything has ended; times count from `start_ns`. Raises StuckError,
+        ServerError. All cache blocks are free after it.
+        """
+        try:
+            self.engine.run(on_step, self.start_ns)
+            self.engine.check_returned()
+        finally:
+            if self._on_gpu:
+                self._facts["gpu_after"] = gpu.state()
+            self.engine.close()
+
+    def files(self) -> Mapping[str, bytes]:
+        """A session keeps the log of its requests, and not what they said."""
+        return {}

@@ -1,0 +1,132 @@
+"""`cbengine serve` as a command: how a session ends, and a user's mistakes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the engine needs torch")
+pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
+
+from calls import ROOT, runs
+from engine_calls import call, refused
+from openai import OpenAI
+
+from cbsim.endpoint.tokenizer import EMBEDDED
+from cbsim.results import directory
+from cbsim.server import replan
+
+
+@contextlib.contextmanager
+def started(out: Path, *words: object) -> Iterator[tuple[subprocess.Popen[str], OpenAI]]:
+    """The command in a process of its own, and a client of it."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    common = ["serve", "tiny_cpu", "--port", 0, "--out", out, "--quiet", *words]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cbengine", *map(str, common)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout and process.stderr
+        line = process.stdout.readline()
+        place = re.search(r"http://\S+/v1", line)
+        assert place, line + process.stderr.read()
+        with OpenAI(base_url=place[0], api_key="none", max_retries=0) as client:
+            yield process, client
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def long_answer(client: OpenAI, tokens: int) -> Any:
+    more: Any = {"extra_body": {"ignore_eos": True}}
+    return iter(client.completions.create(model="tiny_cpu", prompt="x", max_tokens=tokens, stream=True, **more))
+
+
+@pytest.mark.parametrize("device", ["inline", "process"])
+def test_a_request_to_end_lets_answers_end(device: str, tmp_path: Path) -> None:
+    """SIGTERM in the middle of an answer: it comes to its end, the process exits with 0, the directory is whole."""
+    with started(tmp_path, "--device", device) as (process, client):
+        answer = long_answer(client, 60)
+        first = next(answer)
+        process.send_signal(signal.SIGTERM)
+        chunks = [first, *answer]
+        assert len(chunks) == 60
+        assert chunks[-1].choices[0].finish_reason == "length"
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out, err) == (0, "", "")
+    (path,) = runs(tmp_path)
+    run = directory.load(path)
+    assert run.incomplete is None
+    assert [row.status for row in run.requests] == ["length"]
+    assert replan.rederive(path) == (len(run.steps), len(run.steps), None)
+    assert run.environment["command"].startswith(f"python -m cbengine serve tiny_cpu --device {device}")
+
+
+def test_a_second_one_cuts_them(tmp_path: Path) -> None:
+    """The directory says so, and its plans still follow from it."""
+    with started(tmp_path, "--device", "inline", "--grace", 600) as (process, client):
+        answer = long_answer(client, 2000)
+        next(answer)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(Exception):
+            list(answer)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert err.startswith("incomplete: 1 answers were cut off")
+    (path,) = runs(tmp_path)
+    run = directory.load(path)
+    assert run.incomplete
+    assert [row.status for row in run.requests] == ["aborted"]
+    assert replan.rederive(path).difference is None
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--host", "0.0.0.0"), ("host 0.0.0.0 is open to other machines", "API key")),
+        (("--host", "no such host"), ("host 'no such host' is not known",)),
+        (("--tokenizer", "nowhere"), ("nowhere/tokenizer.json: cannot be read",)),
+        (("--model", "nowhere"), ("nowhere/tokenizer.json: cannot be read",)),
+        (("--port", "65536"), ("argument --port", "0 to 65535")),
+        (("--device", "modelled"), ("argument --device", "'modelled'")),
+        (("--set", "scheduler={name: beam}"), ("scheduler.name: got beam, which searches",)),
+        (("--set", "model.layers=1e9"), ("model: the weights of Tiny take up to", "GB free")),
+        (("--loop", "both"), ("argument --loop", "'both'")),
+    ],
+)
+def test_mistakes_are_one_message(words: tuple[str, ...], says: tuple[str, ...]) -> None:
+    device = () if "--device" in words else ("--device", "inline")
+    refused(call("serve", "tiny_cpu", "--port", "0", *device, *words), 2, *says)
+
+
+def test_a_tokenizer_of_another_model_is_refused(folder: Path) -> None:
+    said = call("serve", "tiny_cpu", "--port", 0, "--device", "inline", "--model", folder, "--tokenizer", EMBEDDED)
+    refused(said, 2, "the tokenizer has 4096 tokens, the model ", "they do not belong together")
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    """One message; the directory that was begun says why it is empty."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = call("serve", "tiny_cpu", "--port", port, "--device", "inline", "--out", tmp_path)
+    refused(said, 2, f"cannot listen on 127.0.0.1:{port}")
+    (path,) = runs(tmp_path)
+    assert "cannot listen" in (path / "INCOMPLETE").read_text()

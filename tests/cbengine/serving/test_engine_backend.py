@@ -1,0 +1,345 @@
+"""What clients of a real engine get: the model's tokens, whoever else is there, until an end that is theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the engine needs torch")
+pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
+from served import INLINE, LOOPS, SCHEDULERS, VOCAB, asked, check_text, server
+from served import spec as a_spec
+from talking import Said, Server
+
+from cbengine import build
+from cbengine.content import Prompts
+from cbengine.device.base import DeviceError
+from cbengine.errors import UsageError
+from cbengine.serving import command
+from cbengine.serving.post import Left, Post, WokenClock
+from cbsim.endpoint.backend import Stream
+from cbsim.server.inbox import NEVER_NS
+from cbsim.workload.generators import Workload
+
+SHARED = [(7 * i + 3) % VOCAB for i in range(12)]
+PROMPTS = [[*SHARED[:8], i, i + 1, 5 * i % VOCAB, 2, 9] for i in range(4)] + [SHARED, [17]]
+
+
+def sizes(scheduler: str = "vllm", block_size: int = 4, blocks: int = 60, budget: int = 64, seats: int = 4) -> Any:
+    return server(scheduler, block_size, blocks, budget, seats, sharing=True)
+
+
+def text_of(said: Said) -> Any:
+    """As `check_text` takes one: what the model says after the prompt alone, greedily."""
+    prompt = np.array(said.stream.generation.prompt)
+    return SimpleNamespace(prompt=prompt, outputs=said.tokens, spec=a_spec(0, len(prompt), 1))
+
+
+async def everybody(server: Server) -> list[Said]:
+    return await asyncio.gather(*(server.ask(prompt, 12) for prompt in PROMPTS))
+
+
+# -- tokens -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_requests_at_a_time_say_what_each_says_alone(scheduler: str, loop: str) -> None:
+    """Under every scheduler, with prompts that share content: the tokens are those of transformers' `generate`."""
+    for said in Server(sizes(scheduler), loop).talk(everybody):
+        assert (said.stream.finish, len(said.tokens)) == ("length", 12)
+        check_text(text_of(said))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_client_gets_what_replay_computes(loop: str) -> None:
+    """The same prompt in a run without an endpoint: token by token the same, its prefix found in the cache or not."""
+
+    class Given(Prompts):
+        def of(self, spec: Any) -> Any:
+            return np.array(PROMPTS[spec.index], dtype=np.int32)
+
+    specs = [a_spec(i, len(prompt), 12) for i, prompt in enumerate(PROMPTS)]
+    engine, _ = build.engine(sizes(), loop, Workload(specs, len(specs)), INLINE, prompts=Given(0, VOCAB))
+    engine.run()
+    engine.close()
+    said = Server(sizes(), loop).talk(everybody)
+    assert [each.tokens for each in said] == [engine.sequences[spec].outputs for spec in specs]
+
+
+def test_a_seed_makes_a_request_the_same_again() -> None:
+    """In another session, in another place of it; without a seed each draws of its own."""
+
+    async def twice(server: Server) -> list[Said]:
+        return [await server.ask(PROMPTS[0], 12, temperature=1.0, seed=seed) for seed in (None, 5, -3, 5, None)]
+
+    async def late(server: Server) -> Said:
+        await server.ask(PROMPTS[1], 3)
+        return await server.ask(PROMPTS[0], 12, temperature=1.0, seed=5)
+
+    none, first, minus, again, other = (said.tokens for said in Server(sizes(), "async").talk(twice))
+    assert first == again == Server(sizes(), "sync").talk(late).tokens
+    assert len({tuple(tokens) for tokens in (none, first, minus, other)}) == 4
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_stop_token_ends_a_text_that_has_its_least_tokens(loop: str) -> None:
+    """The token itself is told and nothing behind it; among the first `min_tokens` it is a token like others."""
+
+    async def ends(server: Server) -> tuple[Said, list[tuple[int, Said]]]:
+        whole = await server.ask(PROMPTS[0], 12)
+        end = whole.tokens[5]
+        options: list[dict[str, Any]] = [{"stop_token_ids": (end,)}, {"stop_token_ids": (end,), "min_tokens": 6}]
+        return whole, [(end, await server.ask(PROMPTS[0], 12, **more)) for more in options]
+
+    whole, asked_twice = Server(sizes(), loop).talk(ends)
+    for least, (end, said) in zip((0, 6), asked_twice, strict=True):
+        at = next((i for i, token in enumerate(whole.tokens) if token == end and i >= least), None)
+        wanted = (whole.tokens, "length") if at is None else (whole.tokens[: at + 1], "stop")
+        assert (said.tokens, said.stream.finish) == wanted
+    assert asked_twice[0][1].stream.finish == "stop"
+
+
+def test_the_models_end_is_an_end_unless_it_is_ignored() -> None:
+    whole = Server(sizes(), "async").talk(everybody)[0].tokens
+    ends = frozenset({whole[4]})
+
+    async def both(server: Server) -> list[Said]:
+        return [await server.ask(PROMPTS[0], 12, ignore_eos=ignored) for ignored in (False, True)]
+
+    ended, ignored = Server(sizes(), "async", ends).talk(both)
+    assert ended.tokens == whole[: whole.index(whole[4]) + 1]
+    assert (ended.stream.finish, ignored.stream.finish, ignored.tokens) == ("stop", "length", whole)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_who_leaves_makes_room(loop: str) -> None:
+    """The next request needs the whole cache, and has it."""
+    full = sizes(blocks=12, block_size=4)
+
+    async def leave(server: Server) -> tuple[Said, Said]:
+        left = await server.ask([1] * 20, 20, leave_after=3)
+        return left, await server.ask([2] * 20, 24)
+
+    served = Server(full, loop)
+    left, after = served.talk(leave)
+    assert (left.stream.finish, after.stream.finish, len(after.tokens)) == ("abort", "length", 24)
+    assert 3 <= len(left.tokens) < 20
+    (row,) = [row for row in served.engine.record.requests() if row.id == "r0"]
+    assert row.status == "aborted"
+    assert served.backend.load.kv_usage == 0
+
+
+def test_what_cannot_be_served_is_said_and_leaves_no_trace() -> None:
+    served = Server(sizes(), "async")
+
+    async def wrong(server: Server) -> list[str | None]:
+        most = server.backend.max_model_len
+        bad: list[tuple[list[int], int, dict[str, Any]]] = [
+            ([], 1, {}),
+            ([VOCAB], 1, {}),
+            ([-1], 1, {}),
+            ([1 << 40], 1, {}),
+            ([1] * most, 1, {}),
+            ([1], most, {}),
+            ([1], 0, {}),
+            ([1], 1, {"temperature": -1.0}),
+            ([1], 1, {"top_p": 0.0}),
+        ]
+        return [(await server.ask(prompt, tokens, **more)).stream.error for prompt, tokens, more in bad]
+
+    fields = ["prompt"] * 4 + ["max_tokens"] * 3 + ["sampling.temperature", "sampling.top_p"]
+    assert [str(error).partition(":")[0] for error in served.talk(wrong)] == fields
+    assert not served.engine.record.requests()
+    assert served.backend.log.text() == ""
+    late = served.send([1], 1)
+    assert (late.stream.finish, late.stream.error) == ("error", "the server takes no more requests")
+
+
+def test_the_policys_refusal_reaches_the_client() -> None:
+    """Every token of the pool would fit the model; the policy keeps a block back."""
+
+    async def refused(server: Server) -> Said:
+        return await server.ask([1] * 30, server.backend.max_model_len - 30)
+
+    served = Server(sizes("transformers_fifo", blocks=12), "async")
+    said = served.talk(refused)
+    assert (said.stream.finish, said.tokens) == ("error", [])
+    (row,) = served.engine.record.requests()
+    assert (row.status, row.reason) == ("refused", said.stream.error)
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_logits_that_are_no_numbers_end_their_request_alone(loop: str) -> None:
+    served = Server(sizes(), loop)
+    device, steps = served.engine._device, 0
+    wait = device.wait
+
+    def broken(slot: int) -> Any:
+        nonlocal steps
+        results, lanes = wait(slot)
+        steps += 1
+        if steps == 6:
+            results[0] = -1
+        return results, lanes
+
+    with mock.patch.object(device, "wait", broken):
+        said = served.talk(everybody)
+    failed = [each for each in said if each.stream.finish == "error"]
+    assert [each.stream.error for each in failed] == ["the logits of a token were not numbers"]
+    assert all((each.stream.finish, len(each.tokens)) == ("length", 12) for each in said if each not in failed)
+
+
+def test_a_device_that_fails_ends_all_and_is_said(tmp_path: Any) -> None:
+    """Streams end with the reason, whoever comes later hears it at once, and so does the run directory's reader."""
+    served = Server(sizes(), "async")
+    device = served.engine._device
+    launch, launched = device.launch, 0
+
+    def fail(*step: Any) -> None:
+        nonlocal launched
+        launched += 1
+        if launched == 5:
+            raise DeviceError("the worker process was killed by signal 9")
+        launch(*step)
+
+    async def until_it_fails(server: Server) -> tuple[list[Said], Said]:
+        return await everybody(server), await server.ask([1], 1)
+
+    with mock.patch.object(device, "launch", fail):
+        said, late = served.talk(until_it_fails)
+    reason = "the worker process was killed by signal 9"
+    assert served.backend.dead == reason
+    assert {(each.stream.finish, each.stream.error) for each in (*said, late)} == {("error", reason)}
+    path = served.written(tmp_path, served.backend.dead)
+    assert (path / "INCOMPLETE").read_text() == f"{reason}\n"
+
+
+def test_a_cancelled_session_ends_after_a_step() -> None:
+    """Its requests end as errors, and no thread is left."""
+    served = Server(sizes(), "async")
+
+    async def cut_short() -> Said:
+        running = asyncio.create_task(served.backend.run())
+        await asyncio.sleep(0)
+        said = served.send(PROMPTS[0], 200)
+        await said.stream.take()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert await said.stream.take() == [] or await said.stream.take() == []
+        return said
+
+    said = asyncio.run(cut_short())
+    assert (said.stream.finish, said.stream.error) == ("error", "interrupted")
+    assert "engine" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_search_serves_no_clients() -> None:
+    with pytest.raises(UsageError, match=r"^scheduler\.name: got beam, which searches"):
+        command.opened(asked("beam"), INLINE, command.EngineOptions("serve"))
+
+
+# -- waiting ----------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_polls_while_nobody_comes() -> None:
+    """Two polls a step, and one for each wait that somebody ended: the engine sleeps until its post wakes it."""
+    served = Server(sizes(), "sync")
+    waits: list[float | None] = []
+    wait = Post.wait
+
+    def counted(post: Post, seconds: float | None) -> None:
+        waits.append(seconds)
+        wait(post, seconds)
+
+    async def pauses(server: Server) -> None:
+        for _ in range(3):
+            await server.ask(PROMPTS[0], 4)
+            for _ in range(50):
+                await asyncio.sleep(0)
+
+    with mock.patch.object(Post, "wait", counted):
+        served.talk(pauses)
+    record = served.engine.record
+    assert set(waits) == {None}
+    assert len(waits) <= 10
+    assert record.polls <= 2 * record.step_count + len(waits) + 4
+
+
+def test_a_letter_ends_a_wait_whenever_it_was_sent() -> None:
+    """Before the wait or in it; the next wait is for another one."""
+    post = Post()
+    clock = WokenClock(post)
+    letter = Left(a_spec(0, 1, 1), 0)
+    post.send(letter)
+    clock.wait_until(NEVER_NS)
+    assert post.take() == [letter]
+    thread = threading.Thread(target=clock.wait_until, args=(NEVER_NS,))
+    thread.start()
+    post.send(letter)
+    thread.join(60)
+    assert not thread.is_alive()
+    begun = clock.now_ns()
+    clock.wait_until(begun + 1_000_000)
+    assert clock.now_ns() >= begun + 1_000_000
+
+
+# -- what the meter hears ---------------------------------------------------------------------------------------------
+
+
+def test_the_meter_hears_every_step_and_token() -> None:
+    class Counts:
+        def __init__(self) -> None:
+            self.steps: list[tuple[int, int]] = []
+            self.told = self.ended = self.scheduled = self.arrived_ = 0
+
+        def arrived(self, stream: Stream) -> None:
+            self.arrived_ += 1
+
+        def scheduled_(self, stream: Stream) -> None:
+            self.scheduled += 1
+
+        def told_(self, stream: Stream, tokens: int, gap_s: float) -> None:
+            assert gap_s >= 0
+            self.told += tokens
+
+        def ended_(self, stream: Stream) -> None:
+            self.ended += 1
+
+        def stepped(self, tokens: int, preempted: int) -> None:
+            self.steps.append((tokens, preempted))
+
+    counts = Counts()
+    meter: Any = SimpleNamespace(
+        arrived=counts.arrived,
+        scheduled=counts.scheduled_,
+        told=counts.told_,
+        ended=counts.ended_,
+        stepped=counts.stepped,
+    )
+    served = Server(sizes(blocks=16), "async")
+    served.backend.meter = meter
+
+    async def metered(server: Server) -> None:
+        with mock.patch("talking.Stream", lambda generation: Stream(generation, meter)):
+            await everybody(server)
+
+    served.talk(metered)
+    steps = served.engine.record
+    rows = steps.requests()
+    assert (counts.arrived_, counts.scheduled, counts.ended, counts.told) == (6, 6, 6, 72)
+    assert len(counts.steps) == steps.step_count
+    assert sum(preempted for _, preempted in counts.steps) == sum(row.preemptions for row in rows)

@@ -1,0 +1,176 @@
+"""OpenAI's clients against a real engine, over a socket: its texts, a client that leaves, the end of a session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("torch", reason="the engine needs torch")
+pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
+
+import folders
+from calls import runs
+from openai import AsyncOpenAI
+from served import LOOPS
+from talking import placed
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cbengine import text
+from cbengine.build import Setup
+from cbengine.device.base import DeviceError, Inline
+from cbengine.serving.backend import EngineBackend
+from cbengine.serving.command import EngineOptions, opened
+from cbsim.endpoint.command import ServeOptions, serve
+from cbsim.endpoint.listen import Stop, listen
+from cbsim.endpoint.settings import Settings
+from cbsim.results import directory
+from cbsim.scenario import scenario
+from cbsim.server import replan
+from cbsim.server.served import SessionDirectory, with_one_loop
+
+MESSAGES: Any = [{"role": "user", "content": "What is a step?"}]
+PROMPTS = ["the quick brown fox", "the quick brown fox jumps over", "a lazy dog: naïve", "the"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folders.write(tmp_path_factory.mktemp("served") / "tiny-llama")
+
+
+def backend(loop: str, weights: Path | None = None) -> EngineBackend:
+    asked = with_one_loop(scenario.load("tiny_cpu", [f"loop.mode={loop}", "model.layers=1", "model.hidden=64"]))
+    with placed():
+        return opened(
+            asked, Setup(device="inline", weights=weights), EngineOptions("python -m cbengine serve tiny_cpu")
+        )
+
+
+@contextlib.asynccontextmanager
+async def listening(served: EngineBackend) -> AsyncIterator[AsyncOpenAI]:
+    """A client of a server on a free port, until the block ends."""
+    stop, port = Stop(), asyncio.get_running_loop().create_future()
+    settings = Settings(grace_s=60.0)
+    work = asyncio.create_task(
+        listen(served, settings, port=0, stop=stop, signals=False, ready=lambda _, number: port.set_result(number))
+    )
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{await port}/v1", api_key="none", max_retries=0) as client:
+        yield client
+    stop.ask()
+    assert not (await work).message
+
+
+def checked(served: EngineBackend, folder: Path) -> directory.Run:
+    """The session's run directory, whose plans follow from it."""
+    place = SessionDirectory(served.session, served.log, folder, "0" * 8)
+    place.write({})
+    verdict, run = replan.rederive(place.path), directory.load(place.path)
+    assert verdict == (len(run.steps), len(run.steps), None), verdict
+    return run
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_texts_of_a_folders_model_are_transformers_own(loop: str, folder: Path, tmp_path: Path) -> None:
+    """Greedy completions at a time, in text: what `generate` and the tokenizer of the folder say of each alone, but
+    for half a character at the end. The model is called as its folder is.
+    """
+    reader, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    served = backend(loop, folder)
+
+    async def session() -> list[Any]:
+        async with listening(served) as client:
+            (card,) = (await client.models.list()).data
+            assert card.id == "tiny-llama"
+            asked = [
+                client.completions.create(model="tiny-llama", prompt=prompt, max_tokens=20, temperature=0)
+                for prompt in PROMPTS
+            ]
+            return await asyncio.gather(*asked)
+
+    for prompt, answer in zip(PROMPTS, asyncio.run(session()), strict=True):
+        ids = reader(prompt, return_tensors="pt")["input_ids"]
+        said = model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=folders.END)[0, ids.shape[1] :]
+        ended = folders.END in said
+        assert answer.choices[0].text == reader.decode(said, skip_special_tokens=True).rstrip(text.HALF)
+        assert answer.choices[0].finish_reason == ("stop" if ended else "length")
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (ids.shape[1], len(said))
+    assert len(checked(served, tmp_path).requests) == len(PROMPTS)
+
+
+def test_a_stream_says_what_a_whole_answer_says() -> None:
+    """Of the scenario's own random model, with the tokenizer that comes with cbsim. Every token is a chunk."""
+    served = backend("async")
+
+    async def session() -> tuple[Any, list[Any]]:
+        greedy: Any = {"model": "tiny_cpu", "messages": MESSAGES, "max_completion_tokens": 16, "temperature": 0}
+        async with listening(served) as client:
+            whole = await client.chat.completions.create(**greedy)
+            options: Any = {"stream_options": {"include_usage": True}}
+            stream = await client.chat.completions.create(**greedy, **options, stream=True)
+            return whole, [chunk async for chunk in stream]
+
+    whole, (head, *chunks, usage) = asyncio.run(session())
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.choices[0].message.content
+    assert head.choices[0].delta.role == "assistant"
+    assert len(chunks) == usage.usage.completion_tokens == whole.usage.completion_tokens
+    assert usage.usage.prompt_tokens_details.cached_tokens == 0
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_a_client_that_closes_its_stream_gives_up_its_request(tmp_path: Path) -> None:
+    served = backend("async")
+
+    async def session() -> None:
+        async with listening(served) as client:
+            more: Any = {"extra_body": {"ignore_eos": True}}
+            stream = await client.completions.create(model="tiny_cpu", prompt="x", max_tokens=2000, stream=True, **more)
+            async for _ in stream:
+                break
+            await stream.close()
+            await client.completions.create(model="tiny_cpu", prompt="y", max_tokens=3)
+
+    asyncio.run(session())
+    left, other = checked(served, tmp_path).requests
+    assert (left.status, other.status) == ("aborted", "length")
+    assert 0 < sum(left.token_runs[1::2]) < 2000
+
+
+def test_a_dead_server_is_said_to_its_clients(tmp_path: Path) -> None:
+    """The answer under way ends with the reason, the exit status is 1, and the directory says why."""
+    served = backend("sync")
+    launch, launched = Inline.launch, 0
+
+    def fail(self: Any, *step: Any) -> None:
+        nonlocal launched
+        launched += 1
+        if launched == 4:
+            raise DeviceError("the worker process ended with exit code 3")
+        launch(self, *step)
+
+    async def session() -> tuple[int, str]:
+        options = ServeOptions("127.0.0.1", 0, tmp_path, Settings(grace_s=60.0), quiet=True)
+        port = asyncio.get_running_loop().create_future()
+        real = listen
+
+        async def told(*words: Any, **more: Any) -> Any:
+            return await real(*words, **{**more, "ready": lambda _, number: port.set_result(number)})
+
+        with mock.patch("cbsim.endpoint.command.listen", told):
+            work = asyncio.create_task(serve(served, served.session, served.log, options))
+            url = f"http://127.0.0.1:{await port}/v1"
+            async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+                with pytest.raises(Exception, match="exit code 3") as error:
+                    await client.completions.create(model="tiny_cpu", prompt="x", max_tokens=50)
+                return await work, str(error.value)
+
+    with mock.patch.object(Inline, "launch", fail):
+        status, message = asyncio.run(session())
+    assert status == 1
+    assert "500" in message
+    (path,) = runs(tmp_path)
+    assert (path / "INCOMPLETE").read_text() == "the worker process ended with exit code 3\n"
