@@ -1,8 +1,8 @@
 """An event loop whose time is virtual: when nobody has anything to do now, it jumps to the next moment.
 
 Sockets and threads work as on any loop, and take no virtual time: before it jumps the loop looks for what is on its way
-to it over the loopback interface, and waits for work that was handed to threads. What cannot be had in virtual time is
-told: a real sleep, a call that blocks the loop, a thread that waits for it.
+to it over the loopback interface, and waits for work that was handed to threads. What it was not made for is
+told: a sleep that is not asyncio's, a call that blocks the loop, a thread that waits for it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class VirtualTimeError(RunError):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`time()` is virtual, in seconds from 0. `strays` say what took real time that the clock did not see, `offences`
-    what was refused.
+    """`time()` is virtual, in seconds from 0. `strays` say what it was not made for and what came of it; `stuck` what
+    could not go on, whatever became of the error that its caller was told with.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._order = count()
         self._threads: dict[asyncio.Future[Any], tuple[str, float]] = {}
         self.strays: list[str] = []
-        self.offences: list[str] = []
+        self.stuck: str | None = None
         selector = selectors.DefaultSelector()
         super().__init__(selector)
         self._look = selector.select
@@ -147,31 +147,30 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Callbacks are at work from here on."""
         self._left_at, self._left_cpu, self._left_waits = _now_s(), _thread_s(), _waits()
 
-    def check_strays(self) -> None:
-        """Raise VirtualTimeError if somebody slept or blocked, whatever became of the error that it was told with."""
-        if self.offences:
-            raise VirtualTimeError(self.offences[0])
+    def check_stuck(self) -> None:
+        """Raise VirtualTimeError if somebody was."""
+        if self.stuck is not None:
+            raise VirtualTimeError(self.stuck)
 
     def stray_sleep(self, seconds: float) -> None:
-        """In place of time.sleep. Other threads may sleep: whether anybody waits for them is not known."""
+        """In place of time.sleep: that time passes, and nobody else has it. Other threads may sleep: whether anybody
+        waits for them is not known.
+        """
         if threading.get_ident() != self._thread_id:  # type: ignore[attr-defined]
             self.strays.append(f"a thread slept for {seconds:g} s of real time, which took no virtual time")
             REAL["sleep"](seconds)
             return
         where = _place(sys._getframe(1))
-        text = f"time.sleep({seconds:g}) in {where}: real time cannot pass in virtual time; await asyncio.sleep instead"
-        self.offences.append(text)
-        raise VirtualTimeError(text)
+        self.strays.append(f"time.sleep({seconds:g}) in {where} kept the loop: what was due meanwhile came late")
+        self._virtual_s += seconds
 
     def blocked(self, signum: int, frame: FrameType | None) -> None:
         """A signal handler: raise VirtualTimeError where the loop has been stuck for too long."""
         del signum
         waited = _now_s() - self._left_at
         if self.is_running() and waited > PATIENCE_S and waited - (_thread_s() - self._left_cpu) > waited / 2:
-            self.offences.append(
-                f"{_place(frame)} has blocked the loop for {waited:.0f} s: use an asynchronous call there"
-            )
-            raise VirtualTimeError(self.offences[-1])
+            self.stuck = f"{_place(frame)} has blocked the loop for {waited:.0f} s: use an asynchronous call there"
+            raise VirtualTimeError(self.stuck)
 
 
 @contextmanager
