@@ -67,7 +67,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         ),
         "schema": lambda: commands.schema(arguments.out),
         "list": commands.catalogue,
-        "bench": lambda: _bench(arguments),
+        "bench": lambda: _endpoint(lambda: _bench(arguments)),
         "serve": lambda: _endpoint(lambda: serving.serve(arguments)),
         "drive": lambda: _endpoint(lambda: serving.drive(arguments)),
     }
@@ -89,6 +89,11 @@ def _endpoint(act: Callable[[], int]) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     from cbsim.proof import bench
 
+    if arguments.cases == ["endpoint"]:
+        from cbsim.serving import bench as tokens
+
+        tokens.bench(as_json=arguments.json)
+        return 0
     if arguments.peers:
         from cbsim.proof import peers
         from cbsim.scenario.fields import ScenarioError
@@ -158,7 +163,10 @@ def _parser() -> argparse.ArgumentParser:
     about = "measure the simulator: seconds, steps, requests, peak memory a case"
     bench = command("bench", about, "decode_64 --json")
     bench.add_argument(
-        "cases", nargs="*", metavar="CASE", help="cases to run (all but million); steps: what a step costs"
+        "cases",
+        nargs="*",
+        metavar="CASE",
+        help="cases to run (all but million); steps: what a step costs; endpoint: a token",
     )
     bench.add_argument("--peers", action="store_true", help="beside other simulators that are installed, in turn")
     bench.add_argument("--json", action="store_true", help="print one JSON object, a case a key")

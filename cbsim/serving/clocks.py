@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from asyncio import Future, get_running_loop
 from typing import Protocol
 
 from cbsim.serving.virtual_loop import VirtualLoop
 
 NS = 1_000_000_000
-EARLY_S = 2e-3
-"""A selector wakes up to a millisecond late: from so long before a deadline on the loop is asked again and again."""
+EARLY_S = 1.1e-3
+"""A selector wakes up to a millisecond late. From so long before a deadline on this thread takes naps between two looks
+at what is ready."""
+NAP_S = 1e-4
 
 
 class Clock(Protocol):
@@ -51,7 +54,8 @@ class RealClock:
             if loop.time() < at_s - EARLY_S:
                 return
         await asyncio.sleep(0)
-        while loop.time() < at_s:
+        while (left_s := at_s - loop.time()) > 0:
+            time.sleep(min(left_s, NAP_S))
             await asyncio.sleep(0)
 
     def lag_s(self, at_ns: int) -> float:

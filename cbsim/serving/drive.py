@@ -29,7 +29,7 @@ from cbsim.server.status import ERROR, OK
 from cbsim.serving.clocks import VirtualClock
 from cbsim.serving.session import Opened, open_session
 from cbsim.serving.virtual_loop import VirtualLoop, VirtualTimeError, clocks, watched
-from cbsim.serving.virtual_server import end_others
+from cbsim.serving.virtual_server import IN_PROCESS, end_others
 
 VLLM = ("vllm", "bench", "serve")
 FAILED = "client_error.txt"  # of a run directory
@@ -70,6 +70,7 @@ async def _together(opened: Opened, client: Client) -> None:
     door = asyncio.ensure_future(
         listen(
             opened.backend,
+            IN_PROCESS,
             port=0,
             meter=VllmMeter(opened.backend),
             stop=stop,

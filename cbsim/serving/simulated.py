@@ -195,7 +195,7 @@ class SimulatedBackend:
             await self._news
             return
         at_ns = int(due)
-        if self._clock.now_ns() < at_ns or self._clock.lag_s(at_ns) <= 0:
+        if self._clock.now_ns() <= at_ns:
             await self._clock.until(at_ns, self._news)
         else:
             await asyncio.sleep(0)

@@ -16,6 +16,7 @@ others say virtual time, threads that it waits for take none.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +37,8 @@ from cbsim.serving.virtual_loop import VirtualLoop, VirtualTimeError, clocks, wa
 
 T = TypeVar("T")
 HOST = "http://simulated"
+IN_PROCESS = Settings(inline_characters=sys.maxsize)
+"""Threads end in any order, and virtual time waits for them anyhow: texts are encoded where they come in."""
 COMMAND = "python -m cbsim run scenario.resolved.yaml"  # in the run directory
 
 
@@ -46,7 +49,7 @@ class VirtualServer:
         """Raises ScenarioError, and UserError for a tokenizer that cannot be read."""
         self.session: Opened = open_session(scenario, VirtualClock(), open_tokenizer(tokenizer), model, COMMAND)
         self.model = self.session.backend.model
-        self.app = build(self.session.backend, Settings())
+        self.app = build(self.session.backend, IN_PROCESS)
         self.base_url = f"{HOST}/v1"
         self._used = False
         self.strays: tuple[str, ...] = ()  # what virtual time was not made for, of the run

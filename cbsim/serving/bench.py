@@ -1,79 +1,120 @@
 """What a streamed token costs the endpoint, beside the least that asyncio can do: bytes written to transports from the
 loop that makes the steps, without HTTP parsing, tasks or text.
 
-A server is a process of its own, and its CPU time is what counts. Both serve the same streams, in alternation.
+A server is a process of its own, and its CPU time is what counts. All serve the same streams, in alternation: the bare
+writer, the endpoint in front of a script, and the endpoint in front of the simulated machine, metered, as `serve` is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing as mp
 import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from statistics import median
 
 from cbsim.endpoint.events import DONE
+from cbsim.endpoint.listen import Stop, listen
+from cbsim.endpoint.metrics import VllmMeter
+from cbsim.endpoint.scripted import Scripted
+from cbsim.endpoint.tokenizer import open_tokenizer
+from cbsim.scenario.sources import scenario_of
+from cbsim.serving.clocks import RealClock
+from cbsim.serving.session import open_session
 
 HEAD = (
     b'data: {"id":"cmpl-0","object":"text_completion","created":1700000000,"model":"bare",'
     b'"choices":[{"index":0,"text":"'
 )
 TAIL = b'","logprobs":null,"finish_reason":null}]}\n\n'
+BARE = "bare"
+SCENARIO = {
+    "question": "What does a token cost?",
+    "model": "llama-3.1-8b",
+    "hardware": "h100-sxm",
+    "workload": {"kind": "synthetic", "requests": 1, "prompt_tokens": 1, "output_tokens": 1},
+    "scheduler": {"name": "vllm", "max_num_seqs": 256},
+    "loop": {"mode": "async"},
+}
 BAR = 3.2
 """The endpoint's CPU time a token may be so many times the bare writer's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """So many streams at once, each of so many tokens, one every `itl_s`."""
+    """So many streams, each of so many tokens, one every `itl_s`; they begin `apart_s` after each other."""
 
     streams: int = 256
     tokens: int = 100
     itl_s: float = 0.02
+    apart_s: float = 0.004
+
+
+STEADY, FASTER = Work(tokens=500), Work(tokens=500, itl_s=0.01)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """CPU time a token; how late the steps were made, as the server saw it. All requests arrive in one of them."""
+    """CPU time a token; how late the steps were made, as the server saw it."""
 
     us_per_token: float
     late_median_ms: float
+    late_p99_ms: float
     late_most_ms: float
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Runs of both, in the order in which they were made."""
+    """Runs by server, in the order in which they were made."""
 
-    bare: tuple[Cost, ...]
-    endpoint: tuple[Cost, ...]
+    costs: Mapping[str, Sequence[Cost]]
 
-    @property
-    def ratio(self) -> float:
-        return median(cost.us_per_token for cost in self.endpoint) / median(cost.us_per_token for cost in self.bare)
+    def us_per_token(self, name: str) -> float:
+        return median(cost.us_per_token for cost in self.costs[name])
 
     @property
-    def text(self) -> str:
-        rows = [("bare writer", self.bare), ("endpoint", self.endpoint)]
-        lines = [
-            f"{name:12s} {median(cost.us_per_token for cost in costs):6.1f} us of CPU a token"
-            f" ({', '.join(f'{cost.us_per_token:.1f}' for cost in costs)}),"
-            f" steps late by {median(cost.late_median_ms for cost in costs):.2f} ms in the median,"
-            f" {max(cost.late_most_ms for cost in costs):.1f} ms at most"
-            for name, costs in rows
-        ]
-        return "\n".join([*lines, f"ratio        {self.ratio:6.2f} (bar {BAR})"])
+    def ratios(self) -> dict[str, float]:
+        """CPU time a token, the bare writer's being 1."""
+        return {name: self.us_per_token(name) / self.us_per_token(BARE) for name in self.costs}
+
+    def __str__(self) -> str:
+        lines = [f"{'server':<11}{'CPU us/token':>13}{'ratio':>7}   late: median, p99, most, ms"]
+        for name, costs in self.costs.items():
+            late = [median(getattr(cost, f"late_{each}_ms") for cost in costs) for each in ("median", "p99", "most")]
+            times = ", ".join(f"{each:.2f}" for each in late)
+            lines.append(f"{name:<11}{self.us_per_token(name):>13.1f}{self.ratios[name]:>7.2f}   {times}")
+        return "\n".join([*lines, f"bar: a ratio of {BAR}"])
 
 
 def compare(work: Work, repeats: int = 3) -> Comparison:
-    """Both, `repeats` times in turn."""
-    with _server(_bare, work.itl_s) as bare, _server(_endpoint, work.itl_s) as endpoint:
-        pairs = [(_measure(bare, work), _measure(endpoint, work)) for _ in range(repeats)]
-    return Comparison(tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs))
+    """All of them, `repeats` times in turn."""
+    with ExitStack() as stack:
+        servers = {name: stack.enter_context(_server(serve, work.itl_s)) for name, serve in SERVERS.items()}
+        costs: dict[str, list[Cost]] = {name: [] for name in servers}
+        for _ in range(repeats):
+            for name, server in servers.items():
+                costs[name].append(_measure(server, work))
+    return Comparison(costs)
+
+
+def bench(*, as_json: bool) -> None:
+    """Print it, at 50 and at 100 tokens a second and stream."""
+    measured = {"50 tokens/s each": compare(STEADY), "100 tokens/s each": compare(FASTER)}
+    if as_json:
+        ratios = {name: {"ratio": each.ratios, "costs": _plain(each)} for name, each in measured.items()}
+        print(json.dumps(ratios, indent=2))
+        return
+    for name, comparison in measured.items():
+        print(f"256 streams, {name}\n{comparison}\n")
+
+
+def _plain(comparison: Comparison) -> dict[str, list[dict[str, float]]]:
+    return {name: [asdict(cost) for cost in costs] for name, costs in comparison.costs.items()}
 
 
 # -- servers, each in a process of its own
@@ -115,7 +156,8 @@ def _measure(server: _Server, work: Work) -> Cost:
     tokens = asyncio.run(_read_all(server.port, work))
     after, late_s = server.ask()
     assert tokens == work.streams * work.tokens, f"{tokens} tokens came"
-    return Cost((after - before) / tokens * 1e6, median(late_s) * 1e3, max(late_s) * 1e3)
+    late_ms = sorted(late * 1e3 for late in late_s)
+    return Cost((after - before) / tokens * 1e6, median(late_ms), late_ms[int(0.99 * len(late_ms))], late_ms[-1])
 
 
 def _cpu_s() -> float:
@@ -203,13 +245,45 @@ class _Writer(asyncio.Protocol):
 
 
 async def _listen(pipe: Pipe, itl_s: float) -> None:
-    from cbsim.endpoint.listen import Stop, listen
-    from cbsim.endpoint.scripted import Scripted
-    from cbsim.endpoint.tokenizer import open_tokenizer
-
     backend, stop = Scripted(open_tokenizer(), itl_s), Stop()
     await _answer(pipe, backend.late_s, stop.ask)
     await listen(backend, port=0, stop=stop, signals=False, ready=lambda _, port: pipe.send(port))
+
+
+def _simulated(pipe: Pipe, itl_s: float) -> None:
+    asyncio.run(_simulate(pipe, itl_s))
+
+
+async def _simulate(pipe: Pipe, itl_s: float) -> None:
+    late_s: list[float] = []
+    clock, stop = _Noted(late_s), Stop()
+    scenario = scenario_of({**SCENARIO, "cost": {"kind": "constant", "step_s": itl_s}})
+    backend = open_session(scenario, clock, open_tokenizer(), None, "bench").backend
+    await _answer(pipe, late_s, stop.ask)
+    await listen(
+        backend,
+        port=0,
+        meter=VllmMeter(backend),
+        stop=stop,
+        signals=False,
+        ready=lambda _, port: pipe.send(port),
+    )
+
+
+class _Noted(RealClock):
+    """Notes each lag that it is asked for."""
+
+    def __init__(self, late_s: list[float]) -> None:
+        super().__init__()
+        self._late_s = late_s
+
+    def lag_s(self, at_ns: int) -> float:
+        lag_s = super().lag_s(at_ns)
+        self._late_s.append(max(0.0, lag_s))
+        return lag_s
+
+
+SERVERS = {BARE: _bare, "scripted": _endpoint, "simulated": _simulated}
 
 
 # -- the client
@@ -221,6 +295,7 @@ async def _read_all(port: int, work: Work) -> int:
     ends = [loop.create_future() for _ in range(work.streams)]
     for end in ends:
         await loop.create_connection(partial(_Reader, end, work.tokens), "127.0.0.1", port)
+        await asyncio.sleep(work.apart_s)
     return sum(await asyncio.gather(*ends))
 
 
@@ -234,7 +309,7 @@ class _Reader(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
         self.transport = transport
-        body = b'{"prompt":"a b c","max_tokens":%d,"stream":true}' % self.tokens
+        body = b'{"prompt":"a b c","max_tokens":%d,"stream":true,"ignore_eos":true}' % self.tokens
         head = (
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
         )
@@ -252,7 +327,3 @@ class _Reader(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.end.done():
             self.end.set_exception(exc or EOFError("the stream ended early"))
-
-
-if __name__ == "__main__":
-    print(compare(Work()).text)
