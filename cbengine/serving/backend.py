@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 import traceback
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -81,7 +82,9 @@ class EngineBackend:
 
     @property
     def load(self) -> Load:
-        return self._reporter.load
+        """Whoever has not ended and does not run waits, on the way to the engine or there."""
+        load = self._reporter.load
+        return replace(load, waiting=max(0, len(self._streams) - load.running))
 
     # -- requests
 

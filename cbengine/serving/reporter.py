@@ -66,14 +66,13 @@ class Reporter:
     def serve(self, engine: Engine) -> None:
         """Say of which engine it reports."""
         self._engine = engine
+        self.load = self._seen()
 
-    @property
-    def load(self) -> Load:
-        """Read by any thread."""
-        scheduler = self._engine.scheduler
-        pool, running = scheduler.pool, len(scheduler.running)
-        waiting, used = max(0, len(self._told) - running), 1 - pool.free / pool.num_blocks
-        return Load(running, waiting, used, pool.block_size, pool.num_blocks)
+    def _seen(self) -> Load:
+        """How the engine stands; seen by its own thread, for others to read."""
+        scheduler, pool = self._engine.scheduler, self._engine.scheduler.pool
+        used = 1 - pool.free / pool.num_blocks
+        return Load(len(scheduler.running), len(scheduler.waiting), used, pool.block_size, pool.num_blocks)
 
     # -- asked by the engine
 
@@ -83,6 +82,7 @@ class Reporter:
 
     def feed(self, inbox: Inbox) -> None:
         """Put into the inbox what has come. Who is over has nothing to give up. Raises ServerError to end a run."""
+        self.load = self._seen()
         if self._ended:
             self._tell(Happened(self._engine.now_ns, [], [], self._ends()))
         if self._post.stopped:
