@@ -60,9 +60,6 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         return commands.landscape(arguments.runs, arguments.out)
     if arguments.command in ("sweep-report", "capacity-report"):
         return _of_many_points(arguments)
-        from analysis.cli import clients
-
-        return clients.client(arguments.run, arguments.files, arguments.out, as_json=arguments.json)
     if arguments.command == "drift":
         return commands.drift(arguments.published, arguments.runs)
     if arguments.command == "index":

@@ -44,7 +44,8 @@ def is_line(value: object) -> bool:
 
 def lines(path: Path, text: str) -> Client:
     """Raises RunError."""
-    measured, failed = [], 0
+    measured: list[Measured] = []
+    failed = 0
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
@@ -89,7 +90,7 @@ def _gaps(numbers: Fields) -> list[float]:
         return []
     number = numbers.object(name)
     unit_s = _unit_s(number)
-    return [gap * unit_s for gap in number.numbers("value", len(number.list("value")))]
+    return [gap * unit_s for gap in number.numbers("value", len(number.entries("value")))]
 
 
 def _tokens(numbers: Fields, names: Iterable[str]) -> float:

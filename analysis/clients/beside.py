@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -187,23 +187,26 @@ def _measure(run: LoadedRun, client: Client, compared: Requests, pairs: Pairs | 
 
 
 def _doubts(client: Client, pairs: Pairs | None, compared: Requests, tokens: tuple[int, int]) -> list[str]:
-    said = []
-    if pairs is not None and pairs.by == ID and len(pairs.measured) < client.succeeded:
-        missing = client.succeeded - len(pairs.measured)
-        said.append(f"{missing:,} of {client.succeeded:,} requests of the client are not in the session")
     if pairs is not None:
-        ours = np.array([[each.prompt_tokens, each.output_tokens] for each in pairs.measured])
-        theirs = np.stack([compared.rows.numbers("prompt_tokens"), compared.generated], axis=1)
-        off = (np.isfinite(ours) & (ours != theirs)).sum(axis=0)
-        for number, what in zip(off.tolist(), ("prompt", "output"), strict=True):
-            if number:
-                said.append(
-                    f"{number:,} of {len(ours):,} requests have another number of {what} tokens than the session"
-                )
-        return said
-    for number, theirs, what in zip(
-        (client.prompt_tokens, client.output_tokens), tokens, ("prompt", "output"), strict=True
-    ):
-        if math.isfinite(number) and number != theirs:
-            said.append(f"the client has {number:,.0f} {what} tokens, the session {theirs:,}")
-    return said
+        return [*_missing(client, pairs), *_other_tokens(pairs, compared)]
+    told = zip((client.prompt_tokens, client.output_tokens), tokens, ("prompt", "output"), strict=True)
+    return [
+        f"the client has {number:,.0f} {what} tokens, the session {own:,}"
+        for number, own, what in told
+        if math.isfinite(number) and number != own
+    ]
+
+
+def _missing(client: Client, pairs: Pairs) -> Iterator[str]:
+    missing = client.succeeded - len(pairs.measured)
+    if missing:
+        yield f"{missing:,} of {client.succeeded:,} requests of the client are not in the session"
+
+
+def _other_tokens(pairs: Pairs, compared: Requests) -> Iterator[str]:
+    ours = np.array([[each.prompt_tokens, each.output_tokens] for each in pairs.measured])
+    theirs = np.stack([compared.rows.numbers("prompt_tokens"), compared.generated], axis=1)
+    other = (np.isfinite(ours) & (ours != theirs)).sum(axis=0)
+    for number, what in zip(other.tolist(), ("prompt", "output"), strict=True):
+        if number:
+            yield f"{number:,} of {len(ours):,} requests have another number of {what} tokens than the session"

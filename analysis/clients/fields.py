@@ -33,7 +33,7 @@ class Fields:
             self.bad(field, value, "an object")
         return Fields(self.path, f"{self.place}{field}.", value)
 
-    def list(self, field: str) -> list[Any]:
+    def entries(self, field: str) -> list[Any]:
         value = self.values.get(field)
         if not isinstance(value, list):
             self.bad(field, value, "a list")
@@ -41,14 +41,14 @@ class Fields:
 
     def objects(self, field: str) -> Iterator[Fields]:
         """The objects of a list."""
-        for index, value in enumerate(self.list(field)):
+        for index, value in enumerate(self.entries(field)):
             if not isinstance(value, dict):
                 self.bad(f"{field}[{index}]", value, "an object")
             yield Fields(self.path, f"{self.place}{field}[{index}].", value)
 
     def numbers(self, field: str, count: int) -> list[float]:
         """A list of so many numbers."""
-        values = self.list(field)
+        values = self.entries(field)
         if len(values) != count:
             self.bad(field, values, f"a list of {count:,} numbers")
         return [self._checked(f"{field}[{index}]", value) for index, value in enumerate(values)]

@@ -27,7 +27,7 @@ def client(fields: Fields) -> Client:
     for benchmark in fields.objects("benchmarks"):
         requests = benchmark.object("requests")
         measured += _measured(requests, len(measured) + failed)
-        failed += sum(len(requests.list(name)) for name in FAILED if requests.values.get(name) is not None)
+        failed += sum(len(requests.entries(name)) for name in FAILED if requests.values.get(name) is not None)
     return listed(fields.path, TOOL, measured, failed)
 
 

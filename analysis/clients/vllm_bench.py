@@ -45,10 +45,10 @@ def _told(fields: Fields, name: str) -> Distribution:
 
 
 def _requests(fields: Fields) -> tuple[list[Measured], int]:
-    errors = fields.list("errors")
+    errors = fields.entries("errors")
     count = len(errors)
     first, prompts, outputs = (fields.numbers(name, count) for name in ("ttfts", "input_lens", "output_lens"))
-    gaps = fields.list("itls")
+    gaps = fields.entries("itls")
     if len(gaps) != count:
         fields.bad("itls", gaps, f"a list of {count:,} lists")
     starts = fields.numbers("start_times", count) if "start_times" in fields.values else [math.nan] * count

@@ -38,7 +38,7 @@ def build(run: LoadedRun, compared: Sequence[Beside], command: str) -> Report:
 def tables(compared: Beside) -> list[Table]:
     """Counts, then every statistic of both sides, then how far requests are apart."""
     client = compared.client
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("requests", f"{client.succeeded:,}", f"{len(compared.compared.rows):,}", ""),
         ("failed", f"{client.failed:,}", "", ""),
         ("prompt tokens", _count(client.prompt_tokens), f"{compared.prompt_tokens:,}", ""),

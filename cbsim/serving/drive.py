@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cbsim.endpoint.command import said
+from cbsim.endpoint.command import said, unfaithful
 from cbsim.endpoint.listen import Stop, listen
 from cbsim.endpoint.metrics import VllmMeter
 from cbsim.endpoint.tokenizer import open_tokenizer
@@ -103,6 +103,8 @@ def _close(
     if not quiet and result.summary["requests"]:
         print(result)
     print(f"run       {result.path}" if not quiet else result.path)
+    if not opened.backend.timing.faithful:
+        print(f"not faithful: {unfaithful(opened.backend.timing)}", file=sys.stderr)
     if wrong is None:
         return OK
     where = ""
@@ -114,8 +116,8 @@ def _close(
 
 
 def _wrong(loop: VirtualLoop, opened: Opened, failure: BaseException | None) -> str | None:
-    if loop.offences:
-        return loop.offences[0]
+    if loop.stuck is not None:
+        return loop.stuck
     if isinstance(failure, VirtualTimeError):
         return str(failure)
     if opened.backend.dead is not None:

@@ -49,6 +49,7 @@ class VirtualServer:
         self.app = build(self.session.backend, Settings())
         self.base_url = f"{HOST}/v1"
         self._used = False
+        self.strays: tuple[str, ...] = ()  # what virtual time was not made for, of the run
         self._result: Result | None = None
 
     def transport(self, http: Any) -> Any:
@@ -79,10 +80,10 @@ class VirtualServer:
                     loop.run_until_complete(end_others())
         finally:
             loop.close()
-            self._result = result_of(
-                self.session.run, self.session.backend.log, said(self.session.backend.timing), self.session.backend.dead
-            )
-            loop.check_strays()
+            backend = self.session.backend
+            self._result = result_of(self.session.run, backend.log, said(backend.timing), backend.dead)
+            self.strays = tuple(dict.fromkeys(loop.strays))
+            loop.check_stuck()
 
     @property
     def result(self) -> Result:

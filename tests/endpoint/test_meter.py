@@ -16,8 +16,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from cbsim.endpoint.backend import ABORT, Generation, Load, Stream, Timing
+from cbsim.endpoint.desk import Desk
+from cbsim.endpoint.errors import Refusal
 from cbsim.endpoint.histogram import Histogram, tokens_up_to
 from cbsim.endpoint.metrics import VllmMeter
+from cbsim.endpoint.scripted import Scripted
+from cbsim.endpoint.settings import Settings
+from cbsim.endpoint.tokenizer import open_tokenizer
 
 MOST_TOKENS = 2000
 LOAD = Load(running=3, waiting=2, kv_usage=0.25, block_size=16, num_blocks=1000)
@@ -281,6 +286,24 @@ def test_steps_and_rejections() -> None:
     assert number(by, "vllm:iteration_tokens_total_bucket", le="8.0") == 2
     counts = {s.labels["reason"]: s.value for s in samples(by) if s.name == "vllm:admission_rejections_total"}
     assert counts == {"max_num_queued_reqs": 1, "max_num_queued_tokens": 2, "max_streams": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (Settings(max_streams=1), "max_streams"),
+        (Settings(max_queued_requests=1), "max_num_queued_reqs"),
+        (Settings(max_queued_tokens=9), "max_num_queued_tokens"),
+    ],
+)
+def test_who_is_turned_away_at_the_desk_is_counted(settings: Settings, reason: str) -> None:
+    """Two prompts of five tokens, where there is room for less."""
+    backend, by = Scripted(open_tokenizer(), itl_s=0.01), meter()
+    backend.meter = by
+    desk = Desk(backend, settings)
+    with pytest.raises(Refusal):
+        desk.submit([Generation(id=name, prompt=range(5), max_tokens=1) for name in "ab"], None)
+    assert number(by, "vllm:admission_rejections_total", reason=reason) == 1
 
 
 def test_two_meters_share_nothing() -> None:

@@ -33,11 +33,14 @@ async def told_where(address: str) -> str:
     return f"at {address.rpartition(':')[0]}"
 
 
-async def sleeps() -> None:
-    try:
-        time.sleep(0.5)
-    except Exception as error:
-        print("swallowed", error)
+async def sleeps() -> float:
+    """In the middle of an answer, and not as a client should."""
+    async with openai.AsyncOpenAI() as client:
+        model = (await client.models.list()).data[0].id
+        stream = await client.completions.create(model=model, prompt="one two three", max_tokens=20, stream=True)
+        async for _ in stream:
+            time.sleep(0.5)
+    return time.perf_counter()
 
 
 async def fails() -> None:

@@ -223,7 +223,7 @@ def test_broken_files_end_with_a_status_and_a_short_message(
 ) -> None:
     """Read, or refused in a line; never a traceback."""
     text, path, seen = (FILES / name).read_text(), tmp_path / "f", set()
-    for case, rng in mutations.until(0.8, 40):
+    for case, rng in mutations.until(60, 25):
         path.write_text(rng.choice(CHANGES[name])(text, rng))
 
         def act() -> Said:
