@@ -108,9 +108,10 @@ def test_garbage_is_answered_or_closed(garbage: bytes, at: int, left_out: int) -
     """A request with bytes of it replaced: an answer that is one, or none; and the next client is served."""
 
     async def session() -> tuple[bytes, Answer]:
-        async with listening(settings=Settings(head_s=0.02, body_s=0.02, idle_s=0.02)) as server:
+        async with listening() as server:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(COMPLETION[:at] + garbage + COMPLETION[at + left_out :])
+            writer.write_eof()
             try:
                 answer = await reader.read()
             except ConnectionError:
@@ -146,36 +147,54 @@ def test_a_connection_is_used_again() -> None:
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 CHUNKED = HEAD + b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
-PATIENCE = Settings(head_s=0.05, body_s=0.05, idle_s=0.05, max_head_bytes=2000, max_body_bytes=1000, max_connections=1)
+JSON_BODY = HEAD + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
+
+
+@pytest.mark.parametrize("pieces", [[], [HEAD], [JSON_BODY % 9 + b"{"], [CHUNKED, b"1\r\n{\r\n"], [b"\r\n" * 20]])
+def test_what_is_too_late_is_told_so(pieces: list[bytes]) -> None:
+    async def session() -> Answer:
+        async with listening(settings=Settings(head_s=0.03, body_s=0.03)) as server:
+            return await sent(server, *pieces)
+
+    answer = asyncio.run(session())
+    assert answer.status == 408 and answer.error["message"].endswith("has not come within 0.03 s")
 
 
 @pytest.mark.parametrize(
     ("pieces", "status"),
     [
-        ([], 408),
-        ([HEAD], 408),
-        ([HEAD + b"content-type: application/json\r\ncontent-length: 9\r\n\r\n{"], 408),
-        ([CHUNKED, b"1\r\n{\r\n"], 408),
-        ([b"\r\n" * 20], 408),
         ([b"GET /" + b"a" * 3000], 431),
         ([HEAD + b"x: " + b"a" * 3000 + b"\r\n\r\n"], 431),
         ([HEAD, *[b"a: b\r\n" * 50] * 10], 431),
         ([b"NONSENSE\r\n\r\n"], 400),
         ([b"\x16\x03\x01\x02\x00\x01"], 400),
-        ([HEAD + b"content-type: application/json\r\ncontent-length: 2000\r\n\r\n"], 413),
+        ([JSON_BODY % 2000], 413),
         ([CHUNKED, *[b"80\r\n%b\r\n" % (b"a" * 128)] * 9], 413),
         ([b"GET /health HTTP/1.1\r\n\r\n"], 200),
         ([b"GET /a%2Fb HTTP/1.1\r\n\r\n"], 404),
     ],
 )
-def test_what_is_too_late_or_too_long_is_told_so(pieces: list[bytes], status: int) -> None:
+def test_what_is_too_long_is_told_so(pieces: list[bytes], status: int) -> None:
     async def session() -> Answer:
-        async with listening(settings=PATIENCE) as server:
+        async with listening(settings=Settings(max_head_bytes=2000, max_body_bytes=1000)) as server:
             return await sent(server, *pieces)
 
     answer = asyncio.run(session())
     assert answer.status == status
     assert status == 200 or answer.error["code"] == status
+
+
+def test_a_connection_that_asks_no_more_is_closed() -> None:
+    async def session() -> bytes:
+        async with listening(settings=Settings(idle_s=0.03)) as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(COMPLETION)
+            await read_answer(reader)
+            rest = await reader.read()
+            writer.close()
+            return rest
+
+    assert asyncio.run(session()) == b""
 
 
 def test_a_connection_too_many_is_turned_away() -> None:
@@ -196,8 +215,8 @@ def test_what_is_slow_is_not_what_is_late() -> None:
     """An answer may take longer than any deadline of a request; so may the next request wait for it."""
 
     async def session() -> list[Answer]:
-        patience = Settings(head_s=0.05, body_s=0.05, idle_s=0.05, stall_s=0.05)
-        async with listening(scripted(itl_s=0.03), patience) as server:
+        patience = Settings(head_s=0.3, body_s=0.3, idle_s=0.3, stall_s=0.3)
+        async with listening(scripted(itl_s=0.07), patience) as server:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(COMPLETION + COMPLETION[:-1])  # the second lacks a byte, and its time begins after the first
             first = await read_answer(reader)
