@@ -376,6 +376,8 @@ def assembled(
 ) -> tuple[Engine, EngineDevice]:
     """An engine whose device is made by `plan`, as `driver.Engine` takes the rest."""
     policy = assemble.scheduler(scenario, loop)
+    if setup.device != "modelled":
+        refusals.check_windows(scenario)
     sizes = plan.capacity._replace(groups=policy.pool.groups)
     plan = replace(plan, capacity=sizes, host_blocks=policy.pool.host_blocks)
     clock = clock or (CpuClock() if setup.device == "modelled" else WallClock())

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 import traceback
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -81,7 +82,9 @@ class EngineBackend:
 
     @property
     def load(self) -> Load:
-        return self._reporter.load
+        """Whoever has not ended and does not run waits, on the way to the engine or there."""
+        load = self._reporter.load
+        return replace(load, waiting=max(0, len(self._streams) - load.running))
 
     # -- requests
 
@@ -206,15 +209,13 @@ class EngineBackend:
             for spec, cached_tokens in step.admitted:
                 if spec in streams and streams[spec].scheduled_s is None:
                     streams[spec].schedule(step.at_ns / NS, cached_tokens)
-            for spec in step.preempted:
-                if spec in streams:
-                    streams[spec].preemptions += 1
         for spec, ids in happened.tokens:
             if spec in streams:
                 streams[spec].put(ids, at_s)
         for end in happened.ended:
             if stream := streams.pop(end.spec, None):
                 del self._specs[stream]
+                stream.preemptions = end.preemptions
                 stream.end(end.finish, at_s, end.error)
         for step in happened.steps:
-            self.meter.stepped(step.tokens, len(step.preempted))
+            self.meter.stepped(step.tokens, step.preempted)

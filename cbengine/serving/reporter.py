@@ -20,22 +20,23 @@ ERROR = "error"
 
 
 class Planned(NamedTuple):
-    """A step that has been launched: its query tokens, and whom its plan took in (with the tokens that the cache had)
-    or preempted.
+    """A step that has been launched: its query tokens, requests that its plan preempted, and whom it took in, with the
+    tokens that the cache had.
     """
 
     tokens: int
+    preempted: int
     at_ns: int
     admitted: list[tuple[RequestSpec, int]]
-    preempted: list[RequestSpec]
 
 
 class Ended(NamedTuple):
-    """A request that is over, why (Stream.finish), and what went wrong."""
+    """A request that is over, why (Stream.finish), what went wrong, and how often it was preempted."""
 
     spec: RequestSpec
     finish: str
     error: str | None = None
+    preemptions: int = 0
 
 
 class Happened(NamedTuple):
@@ -66,14 +67,13 @@ class Reporter:
     def serve(self, engine: Engine) -> None:
         """Say of which engine it reports."""
         self._engine = engine
+        self.load = self._seen()
 
-    @property
-    def load(self) -> Load:
-        """Read by any thread."""
-        scheduler = self._engine.scheduler
-        pool, running = scheduler.pool, len(scheduler.running)
-        waiting, used = max(0, len(self._told) - running), 1 - pool.free / pool.num_blocks
-        return Load(running, waiting, used, pool.block_size, pool.num_blocks)
+    def _seen(self) -> Load:
+        """How the engine stands; seen by its own thread, for others to read."""
+        scheduler, pool = self._engine.scheduler, self._engine.scheduler.pool
+        used = 1 - pool.free / pool.num_blocks
+        return Load(len(scheduler.running), len(scheduler.waiting), used, pool.block_size, pool.num_blocks)
 
     # -- asked by the engine
 
@@ -83,6 +83,7 @@ class Reporter:
 
     def feed(self, inbox: Inbox) -> None:
         """Put into the inbox what has come. Who is over has nothing to give up. Raises ServerError to end a run."""
+        self.load = self._seen()
         if self._ended:
             self._tell(Happened(self._engine.now_ns, [], [], self._ends()))
         if self._post.stopped:
@@ -107,8 +108,8 @@ class Reporter:
     def on_plan(self, plan: StepPlan) -> None:
         requests = self._engine.scheduler.requests
         admitted = [(c.spec, requests[c.spec].cached or 0) for c in plan.work.chunks if c.admitted]
-        preempted = [each.spec for each in plan.changes.preempted]
-        self._planned.append(Planned(plan.work.tokens, self._engine.now_ns, admitted, preempted))
+        preempted = len(plan.changes.preempted)
+        self._planned.append(Planned(plan.work.tokens, preempted, self._engine.now_ns, admitted))
 
     def on_token(self, spec: RequestSpec, token: int) -> None:
         """It has come back; whether it counts is known when its step has been applied."""
@@ -150,6 +151,6 @@ class Reporter:
                 return Ended(spec, ERROR, problems[spec])
         if spec in record.cancels:
             return Ended(spec, ABORT)
-        finish = record.finish(spec)
-        assert finish is not None, spec.id
-        return Ended(spec, finish.value)
+        request = record.request(spec)
+        assert request.finish is not None, spec.id
+        return Ended(spec, request.finish.value, preemptions=request.preemptions)

@@ -119,9 +119,9 @@ class Record:
         never_admitted = sum(spec not in self._requests for spec in {**self.refusals, **self.cancels})
         return self._forgotten + sum(r.finish is not None for r in self._requests.values()) + never_admitted
 
-    def finish(self, spec: RequestSpec) -> Finish | None:
-        """Why a request that was admitted has ended; None while it has not."""
-        return self._requests[spec].finish
+    def request(self, spec: RequestSpec) -> Request:
+        """How far a request has come that was admitted."""
+        return self._requests[spec]
 
     def hand_to(self, sink: Sink, steps: int) -> None:
         """From now on `sink` takes what is over, whenever there are so many steps."""

@@ -92,7 +92,7 @@ class Server:
 
     def written(self, folder: Path, incomplete: str | None = None) -> Path:
         """Its run directory."""
-        place = SessionDirectory(self.backend.session, self.backend.log, folder, "0" * 8)
+        place = SessionDirectory(self.backend.session, self.backend.log, folder)
         place.write({}, incomplete)
         return place.path
 

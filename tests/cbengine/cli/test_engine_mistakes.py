@@ -103,7 +103,7 @@ def test_the_peer_does_what_it_can(small: Path, out: Path) -> None:
     ("words", "says"),
     [
         ((), ("COMMAND",)),
-        (("serve",), ("'serve'", "replay")),
+        (("play",), ("'play'", "replay")),
         (("replay",), ("scenario",)),
         (("replay", ""), ("unknown scenario ''", "tiny_cpu")),
         (("replay", "nowhere.yaml"), ("nowhere.yaml",)),

@@ -297,6 +297,24 @@ def test_a_letter_ends_a_wait_whenever_it_was_sent() -> None:
     assert clock.now_ns() >= begun + 1_000_000
 
 
+def test_the_load_counts_whoever_has_not_ended() -> None:
+    """Two seats: at no moment do more run, the others wait, on the way to the engine included."""
+    served = Server(sizes(seats=2), "async")
+    seen: list[tuple[int, int, int]] = []
+
+    async def crowd(server: Server) -> None:
+        streams = [server.send(prompt, 12).stream for prompt in PROMPTS]
+        assert (server.backend.load.running, server.backend.load.waiting) == (0, len(PROMPTS))
+        for stream in streams:
+            while await stream.take():
+                load = server.backend.load
+                seen.append((load.running, load.waiting, sum(each.finish is None for each in streams)))
+
+    served.talk(crowd)
+    assert max(running for running, _, _ in seen) == 2
+    assert all(waiting == max(0, left - running) for running, waiting, left in seen)
+
+
 # -- what the meter hears ---------------------------------------------------------------------------------------------
 
 

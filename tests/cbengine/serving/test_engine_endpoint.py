@@ -67,7 +67,7 @@ async def listening(served: EngineBackend) -> AsyncIterator[AsyncOpenAI]:
 
 def checked(served: EngineBackend, folder: Path) -> directory.Run:
     """The session's run directory, whose plans follow from it."""
-    place = SessionDirectory(served.session, served.log, folder, "0" * 8)
+    place = SessionDirectory(served.session, served.log, folder)
     place.write({})
     verdict, run = replan.rederive(place.path), directory.load(place.path)
     assert verdict == (len(run.steps), len(run.steps), None), verdict
