@@ -17,6 +17,7 @@ from cbsim.draw.markdown import Table
 from cbsim.results.metrics import SAMPLES_NEEDED
 from cbsim.results.terminal import shown
 
+NOTHING_S = 0.5e-9  # the tables have whole nanoseconds
 WAY = "network, HTTP, event loop and client"
 
 
@@ -62,11 +63,11 @@ def tables(compared: Beside) -> list[Table]:
 
 def findings(compared: Beside) -> list[str]:
     """How much the way adds, in a sentence."""
-    said = []
-    for name in ("ttft_s", "e2e_s"):
-        measure = compared.measures[name]
-        if not math.isnan(measure.difference("mean")):
-            said.append(f"{MEASURES[name]} by {_signed(measure.difference('mean'))} in the mean")
+    means = {name: compared.measures[name].difference("mean") for name in ("ttft_s", "e2e_s")}
+    known = {name: value for name, value in means.items() if not math.isnan(value)}
+    if known and all(abs(value) < NOTHING_S for value in known.values()):
+        return [f"{compared.client.tool} measured what its server did, to the nanosecond."]
+    said = [f"{MEASURES[name]} by {_signed(value)} in the mean" for name, value in known.items()]
     return [f"{compared.client.tool} differs from its server in {' and '.join(said)}: {WAY}."] if said else []
 
 
@@ -159,7 +160,7 @@ def _difference(measure: Measure, statistic: str) -> str:
 
 
 def _signed(value: float) -> str:
-    return ("-" if value < 0 else "+") + shown(abs(value), "s")
+    return "0" if abs(value) < NOTHING_S else ("-" if value < 0 else "+") + shown(abs(value), "s")
 
 
 def _paired(compared: Beside) -> str:
