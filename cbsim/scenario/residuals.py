@@ -29,26 +29,25 @@ class Interval(NamedTuple):
 
 
 def interval(
-    file: TermsFile, prompt: int, output: int, metric: str, without: str | None = None, *, alike: bool = True
+    file: TermsFile, metric: str, lengths: tuple[int, int] | None = None, without: str | None = None
 ) -> Interval | None:
     """80 % of measured over predicted `metric`, ttft or tpot, by all curves but `without`; by those alike if there are
-    enough, unless `alike` is false. None with too few.
+    enough, for requests of known `lengths`, of prompt and output. None with too few.
     """
-    kinds = {hash_: (_kind(curve.prompt, curve.output), curve) for hash_, curve in file.curves.items()}
-    others = [(kind, curve) for hash_, (kind, curve) in kinds.items() if hash_ != without]
-    nearest = [r for kind, curve in others if kind == _kind(prompt, output) for r in curve.residuals]
-    used = nearest if alike and len(nearest) >= ENOUGH else [r for _, curve in others for r in curve.residuals]
-    return _ends([_value(residual, metric) for residual in used])
+    others = [curve for hash_, curve in file.curves.items() if hash_ != without]
+    alike = [curve for curve in others if lengths and _kind(curve.prompt, curve.output) == _kind(*lengths)]
+    enough = sum(len(curve.residuals) for curve in alike) >= ENOUGH
+    return _ends([_value(residual, metric) for curve in (alike if enough else others) for residual in curve.residuals])
 
 
 def coverage(file: TermsFile, metric: str) -> tuple[int, int]:
     """Left-out points within the interval that the other curves give, and all of them."""
     within = total = 0
     for hash_, curve in file.curves.items():
-        found = interval(file, curve.prompt, curve.output, metric, hash_)
-        if found is not None:
+        known = interval(file, metric, (curve.prompt, curve.output), hash_)
+        if known is not None:
             total += len(curve.residuals)
-            within += sum(found.holds(exp(_value(residual, metric))) for residual in curve.residuals)
+            within += sum(known.holds(exp(_value(residual, metric))) for residual in curve.residuals)
     return within, total
 
 

@@ -136,21 +136,20 @@ def _terms(name: str, data: Mapping[str, Any]) -> dict[str, Any]:
     if engine == file.backend:
         engine = file.tables.get(system, engine)  # without a version: the tables that they add to
     version = engine.partition("_")[2] if isinstance(engine, str) else ""
-    every = {name: name for name in file.terms}
-    names = terms.resolve(every, tensor if isinstance(tensor, int) else 1, system, version)
-    values = {field: file.terms[name].value for field, name in names.items()}
-    sure = {metric: residuals.interval(file, 1, 1, metric, alike=False) for metric in ("ttft", "tpot")}
-    said = {
-        metric: {"low": found.low - 1, "high": found.high - 1, "points": found.residuals}
-        for metric, found in sure.items()
-        if found
+    held = terms.resolve(file.terms, tensor if isinstance(tensor, int) else 1, system, version)
+    values = {field: term.value for field, term in held.items()}
+    intervals = {metric: residuals.interval(file, metric) for metric in ("ttft", "tpot")}
+    sure = {
+        metric: {"low": factor.low - 1, "high": factor.high - 1, "points": factor.residuals}
+        for metric, factor in intervals.items()
+        if factor
     }
     about = {field: getattr(file, field) for field in terms.Range.model_fields}
-    ends = {field: (file.terms[name].low, file.terms[name].high) for field, name in names.items()}
+    ends = {field: (term.low, term.high) for field, term in held.items()}
     return {
         **{field: value for field, value in values.items() if field != terms.FRONT},
         "fastest": file.fastest,
         "routing": file.routing,
         "engine": engine,
-        "calibrated": {**about, **said, "values": values, "intervals": ends},
+        "calibrated": {**about, **sure, "values": values, "intervals": ends},
     }

@@ -85,7 +85,7 @@ class Range(Frozen):
     """Do products take what the fastest of the card's engines takes? Else what the engine's own tables say."""
 
     def outside(self, backend: str, system: str, model: str, tensor: int, users: int | None) -> list[str]:
-        """How a server differs from those."""
+        """How a server differs from those. `users`: None without a closed loop."""
         said = []
         if backend != self.backend:
             said.append(f"engine {backend}")
@@ -95,7 +95,9 @@ class Range(Frozen):
             said.append(f"model {model}")
         if tensor not in self.tensor_parallel:
             said.append(f"{tensor} GPUs")
-        if users is not None and not self.users[0] <= users <= self.users[1]:
+        if users is None:
+            said.append("arrivals that are no closed loop")
+        elif not self.users[0] <= users <= self.users[1]:
             said.append(f"{users:,} users")
         return said
 
@@ -136,12 +138,8 @@ class TermsFile(Range):
         were calibrated on, those without it.
         """
         left_out = self.curves.get(curve or "")
-        return resolve(left_out.terms if left_out else self.usual, tensor, system, version)
-
-    @property
-    def usual(self) -> dict[str, float]:
-        """By all curves."""
-        return {name: term.value for name, term in self.terms.items()}
+        values = left_out.terms if left_out else {name: term.value for name, term in self.terms.items()}
+        return resolve(values, tensor, system, version)
 
 
 def resolve(terms: Mapping[str, T], tensor: int, system: str, version: str) -> dict[str, T]:

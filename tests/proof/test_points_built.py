@@ -20,6 +20,7 @@ HEADER = (
     "id,curve,first_of_duplicates,source,measured,system,backend,backend_version,model_path,precision,mode,isl,osl,"
     "concurrency,batch_size,tp_size,attention_dp_size,moe_tp_size,moe_ep_size,silicon_ttft_ms,silicon_tpot_ms"
 )
+PEERS = b"id,aic_ttft_ms,aic_tpot_ms\n"
 LLAMA = "a,c1,True,inferencex-x,2025-10-29,h200_sxm,vllm,,meta-llama/Llama-3.1-70B,fp8,agg,1024,1024,8,,2,1,2,1,150,14"
 POINT = Point(
     id="a",
@@ -84,11 +85,24 @@ def test_duplicates_and_other_columns_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xe9\xff,\n", gzip.compress(b"id,curve\n" * 99, mtime=0)[:12]], ids=["no text", "cut short"]
+    ("name", "content", "message"),
+    [
+        ("measured.csv", b"\xe9\xff,\n", r"measured\.csv: is not UTF-8 text"),
+        ("measured.csv.gz", gzip.compress(b"id,curve\n" * 99, mtime=0)[:12], r"measured\.csv\.gz: cannot be read"),
+        ("measured.csv", HEADER.encode() + b"\na,b\n", r"measured\.csv:2: got 2 cells, expected 21"),
+        ("predictions.csv", b"\xe9\xff,\n", r"predictions\.csv: is not UTF-8 text"),
+        ("predictions.csv", b"id,aic_ttft_ms\n", r"predictions\.csv:1: no column aic_tpot_ms"),
+        ("predictions.csv", PEERS + b"a,1,soon\n", r"predictions\.csv:2: aic_tpot_ms: got 'soon'"),
+        ("predictions.csv", PEERS + b"b,,\na,nan,1\n", r"predictions\.csv:3: aic_ttft_ms: got 'nan'"),
+        ("predictions.csv", PEERS + b"a,0,0\n", r"predictions\.csv:2: aic_ttft_ms: got '0', expected a number > 0"),
+    ],
 )
-def test_a_damaged_file_is_told(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / ("measured.csv.gz" if content[:2] == b"\x1f\x8b" else "measured.csv")).write_bytes(content)
-    with pytest.raises(ScenarioError, match="cannot be read"):
+def test_a_damaged_file_is_told(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    """By its name and line; an error relative to no number, or to 0, would be none."""
+    if name == "predictions.csv":
+        folder(tmp_path, LLAMA)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ScenarioError, match=message):
         published.read(tmp_path)
 
 
@@ -176,7 +190,7 @@ def test_experts_are_spread_where_a_block_cannot_be_split(tables: Path) -> None:
 
 
 def predicted(tpot_ms: float, **change: object) -> Predicted:
-    return Predicted(replace(POINT, **change), Means(150.0, tpot_ms), {}, "t", True, (), False, {})
+    return Predicted(replace(POINT, **change), Means(150.0, tpot_ms), {}, "t", True, (), False)
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:

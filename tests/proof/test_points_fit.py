@@ -104,19 +104,19 @@ def terms_file(curves: Mapping[str, list[float]], prompt: int = 1024, output: in
 def test_an_interval_is_two_order_statistics() -> None:
     """Of 19 residuals the 2nd smallest and largest: floor(0.1 x 20) = 2."""
     values = [i / 100 for i in range(-9, 10)]
-    found = residuals.interval(terms_file({"a": values}), 1024, 1024, "tpot")
+    found = residuals.interval(terms_file({"a": values}), "tpot", (1024, 1024))
     assert found == (pytest.approx(exp(-0.08)), pytest.approx(exp(0.08)), 19)
     assert found.holds(1.0) and not found.holds(exp(0.085))
 
 
 def test_too_few_residuals_give_no_interval() -> None:
-    assert residuals.interval(terms_file({"a": [0.0] * 8}), 1024, 1024, "ttft") is None
-    assert residuals.interval(terms_file({"a": [0.0] * 9}), 1024, 1024, "ttft") is not None
+    assert residuals.interval(terms_file({"a": [0.0] * 8}), "ttft", (1024, 1024)) is None
+    assert residuals.interval(terms_file({"a": [0.0] * 9}), "ttft", (1024, 1024)) is not None
 
 
 def test_a_curve_does_not_vouch_for_itself() -> None:
     file = terms_file({"a": [0.0] * 10, "b": [1.0] * 10})
-    assert residuals.interval(file, 1024, 1024, "tpot", without="b") == (1.0, 1.0, 10)
+    assert residuals.interval(file, "tpot", (1024, 1024), without="b") == (1.0, 1.0, 10)
     assert residuals.coverage(file, "tpot") == (0, 20)
 
 
@@ -124,8 +124,9 @@ def test_residuals_of_like_lengths_count_where_there_are_enough() -> None:
     file = terms_file({"a": [0.0] * 15})
     longer = terms_file({"b": [0.5] * 15}, prompt=8192)
     both = file.model_copy(update={"curves": {**file.curves, **longer.curves}})
-    assert residuals.interval(both, 8192, 1024, "tpot") == (pytest.approx(exp(0.5)), pytest.approx(exp(0.5)), 15)
-    assert residuals.interval(both, 1024, 8192, "tpot") == (1.0, pytest.approx(exp(0.5)), 30)
+    assert residuals.interval(both, "tpot", (8192, 1024)) == (pytest.approx(exp(0.5)), pytest.approx(exp(0.5)), 15)
+    assert residuals.interval(both, "tpot", (1024, 8192)) == (1.0, pytest.approx(exp(0.5)), 30)
+    assert residuals.interval(both, "tpot") == (1.0, pytest.approx(exp(0.5)), 30), "of lengths that nobody told"
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -137,7 +138,7 @@ def test_coverage_is_what_is_promised(seed: int) -> None:
     random = np.random.default_rng(seed)
     shares = []
     for _ in range(5):
-        found = residuals.interval(terms_file({"a": random.normal(size=59).tolist()}), 1, 1, "tpot")
+        found = residuals.interval(terms_file({"a": random.normal(size=59).tolist()}), "tpot", (1, 1))
         assert found is not None
         new = np.exp(random.normal(size=400))
         shares.append(np.mean((new >= found.low) & (new <= found.high)))
@@ -146,5 +147,5 @@ def test_coverage_is_what_is_promised(seed: int) -> None:
 
 def test_logarithms_are_measured_over_predicted() -> None:
     """A server that is slower than predicted has a positive residual, so an interval above 1."""
-    found = residuals.interval(terms_file({"a": [log(1.2)] * 10}), 1024, 1024, "tpot")
+    found = residuals.interval(terms_file({"a": [log(1.2)] * 10}), "tpot", (1024, 1024))
     assert found is not None and found.low == pytest.approx(1.2)

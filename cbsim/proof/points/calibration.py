@@ -13,7 +13,7 @@ from cbsim.proof.points import fit
 from cbsim.proof.points.build import REQUESTS_A_USER, ROUTING, CannotBuildError, build, engine_of, model_of
 from cbsim.proof.points.fit import Prior, Solution
 from cbsim.proof.points.predict import Means, predict
-from cbsim.proof.points.published import Point
+from cbsim.proof.points.published import HOPPER, Point
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.terms import FRONT, Curve, Residual, Term, TermsFile, resolve
 from cbsim.sweeps.executor import Executor
@@ -57,14 +57,12 @@ class Calibration(NamedTuple):
             each
             for each in points
             if each.inferencex
-            and not each.disaggregated
             and each.backend == self.backend
             and each.system in self.systems
             and each.model_name in self.models
         ]
 
 
-HOPPER = ("h100_sxm", "h200_sxm")
 CALIBRATIONS: Mapping[str, Calibration] = {
     "vllm-dense": Calibration(
         "Dense models on vLLM, H100 and H200: InferenceX's Llama-3.1-70B in FP8, October 2025, vLLM 0.11.",

@@ -39,7 +39,8 @@ def predict(
     hear: Callable[[Made], None] = lambda _: None,
 ) -> list[Means | str]:
     """The means of each, or why its run failed; `store` keeps runs, and those that it has are not made again."""
-    tasks = {identity.key(each): each for each in scenarios}
+    keys = [identity.key(each) for each in scenarios]
+    tasks = dict(zip(keys, scenarios, strict=True))
     known = store.keys() if store else set()
     means: dict[str, Means | str] = {}
     for made in executor.each(Task(key, each, "summary") for key, each in tasks.items() if key not in known):
@@ -49,7 +50,7 @@ def predict(
         hear(made)
     if store:
         means |= {key: _means(store.summary(key)) for key in tasks if key in known}
-    return [means[identity.key(each)] for each in scenarios]
+    return [means[key] for key in keys]
 
 
 def _means(summary: dict[str, dict[str, float]]) -> Means:

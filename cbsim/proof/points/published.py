@@ -8,23 +8,23 @@ Of measurements that are there several times, those marked `first_of_duplicates`
 
 from __future__ import annotations
 
-import csv
-import gzip
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from cbsim.scenario import catalog
 from cbsim.scenario.fields import ScenarioError, near, shown
+from cbsim.scenario.rows import CsvTable, bad, text
 
 FOLDER = "public_measured/aiconfigurator_silicon"
 NAMES = ("measured.csv", "measured.csv.gz")
 TEXTS = ("id", "curve", "source", "measured", "system", "backend", "backend_version", "model_path", "precision", "mode")
 SIZES = ("tp_size", "pp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
 NUMBERS = ("isl", "osl", "concurrency", "batch_size", *SIZES)
+PEER = ("id", "aic_ttft_ms", "aic_tpot_ms")
 MODES = ("agg", "disagg")
+HOPPER = ("h100_sxm", "h200_sxm")
 MOST = 10_000_000  # of any size, or of milliseconds
 MEASURED = ("silicon_ttft_ms", "silicon_tpot_ms")
 OPTIONAL = {
@@ -106,11 +106,7 @@ def read(folder: Path, where: Mapping[str, str] | None = None) -> list[Point]:
     path = next((folder / name for name in NAMES if (folder / name).is_file()), None)
     if path is None:
         raise ScenarioError(f"{folder}: holds neither {NAMES[0]} nor {NAMES[1]}")
-    peers = _peers(folder / "predictions.csv")
-    try:
-        points = _read(path, where or {}, peers)
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
-        raise ScenarioError(f"{path}: cannot be read: {error}") from None
+    points = _read(path, where or {}, _peers(folder / "predictions.csv"))
     if not points:
         said = ", ".join(f"{name}={value}" for name, value in (where or {}).items())
         raise ScenarioError(f"--where: {path} has no point with {said}" if said else f"{path}: holds no points")
@@ -121,17 +117,31 @@ def read(folder: Path, where: Mapping[str, str] | None = None) -> list[Point]:
 
 
 def _read(path: Path, where: Mapping[str, str], peers: Mapping[str, tuple[float, float]]) -> list[Point]:
-    with _opened(path) as file:
-        table = csv.DictReader(file)
-        columns = table.fieldnames or []
-        for name in (*TEXTS, *NUMBERS, *MEASURED):
-            if name not in columns and name not in OPTIONAL:
-                raise ScenarioError(f"{path}: no column {name!r} (columns: {', '.join(columns)})")
+    with text(path) as file:
+        table = CsvTable(path, file, [name for name in (*TEXTS, *NUMBERS, *MEASURED) if name not in OPTIONAL])
         for name in where:
-            if name not in columns:
-                raise ScenarioError(f"--where {name}: is no column of {path}{near(name, columns)}")
-        rows = enumerate(table, start=2)
-        return [_point(path, line, row, peers) for line, row in rows if _chosen(row, where)]
+            if name not in table.header:
+                raise ScenarioError(f"--where {name}: is no column of {path}{near(name, table.header)}")
+        table.pick(table.header)
+        rows = (dict(zip(table.header, cells, strict=True)) for cells in table.rows(None))
+        return [_point(path, table.line, row, peers) for row in rows if _chosen(row, where)]
+
+
+def _peers(path: Path) -> dict[str, tuple[float, float]]:
+    """What the other tool says: TTFT and TPOT in milliseconds, by id."""
+    if not path.is_file():
+        return {}
+    with text(path) as file:
+        table = CsvTable(path, file, PEER)
+        rows = ((id_, ttft, tpot) for id_, ttft, tpot in table.rows(None) if ttft and tpot)
+        return {id_: (_positive(table, 1, ttft), _positive(table, 2, tpot)) for id_, ttft, tpot in rows}
+
+
+def _positive(table: CsvTable, column: int, cell: str) -> float:
+    value = table.number(column, cell)
+    if not value:
+        raise table.bad(column, cell, "a number > 0")
+    return value
 
 
 def folder(given: Path | None) -> Path:
@@ -148,9 +158,9 @@ def folder(given: Path | None) -> Path:
     raise ScenarioError(f"no published measurements at {looked}; docs/data.md says where to get them, or give --data")
 
 
-def _chosen(row: Mapping[str, str | None], where: Mapping[str, str]) -> bool:
+def _chosen(row: Mapping[str, str], where: Mapping[str, str]) -> bool:
     first = (row.get("first_of_duplicates") or "True").lower() in ("true", "1")
-    return first and all(_equal(row[name] or "", value) for name, value in where.items())
+    return first and all(_equal(row[name], value) for name, value in where.items())
 
 
 def _equal(cell: str, value: str) -> bool:
@@ -160,13 +170,7 @@ def _equal(cell: str, value: str) -> bool:
         return cell == value
 
 
-def _opened(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
-
-
-def _point(path: Path, line: int, row: Mapping[str, str | None], peers: Mapping[str, tuple[float, float]]) -> Point:
+def _point(path: Path, line: int, row: Mapping[str, str], peers: Mapping[str, tuple[float, float]]) -> Point:
     def number(name: str) -> float:
         cell = row.get(name) or "0"
         try:
@@ -175,11 +179,11 @@ def _point(path: Path, line: int, row: Mapping[str, str | None], peers: Mapping[
             value = -1.0
         if not 0 <= value <= MOST or (name in NUMBERS and value != round(value)):
             kind = "whole number" if name in NUMBERS else "number"
-            raise ScenarioError(f"{path}:{line}: {name}: got {shown(cell)}, expected a {kind} from 0 to {MOST:,}")
+            raise bad(path, line, name, cell, f"a {kind} from 0 to {MOST:,}")
         return value
 
     if row["mode"] not in MODES:
-        raise ScenarioError(f"{path}:{line}: mode: got {shown(row['mode'])}, expected one of {', '.join(MODES)}")
+        raise bad(path, line, "mode", row["mode"], f"one of {', '.join(MODES)}")
     sizes = {name: round(number(name)) for name in NUMBERS}
     ttft, tpot = (number(name) for name in MEASURED)
     disaggregated = row["mode"] == "disagg"
@@ -216,20 +220,3 @@ def _point(path: Path, line: int, row: Mapping[str, str | None], peers: Mapping[
         tpot_ms=tpot,
         peer=peers.get(said["id"]),
     )
-
-
-def _peers(path: Path) -> dict[str, tuple[float, float]]:
-    """What the other tool says: TTFT and TPOT in milliseconds, by id."""
-    if not path.is_file():
-        return {}
-    with _opened(path) as file:
-        return dict(_predictions(path, csv.DictReader(file)))
-
-
-def _predictions(path: Path, rows: csv.DictReader[str]) -> Iterator[tuple[str, tuple[float, float]]]:
-    for line, row in enumerate(rows, start=2):
-        try:
-            if row["aic_ttft_ms"] and row["aic_tpot_ms"]:
-                yield row["id"], (float(row["aic_ttft_ms"]), float(row["aic_tpot_ms"]))
-        except (KeyError, ValueError, TypeError):
-            raise ScenarioError(f"{path}:{line}: expected id, aic_ttft_ms and aic_tpot_ms") from None

@@ -143,8 +143,8 @@ def _intervals(file: TermsFile) -> Table:
     covered = _covered(file)
     rows = []
     for metric in ("ttft", "tpot"):
-        for name, (prompt, output) in (("as long", (1, 1)), ("outputs longer", (1, 4)), ("prompts longer", (4, 1))):
-            found = residuals.interval(file, prompt, output, metric)
+        for name, lengths in (("as long", (1, 1)), ("outputs longer", (1, 4)), ("prompts longer", (4, 1))):
+            found = residuals.interval(file, metric, lengths)
             if found:
                 rows.append(
                     [

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cbsim.proof.points.predict import Means, measured
-from cbsim.proof.points.published import Point
+from cbsim.proof.points.published import HOPPER, Point
 from cbsim.scenario.residuals import Interval
 
 Value = Callable[[Means, Point], float]
@@ -29,7 +29,6 @@ class Predicted(NamedTuple):
     left_out: bool  # was the point's curve there when its terms were calibrated, and left out?
     outside: Sequence[str]
     experts: bool
-    values: Mapping[str, float]
 
     def error(self, metric: str) -> float:
         """Relative to what was measured."""
@@ -105,9 +104,6 @@ class Class(NamedTuple):
     holds: Callable[[Predicted], bool]
     bars: Sequence[Bar]
     stratum: float  # no stratum of at least five points has a larger signed median of TPOT
-
-
-HOPPER = ("h100_sxm", "h200_sxm")
 
 
 def _known(each: Predicted, systems: Sequence[str], *, experts: bool, backend: str | None = None) -> bool:

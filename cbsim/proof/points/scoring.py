@@ -109,7 +109,7 @@ def predicted(built: Buildable, means: Means) -> Predicted:
     point, file = built.point, built.file
     outside = file.outside(point.backend, point.system, point.model_name, point.tensor, point.concurrency)
     within = {
-        metric: None if outside else residuals.interval(file, point.prompt, point.output, metric, point.curve)
+        metric: None if outside else residuals.interval(file, metric, (point.prompt, point.output), point.curve)
         for metric in ("ttft", "tpot")
     }
     return Predicted(
@@ -120,5 +120,4 @@ def predicted(built: Buildable, means: Means) -> Predicted:
         left_out=point.curve in file.curves,
         outside=outside,
         experts=built.scenario.model.experts > 0,
-        values=built.values,
     )
