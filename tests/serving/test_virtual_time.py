@@ -17,7 +17,7 @@ from cbsim.cli.parser import main
 from cbsim.serving import virtual_loop
 from cbsim.serving.virtual_loop import VirtualLoop, VirtualTimeError, clocks, watched
 
-SCENARIO = "azure_conv"
+SCENARIO = "rates"
 HERE = Path(__file__).parent
 
 
