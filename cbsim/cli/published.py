@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -69,19 +68,27 @@ def _where(text: str) -> dict[str, str]:
 
 
 def score_points(arguments: argparse.Namespace) -> int:
-    """Predict the points of a folder, and say how far off that is."""
-    from cbsim.proof.points import command
+    """Predict the points of a folder, and say how far off that is; 1 if a run failed."""
+    from cbsim.cli.commands import answer
+    from cbsim.draw import folder
+    from cbsim.proof.points import command, published
 
+    place = published.folder(arguments.data)
+    points = published.read(place, arguments.where)
+    if arguments.out is not None:  # before the work, not after it
+        folder.check(arguments.out)
+        folder.write(arguments.out, {})
+    try:
+        study, complete = command.run(place, points, executor(arguments), arguments.store, silent=arguments.json)
+    except KeyboardInterrupt:
+        print("cbsim: interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return ERROR
     words = ["score-points"]
     if arguments.where:
         words += ["--where", ",".join(f"{column}={value}" for column, value in arguments.where.items())]
     words += ["--data", str(arguments.data)] if arguments.data else []
-    words += ["--out", str(arguments.out)] if arguments.out else []
-    said = shlex.join(["python", "-m", "cbsim", *words])
-    options = command.PointsOptions(
-        arguments.where, arguments.data, arguments.store, arguments.out, arguments.json, said
-    )
-    return command.run(options, executor(arguments))
+    answer(study, arguments.out, words, "simulated against published measurements", as_json=arguments.json)
+    return OK if complete else ERROR
 
 
 def calibrate_terms(arguments: argparse.Namespace) -> int:
