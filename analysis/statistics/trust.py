@@ -108,8 +108,8 @@ def _mean_queue(run: LoadedRun, low: float, high: float) -> float:
 
 
 def _calibration(run: LoadedRun) -> str | None:
-    """A fit is used beyond what it was fitted to."""
-    if run.measured or run.scenario["cost"]["kind"] != "fitted":
+    """A cost model is used beyond what it was calibrated on."""
+    if run.measured:
         return None
     return "; ".join(coverage.warnings(run.scenario, run.table)) or None
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from cbsim.cli.arguments import STUDIES
 from cbsim.cli.many_runs import executor
+from cbsim.cli.where import where_words
 from cbsim.machine.simulation import Simulation
 from cbsim.results import directory
 from cbsim.scenario import scenario
@@ -175,8 +176,7 @@ def _score_logs(arguments: argparse.Namespace, out: Path | None) -> int:
         if getattr(arguments, option):
             raise ScenarioError(f"--{option}: is for a case with config.json; {arguments.case} holds {log.REQUESTS}")
     made = verdict.study(arguments.case, arguments.where, arguments.set)
-    words = ["score", str(arguments.case)]
-    words += [word for condition in arguments.where for word in ("--where", condition)]
+    words = ["score", str(arguments.case), *where_words(arguments.where)]
     words += [word for change in arguments.set for word in ("--set", change)]
     return answer(made, out, words, "simulated against recorded runs", as_json=arguments.json)
 

@@ -21,6 +21,7 @@ from cbsim.cli.arguments import (
 )
 from cbsim.cli.capacity import capacity, capacity_arguments
 from cbsim.cli.many_runs import a_shard, store_arguments
+from cbsim.cli.where import where_argument
 from cbsim.server.status import ERROR, USAGE
 
 RENAMED = {"replay": "replan", "validate": "score"}
@@ -211,7 +212,7 @@ def _score_arguments(score: argparse.ArgumentParser) -> None:
     score.add_argument("--data", type=a_path, metavar="DIR", help="pack of workloads and profiles (CASE/../..)")
     score.add_argument("--hardware", metavar="NAME", help="data sheet of the case's GPU: a name or a file")
     about = "of a folder with requests.csv.gz: which runs, such as run=vllm-70b,scenario=sharegpt,qps=0.5 (all)"
-    score.add_argument("--where", action="append", default=[], metavar="FIELD=VALUE", help=about)
+    where_argument(score, about)
     score.add_argument("--ablate", action="store_true", help="repeat it without one part of the model at a time")
     score.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field of the case's scenario"

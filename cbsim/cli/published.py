@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from cbsim.cli.arguments import a_path
 from cbsim.cli.many_runs import executor, jobs, store_arguments
+from cbsim.cli.where import where_argument, where_words
 from cbsim.server.status import ERROR, OK
 
 TERMS = ("vllm-dense", "trtllm-dense", "vllm-experts")
 
 
 def points_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--where",
-        type=_where,
-        action=_Joined,
-        default={},
-        metavar="COLUMN=VALUE,...",
-        help="only points whose columns have these values",
-    )
+    where_argument(parser, "only points whose columns have these values")
     _data_argument(parser)
     store_arguments(parser)
     parser.add_argument("--out", type=a_path, metavar="DIR", help="also write report.md and figures to this folder")
@@ -47,41 +39,26 @@ def _data_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class _Joined(argparse.Action):
-    """Given several times, all hold."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
-        before = getattr(namespace, self.dest)
-        twice = sorted(before.keys() & values.keys())
-        if twice:
-            parser.error(f"argument --where: {twice[0]} is given twice")
-        setattr(namespace, self.dest, before | values)
-
-
-def _where(text: str) -> dict[str, str]:
-    chosen = {}
-    for part in text.split(","):
-        column, equal, value = part.partition("=")
-        if not (equal and column.strip()) or column.strip() in chosen:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected COLUMN=VALUE,COLUMN=VALUE, each column once")
-        chosen[column.strip()] = value.strip()
-    return chosen
-
-
 def score_points(arguments: argparse.Namespace) -> int:
-    """Predict the points of a folder, and say how far off that is."""
-    from cbsim.proof.points import command
+    """Predict the points of a folder, and say how far off that is; 1 if a run failed."""
+    from cbsim.cli.commands import answer
+    from cbsim.draw import folder
+    from cbsim.proof.points import command, published
 
-    words = ["score-points"]
-    if arguments.where:
-        words += ["--where", ",".join(f"{column}={value}" for column, value in arguments.where.items())]
+    place = published.folder(arguments.data)
+    points = published.read(place, arguments.where)
+    if arguments.out is not None:  # before the work, not after it
+        folder.check(arguments.out)
+        folder.write(arguments.out, {})
+    try:
+        study, complete = command.run(place, points, executor(arguments), arguments.store, silent=arguments.json)
+    except KeyboardInterrupt:
+        print("cbsim: interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return ERROR
+    words = ["score-points", *where_words(arguments.where)]
     words += ["--data", str(arguments.data)] if arguments.data else []
-    words += ["--out", str(arguments.out)] if arguments.out else []
-    said = shlex.join(["python", "-m", "cbsim", *words])
-    options = command.PointsOptions(
-        arguments.where, arguments.data, arguments.store, arguments.out, arguments.json, said
-    )
-    return command.run(options, executor(arguments))
+    answer(study, arguments.out, words, "simulated against published measurements", as_json=arguments.json)
+    return OK if complete else ERROR
 
 
 def calibrate_terms(arguments: argparse.Namespace) -> int:

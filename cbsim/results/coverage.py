@@ -13,6 +13,7 @@ from typing import Any
 
 from cbsim.results.metrics import Steps
 from cbsim.scenario import terms
+from cbsim.scenario.table_costs import CalibratedTerms, TableSettings
 
 RANGE = (("rows", "rows"), ("tokens", "query tokens"), ("context_tokens", "KV tokens read"))  # columns of a step
 
@@ -22,8 +23,8 @@ def warnings(scenario: Mapping[str, Any], steps: Steps) -> list[str]:
     calibrated = scenario["cost"].get("calibrated")
     if not calibrated:
         return []
-    if "systems" in calibrated:
-        return _unlike(scenario, calibrated)
+    if scenario["cost"]["kind"] == "table":
+        return _unlike(scenario)
     texts = [
         _other(name, calibrated[name], is_now) for name, is_now in _subject(scenario) if calibrated[name] != is_now
     ]
@@ -53,24 +54,23 @@ def _beyond(steps: Steps, column: str, noun: str, most: int) -> str:
 # -- terms of kernel tables -------------------------------------------------------------------------------------------
 
 
-def sureness(scenario: Mapping[str, Any]) -> list[str]:
+def sureness(cost: TableSettings) -> list[str]:
     """What is known of predictions with calibrated terms: the terms with their intervals, and how far measurements of
     left-out servers lay from what was predicted of them.
     """
-    cost = scenario["cost"]
-    calibrated = cost.get("calibrated")
-    if not calibrated or "systems" not in calibrated:
+    calibrated = cost.calibrated
+    if calibrated is None:
         return []
-    kept = {field: value for field, value in calibrated["values"].items() if cost.get(field, value) == value}
-    values = [_term(field, value, calibrated["intervals"][field]) for field, value in kept.items()]
-    said = [f"tables of {cost['engine']} and terms {cost['terms']}, with 80 % intervals: {', '.join(values)}"]
+    kept = {field: value for field, value in calibrated.values.items() if field not in _changed(cost, calibrated)}
+    values = [_term(field, value, calibrated.intervals[field]) for field, value in kept.items()]
+    said = [f"tables of {cost.engine} and terms {cost.terms}, with 80 % intervals: {', '.join(values)}"]
     if terms.FRONT in kept:
         said[0] += f"; {terms.FRONT} is the client's and not in the times below"
-    known = [f"{metric.upper()} {_span(calibrated[metric])}" for metric in ("ttft", "tpot") if calibrated[metric]]
+    known = [(name, sure) for name, sure in (("TTFT", calibrated.ttft), ("TPOT", calibrated.tpot)) if sure]
     if known:
-        points = calibrated["tpot"]["points"]
-        about = f"80 % of {points} servers that were left out measured more or less than predicted by"
-        said.append(f"{about}: {', '.join(known)} (means, {terms.FRONT} included)")
+        spans = ", ".join(f"{name} {sure.low:+.1%} to {sure.high:+.1%}" for name, sure in known)
+        about = f"80 % of {known[-1][1].points} servers that were left out measured more or less than predicted by"
+        said.append(f"{about}: {spans} (means, {terms.FRONT} included)")
     return said
 
 
@@ -79,39 +79,29 @@ def _term(name: str, value: float, ends: Sequence[float]) -> str:
     return f"{name} {value:.3g} ({low:.3g} to {high:.3g})"
 
 
-def _span(sure: Mapping[str, float]) -> str:
-    return f"{sure['low']:+.1%} to {sure['high']:+.1%}"
+def _changed(cost: TableSettings, calibrated: CalibratedTerms) -> dict[str, float]:
+    """What was calibrated of the terms that the scenario gives itself."""
+    return {field: value for field, value in calibrated.values.items() if getattr(cost, field, value) != value}
 
 
-def _unlike(scenario: Mapping[str, Any], calibrated: Mapping[str, Any]) -> list[str]:
-    """How the server differs from those that the terms were calibrated on."""
-    cost, model = scenario["cost"], scenario["model"]
-    system, scheduler = PurePath(cost["path"]).name, scenario["scheduler"]["name"].partition("_")[0]
-    weights = model["weights_dtype"] or model["dtype"]
-    tables = calibrated["tables"].get(system, cost["engine"])
-    pairs = (
-        (scheduler, (calibrated["backend"],), f"scheduler {scheduler}"),
-        (system, calibrated["systems"], f"card {system}"),
-        (cost["engine"], (tables,), f"tables of {cost['engine']}"),
-        (cost["fastest"], (calibrated["fastest"],), f"fastest {str(cost['fastest']).lower()}"),
-        (cost["routing"], (calibrated["routing"], *(() if model["experts"] else (cost["routing"],))), cost["routing"]),
-        (model["name"], calibrated["models"], f"model {model['name']}"),
-        (weights, calibrated["weights"], f"weights in {weights}"),
-        (cost["tensor_parallel"], calibrated["tensor_parallel"], f"{cost['tensor_parallel']} GPUs"),
-        (scenario["loop"]["mode"], ("async",), "a synchronous loop"),
-    )
-    said = [text for value, known, text in pairs if value not in known]
-    said += [
-        f"{field} {cost[field]:g} in place of {value:g}"
-        for field, value in calibrated["values"].items()
-        if cost.get(field, value) != value
-    ]
-    said += _users(scenario, *calibrated["users"])
-    return [f"{text}, unlike what the terms {cost['terms']} were calibrated on" for text in said]
-
-
-def _users(scenario: Mapping[str, Any], least: int, most: int) -> list[str]:
+def _unlike(scenario: Mapping[str, Any]) -> list[str]:
+    """How the server differs from those that the terms were calibrated on. Nothing is validated: a run of other code
+    may say more.
+    """
+    cost = TableSettings.model_construct(**scenario["cost"])
+    calibrated = CalibratedTerms.model_construct(**scenario["cost"]["calibrated"])
+    model, engine = scenario["model"], scenario["scheduler"]["name"].partition("_")[0]
+    system, weights = PurePath(cost.path).name, model["weights_dtype"] or model["dtype"]
     users = (scenario["workload"].get("arrivals") or {}).get("users")
-    if users is None:
-        return ["arrivals that are no closed loop"]
-    return [] if least <= users <= most else [f"{users:,} users"]
+    said = calibrated.outside(engine, system, model["name"], cost.tensor_parallel, users)
+    others = {
+        f"tables of {cost.engine}": cost.engine != calibrated.tables.get(system, cost.engine),
+        f"fastest {str(cost.fastest).lower()}": cost.fastest != calibrated.fastest,
+        f"routing {cost.routing}": model["experts"] and cost.routing != calibrated.routing,
+        f"weights in {weights}": weights not in calibrated.weights,
+        "a synchronous loop": scenario["loop"]["mode"] != "async",
+    }
+    said += [text for text, differs in others.items() if differs]
+    changed = _changed(cost, calibrated)
+    said += [f"{field} {getattr(cost, field):g} in place of {value:g}" for field, value in changed.items()]
+    return [f"{text}, unlike what the terms {cost.terms} were calibrated on" for text in said]

@@ -31,7 +31,9 @@ from cbsim.scenario.shapes import ModelShape
 from cbsim.scenario.table_costs import TableSettings
 from cbsim.server.guard import guarded
 
-LARGEST_CAPTURED = 512  # query tokens, of vLLM where it is not told; with others like that
+LARGEST_CAPTURED = 512
+"""Query tokens, where the scenario names no size: vLLM's most. Terms were calibrated with it. With few seats vLLM
+captures less, as simulate.graphs has it."""
 
 
 def scheduler(scenario: Scenario, loop: str) -> Scheduler:

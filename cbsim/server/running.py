@@ -16,6 +16,7 @@ from cbsim.results.pieces import Pieces
 from cbsim.results.record import Record
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario
+from cbsim.scenario.table_costs import TableSettings
 from cbsim.server.result import Result, Results
 from cbsim.workload import generators, given
 from cbsim.workload.generators import Workload
@@ -146,7 +147,8 @@ class Session:
 
     def _sureness(self) -> list[str]:
         """How sure the times of a simulation are, where that is known."""
-        return [] if self.server.measured else coverage.sureness(self.scenario.model_dump(mode="json"))
+        cost = self.scenario.cost
+        return coverage.sureness(cost) if isinstance(cost, TableSettings) and not self.server.measured else []
 
 
 def counted(scenario: Scenario, total_blocks: int, window_s: tuple[float, float] | None) -> dict[str, Any]:

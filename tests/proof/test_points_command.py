@@ -11,7 +11,9 @@ import engine_folder
 import pytest
 from test_points_built import HEADER, POINT
 
+from analysis.statistics import loading, trust
 from cbsim.cli.parser import main
+from cbsim.cli.published import TERMS
 from cbsim.proof.points import build, calibration, predict, published
 from cbsim.proof.points.calibration import Calibration
 from cbsim.proof.points.fit import Prior
@@ -98,11 +100,15 @@ def test_the_terms_that_made_the_points_are_found(calibrated: Path) -> None:
     file = terms.load("made")
     assert file.terms["layer_s"].value == pytest.approx(2e-5, rel=0.2)
     assert file.terms["front_s"].value == pytest.approx(0.02, rel=0.1)
-    assert all(term.low <= term.value <= term.high for term in file.terms.values())
     assert sorted(file.curves) == ["2-128", "2-512", "4-128"]
     assert all(abs(each.tpot) < 0.05 for name in ("2-128", "2-512") for each in file.curves[name].residuals)
     assert all(0.05 < each.tpot < 0.3 for each in file.curves["4-128"].residuals), "nobody else knows 4 GPUs"
-    assert terms.TermsFile.model_validate(file.model_dump()) == file
+
+
+def test_the_terms_of_the_command_are_the_projects() -> None:
+    """The parser names them without loading what makes them; each has been made."""
+    assert list(TERMS) == list(calibration.CALIBRATIONS)
+    assert sorted(TERMS) == sorted(catalog.names("terms"))
 
 
 def test_points_are_scored_with_terms_that_their_curve_did_not_teach(
@@ -125,7 +131,9 @@ def test_points_are_scored_with_terms_that_their_curve_did_not_teach(
 
 
 def test_a_run_says_how_sure_it_is(calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A scenario with calibrated terms prints them with their intervals, and where it leaves what they rest on."""
+    """A scenario with calibrated terms prints them with their intervals, and where it leaves what they rest on. A
+    report of the run repeats the latter.
+    """
     cost = f"{{kind: table, path: {build.TABLES}/h200_sxm, engine: vllm, tensor_parallel: 4, terms: made}}"
     scenario = tmp_path / "mine.yaml"
     scenario.write_text(
@@ -139,10 +147,14 @@ def test_a_run_says_how_sure_it_is(calibrated: Path, tmp_path: Path, capsys: pyt
     for text in ("weights in bfloat16", "arrivals that are no closed loop"):
         assert f"beyond the calibration: {text}, unlike what the terms made were calibrated on" in said
     assert "in place of" not in said
+    runs = loading.read([*(tmp_path / "runs").iterdir()])
+    (caveat,) = [each for each in trust.caveats(runs) if each.kind == "calibration"]
+    assert caveat.text.count("unlike what the terms made were calibrated on") == said.count("beyond the calibration: ")
     words = ["--set", "cost.layer_s=1", "--set", "cost.fastest=false", "--set", "loop.mode=sync"]
+    words += ["--set", "scheduler={name: sglang}", "--set", "workload.arrivals={kind: closed_loop, users: 99}"]
     assert main(["run", str(scenario), "--out", str(tmp_path / "runs"), *words]) == 0
     said = "".join(capsys.readouterr())
-    for text in ("layer_s 1 in place of", "fastest false", "a synchronous loop"):
+    for text in ("layer_s 1 in place of", "fastest false", "a synchronous loop", "engine sglang", "99 users"):
         assert f"beyond the calibration: {text}" in said
     assert "80 % intervals: reduce_s" in said, "what was given is no calibrated term"
     resolved = next((tmp_path / "runs").rglob("scenario.resolved.yaml"))
@@ -152,7 +164,9 @@ def test_a_run_says_how_sure_it_is(calibrated: Path, tmp_path: Path, capsys: pyt
 def test_mistakes_are_told(calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (["score-points", "--data", str(tmp_path / "none")], "--data: got"),
-        (["score-points", "--where", "isl"], "expected COLUMN=VALUE"),
+        (["score-points", "--where", "isl"], "argument --where: 'isl': expected FIELD=VALUE"),
+        (["score", "logs", "--where", "qps=1,qps=2"], "argument --where: 'qps=1,qps=2': expected FIELD=VALUE"),
+        (["score", "logs", "--where", "qps=1", "--where", "qps=2"], "argument --where: qps is given twice"),
         (["score-points", "--data", str(calibrated / "points"), "--where", "bogus=1"], "--where bogus: is no column"),
         (["calibrate-terms", "nothing"], "invalid choice: 'nothing'"),
     ):

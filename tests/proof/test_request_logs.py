@@ -195,7 +195,7 @@ def test_where_chooses(data: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--where", "qps"), ("--where", "'qps'", "FIELD=VALUE", "run, scenario, qps")),
+        (("--where", "rate=1"), ("--where", "'rate'", "run, scenario, qps")),
         (("--where", "run=vllm-7b"), ("--where: run", "'vllm-7b'", RUN)),
         (("--where", "qps=7"), ("--where: qps", "'7'", "one of 2")),
         (("--ablate",), ("--ablate", "config.json")),
@@ -264,7 +264,7 @@ def test_a_saturated_run_is_predicted(recorded: Path) -> None:
     """1.34 requests a second are more than the server can do, and no number of this run was used: the cache's size is
     derived, and decides how many wait. A cache of 10 % more or fewer blocks moves TTFT by more than is allowed here.
     """
-    [one] = log.chosen(log.read(recorded), ["run=exp-0/vllm-70b,qps=1.34"])
+    [one] = log.chosen(log.read(recorded), {"run": "exp-0/vllm-70b", "qps": "1.34"})
     scored = replay.score(recorded, one, log.starts(recorded), ())
     assert scored.calibrated is None
     assert abs(scored.error("ttft", "mean")) < 0.2

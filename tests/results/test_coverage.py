@@ -25,7 +25,11 @@ def steps(**columns: list[int]) -> Steps:
 
 def scenario(**changes: Any) -> dict[str, Any]:
     model = {"name": "Tiny", "dtype": "float32"} | changes.pop("model", {})
-    return {"model": model, "scheduler": {"name": "vllm"}, "cost": {"calibrated": CALIBRATED}} | changes
+    return {
+        "model": model,
+        "scheduler": {"name": "vllm"},
+        "cost": {"kind": "fitted", "calibrated": CALIBRATED},
+    } | changes
 
 
 def test_within_the_range_nothing_is_said() -> None:

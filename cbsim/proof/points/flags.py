@@ -13,7 +13,7 @@ from cbsim.scenario.shapes import Hardware, ModelShape
 from cbsim.scenario.sizing import VLLM_RUNTIME_BYTES, Step, activation_bytes
 
 NEW_RULES = (0, 26)  # vLLM from this version on is simulated by the rules of 0.33, before by those of 0.19
-FREE_SHARE = 0.9  # of what weights and a step leave free, TensorRT-LLM and SGLang give to the cache
+FREE_SHARE = 0.9  # of what weights and a step leave free, TensorRT-LLM gives to the cache
 
 
 class Flags(NamedTuple):
@@ -80,15 +80,15 @@ def _trtllm(point: Point, model: ModelShape, hardware: Hardware) -> Flags:
     return Flags(scheduler, {"memory_fraction": fraction}, kv_dtype, {"padding": "cbengine"})
 
 
+def _of_the_rest(model: ModelShape, hardware: Hardware, tensor: int, step: Step) -> float:
+    """The share of all memory that is weights, a step, and FREE_SHARE of what they leave."""
+    taken = model.shard_bytes(tensor) + activation_bytes(model, step) + VLLM_RUNTIME_BYTES
+    return min(1.0, FREE_SHARE + (1 - FREE_SHARE) * taken / hardware.memory_bytes)
+
+
 # -- SGLang -----------------------------------------------------------------------------------------------------------
 
 
 def _sglang(point: Point, model: ModelShape, hardware: Hardware) -> Flags:
     del model, hardware
     return Flags({"name": "sglang", "context_length": longest(point)}, {}, None, {})
-
-
-def _of_the_rest(model: ModelShape, hardware: Hardware, tensor: int, step: Step) -> float:
-    """The share of all memory that is weights, a step, and FREE_SHARE of what they leave."""
-    taken = model.shard_bytes(tensor) + activation_bytes(model, step) + VLLM_RUNTIME_BYTES
-    return min(1.0, FREE_SHARE + (1 - FREE_SHARE) * taken / hardware.memory_bytes)

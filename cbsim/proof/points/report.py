@@ -61,10 +61,9 @@ def _findings(predicted: Sequence[Predicted], judged: Sequence[tuple[Class, Grou
     if outside:
         said.append(f"{outside:,} are outside what was calibrated: engine, card, model, GPUs or users are others.")
     for each, group in judged:
-        found = {metric: group.errors(metric) for metric in ("ttft", "tpot")}
+        ttft, tpot = (group.errors(metric).mape for metric in ("ttft", "tpot"))
         said.append(
-            f"{group.name}: {len(group.predicted)} points, mean absolute error of TPOT {found['tpot'].mape:.1%}, "
-            f"of TTFT {found['ttft'].mape:.1%}."
+            f"{group.name}: {len(group.predicted)} points, mean absolute error of TPOT {tpot:.1%}, of TTFT {ttft:.1%}."
         )
         said += [f"Beyond what is asked of a stratum, {text}." for text in score.misses(each, group)]
     return said
@@ -73,8 +72,8 @@ def _findings(predicted: Sequence[Predicted], judged: Sequence[tuple[Class, Grou
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _cells(found: Errors) -> list[str]:
-    return [f"{found.median:+.1%}", f"{found.mape:.1%}", f"{found.p90:.1%}"]
+def _cells(errors: Errors) -> list[str]:
+    return [f"{errors.median:+.1%}", f"{errors.mape:.1%}", f"{errors.p90:.1%}"]
 
 
 def _header(first: str) -> list[str]:
@@ -144,16 +143,10 @@ def _intervals(file: TermsFile) -> Table:
     rows = []
     for metric in ("ttft", "tpot"):
         for name, lengths in (("as long", (1, 1)), ("outputs longer", (1, 4)), ("prompts longer", (4, 1))):
-            found = residuals.interval(file, metric, lengths)
-            if found:
-                rows.append(
-                    [
-                        f"{NAMES[metric]}, {name}",
-                        f"{found.low - 1:+.1%}",
-                        f"{found.high - 1:+.1%}",
-                        f"{found.residuals}",
-                    ]
-                )
+            interval = residuals.interval(file, metric, lengths)
+            if interval:
+                ends = [f"{end - 1:+.1%}" for end in (interval.low, interval.high)]
+                rows.append([f"{NAMES[metric]}, {name}", *ends, f"{interval.residuals}"])
     says = ", ".join(f"{NAMES[metric]} {within} of {total}" for metric, (within, total) in covered.items())
     return Table(
         f"How sure: 80 % intervals of {file.name}",
@@ -176,11 +169,11 @@ def _by_interval(groups: Sequence[Group]) -> Table:
 
 
 def _within(points: Sequence[Predicted], metric: str) -> list[str]:
-    known = [(each, found) for each in points if (found := each.intervals[metric])]
+    known = [(each, interval) for each in points if (interval := each.intervals[metric])]
     if not known:
         return ["", "", ""]
     low, high, residuals_ = known[0][1]
-    within = sum(found.holds(1 / (1 + each.error(metric))) for each, found in known)
+    within = sum(interval.holds(1 / (1 + each.error(metric))) for each, interval in known)
     return [f"{low - 1:+.0%} to {high - 1:+.0%}", f"{residuals_}", f"{within} of {len(known)}"]
 
 
@@ -266,9 +259,9 @@ def _plain(each: Predicted) -> dict[str, Any]:
         "errors": {metric: _short(each.error(metric)) for metric in score.METRICS},
         "interval_80": {
             metric: None
-            if found is None
-            else {"low": _short(found.low), "high": _short(found.high), "residuals": found.residuals}
-            for metric, found in each.intervals.items()
+            if interval is None
+            else {"low": _short(interval.low), "high": _short(interval.high), "residuals": interval.residuals}
+            for metric, interval in each.intervals.items()
         },
         "peer_errors": None
         if point.peer is None

@@ -68,9 +68,9 @@ class Group(NamedTuple):
     predicted: Sequence[Predicted]
 
     def errors(self, metric: str) -> Errors:
-        found = errors(each.error(metric) for each in self.predicted)
-        assert found is not None, self.name
-        return found
+        ours = errors(each.error(metric) for each in self.predicted)
+        assert ours is not None, self.name
+        return ours
 
     def beside_peer(self, metric: str) -> tuple[Errors, Errors] | None:
         """Ours and the other tool's, on the points that it predicts."""
@@ -145,8 +145,8 @@ LEAST = 5  # points of a stratum that is judged
 
 def classes(predicted: Sequence[Predicted]) -> list[tuple[Class, Group]]:
     """Those that have points."""
-    found = [(each, [p for p in predicted if each.holds(p)]) for each in CLASSES]
-    return [(each, Group(each.name, points)) for each, points in found if points]
+    members = ((each, [p for p in predicted if each.holds(p)]) for each in CLASSES)
+    return [(each, Group(each.name, points)) for each, points in members if points]
 
 
 def misses(judged: Class, group: Group) -> list[str]:

@@ -93,15 +93,15 @@ def score(
     buildable: Sequence[Buildable], executor: Executor, store: Store, hear: Callable[[Made], None]
 ) -> tuple[list[Predicted], Counter[str]]:
     """Predictions, and the reasons of runs that failed."""
-    found, failed = list[Predicted](), Counter[str]()
+    predictions, failed = list[Predicted](), Counter[str]()
     for built, means in zip(
         buildable, predict([each.scenario for each in buildable], executor, store, hear), strict=True
     ):
         if isinstance(means, str):
             failed[f"the run failed: {means}"] += 1
         else:
-            found.append(predicted(built, means))
-    return found, failed
+            predictions.append(predicted(built, means))
+    return predictions, failed
 
 
 def predicted(built: Buildable, means: Means) -> Predicted:

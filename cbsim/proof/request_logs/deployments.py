@@ -4,10 +4,11 @@ The runs of 2025-05 are of vLLM 0.8.5: prefix caching, chunked prefill, no async
 of 70 GiB or more, A100s included, 8,192 query tokens a step and 1,024 requests (vLLM pull requests 17073 and 17885).
 Sizes of the KV cache follow from the memory.
 
-Terms and fronts are what no table holds. `elementwise` and `row_s` are those of scenarios/terms/vllm-experts.yaml,
-rounded: calibrated on other servers. Each other one is calibrated on the runs named in `CALIBRATED`, and on no other.
-The A100 needs no `layer_s` and `reduce_s`: one engine alone was tabulated on it, whose small kernels are slow enough to
-hold the gaps between them. Those runs tell of `layer_s` and `reduce_s` of the H100 their sum alone.
+Terms and fronts are what no table holds. `elementwise` and `row_s` were calibrated on other servers, those of
+scenarios/terms/vllm-experts.yaml, and rounded; that file has been made again since. Each other one is calibrated on the
+runs named in `CALIBRATED`, and on no other. The A100 needs no `layer_s` and `reduce_s`: one engine alone was tabulated
+on it, whose small kernels are slow enough to hold the gaps between them. Those runs tell of `layer_s` and `reduce_s` of
+the H100 their sum alone.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Rows of a run stand together, in order of launch. Seconds are of the client's cl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -121,15 +121,14 @@ def starts(folder: Path) -> list[Start]:
     return prompts
 
 
-def chosen(logs: Sequence[Log], conditions: Sequence[str]) -> list[Log]:
-    """Those that fit all conditions, such as `run=vllm-70b,scenario=sharegpt,qps=0.5`; a run by its name or the end of
-    it. Raises ScenarioError if none does.
+def chosen(logs: Sequence[Log], where: Mapping[str, str]) -> list[Log]:
+    """Those whose fields have the values of `where`; a run by its name or the end of it. Raises ScenarioError if none
+    has.
     """
     kept = list(logs)
-    for word in (word for condition in conditions for word in condition.split(",")):
-        field, equals, value = (part.strip() for part in word.partition("="))
-        if not equals or field not in Key._fields:
-            raise ScenarioError(f"--where: got {word!r}, expected FIELD=VALUE with a field of {', '.join(Key._fields)}")
+    for field, value in where.items():
+        if field not in Key._fields:
+            raise ScenarioError(f"--where: got {field!r}, expected fields of {', '.join(Key._fields)}")
         known = list(dict.fromkeys(f"{getattr(log.key, field):{'g' if field == 'qps' else ''}}" for log in kept))
         kept = [log for log in kept if _fits(log.key, field, value)]
         if not kept:

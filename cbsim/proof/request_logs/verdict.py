@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
@@ -36,9 +36,9 @@ class Left(NamedTuple):
     reason: str
 
 
-def study(folder: Path, conditions: Sequence[str], overrides: Sequence[str]) -> Study:
+def study(folder: Path, where: Mapping[str, str], overrides: Sequence[str]) -> Study:
     """Replay and score the runs of a folder. Raises ScenarioError if it holds none that can be built."""
-    logs = log.chosen(log.read(folder), conditions)
+    logs = log.chosen(log.read(folder), where)
     starts = log.starts(folder) if any(each.key.scenario == "sharegpt" for each in logs) else []
     left, scored = list[Left](), list[Scored]()
     for each in logs:
