@@ -27,7 +27,9 @@ def session_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=a_path, default=Path("runs"), metavar="DIR", help="where its directory goes (runs)"
     )
-    parser.add_argument("--served-model-name", metavar="NAME", help="what clients ask for (the scenario's name)")
+    parser.add_argument(
+        "--served-model-name", type=a_name, metavar="NAME", help="what clients ask for (the scenario's name)"
+    )
     parser.add_argument("--tokenizer", type=a_path, metavar="DIR", help="folder of a tokenizer.json (ours)")
     parser.add_argument("--quiet", action="store_true", help="say where it serves, and nothing else")
 
@@ -80,3 +82,10 @@ def _grace(text: str) -> float:
     if not 0 <= seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}: expected seconds >= 0")
     return seconds
+
+
+def a_name(text: str) -> str:
+    """A name that can be read in a line."""
+    if not text or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected letters that can be printed, at least one")
+    return text

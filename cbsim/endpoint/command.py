@@ -42,6 +42,8 @@ async def serve(backend: Backend, session: Session, log: Log, options: ServeOpti
     check_host(options.host, options.settings)
     directory = SessionDirectory(session, log, options.out)
 
+    log.alarm = lambda problem: print(f"{problem} the session is kept in memory only", file=sys.stderr, flush=True)
+
     def ready(host: str, port: int) -> None:
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{port}/v1"
@@ -65,7 +67,9 @@ def _close(directory: SessionDirectory, backend: Backend, ending: Ending, option
     if not options.quiet:
         _say(result)
     if (timing := backend.timing) is not None and not timing.faithful:
-        print(f"not faithful: {unfaithful(timing)}", file=sys.stderr)
+        busy = f"it cannot keep up with scale={timing.scale:g} under this load: take less, or `drive`"
+        why = busy if timing.scale > 1 else "the machine is busy"
+        print(f"not faithful: {unfaithful(timing, why)}", file=sys.stderr)
     if result.incomplete is not None:
         print(f"incomplete: {result.incomplete}: see {result.path}", file=sys.stderr)
         return ERROR
@@ -77,7 +81,8 @@ def _incomplete(ending: Ending) -> str | None:
         return ending.message
     if ending.cut:
         hurry = "told to hurry" if ending.interrupted else "out of time"
-        return f"{ending.cut} answers were cut off: {hurry} after {ending.why}"
+        answers = "1 answer was" if ending.cut == 1 else f"{ending.cut} answers were"
+        return f"{answers} cut off: {hurry} after {ending.why}"
     return None
 
 
@@ -101,11 +106,10 @@ def said(timing: Timing | None) -> dict[str, Any]:
     }
 
 
-def unfaithful(timing: Timing) -> str:
+def unfaithful(timing: Timing, why: str) -> str:
     """Why a session's figures are not the model's alone."""
-    lag_ms, bound_ms = timing.lag_p99_s * 1e3, timing.bound_s * 1e3
-    late = f"1 % of its steps came {lag_ms:.3g} ms late or more, the bound is {bound_ms:.3g} ms"
-    advice = "the machine is busy"
-    if timing.scale > 1:
-        advice = f"it cannot keep up with scale={timing.scale:g} under this load: take less, or `drive`"
-    return f"{late}: {advice}"
+    lag, bound = (
+        f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+        for seconds in (timing.lag_p99_s, timing.bound_s)
+    )
+    return f"1 % of its steps came {lag} late or more, the bound is {bound}: {why}"

@@ -12,6 +12,7 @@ import numpy as np
 from cbsim.results.metrics import Floats, Requests, Steps
 from cbsim.scenario.scenario import Scenario, depth, scheduler_options
 
+WORK = ("schedule", "prepare", "launch", "update")  # of the CPU; `await` is none
 SEEN = 0.1  # share of the time from which on something is said to bind
 
 
@@ -61,7 +62,15 @@ def _step(scenario: Scenario, loop: str, steps: Steps, span_ns: float) -> str:
     compute = steps.lane("compute").astype(np.float64)
     waits = 1 - idle - float(compute.sum()) / max(span_ns, 1.0)
     if waits >= SEEN:
-        cure = "loop.mode: async would hide it" if loop == "sync" else "its work is longer than the GPU's"
+        cure = "loop.mode: async would hide it"
+        if loop != "sync":
+            longer = sum(float((steps[f"{phase}_end_ns"] - steps[f"{phase}_start_ns"]).sum()) for phase in WORK)
+            of_cpu = longer > compute.sum()
+            cure = (
+                "its work is longer than the GPU's"
+                if of_cpu
+                else "its work is the shorter, but steps are launched late"
+            )
         return f"CPU: the GPU has work and waits {waits:.0%} of the time for it; {cure}"
     model, gpu = scenario.model, scenario.hardware
     tokens = float((steps["padded_tokens"] * compute).sum() / max(compute.sum(), 1.0))

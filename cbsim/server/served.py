@@ -6,13 +6,16 @@ requests can be run again, and its plans derived again, from the run directory a
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from io import RawIOBase
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from cbsim.policy.request import RequestSpec
 from cbsim.results.directory import RunError, RunWriter
@@ -62,18 +65,28 @@ class Contents:
         return self._last
 
 
+def _unheard(problem: str) -> None:
+    del problem
+
+
 class Log:
-    """The requests of a session as they come, line by line; also in `file`, at once, if there is one."""
+    """The requests of a session as they come, line by line; also in a file, at once, if there is one. A file that
+    cannot be written any more ends with a whole line, and `problem` says why; `alarm` is told.
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        self.problem: str | None = None
+        self.alarm: Callable[[str], None] = _unheard
         self._lines: list[str] = []
-        self._file: TextIO | None = None
+        self._path: Path | None = None
+        self._file: RawIOBase | None = None
+        self._bytes = 0  # of the file, whole lines
 
     def write_to(self, path: Path) -> None:
         """From now on. Raises RunError."""
         try:
-            self._file = path.open("w", encoding="utf-8", buffering=1)
+            self._path, self._file = path, path.open("wb", buffering=0)
         except OSError as error:
             raise RunError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
 
@@ -90,14 +103,29 @@ class Log:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what was written is written
+                self._file.close()
             self._file = None
 
     def _add(self, line: str) -> None:
         self._lines.append(line)
-        if self._file is not None:
-            with suppress(OSError):  # a full disk must not end a session: the directory says so when it is written
-                self._file.write(line)
+        if self._file is None:
+            return
+        data = line.encode()
+        try:
+            if self._file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._bytes += len(data)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        assert self._file is not None
+        with suppress(OSError):
+            self._file.truncate(self._bytes)
+        self.close()
+        self.problem = f"{self._path}: cannot be written: {error.strerror or error}: from request {self.count - 1} on"
+        self.alarm(self.problem)
 
 
 def with_one_loop(scenario: Scenario) -> Scenario:

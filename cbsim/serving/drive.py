@@ -9,19 +9,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from cbsim.endpoint.command import said, unfaithful
 from cbsim.endpoint.listen import Stop, listen
 from cbsim.endpoint.metrics import VllmMeter
 from cbsim.endpoint.tokenizer import open_tokenizer
-from cbsim.results.directory import RunError
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario
 from cbsim.server.served import SessionDirectory
@@ -29,7 +30,7 @@ from cbsim.server.status import ERROR, OK
 from cbsim.serving.clocks import VirtualClock
 from cbsim.serving.session import Opened, open_session
 from cbsim.serving.virtual_loop import VirtualLoop, VirtualTimeError, clocks, watched
-from cbsim.serving.virtual_server import IN_PROCESS, end_others
+from cbsim.serving.virtual_server import IN_PROCESS, end, end_others
 
 VLLM = ("vllm", "bench", "serve")
 FAILED = "client_error.txt"  # of a run directory
@@ -53,11 +54,13 @@ def run(
     try:
         with clocks(loop), watched(loop), as_program(words):
             client = client_of(words)
-            directory = SessionDirectory(opened.run, opened.backend.log, out)
+            directory = SessionDirectory(opened.run, opened.backend.log, out.absolute())  # clients may go elsewhere
+            work = loop.create_task(_together(opened, client))
             try:
-                loop.run_until_complete(_together(opened, client))
+                loop.run_until_complete(work)
             except (KeyboardInterrupt, Exception, SystemExit) as error:  # a client may raise anything
                 failure = error
+            loop.run_until_complete(end(work))
             loop.run_until_complete(end_others())
     finally:
         loop.close()
@@ -105,7 +108,8 @@ def _close(
         print(result)
     print(f"run       {result.path}" if not quiet else result.path)
     if not opened.backend.timing.faithful:
-        print(f"not faithful: {unfaithful(opened.backend.timing)}", file=sys.stderr)
+        late = unfaithful(opened.backend.timing, "the client kept the loop from its steps")
+        print(f"not faithful: {late}", file=sys.stderr)
     if wrong is None:
         return OK
     where = ""
@@ -126,20 +130,27 @@ def _wrong(loop: VirtualLoop, opened: Opened, failure: BaseException | None) -> 
     if isinstance(failure, SystemExit) and not failure.code:
         return None
     if isinstance(failure, KeyboardInterrupt):
-        return "interrupted"
+        return str(failure) or "interrupted"
     return None if failure is None else f"the client failed: {type(failure).__name__}: {failure}"
 
 
 @contextmanager
 def as_program(words: Sequence[str]) -> Iterator[None]:
-    """The client sees its own arguments, and finds modules where it was started."""
+    """The client sees its own arguments, and finds modules where it was started. SIGTERM ends it as Ctrl-C does."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = list(words)
     sys.path.insert(0, str(Path.cwd()))
+    before = signal.signal(signal.SIGTERM, _terminated)
     try:
         yield
     finally:
+        signal.signal(signal.SIGTERM, before)
         sys.argv, sys.path[:] = argv, path
+
+
+def _terminated(signum: int, frame: FrameType | None) -> None:
+    del signum, frame
+    raise KeyboardInterrupt("SIGTERM")
 
 
 def client_of(words: Sequence[str]) -> Client:
@@ -155,7 +166,7 @@ def client_of(words: Sequence[str]) -> Client:
         function: Any = import_module(module)
     except ModuleNotFoundError as error:
         raise ScenarioError(f"client: {words[0]}: there is no module {error.name}", field="client") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = f"client: {module} cannot be imported: {type(error).__name__}: {error}"
         raise ScenarioError(text, field="client") from error
     for part in name.split("."):
@@ -175,10 +186,12 @@ def _called(name: str, function: Any) -> Client:
             f"client: {name} takes {len(needed)} arguments, expected none or the address", field="client"
         )
 
+    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+    if not inspect.iscoroutinefunction(inspect.unwrap(called)):
+        text = f"client: {name} is not asynchronous: it cannot run in virtual time; expected an `async def`"
+        raise ScenarioError(text, field="client")
+
     async def client(address: str) -> Any:
-        made = function(*[address] * len(needed))
-        if not inspect.isawaitable(made):
-            raise RunError(f"{name} is not asynchronous: it cannot run in virtual time")
-        return await made
+        return await function(*[address] * len(needed))
 
     return client

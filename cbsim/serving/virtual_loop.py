@@ -8,6 +8,7 @@ told: a sleep that is not asyncio's, a call that blocks the loop, a thread that 
 from __future__ import annotations
 
 import asyncio
+import math
 import resource
 import selectors
 import signal
@@ -32,6 +33,7 @@ SETTLING = 3
 PATIENCE_S = 10.0
 """Real seconds that a call may block the loop, or a thread may work, before that counts as waiting for ever."""
 SHORT_S = 0.05
+RESOLUTION_S = 1e-9
 WATCH_S = 1.0
 FUNCTIONS = ("time", "monotonic", "perf_counter", "time_ns", "monotonic_ns", "perf_counter_ns", "sleep")
 REAL: dict[str, Callable[..., Any]] = {name: getattr(time, name) for name in FUNCTIONS}
@@ -58,7 +60,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(selector)
         self._look = selector.select
         selector.select = self._wait  # type: ignore[method-assign, assignment]
-        self._clock_resolution = 1e-9
+        self._clock_resolution = RESOLUTION_S
         self._echo, self._sound = _loopback()
         self._leave()
 
@@ -113,13 +115,27 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             heappop(self._resting)
         if self._resting and self._resting[0][0] < timer_s:
             when_s, _, future = heappop(self._resting)
-            self._virtual_s = max(self._virtual_s, when_s)
+            self._set(when_s)
             future.set_result(None)
             return []
         if timer_s < float("inf"):
-            self._virtual_s = max(self._virtual_s, timer_s)
+            self._set(timer_s)
             return []
-        return self._look(SHORT_S)  # only the outside world can wake it
+        return self._outside()
+
+    def _set(self, when_s: float) -> None:
+        """Jump. Timers are due within the clock's resolution, which is never finer than its numbers are."""
+        self._virtual_s = max(self._virtual_s, when_s)
+        self._clock_resolution = max(RESOLUTION_S, math.ulp(self._virtual_s))
+
+    def _outside(self) -> list[Any]:
+        """Only the outside world could wake it. Raises VirtualTimeError if it does not for a while."""
+        began = _now_s()
+        while not (ready := self._look(SHORT_S)):
+            if _now_s() - began > PATIENCE_S:
+                self.stuck = "nobody has anything left to do, and the client waits for something that never comes"
+                raise VirtualTimeError(self.stuck)
+        return ready
 
     def _hear_echo(self) -> None:
         """A byte to ourselves: what was sent before it has arrived when it does."""
@@ -133,7 +149,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         name, began = min(self._threads.values(), key=lambda thread: thread[1])
         if (worked := _now_s() - began) > PATIENCE_S:
             text = f"a thread has been in {name} for {worked:.0f} s of real time"
-            raise VirtualTimeError(f"{text}: virtual time waits for threads, so none of them can wait for it")
+            self.stuck = f"{text}: virtual time waits for threads, so none of them can wait for it"
+            self._threads.clear()
+            raise VirtualTimeError(self.stuck)
 
     def _check_blocked(self) -> None:
         """Note a callback that waited by itself for a while: a busy machine does not count."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Coroutine, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +36,8 @@ from cbsim.serving.virtual_loop import VirtualLoop, VirtualTimeError, clocks, wa
 
 T = TypeVar("T")
 HOST = "http://simulated"
+PATIENCE_S = 60.0
+"""Virtual seconds for tasks to end that were told to."""
 IN_PROCESS = Settings(inline_characters=sys.maxsize)
 """Threads end in any order, and virtual time waits for them anyhow: texts are encoded where they come in."""
 COMMAND = "python -m cbsim run scenario.resolved.yaml"  # in the run directory
@@ -122,13 +123,26 @@ async def serve_while(session: Opened, client: Awaitable[T]) -> T:
         await serving
 
 
+async def end(task: asyncio.Task[Any]) -> None:
+    """Cancel it, and let it clean up."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=PATIENCE_S)
+    if task.done() and not task.cancelled():
+        task.exception()  # it is known
+
+
 async def end_others() -> None:
-    """What the client has started and not awaited."""
+    """What the client has started and not awaited. Whatever does not let itself be cancelled is left."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
-    with suppress(asyncio.CancelledError):
-        await asyncio.gather(*others, return_exceptions=True)
+    if others:
+        await asyncio.wait(others, timeout=PATIENCE_S)
+    for task in others:
+        if not task.done():
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+        elif not task.cancelled():
+            task.exception()
 
 
 def import_http() -> Any:

@@ -330,7 +330,8 @@ def _served(wanted: demand.Served, streams: Streams) -> Workload:
 
 
 def _session(session: served.Session) -> Workload:
-    return Workload(session.specs, len(session.specs), cancels=session.cancels)
+    torn = (f"{served.FILE}: the last line was not written to its end: it is left out",) if session.torn else ()
+    return Workload(session.specs, len(session.specs), cancels=session.cancels, notices=torn)
 
 
 def _vllm_bench(wanted: demand.VllmBench, streams: Streams) -> Workload:

@@ -26,10 +26,13 @@ MOST = 1 << 62
 
 
 class Session(NamedTuple):
-    """Who came, in order of arrival, and who was given up when (ns)."""
+    """Who came, in order of arrival, and who was given up when (ns). `torn`: the last line was not written to its end,
+    and is left out.
+    """
 
     specs: list[RequestSpec]
     cancels: list[tuple[int, RequestSpec]]
+    torn: bool = False
 
 
 def came(spec: RequestSpec) -> str:
@@ -67,6 +70,8 @@ def parse(path: Path, lines: Iterable[str], limit: int | None = None) -> Session
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        if not line.endswith("\n") and not line.endswith("}"):  # whoever wrote it was killed
+            return Session(specs, cancels, torn=True)
         row = _Row(path, number, line)
         if "cancel" in row.values:
             index = row.whole("cancel", 0)

@@ -47,5 +47,15 @@ async def fails() -> None:
     raise KeyError("no such thing")
 
 
+async def waits() -> None:
+    await asyncio.Event().wait()
+
+
 def plain() -> int:
     return 3
+
+
+async def in_a_thread() -> None:
+    """A synchronous client, which waits for a server that waits for its thread."""
+    with openai.OpenAI(max_retries=0, timeout=5) as client:
+        await asyncio.to_thread(client.completions.create, model="rates", prompt="hello", max_tokens=2)

@@ -142,7 +142,7 @@ def test_answers_that_are_cut_off_make_an_incomplete_run(tmp_path: Path, hurry: 
         status, _, complaint = session.end(signal.SIGTERM, *(() if hurry else (signal.SIGINT,)))
         stream.close()
     assert status == 1
-    assert "incomplete: 1 answers were cut off" in complaint
+    assert "incomplete: 1 answer was cut off" in complaint
     assert "Traceback" not in complaint
     (run,) = tmp_path.iterdir()
     loaded = directory.load(run)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import resource
+import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,14 @@ from cbsim.endpoint.backend import Generation, Stream
 from cbsim.endpoint.tokenizer import open_tokenizer
 from cbsim.machine.simulation import Simulation
 from cbsim.policy.request import RequestSpec
+from cbsim.scenario.demand import Served
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.sources import scenario_of
 from cbsim.server import running
 from cbsim.server.result import Result
 from cbsim.server.running import Terms
-from cbsim.server.served import Contents, result_of
+from cbsim.server.served import Contents, Log, result_of
 from cbsim.serving.clocks import RealClock, VirtualClock
 from cbsim.serving.session import Opened, open_session
 from cbsim.serving.virtual_loop import VirtualLoop
@@ -242,6 +246,42 @@ def test_a_log_that_cannot_be_read(tmp_path: Path, line: str, words: str) -> Non
     with pytest.raises(ScenarioError) as error:
         served.read(file)
     assert f"{file}:1: {words}" in str(error.value)
+
+
+def test_a_log_that_was_cut_in_a_line_is_read_up_to_there(tmp_path: Path) -> None:
+    """As a killed session leaves it."""
+    spec = RequestSpec(0, "a", 5, 20, 3, 9)
+    file = tmp_path / "arrivals.jsonl"
+    file.write_text(served.came(spec) + served.came(replace(spec, index=1, id="b"))[:-5])
+    assert served.read(file).torn
+    assert [read.id for read in served.read(file).specs] == ["a"]
+    again = scenario("vllm", "sync").model_copy(update={"workload": Served(kind="served", path=str(file))})
+    result = running.one_loop(again, "sync", Simulation, Terms("test"))
+    assert result.summary["requests"] == 1
+    assert any("left out" in notice for notice in result.notices)
+
+
+def test_a_full_disk_is_told_at_once_and_leaves_whole_lines(tmp_path: Path) -> None:
+    log, told = Log(), list[str]()
+    log.alarm = told.append
+    log.write_to(tmp_path / "arrivals.jsonl")
+    spec = RequestSpec(0, "a", 5, 20, 3, 9)
+    log.came(spec)
+    whole = (tmp_path / "arrivals.jsonl").read_bytes()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 20, before[1]))  # a file cannot become longer
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        log.came(replace(spec, index=1, id="b"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (tmp_path / "arrivals.jsonl").read_bytes() == whole
+    (problem,) = told
+    assert "arrivals.jsonl: cannot be written" in problem
+    assert problem.endswith("from request 1 on")
+    log.left(spec, 9)
+    assert len(log.text().splitlines()) == 3, "memory has them all"
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 64))

@@ -281,7 +281,8 @@ def test_a_client_that_keeps_the_loop_makes_a_run_that_is_not_faithful(
     ("client", "status", "words"),
     [
         ("my_client:fails", 1, "the client failed: KeyError: 'no such thing'"),
-        ("my_client:plain", 1, "is not asynchronous"),
+        ("my_client:waits", 1, "waits for something that never comes"),
+        ("my_client:plain", 2, "is not asynchronous"),
         ("my_client:nothing", 2, "has no function nothing"),
         ("my_client", 2, "expected MODULE:FUNCTION"),
         ("no_such_module:main", 2, "there is no module no_such_module"),
@@ -295,6 +296,7 @@ def test_what_cannot_be_driven(
     status: int,
     words: str,
 ) -> None:
+    monkeypatch.setattr(virtual_loop, "PATIENCE_S", 0.2)
     assert drive(monkeypatch, tmp_path / "runs", client) == status
     said = capsys.readouterr().err
     assert words in said
@@ -304,3 +306,27 @@ def test_what_cannot_be_driven(
         assert (run / "INCOMPLETE").exists()
     else:
         assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("seconds", [1.7e7, 1e12])
+def test_years_can_be_slept(loop: VirtualLoop, seconds: float) -> None:
+    """The clock is a number like others: from some size on, its steps are coarser than a nanosecond."""
+
+    async def sleeps() -> float:
+        await asyncio.sleep(seconds)
+        await asyncio.sleep(1)
+        return loop.time()
+
+    assert loop.run_until_complete(sleeps()) == pytest.approx(seconds + 1)
+
+
+def test_a_thread_that_is_refused_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(virtual_loop, "PATIENCE_S", 0.2)
+    assert drive(monkeypatch, tmp_path, "my_client:in_a_thread") == 1
+    assert "a thread has been in" in capsys.readouterr().err
+    assert "Traceback" not in caplog.text
