@@ -275,6 +275,14 @@ def test_only_json_is_taken() -> None:
     )
 
 
+def test_a_body_that_is_compressed_is_not_taken() -> None:
+    for encoding, status in (("gzip", 415), ("identity, br", 415), ("Identity", 200)):
+        headers = [JSON, ("content-encoding", encoding)]
+        answer = answer_to(COMPLETIONS, {"prompt": "a"}, headers=headers)
+        assert answer.status == status
+        assert status == 200 or "Content-Encoding" in answer.error["message"]
+
+
 def test_a_body_that_is_too_long_is_refused_whatever_it_says() -> None:
     settings = Settings(max_body_bytes=50)
     body = {"prompt": "a" * 50}
