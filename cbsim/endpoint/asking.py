@@ -193,6 +193,7 @@ class TokenizeAsked(Asked):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=16_384)] | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeAsked(Asked):
