@@ -22,7 +22,7 @@ from cbsim.endpoint.errors import Refusal
 from cbsim.endpoint.generating import Generating
 from cbsim.endpoint.keys import may_pass
 from cbsim.endpoint.openapi import openapi
-from cbsim.endpoint.prompting import Encoder, model_is
+from cbsim.endpoint.prompting import Encoder, known, model_is
 from cbsim.endpoint.settings import Settings
 
 LOG = logging.getLogger("cbsim.endpoint")
@@ -133,12 +133,13 @@ class App:
         text, messages = asked.prompt, asked.messages
         ids = await (self._encoder.text(text) if text is not None else self._encoder.chat(messages or []))
         counts = {"count": len(ids), "max_model_len": self.backend.max_model_len}
-        return JSONResponse({**counts, "tokens": ids, "token_strs": None})
+        strings = await self._encoder.strings(ids) if asked.return_token_strs else None
+        return JSONResponse({**counts, "tokens": ids, "token_strs": strings})
 
     async def _detokenize(self, request: Request) -> Response:
         asked = read(DetokenizeAsked, await self._body(request))
         model_is(asked.model, self.backend)
-        return JSONResponse({"prompt": self.backend.tokenizer.decode(asked.tokens)})
+        return JSONResponse({"prompt": self.backend.tokenizer.decode(known(asked.tokens, self._encoder, "tokens"))})
 
     async def _forget(self, _: Request) -> Response:
         self.backend.forget_prefixes()

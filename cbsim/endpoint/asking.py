@@ -6,6 +6,7 @@ can honour, are refused by name.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -29,24 +30,24 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0, 0.0),
+    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "length_penalty": (1, 1.0),
+    "length_penalty": (1,),
     "logit_bias": ({},),
     "logprobs": (False,),
-    "min_p": (0, 0.0),
+    "min_p": (0,),
     "modalities": (["text"],),
     "n": (1,),
     "parallel_tool_calls": (True, False),
-    "presence_penalty": (0, 0.0),
+    "presence_penalty": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "repetition_penalty": (1, 1.0),
+    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "skip_special_tokens": (True,),
@@ -94,15 +95,34 @@ def _stops(value: Any) -> Any:
     raise PydanticCustomError("stop", "{words}", {"words": words})
 
 
+def _content(value: Any) -> str:
+    """A text, or parts of one, a line each; other kinds of part are not for us."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in value
+    ):
+        return "\n".join(part["text"] for part in value)
+    words = 'only text is supported: a string, or a list of parts {"type": "text", "text": string}'
+    raise PydanticCustomError("content", "{words}", {"words": words})
+
+
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 _A_STOP = {"type": "string", "minLength": 1, "maxLength": MOST_STOP_BYTES // 4}
 _STOPS = {"anyOf": [_A_STOP, {"type": "array", "items": _A_STOP, "maxItems": MOST_STOPS}, {"type": "null"}]}
 _PROMPTS = {"anyOf": [{"type": "string"}, _IDS, _TEXTS, {"type": "array", "items": _IDS, "minItems": 1}]}
+_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}
 
 Whole = Annotated[int, BeforeValidator(_whole)]
 Prompt = Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(_prompt), WithJsonSchema(_PROMPTS)]
 Stop = Annotated[list[str], PlainValidator(_stops), WithJsonSchema(_STOPS)]
+Content = Annotated[str, PlainValidator(_content), WithJsonSchema(_CONTENT)]
 Token = Annotated[Whole, Field(ge=0, le=2**31 - 1)]
 AnyOf = TypeVar("AnyOf", bound="Asked")
 
@@ -135,7 +155,7 @@ class Sampled(Asked):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Whole, Field(ge=-1, le=2**31 - 1)] | None = None
-    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     priority: Annotated[Whole, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")] | None = None
@@ -149,26 +169,15 @@ class CompletionAsked(Sampled):
     prompt: Prompt
 
 
-class Part(Asked):
-    """A piece of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
 class Message(Asked):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: Content = ""
 
     @property
     def plain(self) -> dict[str, str]:
-        content = self.content or ""
-        return {
-            "role": self.role,
-            "content": content if isinstance(content, str) else "\n".join(part.text for part in content),
-        }
+        return {"role": self.role, "content": self.content}
 
 
 class ChatAsked(Sampled):
@@ -184,6 +193,7 @@ class TokenizeAsked(Asked):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=16_384)] | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeAsked(Asked):
@@ -213,7 +223,8 @@ def _supported(data: Mapping[str, Any]) -> None:
     for field, value in data.items():
         neutral = NEUTRAL.get(field)
         if neutral is not None and value is not None and not any(_same(value, none) for none in neutral):
-            raise Refusal(400, f"`{field}` is not supported by this server, other than as null", field)
+            allowed = " or ".join(json.dumps(none) for none in (None, *neutral))
+            raise Refusal(400, f"`{field}` is not supported by this server, other than as {allowed}", field)
     messages = data.get("messages")
     for at, message in enumerate(messages if isinstance(messages, list) else ()):
         for field in ("tool_calls", "function_call", "audio"):
@@ -223,7 +234,8 @@ def _supported(data: Mapping[str, Any]) -> None:
 
 
 def _same(value: object, other: object) -> bool:
-    return type(value) is type(other) and value == other
+    """JSON has one kind of number, and true is none."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
 def _refusal(error: ValidationError) -> Refusal:

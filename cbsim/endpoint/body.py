@@ -22,10 +22,14 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 
 async def read_json(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
-    """Refusal 415 if it is not said to be JSON, 413 if it is too long, whatever its length is said to be."""
+    """Refusal 415 if it is not said to be JSON, or said to be compressed; 413 if it is too long, whatever its length is
+    said to be.
+    """
     kind = (header(scope, b"content-type") or b"").split(b";")[0].strip().lower()
     if kind != JSON:
         raise Refusal(415, "Unsupported Media Type: only 'application/json' is allowed")
+    if (header(scope, b"content-encoding") or b"identity").strip().lower() != b"identity":
+        raise Refusal(415, "Unsupported Media Type: a body with a Content-Encoding is not taken")
     too_long = Refusal(413, f"the body is longer than {most_bytes} bytes")
     length = header(scope, b"content-length") or b""
     if length.isdigit() and len(length) < 20 and int(length) > most_bytes:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from cbsim.endpoint.errors import Refusal
@@ -13,11 +14,15 @@ from cbsim.endpoint.generating import ABORT_EXTENSION
 from cbsim.endpoint.settings import Settings
 
 MOST_PIPELINED = 16
+LINGER_S, LINGER_BYTES = 1.0, 64 << 20
 
 
 class Connection(HttpToolsProtocol):
     """Head and body of a request have a time in which they must be there; a full socket one in which it must be read;
     a head has a size. What breaks a bound is closed, with an error if none was under way.
+
+    A socket that is closed while bytes are unread resets, and the client may lose its answer. So after a last answer to
+    a request that is not all there the rest is read and dropped for a while.
     """
 
     def __init__(self, config: Config, state: ServerState, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
@@ -28,6 +33,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = True
         self._head_bytes = 0
         self._refusal: Refusal | None = None
+        self._to_drop: int | None = None  # bytes, once it lingers
 
     # -- from the transport
 
@@ -41,6 +47,9 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
+            return
+        if self._to_drop is not None:
+            self._drop(len(data))
             return
         if self._deadline is None and self._idle:
             self._await_head()
@@ -93,6 +102,7 @@ class Connection(HttpToolsProtocol):
             raise ValueError("too many requests at once")
         self._in_head = False
         super().on_headers_complete()
+        self.cycle.transport = _Way(self, self.cycle)  # type: ignore[assignment]
         if self.pipeline:
             self._disarm()  # it is not read on until the one before has its answer
         else:
@@ -103,6 +113,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        if self._to_drop is not None:
+            return
         super().on_response_complete()
         if self.cycle is not None and not self.cycle.response_complete and self.cycle.more_body:
             self._arm(self._settings.body_s, "the body of the request")
@@ -110,6 +122,21 @@ class Connection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP, or has been refused while it was parsed."""
         self._close(self._refusal or Refusal(400, msg))
+
+    def linger(self) -> None:
+        """Nothing more is said; what still comes is dropped."""
+        self._to_drop = LINGER_BYTES
+        self._disarm()
+        self._deadline = self.loop.call_later(LINGER_S, self.transport.close)
+        self.flow.resume_reading()
+        with contextlib.suppress(OSError):  # the client has left
+            self.transport.write_eof()
+
+    def _drop(self, size: int) -> None:
+        assert self._to_drop is not None
+        self._to_drop -= size
+        if self._to_drop < 0:
+            self.transport.close()
 
     # -- bounds
 
@@ -147,3 +174,19 @@ class Connection(HttpToolsProtocol):
             body = refusal.body
             self.transport.write(b"\r\n".join([*head, b"content-length: %d" % len(body), b"", body]))
         self.transport.close()
+
+
+class _Way:
+    """Where an answer is written. It is closed at once if its request is all there, and else lingers."""
+
+    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
+        self._connection, self._cycle = connection, cycle
+        self.write = connection.transport.write
+        self.is_closing = connection.transport.is_closing
+
+    def close(self) -> None:
+        transport = self._connection.transport
+        if self._cycle.more_body and not transport.is_closing():
+            self._connection.linger()
+        else:
+            transport.close()

@@ -18,28 +18,38 @@ def read_keys(
     given: Iterable[str] = (), file: Path | None = None, environment: Mapping[str, str] = os.environ
 ) -> tuple[bytes, ...]:
     """Digests of the keys given, of those in a file, one a line, and of that in the environment. EndpointError if the
-    file cannot be read or has no key.
+    file cannot be read or has no key, or a key cannot be sent: it says where the key is, not what it is.
     """
-    keys = [*given]
+    keys = [_checked(key, "a key that was given") for key in given]
     if file is not None:
         keys += _of_file(file)
     if VARIABLE in environment:
-        keys.append(environment[VARIABLE])
-    for key in keys:
-        if not key or not key.isascii() or not key.isprintable() or " " in key:
-            raise EndpointError("an API key has to be printable ASCII without spaces, at least one letter", field="key")
+        keys.append(_checked(environment[VARIABLE], f"the variable {VARIABLE}"))
     return tuple(sha256(key.encode()).digest() for key in keys)
+
+
+def _checked(key: str, place: str, file: Path | None = None, line: int | None = None) -> str:
+    if key and key.isascii() and key.isprintable() and " " not in key:
+        return key
+    bound = "printable ASCII without spaces, at least one character"
+    words = f"{place}: an API key has to be {bound}"
+    raise EndpointError(words, file=file, line=line, field="key", bound=bound)
 
 
 def _of_file(file: Path) -> list[str]:
     try:
-        lines = file.read_text(encoding="utf-8").split()
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise EndpointError(f"{file}: API keys cannot be read: {reason}", file=file) from error
-    if not lines:
+    keys = [
+        _checked(key, f"{file}:{number}", file, number)
+        for number, line in enumerate(text.splitlines(), 1)
+        for key in line.split()
+    ]
+    if not keys:
         raise EndpointError(f"{file}: has no API key", file=file)
-    return lines
+    return keys
 
 
 def may_pass(keys: Sequence[bytes], path: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:

@@ -19,6 +19,7 @@ from cbsim.endpoint.app import App, build
 from cbsim.endpoint.backend import UNMETERED, Backend, Meter
 from cbsim.endpoint.connection import Connection
 from cbsim.endpoint.errors import EndpointError
+from cbsim.endpoint.keys import VARIABLE
 from cbsim.endpoint.settings import Settings
 
 LOG = logging.getLogger("cbsim.endpoint")
@@ -67,7 +68,7 @@ async def listen(
     ready: Callable[[str, int], None] | None = None,
 ) -> Ending:
     """Serve until `stop`, SIGTERM or SIGINT, or the server's own end. `ready` hears where; port 0 is any free one.
-    EndpointError if this host may not be open to others, or the port is taken.
+    EndpointError if the host is empty or may not be open to others, or the port is taken.
     """
     return await serve(build(backend, settings, meter), host, port, stop=stop, signals=signals, ready=ready)
 
@@ -208,11 +209,15 @@ def _signals(stop: Stop | None) -> Iterator[None]:
 
 
 def check_host(host: str, settings: Settings) -> None:
-    """EndpointError if other machines could reach it and it has no key."""
+    """EndpointError if it is empty, or other machines could reach it and it has no key."""
+    if not host:
+        words = f"host {host!r} is empty: it has to be a name or an address, 0.0.0.0 for all interfaces"
+        raise EndpointError(words, field="host", value=host, bound="a name or an address")
     if settings.keys or settings.insecure or _loopback(host):
         return
     raise EndpointError(
-        f"host {host} is open to other machines, and there is no API key: give one, or say that it may be insecure",
+        f"host {host} is open to other machines, and there is no API key: "
+        f"give one by --api-key-file or the variable {VARIABLE}, or allow it by --insecure",
         field="host",
         value=host,
         bound="a loopback address, as 127.0.0.1",
@@ -220,8 +225,6 @@ def check_host(host: str, settings: Settings) -> None:
 
 
 def _loopback(host: str) -> bool:
-    if not host:
-        return False  # all interfaces
     try:
         addresses = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
     except OSError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 from cbsim.endpoint.asking import ChatAsked, CompletionAsked, Message, Sampled
 from cbsim.endpoint.backend import Backend, Generation
@@ -15,6 +15,7 @@ from cbsim.endpoint.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16
 """Of a completion that does not say how many; a chat may fill the context."""
+Done = TypeVar("Done")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,12 @@ class Encoder:
         except ConversationError as error:
             raise Refusal(400, f"`messages`: {error}", "messages") from error
 
-    async def _done(self, work: Callable[[], list[int]], characters: int) -> list[int]:
-        if characters <= self.inline_characters:
+    async def strings(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself: none of a special one, U+FFFD for a piece of a character."""
+        return await self._done(lambda: [self.tokenizer.decode([token]) for token in ids], len(ids))
+
+    async def _done(self, work: Callable[[], Done], size: int) -> Done:
+        if size <= self.inline_characters:
             return work()
         return await asyncio.get_running_loop().run_in_executor(None, work)
 
@@ -69,7 +74,12 @@ async def encoded(prompts: Sequence[str | list[int]], encoder: Encoder) -> list[
 def checked(ids: list[int], encoder: Encoder, field: str) -> list[int]:
     if not ids:
         raise Refusal(400, f"`{field}`: has no tokens", field)
-    if min(ids) < 0 or max(ids) >= encoder.tokenizer.vocab:
+    return known(ids, encoder, field)
+
+
+def known(ids: list[int], encoder: Encoder, field: str) -> list[int]:
+    """Refusal 400 if one is not in the vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= encoder.tokenizer.vocab):
         raise Refusal(400, f"`{field}`: token ids have to be from 0 to {encoder.tokenizer.vocab - 1}", field)
     return ids
 

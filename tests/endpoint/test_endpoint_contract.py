@@ -148,6 +148,16 @@ def test_what_is_not_supported_is_refused_by_name(field: str) -> None:
     assert answer.status == 400 and answer.error["param"] == field and f"`{field}`" in answer.error["message"]
     for neutral in (None, *NEUTRAL[field]):
         assert completion(**{field: neutral}).status == 200
+        assert json.dumps(neutral) in answer.error["message"]
+
+
+def test_what_would_ask_for_nothing_is_named() -> None:
+    """1.0 is 1 in JSON, true is not."""
+    said = "`n` is not supported by this server, other than as null or 1"
+    assert [completion(n=n).error["message"] for n in (0, 2, True)] == [said] * 3
+    assert completion(n=1.0, presence_penalty=0.0).status == 200
+    text = completion(response_format={"type": "json_object"}).error["message"]
+    assert text.endswith('other than as null or {"type": "text"}')
 
 
 def test_unknown_fields_and_nulls_are_taken() -> None:
@@ -192,19 +202,29 @@ def test_values_out_of_bounds_name_their_field(fields: dict[str, Any], param: st
     assert answer.status == 400 and answer.error["param"] == param and answer.error["type"] == "BadRequestError"
 
 
+@pytest.mark.parametrize(("within", "beyond"), [(2**63 - 1, 2**63), (-(2**63), -(2**63) - 1)])
+def test_the_bound_of_a_seed_is_exact(within: int, beyond: int) -> None:
+    assert completion(seed=within).status == 200
+    assert completion(seed=beyond).error["message"].endswith(f" {within}")
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
         ([], "messages"),
         ([{"role": "nobody", "content": "x"}], "messages.0.role"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages.0.content"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages.0.content"),
+        ([{"role": "user", "content": ["x"]}], "messages.0.content"),
+        ([{"role": "user"}, {"role": "user", "content": 5}], "messages.1.content"),
         ([{"role": "assistant", "tool_calls": [{}]}], "messages.0.tool_calls"),
         ("hello", "messages"),
     ],
 )
 def test_messages_that_cannot_be_used_name_their_field(messages: Any, param: str) -> None:
     answer = chat(messages=messages)
-    assert answer.status == 400 and str(answer.error["param"]).startswith(param)
+    assert answer.status == 400 and answer.error["param"] == param
+    assert not param.endswith("content") or "only text is supported" in answer.error["message"]
 
 
 def test_a_prompt_that_fills_the_context_is_refused() -> None:
@@ -253,6 +273,14 @@ def test_only_json_is_taken() -> None:
     assert (
         answer_to(COMPLETIONS, {"prompt": "a"}, headers=[("content-type", "Application/JSON; charset=x")]).status == 200
     )
+
+
+def test_a_body_that_is_compressed_is_not_taken() -> None:
+    for encoding, status in (("gzip", 415), ("identity, br", 415), ("Identity", 200)):
+        headers = [JSON, ("content-encoding", encoding)]
+        answer = answer_to(COMPLETIONS, {"prompt": "a"}, headers=headers)
+        assert answer.status == status
+        assert status == 200 or "Content-Encoding" in answer.error["message"]
 
 
 def test_a_body_that_is_too_long_is_refused_whatever_it_says() -> None:

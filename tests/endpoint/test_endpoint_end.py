@@ -126,15 +126,24 @@ def test_a_server_that_dies_ends_the_session() -> None:
     assert ending == Ending("dead", "a kernel failed")
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.7"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7"])
 def test_a_host_that_others_reach_needs_a_key(host: str) -> None:
     with pytest.raises(EndpointError, match="no API key") as raised:
         check_host(host, Settings())
     assert raised.value.field == "host" and raised.value.value == host
+    assert all(way in str(raised.value) for way in ("--api-key-file", VARIABLE, "--insecure"))
     check_host(host, Settings(insecure=True))
     check_host(host, Settings(keys=read_keys(["k"], environment={})))
     for loopback in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
         check_host(loopback, Settings())
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings(insecure=True), Settings(keys=(b"digest",))])
+def test_an_empty_host_is_none(settings: Settings) -> None:
+    """A socket would take it for all interfaces."""
+    with pytest.raises(EndpointError, match="host '' is empty") as raised:
+        check_host("", settings)
+    assert raised.value.field == "host"
 
 
 def test_a_port_that_is_taken_is_named() -> None:
@@ -153,8 +162,12 @@ def test_keys_come_from_three_places(tmp_path: Path) -> None:
     assert len(set(read_keys(["three"], file, {VARIABLE: "four"}))) == 4
     assert read_keys(environment={}) == ()
     for wrong in ("", "two words", "é"):
-        with pytest.raises(EndpointError, match="printable"):
+        with pytest.raises(EndpointError, match=f"the variable {VARIABLE}: .*printable"):
             read_keys(environment={VARIABLE: wrong})
+    file.write_text("one\n\nclé\n", encoding="utf-8")
+    with pytest.raises(EndpointError, match=r"keys:3: .*printable") as raised:
+        read_keys(file=file, environment={})
+    assert (raised.value.file, raised.value.line) == (str(file), 3) and "cl" not in str(raised.value).split(":3:")[1]
     file.write_text("\n")
     with pytest.raises(EndpointError, match="has no API key"):
         read_keys(file=file)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from endpoint_calls import words
+from endpoint_calls import answer_to, words
 from hypothesis import given
 from hypothesis import strategies as st
 from make_tokenizer import train, write
@@ -154,3 +154,21 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, text: st
     with pytest.raises(EndpointError, match=name.replace(".", r"\.")) as raised:
         open_tokenizer(tmp_path)
     assert raised.value.file == str(tmp_path / name)
+
+
+def test_tokens_are_told_as_strings_if_asked_for() -> None:
+    """Each by itself: what is special has no text, a piece of a character is U+FFFD."""
+    assert answer_to("/tokenize", {"prompt": "a b"}).json["token_strs"] is None
+    answer = answer_to("/tokenize", {"prompt": "Hello, world", "return_token_strs": True}).json
+    assert len(answer["token_strs"]) == answer["count"] > 1 and "".join(answer["token_strs"]) == "Hello, world"
+    conversation = {"messages": [{"role": "user", "content": "👣"}], "return_token_strs": True}
+    strings = answer_to("/tokenize", conversation).json["token_strs"]
+    assert strings[0] == "" and "\ufffd" in strings
+
+
+def test_ids_beyond_the_vocabulary_have_no_text() -> None:
+    last = words().vocab - 1
+    assert answer_to("/detokenize", {"tokens": [last]}).status == 200
+    assert answer_to("/detokenize", {"tokens": []}).json == {"prompt": ""}
+    error = answer_to("/detokenize", {"tokens": [5, last + 1]}).error
+    assert error["param"] == "tokens" and error["message"] == f"`tokens`: token ids have to be from 0 to {last}"

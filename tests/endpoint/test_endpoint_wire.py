@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from functools import cache
 from itertools import pairwise
 
@@ -11,6 +12,7 @@ from endpoint_calls import Answer, Session, listening, read_answer, request, scr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cbsim.endpoint import connection
 from cbsim.endpoint.settings import Settings
 
 COMPLETION = request("/v1/completions", {"prompt": "a b c", "max_tokens": 6, "stream": True})
@@ -182,6 +184,54 @@ def test_what_is_too_long_is_told_so(pieces: list[bytes], status: int) -> None:
     answer = asyncio.run(session())
     assert answer.status == status
     assert status == 200 or answer.error["code"] == status
+
+
+CLOSE = HEAD + b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+
+
+@pytest.mark.parametrize("size", [5_000_000, 20_000_000])
+def test_who_sends_all_before_it_reads_has_its_answer(size: int) -> None:
+    """Closed with bytes unread, the socket would reset and the client lose the answer. Its end comes at once."""
+
+    def told(port: int) -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+            client.sendall(CLOSE % size + b"a" * size)
+            answer = b""
+            while part := client.recv(65536):
+                answer += part
+            return answer
+
+    async def session() -> bytes:
+        async with listening() as server:
+            return await asyncio.to_thread(told, server.port)
+
+    answer = asyncio.run(session())
+    assert answer.startswith(b"HTTP/1.1 413 ") and answer.endswith(b'"code": 413}}')
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.03, 1 << 30), (1e6, 1000)])
+def test_what_is_dropped_has_bounds(seconds: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that sends on and on is closed, in time or after so many bytes."""
+    monkeypatch.setattr(connection, "LINGER_S", seconds)
+    monkeypatch.setattr(connection, "LINGER_BYTES", most)
+
+    async def send_on(writer: asyncio.StreamWriter) -> None:
+        while True:
+            writer.write(b"a" * 100)
+            await writer.drain()
+            await asyncio.sleep(0.0001)
+
+    async def session() -> Answer:
+        async with listening() as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(CLOSE % 5_000_000)
+            answer = await read_answer(reader)
+            with pytest.raises(ConnectionError):
+                await send_on(writer)
+            writer.transport.abort()
+            return answer
+
+    assert asyncio.run(session()).status == 413
 
 
 def test_a_connection_that_asks_no_more_is_closed() -> None:
