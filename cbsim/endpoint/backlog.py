@@ -15,21 +15,20 @@ class Backlog:
     streams were cut, because too many tokens were kept for them: `cut` is told of each while a token is put.
     """
 
-    __slots__ = ("_cut", "_settings", "open", "queued", "queued_tokens", "slow", "streams", "unread")
+    __slots__ = ("_cut", "most_of_all", "most_of_one", "open", "queued", "queued_tokens", "slow", "streams", "unread")
 
     def __init__(self, settings: Settings, cut: Callable[[Told], None]) -> None:
         self.streams: dict[str, Told] = {}  # by the id of the record, until nothing of them is kept
         self.open = self.queued = self.queued_tokens = self.unread = self.slow = 0
-        self._settings, self._cut = settings, cut
+        self.most_of_one, self.most_of_all = settings.max_unread_tokens, settings.max_unread_sum
+        self._cut = cut
 
     def bound(self, stream: Told) -> None:
-        """Cut this stream if it is past its bound; if all together are, the one for which most is kept."""
-        if stream.held > self._settings.max_unread_tokens:
+        """Cut this stream, if it is past its bound; else all together are, and the one for which most is kept is cut."""
+        if stream.held > self.most_of_one:
             slowest = stream
-        elif self.unread > self._settings.max_unread_sum:
-            slowest = max(self.streams.values(), key=lambda each: each.held)
         else:
-            return
+            slowest = max(self.streams.values(), key=lambda each: each.held)
         self.slow += 1
         slowest.cut = True
         slowest.written(slowest.held)
@@ -66,10 +65,12 @@ class Told(Stream):
         """Nothing happens once it is over: steps that were in flight then may yield more."""
         if self.finish is not None or self.cut:
             return
-        self.held += len(ids)
-        self.backlog.unread += len(ids)
-        super().put(ids, at_s)
-        self.backlog.bound(self)
+        self.held += (count := len(ids))
+        backlog = self.backlog
+        backlog.unread += count
+        Stream.put(self, ids, at_s)
+        if self.held > backlog.most_of_one or backlog.unread > backlog.most_of_all:
+            backlog.bound(self)
 
     def end(self, finish: str, at_s: float, error: str | None = None) -> None:
         if self.finish is None:

@@ -13,7 +13,7 @@ NS = 1_000_000_000
 EARLY_S = 1.1e-3
 """A selector wakes up to a millisecond late. From so long before a deadline on this thread takes naps between two looks
 at what is ready."""
-NAP_S = 1e-4
+NAP_S = 2.5e-4
 
 
 class Clock(Protocol):

@@ -12,7 +12,6 @@ import asyncio
 from asyncio import Future, get_running_loop
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 import simpy
 
@@ -68,14 +67,8 @@ class Answer:
         self.stream, self.request, self.told = stream, request, 0
 
 
-class Said(NamedTuple):
-    """Tokens of a stream from one number to another, and how it ends, if it does."""
-
-    stream: Stream
-    first: int
-    end: int
-    finish: str | None = None
-    error: str | None = None
+Said = tuple[Stream, int, int, str | None, str | None]
+"""Tokens of a stream from one number to another; how it ends, if it does, and the words of an error."""
 
 
 class SimulatedBackend:
@@ -235,9 +228,9 @@ class SimulatedBackend:
         """A step was applied: its tokens are visible from `cpu_ns` on."""
         said, going = self._said, 0
         for answer in self._running.values():
-            seen, told = answer.request.seen, answer.told
-            if seen > told:
-                said.append(Said(answer.stream, told, seen))
+            told = answer.told
+            if (seen := answer.request.seen) > told:
+                said.append((answer.stream, told, seen, None, None))
                 answer.told = seen
                 going += told > 0
         self._say_ends()
@@ -252,10 +245,10 @@ class SimulatedBackend:
             if (stream := self._streams.get(spec)) is None:
                 continue
             if (reason := refusals.get(spec)) is not None:
-                self._said.append(Said(stream, 0, 0, ERROR, reason))
+                self._said.append((stream, 0, 0, ERROR, reason))
             elif (answer := self._running.get(spec)) is not None and answer.request.finish is not None:
                 stream.preemptions = answer.request.preemptions
-                self._said.append(Said(stream, 0, 0, answer.request.finish.value))
+                self._said.append((stream, 0, 0, answer.request.finish.value, None))
         self._ended.clear()
 
     def _over(self, spec: RequestSpec) -> None:

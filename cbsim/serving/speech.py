@@ -30,6 +30,7 @@ class Speech:
         self._lengths = [spec.output_tokens for spec in requests]
         self._seed = scenario.seed
         self._ids = tokenizer.encode(TEXT)
+        self._alone = [(token,) for token in self._ids]
 
     def tokens(self, index: int, generation: Generation) -> int:
         """How many tokens the answer to this request has."""
@@ -43,5 +44,5 @@ class Speech:
         """Tokens `first` to `end` of any answer."""
         ids = self._ids
         if end - first == 1:
-            return (ids[first % len(ids)],)
+            return self._alone[first % len(ids)]
         return [ids[at % len(ids)] for at in range(first, end)]
