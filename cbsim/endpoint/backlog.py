@@ -24,7 +24,7 @@ class Backlog:
         self._cut = cut
 
     def bound(self, stream: Told) -> None:
-        """Cut this stream, if it is past its bound; else all together are, and the one for which most is kept is cut."""
+        """Cut this stream if it is past its bound; else all together are, and the one that most is kept for is cut."""
         if stream.held > self.most_of_one:
             slowest = stream
         else:
