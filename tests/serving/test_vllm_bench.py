@@ -1,4 +1,4 @@
-"""vLLM's own benchmark, unmodified, in virtual time, where it is installed: its figures are the server's, and repeat."""
+"""vLLM's own benchmark, unmodified, in virtual time: its figures are the server's, and repeat. Skipped without vLLM."""
 
 from __future__ import annotations
 
