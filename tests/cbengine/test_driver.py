@@ -344,7 +344,7 @@ def test_a_worker_that_fails_in_a_step_says_why() -> None:
     with pytest.raises(DeviceError, match=r"the worker process failed: IndexError: index 1073741824 is out of bounds"):
         device.wait(0)
     with pytest.raises(DeviceError, match=r"^the worker process ended with exit code 0$"):
-        device._receive(1.0)
+        device._receive(60.0)
     device.close()
     device.close()
 

@@ -90,7 +90,7 @@ def test_a_second_one_cuts_them(tmp_path: Path) -> None:
             list(answer)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 1
-        assert err.startswith("incomplete: 1 answers were cut off")
+        assert err.startswith("incomplete: 1 answer was cut off")
     (path,) = runs(tmp_path)
     run = directory.load(path)
     assert run.incomplete
