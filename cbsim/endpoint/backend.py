@@ -7,7 +7,7 @@ simulated machine where time is scaled or virtual, of this one otherwise.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from cbsim.endpoint.tokenizer import Tokenizer
 
 LEAST_BOUND_S = 1e-3
 BOUND_OF_ITL = 0.01
-ABORT = "abort"
+ABORT, ERROR = "abort", "error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Stream:
     """
 
     __slots__ = (
-        "_reader",
+        "_heard",
         "_unread",
         "arrived_s",
         "cached_tokens",
@@ -105,7 +105,7 @@ class Stream:
         self.finish: str | None = None
         self.error: str | None = None
         self._unread: list[int] = []
-        self._reader: asyncio.Future[None] | None = None
+        self._heard: Callable[[], None] | None = None
 
     @property
     def unread(self) -> int:
@@ -143,19 +143,32 @@ class Stream:
             self._wake()
 
     def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        if (heard := self._heard) is not None:
+            self._heard = None
+            heard()
 
     # -- by the reader
 
-    async def take(self) -> list[int]:
-        """What has come since the last time, at least one token; none when the text is over."""
-        if not self._unread and self.finish is None:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-            self._reader = None
+    def listen(self, heard: Callable[[], None] | None) -> None:
+        """Call this once, from within the next `put` or the end: so it may only take note."""
+        self._heard = heard
+
+    def unread_ids(self) -> list[int]:
+        """What has come since the last time."""
         unread, self._unread = self._unread, []
         return unread
+
+    async def ready(self) -> None:
+        """Return when there is something unread, or the text is over."""
+        if not self._unread and self.finish is None:
+            there = asyncio.Event()
+            self.listen(there.set)
+            await there.wait()
+
+    async def take(self) -> list[int]:
+        """What has come since the last time, at least one token; none when the text is over."""
+        await self.ready()
+        return self.unread_ids()
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,9 +44,7 @@ class Told(Stream):
 
     __slots__ = ("abort", "backlog", "cut", "held", "queued", "stopped")
 
-    def __init__(
-        self, generation: Generation, meter: Meter, backlog: Backlog, abort: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, generation: Generation, meter: Meter, backlog: Backlog, abort: Callable[[], None]) -> None:
         super().__init__(generation, meter)
         self.backlog, self.abort = backlog, abort  # `abort` closes the connection of its client at once
         self.held = 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from cbsim.endpoint.backend import ABORT, ERROR
 from cbsim.endpoint.backlog import STOP, Told
+from cbsim.endpoint.errors import Refusal
 from cbsim.endpoint.stops import Stops
 from cbsim.endpoint.tokenizer import Decoder
 
@@ -31,14 +33,33 @@ class Choice:
     def over(self) -> bool:
         return self.finish is not None
 
-    async def texts(self) -> list[str]:
-        """What has come since the last time, a text a token, at most BATCH; none once it is over. `written` has to be
-        told of them.
+    @property
+    def error(self) -> Refusal | None:
+        """What its client is told if it does not get an answer."""
+        if self.finish == ABORT:
+            return Refusal(503, "the request was given up by the server")
+        if self.finish == ERROR:
+            return Refusal(500, self.stream.error or "the server has failed")
+        return None
+
+    @property
+    def behind(self) -> bool:
+        """There are more texts at once."""
+        return bool(self._ids) or self.stream.unread > 0
+
+    async def ready(self) -> None:
+        """Return when there is a text, or it is over."""
+        if self.behind:
+            await asyncio.sleep(0)  # others first: a step may be due
+        else:
+            await self.stream.ready()
+
+    def texts(self) -> list[str]:
+        """What has come since the last time, a text a token, at most BATCH; none once it is over. The stream has to be
+        told when they were `written`.
         """
         stream = self.stream
-        if self._ids:
-            await asyncio.sleep(0)  # others first: a step may be due
-        ids = self._ids or await stream.take()
+        ids = self._ids or stream.unread_ids()
         self._ids = ids[BATCH:]
         ids = ids[:BATCH]
         if self._stops is None:

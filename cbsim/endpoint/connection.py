@@ -10,8 +10,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from cbsim.endpoint.errors import Refusal
-from cbsim.endpoint.generating import ABORT_EXTENSION
 from cbsim.endpoint.settings import Settings
+from cbsim.endpoint.way import EXTENSION
 
 MOST_PIPELINED = 16
 LINGER_S, LINGER_BYTES = 1.0, 64 << 20
@@ -87,7 +87,6 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {ABORT_EXTENSION: {"now": self.transport.abort}}
         self._in_head, self._head_bytes = True, 0
         if self._deadline is None:
             self._await_head()
@@ -102,7 +101,8 @@ class Connection(HttpToolsProtocol):
             raise ValueError("too many requests at once")
         self._in_head = False
         super().on_headers_complete()
-        self.cycle.transport = _Way(self, self.cycle)  # type: ignore[assignment]
+        self.cycle.transport = _Outlet(self, self.cycle)  # type: ignore[assignment]
+        self.scope["extensions"] = {EXTENSION: {"way": _Stream(self, self.cycle)}}
         if self.pipeline:
             self._disarm()  # it is not read on until the one before has its answer
         else:
@@ -176,7 +176,28 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
 
-class _Way:
+class _Stream:
+    """The Way of an answer whose length is not known: in chunks of HTTP, past the cycle's coroutine."""
+
+    __slots__ = ("_cycle", "_flow", "_write", "abort")
+
+    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._flow = cycle, connection.flow
+        self._write, self.abort = connection.transport.write, connection.transport.abort
+
+    @property
+    def full(self) -> bool:
+        return self._flow.write_paused
+
+    def write(self, body: bytes) -> None:
+        if not self._cycle.disconnected:
+            self._write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    async def drain(self) -> None:
+        await self._flow.drain()
+
+
+class _Outlet:
     """Where an answer is written. It is closed at once if its request is all there, and else lingers."""
 
     def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:

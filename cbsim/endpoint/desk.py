@@ -46,7 +46,7 @@ class Desk:
         if self.backlog.queued + prompts > self.settings.max_queued_requests:
             raise self._refusal("queued_requests", f"more than {self.settings.max_queued_requests} requests wait")
 
-    def submit(self, generations: Sequence[Generation], abort: Abort | None) -> list[Told]:
+    def submit(self, generations: Sequence[Generation], abort: Abort) -> list[Told]:
         """Hand requests over, now. All enter, or none: Refusal 503."""
         self.admit(len(generations))
         tokens = self.backlog.queued_tokens + sum(len(generation.prompt) for generation in generations)
@@ -79,8 +79,7 @@ class Desk:
 
     def _cut(self, stream: Told) -> None:
         self.leave([stream])
-        if stream.abort is not None:
-            stream.abort()
+        stream.abort()
 
     def _refusal(self, reason: str, message: str) -> Refusal:
         self.refused[reason] += 1

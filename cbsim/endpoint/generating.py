@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from cbsim.endpoint.answer import document, times, usage
 from cbsim.endpoint.asking import ChatAsked, CompletionAsked, Sampled, StreamOptions, read
-from cbsim.endpoint.backend import ABORT
+from cbsim.endpoint.backend import ERROR
 from cbsim.endpoint.backlog import STOP, Told
 from cbsim.endpoint.body import header, read_json, reply
 from cbsim.endpoint.choice import Choice
@@ -23,12 +23,11 @@ from cbsim.endpoint.errors import Refusal
 from cbsim.endpoint.events import DONE, Chunks, compact, event
 from cbsim.endpoint.prompting import Encoder, checked, encoded, generations, model_is, texts_of
 from cbsim.endpoint.stops import Stops
+from cbsim.endpoint.telling import Round, Telling
+from cbsim.endpoint.way import Way, way_of
 
 LOG = logging.getLogger("cbsim.endpoint")
 MOST_ID = 128
-ERROR = "error"
-ABORT_EXTENSION = "cbsim.abort"
-"""An ASGI extension: `now` closes the connection without another word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +51,22 @@ class Generating:
     """One of the two endpoints, as an ASGI application."""
 
     def __init__(self, desk: Desk, encoder: Encoder, chat: bool) -> None:
-        self._desk, self._encoder, self._chat = desk, encoder, chat
+        self._desk, self._encoder, self._chat, self._round = desk, encoder, chat, Round()
         self._model: type[Sampled] = ChatAsked if chat else CompletionAsked
         self._prefix, self._object = ("chatcmpl-", "chat.completion") if chat else ("cmpl-", "text_completion")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = _given_id(scope)
         body = await read_json(scope, receive, self._desk.settings.max_body_bytes)
-        answer = await self._submit(read(self._model, body), given, scope)
+        way = way_of(scope, send)
+        answer = await self._submit(read(self._model, body), given, way)
         async with self._while_there(receive, answer.streams) as gone:
-            tell = self._stream if answer.streamed else self._whole
-            await tell(answer, send, gone)
+            if answer.streamed:
+                await self._stream(answer, way, send, gone)
+            else:
+                await self._whole(answer, send, gone)
 
-    async def _submit(self, request: Sampled, given: str | None, scope: Scope) -> Reply:
+    async def _submit(self, request: Sampled, given: str | None, way: Way) -> Reply:
         """From here on the server works on it. Refusal if it cannot."""
         desk = self._desk
         model_is(request.model, desk.backend)
@@ -72,8 +74,7 @@ class Generating:
             raise Refusal(400, "`stream_options`: only with `stream` true", "stream_options")
         prompts = await self._prompts(request)
         name, records = self._names(given or request.request_id, len(prompts))
-        abort = scope.get("extensions", {}).get(ABORT_EXTENSION, {}).get("now")
-        streams = desk.submit(generations(request, prompts, records, desk.backend), abort)
+        streams = desk.submit(generations(request, prompts, records, desk.backend), way.abort)
         self._began(streams)
         stops = request.stop
         choices = [
@@ -141,33 +142,18 @@ class Generating:
             pass
         self._desk.leave(streams)
 
-    async def _stream(self, answer: Reply, send: Send, gone: asyncio.Task[None]) -> None:
+    async def _stream(self, answer: Reply, way: Way, send: Send, gone: asyncio.Task[None]) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": [*headers, *answer.headers]})
-        tell = [self._tell(choice, answer, send) for choice in answer.choices]
+        counted = bool(answer.options.continuous_usage_stats)
+        chunks = [Chunks(choice, answer.base, answer.chat, counted) for choice in answer.choices]
         try:
-            await _all(tell)
+            await _all([Telling(each, way, self._round, self._settle).run() for each in chunks])
             last = b"" if gone.done() else _last(answer)
         except Exception:
             LOG.exception("an answer could not be told")
             last = _failed(Refusal(500, "the answer could not be told"))
         await send({"type": "http.response.body", "body": last, "more_body": False})
-
-    async def _tell(self, choice: Choice, answer: Reply, send: Send) -> None:
-        chunks = Chunks(choice, answer.base, answer.chat, bool(answer.options.continuous_usage_stats))
-        stream = choice.stream
-        over = False
-        while not over:
-            texts = await choice.texts()
-            if stream.cut:  # its reader is too slow
-                choice.finish = ABORT
-            over = choice.over
-            if over:
-                if _error(choice) is not None:
-                    return
-                self._settle(choice)
-            await send({"type": "http.response.body", "body": chunks.encode(texts), "more_body": True})
-            stream.written(len(texts))
 
     async def _whole(self, answer: Reply, send: Send, gone: asyncio.Task[None]) -> None:
         texts: list[list[str]] = [[] for _ in answer.choices]
@@ -175,7 +161,7 @@ class Generating:
         if gone.done():
             return
         for choice in answer.choices:
-            if (refusal := _error(choice)) is not None:
+            if (refusal := choice.error) is not None:
                 raise refusal
         told = document(answer.base, answer.choices, ["".join(parts) for parts in texts], answer.chat)
         if answer.timed:
@@ -184,7 +170,8 @@ class Generating:
 
     async def _collect(self, choice: Choice, parts: list[str]) -> None:
         while not choice.over:
-            texts = await choice.texts()
+            await choice.ready()
+            texts = choice.texts()
             parts += texts
             choice.stream.written(len(texts))
         self._settle(choice)
@@ -196,11 +183,14 @@ class Generating:
             self._desk.leave([choice.stream])
 
 
-async def _all(work: Sequence[Awaitable[None]]) -> None:
+async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """If some of it fails, the rest is cancelled."""
     if len(work) == 1:
         await work[0]
-    else:
-        await asyncio.gather(*work)
+        return
+    async with asyncio.TaskGroup() as group:
+        for each in work:
+            group.create_task(each)
 
 
 def _given_id(scope: Scope) -> str | None:
@@ -214,15 +204,6 @@ def _given_id(scope: Scope) -> str | None:
     return value.decode()
 
 
-def _error(choice: Choice) -> Refusal | None:
-    """What its client is told that did not get an answer."""
-    if choice.finish == ABORT:
-        return Refusal(503, "the request was given up by the server")
-    if choice.finish == ERROR:
-        return Refusal(500, choice.stream.error or "the server has failed")
-    return None
-
-
 def _failed(refusal: Refusal) -> bytes:
     return b"data: %b\n\n%b" % (refusal.body, DONE)
 
@@ -230,7 +211,7 @@ def _failed(refusal: Refusal) -> bytes:
 def _last(answer: Reply) -> bytes:
     """After the last text: an error if there was one, usage if it was asked for, and the end."""
     for choice in answer.choices:
-        if (refusal := _error(choice)) is not None:
+        if (refusal := choice.error) is not None:
             return _failed(refusal)
     extra: dict[str, Any] = {}
     if answer.options.include_usage:

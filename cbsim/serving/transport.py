@@ -8,6 +8,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
+from cbsim.endpoint.way import EXTENSION
+
 Message = MutableMapping[str, Any]
 App = Callable[[Any, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
@@ -21,6 +23,7 @@ class Exchange:
         self._started = asyncio.Event()
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.status, self.headers = 500, list[tuple[bytes, bytes]]()
+        scope["extensions"] = {EXTENSION: {"way": self}}
         self._task = asyncio.ensure_future(self._answer(app, scope))
 
     async def started(self) -> None:
@@ -39,6 +42,20 @@ class Exchange:
         self._left.set()
         if not self._task.done():
             await asyncio.wait([self._task])
+
+    # -- the Way of a streamed answer: its client keeps what it has not read
+
+    full = False
+
+    def write(self, body: bytes) -> None:
+        self._parts.put_nowait(body)
+
+    async def drain(self) -> None: ...
+
+    def abort(self) -> None:
+        self._left.set()
+
+    # -- the application
 
     async def _answer(self, app: App, scope: Message) -> None:
         try:

@@ -302,7 +302,7 @@ def test_who_is_turned_away_at_the_desk_is_counted(settings: Settings, reason: s
     backend.meter = by
     desk = Desk(backend, settings)
     with pytest.raises(Refusal):
-        desk.submit([Generation(id=name, prompt=range(5), max_tokens=1) for name in "ab"], None)
+        desk.submit([Generation(id=name, prompt=range(5), max_tokens=1) for name in "ab"], lambda: None)
     assert number(by, "vllm:admission_rejections_total", reason=reason) == 1
 
 
