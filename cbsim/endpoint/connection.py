@@ -102,7 +102,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         super().on_headers_complete()
         self.cycle.transport = _Outlet(self, self.cycle)  # type: ignore[assignment]
-        self.scope["extensions"] = {EXTENSION: {"way": _Stream(self, self.cycle)}}
+        self.scope["extensions"] = {EXTENSION: {"way": _Body(self, self.cycle)}}
         if self.pipeline:
             self._disarm()  # it is not read on until the one before has its answer
         else:
@@ -176,7 +176,7 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
 
-class _Stream:
+class _Body:
     """The Way of an answer whose length is not known: in chunks of HTTP, past the cycle's coroutine."""
 
     __slots__ = ("_cycle", "_flow", "_write", "abort")
