@@ -36,8 +36,8 @@ class Encoder:
             raise Refusal(400, f"`messages`: {error}", "messages") from error
 
     async def strings(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself: none of a special one, U+FFFD for a piece of a character."""
-        return await self._done(lambda: [self.tokenizer.decode([token]) for token in ids], len(ids))
+        """What the vocabulary calls these tokens."""
+        return await self._done(lambda: self.tokenizer.names(ids), len(ids))
 
     async def _done(self, work: Callable[[], Done], size: int) -> Done:
         if size <= self.inline_characters:

@@ -55,6 +55,9 @@ class Vocabulary:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
+    def names(self, ids: Sequence[int]) -> list[str]:
+        return [self._tokenizer.id_to_token(token) or "" for token in ids]
+
     def chat(self, messages: Messages) -> list[int]:
         ids: list[int] = self._tokenizer.encode(self._render(messages), add_special_tokens=False).ids
         return ids
