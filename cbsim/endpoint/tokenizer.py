@@ -28,7 +28,7 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def names(self, ids: Sequence[int]) -> list[str]:
-        """What the vocabulary calls them, empty where it has a hole: no text, since a space may be written otherwise."""
+        """What the vocabulary calls them; empty where it has a hole. A space may be written otherwise there."""
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The prompt of a conversation (`role`, `content`), by the chat template. ConversationError if the template
