@@ -22,7 +22,7 @@ class Connection(HttpToolsProtocol):
     a head has a size. What breaks a bound is closed, with an error if none was under way.
 
     A socket that is closed while bytes are unread resets, and the client may lose its answer. So after a last answer to
-    a request that is not all there the rest is read and dropped for a while.
+    a request that is not all there the rest is read and dropped for a while; not of a connection too many.
     """
 
     def __init__(self, config: Config, state: ServerState, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
@@ -41,7 +41,8 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         if len(self.connections) > self._settings.max_connections:
             words = f"more than {self._settings.max_connections} connections are open"
-            self._close(Refusal(503, words, retry_s=self._settings.retry_s))
+            self._say(Refusal(503, words, retry_s=self._settings.retry_s))
+            transport.close()
         else:
             self._await_head()
 
@@ -54,7 +55,7 @@ class Connection(HttpToolsProtocol):
         if self._deadline is None and self._idle:
             self._await_head()
         super().data_received(data)
-        if self._in_head:
+        if self._in_head and self._to_drop is None:
             self._head_bytes += len(data)
             if self._head_bytes > self._settings.max_head_bytes and not self.transport.is_closing():
                 self._close(self._too_large)
@@ -78,7 +79,9 @@ class Connection(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """Close, or let it be closed after its answer. A request that is not all there gets none."""
-        if not self._idle and self.cycle.more_body and not self.cycle.response_started:
+        if self._to_drop is not None:
+            self.transport.close()
+        elif not self._idle and self.cycle.more_body and not self.cycle.response_started:
             self._close(Refusal(503, "the server is shutting down", retry_s=self._settings.retry_s))
         else:
             super().shutdown()
@@ -169,11 +172,19 @@ class Connection(HttpToolsProtocol):
         """Say why, if no answer has begun, and close."""
         self._disarm()
         if self._idle or not self.cycle.response_started:
-            head = [b"HTTP/1.1 %d Refused" % refusal.status, b"content-type: application/json", b"connection: close"]
-            head += [name + b": " + value for name, value in refusal.headers]
-            body = refusal.body
-            self.transport.write(b"\r\n".join([*head, b"content-length: %d" % len(body), b"", body]))
-        self.transport.close()
+            if not self._idle:  # who works on it hears that its client is gone
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+            self._say(refusal)
+            self.linger()
+        else:
+            self.transport.close()
+
+    def _say(self, refusal: Refusal) -> None:
+        head = [b"HTTP/1.1 %d Refused" % refusal.status, b"content-type: application/json", b"connection: close"]
+        head += [name + b": " + value for name, value in refusal.headers]
+        body = refusal.body
+        self.transport.write(b"\r\n".join([*head, b"content-length: %d" % len(body), b"", body]))
 
 
 class _Body:

@@ -189,13 +189,22 @@ def test_what_is_too_long_is_told_so(pieces: list[bytes], status: int) -> None:
 CLOSE = HEAD + b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
 
 
-@pytest.mark.parametrize("size", [5_000_000, 20_000_000])
-def test_who_sends_all_before_it_reads_has_its_answer(size: int) -> None:
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [
+        (CLOSE % 5_000_000 + b"a" * 5_000_000, 413),
+        (CLOSE % 20_000_000 + b"a" * 20_000_000, 413),
+        (HEAD + b"x: " + b"a" * 5_000_000, 431),
+        (b"NONSENSE\r\n\r\n" * 300_000, 400),
+    ],
+    ids=["5 MB", "20 MB", "head", "garbage"],
+)
+def test_who_sends_all_before_it_reads_has_its_answer(asked: bytes, status: int) -> None:
     """Closed with bytes unread, the socket would reset and the client lose the answer. Its end comes at once."""
 
     def told(port: int) -> bytes:
         with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
-            client.sendall(CLOSE % size + b"a" * size)
+            client.sendall(asked)
             answer = b""
             while part := client.recv(65536):
                 answer += part
@@ -206,7 +215,26 @@ def test_who_sends_all_before_it_reads_has_its_answer(size: int) -> None:
             return await asyncio.to_thread(told, server.port)
 
     answer = asyncio.run(session())
-    assert answer.startswith(b"HTTP/1.1 413 ") and answer.endswith(b'"code": 413}}')
+    assert answer.startswith(b"HTTP/1.1 %d " % status) and answer.endswith(b'"code": %d}}' % status)
+
+
+def test_garbage_ends_what_is_under_way() -> None:
+    """An answer that has not begun is given up: its client is told what was wrong with the rest, and no more."""
+
+    async def session() -> tuple[Answer, bytes, list[str]]:
+        async with listening() as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(request("/v1/completions", ENDLESS))
+            while not server.backend.load.running:
+                await asyncio.sleep(0.001)
+            writer.write(b"NONSENSE\r\n\r\n")
+            answer, rest = await read_answer(reader), await reader.read()
+            await server.until_empty()
+            writer.close()
+            return answer, rest, server.backend.cancelled
+
+    answer, rest, cancelled = asyncio.run(session())
+    assert (answer.status, rest, len(cancelled)) == (400, b"", 1)
 
 
 @pytest.mark.parametrize(("seconds", "most"), [(0.03, 1 << 30), (1e6, 1000)])
