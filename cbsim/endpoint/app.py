@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -79,6 +80,9 @@ class App:
             await self._router(scope, receive, send)
         except GoneError:
             pass
+        except asyncio.CancelledError:
+            if not self.desk.closing:  # else the session ends, and the connection is gone
+                raise
         except Refusal as refusal:
             await refuse(send, refusal)
         except HTTPException as error:

@@ -30,8 +30,7 @@ class Backlog:
         else:
             slowest = max(self.streams.values(), key=lambda each: each.held)
         self.slow += 1
-        slowest.cut = True
-        slowest.written(slowest.held)
+        slowest.drop()
         self._cut(slowest)
 
 
@@ -81,6 +80,11 @@ class Told(Stream):
         tokens = min(tokens, self.held)
         self.held -= tokens
         self.backlog.unread -= tokens
+
+    def drop(self) -> None:
+        """Nothing of it is told any more."""
+        self.cut = True
+        self.written(self.held)
 
     def release(self) -> None:
         """Its client is done with it."""

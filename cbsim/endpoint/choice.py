@@ -59,6 +59,9 @@ class Choice:
         told when they were `written`.
         """
         stream = self.stream
+        if stream.cut:
+            self.finish = ABORT
+            return []
         ids = self._ids or stream.unread_ids()
         self._ids = ids[BATCH:]
         ids = ids[:BATCH]

@@ -28,6 +28,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, config: Config, state: ServerState, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(config, state, {}, loop)
         self._settings = settings
+        self._answering: RequestResponseCycle | None = None  # `cycle` is the newest, and may wait for this one
         self._deadline: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._in_head = True
@@ -42,7 +43,7 @@ class Connection(HttpToolsProtocol):
         if len(self.connections) > self._settings.max_connections:
             words = f"more than {self._settings.max_connections} connections are open"
             self._say(Refusal(503, words, retry_s=self._settings.retry_s))
-            transport.close()
+            self.shut()
         else:
             self._await_head()
 
@@ -62,26 +63,28 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
-        self.resume_writing()
+        self._leave()
+        self._go_on()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._stall is None:
-            self._stall = self.loop.call_later(self._settings.stall_s, self.transport.abort)
+        self._bound()
 
     def resume_writing(self) -> None:
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
+        if not self.transport.is_closing():
+            self._go_on()
         super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.shut()
 
     def shutdown(self) -> None:
         """Close, or let it be closed after its answer. A request that is not all there gets none."""
-        if self._to_drop is not None:
-            self.transport.close()
-        elif not self._idle and self.cycle.more_body and not self.cycle.response_started:
+        if self.lingers:
+            self.shut()
+        elif (cycle := self._answering) is not None and cycle.more_body and not cycle.response_started:
             self._close(Refusal(503, "the server is shutting down", retry_s=self._settings.retry_s))
         else:
             super().shutdown()
@@ -109,6 +112,7 @@ class Connection(HttpToolsProtocol):
         if self.pipeline:
             self._disarm()  # it is not read on until the one before has its answer
         else:
+            self._answering = self.cycle
             self._arm(self._settings.body_s, "the body of the request")
 
     def on_message_complete(self) -> None:
@@ -118,6 +122,8 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if self._to_drop is not None:
             return
+        if self.pipeline:
+            self._answering = self.pipeline[-1][0]
         super().on_response_complete()
         if self.cycle is not None and not self.cycle.response_complete and self.cycle.more_body:
             self._arm(self._settings.body_s, "the body of the request")
@@ -130,26 +136,45 @@ class Connection(HttpToolsProtocol):
         """Nothing more is said; what still comes is dropped."""
         self._to_drop = LINGER_BYTES
         self._disarm()
-        self._deadline = self.loop.call_later(LINGER_S, self.transport.close)
+        self._deadline = self.loop.call_later(LINGER_S, self.shut)
         self.flow.resume_reading()
         with contextlib.suppress(OSError):  # the client has left
             self.transport.write_eof()
+
+    def shut(self) -> None:
+        """Close, when what was written has left; that has a time, too."""
+        self.transport.close()
+        self._bound()
+
+    @property
+    def lingers(self) -> bool:
+        return self._to_drop is not None
 
     def _drop(self, size: int) -> None:
         assert self._to_drop is not None
         self._to_drop -= size
         if self._to_drop < 0:
-            self.transport.close()
+            self.shut()
 
     # -- bounds
 
     @property
     def _idle(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
+        return self._answering is None or self._answering.response_complete
 
     @property
     def _too_large(self) -> Refusal:
         return Refusal(431, f"the head of the request is longer than {self._settings.max_head_bytes} bytes")
+
+    def _bound(self) -> None:
+        """A client that does not read has so long."""
+        if self._stall is None:
+            self._stall = self.loop.call_later(self._settings.stall_s, self.transport.abort)
+
+    def _go_on(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
 
     def _await_head(self) -> None:
         self._in_head, self._head_bytes = True, 0
@@ -171,14 +196,18 @@ class Connection(HttpToolsProtocol):
     def _close(self, refusal: Refusal) -> None:
         """Say why, if no answer has begun, and close."""
         self._disarm()
-        if self._idle or not self.cycle.response_started:
-            if not self._idle:  # who works on it hears that its client is gone
-                self.cycle.disconnected = True
-                self.cycle.message_event.set()
+        self._leave()
+        if self._idle or not (self._answering and self._answering.response_started):
             self._say(refusal)
             self.linger()
         else:
-            self.transport.close()
+            self.shut()
+
+    def _leave(self) -> None:
+        """Who works on an answer hears that its client is gone."""
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
 
     def _say(self, refusal: Refusal) -> None:
         head = [b"HTTP/1.1 %d Refused" % refusal.status, b"content-type: application/json", b"connection: close"]
@@ -190,18 +219,19 @@ class Connection(HttpToolsProtocol):
 class _Body:
     """The Way of an answer whose length is not known: in chunks of HTTP, past the cycle's coroutine."""
 
-    __slots__ = ("_cycle", "_flow", "_write", "abort")
+    __slots__ = ("_cycle", "_flow", "_is_closing", "_write", "abort")
 
     def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
         self._cycle, self._flow = cycle, connection.flow
-        self._write, self.abort = connection.transport.write, connection.transport.abort
+        self._write, self._is_closing = connection.transport.write, connection.transport.is_closing
+        self.abort = connection.transport.abort
 
     @property
     def full(self) -> bool:
         return self._flow.write_paused
 
     def write(self, body: bytes) -> None:
-        if not self._cycle.disconnected:
+        if not (self._cycle.disconnected or self._is_closing()):
             self._write(b"%x\r\n%b\r\n" % (len(body), body))
 
     async def drain(self) -> None:
@@ -213,12 +243,14 @@ class _Outlet:
 
     def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
         self._connection, self._cycle = connection, cycle
-        self.write = connection.transport.write
         self.is_closing = connection.transport.is_closing
 
+    def write(self, data: bytes) -> None:
+        if not self._connection.lingers:
+            self._connection.transport.write(data)
+
     def close(self) -> None:
-        transport = self._connection.transport
-        if self._cycle.more_body and not transport.is_closing():
+        if self._cycle.more_body and not self.is_closing():
             self._connection.linger()
         else:
-            transport.close()
+            self._connection.shut()

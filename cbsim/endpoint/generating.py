@@ -141,6 +141,8 @@ class Generating:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._desk.leave(streams)
+        for stream in streams:
+            stream.drop()
 
     async def _stream(self, answer: Reply, way: Way, send: Send, gone: asyncio.Task[None]) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]

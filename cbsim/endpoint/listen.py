@@ -166,11 +166,11 @@ class _Door:
         writing.cancel()
         for connection in [*self._state.connections]:
             connection.transport.abort()
+        await asyncio.sleep(0)  # connections hear that they are lost
         left = {task for task in self._state.tasks if not task.done()}
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-        await asyncio.sleep(0)  # connections hear that they are lost
 
     async def _written(self) -> None:
         if tasks := {task for task in self._state.tasks if not task.done()}:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from cbsim.endpoint.backend import ABORT
 from cbsim.endpoint.choice import Choice
 from cbsim.endpoint.events import Chunks
 from cbsim.endpoint.way import Way
@@ -81,8 +80,6 @@ class Telling:
         """Whether it goes on without a pause."""
         choice, stream = self._choice, self._choice.stream
         texts = choice.texts()
-        if stream.cut:  # its reader is too slow
-            choice.finish = ABORT
         if choice.finish is not None:
             if choice.error is not None:
                 return False

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 from cbsim.endpoint.app import App, build
@@ -24,6 +25,19 @@ JSON = ("content-type", "application/json")
 @cache
 def words() -> Tokenizer:
     return open_tokenizer()
+
+
+class Feeding:
+    """Our tokenizer, whose decoders feed like this, each made anew."""
+
+    def __init__(self, feeds: Callable[[], Callable[[int], str]]) -> None:
+        self._feeds = feeds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(words(), name)
+
+    def decoder(self) -> Any:
+        return SimpleNamespace(feed=self._feeds())
 
 
 def scripted(script: Script = counting, itl_s: float = ITL_S, **more: Any) -> Scripted:

@@ -11,8 +11,9 @@ import socket
 from pathlib import Path
 
 import pytest
-from endpoint_calls import Answer, Session, listening, read_answer, request, scripted
+from endpoint_calls import Answer, Feeding, Session, listening, read_answer, request, scripted
 
+from cbsim.endpoint.connection import Connection
 from cbsim.endpoint.listen import files_for
 from cbsim.endpoint.settings import Settings
 
@@ -181,3 +182,71 @@ def test_a_client_that_has_stopped_reading_is_not_kept_for_ever() -> None:
             slow.close()
 
     asyncio.run(session())
+
+
+def test_a_client_that_does_not_read_is_not_kept_to_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection is to close, less is left than makes a socket full, and it never comes for it."""
+    made, connections = Connection.connection_made, list[Connection]()
+
+    def narrow(self: Connection, transport: asyncio.Transport) -> None:
+        made(self, transport)
+        connections.append(self)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4608)
+
+    monkeypatch.setattr(Connection, "connection_made", narrow)
+
+    async def session() -> None:
+        async with listening(scripted(itl_s=0.0), Settings(stall_s=0.05, idle_s=0.01)) as server:
+            slow = await deaf(server, prompt="x", max_tokens=300)
+            while not server.backend.generations:
+                await asyncio.sleep(0.001)
+            await server.until_empty()
+            while connections[0] in connections[0].connections:
+                await asyncio.sleep(0.001)
+            slow.close()
+
+    asyncio.run(session())
+
+
+def test_nothing_is_told_to_nobody() -> None:
+    """What a client has not read when it goes is not made into text for it."""
+    fed = 0
+
+    def feed(token: int) -> str:
+        nonlocal fed
+        fed += 1
+        return str(token)
+
+    async def session() -> int:
+        backend = scripted(itl_s=0.0)
+        backend.tokenizer = Feeding(lambda: feed)
+        async with listening(backend) as server:
+            slow = await deaf(server, prompt="x", max_tokens=1 << 19)
+            while not server.app.desk.backlog.unread > 20_000:
+                await asyncio.sleep(0.001)
+            before = fed
+            slow.close()
+            await server.until_empty()
+            return fed - before
+
+    assert asyncio.run(session()) < 5_000
+
+
+@pytest.mark.parametrize("itl_s", [0.0, 0.3])
+def test_a_hurried_end_says_nothing_of_answers_it_cuts(itl_s: float) -> None:
+    """Clients that do not read, or whose next token is far away: cut off and counted, without a traceback."""
+
+    async def session() -> int:
+        async with listening(scripted(itl_s=itl_s)) as server:
+            clients = [await deaf(server, prompt=prompt, max_tokens=1 << 19) for prompt in ("x", ["y", "z"])]
+            streams = server.app.desk.backlog.streams
+            while len(streams) < 3 or (not itl_s and min(stream.held for stream in streams.values()) < 1000):
+                await asyncio.sleep(0.001)
+            server.stop.ask()
+            server.stop.ask()
+            ending = await server.ending
+            for client in clients:
+                client.close()
+            return ending.cut
+
+    assert asyncio.run(session()) == 3

@@ -237,6 +237,36 @@ def test_garbage_ends_what_is_under_way() -> None:
     assert (answer.status, rest, len(cancelled)) == (400, b"", 1)
 
 
+STREAM = request("/v1/completions", {**ENDLESS, "stream": True})
+MANY = request("/v1/completions", {**ENDLESS, "prompt": ["x"] * 20, "stream": True})
+
+
+@pytest.mark.parametrize("then", [COMPLETION, COMPLETION[:-3], b"NONSENSE\r\n\r\n", COMPLETION + b"NONSENSE\r\n\r\n"])
+@pytest.mark.parametrize("first", [STREAM, MANY], ids=["one", "many"])
+def test_who_asks_again_and_leaves_is_cancelled(first: bytes, then: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """A request behind one that is being answered: the first hears that its client left, whatever came behind it. And
+    nothing but its answer is written meanwhile.
+    """
+
+    async def session() -> tuple[bytes, int, int]:
+        async with listening() as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(first)
+            told = await reader.readuntil(b'"text":')
+            writer.write(then)
+            for _ in range(5):
+                told += await reader.read(65536)
+                await asyncio.sleep(0.002)
+            writer.transport.abort()
+            await server.until_empty()
+            return told, len(server.backend.cancelled), len(server.backend.generations)
+
+    told, cancelled, asked = asyncio.run(session())
+    assert told.count(b"HTTP/1.1 ") == 1
+    assert cancelled == asked == (20 if first is MANY else 1)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(("seconds", "most"), [(0.03, 1 << 30), (1e6, 1000)])
 def test_what_is_dropped_has_bounds(seconds: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that sends on and on is closed, in time or after so many bytes."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from endpoint_calls import Instant, ask, events, listening, read_answer, request, scripted, text_of, words
+from endpoint_calls import Feeding, Instant, ask, events, listening, read_answer, request, scripted, text_of, words
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,18 +93,10 @@ def test_a_round_is_written_when_the_step_is_over() -> None:
 def test_what_fails_in_a_round_is_one_answers_alone(caplog: pytest.LogCaptureFixture) -> None:
     """A tokenizer that cannot decode a token: that client hears of it, the others of the round have their texts."""
 
-    class Broken:
-        def __init__(self) -> None:
-            self._decoders = iter([True, False])
+    def broken(token: int) -> str:
+        raise LookupError(token)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(words(), name)
-
-        def decoder(self) -> Any:
-            return self if next(self._decoders) else words().decoder()
-
-        def feed(self, token: int) -> str:
-            raise LookupError(token)
+    feeds = iter([broken, words().decoder().feed])
 
     async def body(port: int) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -115,7 +107,7 @@ def test_what_fails_in_a_round_is_one_answers_alone(caplog: pytest.LogCaptureFix
 
     async def session() -> list[bytes]:
         backend = scripted()
-        backend.tokenizer = Broken()
+        backend.tokenizer = Feeding(lambda: next(feeds))
         async with listening(backend) as server:
             return await asyncio.gather(body(server.port), body(server.port))
 
