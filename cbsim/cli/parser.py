@@ -157,12 +157,19 @@ def _parser() -> argparse.ArgumentParser:
     about = "run an asyncio client against a simulated server in virtual time"
     serving.drive_arguments(command("drive", about, "8k_b32 -- my_client:main"))
     about = "answer a question by many runs, or against published numbers"
-    study = command("study", about, "schedulers --out reports/fidelity/schedulers")
+    _study_arguments(command("study", about, "schedulers --out reports/fidelity/schedulers"))
+    about = "measure the simulator: seconds, steps, requests, peak memory a case"
+    _bench_arguments(command("bench", about, "decode_64 --json"))
+    return parser
+
+
+def _study_arguments(study: argparse.ArgumentParser) -> None:
     study.add_argument("name", choices=STUDIES, metavar="NAME", help=f"one of {', '.join(STUDIES)}")
     study.add_argument("--out", type=a_path, metavar="DIR", help="also write report.md and figures to this folder")
     study.add_argument("--json", action="store_true", help="print the numbers as one object instead of tables")
-    about = "measure the simulator: seconds, steps, requests, peak memory a case"
-    bench = command("bench", about, "decode_64 --json")
+
+
+def _bench_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "cases",
         nargs="*",
@@ -171,7 +178,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--peers", action="store_true", help="beside other simulators that are installed, in turn")
     bench.add_argument("--json", action="store_true", help="print one JSON object, a case a key")
-    return parser
 
 
 def _of_many_runs(command: Callable[[str, str, str], Parser]) -> None:

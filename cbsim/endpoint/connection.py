@@ -28,7 +28,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, config: Config, state: ServerState, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(config, state, {}, loop)
         self._settings = settings
-        self._answering: RequestResponseCycle | None = None  # `cycle` is the newest, and may wait for this one
+        self._answering: RequestResponseCycle | None = None  # `cycle` is the newest request, and may wait for it
         self._deadline: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._in_head = True
@@ -50,13 +50,13 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self._to_drop is not None:
+        if self.lingers:
             self._drop(len(data))
             return
         if self._deadline is None and self._idle:
             self._await_head()
         super().data_received(data)
-        if self._in_head and self._to_drop is None:
+        if self._in_head and not self.lingers:
             self._head_bytes += len(data)
             if self._head_bytes > self._settings.max_head_bytes and not self.transport.is_closing():
                 self._close(self._too_large)
@@ -64,17 +64,17 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         self._leave()
-        self._go_on()
+        self._unwatch_reader()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._bound()
+        self._watch_reader()
 
     def resume_writing(self) -> None:
         if not self.transport.is_closing():
-            self._go_on()
+            self._unwatch_reader()
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -120,10 +120,9 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if self._to_drop is not None:
+        self._answering = self.pipeline[-1][0] if self.pipeline else None
+        if self.lingers:
             return
-        if self.pipeline:
-            self._answering = self.pipeline[-1][0]
         super().on_response_complete()
         if self.cycle is not None and not self.cycle.response_complete and self.cycle.more_body:
             self._arm(self._settings.body_s, "the body of the request")
@@ -144,7 +143,7 @@ class Connection(HttpToolsProtocol):
     def shut(self) -> None:
         """Close, when what was written has left; that has a time, too."""
         self.transport.close()
-        self._bound()
+        self._watch_reader()
 
     @property
     def lingers(self) -> bool:
@@ -160,18 +159,18 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _idle(self) -> bool:
-        return self._answering is None or self._answering.response_complete
+        return self._answering is None
 
     @property
     def _too_large(self) -> Refusal:
         return Refusal(431, f"the head of the request is longer than {self._settings.max_head_bytes} bytes")
 
-    def _bound(self) -> None:
+    def _watch_reader(self) -> None:
         """A client that does not read has so long."""
         if self._stall is None:
             self._stall = self.loop.call_later(self._settings.stall_s, self.transport.abort)
 
-    def _go_on(self) -> None:
+    def _unwatch_reader(self) -> None:
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
@@ -197,7 +196,7 @@ class Connection(HttpToolsProtocol):
         """Say why, if no answer has begun, and close."""
         self._disarm()
         self._leave()
-        if self._idle or not (self._answering and self._answering.response_started):
+        if self._answering is None or not self._answering.response_started:
             self._say(refusal)
             self.linger()
         else:
@@ -205,7 +204,7 @@ class Connection(HttpToolsProtocol):
 
     def _leave(self) -> None:
         """Who works on an answer hears that its client is gone."""
-        if self._answering is not None and not self._answering.response_complete:
+        if self._answering is not None:
             self._answering.disconnected = True
             self._answering.message_event.set()
 

@@ -37,11 +37,10 @@ class Telling:
     written. What failed is not written: its error is the choice's.
     """
 
-    __slots__ = ("_choice", "_chunks", "_leaving", "_pause", "_round", "_settle", "_way")
+    __slots__ = ("_choice", "_chunks", "_pause", "_round", "_settle", "_way")
 
     def __init__(self, chunks: Chunks, way: Way, round_: Round, settle: Callable[[Choice], None]) -> None:
         self._choice, self._chunks, self._way, self._round, self._settle = chunks.choice, chunks, way, round_, settle
-        self._leaving = 0  # tokens whose text is written, but the way is full
         self._pause: asyncio.Future[None]
 
     async def run(self) -> None:
@@ -53,7 +52,6 @@ class Telling:
                 self._tell()
                 await self._pause
                 await self._way.drain()
-                choice.stream.written(self._leaving)
                 if choice.behind:
                     await asyncio.sleep(0)  # others first: a step may be due
         finally:
@@ -78,17 +76,14 @@ class Telling:
 
     def _write(self) -> bool:
         """Whether it goes on without a pause."""
-        choice, stream = self._choice, self._choice.stream
+        choice = self._choice
         texts = choice.texts()
-        if choice.finish is not None:
+        if choice.over:
             if choice.error is not None:
                 return False
             self._settle(choice)
         elif not texts:
             return True
         self._way.write(self._chunks.encode(texts))
-        if choice.finish is not None or choice.behind or self._way.full:
-            self._leaving = len(texts)
-            return False
-        stream.written(len(texts))
-        return True
+        choice.stream.written(len(texts))
+        return not (choice.over or choice.behind or self._way.full)

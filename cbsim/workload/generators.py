@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from cbsim.scenario import catalog, demand, memory
 from cbsim.scenario import lengths as length_tables
 from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario
-from cbsim.workload import csv_columns, scheduler_tests, served, traces, vllm_bench
+from cbsim.workload import coarse_stamps, csv_columns, scheduler_tests, served, traces, vllm_bench
 from cbsim.workload.clients import Sessions, Users
 from cbsim.workload.drawn import Drawn
 
@@ -31,9 +31,6 @@ LATEST_S = 4.6e9
 """No arrival is later. No run gets there: the machine's clock ends before."""
 LONG_GAP_NS = 100_000_000_000
 """Few servers wait longer for a request, and a log in milliseconds of one request in 0.1 s has such gaps."""
-GRID_NS = 3_000_000_000
-"""Mooncake's timestamps are multiples of this, give or take GRID_SLACK_NS."""
-GRID_SLACK_NS = 10_000_000
 
 
 class Streams(NamedTuple):
@@ -293,22 +290,7 @@ def _slow(specs: Sequence[RequestSpec]) -> str | None:
 
 def _mooncake(wanted: demand.Mooncake, streams: Streams) -> Workload:
     rows = traces.mooncake(catalog.data(wanted.path), wanted.limit)
-    return _timed(spread(rows, streams.spread) if wanted.spread else rows, wanted.time_scale)
-
-
-def spread(rows: list[traces.Arrival], rng: np.random.Generator) -> list[traces.Arrival]:
-    """Requests stamped with a multiple of 3 s, moved to random moments of the 3 s that follow, order kept. A trace
-    with a timestamp off the grid has real times and is left as it is.
-    """
-    off = [(row.arrival_ns + GRID_SLACK_NS) % GRID_NS for row in rows]
-    if max(off) > 2 * GRID_SLACK_NS:
-        return rows
-    moved: list[traces.Arrival] = []
-    for cell, group in groupby(rows, key=lambda row: (row.arrival_ns + GRID_SLACK_NS) // GRID_NS):
-        members = list(group)
-        offsets = np.sort(rng.integers(0, GRID_NS, len(members))).tolist()
-        moved += [row._replace(arrival_ns=cell * GRID_NS + at) for row, at in zip(members, offsets, strict=True)]
-    return moved
+    return _timed(coarse_stamps.spread(rows, streams.spread) if wanted.spread else rows, wanted.time_scale)
 
 
 def _lengths(wanted: demand.Lengths, streams: Streams) -> Workload:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 import sys
@@ -70,6 +71,28 @@ def test_a_request_that_is_not_all_there_is_not_waited_for() -> None:
 
     answer, ending = asyncio.run(session())
     assert answer.status == 503 and ending == Ending("asked")
+
+
+def test_who_is_to_be_told_to_go_on_is_told_that_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """Heads come in the same turn of the loop as the end, before the server has asked for their bodies."""
+    head = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\nexpect: 100-continue\r\n"
+
+    async def session(before: int) -> None:
+        async with listening(settings=Settings(grace_s=1.0)) as server:
+            clients = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(20)]
+            for at, (_, writer) in enumerate(clients):
+                if at == before:
+                    server.stop.ask()
+                writer.write(head + b"content-length: 9\r\n\r\n")
+                await asyncio.sleep(0)
+            for reader, writer in clients:
+                with contextlib.suppress(ConnectionError):
+                    await reader.read()
+                writer.close()
+
+    for before in range(3, 18, 3):
+        asyncio.run(session(before))
+    assert not caplog.records
 
 
 def test_after_its_grace_what_is_left_is_cancelled() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from endpoint_calls import Feeding, Instant, ask, events, listening, read_answer, request, scripted, text_of, words
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cbsim.endpoint.app import build
@@ -47,6 +47,8 @@ class Narrow:
     st.lists(st.booleans(), max_size=12),
     st.lists(st.integers(0, 3), max_size=12),
 )
+@example([300, 300], [], [1, 0])  # more comes, and the end, while what is told is behind
+@example([300, 300], [], [2, 0])
 def test_a_text_is_whole_however_its_client_reads(puts: list[int], full: list[bool], turns: list[int]) -> None:
     """Nothing is written to a way that is full, and at the end nothing is kept."""
     tokens = sum(puts)

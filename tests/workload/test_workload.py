@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, scenario
 from cbsim.scenario.scenario import Scenario, ScenarioError
-from cbsim.workload import generators, traces
+from cbsim.workload import coarse_stamps, generators, traces
 
 BASE: dict[str, Any] = {
     "kind": "synthetic",
@@ -274,7 +274,7 @@ def test_mooncake_spread_keeps_cell_and_order() -> None:
 
 def test_mooncake_real_times_are_not_spread() -> None:
     trace = [traces.Arrival(at * 10**6, 5, 1, (0,)) for at in (0, 1234, 3000)]
-    assert generators.spread(trace, np.random.default_rng(0)) == trace
+    assert coarse_stamps.spread(trace, np.random.default_rng(0)) == trace
 
 
 def test_mooncake_prefix_is_512_tokens_an_id() -> None:
