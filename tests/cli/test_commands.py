@@ -67,7 +67,7 @@ def test_schema_writes_what_the_repository_holds(tmp_path: Path) -> None:
     written = [Path(line) for line in said.out.splitlines()]
     assert sorted(path.name for path in written) == sorted(path.name for path in (ROOT / "schemas").iterdir())
     for path in written:
-        assert path.read_bytes() == (ROOT / "schemas" / path.name).read_bytes()
+        assert path.read_bytes() == (ROOT / "schemas" / path.name).read_bytes(), f"run `cbsim schema`: {path.name}"
 
 
 def test_schema_into_a_file_is_exit_1(tmp_path: Path) -> None:
