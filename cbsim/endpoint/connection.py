@@ -53,7 +53,7 @@ class Connection(HttpToolsProtocol):
         if self.lingers:
             self._drop(len(data))
             return
-        if self._deadline is None and self._idle:
+        if self._deadline is None and self._answering is None:
             self._await_head()
         super().data_received(data)
         if self._in_head and not self.lingers:
@@ -120,9 +120,9 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self._answering = self.pipeline[-1][0] if self.pipeline else None
         if self.lingers:
-            return
+            return  # what waits is not begun
+        self._answering = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         if self.cycle is not None and not self.cycle.response_complete and self.cycle.more_body:
             self._arm(self._settings.body_s, "the body of the request")
@@ -156,10 +156,6 @@ class Connection(HttpToolsProtocol):
             self.shut()
 
     # -- bounds
-
-    @property
-    def _idle(self) -> bool:
-        return self._answering is None
 
     @property
     def _too_large(self) -> Refusal:
