@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 if TYPE_CHECKING:
     from cbengine.build import DeviceName
+    from cbsim.runs.result import Result, Results
     from cbsim.scenario.scenario import Scenario
-    from cbsim.server.result import Result, Results
 
 __all__ = ["run"]
 
@@ -35,8 +35,8 @@ def run(
     """
     from cbengine import build, servers
     from cbengine.errors import UsageError
-    from cbsim.scenario.sources import scenario_of
-    from cbsim.server import running
+    from cbsim.runs import running
+    from cbsim.scenario.scenario import scenario_of
 
     chosen = device or build.default_device()
     if chosen not in get_args(build.DeviceName):

@@ -34,16 +34,17 @@ from cbengine.model.ops import Ops, TorchOps
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
 from cbengine.settings import SamplingSettings
+from cbsim.errors import ScenarioError
 from cbsim.policy.groups import LayerGroup
+from cbsim.policy.kind import pinned
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.results.record import Record
-from cbsim.scenario.fields import ScenarioError
-from cbsim.scenario.scenario import Scenario, depth, loops, scheduler_options
+from cbsim.record.record import Record
+from cbsim.runs import assemble
+from cbsim.runs.inbox import Client
+from cbsim.scenario.scenario import Scenario, depth, loops
 from cbsim.scenario.shapes import ModelShape
-from cbsim.server import assemble
-from cbsim.server.inbox import Client
-from cbsim.workload.generators import Workload
+from cbsim.workload.requests import Workload
 
 DeviceName = Literal["inline", "process", "modelled", "cuda"]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -150,7 +151,7 @@ def _fitted(scenario: Scenario) -> Scenario:
         raise MissingError("--device cuda: torch finds no CUDA device here")
     if scenario.kv_cache.num_blocks is not None:
         return scenario
-    options = scheduler_options(scenario, max(depth(loop) for loop in loops(scenario)))
+    options = scenario.options(loops(scenario)[-1])
     free, total = torch.cuda.mem_get_info()
     room = int(free - ACTIVATION_SHARE * total) - scenario.model.weight_bytes
     layers = max((len(group.layers) for group in _groups(scenario)), default=scenario.model.layers)
@@ -161,7 +162,7 @@ def _fitted(scenario: Scenario) -> Scenario:
         text = f"{scenario.model.weight_bytes / 1e9:.1f} GB of weights leave no room for a cache in {free / 1e9:.1f} GB"
         raise DeviceMemoryError(f"--device cuda: {text}")
     update: dict[str, Any] = {"kv_cache": scenario.kv_cache.model_copy(update={"num_blocks": fitting})}
-    update["scheduler"] = scenario.kind.settled(scenario.scheduler, options)
+    update["scheduler"] = pinned(scenario.scheduler, options)
     return scenario.model_copy(update=update)
 
 
@@ -291,7 +292,7 @@ def executor_plan(
     """What to make for these requests, or for a load of requests that nobody knows yet, who may draw their tokens.
     Raises ScenarioError if the model is not made for so long prompts.
     """
-    options = scheduler_options(scenario, depth(loop))
+    options = scenario.options(loop)
     sizes = (load or Load.of(specs)).capacity(options)._replace(beams=refusals.beams(scenario))
     architecture = architecture_of(scenario, setup)
     prompts = [spec.prompt_tokens for spec in specs]

@@ -16,14 +16,13 @@ from cbengine.device.base import EngineDevice, Ints
 from cbengine.device.clock import Clock, WallClock
 from cbengine.ranking import choices, go_on
 from cbengine.sequence import Sequence
-from cbsim.policy.loop import Applied, Await, Effect, Idle, Landed, Launch, Poll, Polled, Refused, Scheduler, serve
-from cbsim.policy.moves import IN_ORDER, Move
+from cbsim.policy.loop import Applied, Await, Completed, Effect, Idle, Launch, Poll, Polled, Refused, Scheduler, serve
 from cbsim.policy.plan import NOTHING_STOPPED, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
-from cbsim.results.record import Record, StepTimes
-from cbsim.server.driving import CLOSED, OPEN, no_collections, note_admissions
-from cbsim.server.inbox import Client, Inbox
-from cbsim.workload.lineage import Parents
+from cbsim.policy.transfers import IN_ORDER, Transfer
+from cbsim.record.record import Record, StepTimes
+from cbsim.runs.inbox import CLOSED, OPEN, Client, Inbox, no_collections, note_admissions
+from cbsim.workload.requests import Parents
 
 OnStep = Callable[[int], None]
 Feed = Callable[[Inbox], None]
@@ -72,9 +71,11 @@ class Engine:
         self._injected, self._clock = dict(injected or {}), clock or WallClock()
         self._on_plan, self._on_token = on_plan, on_token
         self._failed: list[RequestSpec] = []
-        self._moving: dict[tuple[int, int], Move] = {}  # (step, number in its plan) -> one that is not known to be over
+        self._moving: dict[
+            tuple[int, int], Transfer
+        ] = {}  # (step, number in its plan) -> one that is not known to be over
         self._start_ns = self._cpu_ns = 0
-        self._times = self._landing = StepTimes(0)
+        self._times = self._completion = StepTimes(0)
         for spec in client.open:  # prompts are at hand when their requests arrive
             self._known(spec)
 
@@ -84,7 +85,7 @@ class Engine:
         return self._cpu_ns
 
     def run(self, on_step: OnStep | None = None, start_ns: int | None = None) -> None:
-        """Serve to the end of the workload. Interrupted, the record holds what happened until then. Raises StuckError,
+        """Serve to the end of the workload; the record holds what happened until then. Raises DeadlockError,
         DeviceError, and what `on_step` raises, which is called after every step and while waiting. Times count from
         `start_ns` of the engine's clock, or from now.
         """
@@ -193,15 +194,15 @@ class Engine:
         times.prepare_end_ns = times.launch_start_ns = self._elapsed()
         self._inject("launch")
         self._device.launch(slot, sent.header, plan)
-        if plan.moves:
-            self._moving.update(((plan.step, at), move) for at, move in enumerate(plan.moves))
+        if plan.transfers:
+            self._moving.update(((plan.step, at), move) for at, move in enumerate(plan.transfers))
         times.launch_end_ns = self._elapsed()
         return Ticket(slot, sent, times)
 
-    def _await(self, effect: Await) -> Landed:
+    def _await(self, effect: Await) -> Completed:
         """Block until the step's tokens are there and hand them to their requests."""
         ticket: Ticket = effect.ticket
-        times = self._landing = ticket.times
+        times = self._completion = ticket.times
         times.await_start_ns = self._cpu_ns
         results, lanes = self._device.wait(ticket.slot)
         moved = self._moved(effect.plan) if self._moving else ()
@@ -221,8 +222,8 @@ class Engine:
                 self._feed(self._inbox)
             cancels = self._given_up(self._cpu_ns) if self._inbox.quits or self._failed else []
         if not (stopped or moved or parents):
-            return Landed(NOTHING_STOPPED, cancels)
-        return Landed(StepResult(tuple(stopped), moved=moved, parents=parents), cancels)
+            return Completed(NOTHING_STOPPED, cancels)
+        return Completed(StepResult(tuple(stopped), moved=moved, parents=parents), cancels)
 
     def _moved(self, plan: StepPlan) -> tuple[int, ...]:
         """The jobs that are over, each named once. A step without rows waits for one of them, or for a request."""
@@ -280,7 +281,7 @@ class Engine:
             self._failed.append(sequence.spec)
 
     def _applied(self, effect: Applied) -> None:
-        times = self._landing
+        times = self._completion
         for spec, _ in effect.outcome.finished:
             sequence = self.sequences[spec]
             sequence.over = True

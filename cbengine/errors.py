@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cbsim.scenario.errors import UserError
+from cbsim.errors import UserError
 
 
 class UsageError(UserError):

@@ -32,7 +32,7 @@ class Load(NamedTuple):
         """The largest step and table of a scheduler with these options."""
         limits = options.limits
         longest = min(self.longest, limits.longest or self.longest)
-        slots = max(1, min(self.requests, limits.seats or self.requests))
+        slots = max(1, min(self.requests, limits.slots or self.requests))
         rows = min(slots, limits.rows or slots)
         rows *= 1 + limits.filled  # the padding of a row is a row of its own
         budget = limits.tokens

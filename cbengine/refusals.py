@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cbengine.errors import UsageError
-from cbsim.scenario.fields import ScenarioError
+from cbsim.errors import ScenarioError
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.shapes import ModelShape
 

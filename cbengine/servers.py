@@ -1,4 +1,4 @@
-"""The engine, and transformers' own continuous batching, as the servers that a run wants."""
+"""The engine as the server of a run."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import torch
-
 from cbengine import build, settings, tokens
 from cbengine.build import Setup
-from cbengine.content import Prompts
 from cbengine.device import gpu
 from cbengine.device.profile import Profile
-from cbengine.errors import UsageError
-from cbengine.model import weights
+from cbsim.runs.running import Maker
 from cbsim.scenario.scenario import Scenario, depth
-from cbsim.server.running import Maker
-from cbsim.workload.generators import Workload
+from cbsim.workload.requests import Workload
 
 
 class Measured:
@@ -77,52 +72,6 @@ class Measured:
         return files
 
 
-def maker(setup: Setup, peer: bool = False, stand_in: bool = False, profiled: int = 0) -> Maker:
-    """What makes servers of a setup: ours, or the peer's, which may have the stand-in for flash_attn."""
-    return partial(peer_server, setup, stand_in=stand_in) if peer else partial(Measured, setup, profiled)
-
-
-def peer_server(setup: Setup, scenario: Scenario, loop: str, workload: Workload, *, stand_in: bool = False) -> Any:
-    """Hugging Face's own continuous batching on the same scenario and weights. Raises UsageError for what it cannot do
-    as asked.
-    """
-    from cbengine.peer.transformers_server import TransformersServer
-    from cbsim.results.record import Record
-    from cbsim.scenario.scenario import scheduler_options
-
-    _check_peer(setup, scenario)
-    torch.set_num_threads(1)  # on a CPU, as our own devices
-    plan = build.executor_plan(scenario, loop, workload.specs(), setup)
-    plan.check()
-    model = weights.to_transformers(plan.architecture, plan.tensors())
-    prompts = Prompts(scenario.seed, plan.architecture.vocab)
-    record = Record(scheduler_options(scenario, depth(loop)).num_blocks)
-    return TransformersServer(
-        scenario,
-        loop,
-        workload,
-        model,
-        lambda spec: prompts.of(spec).tolist(),
-        record,
-        cuda_graphs=setup.cuda_graphs,
-        stand_in=stand_in,
-        said=prompts.said,
-        saves_tokens=setup.saves_tokens,
-    )
-
-
-def _check_peer(setup: Setup, scenario: Scenario) -> None:
-    ours_alone = {
-        "--device modelled": setup.device == "modelled",
-        "--temperature": not setup.sampling.greedy,
-        "--sampling": bool(setup.requests.by_id),
-        "--inject": any(extra for _, extra in setup.injected),
-        "--stop-at-end-tokens": setup.end_tokens,
-    }
-    if any(ours_alone.values()):
-        given = ", ".join(option for option, wanted in ours_alone.items() if wanted)
-        raise UsageError(f"--engine transformers: takes no {given}: it computes greedily, as long as it is asked to")
-    heads, hidden = scenario.model.heads, scenario.model.hidden
-    if hidden % heads and not (scenario.model.qk_norm or scenario.model.qkv_bias):
-        text = f"model.hidden: got {hidden}, must be a multiple of model.heads ({heads})"
-        raise UsageError(f"--engine transformers: {text} for its Llama")
+def maker(setup: Setup, profiled: int = 0) -> Maker:
+    """What makes the server of a run; `profiled` steps of it are profiled."""
+    return partial(Measured, setup, profiled)

@@ -63,7 +63,7 @@ def read(path: Path, usual: Sampling) -> SamplingSettings:
     """The settings of a file; `usual` has what its lines leave out. Raises ScenarioError, UsageError."""
     by_id: dict[str, Sampling] = {}
     lines: dict[str, int] = {}
-    with rows.text(path) as file:
+    with rows.open_text(path) as file:
         for line in rows.lines(path, file):
             name = line.values.get("id")
             if not isinstance(name, str):

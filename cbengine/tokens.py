@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from cbsim.policy.request import RequestSpec
-from cbsim.results import parquet
-from cbsim.results.columns import Column
+from cbsim.record import parquet
+from cbsim.record.columns import Column
 
 FILE = "tokens.parquet"
 COLUMNS = (

@@ -4,7 +4,9 @@
     result = cbsim.run(scenario)
     print(result)
 
-Nothing is loaded before it is used, nothing is written before `save`, nothing is remembered between two calls.
+Nothing is loaded before it is used, nothing is written before `save`, nothing is remembered between two calls. A
+package named like a function of this module (`run`, `sweep`, `read`) would shadow it once it is imported: that is why
+the rooms are `runs` and `sweeps`.
 """
 
 from __future__ import annotations
@@ -15,15 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cbsim.results.checks import CheckError
-    from cbsim.results.directory import RunError
-    from cbsim.scenario.errors import UserError
-    from cbsim.scenario.fields import ScenarioError
+    from cbsim.errors import CheckError, RunError, ScenarioError, UserError
+    from cbsim.runs.result import Result, Results
     from cbsim.scenario.scenario import Scenario
-    from cbsim.server.result import Result, Results
-    from cbsim.sweeps.capacity import Capacity
+    from cbsim.search.capacity import Capacity
+    from cbsim.search.tune import Tuned
     from cbsim.sweeps.sweep import Swept
-    from cbsim.sweeps.tune import Tuned
 
 __all__ = [
     "Capacity",
@@ -44,16 +43,16 @@ __all__ = [
     "tune",
 ]
 HOMES = {
-    "Capacity": "cbsim.sweeps.capacity",
-    "CheckError": "cbsim.results.checks",
-    "Result": "cbsim.server.result",
-    "Results": "cbsim.server.result",
-    "RunError": "cbsim.results.directory",
+    "Capacity": "cbsim.search.capacity",
+    "CheckError": "cbsim.errors",
+    "Result": "cbsim.runs.result",
+    "Results": "cbsim.runs.result",
+    "RunError": "cbsim.errors",
     "Scenario": "cbsim.scenario.scenario",
-    "ScenarioError": "cbsim.scenario.fields",
+    "ScenarioError": "cbsim.errors",
     "Swept": "cbsim.sweeps.sweep",
-    "Tuned": "cbsim.sweeps.tune",
-    "UserError": "cbsim.scenario.errors",
+    "Tuned": "cbsim.search.tune",
+    "UserError": "cbsim.errors",
 }
 COMMAND = "python -m cbsim run scenario.resolved.yaml"  # in the run directory
 
@@ -62,7 +61,7 @@ def load(source: str | Path | Mapping[str, Any] | Scenario, *overrides: str) -> 
     """A scenario by its name, from a file, or from the fields themselves; overrides are those of `--set`, such as
     `loop.mode=async`. Raises ScenarioError.
     """
-    from cbsim.scenario.sources import scenario_of
+    from cbsim.scenario.scenario import scenario_of
 
     return scenario_of(source, overrides)
 
@@ -76,18 +75,18 @@ def run(
     """Simulate a scenario in memory: a Result, or with `loop.mode: both` the Results of both loops.
 
     `requests` are served in place of the scenario's workload: a data frame or a table of Arrow with columns arrival_s,
-    prompt_tokens, output_tokens, and if wanted max_tokens, priority and id. Latencies are of the requests that arrive
+    prompt_tokens, output_tokens, and optionally max_tokens, priority and id. Latencies are of the requests that arrive
     in `window_s`. Raises ScenarioError.
     """
-    from cbsim.machine.simulation import Simulation
-    from cbsim.server import running
+    from cbsim.machine.simulate import Simulation
+    from cbsim.runs import running
 
     return running.answer(load(scenario), Simulation, COMMAND, requests, window_s)
 
 
 def read(path: str | Path) -> Result:
     """The Result of a run directory, simulated or measured. Raises RunError."""
-    from cbsim.server import result
+    from cbsim.runs import result
 
     return result.read(path)
 
@@ -101,10 +100,10 @@ def sweep(
     """
     from cbsim.sweeps import sweep as sweeps
     from cbsim.sweeps import sweep_file
-    from cbsim.sweeps.hands import hands
+    from cbsim.sweeps.executor import executor
 
-    executor = hands(jobs, ray)
-    return sweeps.Sweep(*sweep_file.given(source), Path(store)).run(executor)
+    workers = executor(jobs, ray)
+    return sweeps.Sweep(*sweep_file.given(source), Path(store)).run(workers)
 
 
 def capacity(
@@ -124,16 +123,16 @@ def capacity(
     """
     from contextlib import closing
 
-    from cbsim.sweeps import identity, search
-    from cbsim.sweeps import terms as asked
-    from cbsim.sweeps.hands import hands
-    from cbsim.sweeps.runs import Runs
-    from cbsim.sweeps.store import Store
+    from cbsim.search import capacity
+    from cbsim.search import probe as asked
+    from cbsim.sweeps import identity
+    from cbsim.sweeps.executor import executor
+    from cbsim.sweeps.store import Runs, Store
 
     loaded = load(scenario)
     wanted = asked.terms(loaded, slo, goodput, **terms)
-    with closing(hands(jobs, ray)) as executor:
-        return search.search(loaded, over, wanted, Runs(Store(Path(store), identity.code()), executor))
+    with closing(executor(jobs, ray)) as workers:
+        return capacity.search(loaded, over, wanted, Runs(Store(Path(store), identity.code()), workers))
 
 
 def tune(
@@ -153,17 +152,26 @@ def tune(
     `slo` kept. `changes` are overrides as for `load`; `store`, `jobs` and `ray` are those of `sweep`. What comes back
     prints as what is known of each candidate. Raises ScenarioError, CheckError, RunError.
     """
-    from cbsim.sweeps import metric as metrics
-    from cbsim.sweeps import tune as tuning
-    from cbsim.sweeps.hands import hands
-    from cbsim.sweeps.racing import Goal
+    from cbsim.metrics import checks
+    from cbsim.search import tune as tuning
+    from cbsim.search.racing import Goal
+    from cbsim.sweeps.executor import executor
 
     for name, texts in (("slo", slo), ("changes", changes)):
-        metrics.check_texts(name, texts)
-    conditions = [metrics.condition(text, "slo") for text in slo]
-    goal = Goal(metrics.metric(metric, f"metric {metric!r}"), conditions, confidence, replicates)
+        _check_texts(name, texts)
+    conditions = [checks.parse(text, "slo", sweep=True) for text in slo]
+    goal = Goal(checks.objective(metric, f"metric {metric!r}"), conditions, confidence, replicates)
     candidates = tuning.candidates(scenario, changes, knobs, goal)
-    return tuning.tune(candidates, goal, Path(store), hands(jobs, ray))
+    return tuning.tune(candidates, goal, Path(store), executor(jobs, ray))
+
+
+def _check_texts(name: str, texts: object) -> None:
+    """Raises ScenarioError unless it is a list of texts."""
+    from cbsim.errors import ScenarioError
+    from cbsim.scenario.fields import shown
+
+    if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise ScenarioError(f"{name}: got {shown(texts)}, expected a list of texts", field=name, value=texts)
 
 
 def __getattr__(name: str) -> Any:

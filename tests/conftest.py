@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from calls import out, small  # noqa: F401 - fixtures
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from pictures import drawn, sketched  # noqa: F401 - fixtures
 from sweeping import sweep, trapped  # noqa: F401 - fixtures
 
@@ -21,8 +21,10 @@ MOST_WORKERS = 4  # each imports and collects everything, ten seconds, and takes
 # A shell that starts pytest in the background, and a worker's own start, have it ignore Ctrl-C; tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Shrinking a failing property takes minutes and ends in the time limit; CBSIM_SHRINK=1 shrinks.
 settings.register_profile(
     "fixed",
+    phases=[*Phase] if os.environ.get("CBSIM_SHRINK") == "1" else [Phase.explicit, Phase.generate],
     derandomize=True,
     deadline=None,
     database=None,

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from helpers import Ask
 
-from cbsim.policy.moves import DEVICE, IN_ORDER, Move, Place, Way
 from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import RequestSpec
+from cbsim.policy.transfers import DEVICE, IN_ORDER, Direction, Place, Transfer
 
 Token = tuple[int, ...]  # a token, and all before it
 OWN = 1000  # and the index of a request: what it says where its text has ended
@@ -35,40 +35,40 @@ class Contents:
         self._asks = asks
         self._size = block_size
         self._held: dict[Place, list[Token | None]] = {}
-        self._jobs: dict[int, list[Move]] = {}
+        self._jobs: dict[int, list[Transfer]] = {}
 
     def step(self, plan: StepPlan, rows: Sequence[Row], tables: Mapping[RequestSpec, Sequence[int]]) -> None:
         """Perform a plan, whose rows have these tables. Raises AssertionError if a row reads what is not its own."""
-        self.landed(plan.awaited)
-        for move in plan.moves:
+        self.completed(plan.awaited)
+        for move in plan.transfers:
             if move.job == IN_ORDER:
                 self._copy(move)
-            elif move.way is not Way.OUT:
+            elif move.direction is not Direction.OUT:
                 self._begin(move)
         for row in rows:
             self._write(row, tables[row.spec])
         for row in rows:
             self._read(plan.step, row, tables[row.spec])
-        for move in plan.moves:
-            if move.job != IN_ORDER and move.way is Way.OUT:
+        for move in plan.transfers:
+            if move.job != IN_ORDER and move.direction is Direction.OUT:
                 self._begin(move)
 
     def held(self, place: Place) -> list[Token | None]:
         """What a place holds."""
         return list(self._held.get(place, self._nothing()))
 
-    def landed(self, jobs: Sequence[int]) -> None:
+    def completed(self, jobs: Sequence[int]) -> None:
         """These are over."""
         for job in jobs:
             for move in self._jobs.pop(job, ()):
                 self._copy(move)
 
-    def _begin(self, move: Move) -> None:
+    def _begin(self, move: Transfer) -> None:
         self._jobs.setdefault(move.job, []).append(move)
         for place in move.written:
             self._held[place] = self._nothing()
 
-    def _copy(self, move: Move) -> None:
+    def _copy(self, move: Transfer) -> None:
         self.moved += len(move.sources)
         found = [self.held(place) for place in move.read]
         self._held.update(zip(move.written, found, strict=True))

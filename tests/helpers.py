@@ -6,20 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from cbsim.policy.loop import Applied, Await, Effect, Landed, Launch, Poll, Polled, Refused, serve
-from cbsim.policy.moves import Way
+from cbsim.policy.loop import Applied, Await, Completed, Effect, Launch, Poll, Polled, Refused, serve
 from cbsim.policy.plan import Batch, Chunk, Row, StepChanges, StepCounts, StepPlan, StepResult, StepWork
 from cbsim.policy.request import Finish, Request, RequestSpec
-from cbsim.policy.schedulers.contiguous import ContiguousScheduler
-from cbsim.policy.schedulers.sarathi_serve import SarathiServe
-from cbsim.policy.schedulers.sglang import SglangScheduler
-from cbsim.policy.schedulers.transformers import TransformersScheduler
-from cbsim.policy.schedulers.trtllm import TrtllmScheduler
-from cbsim.policy.schedulers.vllm import VllmScheduler
+from cbsim.policy.transfers import Direction
+from cbsim.schedulers.sarathi.scheduler import SarathiServe
+from cbsim.schedulers.sglang.scheduler import SglangScheduler
+from cbsim.schedulers.simple.fcfs import Fcfs
+from cbsim.schedulers.transformers.scheduler import TransformersScheduler
+from cbsim.schedulers.trtllm.scheduler import TrtllmScheduler
+from cbsim.schedulers.vllm.scheduler import VllmScheduler
 
-AnyScheduler = (
-    VllmScheduler | TransformersScheduler | ContiguousScheduler | SarathiServe | TrtllmScheduler | SglangScheduler
-)
+AnyScheduler = VllmScheduler | TransformersScheduler | Fcfs | SarathiServe | TrtllmScheduler | SglangScheduler
 MOST_POLLS = 20_000
 
 
@@ -72,7 +70,9 @@ class Executor:
         """The rows of a plan: no request twice, each where its last row ended, sums as the plan says."""
         for spec, index, block in plan.changes.replaced:
             self.tables[spec][index] = block
-        self.brought.update(move.spec for move in plan.moves if move.way is Way.IN and move.spec is not None)
+        self.brought.update(
+            move.spec for move in plan.transfers if move.direction is Direction.IN and move.spec is not None
+        )
         rows = self.batch.rows(plan)
         assert len({row.spec for row in rows}) == len(rows) == plan.work.rows
         assert sum(row.tokens for row in rows) == plan.work.tokens
@@ -166,7 +166,7 @@ class Drive:
         if isinstance(effect, Await):
             assert effect.ticket == effect.plan.step
             self._tick()
-            return Landed(self.executor.result(effect.ticket), self._cancels([]) if effect.cancels else ())
+            return Completed(self.executor.result(effect.ticket), self._cancels([]) if effect.cancels else ())
         if isinstance(effect, Applied):
             self.finished += effect.outcome.finished
         elif isinstance(effect, Refused):

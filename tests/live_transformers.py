@@ -1,7 +1,7 @@
 """Records traces from the transformers that is installed: its own scheduler, cache and batch processor, on the CPU.
 
 Only the forward pass is faked: the token of a request at a position is a hash of both. In async mode its double
-buffering runs with both sides in host memory. The lines are those of `cbsim.proof.conformance.transformers_traces`.
+buffering runs with both sides in host memory. The lines are those of `cbsim.conformance.transformers_traces`.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cbsim.proof.recorded import case
-from cbsim.proof.recorded.case import Case
-from cbsim.proof.recorded.reenactment import Replayed, replay
+from cbsim.measured.recorded import case
+from cbsim.measured.recorded.case import Case
+from cbsim.measured.recorded.reenactment import Replayed, replay
 from cbsim.workload import vllm_bench
 
 LAYERS, HIDDEN, BYTES = 2, 64, 2

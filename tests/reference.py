@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from cbsim.errors import ScenarioError
 from cbsim.machine import simulate
-from cbsim.results import metrics
-from cbsim.results.metrics import Steps
-from cbsim.results.record import STEP_COLUMNS, RequestRow
+from cbsim.metrics import metrics
+from cbsim.record.record import STEP_COLUMNS, RequestRow
+from cbsim.record.tables import Steps
 from cbsim.scenario import catalog, scenario
-from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import generators
 

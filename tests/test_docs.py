@@ -1,7 +1,7 @@
 """What is written down is true: commands parse, paths exist, all fields, metrics and columns are documented, no others.
 
-Tables of docs/scenario_reference.md are the schema's, those of columns in docs/run_directory.md the declaration's; when
-a field or a column has changed, `python tests/test_docs.py` writes them again.
+Tables of docs/scenario_reference.md are the schema's, those of columns in docs/run_directory.md the declaration's, and
+those of docs/metrics.md the catalogue's; when one has changed, `python tests/test_docs.py` writes them again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import gzip
 import json
 import re
 import shlex
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -23,35 +22,18 @@ import cbsim
 from analysis.cli import parser as analysis
 from analysis.statistics.trust import RULES
 from cbengine import tokens
-from cbengine.cli.arguments import RENAMED as RENAMED_OF_THE_ENGINE
-from cbengine.cli.arguments import command_line
+from cbengine.cli.parser import command_line
 from cbengine.cli.parser import main as engine_main
 from cbsim.cli import parser
-from cbsim.policy.moves import Move, Way
-from cbsim.policy.schedulers.beam_settings import BeamOptions
-from cbsim.policy.schedulers.contiguous_settings import ContiguousOptions
-from cbsim.policy.schedulers.dynamic_padded_settings import DynamicPaddedOptions
-from cbsim.policy.schedulers.registry import OURS
-from cbsim.policy.schedulers.sarathi_settings import (
-    FasterTransformerOptions,
-    OrcaOptions,
-    SarathiOptions,
-    SimpleChunkingOptions,
-    VllmV0Options,
-)
-from cbsim.policy.schedulers.sglang_settings import SglangOptions
-from cbsim.policy.schedulers.static_settings import StaticOptions
-from cbsim.policy.schedulers.tgi_settings import TgiOptions
-from cbsim.policy.schedulers.transformers_settings import TransformersOptions
-from cbsim.policy.schedulers.trtllm_settings import TrtllmOptions
-from cbsim.policy.schedulers.vllm_settings import VllmOptions
-from cbsim.proof.conformance.check import traces
-from cbsim.results import checks, columns, lineage, moves, parquet
-from cbsim.results.columns import Column
-from cbsim.results.metrics import SAMPLES_NEEDED
-from cbsim.results.move_log import MoveLog
+from cbsim.conformance.check import traces
+from cbsim.metrics import catalogue, checks
+from cbsim.metrics.metrics import SAMPLES_NEEDED
+from cbsim.record import columns, optional_tables, parquet
+from cbsim.record.columns import Column
+from cbsim.record.record import MoveLog
 from cbsim.scenario import catalog, scenario
 from cbsim.scenario.serving import PRESETS
+from cbsim.schedulers.registry import OURS
 
 ROOT = catalog.ROOT
 README = ROOT / "README.md"
@@ -122,18 +104,6 @@ def test_every_command_shown_is_a_command(page: str, words: list[str]) -> None:
         scenario.load(own if own.is_file() else arguments.scenario, overrides)
     if arguments.command == "conformance":
         assert all((ROOT / path).exists() for path in arguments.paths)
-
-
-RENAMED = {"cbsim": parser.RENAMED, "cbengine": RENAMED_OF_THE_ENGINE, "analysis": analysis.RENAMED}
-
-
-def test_renamed_commands_are_documented() -> None:
-    """Every old name stands beside its new one, in both pages that list them, and no others."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    pairs = {(f"{module} {old}", f"{module} {new}") for module, names in RENAMED.items() for old, new in names.items()}
-    assert set(re.findall(r"^\| `(\w+ [\w-]+)` \| `(\w+ [\w-]+)` \|$", text, re.MULTILINE)) == pairs
-    changes = (ROOT / "CHANGELOG.md").read_text()
-    assert [pair for pair in sorted(pairs) if f"`{pair[0]}` to `{pair[1]}`" not in changes] == []
 
 
 # -- paths ------------------------------------------------------------------------------------------------------------
@@ -241,20 +211,11 @@ def test_names_that_a_scenario_can_use_are_documented() -> None:
 
 
 def test_policy_options_are_documented() -> None:
-    """Every option of every scheduler is named in docs/policies.md."""
+    """Every setting of every scheduler is named in docs/policies.md."""
     text = POLICIES.read_text()
-    sarathi_serve = (OrcaOptions, FasterTransformerOptions, VllmV0Options, SimpleChunkingOptions, SarathiOptions)
-    others = (
-        StaticOptions,
-        DynamicPaddedOptions,
-        TgiOptions,
-        ContiguousOptions,
-        BeamOptions,
-        SglangOptions,
-        TrtllmOptions,
-    )
-    for options in (VllmOptions, TransformersOptions, *others, *sarathi_serve):
-        assert not [field.name for field in fields(options) if field.name != "name" and f"`{field.name}`" not in text]
+    for kind in OURS.values():
+        names = {field.name for field in fields(kind.settings)} - {"name"}
+        assert not [name for name in names if f"`{name}`" not in text]
 
 
 def recorded(family: str) -> tuple[int, int]:
@@ -263,26 +224,23 @@ def recorded(family: str) -> tuple[int, int]:
     return len(found), sum(len(gzip.decompress(trace.read_bytes()).splitlines()) - 1 for trace in found)
 
 
-@pytest.mark.parametrize("family", ["vllm", "transformers", "sarathi", "sglang"])
-def test_counts_of_golden_traces(family: str) -> None:
-    count, lines = recorded(family)
-    assert f"{count} traces of the real" in POLICIES.read_text()
-    assert f", {lines:,} lines" in POLICIES.read_text()
-    assert (
-        f"{count} of {family.replace('vllm', 'vLLM').replace('sglang', 'SGLang')}"
-        in (ROOT / "CHANGELOG.md").read_text()
-    )
+FAMILIES = {"vllm": "vLLM", "transformers": "transformers", "sarathi": "sarathi", "sglang": "SGLang"}
 
 
-def test_traces_that_were_not_recorded_are_called_restated() -> None:
-    """TensorRT-LLM's: they are no part of any claim of exactness."""
+def test_counts_of_golden_traces() -> None:
+    """Those of TensorRT-LLM restate its classes: they are no part of any claim of exactness."""
+    changes, policies = " ".join((ROOT / "CHANGELOG.md").read_text().split()), POLICIES.read_text()
+    exact = 0
+    for family, name in FAMILIES.items():
+        count, lines = recorded(family)
+        exact += count
+        assert f"{count} traces of the real" in policies and f", {lines:,} lines" in policies
+        assert f"{count} of {name}" in changes
     count, lines = recorded("trtllm")
-    assert f"{count} traces of *restated* classes, {lines:,} lines" in POLICIES.read_text()
-    assert f"{count} traces of classes restated" in " ".join((ROOT / "CHANGELOG.md").read_text().split())
-    exact = sum(recorded(family)[0] for family in ("vllm", "transformers", "sarathi", "sglang"))
+    assert f"{count} traces of *restated* classes, {lines:,} lines" in policies
+    assert f"{count} traces of classes restated" in changes
     for page in (README, ROOT / "docs" / "fidelity.md"):
-        assert f"{exact} " in page.read_text()
-        assert f"{exact + count} " not in page.read_text()
+        assert f"{exact} " in page.read_text() and f"{exact + count} " not in page.read_text()
 
 
 # -- metrics and columns ----------------------------------------------------------------------------------------------
@@ -314,7 +272,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def leaves(summary: Table, path: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of a summary; distributions, and mappings with free keys, are values."""
     for key, value in summary.items():
-        if isinstance(value, dict) and "n" not in value and key not in ("requests_by_status", "bounds"):
+        if isinstance(value, dict) and "n" not in value and key != "bounds":
             yield from leaves(value, f"{path}{key}.")
         else:
             yield f"{path}{key}", value
@@ -322,7 +280,7 @@ def leaves(summary: Table, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def test_the_summary_keys_are_documented(runs: list[Path]) -> None:
     """What is documented is in a summary and the other way round, and `--check` knows what is said to be checked."""
-    moved = {"kv_moves": moves.summarise(MoveLog(), 1.0)}  # of runs that move KV
+    moved = {"kv_moves": optional_tables.summarise_transfers(MoveLog(), 1.0)}  # of runs that move KV
     given = dict(leaves(json.loads((runs[0] / "summary.json").read_text()) | moved))
     distributions = {key for key, value in given.items() if isinstance(value, dict) and "n" in value}
     assert sorted(listed("Distributions")) == sorted(distributions)
@@ -330,8 +288,7 @@ def test_the_summary_keys_are_documented(runs: list[Path]) -> None:
     statistics = listed("Statistics of a distribution")
     assert sorted(statistics) == sorted(given["ttft_s"])
     checked = {f"{d}.{s}" for d in distributions for s in statistics if s != "too_few_for"}
-    statuses = {f"requests_by_status.{status}" for status in given["requests_by_status"]}
-    assert {*listed("Numbers"), *checked, *statuses} == set(checks.NAMES)
+    assert {*listed("Numbers"), *checked} == set(catalogue.METRICS)
 
 
 @pytest.fixture(scope="module")
@@ -352,8 +309,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 DECLARED = {
     "steps.parquet": columns.STEPS,
     "requests.parquet": columns.REQUESTS,
-    moves.FILE: columns.MOVES,
-    lineage.FILE: columns.PARENTS,
+    optional_tables.TRANSFERS_FILE: columns.MOVES,
+    optional_tables.PARENTS_FILE: columns.PARENTS,
     tokens.FILE: tokens.COLUMNS,
 }
 COLUMN_MARK = re.compile(r"^<!-- columns: (\S+) -->\n(?:\|.*\n)*", re.MULTILINE)
@@ -379,6 +336,32 @@ def test_the_column_tables_are_the_declaration_s() -> None:
     assert text == redeclared(text), "run `python tests/test_docs.py`"
 
 
+METRICS_MARK = re.compile(r"^<!-- metrics: (\S+) -->\n(?:\|.*\n)*", re.MULTILINE)
+
+
+def metrics_table(name: str) -> str:
+    """Distributions or metrics of the catalogue as a Markdown table."""
+    if name == "distributions":
+        rows = ["| key | label | definition |", "|---|---|---|"]
+        rows += [f"| `{d.name}` | {d.label} | {d.definition} |" for d in catalogue.DISTRIBUTIONS.values()]
+    else:
+        rows = ["| key | unit | better | definition |", "|---|---|---|---|"]
+        metrics = catalogue.SINGLE if name == "numbers" else catalogue.OF_SWEEPS
+        rows += [f"| `{m.name}` | {m.unit} | {m.better or '-'} | {m.definition} |" for m in metrics.values()]
+    return "\n".join(rows) + "\n"
+
+
+def recatalogued(text: str) -> str:
+    """docs/metrics.md with every table of metrics as the catalogue has it."""
+    return METRICS_MARK.sub(lambda m: f"<!-- metrics: {m[1]} -->\n{metrics_table(m[1])}", text)
+
+
+def test_the_tables_of_metrics_are_the_catalogue_s() -> None:
+    text = METRICS.read_text()
+    assert METRICS_MARK.findall(text) == ["distributions", "numbers", "sweeps"]
+    assert text == recatalogued(text), "run `python tests/test_docs.py`"
+
+
 def in_file(path: Path) -> list[list[str]]:
     """Name, type, unit and definition of every column, from the file alone."""
     found = pq.read_schema(path)
@@ -392,29 +375,13 @@ def in_file(path: Path) -> list[list[str]]:
     return cells
 
 
-@pytest.fixture
-def moved(tmp_path: Path) -> Path:
-    """A folder with the tables of a search, in which KV moved."""
-    log = MoveLog()
-    log.moved(0, Move(Way.COPY, (0,), (1,)), 0, 1)
-    for name, content in {**moves.files(log), **lineage.files(array("q", (0, 1, 2)))}.items():
-        (tmp_path / name).write_bytes(content)
-    return tmp_path
-
-
-@pytest.mark.parametrize("name", DECLARED)
-def test_a_file_s_own_columns_are_the_page_s(name: str, request: pytest.FixtureRequest) -> None:
-    """Who has the file needs no page: name, type, unit and definition of each column are in it, in the page's order.
-    The page is compared with the declaration above, so all three agree."""
-    fixtures = {tokens.FILE: "measured", moves.FILE: "moved", lineage.FILE: "moved"}
-    made = request.getfixturevalue(fixtures.get(name, "runs"))
-    run = made if isinstance(made, Path) else made[0]
-    assert in_file(run / name) == table_rows(name, DIRECTORY)
-
-
-def test_measured_tables_have_the_same_columns(runs: list[Path], measured: Path) -> None:
+def test_a_file_s_own_columns_are_the_page_s(runs: list[Path], measured: Path) -> None:
+    """Who has the file needs no page: name, type, unit and definition of each column are in it, in the page's order,
+    whether a run was simulated or measured.
+    """
     for name in ("steps.parquet", "requests.parquet"):
-        assert in_file(measured / name) == in_file(runs[0] / name)
+        assert in_file(runs[0] / name) == in_file(measured / name) == table_rows(name, DIRECTORY)
+    assert in_file(measured / tokens.FILE) == table_rows(tokens.FILE, DIRECTORY)
 
 
 def test_units_are_those_that_the_page_explains() -> None:
@@ -429,7 +396,9 @@ def test_units_are_those_that_the_page_explains() -> None:
 def test_the_files_of_a_run_are_documented(runs: list[Path], measured: Path) -> None:
     """Of both runs together: the picture of both loops lies in the second directory."""
     given = {str(file.relative_to(run)) for run in [*runs, measured] for file in run.rglob("*") if file.is_file()}
-    assert sorted(listed("Files", DIRECTORY)) == sorted({*given, "INCOMPLETE", moves.FILE, lineage.FILE})
+    assert sorted(listed("Files", DIRECTORY)) == sorted(
+        {*given, "INCOMPLETE", optional_tables.TRANSFERS_FILE, optional_tables.PARENTS_FILE}
+    )
 
 
 def test_the_facts_of_a_run_are_documented(runs: list[Path], measured: Path) -> None:
@@ -485,3 +454,4 @@ def test_the_sizes_of_a_sufficient_sample_are_documented() -> None:
 if __name__ == "__main__":
     REFERENCE.write_text(rewritten(REFERENCE.read_text()))
     DIRECTORY.write_text(redeclared(DIRECTORY.read_text()))
+    METRICS.write_text(recatalogued(METRICS.read_text()))

@@ -9,9 +9,9 @@ from unittest.mock import patch
 import pytest
 from test_live_transformers import installed
 
-from cbsim.policy.schedulers.transformers_settings import FIFO, TransformersSettings, layer_groups, resolve
 from cbsim.scenario import shapes
 from cbsim.scenario.sizing import Place
+from cbsim.schedulers.transformers.settings import FIFO, TransformersSettings, layer_groups, resolve
 
 PATTERNS = [
     ("full",),

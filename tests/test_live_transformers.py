@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cbsim.policy.schedulers.transformers_settings import GIB, VERSIONS
-from cbsim.proof.conformance.check import compare
-from cbsim.proof.conformance.transformers_traces import TOKEN_BYTES, Line
+from cbsim.conformance.check import compare
+from cbsim.conformance.transformers_traces import TOKEN_BYTES, Line
+from cbsim.schedulers.transformers.settings import GIB, VERSIONS
 
 
 def installed() -> str:

@@ -160,7 +160,7 @@ def test_8k_prompt_b32_fills_the_token_budget() -> None:
     Counted here by hand, one prompt after the other; the last prompt's 255 further tokens follow.
     """
     done = ran("8k_prompt_b32", "sync")
-    budget = scenario.scheduler_options(done.scenario, 1).max_batch_tokens  # type: ignore[union-attr]
+    budget = done.scenario.options("sync").max_batch_tokens  # type: ignore[union-attr]
     left, expected = 32 * 8192, []
     while left:
         decoding = (32 * 8192 - left) // 8192
@@ -242,7 +242,7 @@ def test_windows_let_more_requests_in_and_read_less() -> None:
         ran("windows", "async", *more)
         for more in ((), ("scheduler.disable_hybrid_kv_cache_manager=true",), ("model.attention=[full]",))
     ]
-    sizes = [scenario.scheduler_options(one.scenario, 2).num_blocks for one in runs]
+    sizes = [one.scenario.options("async").num_blocks for one in runs]
     assert [size // sizes[2] for size in sizes] == [6, 1, 1]
     seats = [float(np.average(one.steps["running"])) for one in runs]
     assert seats[0] > 1.5 * seats[1]

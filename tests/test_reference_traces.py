@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from reference import data, ran
 
-from cbsim.results import metrics
+from cbsim.errors import ScenarioError
+from cbsim.record.tables import token_times
 from cbsim.scenario import catalog, scenario
-from cbsim.scenario.fields import ScenarioError
 from cbsim.workload import generators, traces
 
 CONV = "traces/azure2023/AzureLLMInferenceTrace_conv.csv"
@@ -120,7 +120,7 @@ def test_agentic_turns_follow_each_other() -> None:
             if line["session_id"] in sessions or len(sessions) < 2:
                 sessions.setdefault(line["session_id"], []).append(line)
     done = ran("agentic", "sync", "workload.limit=2")
-    ended = metrics.token_times(done.rows, done.steps).last_token_ns
+    ended = token_times(done.rows, done.steps).last_token_ns
     rows = iter(zip(done.rows, ended.tolist(), strict=True))
     for name, turns in sessions.items():
         said = before = 0

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cbsim.policy import core
+from cbsim.policy import request
+from cbsim.policy.value import running
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,5 +45,5 @@ def test_what_scenarios_name_is_installed() -> None:
 
 
 def test_the_core_says_what_it_is() -> None:
-    source = Path(str(core.__file__))
-    assert core.running() == ("python" if source.suffix == ".py" else "compiled")
+    source = Path(str(request.__file__))
+    assert running() == ("python" if source.suffix == ".py" else "compiled")

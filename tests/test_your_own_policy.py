@@ -13,8 +13,8 @@ from calls import call, refused, runs
 from own_policy import TEXT
 
 from analysis.cli.parser import main as analysis
-from cbsim.policy.schedulers import registry
-from cbsim.server.replan import rederive
+from cbsim.runs.replan import rederive
+from cbsim.schedulers import registry
 
 NAME = 'scheduler={name: "shortest:SHORTEST", seats: 2}'
 
@@ -91,14 +91,14 @@ def test_its_settings_are_checked(small: Path, out: Path) -> None:
 BREAKS = {
     "forgets": ("        self.waiting.sort(", "        self.requests.pop(spec)\n        self.waiting.sort("),
     "no-request": (
-        "if left and request.promised",
-        "self.requests.pop(request.spec, None)\n            if left and request.promised",
+        "if left and request.scheduled",
+        "self.requests.pop(request.spec, None)\n            if left and request.scheduled",
     ),
-    "a-block-twice": ("min(request.wanted, left), ())", "min(request.wanted, left), (0,))"),
-    "over-budget": ("seats=self.seats, tokens=self.step_tokens", "seats=self.seats, tokens=10"),
+    "a-block-twice": ("min(request.uncomputed, left), ())", "min(request.uncomputed, left), (0,))"),
+    "over-budget": ("slots=self.seats, tokens=self.step_tokens", "slots=self.seats, tokens=10"),
     "raises": ("        self.waiting.sort(", "        raise OSError('no file is read')\n        self.waiting.sort("),
     "a-stolen-table": (".admit(request)", ".admit(request)\n            self.pool.tables[request] = [0]"),
-    "guesses": ("min(request.wanted, left), ())", "min(request.wanted, left) + 1, (), guesses=1)"),
+    "guesses": ("min(request.uncomputed, left), ())", "min(request.uncomputed, left) + 1, (), guesses=1)"),
     "not-made": ("        self.options, self", "        1 / 0\n        self.options, self"),
 }
 SAID = {

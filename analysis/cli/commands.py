@@ -2,169 +2,144 @@
 
 from __future__ import annotations
 
-import shlex
+import argparse
+import json
+import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
-from analysis.cli import published, writing
-from analysis.cli.writing import wrapped
-from analysis.page import index
+from analysis.clients import files
+from analysis.clients.beside import beside
+from analysis.page import capacity_report, client_report, explorer, sweep_report, webpage
 from analysis.page import report as reports
-from analysis.statistics import compare as comparison
-from analysis.statistics import landscape as side_by_side
-from analysis.statistics import loading, pairing
-from analysis.statistics.condition import Condition, parse
-from analysis.statistics.condition import verdict as judge
-from analysis.statistics.content import Caveat
-from analysis.statistics.loading import LoadedRun
+from analysis.page.explorer import Explorer
+from analysis.statistics import capacity as capacities
+from analysis.statistics import condition, loading, sweep_table
 from analysis.statistics.trust import caveats
-from analysis.validation import cases, keep, packed, tally
-from analysis.validation import many_workloads as hardware_report
+from analysis.validation import cases, tally
+from analysis.validation import report as predictions
 from cbsim.draw import folder
 from cbsim.draw.markdown import Table
-from cbsim.results.directory import RunError
-from cbsim.results.terminal import aligned
-
-OK, DRIFTED = 0, 3
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """How `compare` judges."""
-
-    conditions: Sequence[str]
-    sure: bool
-    everything: bool
-    out: Path | None
+from cbsim.draw.report import Caveat, Report
+from cbsim.errors import CHECK_FAILED, OK, UserError
+from cbsim.metrics.terminal import aligned
 
 
-def report(paths: Sequence[Path], out: Path) -> int:
-    """Write the report of one or more runs."""
-    folder.check(out)
-    _write(loading.read(paths), _command("report", *paths, "--out", out), out)
-    return OK
-
-
-def predictions(place: Path, out: Path | None, *, strict: bool) -> int:
-    """Write the report of a validation folder; if `strict`, 3 if a bar is missed or a run does not replay."""
-    out = place / "report" if out is None else out
-    folder.check(out)
-    validation = cases.read(place)
-    made = hardware_report.build(validation, _command("predictions", place, "--out", out))
-    writing.write(made, out)
-    for sentence in made.findings:
-        print(wrapped(sentence))
-    return DRIFTED if strict and not tally.holds(validation.cases) else OK
-
-
-def pack(place: Path, cases_whole: Sequence[str]) -> int:
-    """Pack the run directories of a validation folder beside it; tables only of the cases named, of all if none is."""
-    if not (place / "validation").is_dir():
-        raise RunError(f"{place / 'validation'}: no such folder: there is nothing to pack")
-    runs = keep.kept(cases.read(place), cases_whole)
-    files = packed.packed(runs)
-    folder.write(place, files)
-    whole = sum(run.tables is not None for run in runs)
-    print(f"packed    {len(runs)} runs, {whole} with their tables: {sum(map(len, files.values())):,} bytes")
-    return OK
-
-
-def unpack(place: Path) -> int:
-    """Write the run directories of packed runs to validation/."""
-    if (place / "validation").exists():
-        raise RunError(f"{place / 'validation'}: is there already; unpacking writes over nothing")
-    packed.unpack(place, place / "validation")
-    print(f"unpacked  {place / 'validation'}")
-    return OK
-
-
-def _write(runs: Sequence[LoadedRun], command: str, out: Path) -> None:
-    writing.write(reports.build(runs, command), out)
-
-
-def compare(first: Path, second: Path, options: Judged) -> int:
-    """Say how wrong a simulated run is against a measured one; of any other two, how the second differs."""
-    conditions = [parse(text) for text in options.conditions]
-    if options.out is not None:
-        folder.check(options.out)
-    a, b = runs = loading.read([first, second])
-    if options.out is not None:
-        _write(runs, _command("compare", first, second, "--out", options.out), options.out)
-    differences = _say_errors(a, b, options) if b.measured and not a.measured else _say_differences(a, b, options)
-    _say_caveats(caveats(runs))
-    return _judge(conditions, differences, options)
-
-
-def _say_differences(a: LoadedRun, b: LoadedRun, options: Judged) -> Sequence[comparison.MetricDifference]:
-    differences = comparison.differences(a, b)
-    print(f"A  {a.path}\nB  {b.path}\n")
-    print(_text(comparison.table(differences, a.label, b.label, everything=options.everything)))
-    for sentence in comparison.verdict(differences, everything=options.everything):
-        print(wrapped(sentence))
-    return differences
-
-
-def _say_errors(sim: LoadedRun, measured: LoadedRun, options: Judged) -> Sequence[comparison.MetricDifference]:
-    errors = pairing.errors(sim, measured)
-    print(f"simulated  {sim.path}\nmeasured   {measured.path}\n")
-    for table in pairing.tables(sim, measured, everything=options.everything, metric_errors=errors):
-        print(f"{table.title}\n{_text(table)}")
-    print(wrapped(pairing.summary_line(errors)))
-    return [error.difference for error in errors]
-
-
-def landscape(paths: Sequence[Path], out: Path | None) -> int:
-    """Runs side by side, best first."""
+def report(arguments: argparse.Namespace) -> int:
+    """Write the report of what the paths are: runs, a sweep, a capacity, predictions. Tables of runs may be printed."""
+    path, kind = arguments.paths[0], _kind(arguments.paths)
+    _check_options(arguments, kind)
+    out = arguments.out
+    if out is None and kind != "runs":
+        out = path / "report" if kind == "predictions" else path.with_suffix("")
     if out is not None:
         folder.check(out)
-    runs = loading.read(paths)
-    sweep = reports.checked(runs)
-    if out is not None:
-        _write(runs, _command("landscape", *paths, "--out", out), out)
-    print(_text(side_by_side.landscape(runs, by_rate=sweep is not None and sweep.by_rate)))
-    _say_caveats(caveats(runs))
-    return OK
+    status, steered = OK, None
+    if kind == "sweep":
+        table = sweep_table.read(path)
+        shown = sweep_report.look(table, sweep_report.Options(arguments.metric, arguments.slo, arguments.x))
+        made, steered = sweep_report.build(table, shown, arguments.line), explorer.explorer(table, shown)
+    elif kind == "capacity":
+        made = capacity_report.build(capacities.read(path), arguments.line)
+    elif kind == "predictions":
+        validation = cases.read(path)
+        made = predictions.build(validation, arguments.line)
+        status = CHECK_FAILED if arguments.check and not tally.holds(validation.cases) else OK
+    else:
+        made = reports.build(loading.read(arguments.paths), arguments.line, draw=out is not None)
+    made = replace(made, title=arguments.title or made.title)
+    if out is None:
+        _print_tables(made.tables)
+    else:
+        _write(made, out, steered)
+    _print_findings(made.findings)
+    if out is None:
+        _print_caveats(made.caveats or ())
+    return status
 
 
-def drift(file: Path, paths: Sequence[Path]) -> int:
-    """Compare runs with published numbers; 3 if one has drifted."""
-    numbers = published.read(file)
-    findings = published.compared(numbers, loading.read(paths))
-    for finding in findings:
-        print(finding.line)
-    drifted = sum(not finding.holds for finding in findings)
-    print(f"{len(findings) - drifted} of {len(findings)} published numbers hold")
-    return DRIFTED if drifted else OK
+def _kind(paths: Sequence[Path]) -> str:
+    path = paths[0]
+    if len(paths) > 1:
+        return "runs"
+    if path.suffix == ".parquet":
+        return "sweep"
+    if path.is_file() or path.suffix == ".json":
+        return "capacity"
+    return "predictions" if (path / "validation").exists() else "runs"
 
 
-def index_of(place: Path) -> int:
-    """Write the list of reports."""
-    if not place.is_dir():
-        raise RunError(f"{place}: no such folder")
-    folder.write(place, {"README.md": index.readme(place).encode()})
-    print(place / "README.md")
-    return OK
+def _check_options(arguments: argparse.Namespace, kind: str) -> None:
+    """Raises UserError for an option of another kind of report."""
+    options = {"sweep": ("metric", "slo", "x"), "predictions": ("check",)}
+    for owner, names in options.items():
+        for name in names:
+            if getattr(arguments, name) and owner != kind:
+                what = "the table of a sweep, NAME.parquet" if owner == "sweep" else "a folder of predictions"
+                raise UserError(f"--{name}: {arguments.paths[0]} is not {what}", field=f"--{name}")
 
 
-def _judge(conditions: Sequence[Condition], differences: Sequence[comparison.MetricDifference], options: Judged) -> int:
-    verdicts = [judge(condition, differences, sure=options.sure) for condition in conditions]
+def compare(arguments: argparse.Namespace) -> int:
+    """Print how wrong a simulated run is against a measured one; of any other two, how the second differs."""
+    conditions = [condition.parse(text) for text in arguments.fail_if]
+    if arguments.out is not None:
+        folder.check(arguments.out)
+    runs = loading.read([arguments.first, arguments.second])
+    compared = reports.compared(runs, everything=arguments.all)
+    if arguments.out is not None:
+        _write(reports.build(runs, arguments.line), arguments.out)
+    print("".join(f"{name:<9}  {run.path}\n" for name, run in compared.named.items()))
+    _print_tables(compared.tables)
+    _print_findings(compared.findings)
+    _print_caveats(caveats(runs))
+    verdicts = [condition.verdict(each, compared.differences, sure=arguments.sure) for each in conditions]
     for _, line in verdicts:
         print(line)
-    return DRIFTED if any(failed for failed, _ in verdicts) else OK
+    return CHECK_FAILED if any(failed for failed, _ in verdicts) else OK
 
 
-def _say_caveats(shown: Sequence[Caveat]) -> None:
+def client(arguments: argparse.Namespace) -> int:
+    """Print what clients measured beside what their server did."""
+    if arguments.out is not None:
+        folder.check(arguments.out)
+    (run,) = loading.read([arguments.run])
+    made = client_report.build(run, [beside(run, files.client(file)) for file in arguments.files], arguments.line)
+    if arguments.out is not None:
+        _write(made, arguments.out, quiet=arguments.json)
+    if arguments.json:
+        print(json.dumps(made.data["clients"], indent=2, allow_nan=False))
+        return OK
+    _print_tables(made.tables)
+    _print_findings(made.findings)
+    _print_caveats(made.caveats or ())
+    return OK
+
+
+def _write(made: Report, out: Path, steered: Explorer | None = None, *, quiet: bool = False) -> None:
+    has_page = webpage.write(made, out, steered)
+    if not quiet:
+        print(f"report    {out / 'report.md'}, {len(made.charts)} figures")
+        print(f"page      {out / 'report.html'}" if has_page else "page      none: needs `pip install plotly`")
+
+
+def _print_tables(tables: Sequence[Table]) -> None:
+    for table in tables:
+        note = f"{_wrapped(table.note)}\n\n" if table.note else ""
+        print(f"{table.title}\n{note}{aligned([list(table.header), *map(list, table.rows)])}\n")
+
+
+def _print_findings(findings: Sequence[str]) -> None:
+    for sentence in findings:
+        print(_wrapped(sentence))
+
+
+def _print_caveats(shown: Sequence[Caveat]) -> None:
     if shown:
         print("\nwhen not to trust this:")
     for caveat in shown:
-        print(wrapped(f"{caveat.run}: {caveat.text}" if caveat.run else caveat.text, "  - ", "    "))
+        print(_wrapped(f"{caveat.run}: {caveat.text}" if caveat.run else caveat.text, "  - ", "    "))
 
 
-def _text(table: Table) -> str:
-    says = f"{wrapped(table.says)}\n\n" if table.says else ""
-    return f"{says}{aligned([list(table.header), *map(list, table.rows)])}\n"
-
-
-def _command(*words: object) -> str:
-    return shlex.join(["python", "-m", "analysis", *map(str, words)])
+def _wrapped(text: str, first: str = "", following: str = "") -> str:
+    return textwrap.fill(text, 118, initial_indent=first, subsequent_indent=following)

@@ -16,13 +16,13 @@ from typing import NoReturn
 
 import numpy as np
 
-from analysis.clients.content import MEASURES, Client, Distribution, Measured, distribution
+from analysis.clients.files import MEASURES, Client, Distribution, Measured, distribution
 from analysis.statistics.comparable import Incomparable
 from analysis.statistics.loading import LoadedRun
 from cbsim.draw.chart import Floats
-from cbsim.results.columns import NS
-from cbsim.results.directory import RunError
-from cbsim.results.metrics import Ints, Requests
+from cbsim.errors import RunError
+from cbsim.record.columns import NS
+from cbsim.record.tables import Ints, Requests
 from cbsim.scenario.fields import shown
 
 ID, ORDER, NOT = "id", "order of arrival", "not"

@@ -1,18 +1,20 @@
-"""What the figures share: columns as numbers, how long a step's numbers hold, what is drawn over time."""
+"""What the figures share: columns as numbers, how long a step's numbers hold, what is drawn over time, and
+the service level (SLO) in those of latencies.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from analysis.statistics.thin import Binned, binned, filled
-from cbsim.draw.chart import Area, Floats, Line, Mark, Style
-from cbsim.draw.units import Columns, Unit, column
-from cbsim.results.columns import NS
+from cbsim.draw.chart import BLACK, Area, Columns, Edge, Floats, Level, Line, Mark, Panel, Style, Unit, column
+from cbsim.metrics.terminal import lookup, shown
+from cbsim.record.columns import NS
 
 Frames = Mapping[str, Columns]
 DECADES = 100.0  # what spans more is drawn on a log axis
@@ -58,7 +60,7 @@ def ran(steps: Columns) -> Columns:
 def held(steps: Columns) -> tuple[Floats, Floats]:
     """From when to when (s) a step's numbers hold: to the next one's planning, or its own end if nothing follows it.
 
-    As in `cbsim.results.metrics`, but that a sync loop which has requests left is not idle between two steps.
+    As in `cbsim.metrics.metrics`, but that a sync loop which has requests left is not idle between two steps.
     """
     start, end = seconds(steps, "schedule_start_ns"), seconds(steps, "update_end_ns")
     following = np.append(start[1:], end[-1:])
@@ -104,3 +106,24 @@ def thinned(drawn: Iterable[Binned], shaded: str = "the range is shaded") -> str
     """A sentence on what was left out, for a caption; "" if nothing was."""
     bins = [len(mark.x) - 1 for mark in drawn if not mark.exact]
     return f" Thinned for drawing to means over time of {bins[0]} bins; {shaded}." if bins else ""
+
+
+SLO_KEYS = ("ttft_s", "tpot_s", "e2e_s")
+SLO_NEAR = 2.0  # a limit that is farther than this from all values would make them unreadable, and is told in words
+SLO_STYLE = Style(BLACK, "dashed")
+
+
+def slo_limits(scenarios: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The limits (s) that all these scenarios have in common, by metric."""
+    common = {key: {lookup(scenario, f"slo.{key}") for scenario in scenarios} for key in SLO_KEYS}
+    return {key: float(next(iter(values))) for key, values in common.items() if len(values) == 1 and None not in values}
+
+
+def with_slo(panel: Panel, limit: float | None, most: float, seconds: float, *, level: bool = False) -> Panel:
+    """A panel with its limit (s) as an edge, or as a `level`. `most` (s) is its greatest value, `seconds` its unit."""
+    if limit is None or not most:
+        return panel
+    if limit > SLO_NEAR * most:
+        return replace(panel, title=f"{panel.title} (SLO {shown(limit, 's')}, beyond the edge)")
+    mark = (Level if level else Edge)("SLO", limit / seconds, SLO_STYLE)
+    return replace(panel, marks=[*panel.marks, mark])

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from analysis.figures import slo
+from analysis.figures import axis
 from analysis.figures.axis import spread
 from analysis.statistics.sweeps import Knee, Sweep, SweepGroup, knee, rates
-from cbsim.draw.chart import GREY, Chart, Edge, Floats, Line, Mark, Panel, Points, Style, series
-from cbsim.draw.units import unit
-from cbsim.results.terminal import lookup
+from cbsim.draw.chart import GREY, Chart, Edge, Floats, Line, Mark, Panel, Points, Style, series, unit
+from cbsim.metrics.terminal import lookup
 
 DASHES = {"p50": "solid", "p95": "dashed", "p99": "dotted"}
 
@@ -46,15 +45,17 @@ def _with(panel: Panel, marks: list[Mark], **changes: Any) -> Panel:
 
 
 def _says(swept: Sweep, knees: Mapping[str, Knee]) -> str:
-    says = "Solid p50, dashed p95" + (", dotted p99." if _quotable(swept, "p99") else ".")
+    caption = "Solid p50, dashed p95" + (", dotted p99." if _quotable(swept, "p99") else ".")
     if not _quotable(swept, "p95"):
-        says += " Some runs have too few requests for p95 to be quoted."
+        caption += " Some runs have too few requests for p95 to be quoted."
     if knees:
-        says += " Requests/s served are over the whole span, the time after the last arrival included."
-        says += " Knee: the highest rate up to which requests end at least 95 % as fast as they arrive, from the middle"
-        says += " arrival to the last (rate stability), and the wait for a seat is at most half of TTFT at p95."
-        says += f" {' '.join(known.says for known in knees.values())}"
-    return says
+        caption += " Requests/s served are over the whole span, the time after the last arrival included."
+        caption += (
+            " Knee: the highest rate up to which requests end at least 95 % as fast as they arrive, from the middle"
+        )
+        caption += " arrival to the last (rate stability), and the wait for a seat is at most half of TTFT at p95."
+        caption += f" {' '.join(known.says for known in knees.values())}"
+    return caption
 
 
 def _quotable(swept: Sweep, percentile: str) -> bool:
@@ -85,8 +86,8 @@ def _latency(swept: Sweep, xs: Mapping[str, Floats], name: str, key: str) -> Pan
                 f"{group.label} {percentile}", xs[group.label], values[group.label, percentile] / scale.seconds, style
             )
     panel = Panel(marks, "", scale.name, title=name, y_log=spread(known))
-    return slo.across(
-        panel, slo.limits([run.scenario for run in _runs(swept)]).get(key), most, scale.seconds, level=True
+    return axis.with_slo(
+        panel, axis.slo_limits([run.scenario for run in _runs(swept)]).get(key), most, scale.seconds, level=True
     )
 
 

@@ -1,15 +1,39 @@
-"""What becomes of each request: it waits, is prefilled, decodes."""
+"""Figures of requests: each one's wait, prefill and decode over time; latencies as cumulative distributions."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from analysis.figures.axis import Frames, longest, seconds
-from analysis.statistics.thin import Ints, chosen
-from cbsim.draw.chart import BLACK, BLUE, ORANGE, Chart, Floats, Mark, Panel, Points, Spans, Style
-from cbsim.draw.units import Unit, unit, without
-from cbsim.results.terminal import shown
+from analysis.figures import axis
+from analysis.figures.axis import Frames, longest, seconds, spread
+from analysis.statistics.thin import Ints, cdf, chosen
+from cbsim.draw.chart import (
+    BLACK,
+    BLUE,
+    ORANGE,
+    Chart,
+    Floats,
+    Line,
+    Mark,
+    Panel,
+    Points,
+    Spans,
+    Style,
+    Unit,
+    column,
+    series,
+    unit,
+    without,
+)
+from cbsim.metrics import metrics
+from cbsim.metrics.terminal import shown
+from cbsim.record.columns import NS
+from cbsim.record.tables import Requests
 
 MOST_NAMED = 40  # more rows than this are labelled by their place in order of arrival, every so often
 STYLES = {"queue": Style("#C8C8C8"), "prefill": Style(BLUE), "decode": Style(ORANGE)}
@@ -21,11 +45,11 @@ def timeline(requests: Frames, most: int = 200) -> Chart:
     """
     time = unit(max((longest(requests, name) for name in ("last_token_ns", "arrival_ns", "scheduled_ns")), default=0.0))
     panels = [_panel(label, frame, time, most) for label, frame in requests.items()]
-    says = "Each row is a request, first come uppermost: in the queue, prefill, decode; preemptions stay inside."
-    says += " A cross: it did not end with its last token."
+    caption = "Each row is a request, first come uppermost: in the queue, prefill, decode; preemptions stay inside."
+    caption += " A cross: it did not end with its last token."
     cut = [f"{most:,} of {len(frame):,} of {label}" for label, frame in requests.items() if len(frame) > most]
-    says += f" Drawn are {', '.join(cut)}, evenly chosen." if cut else ""
-    return Chart("timeline", "Requests over time", says + without(requests, "request"), panels, share_x=True)
+    caption += f" Drawn are {', '.join(cut)}, evenly chosen." if cut else ""
+    return Chart("timeline", "Requests over time", caption + without(requests, "request"), panels, share_x=True)
 
 
 def _panel(label: str, requests: pd.DataFrame, time: Unit, most: int) -> Panel:
@@ -41,12 +65,12 @@ def _panel(label: str, requests: pd.DataFrame, time: Unit, most: int) -> Panel:
     for number, (name, style) in enumerate(STYLES.items()):
         start, end = ends[number], ends[number + 1]
         seen = np.flatnonzero(end > start)
-        said = [f"{texts[i]}; {name} {shown(float(end[i] - start[i]), 's')}" for i in seen]
-        marks.append(Spans(name, seen, start[seen] / time.seconds, end[seen] / time.seconds, style, texts=said))
+        hover = [f"{texts[i]}; {name} {shown(float(end[i] - start[i]), 's')}" for i in seen]
+        marks.append(Spans(name, seen, start[seen] / time.seconds, end[seen] / time.seconds, style, texts=hover))
     lost = np.flatnonzero(~drawn["done"].to_numpy(dtype=bool))
     if len(lost):
-        style, said = Style(BLACK, marker="cross"), [texts[i] for i in lost]
-        marks.append(Points("not done", ends[3][lost] / time.seconds, lost.astype(np.float64), style, texts=said))
+        style, hover = Style(BLACK, marker="cross"), [texts[i] for i in lost]
+        marks.append(Points("not done", ends[3][lost] / time.seconds, lost.astype(np.float64), style, texts=hover))
     return Panel(marks, time.name, title=label, rows=_rows(drawn, places))
 
 
@@ -68,3 +92,82 @@ def _rows(requests: pd.DataFrame, places: Ints) -> list[str]:
         return [str(name) for name in requests["id"]]
     every = max(len(places) // 10, 1)
     return [f"{place + 1:,}" if i % every == 0 else "" for i, place in enumerate(places)]
+
+
+QUANTITIES = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("itl_s", "ITL"), ("e2e_s", "E2E"))
+MARKED = (50, 95, 99)
+MOST_POINTS = 1000
+
+
+class LatencySample(NamedTuple):
+    """Values in seconds, each occurring `counts` times (None: once)."""
+
+    values: Floats
+    counts: Ints | None = None
+
+
+def latency(
+    requests: Frames,
+    times: Mapping[str, Requests],
+    measured: Mapping[str, bool],
+    limits: Mapping[str, float] = MappingProxyType({}),
+) -> Chart:
+    """TTFT, TPOT, ITL and E2E as exact distribution functions, all runs overlaid, and the `limits` (s) of a service
+    level. Percentiles are marked unless the sample is too small to quote them. If there are measured and simulated
+    runs, the simulated ones are dashed.
+    """
+    mixed = len({measured[label] for label in requests}) > 1
+    styles = {
+        label: series(index)._replace(dash="solid" if measured[label] else "dashed") if mixed else series(index)
+        for index, label in enumerate(requests)
+    }
+    samples = {
+        key: {label: _sample(frame, times[label], key) for label, frame in requests.items()} for key, _ in QUANTITIES
+    }
+    panels = [_distributions(name, samples[key], styles, limits.get(key)) for key, name in QUANTITIES]
+    counts = {label: len(sample.values) for label, sample in samples["e2e_s"].items()}
+    counted = "; ".join(f"{label} {count:,}" for label, count in counts.items())
+    if len(counts) > 1 == len(set(counts.values())):
+        counted = f"{next(iter(counts.values())):,} of each run"
+    caption = (
+        f"Share of values up to x. ITL: every gap between two tokens; the others: requests that are done ({counted})."
+    )
+    caption += " Marks: p50, p95, p99 of all values, where there are enough."
+    caption += " Solid: measured; dashed: simulated." if mixed else ""
+    caption += " Black, dashed: the service level (SLO)." if limits else ""
+    if any(len(sample.values) > MOST_POINTS for own in samples.values() for sample in own.values()):
+        caption += f" Thinned for drawing to {MOST_POINTS:,} points, each of them exact."
+    return Chart("latency", "Latency distributions", caption, panels, columns=2)
+
+
+def _distributions(
+    name: str, samples: Mapping[str, LatencySample], styles: Mapping[str, Style], limit: float | None
+) -> Panel:
+    """A latency of every run that has any."""
+    known = {label: sample for label, sample in samples.items() if len(sample.values)}
+    most = max((float(sample.values.max()) for sample in known.values()), default=0.0)
+    scale = unit(most)
+    marks = [mark for label, sample in known.items() for mark in _curve(label, name, sample, scale, styles[label])]
+    log = spread(sample.values for sample in known.values())
+    panel = Panel(marks, scale.name, "share", title=name, x_log=log, y_range=(0.0, 1.03))
+    return axis.with_slo(panel, limit, most, scale.seconds)
+
+
+def _sample(requests: Any, times: Requests, key: str) -> LatencySample:
+    if key == "itl_s":
+        occurring = times.gap_counts > 0
+        return LatencySample(times.gaps_ns[occurring] / NS, times.gap_counts[occurring])
+    values = column(requests, key)
+    return LatencySample(values[np.isfinite(values)])
+
+
+def _curve(label: str, name: str, sample: LatencySample, scale: Unit, style: Style) -> list[Mark]:
+    """The distribution function, from 0 at the least value, and its percentiles."""
+    x, share = cdf(*sample, most=MOST_POINTS)
+    x, share = np.append(x[:1], x), np.append(0.0, share)
+    percentiles = metrics.distribution(*sample)
+    quoted = [q for q in MARKED if f"p{q}" not in percentiles["too_few_for"]]
+    at = np.array([percentiles[f"p{q}"] for q in quoted]) / scale.seconds
+    texts = [f"{label}: {name} p{q} {shown(percentiles[f'p{q}'], 's')} of {percentiles['n']:,}" for q in quoted]
+    points = Points(label, at, np.array(quoted) / 100, style, texts=texts)
+    return [Line(label, x / scale.seconds, share, style, step=True), points]

@@ -1,4 +1,4 @@
-"""Runs of one workload side by side: a row a run, a panel a number."""
+"""Figures of runs beside each other: a row a run and a panel a number; what tokens cost in money and in speed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from analysis.figures import slo
+from analysis.figures import axis
 from analysis.statistics.landscape import LOOPS, configuration
 from analysis.statistics.loading import LoadedRun
-from cbsim.draw.chart import Chart, Mark, Panel, Points, Spans, series
-from cbsim.draw.units import unit
-from cbsim.results.terminal import lookup, shown
+from analysis.statistics.thin import Ints
+from cbsim.draw.chart import GREY, Bars, Chart, Floats, Line, Mark, Panel, Points, Spans, Style, series, unit
+from cbsim.metrics.terminal import lookup, shown
 
 TOTALS = (("output tokens/s", "output_tokens_per_s", "number"), ("GPU active", "gpu_active", "share"))
 LATENCIES = (("TTFT", "ttft_s"), ("TPOT", "tpot_s"))
@@ -26,22 +26,19 @@ def side_by_side(runs: Sequence[LoadedRun]) -> Chart:
     """
     ordered = _ordered(runs)
     rows = [run.label for run in ordered]
-    totals = {metric: [lookup(run.summary, metric) or 0.0 for run in ordered] for _, metric, _ in TOTALS}
-    panels = [
-        _total(ordered, rows, title, totals[metric], unit_)
-        for title, metric, unit_ in TOTALS
-        if metric == TOTALS[0][1] or _differ(totals[metric])
-    ]
-    tails = {key: [_tail(run, key) for run in ordered] for _, key in LATENCIES}
-    limits = slo.limits([run.scenario for run in runs])
-    panels += [
-        _latency(ordered, rows, title, tails[key], limits.get(key))
-        for title, key in LATENCIES
-        if any(_differ([value for value in ends if value]) for ends in zip(*tails[key], strict=True))
-    ]
-    says = "A row a run. Latencies reach from p50, with a mark, to p99, or to the last percentile that the requests"
-    says += " are enough for." + (" Black, dashed: the service level (SLO)." if limits else "")
-    return Chart("landscape", "Runs side by side", says, panels, columns=2)
+    limits = axis.slo_limits([run.scenario for run in runs])
+    panels = []
+    for title, metric, unit_ in TOTALS:
+        values = [lookup(run.summary, metric) or 0.0 for run in ordered]
+        if metric == TOTALS[0][1] or _differ(values):
+            panels.append(_total(ordered, rows, title, values, unit_))
+    for title, key in LATENCIES:
+        tails = [_tail(run, key) for run in ordered]
+        if any(_differ([value for value in ends if value]) for ends in zip(*tails, strict=True)):
+            panels.append(_latency(ordered, rows, title, tails, limits.get(key)))
+    caption = "A row a run. Latencies reach from p50, with a mark, to p99, or to the last percentile that the requests"
+    caption += " are enough for." + (" Black, dashed: the service level (SLO)." if limits else "")
+    return Chart("landscape", "Runs side by side", caption, panels, columns=2)
 
 
 def _ordered(runs: Sequence[LoadedRun]) -> list[LoadedRun]:
@@ -101,4 +98,69 @@ def _latency(
             marks.append(Spans(loop, at, low, high, series(index), texts=texts))
             marks.append(Points(loop, low, at.astype(np.float64), series(index), texts=texts))
     most = max(high or 0.0 for _, high in tails)
-    return slo.across(Panel(marks, scale.name, title=f"{title}, p50 to p99", rows=rows), limit, most, scale.seconds)
+    return axis.with_slo(Panel(marks, scale.name, title=f"{title}, p50 to p99", rows=rows), limit, most, scale.seconds)
+
+
+Summaries = Mapping[str, Mapping[str, Any]]
+COSTS = (("usd_per_million_output_tokens", "output tokens"), ("usd_per_million_tokens", "input and output tokens"))
+MOST_LABELLED = 8  # runs; numbers over more bars would overlap
+
+
+def cost(summaries: Summaries) -> Chart:
+    """Price of a million tokens by run, of those whose GPU has a price and that produced any."""
+    kept = {
+        label: summary
+        for label, summary in summaries.items()
+        if all(lookup(summary, f"cost.{key}") is not None for key, _ in COSTS)
+    }
+    marks: list[Mark] = []
+    for index, (key, name) in enumerate(COSTS if kept else ()):
+        height = np.array([float(summary["cost"][key]) for summary in kept.values()])
+        labels = [f"{value:,.3g}" for value in height] if len(kept) <= MOST_LABELLED else ()
+        marks.append(Bars(name, np.arange(len(kept)), height, series(index + 2), labels))
+    prices = sorted({float(summary["cost"]["price_usd_hour"]) for summary in kept.values()})
+    caption = "What the GPU costs over the whole run, divided by its tokens."
+    caption += (
+        f" Price of an hour: {', '.join(f'{price:g}' for price in prices)} USD." if prices else " No run has a price."
+    )
+    panel = Panel(marks, "", "USD", title="a million tokens", categories=list(kept))
+    return Chart("cost", "Cost of a million tokens", caption, [panel])
+
+
+def pareto(groups: Mapping[str, Summaries]) -> Chart:
+    """Tokens/s of the GPU against tokens/s of a user (1 / TPOT p50), one marker a run, one style a group. Runs of a
+    group have their labels beside them.
+
+    A line joins the runs that no other one beats in both. A run without TPOT has no place here.
+    """
+    marks: list[Mark] = []
+    users, gpus, left = [np.empty(0)], [np.empty(0)], []
+    for index, (group, summaries) in enumerate(groups.items()):
+        speed = {label: lookup(summary, "tpot_s.p50") for label, summary in summaries.items()}
+        kept = [label for label, tpot in speed.items() if tpot]
+        left += [label for label in summaries if label not in kept]
+        x = np.array([1 / speed[label] for label in kept], dtype=np.float64)
+        y = np.array([summaries[label]["output_tokens_per_s"] for label in kept], dtype=np.float64)
+        texts = [
+            f"{label}: {b:,.0f} tokens/s, {a:,.1f} tokens/s a user" for label, a, b in zip(kept, x, y, strict=True)
+        ]
+        marks.append(Points(group, x, y, series(index), texts=texts, labels=() if kept == [group] else kept))
+        users.append(x)
+        gpus.append(y)
+    x, y = np.concatenate(users), np.concatenate(gpus)
+    best = frontier(x, y)
+    marks.insert(0, Line("not beaten in both", x[best], y[best], Style(GREY)))
+    caption = "Right is faster for a user (1 / TPOT p50), up is more from the GPU."
+    caption += " The line joins the runs that no other one beats in both."
+    caption += f" Without TPOT: {', '.join(left)}." if left else ""
+    y_range = (0.9 * float(y.min()), 1.1 * float(y.max())) if len(y) else None
+    panel = Panel(marks, "output tokens/s of a user", "output tokens/s of the GPU", y_range=y_range)
+    return Chart("pareto", "Throughput against speed for a user", caption, [panel])
+
+
+def frontier(x: Floats, y: Floats) -> Ints:
+    """Indices of the points that no other one beats: at least as great in both and greater in one. By ascending x."""
+    order = np.lexsort((-y, -x))  # greatest x first, of equal ones the greatest y
+    best = np.maximum.accumulate(np.append(-np.inf, y[order]))[:-1]
+    kept: Ints = order[y[order] > best][::-1]
+    return kept

@@ -1,4 +1,4 @@
-"""What a step is made of, and how long it takes for that."""
+"""Figures of steps over a run: how busy the GPU is, what a step is made of and how long it takes, queues, KV blocks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,34 @@ from typing import Any
 
 import numpy as np
 
-from analysis.figures.axis import Frames, band, bubbles, longest, over_time, ran, seconds, spread, stack, thinned
+from analysis.figures.axis import Frames, band, bubbles, held, longest, over_time, ran, seconds, spread, stack, thinned
 from analysis.statistics.thin import Binned, chosen
-from cbsim.draw.chart import BLACK, BLUE, GREY, ORANGE, PALE, Area, Chart, Level, Mark, Panel, Points, Style, series
-from cbsim.draw.units import Columns, Unit, column, unit, without
-from cbsim.scenario.fields import ScenarioError
-from cbsim.scenario.scenario import depth, parse, scheduler_options
+from cbsim.draw.chart import (
+    BLACK,
+    BLUE,
+    GREY,
+    ORANGE,
+    PALE,
+    RED,
+    Area,
+    Chart,
+    Columns,
+    Floats,
+    Level,
+    Line,
+    Mark,
+    Panel,
+    Points,
+    Style,
+    Unit,
+    column,
+    series,
+    unit,
+    without,
+)
+from cbsim.errors import ScenarioError
+from cbsim.record.columns import NS
+from cbsim.scenario.scenario import parse
 
 PARTS = (("prefill", Style(BLUE)), ("decode", Style(ORANGE)), ("padding", Style(GREY)))
 MOST_POINTS = 1000  # of a run's steps with prefill, and likewise of its others
@@ -23,7 +45,7 @@ SEEN = 0.25  # share of the budget that a step must reach for it to be drawn: el
 def budget(scenario: Mapping[str, Any]) -> int | None:
     """Query tokens that a step may have, by a resolved scenario; None if it has no bound or cannot be read."""
     try:
-        return scheduler_options(parse(dict(scenario), "the scenario of a run"), depth("async")).limits.tokens
+        return parse(dict(scenario), "the scenario of a run").options("async").limits.tokens
     except ScenarioError:
         return None
 
@@ -46,9 +68,9 @@ def tokens(steps: Frames, budgets: Mapping[str, int | None]) -> Chart:
         panels.append(Panel(marks, time.name, "tokens", title=label, y_range=(0.0, 1.05 * most) if most else None))
         rows = band("decode", parts[1], PARTS[1][1]) if parts else []
         panels.append(Panel(rows, time.name, "rows", title=f"{label}: decode rows"))
-    says = "Query tokens computed in a step; a decode row has one. A step lasts from the end of the one before."
-    says += thinned(chain(*drawn.values()), "the largest step of a bin and the range of decode rows are shaded")
-    return Chart("tokens", "Tokens a step", " ".join([says, *far]) + without(steps), panels, columns=2, share_x=True)
+    caption = "Query tokens computed in a step; a decode row has one. A step lasts from the end of the one before."
+    caption += thinned(chain(*drawn.values()), "the largest step of a bin and the range of decode rows are shaded")
+    return Chart("tokens", "Tokens a step", " ".join([caption, *far]) + without(steps), panels, columns=2, share_x=True)
 
 
 def _stacked(parts: Sequence[Binned]) -> list[Mark]:
@@ -94,10 +116,11 @@ def step_time(steps: Frames) -> Chart:
                     marks.append(Points(f"{label}, {kind}", x[rows][shown], y[shown] / scale.seconds, style))
                 most = max(most, len(y))
         panels.append(Panel(marks, axis, scale.name, x_log=spread(_xs(marks)), y_log=spread(_ys(marks))))
-    says = "Time on the compute lane of every step with rows."
+    caption = "Time on the compute lane of every step with rows."
     if most > MOST_POINTS:
-        says += f" At most {MOST_POINTS:,} steps of a kind are drawn, evenly chosen by time, the extremes among them."
-    return Chart("step_time", "Step time", says + without(busy, "step with rows"), panels, columns=2)
+        caption += f" At most {MOST_POINTS:,} steps of a kind are drawn, evenly chosen by time, the extremes"
+        caption += " among them."
+    return Chart("step_time", "Step time", caption + without(busy, "step with rows"), panels, columns=2)
 
 
 def _xs(marks: list[Mark]) -> list[Any]:
@@ -106,3 +129,130 @@ def _xs(marks: list[Mark]) -> list[Any]:
 
 def _ys(marks: list[Mark]) -> list[Any]:
     return [mark.y for mark in marks if isinstance(mark, Points)]
+
+
+AT_MOST_SHADED = 2  # runs; the ranges of more would hide each other
+
+
+def gpu_active(steps: Frames) -> Chart:
+    """All runs in two panels: share of time that the compute lane is busy, and the bubble before each step with rows.
+
+    A step's share is that of the time from the end of the one before. Time with nothing to do counts as idle in the
+    share and does not count in the bubble.
+    """
+    busy = {label: ran(frame) for label, frame in steps.items()}
+    time = unit(longest(busy))
+    gaps = {label: bubbles(frame) for label, frame in busy.items()}
+    gap = unit(max((float(part.max()) for part in gaps.values() if len(part)), default=0.0))
+    shares: list[Mark] = []
+    waits: list[Mark] = []
+    drawn: list[Binned] = []
+    shade = len(steps) <= AT_MOST_SHADED
+    for index, (label, frame) in enumerate(busy.items()):
+        if len(frame):
+            start, end, share = _shares(frame)
+            active, waited = over_time(start, end, (share, gaps[label] / gap.seconds), time)
+            shares += band(label, active, series(index), shade=shade)
+            waits += band(label, waited, series(index), shade=shade)
+            drawn.append(active)
+    caption = (
+        "Above: share of time that kernels run, from the end of one step to the end of the next. Below: how long the"
+    )
+    caption += " GPU waits before a step while there is something to do."
+    caption += thinned(drawn, "the range is shaded" if shade else "ranges of so many runs are not drawn")
+    caption += without(busy, "step with rows")
+    panels = [
+        Panel(shares, time.name, "share", title="GPU active", y_range=(0.0, 1.03)),
+        Panel(waits, time.name, gap.name, title="Bubble before each step"),
+    ]
+    return Chart("gpu_active", "GPU active, and the bubbles between steps", caption, panels, share_x=True)
+
+
+def _shares(steps: Columns) -> tuple[Floats, Floats, Floats]:
+    """From when to when (s) each step's period lasts, and its share of compute."""
+    end, busy = seconds(steps, "compute_end_ns"), steps["compute_end_ns"] - steps["compute_start_ns"]
+    start = np.append(seconds(steps, "schedule_start_ns")[:1], end[:-1])
+    length = np.where(end > start, end - start, 1.0)
+    return start, end, np.clip(np.asarray(busy) / NS / length, 0.0, 1.0)
+
+
+LINES = (("running", Style(BLUE)), ("waiting", Style(RED, "dashed")))
+MOST_SUMS = 800
+
+
+def queues(steps: Frames) -> Chart:
+    """One panel a run: running and waiting requests over time, each count from one planning to the next."""
+    time, panels, drawn = unit(longest(steps)), [], []
+    for label, frame in steps.items():
+        marks: list[Mark] = []
+        if len(frame):
+            drawn += over_time(*held(frame), (column(frame, name) for name, _ in LINES), time)
+            marks += [
+                mark for (name, style), part in zip(LINES, drawn[-2:], strict=True) for mark in band(name, part, style)
+            ]
+        panels.append(Panel(marks, time.name, "requests", title=label))
+    caption = "Requests that run and that wait, as planning leaves them." + thinned(drawn) + without(steps)
+    return Chart("queues", "Running and waiting requests", caption, panels, share_x=True)
+
+
+def preemptions(steps: Frames) -> Chart:
+    """All runs in two panels: preemptions up to each moment, and tokens that were computed again for them."""
+    time, panels, totals = unit(longest(steps)), [], {}
+    for name, title in (("preempted", "Preemptions so far"), ("recomputed_tokens", "Recomputed tokens so far")):
+        marks: list[Mark] = []
+        for index, (label, frame) in enumerate(steps.items()):
+            totals[label, name] = int(frame[name].sum())
+            if len(frame):
+                marks.append(_sum(label, frame, name, time, index))
+        panels.append(Panel(marks, time.name, "requests" if name == "preempted" else "tokens", title=title))
+    preempted = [f"{label}: {totals[label, 'preempted']:,}" for label in steps if totals[label, "preempted"]]
+    others = " None in the others." if preempted and len(preempted) < len(steps) else ""
+    caption = f"Preemptions: {'; '.join(preempted)}.{others}" if preempted else "Preemptions: none."
+    if preempted and any(len(frame) > MOST_SUMS for frame in steps.values()):
+        caption += f" Thinned for drawing to {MOST_SUMS} points, each of them exact."
+    return Chart("preemptions", "Preemptions", caption + without(steps), panels, share_x=True)
+
+
+def _sum(label: str, steps: Columns, name: str, time: Unit, index: int) -> Line:
+    """A running total at some of the steps, the first and the last among them."""
+    shown = chosen(len(steps), MOST_SUMS)
+    total = np.cumsum(np.asarray(steps[name]))[shown].astype(np.float64)
+    return Line(label, seconds(steps, "schedule_start_ns")[shown] / time.seconds, total, series(index), step=True)
+
+
+USED, CACHED, EMPTY = Style(BLUE), Style(ORANGE), Style(PALE)
+
+
+def blocks(steps: Frames, totals: Mapping[str, int | None]) -> Chart:
+    """One panel a run: blocks in use, free ones that still hold content, and empty ones upon each other.
+
+    Where a run's total is not known, blocks in use and cached ones alone.
+    """
+    time, panels, drawn, peaks = unit(longest(steps)), [], [], []
+    for label, frame in steps.items():
+        marks: list[Mark] = []
+        total = totals.get(label)
+        if len(frame):
+            parts = _block_parts(frame, time, total)
+            marks += stack(parts)
+            drawn.append(used := parts[0][1])
+            if not used.exact:
+                marks.append(Line("most used", used.x, used.high, Style(BLACK, "dotted"), step=True))
+            most = int(frame["used_blocks"].max())
+            peaks.append(f"{label}: {most:,}" + (f" of {total:,} ({most / total:.1%})" if total else ""))
+        if total:
+            marks.append(Level("total", total, Style(BLACK, "dashed")))
+        panels.append(Panel(marks, time.name, "blocks", title=label, y_range=(0.0, 1.05 * total) if total else None))
+    caption = "KV blocks in use, free but still holding content (cached), and empty."
+    caption += (f" Most in use: {'; '.join(peaks)}." if peaks else "") + without(steps)
+    caption += thinned(drawn, "the dotted line is the most used in a bin")
+    return Chart("blocks", "KV blocks", caption, panels, share_x=True)
+
+
+def _block_parts(steps: Columns, time: Unit, total: int | None) -> list[tuple[str, Binned, Style]]:
+    used, cached = column(steps, "used_blocks"), column(steps, "cached_blocks")
+    low, middle = over_time(*held(steps), (used, cached), time)
+    parts = [("used", low, USED), ("cached", middle, CACHED)]
+    if total:
+        parts.append(("empty", low._replace(mean=np.maximum(total - low.mean - middle.mean, 0.0)), EMPTY))
+    return parts

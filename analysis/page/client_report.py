@@ -1,4 +1,6 @@
-"""The report of what clients measured of a session."""
+"""The report of what clients measured of a session, beside what their server did: statistics, distributions over each
+other, and how far requests are apart.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from analysis.clients import beside
 from analysis.clients.beside import ID, NOT, ORDER, Beside, Measure
-from analysis.clients.content import MEASURES, STATISTICS, Distribution, distribution
-from analysis.figures import clients as figures
+from analysis.clients.files import MEASURES, STATISTICS, Distribution, distribution
+from analysis.figures.axis import spread
 from analysis.page import report as reports
-from analysis.statistics.content import Caveat, Report
 from analysis.statistics.loading import LoadedRun
+from analysis.statistics.thin import Ints, cdf
+from cbsim.draw.chart import BLACK, Chart, Edge, Floats, Line, Mark, Panel, Points, Style, Unit, series, unit
 from cbsim.draw.markdown import Table
-from cbsim.results.metrics import SAMPLES_NEEDED
-from cbsim.results.terminal import shown
+from cbsim.draw.report import Caveat, Report
+from cbsim.metrics.metrics import SAMPLES_NEEDED
+from cbsim.metrics.terminal import shown
 
 NOTHING_S = 0.5e-9  # the tables have whole nanoseconds
 WAY = "network, HTTP, event loop and client"
@@ -30,9 +36,9 @@ def build(run: LoadedRun, compared: Sequence[Beside], command: str) -> Report:
         caveats=caveats(run, compared),
         findings=[finding for each in compared for finding in findings(each)],
         tables=[table for each in compared for table in tables(each)],
-        charts=[chart for number, each in enumerate(compared, 1) for chart in figures.charts(each, number)],
+        charts=[chart for number, each in enumerate(compared, 1) for chart in charts(each, number)],
         command=command,
-        facts={"clients": facts(run, compared)},
+        data={"clients": facts(run, compared)},
     )
 
 
@@ -67,8 +73,8 @@ def findings(compared: Beside) -> list[str]:
     known = {name: value for name, value in means.items() if not math.isnan(value)}
     if known and all(abs(value) < NOTHING_S for value in known.values()):
         return [f"{compared.client.tool} measured what its server did, to the nanosecond."]
-    said = [f"{MEASURES[name]} by {_signed(value)} in the mean" for name, value in known.items()]
-    return [f"{compared.client.tool} differs from its server in {' and '.join(said)}: {WAY}."] if said else []
+    parts = [f"{MEASURES[name]} by {_signed(value)} in the mean" for name, value in known.items()]
+    return [f"{compared.client.tool} differs from its server in {' and '.join(parts)}: {WAY}."] if parts else []
 
 
 def caveats(run: LoadedRun, compared: Sequence[Beside]) -> list[Caveat]:
@@ -80,18 +86,18 @@ def caveats(run: LoadedRun, compared: Sequence[Beside]) -> list[Caveat]:
     ]
     factor = beside.scale(run)
     if factor != 1:
-        said = (
+        reason = (
             f"The session's clock ran {factor:g} times as fast: its seconds are simulated, here divided by {factor:g}."
         )
-        made.append(Caveat("scaled", run.label, said))
+        made.append(Caveat("scaled", run.label, reason))
     made += _lag(run)
     if run.incomplete:
         made.append(Caveat("incomplete", run.label, f"It was cut short: {run.incomplete.strip()}"))
     for each in compared:
         count, name = len(each.compared.rows), each.client.path.name
         if each.paired_by == ORDER:
-            said = "Its requests have no ids that the server knows: those that came close to each other may be swapped."
-            made.append(Caveat("order", name, said))
+            reason = "Its requests have no ids that the server knows: those close to each other may be swapped."
+            made.append(Caveat("order", name, reason))
         if count < SAMPLES_NEEDED["p99"]:
             made.append(Caveat("few requests", name, f"{count:,} requests, p99 needs {SAMPLES_NEEDED['p99']}."))
     return made
@@ -104,8 +110,8 @@ def _lag(run: LoadedRun) -> list[Caveat]:
     if not isinstance(served, dict) or served.get("faithful") is not False or not all(map(_is_number, lags)):
         return []
     p99, most = (shown(lag, "s") for lag in lags)
-    said = f"Its steps were sent up to {most} late, 1 % of them {p99} or more: a part of every difference is that."
-    return [Caveat("lag", run.label, said)]
+    reason = f"Its steps were sent up to {most} late, 1 % of them {p99} or more: a part of every difference is that."
+    return [Caveat("lag", run.label, reason)]
 
 
 def _is_number(value: object) -> bool:
@@ -169,3 +175,56 @@ def _paired(compared: Beside) -> str:
     more = compared.served - compared.pairs
     others = f" {more:,} more of the session are left out." if more and compared.paired_by == ID else ""
     return f"{compared.pairs:,} requests, paired by {compared.paired_by}.{others}"
+
+
+CLIENT, SERVER, APART = series(1), series(0), series(2)
+SHARES = {"p50": 0.5, "p99": 0.99}
+
+
+def charts(compared: Beside, number: int) -> list[Chart]:
+    """Of one file, the `number`th; of several a chart each."""
+    panels = [_distributions(compared, measure) for measure in _said(compared)]
+    says = f"Share of values up to x, in seconds of the client. {compared.client.tool} lists "
+    says += "each request." if compared.client.requests is not None else "no requests: its percentiles are marked."
+    made = [Chart(f"client-{number}", f"{compared.client.path.name}: client and server", says, panels, columns=2)]
+    apart = [_apart(measure) for measure in compared.measures.values() if len(measure.apart_s)]
+    if apart:
+        says = f"The client's value less the server's, of {compared.pairs:,} requests paired by {compared.paired_by}."
+        title = f"{compared.client.path.name}: how far apart"
+        made.append(Chart(f"apart-{number}", title, says, apart, columns=len(apart)))
+    return made
+
+
+def _said(compared: Beside) -> list[Measure]:
+    return [measure for measure in compared.measures.values() if measure.client and measure.server]
+
+
+def _distributions(compared: Beside, measure: Measure) -> Panel:
+    server = measure.server_s
+    client = compared.client.values(measure.name)
+    told = np.array([measure.client[name] for name in SHARES if name in measure.client])
+    drawn = unit(float(max(server.max(), (client if len(client) else told).max(initial=0.0))))
+    marks: list[Mark] = [_curve("server", server, measure.server_counts, drawn, SERVER)]
+    if len(client):
+        marks.append(_curve("client", client, None, drawn, CLIENT))
+    else:
+        names = [name for name in SHARES if name in measure.client]
+        texts = [f"client: {name} {shown(measure.client[name], 's')}" for name in names]
+        heights = np.array([SHARES[name] for name in names])
+        marks.append(Points("client", told / drawn.seconds, heights, CLIENT, texts))
+    log = spread([server, client])
+    return Panel(marks, drawn.name, "share", MEASURES[measure.name], x_log=log, y_range=(0.0, 1.03))
+
+
+def _curve(name: str, values: Floats, counts: Ints | None, drawn: Unit, style: Style) -> Line:
+    x, share = cdf(values, counts)
+    return Line(name, np.append(x[:1], x) / drawn.seconds, np.append(0.0, share), style, step=True)
+
+
+def _apart(measure: Measure) -> Panel:
+    drawn = unit(float(np.abs(measure.apart_s).max()))
+    marks: list[Mark] = [
+        Edge("", 0.0, Style(BLACK, "dashed")),
+        _curve("client - server", measure.apart_s, None, drawn, APART),
+    ]
+    return Panel(marks, drawn.name, "share", MEASURES[measure.name], y_range=(0.0, 1.03))

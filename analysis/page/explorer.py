@@ -17,13 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from analysis.figures.sweep_curves import log_spaced, ticks
+from analysis.figures.sweeps import log_spaced, ticks
 from analysis.page.sweep_report import Look
-from analysis.statistics.places import CONFIDENCE, student
-from analysis.statistics.quantity import quantity
-from analysis.statistics.sweep_table import DONE, STATUSES, Axis, SweepTable
-from analysis.statistics.view import longest, middle
+from analysis.statistics.sweep_table import CONFIDENCE, DONE, STATUSES, Axis, SweepTable, longest, middle, student
 from cbsim.draw.chart import series
+from cbsim.metrics import catalogue
 
 SCRIPTS = ("points.js", "charts.js", "explorer.js")
 MOST_DEGREES = 200  # of freedom, whose factor of Student's t the page knows; it goes on from there to the normal one
@@ -96,8 +94,8 @@ def _axis(axis: Axis) -> dict[str, Any]:
 
 
 def _metric(name: str) -> dict[str, Any]:
-    what = quantity(name)
-    return {"name": name, "label": what.label, "unit": what.unit, "more": what.more_is_better}
+    what = catalogue.metric(name)
+    return {"name": name, "label": what.label, "unit": what.form, "sign": what.sign}
 
 
 def _two(table: SweepTable) -> list[int]:
@@ -137,6 +135,6 @@ def _undone(table: SweepTable) -> str:
 
 
 def _cells(table: SweepTable, row: int) -> str:
-    said = (*(axis.labels[axis.codes[row]] for axis in table.axes), STATUSES[table.status[row]])
-    cells = "".join(f"<td>{escape(text)}</td>" for text in said)
+    values = (*(axis.labels[axis.codes[row]] for axis in table.axes), STATUSES[table.status[row]])
+    cells = "".join(f"<td>{escape(text)}</td>" for text in values)
     return f'{cells}<td class="reason">{escape(table.reasons[row] or "not run yet")}</td>'

@@ -1,35 +1,24 @@
 """Charts for a browser: a `Chart` as the data and layout that plotly.js draws.
 
-Plain dicts, lists and numbers, ready for JSON: nothing of plotly is imported. Looks are those of `draw.py`. Every text
-is escaped, as plotly.js reads a little HTML. Shapes take data values on a logarithmic axis, ranges take exponents.
+Plain dicts, lists and numbers, ready for JSON: nothing of plotly is imported. Looks are those of `render.py`. Every
+text is escaped, as plotly.js reads a little HTML. Panels stand in a grid from the top down. Shapes take data values on
+a logarithmic axis, ranges take exponents.
 """
 
 from __future__ import annotations
 
 import base64
+import html
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from analysis.page.layout import NARROW_PX, WIDE_PX, Dict, axis, escaped, layout, placed
-from cbsim.draw.chart import (
-    Area,
-    Bars,
-    Cells,
-    Chart,
-    Edge,
-    Level,
-    Line,
-    Mark,
-    Panel,
-    Points,
-    Spans,
-    Style,
-    Whiskers,
-)
+from cbsim.draw.chart import Area, Bars, Cells, Chart, Edge, Level, Line, Mark, Panel, Points, Spans, Style, Whiskers
 
 PLAIN_AT_MOST = 200  # numbers; a longer array is encoded
 DASHES = {"solid": "solid", "dashed": "7px,3px", "dotted": "2px,3px", "dashdot": "dashdot"}
@@ -71,23 +60,9 @@ def numbers(values: npt.ArrayLike) -> list[float | None] | dict[str, str]:
 
 def _traces(mark: Mark, panel: Panel, bars: int) -> Iterable[Dict]:
     """One trace for a mark, two for each unbroken piece of an area. `bars` counts the series of bars before it."""
-    match mark:
-        case Line():
-            return [_line(mark, panel)]
-        case Area():
-            return _area(mark, panel)
-        case Spans():
-            return [_spans(mark, panel)]
-        case Points():
-            return [_points(mark, panel)]
-        case Whiskers():
-            return [_whiskers(mark)]
-        case Cells():
-            return [_cells(mark)]
-        case Bars():
-            return [_bars(mark, panel, bars)]
-        case _:
-            raise AssertionError(mark)
+    if isinstance(mark, Area):
+        return _area(mark, panel)
+    return [_bars(mark, panel, bars) if isinstance(mark, Bars) else DRAWN[type(mark)](mark, panel)]
 
 
 def _hover(mark: Mark, panel: Panel, y: str = "%{y}", texts: Sequence[str] = ()) -> Dict:
@@ -123,7 +98,10 @@ def _area(mark: Area, panel: Panel) -> Iterator[Dict]:
         x, low = numbers(mark.x[piece]), numbers(mark.low[piece])
         yield common | {"x": x, "y": low, "showlegend": False, "hoverinfo": "skip"}
         upper = {"x": x, "y": numbers(mark.high[piece]), "customdata": low, "fill": "tonexty", "hoveron": "points"}
-        upper |= {"fillcolor": _see_through(mark.style.colour)} | _hover(mark, panel, y="%{customdata} to %{y}")
+        red, green, blue = mark.style.rgb
+        upper |= {"fillcolor": f"rgba({red},{green},{blue},{mark.style.opacity:g})"} | _hover(
+            mark, panel, y="%{customdata} to %{y}"
+        )
         yield common | upper | ({"showlegend": False} if index else {})
 
 
@@ -132,27 +110,9 @@ def _pieces(there: npt.NDArray[np.bool_]) -> list[slice]:
     return [slice(int(low), int(high)) for low, high in edges.reshape(-1, 2)]
 
 
-def _see_through(colour: str) -> str:
-    """Strong colours let the grid and other areas through, pale ones do not."""
-    red, green, blue = _channels(colour)
-    pale = colour.startswith("#F") or colour == "#EEEEEE"
-    return f"rgba({red},{green},{blue},{1 if pale else 0.35})"
-
-
-def _channels(colour: str) -> list[int]:
-    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-
-
-def _dark(colour: str) -> bool:
-    red, green, blue = _channels(colour)
-    return 0.299 * red + 0.587 * green + 0.114 * blue < 140
-
-
 def _spans(mark: Spans, panel: Panel) -> Dict:
     """Bars on their sides. Only without an outline does plotly.js keep visible what is thinner than a pixel."""
-    wide = mark.end - mark.start
-    reach = float(mark.end.max() - mark.start.min()) if len(wide) else 0.0
-    outlined = 0 < len(wide) <= 100 and not mark.hatched and float(wide.max()) >= reach / 100
+    outlined = 0 < len(mark.row) <= 100 and not mark.hatched and not mark.thin
     marker: Dict = {"color": mark.style.colour, "line": {"width": 0.5 if outlined else 0, "color": "#444444"}}
     if mark.hatched:
         marker["pattern"] = {"shape": "/", "fillmode": "overlay", "fgcolor": "#D55E00", "size": 7, "solidity": 0.15}
@@ -161,7 +121,7 @@ def _spans(mark: Spans, panel: Panel) -> Dict:
         "orientation": "h",
         "y": numbers(mark.row),
         "base": numbers(mark.start),
-        "x": numbers(wide),
+        "x": numbers(mark.end - mark.start),
         "width": 0.8,
         "offset": -0.4,
         "marker": marker,
@@ -178,7 +138,7 @@ def _hover_of_spans(mark: Spans, panel: Panel) -> Dict:
 
 
 def _inside(mark: Spans) -> Dict:
-    colour = "#FFFFFF" if _dark(mark.style.colour) else "#222222"
+    colour = "#FFFFFF" if mark.style.dark else "#222222"
     where = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
     return {"text": [escaped(label) for label in mark.labels], "insidetextfont": {"color": colour, "size": 11}, **where}
 
@@ -202,7 +162,7 @@ def _points(mark: Points, panel: Panel) -> Dict:
     }
 
 
-def _whiskers(mark: Whiskers) -> Dict:
+def _whiskers(mark: Whiskers, _: Panel) -> Dict:
     """Errors of markers that are not seen."""
     middle, half = (mark.low + mark.high) / 2, (mark.high - mark.low) / 2
     x, y, bars = (middle, mark.at, "error_x") if mark.level else (mark.at, middle, "error_y")
@@ -211,7 +171,7 @@ def _whiskers(mark: Whiskers) -> Dict:
     return {"type": "scatter", "x": numbers(x), "y": numbers(y), bars: error, **invisible}
 
 
-def _cells(mark: Cells) -> Dict:
+def _cells(mark: Cells, _: Panel) -> Dict:
     texts = [[escaped(text) for text in row] for row in mark.texts]
     labels = [[escaped(text) for text in row] for row in mark.labels]
     return {
@@ -235,9 +195,9 @@ def _scale_of(mark: Cells) -> Dict:
 
 def _beside(x: npt.NDArray[np.float64], panel: Panel) -> list[str]:
     """Labels of points in the right half end at their point, so that none is cut off."""
-    places = np.concatenate([mark.x for mark in panel.marks if isinstance(mark, Line | Points)])
-    places = places[np.isfinite(places) & ((places > 0) | (not panel.x_log))]
-    low, high = (places.min(), places.max()) if len(places) else (0.0, 0.0)
+    xs = np.concatenate([mark.x for mark in panel.marks if isinstance(mark, Line | Points)])
+    xs = xs[np.isfinite(xs) & ((xs > 0) | (not panel.x_log))]
+    low, high = (xs.min(), xs.max()) if len(xs) else (0.0, 0.0)
     middle = math.sqrt(low) * math.sqrt(high) if panel.x_log else low / 2 + high / 2
     return ["top left" if value > middle else "top right" for value in x.tolist()]
 
@@ -253,11 +213,20 @@ def _bars(mark: Bars, panel: Panel, before: int) -> Dict:
         "offsetgroup": str(before),
         "marker": {"color": mark.style.colour, "pattern": pattern},
         "hovertext": [
-            escaped(panel.categories[place]) if panel.categories else str(place) for place in mark.x.tolist()
+            escaped(panel.categories[index]) if panel.categories else str(index) for index in mark.x.tolist()
         ],
         "hovertemplate": "<br>".join(filter(None, (escaped(mark.name), "%{hovertext}", y))) + "<extra></extra>",
         **(labels | {"textangle": 0} if mark.labels else {}),
     }
+
+
+DRAWN: dict[type[Any], Callable[[Any, Panel], Dict]] = {
+    Line: _line,
+    Spans: _spans,
+    Points: _points,
+    Whiskers: _whiskers,
+    Cells: _cells,
+}
 
 
 def _across(mark: Level | Edge, number: int) -> Dict:
@@ -267,3 +236,205 @@ def _across(mark: Level | Edge, number: int) -> Dict:
     if isinstance(mark, Level):
         return line | {"xref": f"{x} domain", "x0": 0, "x1": 1, "yref": y, "y0": mark.y, "y1": mark.y}
     return line | {"yref": f"{y} domain", "y0": 0, "y1": 1, "xref": x, "x0": mark.x, "x1": mark.x}
+
+
+Dict = dict[str, Any]
+
+HEADROOM = 1.06  # above a level, in levels
+WIDE_PX, NARROW_PX = 1060, 340  # of the plots that the layouts are made for
+TITLE_PX, AXIS_PX, LEGEND_LINE_PX, LETTER_PX = 26, 52, 21, 7
+CATEGORY_LETTERS, MOST_ROW_LABELS = 16, 40
+FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 12, "color": "#222222"}
+LINES = {"gridcolor": "#E4E4E4", "linecolor": "#777777", "showline": True, "zeroline": False, "ticks": "outside"}
+
+
+def axis(letter: str, number: int, between: str = "") -> str:
+    return f"{letter}{between}{number if number > 1 else ''}"
+
+
+def escaped(text: str) -> str:
+    """Text that plotly.js shows as it is: neither its HTML nor its %{templates}."""
+    return html.escape(text, quote=False).replace("%{", "&#37;{").replace("\n", "<br>")
+
+
+def _wrapped(text: str, letters: int) -> str:
+    return "<br>".join(escaped(line) for line in textwrap.wrap(text, letters)) or escaped(text)
+
+
+def _row_letters(width: int) -> int:
+    """Letters of a label in one line."""
+    return 30 if width >= WIDE_PX else 16
+
+
+def placed(mark: Mark) -> bool:
+    """A line across the panel needs a finite position."""
+    return math.isfinite(mark.y if isinstance(mark, Level) else mark.x if isinstance(mark, Edge) else 0)
+
+
+class _Room(NamedTuple):
+    """Pixels of a panel, from the top: its title, its marks, the labels below."""
+
+    title: int
+    marks: int
+    below: int
+
+
+def layout(chart: Chart, width: int) -> Dict:
+    """Panels in a grid, from the top down; every panel has axes of its own number."""
+    rooms = [_room(chart, index, width) for index in range(len(chart.panels))]
+    lines = [rooms[i : i + chart.columns] for i in range(0, len(rooms), chart.columns)]
+    lines_rooms = [_Room(*map(max, zip(*line, strict=True))) for line in lines]
+    above = 12 + LEGEND_LINE_PX * _legend_lines(chart, width) + lines_rooms[0].title
+    below = lines_rooms[-1].below
+    inner = sum(map(sum, lines_rooms)) - lines_rooms[0].title - below
+    made = _frame(above + inner + below, {"t": above, "b": below, "l": 60, "r": 16})
+    top = inner + lines_rooms[0].title
+    for row, room in enumerate(lines_rooms):
+        top -= room.title
+        span = [(top - room.marks) / inner, top / inner]
+        for index in range(row * chart.columns, min((row + 1) * chart.columns, len(rooms))):
+            made |= _axes(chart, index, width, span)
+            made["annotations"] += _title(chart.panels[index], index + 1, _pixels(chart, index, width))
+        top -= room.marks + room.below
+    return made
+
+
+def _frame(height: int, margin: Dict) -> Dict:
+    """What all layouts have in common."""
+    return {
+        "height": height,
+        "margin": margin,
+        "font": FONT,
+        "hoverlabel": {"align": "left", "namelength": -1, "bgcolor": "#FFFFFF", "font": {"color": "#222222"}},
+        "legend": {
+            "orientation": "h",
+            "xref": "container",
+            "x": 0,
+            "xanchor": "left",
+            "yref": "container",
+            "y": 1,
+            "yanchor": "top",
+            "tracegroupgap": 2,
+        },
+        "showlegend": True,
+        "hovermode": "closest",
+        "barmode": "group",
+        "bargap": 0.2,
+        "uniformtext": {"mode": "hide", "minsize": 9},
+        "plot_bgcolor": "#FFFFFF",
+        "paper_bgcolor": "#FFFFFF",
+        "annotations": [],
+    }
+
+
+def _legend_lines(chart: Chart, width: int) -> int:
+    """An estimate of how many lines the legend fills. It may be as wide as the panels."""
+    lines, left = 0, 0
+    for name in dict.fromkeys(mark.name for panel in chart.panels for mark in panel.marks if mark.name):
+        size = 45 + LETTER_PX * len(name)
+        if size > left:
+            lines, left = lines + 1, width - 100
+        left -= size
+    return lines
+
+
+def _room(chart: Chart, index: int, width: int) -> _Room:
+    panel = chart.panels[index]
+    spans = any(isinstance(mark, Spans) for mark in panel.marks)
+    marks = 60 + min(34 * len(panel.rows), 460) if panel.rows else 340 if spans or panel.tall else 240
+    title = len(_title_lines(panel, _pixels(chart, index, width)))
+    above = TITLE_PX + 16 * (title - 1) if title else 0
+    if not _labelled(chart, index):
+        return _Room(above, marks, 14)
+    labels = _categories(panel, _pixels(chart, index, width))[1] if panel.categories else 0
+    return _Room(above, marks, AXIS_PX + labels)
+
+
+def _title_lines(panel: Panel, room: float) -> list[str]:
+    return textwrap.wrap(panel.title, max(20, int((room - 110) / (LETTER_PX + 1.5))))  # less the labels beside it
+
+
+def _labelled(chart: Chart, index: int) -> bool:
+    """Has it labels under its x axis? On a shared axis only the lowest of a column has."""
+    return not chart.share_x or index + chart.columns >= len(chart.panels)
+
+
+def _column(chart: Chart, index: int, width: int) -> tuple[float, float]:
+    """From where to where its column reaches, as shares of the width: columns leave room for labels between them."""
+    inner = [panel for number, panel in enumerate(chart.panels) if number % chart.columns]
+    longest = max((len(row) for panel in inner for row in panel.rows), default=0)
+    gap = (75 + LETTER_PX * min(longest, _row_letters(width))) / width
+    size = (1 - gap * (chart.columns - 1)) / chart.columns
+    left = (index % chart.columns) * (size + gap)
+    return (left, left + size)
+
+
+def _pixels(chart: Chart, index: int, width: int) -> float:
+    left, right = _column(chart, index, width)
+    return (right - left) * width
+
+
+def _categories(panel: Panel, room: float) -> tuple[Dict, int]:
+    """The x axis of a panel with categories, and the pixels that its labels need beyond a line. No room: they slant."""
+    lines = [textwrap.wrap(name, CATEGORY_LETTERS) or [""] for name in panel.categories]
+    longest = max((len(line) for name in lines for line in name), default=0)
+    tallest = max(map(len, lines), default=0)
+    slanted = (longest + 1) * LETTER_PX * len(lines) > room
+    ticks = {
+        "tickvals": list(range(len(lines))),
+        "ticktext": [_wrapped(name, CATEGORY_LETTERS) for name in panel.categories],
+    }
+    ticks |= {"range": [-0.6, len(lines) - 0.4], "fixedrange": True, "showgrid": False, "tickangle": -35 * slanted}
+    return ticks, 15 * tallest + (longest * LETTER_PX // 2 if slanted else -15)
+
+
+def _title(panel: Panel, number: int, room: float) -> list[Dict]:
+    where = {"xref": f"{axis('x', number)} domain", "x": 0, "yref": f"{axis('y', number)} domain", "y": 1}
+    looks = {"xanchor": "left", "yanchor": "bottom", "align": "left", "showarrow": False, "font": {"size": 13}}
+    text = "<br>".join(f"<b>{escaped(line)}</b>" for line in _title_lines(panel, room))
+    return [where | looks | {"text": text}] if text else []
+
+
+def _axes(chart: Chart, index: int, width: int, span: list[float]) -> Dict:
+    """Both axes of a panel. Rows and categories do not zoom."""
+    panel, number, column = chart.panels[index], index + 1, _column(chart, index, width)
+    x: Dict = LINES | {"domain": column, "anchor": axis("y", number), "automargin": True}
+    y: Dict = LINES | {"domain": span, "anchor": axis("x", number), "automargin": True, "title": _named(panel.y)}
+    edges = [mark.x for mark in panel.marks if isinstance(mark, Edge) and placed(mark)]
+    x |= _range(panel.x_range, log=panel.x_log) | {"autorangeoptions": {"include": edges}}
+    x |= {"type": "log" if panel.x_log else "linear"}
+    y |= {"type": "log" if panel.y_log else "linear", "separatethousands": True}
+    if chart.share_x and index:
+        x["matches"] = "x"
+    x |= {"title": _named(panel.x)} if _labelled(chart, index) else {"showticklabels": False}
+    if len(panel.x_ticks):
+        x |= {"tickvals": list(panel.x_ticks)}
+    if panel.categories:
+        x |= _categories(panel, _pixels(chart, index, width))[0]
+    return {axis("x", number, "axis"): x, axis("y", number, "axis"): y | _scale(panel, width)}
+
+
+def _named(title: str) -> Dict:
+    return {"text": escaped(title), "standoff": 8}
+
+
+def _scale(panel: Panel, width: int) -> Dict:
+    """The y axis: rows from the top down, else the range asked for, else from 0 unless logarithmic."""
+    if panel.rows:
+        every = math.ceil(len(panel.rows) / MOST_ROW_LABELS)
+        ticks: Dict = {"tickvals": list(range(0, len(panel.rows), every))}
+        ticks["ticktext"] = [_wrapped(row, _row_letters(width)) for row in panel.rows[::every]]
+        return ticks | {"range": [len(panel.rows) - 0.5, -0.5], "fixedrange": True, "showgrid": False, "ticks": ""}
+    if panel.y_range is not None:
+        return _range(panel.y_range, log=panel.y_log)
+    if any(isinstance(mark, Spans) for mark in panel.marks):
+        return {"autorange": "reversed"}
+    levels = [mark.y for mark in panel.marks if isinstance(mark, Level) and placed(mark)]
+    levels = [level * (1 if panel.y_log else HEADROOM) for level in levels]
+    return {"rangemode": "normal" if panel.y_log else "tozero", "autorangeoptions": {"include": levels}}
+
+
+def _range(ends: tuple[float, float] | None, *, log: bool) -> Dict:
+    if ends is None or not -math.inf < ends[0] < ends[1] < math.inf or (log and ends[0] <= 0):
+        return {}
+    return {"range": [math.log10(end) if log else end for end in ends]}

@@ -4,50 +4,81 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from analysis.figures import gallery
+from analysis.figures import axis, curves, requests, side_by_side, steps
 from analysis.statistics import comparable, compare, landscape, pairing, sweeps, trust
 from analysis.statistics.compare import MetricDifference
-from analysis.statistics.content import Report, Source, Tile
 from analysis.statistics.loading import LoadedRun
-from analysis.statistics.pairing import Error
+from analysis.statistics.sweeps import Sweep
+from cbsim.draw import lane_chart
 from cbsim.draw.chart import Chart
 from cbsim.draw.markdown import Table
-from cbsim.results.metrics import SAMPLES_NEEDED
-from cbsim.results.terminal import QUANTITIES, lookup, shown
+from cbsim.draw.report import Report, Source, Tile
+from cbsim.metrics.catalogue import METRICS
+from cbsim.metrics.metrics import SAMPLES_NEEDED
+from cbsim.metrics.terminal import lookup
+from cbsim.record.tables import Requests, token_times
 from cbsim.scenario import documents
 
-Pair = tuple[LoadedRun, LoadedRun]
 MOST_IN_DETAIL = 4  # runs whose steps and requests are drawn; the figures of more could not be read
 MOST_LINES = 16  # runs whose distributions are drawn over each other
 TILES = (
     *("makespan_s", "output_tokens_per_s", "gpu_active", "ttft_s.p50", "ttft_s.p99", "tpot_s.p50", "tpot_s.p99"),
     *("e2e_s.p50", "preemptions", "slo.attainment", "cost.usd_per_million_output_tokens"),
 )
-UNITS = {metric: (label, unit) for label, metric, unit in QUANTITIES}
 
 
-def build(runs: Sequence[LoadedRun], command: str) -> Report:
-    """The report of runs of one workload, or of a sweep. Raises Incomparable for any others."""
-    swept, pair = checked(runs), _pair(runs)
-    errors = pairing.errors(*pair) if pair else []
-    differences = compare.differences(*runs) if len(runs) == 2 and not pair else []
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Two runs: how B differs from A, or what the error of a simulated run against a measured one is. `named` are both
+    runs by what they are in the tables.
+    """
+
+    named: Mapping[str, LoadedRun]
+    differences: Sequence[MetricDifference]
+    tables: Sequence[Table]
+    findings: Sequence[str]
+
+
+def compared(runs: Sequence[LoadedRun], *, everything: bool = False) -> Compared:
+    """Of a simulated and a measured run, in either order, the errors. Raises Incomparable."""
+    a, b = runs
+    if a.measured == b.measured:
+        differences = compare.differences(a, b)
+        table = compare.table(differences, a.label, b.label, everything=everything)
+        return Compared({"A": a, "B": b}, differences, [table], compare.verdict(differences, everything=everything))
+    sim, measured = (b, a) if a.measured else (a, b)
+    errors = pairing.errors(sim, measured)
+    tables = pairing.tables(sim, measured, everything=everything, metric_errors=errors)
+    named = {"simulated": sim, "measured": measured}
+    return Compared(named, [error.difference for error in errors], tables, [pairing.summary_line(errors)])
+
+
+def build(runs: Sequence[LoadedRun], command: str, *, draw: bool = True) -> Report:
+    """The report of runs of one workload, or of a sweep; without figures unless `draw`. Raises Incomparable."""
+    swept = checked(runs)
+    both = compared(runs) if len(runs) == 2 else None
     title = ", ".join(dict.fromkeys(run.name for run in runs))
     questions = list(dict.fromkeys(str(run.summary.get("question", "")) for run in runs))
+    if swept is not None:
+        findings = sweeps.findings(swept)
+    else:
+        findings = list(both.findings) if both else landscape.findings(runs) if len(runs) > 2 else []
     return Report(
         title=f"{title}: {swept.field} from {swept.values[0]:g} to {swept.values[-1]:g}" if swept else title,
         question=questions[0] if len(questions) == 1 else "",
         sources=[source(run, runs[0]) for run in runs],
         caveats=trust.caveats(runs),
-        findings=findings(runs, swept, errors, differences),
-        tables=tables(runs, pair, errors, differences, by_rate=swept is not None and swept.by_rate),
-        charts=charts(runs, swept),
+        findings=findings,
+        tables=both.tables if both else tables(runs, by_rate=swept is not None and swept.by_rate),
+        charts=charts(runs, swept) if draw else (),
         command=command,
     )
 
 
-def checked(runs: Sequence[LoadedRun]) -> sweeps.Sweep | None:
+def checked(runs: Sequence[LoadedRun]) -> Sweep | None:
     """The sweep that the runs are, if they are one. Raises Incomparable if their numbers must not stand together."""
     if len(runs) == 1:
         return None
@@ -89,82 +120,92 @@ def _tile(run: LoadedRun, metric: str) -> Tile | None:
     value = lookup(run.summary, metric)
     if value is None:
         return None
-    label, unit = UNITS[metric]
     distribution, _, statistic = metric.partition(".")
     few = statistic in SAMPLES_NEEDED and statistic in run.summary[distribution].get("too_few_for", ())
     note = f"of {run.summary[distribution]['n']}, needs {SAMPLES_NEEDED[statistic]}" if few else ""
-    return Tile(metric, label, shown(value, unit), note)
+    return Tile(metric, METRICS[metric].label, METRICS[metric].shown(value), note)
 
 
-def findings(
-    runs: Sequence[LoadedRun],
-    swept: sweeps.Sweep | None,
-    errors: Sequence[Error],
-    differences: Sequence[MetricDifference],
-) -> list[str]:
-    """What the runs say together, in sentences."""
-    if swept is not None:
-        return sweeps.findings(swept)
-    if len(runs) > 2:
-        return landscape.findings(runs)
-    return [pairing.summary_line(errors)] if errors else compare.verdict(differences) if differences else []
+def tables(runs: Sequence[LoadedRun], *, by_rate: bool) -> list[Table]:
+    """Runs side by side, best first; the main numbers of few."""
+    made = [landscape.landscape(runs, by_rate=by_rate)] if len(runs) > 2 else []
+    return [*made, all_numbers(runs)] if len(runs) <= MOST_IN_DETAIL else made
 
 
-def tables(
-    runs: Sequence[LoadedRun],
-    pair: Pair | None,
-    errors: Sequence[Error],
-    differences: Sequence[MetricDifference],
-    *,
-    by_rate: bool,
-) -> list[Table]:
-    """Errors if one of two runs was measured, else how they differ; others side by side."""
-    if pair:
-        return pairing.tables(*pair, metric_errors=errors)
-    if differences:
-        return [compare.table(differences, runs[0].label, runs[1].label)]
-    several = [landscape.landscape(runs, by_rate=by_rate)] if len(runs) > 2 else []
-    return [*several, side_by_side(runs)] if len(runs) <= MOST_IN_DETAIL else several
-
-
-def _pair(runs: Sequence[LoadedRun]) -> Pair | None:
-    """(simulated, measured), if that is what the two runs are."""
-    if len(runs) != 2 or runs[0].measured == runs[1].measured:
-        return None
-    return (runs[1], runs[0]) if runs[0].measured else (runs[0], runs[1])
-
-
-def side_by_side(runs: Sequence[LoadedRun]) -> Table:
+def all_numbers(runs: Sequence[LoadedRun]) -> Table:
     """The main numbers of every run."""
     rows = []
-    for label, metric, unit in QUANTITIES:
-        values = [lookup(run.summary, metric) for run in runs]
+    for metric in METRICS.values():
+        values = [lookup(run.summary, metric.name) for run in runs] if metric.listed else []
         if any(value is not None for value in values):
-            rows.append((label, *(shown(value, unit) for value in values)))
+            rows.append((metric.label, *map(metric.shown, values)))
     return Table("All numbers", ("", *(run.label for run in runs)), rows, "As summary.json of each run has them.")
 
 
-def charts(runs: Sequence[LoadedRun], swept: sweeps.Sweep | None) -> list[Chart]:
+def charts(runs: Sequence[LoadedRun], swept: Sweep | None) -> list[Chart]:
     """Figures in the order in which practitioners look at them."""
-    several = gallery.swept(swept) if swept is not None else gallery.several(runs) if len(runs) > 2 else []
+    made = sweep_charts(swept) if swept is not None else _several(runs) if len(runs) > 2 else []
     if len(runs) > MOST_LINES:
-        return several
+        return made
     if swept is not None or len(runs) > MOST_IN_DETAIL:
-        return [*several, gallery.latencies(runs)]
-    return [*several, *gallery.details(runs)]
+        return [*made, latencies(runs)]
+    return [*made, *details(runs)]
 
 
-def facts(report: Report) -> bytes:
-    """report.json: what the index says of the report, its tiles, the keys of its figures, its own facts."""
-    runs = [
-        {
-            "label": source.label,
-            "kind": source.kind,
-            "folder": source.folder,
-            "tiles": {t.metric: t.value for t in source.tiles},
-        }
-        for source in report.sources
+def latencies(runs: Sequence[LoadedRun]) -> Chart:
+    """Distributions of the requests that count: those of each run's window."""
+    times = {run.label: run.times if _all(run) else _counted(run) for run in runs}
+    measured = {run.label: run.measured for run in runs}
+    limits = axis.slo_limits([run.scenario for run in runs])
+    return requests.latency({run.label: run.counted for run in runs}, times, measured, limits)
+
+
+def _all(run: LoadedRun) -> bool:
+    return run.summary.get("window_s") is None
+
+
+def _counted(run: LoadedRun) -> Requests:
+    low, high = run.window_ns
+    inside = (run.times.arrival_ns >= low) & (run.times.arrival_ns < high)
+    return token_times(run.times.rows.rows(inside), run.table)
+
+
+def details(runs: Sequence[LoadedRun]) -> list[Chart]:
+    """What happened step by step and request by request, of runs few enough to be seen side by side."""
+    frames = {run.label: run.table for run in runs}
+    summaries = {run.label: run.summary for run in runs}
+    charts = [
+        latencies(runs),
+        lane_chart.lanes(frames),
+        steps.gpu_active(frames),
+        steps.tokens(frames, {run.label: steps.budget(run.scenario) for run in runs}),
+        steps.queues(frames),
+        steps.blocks(frames, {run.label: run.summary.get("total_blocks") for run in runs}),
+        *([steps.preemptions(frames)] if any(run.summary["preemptions"] for run in runs) else []),
+        requests.timeline({run.label: run.requests for run in runs}),
+        steps.step_time(frames),
     ]
-    about = {"title": report.title, "question": report.question, "command": report.command}
-    everything = {**about, "runs": runs, "figures": [chart.key for chart in report.charts], **report.facts}
-    return (json.dumps(everything, indent=2, allow_nan=False) + "\n").encode()
+    priced = any("cost" in summary for summary in summaries.values())
+    return [*charts, *([side_by_side.cost(summaries)] if priced else [])]
+
+
+def _several(runs: Sequence[LoadedRun]) -> list[Chart]:
+    """Of runs of one workload: their numbers side by side, and the trade-off between GPU and user."""
+    return [side_by_side.side_by_side(runs), side_by_side.pareto({run.label: {run.label: run.summary} for run in runs})]
+
+
+def sweep_charts(sweep: Sweep) -> list[Chart]:
+    """Of a sweep: trade-off, curves, and cost if there is a price."""
+    groups = {}
+    for group in sweep.groups:
+        names = [f"{value:g}" for value in group.values]
+        names = [f"{name} #{names[:i].count(name) + 1}" if name in names[:i] else name for i, name in enumerate(names)]
+        groups[group.label] = {name: run.summary for name, run in zip(names, group.runs, strict=True)}
+    priced = {
+        f"{label} {name}": summary
+        for label, summaries in groups.items()
+        for name, summary in summaries.items()
+        if "cost" in summary
+    }
+    made = [curves.curves(sweep), side_by_side.pareto(groups)]
+    return [*made, side_by_side.cost(priced)] if priced else made

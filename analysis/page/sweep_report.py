@@ -8,33 +8,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from analysis.figures import heat_map, sweep_curves, trade_off
-from analysis.statistics import places as placed
-from analysis.statistics.content import Caveat, Report
-from analysis.statistics.places import Bools, Places
-from analysis.statistics.quantity import quantity
-from analysis.statistics.sweep_table import DONE, FAILED, MISSING, STATUSES, SweepTable
-from analysis.statistics.view import View, view
+from analysis.figures import sweeps
+from analysis.statistics import sweep_table as placed
+from analysis.statistics.sweep_table import DONE, FAILED, MISSING, STATUSES, Bools, Places, SweepTable, View, view
 from cbsim.draw.chart import Chart
 from cbsim.draw.markdown import Table
-from cbsim.results import checks
-from cbsim.results.checks import Check
-from cbsim.results.directory import RunError
-from cbsim.results.metrics import SAMPLES_NEEDED
-from cbsim.sweeps.table import PER_GPU, PER_USER
+from cbsim.draw.report import Caveat, Report
+from cbsim.errors import RunError
+from cbsim.metrics import catalogue, checks
+from cbsim.metrics.catalogue import PER_GPU, PER_USER
+from cbsim.metrics.checks import Check
+from cbsim.metrics.metrics import SAMPLES_NEEDED
 
 METRICS = ("ttft_s.p99", "tpot_s.p99", "output_tokens_per_s", "gpu_active")
 MOST_ROWS, MOST_REASONS, MOST_VALUES = 40, 50, 6
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a report of a sweep was asked for, as the command line has it. No metric: the main ones."""
+class Options:
+    """What a user requests of a sweep's report, as on the command line. No metric: the main ones."""
 
     metrics: Sequence[str] = ()
     slo: Sequence[str] = ()
     x: str | None = None
-    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +44,15 @@ class Look:
     pareto: tuple[str, str]
 
 
-def look(table: SweepTable, asked: Asked) -> Look:
-    """What was asked for, found in the table. Raises RunError or CheckError."""
-    limits = [checks.parse(text, "--slo") for text in asked.slo]
+def look(table: SweepTable, options: Options) -> Look:
+    """What the options name, looked up in the table. Raises RunError or CheckError."""
+    limits = [checks.parse(text, "--slo") for text in options.slo]
     for limit in limits:
         table.metric(limit.metric, f"--slo {limit.text!r}")
-    given = [table.metric(name, f"--metric {name}") for name in asked.metrics]
+    given = [table.metric(name, f"--metric {name}") for name in options.metrics]
     main = [metric for metric in METRICS if metric in table.metrics]
     metrics = list(dict.fromkeys(given or [*(limit.metric for limit in limits), *main] or [*table.metrics][:1]))
-    return Look(placed.places(table), view(table, asked.x), metrics, limits, _pareto(table, metrics))
+    return Look(placed.places(table), view(table, options.x), metrics, limits, _pareto(table, metrics))
 
 
 def _pareto(table: SweepTable, metrics: Sequence[str]) -> tuple[str, str]:
@@ -68,10 +64,10 @@ def _pareto(table: SweepTable, metrics: Sequence[str]) -> tuple[str, str]:
     return first, second
 
 
-def build(table: SweepTable, shown: Look, title: str, command: str) -> Report:
+def build(table: SweepTable, shown: Look, command: str) -> Report:
     """The report; its charts are the files beside report.md, a page has an explorer in their place."""
     return Report(
-        title=title or f"Sweep {table.name}",
+        title=f"Sweep {table.name}",
         question="",
         sources=(),
         caveats=caveats(table, shown),
@@ -79,7 +75,7 @@ def build(table: SweepTable, shown: Look, title: str, command: str) -> Report:
         tables=[*_undone(table), *_numbers(table, shown)],
         charts=charts(table, shown),
         command=command,
-        facts={"points": len(table), **{status: table.count(status) for status in STATUSES}},
+        data={"points": len(table), **{status: table.count(status) for status in STATUSES}},
     )
 
 
@@ -87,9 +83,9 @@ def charts(table: SweepTable, shown: Look) -> list[Chart]:
     """Curves along x, cells over two axes, and the trade-off of GPU and user."""
     bounds = {limit.metric: limit.bound for limit in shown.limits}
     limit = next((limit for limit in shown.limits if limit.metric == shown.metrics[0]), None)
-    curves = sweep_curves.curves(table, shown.places, shown.view, shown.metrics, bounds)
-    cells = heat_map.heat_map(table, shown.places, shown.metrics[0], limit)
-    pareto = trade_off.pareto(table, shown.places, shown.pareto, shown.limits)
+    curves = sweeps.curves(table, shown.places, shown.view, shown.metrics, bounds)
+    cells = sweeps.heat_map(table, shown.places, shown.metrics[0], limit)
+    pareto = sweeps.pareto(table, shown.places, shown.pareto, shown.limits)
     return [curves, *([cells] if cells else []), pareto]
 
 
@@ -97,15 +93,15 @@ def findings(table: SweepTable, shown: Look) -> list[str]:
     """How much is done, which places are best, which meet the limits."""
     places = shown.places
     counts = ", ".join(f"{table.count(status):,} {status}" for status in STATUSES if table.count(status))
-    said = [f"{len(table):,} points at {len(places):,} places: {counts}."]
-    said += [f"The same at all: {_settings(table.constants)}."] if table.constants else []
-    met = trade_off.meets(table, places, shown.limits)
+    sentences = [f"{len(table):,} points at {len(places):,} places: {counts}."]
+    sentences += [f"The same at all: {_settings(table.constants)}."] if table.constants else []
+    met = sweeps.meets(table, places, shown.limits)
     if shown.limits:
         words = " and ".join(limit.text for limit in shown.limits)
-        said.append(f"{int(met.sum()):,} of {len(places):,} places meet {words} in the mean of their replicates.")
+        sentences.append(f"{int(met.sum()):,} of {len(places):,} places meet {words} in the mean of their replicates.")
     for metric in dict.fromkeys((*shown.metrics, *shown.pareto)):
-        said += _best(table, places, metric, met, bool(shown.limits))
-    return said
+        sentences += _best(table, places, metric, met, bool(shown.limits))
+    return sentences
 
 
 def _settings(fields: Mapping[str, str]) -> str:
@@ -113,16 +109,16 @@ def _settings(fields: Mapping[str, str]) -> str:
 
 
 def _best(table: SweepTable, places: Places, metric: str, met: Bools, limited: bool) -> list[str]:
-    """The place of the best mean, if one is better than the others."""
-    what, means = quantity(metric), places.means(table.metrics[metric])
+    """The place of the best mean, if the metric has a direction and not all means are the same."""
+    what, means = catalogue.metric(metric), places.means(table.metrics[metric])
     known = np.flatnonzero(np.isfinite(means.mean) & met)
-    if not len(known) or not np.ptp(means.mean[known]) or not places.axes:
+    if not len(known) or not np.ptp(means.mean[known]) or not places.axes or not what.sign:
         return []
-    order = means.mean[known] * (1 if what.more_is_better else -1)
+    order = means.mean[known] * what.sign
     place = int(known[order.argmax()])
-    most = "Most" if what.more_is_better else "Least"
+    most = "Most" if what.sign > 0 else "Least"
     within = " within the SLO" if limited else ""
-    value = f"{what.text(means.mean[place])}{_relative(means.half[place], means.mean[place])}"
+    value = f"{what.shown(means.mean[place])}{_relative(means.half[place], means.mean[place])}"
     return [f"{most} {what.label}{within}: {value} at {places.said(place)}."]
 
 
@@ -148,7 +144,7 @@ def caveats(table: SweepTable, shown: Look) -> list[Caveat]:
         samples = table.metrics.get(f"{head}.n")
         if statistic in SAMPLES_NEEDED and samples is not None:
             least, needed = int(np.nanmin(samples)), SAMPLES_NEEDED[statistic]
-            text = f"{quantity(metric).label} is of {least:,} values where they are fewest, needs {needed}."
+            text = f"{catalogue.metric(metric).label} is of {least:,} values where they are fewest, needs {needed}."
             made += [Caveat("few requests", "", text)] if least < needed else []
     return made
 
@@ -170,14 +166,14 @@ def _undone(table: SweepTable) -> list[Table]:
 
 
 def _where(table: SweepTable, rows: Sequence[int]) -> str:
-    told = []
+    differing = []
     for axis in table.axes:
         codes = np.unique(axis.codes[rows])
         if len(codes) < len(axis):
             values = [axis.labels[code] for code in codes[:MOST_VALUES]]
             more = f" and {len(codes) - MOST_VALUES} more" if len(codes) > MOST_VALUES else ""
-            told.append(f"{axis.name} = {' | '.join(values)}{more}")
-    return "; ".join(told) or "everywhere"
+            differing.append(f"{axis.name} = {' | '.join(values)}{more}")
+    return "; ".join(differing) or "everywhere"
 
 
 def _numbers(table: SweepTable, shown: Look) -> list[Table]:
@@ -188,7 +184,10 @@ def _numbers(table: SweepTable, shown: Look) -> list[Table]:
     of = {metric: places.means(table.metrics[metric]) for metric in metrics}
     rows = []
     for place in range(len(places)):
-        cells = [f"{quantity(m).text(of[m].mean[place])}{_relative(of[m].half[place], of[m].mean[place])}" for m in of]
+        cells = [
+            f"{catalogue.metric(m).shown(of[m].mean[place])}{_relative(of[m].half[place], of[m].mean[place])}"
+            for m in of
+        ]
         rows.append((places.said(place) or table.name, f"{max(means.n[place] for means in of.values())}", *cells))
     says = "Means of the replicates, with the half width of their 95 % interval in percent of the mean."
-    return [Table("Places", ("place", "runs", *(quantity(metric).label for metric in metrics)), rows, says)]
+    return [Table("Places", ("place", "runs", *(catalogue.metric(metric).label for metric in metrics)), rows, says)]

@@ -13,6 +13,7 @@ import json
 import re
 import string
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from html import escape
 from importlib import resources, util
@@ -20,9 +21,11 @@ from pathlib import Path
 
 from analysis.page import interactive
 from analysis.page.explorer import SCRIPTS, Explorer
-from analysis.statistics.content import Caveat, Report, Source, Tile
+from cbsim.draw import folder
+from cbsim.draw import report as reports
 from cbsim.draw.chart import Chart, series
 from cbsim.draw.markdown import Table
+from cbsim.draw.report import Caveat, Report, Source, Tile
 
 MOST_IN_TILES = 4  # runs; a table of the report has the numbers of more
 MOST_LISTED = 24  # runs; more are folded
@@ -32,6 +35,23 @@ KEYS = (  # what a button does, its sign, its name
     *(("ArrowLeft", "&larr;", "Move left"), ("ArrowRight", "&rarr;", "Move right")),
     ("0", "Reset", "Reset"),
 )
+
+
+def write(report: Report, out: Path, explorer: Explorer | None = None) -> bool:
+    """Write every file of a report, or none. An explorer replaces the page's charts. Returns whether there is a page:
+    it needs plotly.
+    """
+    folder.clear(out)
+    try:
+        reports.write(report, out)
+        script = plotly_script()
+        if script is not None:
+            page = html(report if explorer is None else replace(report, charts=()), script, explorer)
+            folder.write(out, {"report.html": page.encode(errors="replace")})
+    except BaseException:  # interrupted, too: no half of a report passes for a whole one
+        folder.clear(out)
+        raise
+    return script is not None
 
 
 def plotly_script() -> str | None:
@@ -48,7 +68,7 @@ def html(report: Report, script: str, explorer: Explorer | None = None) -> str:
     own = "".join(map(_file, ("page.js", *(SCRIPTS if explorer else ()))))
     parts = [(title, name, content) for title, name, content in _parts(report, explorer) if content]
     links = [f'<a href="#{name}">{title}</a>' for title, name, _ in parts]
-    question = f'<p class="question">{_said(report.question)}</p>' if report.question else ""
+    question = f'<p class="question">{_code_marked(report.question)}</p>' if report.question else ""
     return string.Template(_file("page.html")).substitute(
         policy=_policy(own, script),
         title=escape(report.title),
@@ -82,7 +102,7 @@ def _policy(*scripts: str) -> str:
 def _parts(report: Report, explorer: Explorer | None) -> Iterable[tuple[str, str, str]]:
     """(title, id, HTML) of each section in the order of reading; one without content is left out."""
     yield _section("Numbers", _numbers(report.sources))
-    yield "Caveats", "caveats", _caveats(report.caveats)
+    yield "Caveats", "caveats", _caveats(report.caveats or ())
     yield _section("Findings", _list(report.findings))
     yield _section("Explore", _explored(explorer) if explorer else "")
     yield _section("Tables", "".join(_table(table, index) for index, table in enumerate(report.tables)))
@@ -110,13 +130,13 @@ def _section(title: str, content: str) -> tuple[str, str, str]:
     return title, name, f"{head}\n{content}</section>" if content else ""
 
 
-def _said(text: str) -> str:
+def _code_marked(text: str) -> str:
     """A sentence of the report; what stands between backticks in Markdown is code here."""
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
 def _list(sentences: Sequence[str]) -> str:
-    lines = "".join(f"<li>{_said(sentence)}</li>" for sentence in sentences)
+    lines = "".join(f"<li>{_code_marked(sentence)}</li>" for sentence in sentences)
     return f'<ul class="findings">{lines}</ul>' if lines else ""
 
 
@@ -163,23 +183,19 @@ def _value(tile: Tile, tag: str) -> str:
     return f'<{tag} data-metric="{escape(tile.metric)}"><span class="value">{escape(tile.value)}</span>{note}</{tag}>'
 
 
-def _tile_of(source: Source, metric: str) -> Tile | None:
-    return next((tile for tile in source.tiles if tile.metric == metric), None)
-
-
 def _shared(sources: Sequence[Source], metric: str, label: str) -> str:
     """One metric of a few runs."""
     rows = "".join(
         f"<div>{_mark(index)}<dt>{escape(source.label)}</dt>{_value(tile, 'dd') if tile else '<dd>none</dd>'}</div>"
         for index, source in enumerate(sources)
-        for tile in [_tile_of(source, metric)]
+        for tile in [source.tile(metric)]
     )
     return f'<div class="tile"><h3>{escape(label)}</h3><dl>{rows}</dl></div>'
 
 
 def _caveats(caveats: Sequence[Caveat]) -> str:
     lines = "".join(
-        f"<li>{f'<strong>{escape(caveat.run)}</strong>: ' if caveat.run else ''}{_said(caveat.text)}"
+        f"<li>{f'<strong>{escape(caveat.run)}</strong>: ' if caveat.run else ''}{_code_marked(caveat.text)}"
         f' <span class="kind">{escape(caveat.kind)}</span></li>'
         for caveat in caveats
     )
@@ -194,9 +210,9 @@ def _table(table: Table, index: int) -> str:
         f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
         for first, *cells in table.rows
     )
-    says = f"<p>{_said(table.says)}</p>" if table.says else ""
+    note = f"<p>{_code_marked(table.note)}</p>" if table.note else ""
     body = _scroll(f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>", f'aria-labelledby="table-{index}"')
-    return f'<h3 id="table-{index}">{escape(table.title)}</h3>{says}{body}'
+    return f'<h3 id="table-{index}">{escape(table.title)}</h3>{note}{body}'
 
 
 def _scroll(table: str, name: str) -> str:
@@ -238,7 +254,7 @@ def _chart(chart: Chart, data: str) -> str:
 <div class="plot" tabindex="0" role="group" aria-roledescription="chart" aria-label="Chart: {escape(chart.title)}"
  aria-describedby="{name}-says keys" data-figure="{data}" data-file="{file}"></div>
 <noscript><p>This chart needs JavaScript. The same figure is {file}.</p></noscript>
-<figcaption id="{name}-says">{_said(chart.says)}</figcaption>
+<figcaption id="{name}-says">{_code_marked(chart.caption)}</figcaption>
 <script type="application/json" id="{data}">{_json(chart)}</script>
 </figure>"""
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cbsim.results import checks
-from cbsim.results.checks import Check
-from cbsim.results.directory import RunError
+from cbsim.errors import RunError
+from cbsim.metrics import checks
+from cbsim.metrics.checks import Check
 
 HOLDS, FAILS, UNDECIDED = VERDICTS = ("holds", "fails", "undecided")
 ENDS = ("mean", "low", "high")

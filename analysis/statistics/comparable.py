@@ -7,13 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 from analysis.statistics.loading import LoadedRun, flat
+from cbsim.errors import UserError
 
 COUNTED_ALIKE = ("schema_version", "percentile_method", "window_s")
 AT_MOST_NAMED = 5  # fields of a workload
 ABSENT = object()
 
 
-class Incomparable(ValueError):  # noqa: N818  # reads as what is said of the runs
+class Incomparable(UserError):  # noqa: N818  # reads as what is said of the runs
     """Runs whose numbers must not be put side by side; the message names both and every reason, one a line."""
 
 

@@ -10,47 +10,19 @@ from analysis.statistics.comparable import check
 from analysis.statistics.intervals import CONFIDENCE, Interval, Intervals
 from analysis.statistics.loading import LoadedRun
 from cbsim.draw.markdown import Table
-from cbsim.results.checks import NAMES, SINGLE
-from cbsim.results.measures import DISTRIBUTIONS
-from cbsim.results.metrics import SAMPLES_NEEDED
-from cbsim.results.terminal import QUANTITIES, lookup, shown
+from cbsim.metrics.catalogue import METRICS, SINGLE
+from cbsim.metrics.metrics import SAMPLES_NEEDED
+from cbsim.metrics.terminal import lookup, shown
 
 FEW = 30  # samples, below which no interval is worth much
 ONE_VALUE, TOO_FEW = "one value a run", "too few samples"
 NOT_SEEN, MARK = "no difference seen", "*"
 LEVEL = f"{CONFIDENCE * 100:.0f} %"
-SHARES = (*intervals.SHARES, "prefix_hit_rate", "kv_utilisation.mean", "kv_utilisation.max", "slo.attainment")
-WORDS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E", "kv_utilisation": "KV used,"}
-WORDS |= {"queue_s": "queue time", "prefill_s": "prefill time", "decode_s": "decode time", "step_time_s": "step time"}
-LABELS = {metric: label for label, metric, _ in QUANTITIES}
-
-
-def unit(metric: str) -> str:
-    """The unit of a metric, as `cbsim.results.terminal.shown` wants it."""
-    given = {known: unit_ for _, known, unit_ in QUANTITIES}.get(metric)
-    head, _, statistic = metric.partition(".")
-    if given or metric in SHARES:
-        return given or "share"
-    if head in DISTRIBUTIONS:
-        return "count" if statistic == "n" else "s"
-    if metric.endswith("_per_s") or metric.startswith("cost.") or metric in _MEANS:
-        return "number"
-    return "s" if metric.endswith("_s") else "count"
-
-
-_MEANS = ("rows_per_step", "tokens_per_step", "waiting.mean")
-
-
-def label(metric: str) -> str:
-    """What a person calls a metric."""
-    head, _, rest = metric.partition(".")
-    words = (WORDS.get(head, head.removesuffix("_s") if head in DISTRIBUTIONS else head), rest)
-    return LABELS.get(metric) or " ".join(words).strip().replace("_", " ")
 
 
 def _shown() -> Iterator[str]:
     """What the terminal's table has, with all percentiles of the main latencies and of ITL."""
-    for _, metric, _ in QUANTITIES:
+    for metric in (name for name, each in METRICS.items() if each.listed):
         head, _, statistic = metric.partition(".")
         for name in ("itl_s", head) if head == "e2e_s" else (head,):
             if statistic == "p50":
@@ -64,7 +36,7 @@ SHOWN = tuple(_shown())
 
 @dataclass(frozen=True, slots=True)
 class MetricDifference:
-    """One metric of two runs. `metric` is its dotted key in summary.json, `unit` as `terminal.QUANTITIES` has it.
+    """One metric of two runs. `metric` is its dotted key in summary.json, `unit` as `terminal.shown` takes it.
 
     `a` and `b` are those of the summaries: of all requests of each run, while the interval may rest on fewer, which
     `method` says. `n` is the smaller run's samples. `few`: too few of them for this percentile, or for any interval.
@@ -132,7 +104,7 @@ def differences(a: LoadedRun, b: LoadedRun) -> list[MetricDifference]:
         False: _method("block bootstrap over", steps, "steps", ""),
     }
     compared = []
-    for metric in NAMES:
+    for metric, what in METRICS.items():
         before, after = (lookup(run.summary, metric) for run in (a, b))
         if before is not None and after is not None:
             of_requests = metric not in SINGLE and not metric.startswith("step_time_s")
@@ -141,9 +113,7 @@ def differences(a: LoadedRun, b: LoadedRun) -> list[MetricDifference]:
             method = methods[of_requests] if interval else _no_interval(metric)
             n = _samples(metric, (a.summary, b.summary), source if interval else None)
             few = _few(metric, n, source.units)
-            compared.append(
-                MetricDifference(metric, label(metric), unit(metric), before, after, interval, n, method, few)
-            )
+            compared.append(MetricDifference(metric, what.label, what.form, before, after, interval, n, method, few))
     return compared
 
 

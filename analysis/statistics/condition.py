@@ -7,9 +7,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from analysis.statistics.compare import LEVEL, MetricDifference, change_text, signed, unit
-from cbsim.results.checks import METRIC, NUMBER, OPERATORS, TIMES, CheckError, bounded, named
-from cbsim.results.terminal import shown
+from analysis.statistics.compare import LEVEL, MetricDifference, change_text, signed
+from cbsim.errors import CheckError
+from cbsim.metrics.catalogue import METRICS
+from cbsim.metrics.checks import METRIC, NUMBER, OPERATORS, TIMES, bounded, named
+from cbsim.metrics.terminal import shown
 
 OPTION = "--fail-if"
 FORM = re.compile(rf"{METRIC}(\+-|±|[+-]?)\s*{NUMBER}")
@@ -68,8 +70,7 @@ def parse(text: str) -> Condition:
 
 def _allowed(metric: str) -> dict[str, float]:
     """Units of a change, and what each is in the metric's own; none only where a bare number can mean but one thing."""
-    own = unit(metric)
-    return {RELATIVE: 0.01} | (TIMES if own == "s" else {POINTS: 0.01} if own.endswith("share") else {"": 1.0})
+    return {RELATIVE: 0.01} | {"s": TIMES, "share": {POINTS: 0.01}}.get(METRICS[metric].unit, {"": 1.0})
 
 
 def verdict(condition: Condition, differences: Sequence[MetricDifference], *, sure: bool = False) -> tuple[bool, str]:

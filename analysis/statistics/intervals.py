@@ -4,7 +4,7 @@ Requests are drawn with replacement, the same for both runs (Efron and Tibshiran
 so that what both runs share cancels. A request brings all its token gaps along: for ITL, requests are the clusters.
 Steps follow from one another and are drawn in blocks, for each run on its own (Kunsch 1989; circular: Politis and
 Romano 1992). Nothing is copied: a draw is how often each unit counts, and statistics are those of
-`cbsim.results.metrics.distribution` under such counts. Intervals are percentile intervals: too narrow for means of few,
+`cbsim.metrics.metrics.distribution` under such counts. Intervals are percentile intervals: too narrow for means of few,
 skewed values, too wide for percentiles of runs that are much alike. They know how much the units of these runs vary,
 not other seeds or machines.
 """
@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from analysis.statistics.loading import LATENCIES, LoadedRun
-from cbsim.results.columns import NS
-from cbsim.results.metrics import PERCENTILE_METHOD, QUANTILES
-from cbsim.results.record import PHASES
+from cbsim.metrics.metrics import PERCENTILE_METHOD, QUANTILES
+from cbsim.record.columns import NS
+from cbsim.record.record import PHASES
 
 Ints = npt.NDArray[np.integer]
 Floats = npt.NDArray[np.float64]

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from analysis.statistics.loading import LoadedRun, flat
 from cbsim.draw.markdown import Table
-from cbsim.results.metrics import SAMPLES_NEEDED
-from cbsim.results.terminal import lookup, shown
+from cbsim.metrics.metrics import SAMPLES_NEEDED
+from cbsim.metrics.terminal import lookup, shown
 
 COLUMNS = (  # header, metric, unit
     ("makespan", "makespan_s", "s"),

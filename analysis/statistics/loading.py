@@ -1,4 +1,4 @@
-"""A run directory as frames: one row a step, one row a request, with the latencies of `cbsim.results.metrics`.
+"""A run directory as frames: one row a step, one row a request, with the latencies of `cbsim.metrics.metrics`.
 
 Frames have the columns of the run directory, in its units (docs/run_directory.md), and latencies in seconds beside
 them. A request that did not end with its last token has no latency: NaN.
@@ -15,11 +15,11 @@ import numpy as np
 import pandas as pd
 
 from analysis.statistics import labels
-from cbsim.results import agreement, declared, directory, metrics
-from cbsim.results.directory import RunError
-from cbsim.results.metrics import Requests, Steps
-from cbsim.results.record import STEP_COLUMNS, RequestRow
-from cbsim.results.requests import RUNS, TEXTS
+from cbsim.errors import RunError
+from cbsim.metrics import metrics
+from cbsim.record.record import STEP_COLUMNS, RequestRow
+from cbsim.record.tables import RUNS, TEXTS, Requests, Steps, token_times
+from cbsim.runs import reading
 from cbsim.scenario import documents
 
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s", "queue_s", "prefill_s", "decode_s")
@@ -32,7 +32,7 @@ VERDICT = "replay.json"
 class LoadedRun:
     """One run directory. `label` tells it from the others that were read with it.
 
-    `table` and `times` are what frames are made of, as `cbsim.results.metrics` wants them.
+    `table` and `times` are what frames are made of, as `cbsim.metrics.metrics` wants them.
     """
 
     path: Path
@@ -105,12 +105,12 @@ def read(paths: Sequence[Path]) -> list[LoadedRun]:
 
 def _read(path: Path) -> LoadedRun:
     whole = (path / "steps.parquet").exists() or not (path / VERDICT).exists()
-    raw = directory.load(path, whole=whole)
+    raw = reading.load(path, whole=whole)
     scenario = _scenario(raw, path / "scenario.resolved.yaml")
-    agreement.check_documents(raw)
-    agreement.check_same(raw, scenario["loop"]["mode"], whole=whole)
-    agreement.check_possible(raw)
-    times = metrics.token_times(raw.requests, raw.steps)
+    reading.check_documents(raw)
+    reading.check_same(raw, scenario["loop"]["mode"], whole=whole)
+    reading.check_possible(raw)
+    times = token_times(raw.requests, raw.steps)
     return LoadedRun(
         path=path,
         label=path.name,
@@ -124,11 +124,11 @@ def _read(path: Path) -> LoadedRun:
     )
 
 
-def _scenario(raw: directory.Run, file: Path) -> dict[str, Any]:
+def _scenario(raw: reading.Run, file: Path) -> dict[str, Any]:
     scenario = documents.parse(raw.scenario, str(file))
     if not isinstance(scenario, dict):
         raise RunError(f"{file}: not a scenario")
-    declared.check(file, scenario, declared.SCENARIO)
+    reading.check(file, scenario, reading.SCENARIO)
     return scenario
 
 

@@ -12,16 +12,15 @@ from analysis.statistics import comparable, compare
 from analysis.statistics.compare import MARK, SHOWN, MetricDifference, change_text, range_text
 from analysis.statistics.loading import LoadedRun, flat
 from cbsim.draw.markdown import Table
-from cbsim.results.directory import RunError
-from cbsim.results.record import LANES, PHASES
-from cbsim.results.terminal import shown
-from cbsim.scenario.fields import ScenarioError
-from cbsim.server import replan
+from cbsim.errors import RunError, ScenarioError, UserError
+from cbsim.metrics.terminal import shown
+from cbsim.record.record import LANES, PHASES
+from cbsim.runs import replan
 
 NO_DECISION = ("name", "question", "model.name", "hardware.", "cost.", "slo.")  # fields that no plan depends on
 
 
-class NotAPair(ValueError):  # noqa: N818  # reads as what is said of the runs
+class NotAPair(UserError):  # noqa: N818  # reads as what is said of the runs
     """Not a simulated and a measured run, in this order; the message names the run and what would do."""
 
 
@@ -157,7 +156,7 @@ def _taken_in(run: LoadedRun, step: int) -> set[int]:
 
 
 def replays(runs: Sequence[LoadedRun]) -> list[ReplayOutcome]:
-    """Every run's plans derived again from its own polls (`cbsim.server.replan`), without a clock."""
+    """Every run's plans derived again from its own polls (`cbsim.runs.replan`), without a clock."""
     return [_replay(run) for run in runs]
 
 

@@ -1,10 +1,17 @@
-"""The table that `cbsim sweep` writes, as axes and metrics: a row a point, replicates of a place beside each other."""
+"""The table that `cbsim sweep` writes, as axes and metrics: a row a point, replicates of a place beside each other.
+
+Places of a sweep: points that differ in their seed alone. A metric of a place is the mean of its replicates, with an
+interval of Student's t: replicates are independent runs of one system.
+
+What a figure of a sweep shows at first: which axis is on x, which make the series, what the others are fixed at.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +21,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cbsim.draw.chart import Floats
-from cbsim.results.directory import RunError
+from cbsim.errors import RunError
+from cbsim.metrics.checks import OPERATORS, Check
 from cbsim.scenario.fields import near
+from cbsim.stats.intervals import t_quantile
 
 Ints = npt.NDArray[np.int64]
 LOOP, SEED = "loop", "seed"
@@ -213,3 +222,152 @@ def _ending(name: str, others: Sequence[str]) -> str:
     words = name.split(".")
     endings = (".".join(words[-count:]) for count in range(1, len(words)))
     return next((end for end in endings if not any(f".{other}".endswith(f".{end}") for other in others)), name)
+
+
+Bools = npt.NDArray[np.bool_]
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """A metric by place: the mean of `n` replicates, NaN if there is none, and the half width of its interval, NaN if
+    there are not two.
+    """
+
+    mean: Floats
+    half: Floats
+    n: Ints
+
+    @property
+    def low(self) -> Floats:
+        """The lower end, but no less than 0, as no metric is; the mean where there is no interval."""
+        return np.maximum(self.mean - np.nan_to_num(self.half), 0.0)
+
+    @property
+    def high(self) -> Floats:
+        """The upper end, likewise."""
+        return self.mean + np.nan_to_num(self.half)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The places of a table. `codes` has a row a place, a column an axis; `of` and `seeds` are those of each point."""
+
+    axes: Sequence[Axis]
+    codes: Ints
+    of: Ints
+    seeds: Ints
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def means(self, values: Floats) -> Means:
+        """Of a metric, given for each point. Points of one place and seed are one replicate."""
+        known = np.isfinite(values)
+        seeds = int(self.seeds.max()) + 1
+        runs, which = np.unique(self.of[known] * seeds + self.seeds[known], return_inverse=True)
+        at = runs // seeds
+        kept = _divided(np.bincount(which, values[known], len(at)), np.bincount(which, minlength=len(at)))
+        n = np.bincount(at, minlength=len(self))
+        mean = _divided(np.bincount(at, kept, len(self)), n)
+        variance = _divided(np.bincount(at, (kept - mean[at]) ** 2, len(self)), n - 1)
+        factor = np.array([student(int(count)) for count in n])
+        return Means(mean, factor * np.sqrt(_divided(variance, n)), n)
+
+    def said(self, place: int, axes: Sequence[Axis] | None = None) -> str:
+        """What a place sets, or of it what these axes set."""
+        wanted = self.axes if axes is None else axes
+        cells = [
+            (axis, code)
+            for axis, code in zip(self.axes, self.codes[place], strict=True)
+            if any(axis is other for other in wanted)
+        ]
+        return ", ".join(axis.said(code) for axis, code in cells)
+
+
+def places(table: SweepTable) -> Places:
+    """The places of a table, in the order of its axes' values."""
+    if not table.axes:
+        return Places((), np.zeros((1, 0), dtype=np.int64), np.zeros(len(table), dtype=np.int64), table.seeds)
+    codes, of = np.unique(np.stack([axis.codes for axis in table.axes], axis=1), axis=0, return_inverse=True)
+    return Places(table.axes, codes, of.reshape(-1), table.seeds)
+
+
+def held(limit: Check, values: Floats) -> Bools:
+    """Which values a condition holds of; of NaN none does."""
+    compare: Any = OPERATORS[limit.compare]
+    made: Bools = compare(values, limit.bound)
+    return made
+
+
+@cache
+def student(n: int) -> float:
+    """What the standard error of a mean of n values is multiplied with; NaN below 2."""
+    return t_quantile((1 + CONFIDENCE) / 2, n - 1) if n > 1 else float("nan")
+
+
+def _divided(above: Floats | Ints, below: Ints) -> Floats:
+    made: Floats = np.divide(above, below, out=np.full(len(above), np.nan), where=below > 0)
+    return made
+
+
+MOST_SERIES = 8  # lines of a figure
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """An axis on x, those whose values make a series each, and the one value of each other axis, by its name.
+
+    Without an axis there is one place, and `x` is None.
+    """
+
+    x: Axis | None
+    series: Sequence[Axis]
+    fixed: Mapping[str, int]
+
+    def rows(self, places: Places) -> list[Ints]:
+        """The places of each series, in the order of x; series without a place are left out."""
+        shown = np.ones(len(places), dtype=bool)
+        for at, axis in enumerate(places.axes):
+            shown &= places.codes[:, at] == self.fixed.get(axis.name, places.codes[:, at])
+        own = [at for at, axis in enumerate(places.axes) if any(axis is other for other in self.series)]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for place in np.flatnonzero(shown).tolist():
+            groups.setdefault(tuple(places.codes[place, own].tolist()), []).append(place)
+        return [np.array(groups[key], dtype=np.int64) for key in sorted(groups)]
+
+    def says(self, axes: Sequence[Axis]) -> str:
+        """A sentence on what is fixed, for a caption; "" if nothing is."""
+        told = [f"{axis.name} = {axis.labels[self.fixed[axis.name]]}" for axis in axes if axis.name in self.fixed]
+        return f" Of the others: {', '.join(told)}." if told else ""
+
+
+def view(table: SweepTable, x: str | None) -> View:
+    """`x` or the longest axis of numbers on x; as many others as make few series, those of few values first."""
+    if not table.axes:
+        return View(None, (), {})
+    first = longest(table.axes) if x is None else table.axis(x)
+    return View(first, *split([axis for axis in table.axes if axis is not first]))
+
+
+def longest(axes: Sequence[Axis]) -> Axis:
+    """The axis of most values, of numbers if there is one."""
+    return max(axes, key=lambda axis: (axis.numbers is not None, len(axis)))
+
+
+def split(axes: Sequence[Axis]) -> tuple[Sequence[Axis], Mapping[str, int]]:
+    """Axes that together make few series, in their order, and one value for each of the rest: the middle number, or
+    the first.
+    """
+    chosen: list[Axis] = []
+    for axis in sorted(axes, key=len):
+        if math.prod(map(len, [*chosen, axis])) <= MOST_SERIES:
+            chosen.append(axis)
+    series = [axis for axis in axes if any(axis is other for other in chosen)]
+    rest = [axis for axis in axes if not any(axis is other for other in chosen)]
+    return series, {axis.name: middle(axis) for axis in rest}
+
+
+def middle(axis: Axis) -> int:
+    """The code of what an axis is fixed at: its middle number, or its first value."""
+    return 0 if axis.numbers is None else len(axis) // 2

@@ -10,7 +10,7 @@ import numpy as np
 
 from analysis.statistics import labels
 from analysis.statistics.loading import LoadedRun
-from cbsim.results.terminal import lookup
+from cbsim.metrics.terminal import lookup
 
 RATES = ("workload.arrivals.rate_per_s", "workload.time_scale")
 IGNORED = ("name", "question", "seed")  # seeds make repetitions

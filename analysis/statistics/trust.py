@@ -10,13 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from analysis.statistics import sweeps
-from analysis.statistics.content import Caveat
 from analysis.statistics.loading import LoadedRun, flat
-from cbsim.results import coverage
-from cbsim.results.metrics import SAMPLES_NEEDED
+from cbsim.draw.report import Caveat
+from cbsim.metrics import coverage
+from cbsim.metrics.metrics import SAMPLES_NEEDED
+from cbsim.scenario import demand
 
-OPEN_LOOP = ("constant", "poisson", "gamma")  # kinds of arrivals that do not wait for the server ...
-TIMED = ("azure", "mooncake", "csv", "golden", "vllm_bench")  # ... and of workloads that say when they arrive
 ENDED = ("length", "stop")
 ENOUGH = 20  # arrivals or steps from which a trend can be read
 LAG, GROWTH = 0.05, 1.2
@@ -299,7 +298,7 @@ def _versions(facts: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[st
 
 def is_open(run: LoadedRun) -> bool:
     """Do requests come whether or not the server keeps up, over time?"""
-    return run.scenario.get("workload", {}).get("kind") in TIMED or _arrivals(run) in OPEN_LOOP
+    return demand.is_open(run.scenario.get("workload", {}))
 
 
 def _arrivals(run: LoadedRun) -> str | None:

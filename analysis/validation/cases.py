@@ -2,35 +2,34 @@
 
 validation/<case>/case.json says what a case is; the run directories beside it, in measured/ and simulated/, are one or
 more runs of each loop and one of each. What is not there yet is left out and told; what is wrong is refused by name.
-A folder without validation/ is read from its packed runs, if it has any.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated
 
+from pydantic import Field
+
+from analysis.clients.files import Part, checked
 from analysis.statistics import comparable, loading, pairing
-from analysis.statistics.content import Caveat
 from analysis.statistics.loading import VERDICT, LoadedRun
 from analysis.statistics.pairing import NotAPair, ReplayOutcome
-from analysis.validation import packed
-from cbsim.results import bars, declared
-from cbsim.results.bars import Score
-from cbsim.results.declared import Kind
-from cbsim.results.directory import MARKER, RunError
-from cbsim.scenario.fields import LARGEST_REAL, shown
+from cbsim.draw.report import Caveat
+from cbsim.errors import RunError
+from cbsim.files import read_json
+from cbsim.metrics import bars
+from cbsim.metrics.bars import Score
+from cbsim.record.directory import MARKER
+from cbsim.scenario.fields import shown
 
 LOOPS = ("sync", "async")
-MEASURED, SIMULATED = KINDS = packed.WORLDS
+MEASURED, SIMULATED = KINDS = ("measured", "simulated")
 LACKS = {MEASURED: "not measured yet", SIMULATED: "not simulated"}
 EXPECTED = "expected validation/CASE/ with case.json, measured/ and simulated/"
-REPLAYED = {"matched": declared.WHOLE._replace(needed=False), "steps": declared.WHOLE, "says": declared.TEXT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +93,6 @@ def read(place: Path) -> DeviceCases:
     """The cases of a validation folder. Raises RunError naming file, field and what is expected; NotAPair and
     Incomparable naming runs that do not belong together.
     """
-    if _folders(place / "validation") or not packed.there(place):
-        return _read(place)
-    with TemporaryDirectory() as folder:
-        packed.unpack(place, Path(folder) / "validation")
-        try:
-            return replace(_read(Path(folder)), device=_device(place / "provenance.json"))
-        except (RunError, NotAPair) as error:
-            raise type(error)(str(error).replace(f"{folder}/validation", str(place / packed.RUNS))) from None
-
-
-def _read(place: Path) -> DeviceCases:
     cases_read = [_read_case(folder) for folder in _folders(place / "validation")]
     cases = [case for case, _ in cases_read if case is not None]
     left_out = [caveat for _, caveats in cases_read for caveat in caveats]
@@ -135,63 +123,45 @@ def _natural(path: Path) -> list[str | int]:
 
 # -- documents --------------------------------------------------------------------------------------------------------
 
-
-def _is_line(value: Any) -> bool:
-    return isinstance(value, str) and value.isprintable() and bool(value.strip())
+Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*\S[^\x00-\x1f\x7f]*$")]
 
 
-def _is_between(value: Any, low: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= LARGEST_REAL
+class About(Part):
+    """case.json, whole: what may be null is written out, since a forgotten load would leave bars out unseen."""
+
+    name: Line
+    about: Line
+    model: Line
+    scheduler: Line
+    injected_ms: Annotated[float, Field(ge=0)]
+    load: Annotated[float, Field(gt=0)] | None
+    curve: Line | None
+    predicted: dict[Annotated[str, Field(pattern=r"^\d{1,9}(\.\d{1,9})?$")], Annotated[float, Field(ge=-1)]]
 
 
-def _are_speed_ups(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        re.fullmatch(r"\d{1,9}(\.\d{1,9})?", at) and _is_between(gain, -1) for at, gain in value.items()
-    )
+class Provenance(Part):
+    """What is read of provenance.json."""
+
+    device: Line | None = None
 
 
-LINE = Kind("a line of text", _is_line)
-ABOUT = dict.fromkeys(("name", "about", "model", "scheduler"), LINE) | {
-    "injected_ms": Kind("milliseconds, 0 or more", lambda value: _is_between(value, 0)),
-    "load": Kind("null or a share of the capacity above 0", lambda value: _is_between(value, 1e-9), needed=False),
-    "curve": Kind("null or a line of text", _is_line, needed=False),
-    "predicted": Kind("milliseconds with the speed-up there", _are_speed_ups),
-}
+class Replayed(Part):
+    """What deriving the plans of a run came to when it still had its tables."""
+
+    matched: Annotated[int, Field(ge=0)] | None = None
+    steps: Annotated[int, Field(ge=0)]
+    says: str
 
 
-def _about(file: Path) -> dict[str, Any]:
-    """case.json, whole. null is said, not left out: a forgotten load would leave bars out unseen."""
-    document = _json(file)
-    missing = [f"{name} is missing, expected {kind.words}" for name, kind in ABOUT.items() if name not in document]
-    if missing:
-        raise RunError(f"{file}: {'; '.join(missing)}")
-    declared.check(file, document, ABOUT)
-    if document["name"] != file.parent.name:
-        raise RunError(f"{file}: name is {shown(document['name'])}, expected that of its folder, {file.parent.name!r}")
-    return {name: document[name] for name in ABOUT}
+def _about(file: Path) -> About:
+    about = checked(About, read_json(file, RunError), file)
+    if about.name != file.parent.name:
+        raise RunError(f"{file}: name: got {shown(about.name)}, expected that of its folder, {file.parent.name!r}")
+    return about
 
 
 def _device(file: Path) -> str | None:
-    if not file.exists():
-        return None
-    document = _json(file)
-    declared.check(file, document, {"device": LINE._replace(needed=False)})
-    device: str | None = document.get("device")
-    return device
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_bytes().decode())
-    except OSError as error:
-        raise RunError(f"{file}: cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise RunError(f"{file}: not UTF-8 text") from None
-    except (ValueError, RecursionError) as error:
-        raise RunError(f"{file}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise RunError(f"{file}: is {shown(value)}, expected a JSON object")
-    return value
+    return checked(Provenance, read_json(file, RunError), file).device if file.exists() else None
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
@@ -209,21 +179,20 @@ def _read_case(folder: Path) -> tuple[ValidationCase | None, list[Caveat]]:
     return _case(about, loops), left_out
 
 
-def _case(about: Mapping[str, Any], loops: Mapping[str, Pair]) -> ValidationCase:
+def _case(about: About, loops: Mapping[str, Pair]) -> ValidationCase:
     simulated = {loop: pair.simulated.summary for loop, pair in loops.items()}
     measured = {loop: [run.summary for run in pair.measured] for loop, pair in loops.items()}
-    scores = bars.scores(simulated, measured, about["load"])
+    scores = bars.scores(simulated, measured, about.load)
     replays = {loop: [_replay(run) for run in pair.measured] for loop, pair in loops.items()}
-    return ValidationCase(**about, loops=loops, scores=scores, replays=replays)
+    return ValidationCase(**about.model_dump(), loops=loops, scores=scores, replays=replays)
 
 
 def _replay(run: LoadedRun) -> ReplayOutcome:
     """What deriving the plans of a run again comes to, or had come to when it still had its tables."""
     if run.whole:
         return pairing.replays([run])[0]
-    verdict = _json(run.path / VERDICT)
-    declared.check(run.path / VERDICT, verdict, REPLAYED)
-    return ReplayOutcome(run.label, verdict.get("matched"), verdict["steps"], verdict["says"])
+    verdict = checked(Replayed, read_json(run.path / VERDICT, RunError), run.path / VERDICT)
+    return ReplayOutcome(run.label, verdict.matched, verdict.steps, verdict.says)
 
 
 def _cut_short(folder: Path) -> Iterator[Caveat]:

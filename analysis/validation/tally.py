@@ -1,18 +1,22 @@
-"""What the cases of a validation score: how many bars are met, by how much the others are missed, as sentences and
-tables.
+"""What the cases of a validation score: how many bars are met, by how much the rest are missed, and where a miss
+comes from: which phase or lane of a step, in which kind of step, or the number of steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import inf, isfinite
 from statistics import median
 from typing import NamedTuple
 
-from analysis.statistics.pairing import ReplayOutcome
-from analysis.validation.cases import LOOPS, ValidationCase
+from analysis.statistics import pairing
+from analysis.statistics.loading import LoadedRun
+from analysis.statistics.pairing import Phase, ReplayOutcome
+from analysis.validation.cases import LOOPS, Pair, ValidationCase
 from cbsim.draw.markdown import Table
-from cbsim.results.bars import BARS, BOTH, SPEED_UP, Bar, Score
+from cbsim.metrics.bars import BARS, BOTH, SPEED_UP, Bar, Score
+from cbsim.record.record import LANES, PHASES
 
 MARKS = {"met": "", "missed": " *", "undecided": " ~"}
 SHORT = {SPEED_UP: "speed-up", "output tokens/s": "tokens/s"}
@@ -66,8 +70,8 @@ def holds(cases: Sequence[ValidationCase]) -> bool:
 
 
 def findings(cases: Sequence[ValidationCase]) -> list[str]:
-    """The verdict, where it is furthest from what is asked, the speed-up, and the plans."""
-    return [_verdict(cases), *_furthest(cases), *_speed_up(cases), _replayed(cases)]
+    """The verdict, and what does not replay."""
+    return [_verdict(cases), _replayed(cases)]
 
 
 def _verdict(cases: Sequence[ValidationCase]) -> str:
@@ -77,48 +81,16 @@ def _verdict(cases: Sequence[ValidationCase]) -> str:
     runs = sum(len(pair.measured) for case in cases for pair in case.loops.values())
     return (
         f"{met:,} of {len(verdicts):,} asked scores are met, {missed:,} missed, {undecided:,} undecided{reason}: "
-        f"{_count(len(cases), 'workload')}, {_count(runs, 'measured run')}."
-    )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _furthest(cases: Sequence[ValidationCase]) -> Iterator[str]:
-    """The largest errors, one a bar, measured by what is asked."""
-    worst = [max(scores, key=lambda scored: scored.size) for bar in BARS if (scores := judged(cases, bar))]
-    largest = sorted(worst, key=lambda scored: -scored.size / scored.score.bar.bound)[:MOST_NAMED]
-    sentences = [
-        f"{scored.score.bar.label} {error_text(scored.score)} ({scored.where}; {wanted(scored.score.bar)})"
-        for scored in largest
-    ]
-    if sentences:
-        yield f"Largest errors, by what is asked: {', '.join(sentences)}."
-
-
-def _speed_up(cases: Sequence[ValidationCase]) -> Iterator[str]:
-    speed_ups = [scored for scored in judged(cases) if scored.score.bar.label == SPEED_UP]
-    if not speed_ups:
-        return
-    worst = max(speed_ups, key=lambda scored: scored.size)
-    simulated, measured, _ = worst.score.shown()
-    at = f"{worst.case.name}, with {worst.case.injected_ms:g} ms of CPU work added to every step"
-    yield (
-        f"Speed-up of the async loop over the sync one: largest error {error_text(worst.score)}, in {at} "
-        f"({simulated} simulated, {measured} measured)."
+        f"{len(cases):,} workloads, {runs:,} measured runs."
     )
 
 
 def _replayed(cases: Sequence[ValidationCase]) -> str:
     verdicts = replays(cases)
-    others = [replay for replay in verdicts if not identical(replay)]
-    if not others:
-        return f"Every measured run replays to identical plans: {len(verdicts):,} of {len(verdicts):,}."
-    reasons = "; ".join(f"{replay.run}: {replay.says}" for replay in others[:MOST_NAMED])
-    more = f"; {len(others) - MOST_NAMED:,} more" if len(others) > MOST_NAMED else ""
-    agreed = len(verdicts) - len(others)
-    return f"{agreed:,} of {_count(len(verdicts), 'measured run')} replay to identical plans; not {reasons}{more}."
+    parted = [f"{replay.run}: {replay.says}" for replay in verdicts if not identical(replay)]
+    counted = f"{len(verdicts) - len(parted):,} of {len(verdicts):,} measured runs replay to identical plans"
+    more = f"; {len(parted) - MOST_NAMED:,} more" if len(parted) > MOST_NAMED else ""
+    return f"{counted}; not {'; '.join(parted[:MOST_NAMED])}{more}." if parted else f"{counted}."
 
 
 def error_text(score: Score) -> str:
@@ -237,3 +209,113 @@ def _case_row(case: ValidationCase) -> tuple[str, ...]:
     runs = ", ".join(dict.fromkeys(f"{len(pair.measured):,}" for pair in pairs))
     requests = f"{pairs[0].simulated.summary['requests']:,}"
     return (case.name, case.model, case.scheduler, f"{case.injected_ms:g} ms", arrivals, requests, runs, case.about)
+
+
+# -- causes -----------------------------------------------------------------------------------------------------------
+
+WAIT = "await"  # follows from what is waited for
+KINDS = {"decode steps": False, "prefill steps": True}  # do they read prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """How the simulated run of a loop differs from the measured one of median makespan, in means over the steps.
+
+    `steps`: of the simulated and of the measured run. `largest`: the phase or lane that differs most, None
+    without steps; `share` is its difference as a share of the measured makespan a step. `kinds`: by kind of step, the
+    relative error of its compute time, None where there is none, and its weight, microseconds over all such steps.
+    """
+
+    steps: tuple[int, int]
+    largest: Phase | None
+    share: float
+    kinds: Mapping[str, tuple[float | None, float]]
+
+    @property
+    def difference_us(self) -> float:
+        return self.largest.simulated_mean_us - self.largest.measured_mean_us if self.largest else 0.0
+
+    @property
+    def summary(self) -> str:
+        """In a line, what weighs most."""
+        more_steps = self.steps[0] / self.steps[1] - 1 if self.steps[1] else 0.0
+        if self.largest is None:
+            return "no step with rows to tell by"
+        if abs(more_steps) > abs(self.share):
+            return f"{more_steps:+.1%} steps: other batches"
+        if self.largest.name == "compute":
+            worst = max(self.kinds, key=lambda kind: self.kinds[kind][1])
+            return f"compute of {worst} {_relative(self.kinds[worst][0])}"
+        return f"{self.largest.name} {self.difference_us:+,.0f} us a step"
+
+
+def cause(pair: Pair) -> Cause:
+    """Where the simulated run goes astray."""
+    sim, measured = pair.simulated, pair.middle
+    phases = _that_count(pairing.phases(sim, measured), sim.loop)
+    largest = max(phases, key=lambda phase: abs(phase.simulated_mean_us - phase.measured_mean_us), default=None)
+    steps = tuple(int((run.table["rows"] > 0).sum()) for run in (sim, measured))
+    step_us = float(measured.summary["makespan_s"]) * 1e6 / max(steps[1], 1)
+    share = (largest.simulated_mean_us - largest.measured_mean_us) / step_us if largest else 0.0
+    kinds = {name: _compute_error(sim, measured, prefill) for name, prefill in KINDS.items()}
+    return Cause((steps[0], steps[1]), largest, share, kinds)
+
+
+def _that_count(phases: Sequence[Phase], loop: str) -> Sequence[Phase]:
+    """All phases but the wait. Where CPU and device overlap, those of the longer side: the other is free."""
+    cpu = [phase for phase in phases if phase.name in PHASES and phase.name != WAIT]
+    device = [phase for phase in phases if phase.name in LANES]
+    if loop == "sync":
+        return [*cpu, *device]
+    return max((cpu, device), key=lambda side: sum(phase.measured_mean_us for phase in side))
+
+
+def _compute_error(sim: LoadedRun, measured: LoadedRun, prefill: bool) -> tuple[float | None, float]:
+    """Of the steps of a kind: the relative error of their mean compute time, and what it comes to in all of them."""
+    ours, theirs = (
+        run.table.lane("compute")[(run.table["rows"] > 0) & ((run.table["prefill_tokens"] > 0) == prefill)] / 1e3
+        for run in (sim, measured)
+    )
+    if not len(ours) or not len(theirs):
+        return None, 0.0
+    difference = float(ours.mean() - theirs.mean())
+    return difference / float(theirs.mean()) if theirs.any() else None, abs(difference) * len(theirs)
+
+
+def cause_table(cases: Sequence[ValidationCase]) -> list[Table]:
+    """A row for each case and loop with a bar that is not met; none if all are."""
+    header = (
+        *("case", "loop", "so", "differs most", "us a step", "its error", "of the step"),
+        *("compute: decode steps", "prefill steps", "steps, simulated", "measured", "not met"),
+    )
+    rows = [
+        (case.name, loop, *_cause_cells(cause(pair)), ", ".join(missed))
+        for case in cases
+        for loop, pair in case.loops.items()
+        for missed in [not_met(case, loop)]
+        if missed and pair.whole
+    ]
+    says = (
+        "Means over the steps with rows, simulated against the measured run of median makespan: the CPU phase (but for "
+        "the wait) or lane whose time differs most, also as a share of the measured time a step. In the async loop "
+        "it is one of the side that takes longer, CPU or device: the other runs beside it. Decode steps read no "
+        "prompt, prefill steps do."
+    )
+    return [Table("Where missed bars come from", header, rows, says)] if rows else []
+
+
+def not_met(case: ValidationCase, loop: str) -> list[str]:
+    """The bars that this loop misses or that cannot be decided; a speed-up is of both loops."""
+    own = [score for score in case.scores if score.loop in (loop, BOTH)]
+    return [score.bar.label for score in own if score.verdict in ("missed", "undecided")]
+
+
+def _cause_cells(reason: Cause) -> tuple[str, ...]:
+    name, error = (reason.largest.name, reason.largest.error) if reason.largest else ("-", None)
+    differs = (name, f"{reason.difference_us:+,.0f}", _relative(error), f"{reason.share:+.1%}")
+    kinds = (_relative(own) for own, _ in reason.kinds.values())
+    return (reason.summary, *differs, *kinds, *(f"{count:,}" for count in reason.steps))
+
+
+def _relative(error: float | None) -> str:
+    return "-" if error is None else f"{error:+.1%}"

@@ -1,269 +1,214 @@
-"""`python -m cbengine`: from arguments to calls, and exit codes. Nothing heavy is imported before a command is known.
+"""The command line of `python -m cbengine`: commands, their arguments, exit statuses.
 
-Exit codes: 0 ok, 1 error, 2 bad scenario, weights or arguments, 3 a check failed.
+Exit status: 0 ok, 1 error, 2 bad scenario, weights or arguments, 3 a check failed. Nothing heavy is imported before a
+command is known.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
-import shutil
-import signal
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
-from cbengine.bench import BENCH_PARTS
-from cbengine.cli.arguments import RENAMED, command_line
-from cbsim.cli.arguments import guarded, renamed, run_options
-from cbsim.server.status import ERROR, USAGE
+from cbsim.cli.arguments import Parser, a_path, guarded, run_arguments
+from cbsim.cli.sessions import door_arguments, session_arguments
+from cbsim.policy.plan import WORKED
 
-if TYPE_CHECKING:
-    from cbengine.build import Setup
-    from cbengine.measure.predict import PredictOptions
-
-BEGUN_S = time.monotonic()  # before anything heavy is imported
-SERVE = ("starlette", "uvicorn", "httptools", "prometheus_client", "tokenizers")  # of the extra `serve`
-OURS = ("cbengine", "cbsim", "analysis")
-SAMPLING = {"temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p", "seed": "--sampling-seed"}
+DEVICES = {
+    "inline": "a step is computed while it is launched",
+    "process": "a worker process computes",
+    "modelled": "nothing is computed, a step takes the scenario's cost model",
+    "cuda": "a GPU",
+}
+SERVE = ("starlette", "uvicorn", "httptools", "prometheus_client", "tokenizers")  # packages of the extra `serve`
+PROJECT = ("cbengine", "cbsim", "analysis")
+EXAMPLES = {
+    "replay": "tiny_cpu --device process --loop both --set workload.requests=8",
+    "calibrate": "tiny_cpu --device process --quick --out mine.fitted.yaml",
+    "serve": "tiny_cpu --device process --port 8000",
+    "predict": "cpu-0 cpu-5 --device process --quick --out runs/predicted",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. A user's own mistake is one message on stderr, never a traceback."""
-    if renamed("cbengine", RENAMED, argv):
-        return USAGE
-    arguments = command_line().parse_args(argv)
-    return guarded("cbengine", arguments.command, lambda: _dispatch(arguments), _status)
-
-
-def _status(error: Exception) -> int | None:
-    """Exit status of an error that a user can cause; None for one that only we can."""
-    from cbsim.results.checks import CheckError
-    from cbsim.results.directory import RunError
-    from cbsim.scenario.errors import UserError
-    from cbsim.server.running import ServerError
-
-    if isinstance(error, RunError | ServerError):
-        return ERROR
-    return USAGE if isinstance(error, UserError | CheckError) else None
+    parts = list(sys.argv[1:] if argv is None else argv)
+    arguments = command_line().parse_args(parts)
+    arguments.line = shlex.join(["python", "-m", "cbengine", *parts])
+    return guarded("cbengine", arguments.command, lambda: _dispatch(arguments))
 
 
 def _dispatch(arguments: argparse.Namespace) -> int:
     try:
-        return ACTIONS[arguments.command](arguments)
+        from cbengine.cli import commands
+
+        return commands.COMMANDS[arguments.command](arguments)
     except ModuleNotFoundError as error:
         from cbengine.errors import MissingError
 
         package = (error.name or "").partition(".")[0]
-        if package in OURS:
+        if package in PROJECT:
             raise
         extra = "serve" if package in SERVE else "engine"
         raise MissingError(f"{package} is not installed: pip install -e '.[{extra}]'") from None
 
 
-def _replay(arguments: argparse.Namespace) -> int:
-    from cbengine.cli import commands
+def command_line() -> argparse.ArgumentParser:
+    """All commands."""
+    parser = Parser(
+        prog="python -m cbengine",
+        description="Run continuous batching for real, with the simulator's own policies.",
+        epilog="Exit status: 0 ok, 1 error, 2 bad scenario, weights or arguments, 3 a check failed.",
+        example="python -m cbengine replay tiny_cpu --device inline",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    setup = _setup(arguments)
-    own = _own_words(arguments, setup)
-    options = replace(run_options(arguments), command=("cbengine", "replay"), extra=own)
-    stand_in = arguments.flash_attn == "stand-in"
-    return commands.replay(
-        options, setup, peer=arguments.engine == "transformers", profiled=arguments.profile, stand_in=stand_in
+    def command(name: str, text: str) -> Parser:
+        example = f"python -m cbengine {name} {EXAMPLES[name]}"
+        return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", example=example)
+
+    _replay_arguments(command("replay", "serve a scenario on a device and write a run directory for each loop"))
+    _serve_arguments(command("serve", "a real engine for real clients: an OpenAI-compatible endpoint"))
+    _calibrate_arguments(command("calibrate", "measure the coefficients of the simulator's fitted cost model"))
+    _predict_arguments(
+        command("predict", "calibrate on short probes, predict workloads never probed, run them, compare")
+    )
+    return parser
+
+
+def _replay_arguments(replay: argparse.ArgumentParser) -> None:
+    run_arguments(replay)
+    _device_arguments(replay, *DEVICES)
+    replay.add_argument(
+        "--inject",
+        action="append",
+        default=[],
+        type=_phase,
+        metavar="PHASE=MS",
+        help=f"milliseconds of extra CPU work in every step's {', '.join(WORKED[:-1])} or {WORKED[-1]} (repeatable)",
+    )
+    replay.add_argument(
+        "--sampling",
+        type=a_path,
+        metavar="FILE",
+        help="settings of single requests, JSON Lines: id and any of temperature, top_k, top_p, seed",
+    )
+    replay.add_argument("--save-tokens", action="store_true", help="write prompts and outputs to tokens.parquet, too")
+    replay.add_argument("--no-cuda-graphs", action="store_true", help="GPU only: launch every step kernel by kernel")
+    replay.add_argument(
+        "--wait",
+        choices=("block", "spin"),
+        default="block",
+        help="GPU only: how the CPU waits for a step: asleep (default), or busy, which wakes up sooner",
+    )
+    replay.add_argument(
+        "--stop-at-end-tokens", action="store_true", help="let the end tokens of --weights end a request early"
+    )
+    replay.add_argument(
+        "--profile",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="GPU only: profile N steps with torch: their kernels go to kernels.csv, their GPU-active beside ours",
     )
 
 
-def _serve(arguments: argparse.Namespace) -> int:
-    from cbengine.build import Setup, default_device
-    from cbengine.sampling import Sampling
-    from cbengine.serving import command
-    from cbsim.cli.sessions import options_of, scenario_of
-
-    device = arguments.device or default_device()
-    setup = Setup(device=device, weights=arguments.model, sampling=Sampling(temperature=1.0))
-    told = command.EngineOptions(_serve_words(arguments, device), arguments.served_model_name, arguments.tokenizer)
-    return command.serve(scenario_of(arguments), setup, told, options_of(arguments))
+def _serve_arguments(serve: argparse.ArgumentParser) -> None:
+    session_arguments(serve)
+    door_arguments(serve)
+    _device_argument(serve, "inline", "process", "cuda")
+    text = "a local Hugging Face folder, as --weights of replay, and its tokenizer (random weights, and our tokenizer)"
+    serve.add_argument("--model", type=a_path, metavar="DIR", help=text)
 
 
-def _serve_words(arguments: argparse.Namespace, device: str) -> str:
-    """The command that opens such a session again."""
-    words = ["python", "-m", "cbengine", "serve", arguments.scenario]
-    for override in arguments.set:
-        words += ["--set", override]
-    named = {
-        "--seed": arguments.seed,
-        "--loop": arguments.loop,
-        "--device": device,
-        "--model": arguments.model,
-        "--tokenizer": arguments.tokenizer,
-        "--served-model-name": arguments.served_model_name,
-    }
-    for option, value in named.items():
-        words += [] if value is None else [option, str(value)]
-    return shlex.join(words)
-
-
-def _calibrate(arguments: argparse.Namespace) -> int:
-    from cbengine.cli import commands
-    from cbengine.measure.probes import CPU_REACH, GPU_REACH, Reach
-
-    setup = _setup(arguments)
-    name, usual = ("validation", GPU_REACH) if setup.device in ("cuda", "modelled") else ("tiny_cpu", CPU_REACH)
-    given = (arguments.rows, arguments.longest, arguments.tokens, arguments.context)
-    wanted = commands.CalibrateOptions(
-        scenario=arguments.scenario or name,
-        overrides=arguments.set,
-        out=arguments.out,
-        reach=Reach(*(number or default for number, default in zip(given, usual, strict=True))),
-        quick=arguments.quick,
+def _calibrate_arguments(calibrate: argparse.ArgumentParser) -> None:
+    calibrate.add_argument("scenario", nargs="?", help="whose model and scheduler (validation on a GPU, else tiny_cpu)")
+    calibrate.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field (repeatable)"
     )
-    return commands.calibration(wanted, setup)
-
-
-def _campaign(arguments: argparse.Namespace) -> int:
-    from cbengine.cli import commands
-
-    until = BEGUN_S + arguments.minutes * 60 if arguments.minutes else math.inf
-    return commands.measure_campaign(arguments.parts, arguments.device, arguments.out, until)
-
-
-def _pack(arguments: argparse.Namespace) -> int:
-    from cbengine.bench.figures import say
-    from cbengine.first import pack
-
-    options = pack.PackOptions(
-        out=arguments.out,
-        max_mb=arguments.max_mb,
-        part_minutes=arguments.part_minutes,
-        max_result_mb=arguments.max_result_mb,
-        python=arguments.python,
-        triton_cache=arguments.triton_cache,
+    calibrate.add_argument("--out", type=a_path, required=True, metavar="FILE", help="the coefficient file to write")
+    calibrate.add_argument("--rows", type=_count, metavar="N", help="most requests in a step (256 on a GPU, else 32)")
+    calibrate.add_argument(
+        "--longest", type=_count, metavar="N", help="longest sequence, tokens (8192 on a GPU, else 320)"
     )
-    pack.pack(options, say)
-    return 0
+    calibrate.add_argument(
+        "--tokens", type=_count, metavar="N", help="query tokens of a step (8192 on a GPU, else 128)"
+    )
+    calibrate.add_argument(
+        "--context", type=_count, metavar="N", help="cached tokens of all requests (300000 on a GPU, else 5000)"
+    )
+    calibrate.add_argument("--quick", action="store_true", help="shorter outputs, less precise")
+    _device_arguments(calibrate, "process", "modelled", "cuda")
 
 
-def _speed(arguments: argparse.Namespace) -> int:
-    from cbengine.cli import commands
-
-    parts = BENCH_PARTS if arguments.kernels else arguments.only
-    return commands.speed(
-        arguments.device, arguments.out, parts, arguments.model, quick=arguments.quick, as_json=arguments.json
+def _predict_arguments(predict: argparse.ArgumentParser) -> None:
+    predict.add_argument(
+        "cases", nargs="*", metavar="CASE", help="workloads or groups (all): an unknown one lists them"
+    )
+    predict.add_argument(
+        "--device",
+        choices=("cuda", "process", "modelled"),
+        help="cuda: a GPU; process: a tiny model in a worker process; modelled: a GPU's workloads, their kernels "
+        "take what the cost model says (default: cuda if there is one, else process)",
+    )
+    predict.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field of every case (repeatable)"
+    )
+    predict.add_argument("--repeat", type=_count, default=1, metavar="N", help="measure each loop N times (1)")
+    predict.add_argument("--quick", action="store_true", help="calibrate with shorter outputs, less precise")
+    predict.add_argument(
+        "--again",
+        type=a_path,
+        metavar="DIR",
+        help="measure nothing: fit and predict again what was measured into this folder",
+    )
+    predict.add_argument(
+        "--out", type=a_path, default=Path("reports/hardware"), metavar="DIR", help="where all goes (reports/hardware)"
     )
 
 
-def _predict(arguments: argparse.Namespace) -> int:
-    from cbengine.cli import commands
-    from cbengine.errors import UsageError
+def _device_arguments(parser: argparse.ArgumentParser, *devices: str) -> None:
+    _device_argument(parser, *devices)
+    kind = "a local Hugging Face folder of Llama 3, Qwen2.5 or Qwen3 (default: random weights of the scenario's shape)"
+    parser.add_argument("--weights", type=a_path, metavar="DIR", help=kind)
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 (default): the likeliest token; else sampled"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest; 0 (default): all"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest of mass P; 1 (default): all"
+    )
+    parser.add_argument("--sampling-seed", type=int, default=0, metavar="SEED", help="seed of the sampling (0)")
 
-    if arguments.again is None:
-        return commands.predicted(arguments.cases, _predict_options(arguments))
-    if arguments.set or arguments.repeat > 1 or arguments.device or arguments.quick:
-        raise UsageError("--again: measures nothing, and takes no --set, --repeat, --device or --quick")
-    return commands.predicted_again(arguments.cases, arguments.again)
+
+def _device_argument(parser: argparse.ArgumentParser, *devices: str) -> None:
+    devices_text = "; ".join(f"{name}: {DEVICES[name]}" for name in devices)
+    parser.add_argument(
+        "--device", choices=devices, help=f"{devices_text} (default: cuda if there is one, else process)"
+    )
 
 
-def _generate(arguments: argparse.Namespace) -> int:
-    from cbengine.cli import commands
-
-    return commands.generate(arguments.prompt, arguments.tokens, _setup(arguments))
-
-
-def _smoke(arguments: argparse.Namespace) -> int:
-    """Needs no more than the standard library until a check does."""
-    from cbengine.first import smoke
-    from cbengine.first.pack_run import ended_politely
-    from cbengine.first.smoke_checks import checks
-
-    device = arguments.device or ("cuda" if shutil.which("nvidia-smi") else "cpu")
-    if arguments.worker is not None:
-        return smoke.work(smoke.CheckPlace(device, arguments.out), checks()[arguments.worker :])
-    worker = (sys.executable, "-m", "cbengine", "smoke", "--device", device, "--out", str(arguments.out), "--from")
+def _phase(text: str) -> tuple[str, int]:
+    name, _, value = text.partition("=")
     try:
-        with ended_politely((signal.SIGTERM, signal.SIGHUP)):
-            ended_well = smoke.smoke(arguments.out, checks(), worker, lambda line: print(line, flush=True))
-    except OSError as error:
-        from cbengine.errors import UsageError
-
-        raise UsageError(f"--out: {error.filename or arguments.out}: {error.strerror or error}") from None
-    return 0 if ended_well else ERROR
-
-
-ACTIONS = {
-    "replay": _replay,
-    "serve": _serve,
-    "calibrate": _calibrate,
-    "generate": _generate,
-    "predict": _predict,
-    "smoke": _smoke,
-    "campaign": _campaign,
-    "pack": _pack,
-    "speed": _speed,
-}
+        extra_ms = float(value)
+    except ValueError:
+        extra_ms = -1.0
+    if name not in WORKED or not 0 <= extra_ms <= 10_000:
+        known = ", ".join(WORKED)
+        raise argparse.ArgumentTypeError(f"{text!r}: expected PHASE=MS with a phase of {known} and 0 to 10000 ms")
+    return name, round(extra_ms * 1e6)
 
 
-def _predict_options(arguments: argparse.Namespace) -> PredictOptions:
-    from cbengine.build import default_device
-    from cbengine.measure.predict import PredictOptions
-
-    return PredictOptions(
-        device=arguments.device or default_device(),
-        out=arguments.out,
-        overrides=arguments.set,
-        repeat=arguments.repeat,
-        quick=arguments.quick,
-    )
-
-
-def _setup(arguments: argparse.Namespace) -> Setup:
-    from cbengine.build import Setup, default_device
-    from cbengine.errors import UsageError
-    from cbengine.sampling import Sampling
-    from cbengine.settings import SamplingSettings, read
-
+def _count(text: str) -> int:
     try:
-        sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.sampling_seed)
-    except UsageError as error:
-        field, _, text = str(error).removeprefix("sampling.").partition(":")
-        raise UsageError(f"{SAMPLING[field]}:{text}") from None
-    apart = getattr(arguments, "sampling", None)
-    return Setup(
-        device=arguments.device or default_device(),
-        weights=arguments.weights,
-        sampling=sampling,
-        requests=read(apart, sampling) if apart else SamplingSettings(),
-        cuda_graphs=not getattr(arguments, "no_cuda_graphs", False),
-        end_tokens=getattr(arguments, "stop_at_end_tokens", arguments.command == "generate"),
-        injected=tuple(getattr(arguments, "inject", ())),
-        saves_tokens=getattr(arguments, "save_tokens", False),
-        spin=getattr(arguments, "wait", "block") == "spin",
-    )
-
-
-def _own_words(arguments: argparse.Namespace, setup: Setup) -> list[str]:
-    """The options that `cbsim run` does not have: as they were given, and the device, which depends on the machine."""
-    words: list[str] = []
-    named: dict[str, Any] = {
-        "--engine": None if arguments.engine == "cbengine" else arguments.engine,
-        "--flash-attn": None if arguments.flash_attn == "package" else arguments.flash_attn,
-        "--device": setup.device,
-        "--weights": arguments.weights,
-        "--temperature": arguments.temperature or None,
-        "--top-k": arguments.top_k or None,
-        "--top-p": None if arguments.top_p == 1 else arguments.top_p,
-        "--sampling-seed": arguments.sampling_seed or None,
-        "--sampling": arguments.sampling,
-        "--profile": arguments.profile or None,
-    }
-    for option, value in named.items():
-        words += [] if value is None else [option, str(value)]
-    for phase, extra_ns in arguments.inject:
-        words += ["--inject", f"{phase}={extra_ns / 1e6:.15g}"]
-    words += ["--no-cuda-graphs"] * arguments.no_cuda_graphs
-    words += ["--wait", "spin"] * setup.spin
-    words += ["--save-tokens"] * arguments.save_tokens
-    words += ["--stop-at-end-tokens"] * arguments.stop_at_end_tokens
-    return words
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number >= 1")
+    return count

@@ -20,10 +20,10 @@ from cbengine.device.layout import Header, arrays
 from cbengine.device.moves import CopyNs, ModelledMoves, Moved
 from cbengine.ranking import Ranked
 from cbsim.cost.base import Cost
+from cbsim.errors import ServerError
 from cbsim.policy.captures import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan
-from cbsim.server.running import ServerError
-from cbsim.workload import lineage
+from cbsim.workload import requests
 
 Ints = npt.NDArray[np.int32]
 COMPUTE = 1  # of the lanes H2D, kernels, D2H
@@ -91,16 +91,16 @@ class Inline:
         return rows
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
-        if plan.moves or plan.awaited:
-            self._mover.before_rows(plan.step, plan.moves, plan.awaited)
+        if plan.transfers or plan.awaited:
+            self._mover.before_rows(plan.step, plan.transfers, plan.awaited)
         start = time.perf_counter_ns()
         step = arrays(torch.from_numpy(self.staging[slot]), header)
         self._executor.update_tables(step)
         tokens = self._executor.run(step, header).numpy().copy()
         end = time.perf_counter_ns()
         self._done[slot] = tokens, Lanes(start, start, start, end, end, end)
-        if plan.moves:
-            self._mover.after_rows(plan.step, plan.moves)
+        if plan.transfers:
+            self._mover.after_rows(plan.step, plan.transfers)
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         return self._done.pop(slot)
@@ -144,12 +144,12 @@ class Modelled:
         launched, edges = self._clock.now_ns(), []
         for lane, duration in enumerate(self._cost.gpu_ns(plan, header.tokens)):
             start = max(at, self._free[lane])
-            if lane == COMPUTE and (plan.moves or plan.awaited):
+            if lane == COMPUTE and (plan.transfers or plan.awaited):
                 start = self._moves.before_rows(plan, start)
-            end = start + duration + (self._moves.copying_ns(plan) if lane == COMPUTE and plan.moves else 0)
+            end = start + duration + (self._moves.copying_ns(plan) if lane == COMPUTE and plan.transfers else 0)
             at = self._free[lane] = max(end, launched) if lane == COMPUTE else end
             edges += [start, at]
-        if plan.moves:
+        if plan.transfers:
             self._moves.after_rows(plan, *edges[2 * COMPUTE : 2 * COMPUTE + 2])
         self._done[slot] = _declared(header, plan), Lanes(*edges)
 
@@ -173,6 +173,6 @@ def _declared(header: Header, plan: StepPlan) -> Ints:
     """The results of a step that nobody computes."""
     results: Ints = np.zeros(header.results, dtype=np.int32)
     if plan.ranked:
-        declared = dict(lineage.parents(plan))
+        declared = dict(requests.parents(plan))
         Ranked.of(results).parents[:] = [group.index(declared.get(s, s)) for group in plan.ranked for s in group]
     return results

@@ -100,7 +100,7 @@ class Cuda:
         return bucket(self._sizes, rows)
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
-        self._launch(slot, header, plan if plan.moves or plan.awaited else None)
+        self._launch(slot, header, plan if plan.transfers or plan.awaited else None)
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         marks, count, launched = self._in_flight.pop(slot)

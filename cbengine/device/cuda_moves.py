@@ -17,8 +17,8 @@ import torch
 
 from cbengine.device.graphs import moving_streams
 from cbengine.model.host_tier import Carrier
-from cbsim.policy.moves import IN_ORDER, Move, Way
 from cbsim.policy.plan import StepPlan
+from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
 
 
 class QueuedMove(NamedTuple):
@@ -45,10 +45,10 @@ class CudaMoves:
         """Every kind of copy once on every stream, with blocks that nobody has: no kernel is loaded in a run."""
         for stream, carrier in self._carriers.items():
             with torch.cuda.stream(stream):
-                carrier.carry(Way.COPY, (0,), (scratch,))
+                carrier.carry(Direction.COPY, (0,), (scratch,))
                 if host_tier:
-                    carrier.carry(Way.OUT, (scratch,), (0,))
-                    carrier.carry(Way.IN, (0,), (scratch,))
+                    carrier.carry(Direction.OUT, (scratch,), (0,))
+                    carrier.carry(Direction.IN, (0,), (scratch,))
             torch.cuda.synchronize()  # the next one uses the same blocks
 
     def before_rows(self, plan: StepPlan) -> None:
@@ -68,7 +68,7 @@ class CudaMoves:
     def after_rows(self, plan: StepPlan, end: torch.cuda.Event) -> None:
         """Queue the jobs of a plan whose rows have been queued, up to `end`."""
         for at, move in numbered(plan, in_order=False):
-            stream, event = (self._out, end) if move.way is Way.OUT else (self._in, self._ready)
+            stream, event = (self._out, end) if move.direction is Direction.OUT else (self._in, self._ready)
             stream.wait_event(event)
             self._carry(plan.step, [(at, move)], stream)
 
@@ -81,24 +81,24 @@ class CudaMoves:
         self._queued = left
         return over
 
-    def _carry(self, step: int, moves: Iterable[tuple[int, Move]], stream: torch.cuda.Stream) -> None:
+    def _carry(self, step: int, moves: Iterable[tuple[int, Transfer]], stream: torch.cuda.Stream) -> None:
         for at, move in moves:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             with torch.cuda.stream(stream):
                 start.record(stream)
-                self._carriers[stream].carry(move.way, move.sources, move.targets)
+                self._carriers[stream].carry(move.direction, move.sources, move.targets)
                 end.record(stream)
             self._queued.append(QueuedMove(step, at, move.job, start, end))
 
 
-def numbered(plan: StepPlan, *, in_order: bool) -> Iterable[tuple[int, Move]]:
+def numbered(plan: StepPlan, *, in_order: bool) -> Iterable[tuple[int, Transfer]]:
     """The moves of a plan that are in order with the steps, or the others, each with its number."""
-    return ((at, move) for at, move in enumerate(plan.moves) if (move.job == IN_ORDER) == in_order)
+    return ((at, move) for at, move in enumerate(plan.transfers) if (move.job == IN_ORDER) == in_order)
 
 
-def crossing(plan: StepPlan) -> list[tuple[int, Move]]:
+def crossing(plan: StepPlan) -> list[tuple[int, Transfer]]:
     """The moves in order up to the last from or to the host; copies alone lie behind that."""
     listed = list(numbered(plan, in_order=True))
-    while listed and listed[-1][1].way is Way.COPY:
+    while listed and listed[-1][1].direction is Direction.COPY:
         listed.pop()
     return listed

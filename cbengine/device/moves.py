@@ -1,5 +1,5 @@
 """Moves of KV on devices that need no hardware: performed in place, or made to take a cost's time. The rules are those
-of cbsim/policy/moves.py.
+of cbsim/policy/transfers.py.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cbengine.model.host_tier import Carrier
-from cbsim.policy.moves import IN_ORDER, Move, Way
 from cbsim.policy.plan import StepPlan
+from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
 
-CopyNs = Callable[[Way, int], int]  # how long so many blocks take
+CopyNs = Callable[[Direction, int], int]  # how long so many blocks take
 NEVER_NS = 1 << 200
 
 
@@ -34,20 +34,20 @@ class InPlace:
         self.over: list[Moved] = []
         self._carrier = carrier
 
-    def before_rows(self, step: int, moves: Sequence[Move], awaited: Sequence[int]) -> None:
+    def before_rows(self, step: int, moves: Sequence[Transfer], awaited: Sequence[int]) -> None:
         del awaited  # none outlasts the step that lists it
         for at, move in enumerate(moves):
             if move.job == IN_ORDER:
                 self.perform(step, at, move)
 
-    def after_rows(self, step: int, moves: Sequence[Move]) -> None:
+    def after_rows(self, step: int, moves: Sequence[Transfer]) -> None:
         for at, move in enumerate(moves):
             if move.job != IN_ORDER:
                 self.perform(step, at, move)
 
-    def perform(self, step: int, at: int, move: Move) -> None:
+    def perform(self, step: int, at: int, move: Transfer) -> None:
         start = time.perf_counter_ns()
-        self._carrier.carry(move.way, move.sources, move.targets)
+        self._carrier.carry(move.direction, move.sources, move.targets)
         self.over.append(Moved(step, at, start, time.perf_counter_ns()))
 
     def told(self) -> list[Moved]:
@@ -63,7 +63,7 @@ class ModelledMoves:
 
     def __init__(self, copy_ns: CopyNs) -> None:
         self._copy_ns = copy_ns
-        self._free = {Way.OUT: 0, Way.IN: 0}  # when each lane has done what it was given
+        self._free = {Direction.OUT: 0, Direction.IN: 0}  # when each lane has done what it was given
         self._ends: dict[int, int] = {}  # job -> when its last move ends
         self._moved: list[Moved] = []
 
@@ -75,26 +75,30 @@ class ModelledMoves:
     def before_rows(self, plan: StepPlan, at_ns: int) -> int:
         """What comes before the rows of a plan that could be run at `at_ns`; returns when they can be."""
         ready = max([at_ns, *(self._ends.get(job, 0) for job in plan.awaited)])
-        for at, move in enumerate(plan.moves):
-            if move.job == IN_ORDER and move.way is not Way.COPY:
+        for at, move in enumerate(plan.transfers):
+            if move.job == IN_ORDER and move.direction is not Direction.COPY:
                 ready = self._book(plan, at, ready)
-        for at, move in enumerate(plan.moves):
-            if move.job != IN_ORDER and move.way is Way.IN:
+        for at, move in enumerate(plan.transfers):
+            if move.job != IN_ORDER and move.direction is Direction.IN:
                 self._book(plan, at, ready)
         return ready
 
     def copying_ns(self, plan: StepPlan) -> int:
         """What the copies on the device take, directly before the rows."""
-        return sum(self._copy_ns(move.way, len(move.sources)) for move in plan.moves if move.way is Way.COPY)
+        return sum(
+            self._copy_ns(move.direction, len(move.sources))
+            for move in plan.transfers
+            if move.direction is Direction.COPY
+        )
 
     def after_rows(self, plan: StepPlan, start_ns: int, end_ns: int) -> None:
         """Copies and rows of a plan have the compute lane from `start_ns` to `end_ns`."""
-        for at, move in enumerate(plan.moves):
-            if move.way is Way.COPY:
-                until_ns = start_ns + self._copy_ns(move.way, len(move.sources))
+        for at, move in enumerate(plan.transfers):
+            if move.direction is Direction.COPY:
+                until_ns = start_ns + self._copy_ns(move.direction, len(move.sources))
                 self._note(plan, at, start_ns, until_ns)
                 start_ns = until_ns
-            elif move.way is Way.OUT and move.job != IN_ORDER:
+            elif move.direction is Direction.OUT and move.job != IN_ORDER:
                 self._book(plan, at, end_ns)
 
     def told(self, now_ns: int) -> list[Moved]:
@@ -106,14 +110,14 @@ class ModelledMoves:
 
     def _book(self, plan: StepPlan, at: int, ready_ns: int) -> int:
         """On the lane of its direction; returns when it ends."""
-        move = plan.moves[at]
-        start = max(ready_ns, self._free[move.way])
-        end = self._free[move.way] = start + self._copy_ns(move.way, len(move.sources))
+        move = plan.transfers[at]
+        start = max(ready_ns, self._free[move.direction])
+        end = self._free[move.direction] = start + self._copy_ns(move.direction, len(move.sources))
         self._note(plan, at, start, end)
         return end
 
     def _note(self, plan: StepPlan, at: int, start_ns: int, end_ns: int) -> None:
-        job = plan.moves[at].job
+        job = plan.transfers[at].job
         if job != IN_ORDER:
             self._ends[job] = max(end_ns, self._ends.get(job, 0))
         self._moved.append(Moved(plan.step, at, start_ns, end_ns))

@@ -26,8 +26,8 @@ from cbengine.device.cores import Waits
 from cbengine.device.executor import Executor
 from cbengine.device.layout import Header, arrays
 from cbengine.device.moves import Moved
-from cbsim.policy.moves import Move, Way
 from cbsim.policy.plan import StepPlan
+from cbsim.policy.transfers import Direction, Transfer
 
 LOOK_S = 0.2  # how often the other side's life is looked at
 START_S = 120.0  # the longest that a worker may take to load its model
@@ -67,7 +67,7 @@ class Process:
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
         self._sent[slot] = header.results, time.perf_counter_ns()
         try:
-            self._pipe.send((slot, tuple(header), _said(plan) if plan.moves or plan.awaited else None))
+            self._pipe.send((slot, tuple(header), _said(plan) if plan.transfers or plan.awaited else None))
         except (BrokenPipeError, ConnectionResetError):
             raise self._died() from None
 
@@ -131,12 +131,16 @@ Said = tuple[int, list[tuple[int, tuple[int, ...], tuple[int, ...], int]], tuple
 
 def _said(plan: StepPlan) -> Said:
     """What a plan moves, without the requests whose KV it is: step, moves, jobs to wait for."""
-    return plan.step, [(int(m.way), m.sources, m.targets, m.job) for m in plan.moves], plan.awaited
+    return plan.step, [(int(m.direction), m.sources, m.targets, m.job) for m in plan.transfers], plan.awaited
 
 
-def _heard(said: Said) -> tuple[int, list[Move], tuple[int, ...]]:
+def _heard(said: Said) -> tuple[int, list[Transfer], tuple[int, ...]]:
     step, moves, awaited = said
-    return step, [Move(Way(way), sources, targets, None, job) for way, sources, targets, job in moves], awaited
+    return (
+        step,
+        [Transfer(Direction(way), sources, targets, None, job) for way, sources, targets, job in moves],
+        awaited,
+    )
 
 
 def _work(build: Build, shared: list[Any], pipe: Connection) -> None:

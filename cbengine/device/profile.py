@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity
 
-from cbsim.results.metrics import Steps
-from cbsim.results.record import Record
+from cbsim.record.record import Record
+from cbsim.record.tables import Steps
 
 SKIPPED = 20  # steps before the profiler starts
 COPIES = ("Memcpy HtoD", "Memcpy DtoH")  # to and from the host: no kernels, and beside them

@@ -24,12 +24,13 @@ from cbengine.measure import probes
 from cbengine.measure.equal_steps import EqualStepTimes
 from cbengine.measure.fit import Fit, fit
 from cbengine.measure.probes import ProbeTable, Reach
-from cbsim.cost.cpu import PHASES, PhaseCost
-from cbsim.results import environment
-from cbsim.results.directory import write_whole
+from cbsim.cost.base import PHASES, PhaseCost
+from cbsim.errors import ScenarioError
+from cbsim.record import environment
+from cbsim.record.directory import write_whole
 from cbsim.scenario import documents
 from cbsim.scenario.costs import Calibrated, Coefficients, read_whole, sealed
-from cbsim.scenario.scenario import Scenario, ScenarioError
+from cbsim.scenario.scenario import Scenario
 
 Floats = npt.NDArray[np.float64]
 GPU_TERMS = ("per_chunk_s", "per_cached_token_s", "per_prefill_attention_s", "per_decode_row_s")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cbsim.results.metrics import Steps
+from cbsim.record.tables import Steps
 
 SETTLING = 3  # first steps of a run, which find caches cold
 KEYS = ("padded_tokens", "rows", "context_tokens")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -32,16 +33,18 @@ from cbengine.errors import UsageError
 from cbengine.measure import calibrate, probes, provenance, suite
 from cbengine.measure.scores import ScoredCase
 from cbengine.measure.suite import SuiteCase
-from cbsim.results import bars, directory
-from cbsim.results.bars import BARS, Score
-from cbsim.results.terminal import lookup
+from cbsim.errors import ScenarioError, ServerError
+from cbsim.metrics import bars
+from cbsim.metrics.bars import BARS, Score
+from cbsim.metrics.terminal import lookup
+from cbsim.record import directory
+from cbsim.runs import run_command
+from cbsim.runs.run_command import RunOptions
+from cbsim.runs.running import Maker
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.demand import Synthetic
-from cbsim.scenario.fields import Frozen, Real, ScenarioError, shown
+from cbsim.scenario.fields import Frozen, Real, shown
 from cbsim.scenario.scenario import Scenario
-from cbsim.server import run_command, running
-from cbsim.server.run_command import RunOptions
-from cbsim.server.running import Maker
 
 CAPACITY_REQUESTS = 4  # times the case's: all at once, so long a queue that its ends do not matter
 LEFT_OUT = ("timeline.json.gz", "figures")  # of a run: both can be drawn again from its tables
@@ -98,7 +101,9 @@ def again(names: Sequence[str], place: Path, say: Callable[[str], None]) -> list
             raise UsageError(f"case {name!r}: {place} has {', '.join(cases) or 'none'}")
     if not cases:
         packed = (place / "runs.parquet").exists()
-        hint = f"; `python -m analysis predictions {place} --unpack` writes them from the packed runs" if packed else ""
+        hint = (
+            f"; `python reports/hardware/packed.py unpack {place}` writes them from the packed runs" if packed else ""
+        )
         raise UsageError(f"{place}: holds no validation/CASE/case.json{hint}")
     done = []
     for name, about in cases.items():
@@ -258,17 +263,16 @@ def _facts(case: SuiteCase, ready: Scenario, rate: float | None) -> About:
 
 def _options(device: str, case: SuiteCase, overrides: Sequence[str], out: Path) -> RunOptions:
     injected = ("--inject", f"prepare={case.injected_ms:g}") if case.injected_ms else ()
+    sets = [part for override in (*case.overrides, *overrides) for part in ("--set", override)]
     return RunOptions(
         scenario=suite.base(device),
         overrides=(*case.overrides, *overrides),
         out=out,
         window=(0, 1),
-        span_s=None,
-        conditions=(),
-        as_json=False,
         quiet=True,
-        command=("cbengine", "replay"),
-        extra=("--device", device, *injected),
+        line=shlex.join(
+            ["python", "-m", "cbengine", "replay", suite.base(device), *sets, "--device", device, *injected]
+        ),
     )
 
 
@@ -357,7 +361,7 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         directory.write_whole(path, text.encode())
     except OSError as error:
-        raise running.ServerError(f"{path}: cannot be written: {error.strerror or error}") from error
+        raise ServerError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 # -- predicting -------------------------------------------------------------------------------------------------------
@@ -380,7 +384,7 @@ def simulated(scenario: Scenario, out: Path, say: Callable[[str], None]) -> dict
     words = [sys.executable, "-m", "cbsim", "run", str(file), "--out", str(out), "--json"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise running.ServerError(f"the simulator failed: {done.stderr.strip()}")
+        raise ServerError(f"the simulator failed: {done.stderr.strip()}")
     for line in done.stderr.splitlines():
         say(f"  {line}")
     for path, _ in _runs(out):

@@ -22,15 +22,16 @@ from cbengine.build import Setup
 from cbengine.errors import UsageError
 from cbengine.load import Load
 from cbengine.measure.equal_steps import SETTLING, EqualStepTimes, equal_steps, launched_ahead
-from cbsim.cost.cpu import PHASES, size
+from cbsim.cost.base import PHASES, size
 from cbsim.cost.fitted import work
+from cbsim.errors import ScenarioError
 from cbsim.policy.captures import captured, captured_sizes
-from cbsim.policy.kind import SettingsError
+from cbsim.policy.kind import SettingsError, for_probe
 from cbsim.policy.plan import StepPlan
-from cbsim.results.metrics import Steps
-from cbsim.results.record import STEP_COLUMNS
+from cbsim.record.record import STEP_COLUMNS
+from cbsim.record.tables import Steps
 from cbsim.scenario.fields import LARGEST_WHOLE
-from cbsim.scenario.scenario import Scenario, ScenarioError, depth, scheduler_options
+from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.schedulers import plain
 from cbsim.workload import generators
 
@@ -174,7 +175,7 @@ def _line(plan: StepPlan, at: dict[str, int], sizes: Sequence[int]) -> ProbeStep
 
 def room(base: Scenario) -> int:
     """Tokens that the cache of a scenario holds, less what blocks that are not full may waste."""
-    options = scheduler_options(base, depth("sync"))
+    options = base.options("sync")
     return max(SHORTEST, int(0.9 * options.num_blocks) * base.block_size)
 
 
@@ -206,7 +207,7 @@ def measure(base: Scenario, setup: Setup, runs: Sequence[Probe], say: Callable[[
         say(f"probe {number} of {len(runs)}: {probe.about}{', in both loops' if probe.ahead else ''}")
         ready = build.adapted(_scenario(base, probe), setup)
         load = Load.of(generators.build(ready).specs())
-        rows = load.capacity(scheduler_options(ready, depth("sync"))).rows
+        rows = load.capacity(ready.options("sync")).rows
         sizes = captured_sizes(rows) if ready.graph_padding == "cbengine" else []
         plans, steps, facts = _run(ready, "sync", setup)
         table.add(plans, steps, sizes)
@@ -259,9 +260,9 @@ def _scenario(base: Scenario, probe: Probe) -> Scenario:
         "output_tokens": {"uniform": {"low": max(1, probe.output // 3), "high": max(1, probe.output)}},
     }
     try:
-        data["scheduler"] = plain(base.kind.widened(base.scheduler, probe.seats, probe.chunk))
+        data["scheduler"] = plain(for_probe(base.scheduler, probe.seats, probe.chunk))
         ready = Scenario.model_validate(data)
-        scheduler_options(ready, depth("sync"))
+        ready.options("sync")
     except (ScenarioError, SettingsError, ValidationError) as error:
         reason = build.first_complaint(error) if isinstance(error, ValidationError) else error
         raise UsageError(f"calibrate: --rows, --longest or --tokens is too large: {reason}") from None

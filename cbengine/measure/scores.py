@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cbsim.results.bars import Score
+from cbsim.metrics.bars import Score
 
 ABSURD = 0.25  # on a CPU whose own speed wanders a makespan off by more is an error of ours
 

@@ -10,7 +10,7 @@ import torch
 
 from cbengine.model.architecture import Architecture
 from cbengine.model.kvcache import DeviceMemoryError, KvCache
-from cbsim.policy.moves import Way
+from cbsim.policy.transfers import Direction
 
 
 class HostTier:
@@ -65,7 +65,7 @@ class Carrier:
             self._staging = torch.empty_like(host.blocks[0], device=cache.keys.device, pin_memory=False)
 
     @torch.inference_mode()
-    def carry(self, way: Way, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def carry(self, way: Direction, sources: Sequence[int], targets: Sequence[int]) -> None:
         """`sources[i]` to `targets[i]`, in this order."""
         act = (self._copy, self._out, self._in)[way]
         for source, target in zip(sources, targets, strict=True):

@@ -17,12 +17,12 @@ from torch import Tensor
 from cbengine.errors import UsageError
 from cbengine.model.architecture import Architecture, RopeScaling
 from cbengine.model.kvcache import DeviceMemoryError, free_bytes
+from cbsim import files
+from cbsim.files import too_long
 from cbsim.policy.groups import FULL, Attention, Sight
-from cbsim.scenario import config as configs
 from cbsim.scenario import pretrained, shapes
-from cbsim.scenario.config import Config
 from cbsim.scenario.fields import shown
-from cbsim.scenario.paths import too_long
+from cbsim.scenario.pretrained import Config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -200,7 +200,7 @@ def _check_regular(path: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file of such a folder. Raises WeightsError."""
-    return configs.read_json(path, WeightsError, MOST_JSON_BYTES)
+    return files.read_json(path, WeightsError, MOST_JSON_BYTES)
 
 
 # -- config.json ------------------------------------------------------------------------------------------------------
@@ -276,9 +276,15 @@ def _rope(config: Config) -> tuple[float, RopeScaling | None]:
     return theta, RopeScaling(rope.real("factor"), low, high, original)
 
 
+def end_tokens(folder: Path) -> frozenset[int]:
+    """Tokens that end a text by generation_config.json, which may name more than config.json. Raises WeightsError."""
+    path = folder / "generation_config.json"
+    return frozenset(_end_tokens(Config(path, read_json(path), WeightsError)) if path.exists() else ())
+
+
 def _end_tokens(config: Config) -> tuple[int, ...]:
-    given = config.fields.get("eos_token_id")
-    tokens = [] if given is None else given if isinstance(given, list) else [given]
+    value = config.fields.get("eos_token_id")
+    tokens = [] if value is None else value if isinstance(value, list) else [value]
     if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in tokens):
         raise config.refuse("eos_token_id", "a token id or a list of them")
     return tuple(tokens)

@@ -20,18 +20,17 @@ from cbengine.serving import server
 from cbengine.serving.post import NS, Came, Left, Post
 from cbengine.serving.reporter import ERROR, Happened, Reporter
 from cbengine.serving.server import EngineServer
-from cbsim.endpoint.backend import ABORT, UNMETERED, Generation, Load, Meter, Stream
-from cbsim.endpoint.tokenizer import Tokenizer
+from cbsim.errors import DeadlockError, ServerError
+from cbsim.http.backend import ABORT, UNMETERED, Generation, Load, Meter, Stream
+from cbsim.http.tokenizer import Tokenizer
 from cbsim.policy.request import RequestSpec
-from cbsim.policy.stuck import StuckError
+from cbsim.runs.guard import PolicyError
+from cbsim.runs.served import Contents, Log, session_of
 from cbsim.scenario.scenario import Scenario
-from cbsim.server.guard import PolicyError
-from cbsim.server.running import ServerError
-from cbsim.server.served import Contents, Log, session_of
 
 
 class EngineBackend:
-    """A session of the engine (cbsim.endpoint.backend.Backend). `ends` are the model's end tokens. Raises what making
+    """A session of the engine (cbsim.http.backend.Backend). `ends` are the model's end tokens. Raises what making
     an engine does.
 
     A stop token among the first `min_tokens` tokens is a token like others: the engine masks no logits. A seed makes
@@ -174,7 +173,7 @@ class EngineBackend:
         problem: str | None = None
         try:
             self._server.run(self._reporter.on_step)
-        except StuckError as stop:
+        except DeadlockError as stop:
             problem = f"stuck: {stop}"
         except (ServerError, PolicyError) as stop:
             problem = str(stop)

@@ -6,15 +6,16 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from cbengine import build, text
+from cbengine import build
 from cbengine.build import Setup
 from cbengine.errors import UsageError
+from cbengine.model import weights
 from cbengine.serving import server
 from cbengine.serving.backend import EngineBackend
-from cbsim.endpoint import command
-from cbsim.endpoint.command import ServeOptions
-from cbsim.endpoint.listen import check_host
-from cbsim.endpoint.tokenizer import Tokenizer, open_tokenizer
+from cbsim.http import command
+from cbsim.http.command import ServeOptions
+from cbsim.http.listen import check_host
+from cbsim.http.tokenizer import Tokenizer, open_tokenizer
 from cbsim.scenario.scenario import Scenario
 
 
@@ -51,7 +52,7 @@ def opened(scenario: Scenario, setup: Setup, told: EngineOptions) -> EngineBacke
         raise UsageError(f"{text_of}, the model {ready.model.vocab}: they do not belong together")
     ends = frozenset(build.architecture_of(ready, setup).end_tokens)
     if setup.weights:
-        ends |= text.end_tokens(setup.weights)
+        ends |= weights.end_tokens(setup.weights)
     name = told.name or (setup.weights.resolve().name if setup.weights else scenario.name)
     return EngineBackend(ready, ready.loop.mode, setup, tokenizer, ends, model=name, command=told.command)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from cbengine.device.clock import WallClock
 from cbengine.sequence import Sequence
 from cbsim.policy.request import RequestSpec
-from cbsim.server.inbox import NEVER_NS
+from cbsim.runs.inbox import NEVER_NS
 
 NS = 1_000_000_000
 

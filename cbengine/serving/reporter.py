@@ -9,11 +9,11 @@ from typing import NamedTuple
 from cbengine.driver import Engine
 from cbengine.sequence import Sequence
 from cbengine.serving.post import Came, Post
-from cbsim.endpoint.backend import ABORT, Load
+from cbsim.errors import ServerError
+from cbsim.http.backend import ABORT, Load
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.server.inbox import Inbox
-from cbsim.server.running import ServerError
+from cbsim.runs.inbox import Inbox
 
 NS = 1e9
 ERROR = "error"

@@ -14,20 +14,20 @@ from cbengine.errors import UsageError
 from cbengine.load import Load
 from cbengine.serving.post import Post, WokenClock
 from cbengine.serving.reporter import Reporter
-from cbsim.scenario.scenario import Scenario, depth, scheduler_options
-from cbsim.workload.generators import Workload
+from cbsim.scenario.scenario import Scenario
+from cbsim.workload.requests import Workload
 
 
 def longest(scenario: Scenario, loop: str) -> int:
     """Tokens of the longest text that model, scheduler and cache take."""
-    options = scheduler_options(scenario, depth(loop))
+    options = scenario.options(loop)
     pool = options.num_blocks * options.block_size
     return min(scenario.model.max_position, pool, options.limits.longest or pool)
 
 
 def load(scenario: Scenario, loop: str) -> Load:
     """The most that clients may send. A request that runs has a block at least."""
-    most, blocks = longest(scenario, loop), scheduler_options(scenario, depth(loop)).num_blocks
+    most, blocks = longest(scenario, loop), scenario.options(loop).num_blocks
     return Load(requests=blocks, prompt=most - 1, answer=most - 1, longest=most)
 
 
@@ -84,7 +84,7 @@ class EngineServer:
         return {**self._device.facts, **self._facts}
 
     def run(self, on_step: OnStep) -> None:
-        """Serve until the post is closed and everything has ended; times count from `start_ns`. Raises StuckError,
+        """Serve until the post is closed and everything has ended; times count from `start_ns`. Raises DeadlockError,
         ServerError. All cache blocks are free after it.
         """
         try:

@@ -1,35 +1,71 @@
-"""What the command lines of simulator and engine have in common: arguments of a run, errors, exit statuses."""
+"""What the command lines of simulator, engine and analysis have in common: commands, options, errors, exit statuses."""
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import re
+import shlex
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from cbsim.scenario.paths import PATH_BOUND, too_long
-from cbsim.server.status import ERROR, USAGE
+from cbsim.errors import ERROR, OK, USAGE, RunError, UserError
+from cbsim.files import PATH_BOUND, too_long
 
 if TYPE_CHECKING:
-    from cbsim.server.run_command import RunOptions
+    from cbsim.draw.report import Report
+    from cbsim.runs.run_command import RunOptions
 
-STUDIES = {  # modules of cbsim.proof.studies
-    "hopper": "hopper",
-    "chunks": "chunks",
-    "schedulers": "which_scheduler",
-    "swap_or_recompute": "swap_or_recompute",
-    "fragmentation": "fragmentation",
-    "landscape": "landscape",
-    "schedulers_by_load": "schedulers_by_load",
-    "async_map": "async_map",
-    "capacity_theory": "capacity_theory",
+EXTRAS = {  # package -> the extra of this project that installs it
+    **dict.fromkeys(("starlette", "uvicorn", "httptools", "prometheus_client", "tokenizers"), "serve"),
+    **dict.fromkeys(("torch", "transformers", "safetensors", "triton"), "engine"),
+    "ray": "ray",
 }
+
+
+class Verb(NamedTuple):
+    """A command of a program: its line in the help, an example of its arguments, and what it does.
+
+    `act` is `module:function`, by default the function of that name in the program's `cli.commands`, imported when the
+    command is run. It takes the parsed arguments, with the command as a shell line in `line`, and returns the exit
+    status.
+    """
+
+    name: str
+    about: str
+    example: str
+    arguments: Callable[[Parser], None]
+    act: str = ""
+
+
+def parser_of(program: str, description: str, epilog: str, verbs: Sequence[Verb]) -> Parser:
+    """The parser of a program with these commands."""
+    example = f"python -m {program} {verbs[0].name} {verbs[0].example}"
+    parser = Parser(prog=f"python -m {program}", description=description, epilog=epilog, example=example)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for verb in verbs:
+        shown = f"python -m {program} {verb.name} {verb.example}".rstrip()
+        verb.arguments(commands.add_parser(verb.name, help=verb.about, example=shown))
+    return parser
+
+
+def run_verb(program: str, parser: Parser, verbs: Sequence[Verb], argv: Sequence[str] | None) -> int:
+    """Parse `argv` (that of the process if None) and run the command; returns the exit status."""
+    parts = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(parts)
+    arguments.line = shlex.join(["python", "-m", program, *parts])
+    name = arguments.command
+    act = next(verb.act for verb in verbs if verb.name == name) or f"{program}.cli.commands:{name.replace('-', '_')}"
+    module, _, function = act.partition(":")
+    return guarded(program, name, lambda: int(getattr(import_module(module), function)(arguments)))
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,47 +88,48 @@ def brief(message: str) -> str:
     return re.sub(r"\S{1001,}", lambda word: f"{word[0][:40]}...", message)
 
 
-def renamed(module: str, names: Mapping[str, str], argv: Sequence[str] | None) -> bool:
-    """Is this a command by its old name? Then its new one is said. `names` are new ones by old ones."""
-    words = sys.argv[1:] if argv is None else argv
-    new = names.get(words[0]) if words else None
-    if new is not None:
-        print(f"{module}: {words[0]} is now called {new}: python -m {module} {new}", file=sys.stderr)
-    return new is not None
+def guarded(program: str, command: str, act: Callable[[], int], run_error: int = ERROR) -> int:
+    """The exit status of `act`. An error of the user or of the system is one message on stderr, never a traceback.
 
-
-def guarded(program: str, command: str, act: Callable[[], int], status: Callable[[Exception], int | None]) -> int:
-    """The exit status of `act`. What `status` knows to be a user's mistake or the system refuses is one message."""
+    `run_error` is the status of a RunError.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a name that the terminal cannot show is no reason to fail
-
-    def fail(message: str, code: int) -> int:
-        print(f"{program}: {brief(message)}", file=sys.stderr)
-        return code
-
     try:
         code = act()
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        return fail("interrupted", ERROR)
-    except BrokenPipeError:
-        _drop_stdout()
-        return ERROR
-    except OSError as error:
-        _drop_stdout()
-        what = f"{error.filename}" if error.filename else "output cannot be written"
-        return fail(f"{what}: {error.strerror or error}", ERROR)
-    except MemoryError as error:
-        needed = f": {error}" if str(error) else ""
-        return fail(f"{command}: out of memory in {_place(error)}{needed}", ERROR)
-    except OverflowError as error:
-        return fail(f"{command}: a number is too large for a run: {error}", USAGE)
-    except Exception as error:
-        known = status(error)
+    except (KeyboardInterrupt, Exception) as error:
+        known = _explained(error, command, run_error)
         if known is None:
             raise
-        return fail(str(error), known)
+        message, status = known
+        if message:
+            print(f"{program}: {brief(message)}", file=sys.stderr)
+        return status
+
+
+def _explained(error: BaseException, command: str, run_error: int) -> tuple[str, int] | None:
+    """The message and the exit status of an error that a user or the system can cause; None for a defect of ours."""
+    match error:
+        case KeyboardInterrupt():
+            return "interrupted", ERROR
+        case BrokenPipeError():
+            _drop_stdout()
+            return "", ERROR
+        case OSError():
+            _drop_stdout()
+            return f"{error.filename or 'output cannot be written'}: {error.strerror or error}", ERROR
+        case MemoryError():
+            needed = f": {error}" if str(error) else ""
+            return f"{command}: out of memory in {_innermost(error)}{needed}", ERROR
+        case OverflowError():
+            return f"{command}: a number is too large for a run: {error}", USAGE
+        case ModuleNotFoundError() if (package := (error.name or "").partition(".")[0]) in EXTRAS:
+            return f"{package} is not installed: pip install -e '.[{EXTRAS[package]}]'", USAGE
+        case UserError():
+            return str(error), run_error if isinstance(error, RunError) else error.exit_status
+    return None
 
 
 def _drop_stdout() -> None:
@@ -101,7 +138,7 @@ def _drop_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _place(error: BaseException) -> str:
+def _innermost(error: BaseException) -> str:
     """The innermost function of ours that was at work, such as cbsim.workload.generators._synthetic."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" for frame in frames]
@@ -115,71 +152,108 @@ def a_path(text: str) -> Path:
     return Path(text)
 
 
-def run_options(arguments: argparse.Namespace) -> RunOptions:
-    """What such arguments mean."""
-    from cbsim.results import checks
-    from cbsim.server.run_command import RunOptions
+OPTIONS: dict[str, dict[str, Any]] = {  # declared once; a command may change what it says of one
+    "scenario": {"help": "a scenario file, or the name of one that comes with the project"},
+    "runs": {"nargs": "+", "type": a_path, "metavar": "RUN", "help": "a run directory"},
+    "--set": {
+        "action": "append",
+        "default": [],
+        "metavar": "FIELD=VALUE",
+        "help": "override any field (repeatable)",
+    },
+    "--seed": {"type": int, "help": "root of all random numbers"},
+    "--loop": {"choices": ("sync", "async", "both"), "help": "serving loop; both writes two directories"},
+    "--out": {"type": a_path, "metavar": "DIR", "help": "also write report.md and figures to this folder"},
+    "--json": {"action": "store_true", "help": "print the numbers as one object instead of tables"},
+    "--quiet": {"action": "store_true", "help": "print nothing but where the results are"},
+}
 
+
+def option(parser: argparse.ArgumentParser, name: str, **changes: Any) -> None:
+    """An argument of OPTIONS, with `changes` to its declaration."""
+    parser.add_argument(name, **OPTIONS[name] | changes)
+
+
+def common_options(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Arguments of OPTIONS as they are declared."""
+    for name in names:
+        option(parser, name)
+
+
+def overrides_of(arguments: argparse.Namespace) -> list[str]:
+    """What `--set`, `--seed` and `--loop` change in a scenario."""
     overrides = list(arguments.set)
     if arguments.seed is not None:
         overrides.append(f"seed={arguments.seed}")
     if arguments.loop is not None:
         overrides.append(f"loop.mode={arguments.loop}")
+    return overrides
+
+
+def run_options(arguments: argparse.Namespace, *more: str) -> RunOptions:
+    """The options of a command that runs a scenario; `more` are parts that its line lacks, to be run again."""
+    from cbsim.metrics import checks
+    from cbsim.runs.run_command import RunOptions
+
     return RunOptions(
         scenario=arguments.scenario,
-        overrides=overrides,
+        overrides=overrides_of(arguments),
         out=arguments.out,
         window=arguments.trace_steps,
         span_s=arguments.window,
         conditions=[checks.parse(text) for text in arguments.check],
         as_json=arguments.json,
         quiet=arguments.quiet,
+        line=" ".join([arguments.line, *([shlex.join(more)] if more else [])]),
     )
 
 
-def run_arguments(run: argparse.ArgumentParser) -> None:
+def run_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of a command that runs a scenario."""
-    run.add_argument("scenario", help="a scenario file, or the name of one that comes with the project")
-    run.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="override any field (repeatable)"
-    )
-    run.add_argument("--out", type=a_path, default=Path("runs"), metavar="DIR", help="where run directories go (runs)")
-    run.add_argument("--seed", type=int, help="root of all random numbers")
-    run.add_argument("--loop", choices=("sync", "async", "both"), help="serving loop; both writes two directories")
-    run.add_argument(
-        "--trace-steps",
-        type=_steps,
-        default=(0, 2000),
-        metavar="A:B",
-        help="steps that the timeline shows (0:2000)",
-    )
-    run.add_argument(
-        "--window", type=_seconds, metavar="A:B", help="latencies of requests arriving between these seconds only"
-    )
-    run.add_argument("--check", action="append", default=[], metavar="COND", help="e.g. 'ttft.p99<500ms' (repeatable)")
-    run.add_argument("--json", action="store_true", help="print one object: loop name -> that run's summary.json")
-    run.add_argument(
-        "--quiet", action="store_true", help="nothing but the run directories, a line each, and verdicts of --check"
-    )
+    common_options(parser, "scenario", "--set")
+    option(parser, "--out", default=Path("runs"), help="where run directories go (runs)")
+    common_options(parser, "--seed", "--loop")
+    text = "steps that the timeline shows (0:2000)"
+    parser.add_argument("--trace-steps", type=_steps, default=(0, 2000), metavar="A:B", help=text)
+    text = "latencies of requests arriving between these seconds only"
+    parser.add_argument("--window", type=_seconds, metavar="A:B", help=text)
+    text = "e.g. 'ttft.p99<500ms' (repeatable)"
+    parser.add_argument("--check", action="append", default=[], metavar="COND", help=text)
+    option(parser, "--json", help="print one object: loop name -> that run's summary.json")
+    option(parser, "--quiet", help="nothing but the run directories, a line each, and verdicts of --check")
+    parser.set_defaults(line="")
+
+
+def answer(report: Report, arguments: argparse.Namespace, kind: str, out: Path | None = None) -> int:
+    """Print a report, or its numbers with `--json`, and write it to a folder: `out`, or what `--out` names."""
+    from cbsim.draw import report as reports
+
+    out = out or arguments.out
+    print(json.dumps(report.data, indent=2, allow_nan=False) if arguments.json else reports.text(report))
+    if out is not None:
+        reports.write(replace(report, command=arguments.line, kind=kind), out)
+        if not arguments.json:
+            print(f"\nfigures   {out / 'report.md'}")
+    return OK
 
 
 def _steps(text: str) -> tuple[int, int]:
-    low, colon, high = text.partition(":")
-    try:
-        first, last = int(low or 0), int(high) if high else sys.maxsize
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected A:B, two step numbers") from None
-    if not colon or not 0 <= first < last:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected A:B with 0 <= A < B")
-    return first, last
+    low, high = _bounds(text, int, "0", str(sys.maxsize), "two step numbers")
+    return low, high
 
 
 def _seconds(text: str) -> tuple[float, float]:
+    low, high = _bounds(text, float, "0", "inf", "two times in seconds")
+    return low, high
+
+
+def _bounds(text: str, number: Callable[[str], Any], least: str, most: str, kind: str) -> tuple[Any, Any]:
+    """`A:B`; either may be left out."""
     low, colon, high = text.partition(":")
     try:
-        first, last = float(low or 0), float(high or "inf")
+        first, last = number(low or least), number(high or most)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected A:B, two times in seconds") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: expected A:B, {kind}") from None
     if not colon or not 0 <= first < last:
         raise argparse.ArgumentTypeError(f"{text!r}: expected A:B with 0 <= A < B")
     return first, last

@@ -1,4 +1,4 @@
-"""Arguments of a session, simulated or real, and what they mean."""
+"""The arguments of a session, simulated or real, and what they mean."""
 
 from __future__ import annotations
 
@@ -7,31 +7,25 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbsim.cli.arguments import a_path
+from cbsim.cli.arguments import a_path, common_options, option, overrides_of
 
 if TYPE_CHECKING:
-    from cbsim.endpoint.command import ServeOptions
+    from cbsim.http.command import ServeOptions
     from cbsim.scenario.scenario import Scenario
 
 GREATEST_PORT = 65_535
 
 
 def session_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every session is told."""
-    parser.add_argument("scenario", help="a scenario file, or the name of one that comes with the project")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field (repeatable)"
-    )
-    parser.add_argument("--seed", type=int, help="root of all random numbers")
-    parser.add_argument("--loop", choices=("sync", "async"), help="serving loop (the scenario's; of both async)")
-    parser.add_argument(
-        "--out", type=a_path, default=Path("runs"), metavar="DIR", help="where its directory goes (runs)"
-    )
+    """The arguments of every session."""
+    common_options(parser, "scenario", "--set", "--seed")
+    option(parser, "--loop", choices=("sync", "async"), help="serving loop (the scenario's; of both async)")
+    option(parser, "--out", default=Path("runs"), help="where its directory goes (runs)")
     parser.add_argument(
         "--served-model-name", type=a_name, metavar="NAME", help="what clients ask for (the scenario's name)"
     )
     parser.add_argument("--tokenizer", type=a_path, metavar="DIR", help="folder of a tokenizer.json (ours)")
-    parser.add_argument("--quiet", action="store_true", help="say where it serves, and nothing else")
+    option(parser, "--quiet", help="say where it serves, and nothing else")
 
 
 def door_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,23 +39,30 @@ def door_arguments(parser: argparse.ArgumentParser) -> None:
 
 def scenario_of(arguments: argparse.Namespace) -> Scenario:
     """The scenario with one loop. Raises ScenarioError."""
+    from cbsim.runs.served import with_one_loop
     from cbsim.scenario import scenario
-    from cbsim.server.served import with_one_loop
 
-    overrides = list(arguments.set)
-    if arguments.seed is not None:
-        overrides.append(f"seed={arguments.seed}")
-    if arguments.loop is not None:
-        overrides.append(f"loop.mode={arguments.loop}")
-    return with_one_loop(scenario.load(arguments.scenario, overrides))
+    return with_one_loop(scenario.load(arguments.scenario, overrides_of(arguments)))
 
 
 def options_of(arguments: argparse.Namespace) -> ServeOptions:
     """Raises EndpointError."""
-    from cbsim.endpoint.command import ServeOptions, settings_of
+    from cbsim.http.command import ServeOptions, settings_of
 
     settings = settings_of(arguments.api_key_file, insecure=arguments.insecure, grace_s=arguments.grace)
     return ServeOptions(arguments.host, arguments.port, arguments.out, settings, arguments.quiet)
+
+
+def serve_arguments(parser: argparse.ArgumentParser) -> None:
+    session_arguments(parser)
+    door_arguments(parser)
+    parser.add_argument("--clock", type=_clock, default=1.0, metavar="real|scale=X", help="how fast time passes (real)")
+
+
+def drive_arguments(parser: argparse.ArgumentParser) -> None:
+    session_arguments(parser)
+    parser.add_argument("client", metavar="MODULE:FUNCTION", help="an asynchronous function; or: vllm bench serve")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
 
 
 def _port(text: str) -> int:
@@ -89,3 +90,17 @@ def a_name(text: str) -> str:
     if not text or not text.isprintable():
         raise argparse.ArgumentTypeError(f"{text!r}: expected letters that can be printed, at least one")
     return text
+
+
+def _clock(text: str) -> float:
+    """Simulated seconds in a real one."""
+    name, equals, number = text.partition("=")
+    if text == "real":
+        return 1.0
+    try:
+        scale = float(number)
+    except ValueError:
+        scale = math.nan
+    if name != "scale" or not equals or not 0 < scale <= 1000:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected real, or scale=X with 0 < X <= 1000")
+    return scale

@@ -19,11 +19,11 @@ from math import inf, log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cbsim.cost.ladder import Ladder
-from cbsim.cost.lookup import Attention
+from cbsim.cost.table import Attention, Ladder
+from cbsim.errors import ScenarioError
 from cbsim.scenario import documents
-from cbsim.scenario.fields import ScenarioError, shown
-from cbsim.scenario.rows import CsvTable, text
+from cbsim.scenario.fields import shown
+from cbsim.scenario.rows import CsvTable, open_text
 
 NS_A_US = 1000.0
 ONCE = ("prologue", "head")
@@ -61,10 +61,7 @@ class Bundle:
         self, folder: Path, tensor_parallel: int, layers: int, experts: Experts | None, kv_heads: int | None = None
     ) -> None:
         meta = _yaml(folder / "meta.yaml")
-        place = folder / f"tp{tensor_parallel}"
-        if not place.is_dir():
-            known = ", ".join(sorted(path.name for path in folder.glob("tp*"))) or "none"
-            raise ScenarioError(f"{folder}: holds no tables for tensor parallelism {tensor_parallel} (found: {known})")
+        place = _of_degree(folder, tensor_parallel)
         order = _order(folder, meta)
         self._layers, self._experts = layers, experts
         dense, head = _curves(place / "dense.csv", "tokens"), _curves(place / "per_sequence.csv", "sequences")
@@ -158,6 +155,15 @@ class _Skew:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
+def _of_degree(folder: Path, tensor_parallel: int) -> Path:
+    """The tables of one tensor-parallel degree. Raises ScenarioError."""
+    tables = folder / f"tp{tensor_parallel}"
+    if not tables.is_dir():
+        known = ", ".join(sorted(path.name for path in folder.glob("tp*"))) or "none"
+        raise ScenarioError(f"{folder}: holds no tables for tensor parallelism {tensor_parallel} (found: {known})")
+    return tables
+
+
 def _yaml(path: Path) -> dict[str, Any]:
     return documents.read(path).data
 
@@ -205,7 +211,7 @@ def _known(names: Sequence[str], curves: dict[str, Ladder], path: Path, elsewher
 
 
 def _numbers(path: Path, columns: Sequence[str]) -> list[list[float]]:
-    with text(path) as file:
+    with open_text(path) as file:
         table = CsvTable(path, file, columns)
         rows = [[table.number(i, cell) for i, cell in enumerate(row)] for row in table.rows(None)]
     if not rows:
@@ -216,7 +222,7 @@ def _numbers(path: Path, columns: Sequence[str]) -> list[list[float]]:
 def _curves(path: Path, axis: str) -> dict[str, Ladder]:
     """A curve a layer."""
     points: dict[str, dict[float, float]] = defaultdict(dict)
-    with text(path) as file:
+    with open_text(path) as file:
         table = CsvTable(path, file, ("layer", axis, "time_us"))
         for layer, at, time in table.rows(None):
             points[layer][table.number(1, at)] = table.number(2, time)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cbsim.cost.cpu import CpuCost
+from cbsim.cost.base import CpuCost
 from cbsim.cost.engine_tables import EngineTables
 from cbsim.cost.table import attention_work
 from cbsim.policy.plan import StepPlan

@@ -18,10 +18,9 @@ from math import log
 from pathlib import Path
 from typing import NamedTuple
 
-from cbsim.cost.ladder import Ladder
-from cbsim.cost.lookup import Attention
-from cbsim.scenario.fields import ScenarioError
-from cbsim.scenario.rows import CsvTable, text
+from cbsim.cost.table import Attention, Ladder
+from cbsim.errors import ScenarioError
+from cbsim.scenario.rows import CsvTable, open_text
 from cbsim.scenario.shapes import ModelShape
 
 NS_A_MS = 1e6
@@ -181,7 +180,7 @@ def _check(path: Path, tensor_parallel: int, model: ModelShape) -> None:
 def read_products(path: Path) -> Products:
     """The table of one type in the file at `path`. Raises ScenarioError."""
     points: dict[tuple[float, float], dict[float, float]] = defaultdict(dict)
-    with text(path) as file:
+    with open_text(path) as file:
         table = CsvTable(path, file, ("m", "n", "k", "latency_ms"))
         for row in table.rows(None):
             m, n, k, ms = [table.number(i, cell) for i, cell in enumerate(row)]
@@ -193,7 +192,7 @@ def _attention(path: Path, heads: Heads) -> dict[tuple[float, float, float], flo
     """Milliseconds by (batch_size, isl, step), of these heads."""
     columns = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads", "head_dim", "latency_ms")
     by_heads: dict[Heads, dict[tuple[float, float, float], float]] = defaultdict(dict)
-    with text(path) as file:
+    with open_text(path) as file:
         table = CsvTable(path, file, columns)
         for row in table.rows(None):
             batch, isl, step, query, kv, width, ms = [table.number(i, cell) for i, cell in enumerate(row)]

@@ -9,15 +9,21 @@ block of the tables to the device, one 4-byte token a row back.
 Of E experts of which each token goes through k, t tokens are expected to read E (1 - (1 - k/E)^t): all sets of k are
 equally likely. Of p GPUs that share every layer each has a p-th of weights, heads and cache; twice a layer they add up
 their results, which takes a latency and 2 (p - 1) / p of the residual stream over the link (a ring).
+
+The roofline of a model whose layers do not all see the whole sequence.
+
+Each kind of layer reads and computes what it sees, so its share of attention's time is that of its own pairs and
+tokens. Rows are listed one by one (no scheduler counts them here), decoding ones, too: those of one token, which run at
+the rates of decoding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from cbsim.cost.cpu import CpuCost
-from cbsim.cost.rounding import nearest
+from cbsim.cost.base import CpuCost, nearest
+from cbsim.policy.groups import Attention
 from cbsim.policy.plan import Chunk, StepPlan
 
 
@@ -131,3 +137,29 @@ class RooflineCost:
 
     def eager_launch_ns(self, plan: StepPlan) -> int:
         return self._launch_ns if plan.work.rows else 0
+
+
+class WindowedRoofline(RooflineCost):
+    """`attention`: what each layer sees."""
+
+    def __init__(self, attention: Sequence[Attention], *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._kinds = [(one, attention.count(one) / len(attention)) for one in dict.fromkeys(attention)]
+
+    def _listed_attention(self, plan: StepPlan) -> float:
+        assert not plan.work.decodes, "rows that are counted do not say what each of them sees"
+        return sum(share * self._of_kind(one, plan.work.chunks) for one, share in self._kinds)
+
+    def _of_kind(self, attention: Attention, chunks: Sequence[Chunk]) -> float:
+        """Seconds, if all layers were like this one."""
+        time = 0.0
+        for c in chunks:
+            start, tokens = c.start, c.tokens + c.padding
+            if tokens == 1:
+                time += attention.seen(start, 1) * self._context_s
+            else:
+                time += max(attention.pairs(start, tokens) * self._pair_s, attention.seen(start, tokens) * self._kv_s)
+        return time
+
+    def _listed_flops(self, chunks: Sequence[Chunk]) -> float:
+        return self._flops_prefill if any(chunk.tokens > 1 for chunk in chunks) else self._flops_decode

@@ -7,16 +7,21 @@ latency and bandwidth of the link; and times a step, a layer and a row for what 
 A step's chunks count as one chunk of as many query tokens and as many query-key pairs; where that would take a negative
 cache, as the uncached chunk with as many pairs. One chunk is itself. A chunk of one token is a decoding row, as in the
 profiles.
+
+`Tables` are measured kernel times of one GPU, of whole steps, all layers counted. A `Ladder` interpolates linearly in a
+measured table of any number of axes, whose grid need not be full. The table is a tree, one level an axis: under each
+value of an axis lie the values of the next one that were measured with it. A point is found level by level between the
+two neighbours there. Below the first value the first holds; above the last the line through the last two goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from math import sqrt
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from cbsim.cost.cpu import CpuCost
-from cbsim.cost.lookup import Attention, Tables
+from cbsim.cost.base import CpuCost
 from cbsim.policy.plan import StepPlan
 
 
@@ -120,3 +125,76 @@ class TableCost:
 
     def eager_launch_ns(self, plan: StepPlan) -> int:
         return self._launch_ns if plan.work.rows else 0
+
+
+class Attention(NamedTuple):
+    """What attention has to do in a step.
+
+    The chunks are taken together as one of `prefill` query tokens behind `cached` tokens of context; `decodes` rows
+    read `context` cached tokens on average and the longest of them `longest`.
+    """
+
+    prefill: float
+    cached: float
+    decodes: int
+    context: float
+    longest: float
+
+
+class Tables(Protocol):
+    """Nanoseconds of kernels on one GPU of a tensor-parallel group, as measured; nothing is added to them."""
+
+    def linear_ns(self, tokens: int) -> float:
+        """All that goes with the number of query tokens: embedding, linear layers, and what small kernels there are."""
+
+    def head_ns(self, rows: int) -> float:
+        """The output head and the sampler, of `rows` rows."""
+
+    def attention_ns(self, work: Attention, *, skew: bool) -> float:
+        """Attention in all layers; with `skew`, as far as measured, the wait for the longest of the decoding rows."""
+
+    def experts_ns(self, tokens: int, ranks: int) -> float:
+        """Mixture-of-experts blocks of all layers, on one of `ranks` GPUs that share the experts and bring `tokens`
+        tokens each; 0 for a dense model.
+        """
+
+
+class Ladder:
+    """`rows` are (coordinates, value), at least one, each point once, with as many coordinates as there are axes."""
+
+    __slots__ = ("_keys", "_rungs")
+
+    def __init__(self, rows: Iterable[tuple[Sequence[float], float]]) -> None:
+        grouped: dict[float, list[tuple[Sequence[float], float]]] = {}
+        for at, value in rows:
+            grouped.setdefault(at[0], []).append((at[1:], value))
+        self._keys = sorted(grouped)
+        self._rungs: list[Ladder | float] = [self._rung(grouped[key]) for key in self._keys]
+
+    @staticmethod
+    def _rung(rows: list[tuple[Sequence[float], float]]) -> Ladder | float:
+        (rest, value), *more = rows
+        if rest:
+            return Ladder(rows)
+        assert not more, rows
+        return value
+
+    def __call__(self, *at: float) -> float:
+        """The value at a point: one coordinate an axis, in order."""
+        keys, rungs, x = self._keys, self._rungs, at[0]
+        place = bisect_right(keys, x)
+        if place == 0 or len(keys) == 1:
+            return self._value(rungs[0], at)
+        if place == len(keys):
+            if x == keys[-1]:
+                return self._value(rungs[-1], at)
+            place -= 1
+        low, high = keys[place - 1], keys[place]
+        below = self._value(rungs[place - 1], at)
+        if x == low:
+            return below
+        return below + (x - low) / (high - low) * (self._value(rungs[place], at) - below)
+
+    @staticmethod
+    def _value(rung: Ladder | float, at: tuple[float, ...]) -> float:
+        return rung(*at[1:]) if isinstance(rung, Ladder) else rung

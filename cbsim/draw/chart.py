@@ -2,14 +2,14 @@
 
 A figure function makes a `Chart` from tables; `render.py` draws it for print, `interactive.py` for a browser. Arrays
 are numbers in the units that the axes name. Colours are Okabe and Ito's, distinguishable without colour vision and in
-print; what is told apart by colour is told apart by dash, marker or hatch as well.
+print; dash, marker or hatch distinguishes what colour does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,23 @@ class Style(NamedTuple):
     colour: str
     dash: str = "solid"
     marker: str = "circle"
+
+    @property
+    def rgb(self) -> tuple[int, int, int]:
+        """Its colour, from 0 to 255 each."""
+        red, green, blue = bytes.fromhex(self.colour[1:])
+        return red, green, blue
+
+    @property
+    def dark(self) -> bool:
+        """Whether text on it has to be light."""
+        red, green, blue = self.rgb
+        return 0.299 * red + 0.587 * green + 0.114 * blue < 140
+
+    @property
+    def opacity(self) -> float:
+        """Of areas: strong colours let the grid and other areas through, pale ones do not."""
+        return 1.0 if self.colour.startswith("#F") or self.colour == "#EEEEEE" else 0.35
 
 
 BLACK, GREY, PALE = "#222222", "#777777", "#EEEEEE"
@@ -114,6 +131,12 @@ class Spans:
     hatched: bool = False
     texts: Sequence[str] = ()
     labels: Sequence[str] = ()
+
+    @property
+    def thin(self) -> bool:
+        """Whether every bar is less than a hundredth of what they all span, perhaps less than a pixel."""
+        reach = float(self.end.max() - self.start.min()) if len(self.end) else 0.0
+        return reach > 0 and float((self.end - self.start).max()) < reach / 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +245,69 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A figure: `key` names its files, `says` is its caption: what is shown, and what was left out or thinned.
+    """A figure: `key` names its files, `caption` says what is shown, and what was left out or thinned.
 
     Panels fill a grid of `columns` row by row. With `share_x` all have one x axis, and zoom together.
     """
 
     key: str
     title: str
-    says: str
+    caption: str
     panels: Sequence[Panel]
     columns: int = 1
     share_x: bool = False
+
+
+class Columns(Protocol):
+    """A table by columns: a step table, or a data frame of one."""
+
+    def __getitem__(self, name: str, /) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+class Unit(NamedTuple):
+    """A unit of time and its length in seconds."""
+
+    name: str
+    seconds: float
+
+
+UNITS = ((0.001, Unit("µs", 1e-6)), (1.0, Unit("ms", 1e-3)), (600.0, Unit("s", 1.0)), (10_800.0, Unit("min", 60.0)))
+
+
+def unit(longest_s: float) -> Unit:
+    """The unit in which times up to `longest_s` seconds are read easily."""
+    return next((unit for below, unit in UNITS if longest_s < below), Unit("h", 3600.0))
+
+
+class Scale(NamedTuple):
+    """What an axis shows: values divided by `size`, with a unit called `name`, which may be ""."""
+
+    name: str
+    size: float
+
+
+def scale_of(unit_of_values: str, most: float) -> Scale:
+    """The scale on which values up to `most`, in seconds, shares or another unit, are read easily."""
+    if unit_of_values == "s":
+        return Scale(*unit(most))
+    return Scale("%", 0.01) if unit_of_values == "share" else Scale("", 1.0)
+
+
+def column(table: Columns, name: str) -> Floats:
+    """A column as floats."""
+    values: Floats = np.asarray(table[name], dtype=np.float64)
+    return values
+
+
+def pipelined(steps: Columns) -> bool:
+    """Was ever a step planned before the one before it had been applied? So an async loop does, and a sync one not."""
+    starts, ends = column(steps, "schedule_start_ns"), column(steps, "update_end_ns")
+    return bool((starts[1:] < ends[:-1]).any())
+
+
+def without(tables: Mapping[str, Columns], what: str = "step") -> str:
+    """A sentence naming the runs whose table is empty, for a caption; "" if there are none."""
+    names = [label for label, table in tables.items() if not len(table)]
+    return f" No {what} in {', '.join(names)}." if names else ""

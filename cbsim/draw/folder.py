@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from cbsim.results.directory import RunError, write_whole
+from cbsim.errors import RunError
+from cbsim.record.directory import write_whole
 
 FACTS = "report.json"
 OURS = ("report.md", "report.html")

@@ -7,21 +7,35 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cbsim.draw.chart import BLACK, LANE_STYLES, Chart, Floats, Mark, Panel, Points, Spans, Style
-from cbsim.draw.units import Columns, Unit, pipelined, unit, without
-from cbsim.policy.moves import Way
-from cbsim.results.columns import NS
-from cbsim.results.record import LANES, PHASES
-from cbsim.results.terminal import shown
+from cbsim.draw.chart import (
+    BLACK,
+    LANE_STYLES,
+    Chart,
+    Columns,
+    Floats,
+    Mark,
+    Panel,
+    Points,
+    Spans,
+    Style,
+    Unit,
+    pipelined,
+    unit,
+    without,
+)
+from cbsim.metrics.terminal import shown
+from cbsim.policy.transfers import Direction
+from cbsim.record.columns import NS
+from cbsim.record.record import LANES, PHASES
 
 STEPS_SHOWN = 7
 ROWS = ("CPU", "H2D", "compute", "D2H")
 MOVING = ("KV out", "KV in")  # lanes of moves to and from the host
 COMPUTE = ROWS.index("compute")
 MOVE_ROWS = {
-    int(Way.COPY): ("KV copy", COMPUTE),
-    int(Way.OUT): ("KV out", len(ROWS)),
-    int(Way.IN): ("KV in", len(ROWS) + 1),
+    int(Direction.COPY): ("KV copy", COMPUTE),
+    int(Direction.OUT): ("KV out", len(ROWS)),
+    int(Direction.IN): ("KV in", len(ROWS) + 1),
 }
 COLUMNS = ("step", "rows", "tokens", *(f"{name}_{edge}_ns" for name in (*PHASES, *LANES) for edge in ("start", "end")))
 
@@ -58,19 +72,20 @@ def lanes(
     length = next((end - start for start, end in filter(None, windows.values())), 0)
     scale = unit(length / NS)
     rows = (*ROWS, *MOVING) if any(len(table["way"]) for table in (moves or {}).values()) else ROWS
+    whole = (0.0, length / NS / scale.seconds) if length else None
     panels = []
     for label, frame in runs.items():
-        where = windows[label]
-        view = View(where[0] if where else 0, length, scale)
-        marks, seen = _marks(frame, view) if where else ([], 0.0)
-        marks += _moved(moves[label], view) if where and moves and rows is not ROWS else []
-        share = f"{seen:.1%} of what is shown" if active is None else f"{active[label]:.2%} of the run"
-        title = f"{label}: GPU active {share}" if where else f"{label}: no such step"
-        whole = (0.0, length / NS / scale.seconds) if length else None
+        title, marks = f"{label}: no such step", list[Mark]()
+        if shown_ns := windows[label]:
+            view = View(shown_ns[0], length, scale)
+            marks, seen = _marks(frame, view)
+            marks += _moved(moves[label], view) if moves and rows is not ROWS else []
+            share = f"{seen:.1%} of what is shown" if active is None else f"{active[label]:.2%} of the run"
+            title = f"{label}: GPU active {share}"
         panels.append(Panel(marks, scale.name, title=title, rows=rows, x_range=whole))
-    says = f"CPU phases, copies and kernels of {_which(window)}, on one time axis; numbers are steps."
-    says += " Hatched: the GPU computes nothing between two steps. Markers: a copy is done." + without(steps)
-    return Chart("lanes", "CPU and GPU side by side", says, panels, share_x=True)
+    caption = f"CPU phases, copies and kernels of {_which(window)}, on one time axis; numbers are steps."
+    caption += " Hatched: the GPU computes nothing between two steps. Markers: a copy is done." + without(steps)
+    return Chart("lanes", "CPU and GPU side by side", caption, panels, share_x=True)
 
 
 def _which(window: tuple[int, int] | None) -> str:

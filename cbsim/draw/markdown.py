@@ -12,17 +12,17 @@ from cbsim.draw.chart import Chart
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text under a header; all columns but the first are numbers, right-aligned. `says` stands above it."""
+    """Rows of text under a header; all columns but the first are numbers, right-aligned. `note` stands above it."""
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    says: str = ""
+    note: str = ""
 
 
 def table(content: Table) -> list[str]:
     """A Markdown table: the first column left, the others right."""
-    lines = [plain(content.says), ""] if content.says else []
+    lines = [plain(content.note), ""] if content.note else []
     lines.append(_row(content.header))
     lines.append("|---" + "|---:" * (len(content.header) - 1) + "|")
     return [*lines, *(_row(row) for row in content.rows), ""]
@@ -35,7 +35,7 @@ def _row(cells: Sequence[str]) -> str:
 def figure(chart: Chart) -> list[str]:
     """A figure that lies at figures/KEY.png, with its caption."""
     title = plain(chart.title)
-    return [f"### {title}", "", f"![{title}](figures/{chart.key}.png)", "", plain(chart.says), ""]
+    return [f"### {title}", "", f"![{title}](figures/{chart.key}.png)", "", plain(chart.caption), ""]
 
 
 def plain(text: str) -> str:

@@ -5,29 +5,20 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cbsim.draw.chart import (
-    Area,
-    Bars,
-    Cells,
-    Chart,
-    Edge,
-    Level,
-    Line,
-    Mark,
-    Panel,
-    Points,
-    Spans,
-    Style,
-    Whiskers,
-)
+from cbsim.draw.chart import Area, Bars, Cells, Chart, Edge, Level, Line, Mark, Panel, Points, Spans, Whiskers
+from cbsim.errors import RunError
+from cbsim.record.directory import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 WIDTH_IN, DPI = 10.0, 110
 COLOURS = 128  # of a PNG: few enough for a third of the size, enough for smooth edges
@@ -211,8 +202,8 @@ def _line(axis: Axes, mark: Line) -> None:
 
 def _area(axis: Axes, mark: Area) -> None:
     stepped: Any = "post" if mark.step else None
-    opaque = 1.0 if mark.style.colour.startswith("#F") or mark.style.colour == "#EEEEEE" else 0.35
-    axis.fill_between(mark.x, mark.low, mark.high, step=stepped, facecolor=mark.style.colour, alpha=opaque, linewidth=0)
+    colour, opacity = mark.style.colour, mark.style.opacity
+    axis.fill_between(mark.x, mark.low, mark.high, step=stepped, facecolor=colour, alpha=opacity, linewidth=0)
 
 
 def _spans(axis: Axes, mark: Spans) -> None:
@@ -221,23 +212,17 @@ def _spans(axis: Axes, mark: Spans) -> None:
     low, high = mark.row - 0.4, mark.row + 0.4
     corners = [(mark.start, low), (mark.start, high), (mark.end, high), (mark.end, low)]
     boxes = np.stack([np.stack([np.asarray(x, dtype=float), y], axis=1) for x, y in corners], axis=1)
-    wide = mark.end - mark.start
-    thin = len(wide) > 0 and len(mark.row) > 0 and _reach(mark) > 0 and float(wide.max()) < _reach(mark) / 100
-    edge = mark.style.colour if thin or mark.hatched else "#444444"  # a line keeps what is thinner than a pixel visible
-    many = len(mark.row) > 100
+    plain = mark.thin or len(mark.row) > 100  # a line of its colour keeps what is thinner than a pixel visible
+    edge = "#D55E00" if mark.hatched else mark.style.colour if plain else "#444444"
     axis.add_collection(
         PolyCollection(
             list(boxes),
             facecolors=mark.style.colour,
-            edgecolors="#D55E00" if mark.hatched else (mark.style.colour if many else edge),
+            edgecolors=edge,
             linewidths=0 if mark.hatched else 0.5,
             hatch="////" if mark.hatched else None,
         )
     )
-
-
-def _reach(mark: Spans) -> float:
-    return float(mark.end.max() - mark.start.min()) if len(mark.end) else 0.0
 
 
 def _points(axis: Axes, mark: Points) -> None:
@@ -308,13 +293,8 @@ def _write_labels(axis: Axes, mark: Spans) -> None:
     for row, start, end, text in zip(mark.row, mark.start, mark.end, mark.labels, strict=True):
         left, right = max(start, low), min(end, high)
         if right - left > (high - low) * WIDE_ENOUGH:
-            colour = "white" if _dark(mark.style) else "#222222"
+            colour = "white" if mark.style.dark else "#222222"
             axis.text((left + right) / 2, row, _plain(text), ha="center", va="center", fontsize=7, color=colour)
-
-
-def _dark(style: Style) -> bool:
-    red, green, blue = (int(style.colour[i : i + 2], 16) for i in (1, 3, 5))
-    return 0.299 * red + 0.587 * green + 0.114 * blue < 140
 
 
 def _legend(chart: Chart) -> list[Any]:
@@ -342,5 +322,33 @@ def _entry(mark: Mark) -> Any:
         return Line2D([], [], color=style.colour, linestyle=DASHES[style.dash], label=_plain(mark.name))
     if isinstance(mark, Spans) and mark.hatched:
         return Patch(facecolor=style.colour, hatch="////", edgecolor="#D55E00", linewidth=0, label=_plain(mark.name))
-    alpha = 0.35 if isinstance(mark, Area) and _dark(style) else 1.0
+    alpha = 0.35 if isinstance(mark, Area) and style.dark else 1.0
     return Patch(facecolor=style.colour, edgecolor="#444444", linewidth=0.4, alpha=alpha, label=_plain(mark.name))
+
+
+ENDINGS = (".png", ".svg")
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Drawn when it is looked at."""
+
+    chart: Chart
+
+    def png(self) -> bytes:
+        return png(self.chart)
+
+    def _repr_png_(self) -> bytes:
+        return self.png()
+
+    def save(self, path: Path | str) -> Path:
+        """Write it as .png or .svg, by the name. Raises RunError."""
+        file = Path(path)
+        if file.suffix not in ENDINGS:
+            bound = f"expected a name that ends in {' or '.join(ENDINGS)}"
+            raise RunError(f"{file}: got {file.suffix!r}, {bound}", file=file, value=file.suffix, bound=bound)
+        try:
+            write_whole(file, self.png() if file.suffix == ".png" else svg(self.chart))
+        except OSError as error:
+            raise RunError(f"{file}: cannot be written: {error.strerror or error}", file=file) from None
+        return file

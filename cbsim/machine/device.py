@@ -1,4 +1,13 @@
-"""A GPU as the driver sees it: steps are launched in order, and each says when it will have landed."""
+"""A GPU as the driver sees it: steps are launched in order, and each says when it will have completed.
+
+Its lanes each do one thing at a time, in the order of submission. A CUDA stream runs its work in order of submission,
+so the start of a piece of work is known when it is submitted: the later of its dependencies and the end of the work
+before it. `Lane.book` is that sentence; no event is needed for it. Times are integer nanoseconds since the start of the
+run.
+
+Transfers of KV on the simulated machine. To and from the host they have a lane for each direction, beside those of
+the steps' own small copies; a copy on the device takes its time on the compute lane, before the rows of its plan.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +16,12 @@ from typing import Protocol
 
 import simpy
 
-from cbsim.cost.base import Cost
+from cbsim.cost.base import Copies, Cost
 from cbsim.machine.graphs import Shape
-from cbsim.machine.lanes import Lane, Slots, lanes
-from cbsim.machine.mover import Mover
-from cbsim.policy.plan import StepPlan
-from cbsim.results.record import StepTimes
+from cbsim.policy.plan import StepPlan, Underway
+from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
+from cbsim.record.record import MoveLog, StepTimes
+from cbsim.runs.inbox import NEVER_NS
 
 
 class Device(Protocol):
@@ -25,15 +34,15 @@ class Device(Protocol):
     def launch(self, plan: StepPlan, shape: Shape, times: StepTimes) -> None:
         """Queue a step whose CPU phases are over: its copies and kernels."""
 
-    def landing(self, times: StepTimes) -> simpy.Event | None:
-        """What to wait for before it is known when a launched step lands; None if it is."""
+    def completion(self, times: StepTimes) -> simpy.Event | None:
+        """What to wait for before it is known when a launched step completes; None if it is."""
 
     def rest(self, until: simpy.Event | None) -> None:
         """The server has nothing to launch until this event, or ever."""
 
 
 class OneGpu:
-    """A GPU on its own: when a step lands is known as soon as it is launched. `depth` I/O slots; `overlap` runs copies
+    """A GPU on its own: a launch says when its step will complete. `depth` I/O slots; `overlap` runs copies
     beside kernels; `gap_ns` lie between the kernels of two steps at least. Plans that move KV need a `mover`, which is
     made on the lanes from and to the host.
     """
@@ -60,11 +69,11 @@ class OneGpu:
         times.h2d_start_ns, times.h2d_end_ns = self._h2d.book(ready, h2d_ns)
         ready = max(times.h2d_end_ns, self._ready_ns)
         mover = self.mover
-        if mover is not None and (plan.moves or plan.awaited or mover.ends):
+        if mover is not None and (plan.transfers or plan.awaited or mover.ends):
             ready = mover.before(plan, ready)
             compute_ns += mover.copying_ns(plan)
         else:
-            assert not plan.moves, (plan.step, "moves KV, which this device does not")
+            assert not plan.transfers, (plan.step, "moves KV, which this device does not")
             mover = None
         if shape.eager:  # kernels run while the CPU launches them one by one, the last not before it is launched
             compute_ns = max(compute_ns, launched - self._compute.start_ns(ready))
@@ -75,9 +84,132 @@ class OneGpu:
         times.d2h_start_ns, times.d2h_end_ns = self._d2h.book(times.compute_end_ns, d2h_ns)
         self._slots.hold(plan.step, times.d2h_end_ns)
 
-    def landing(self, times: StepTimes) -> simpy.Event | None:
+    def completion(self, times: StepTimes) -> simpy.Event | None:
         del times
         return None
 
     def rest(self, until: simpy.Event | None) -> None:
         del until
+
+
+class Stream:
+    """An order of execution. Lanes that share a stream never overlap."""
+
+    def __init__(self) -> None:
+        self.free_ns = 0
+
+
+class Lane:
+    """One engine of the machine: `h2d`, `compute`, `d2h`, `kv_in` or `kv_out`."""
+
+    def __init__(self, name: str, stream: Stream) -> None:
+        self.name = name
+        self._stream = stream
+
+    def start_ns(self, ready_ns: int) -> int:
+        """When work submitted now, that may start at `ready_ns`, would start."""
+        return max(ready_ns, self._stream.free_ns)
+
+    def book(self, ready_ns: int, duration_ns: int) -> tuple[int, int]:
+        """Submit work that may start at `ready_ns`; returns its start and end."""
+        assert duration_ns >= 0, (self.name, duration_ns)
+        stream = self._stream
+        start = ready_ns if ready_ns > stream.free_ns else stream.free_ns
+        stream.free_ns = end = start + duration_ns
+        return start, end
+
+
+class Slots:
+    """The pinned I/O buffers of steps in flight. A slot is written again only after its last step's outputs are out."""
+
+    def __init__(self, count: int) -> None:
+        self._until_ns = [0] * count
+
+    def free_ns(self, step: int) -> int:
+        """When the slot of `step` may be written."""
+        return self._until_ns[step % len(self._until_ns)]
+
+    def hold(self, step: int, until_ns: int) -> None:
+        """The slot of `step` is in use until then."""
+        self._until_ns[step % len(self._until_ns)] = until_ns
+
+
+def lanes(*, overlap: bool) -> tuple[Lane, Lane, Lane, Lane, Lane]:
+    """(h2d, compute, d2h, kv_in, kv_out): a stream each, or one in-order stream for all when copies do not `overlap`
+    compute. The last two move KV from and to the host, beside the small copies of every step.
+    """
+    shared = Stream()
+    names = ("h2d", "compute", "d2h", "kv_in", "kv_out")
+    h2d, compute, d2h, kv_in, kv_out = [Lane(name, Stream() if overlap else shared) for name in names]
+    return h2d, compute, d2h, kv_in, kv_out
+
+
+class Mover:
+    """Books the transfers of plans, and says which jobs are over. `ends` are those that nobody has been told of."""
+
+    def __init__(self, copies: Copies, log: MoveLog, block_size: int, kv_in: Lane, kv_out: Lane) -> None:
+        self.ends: dict[int, int] = {}  # job -> when its last move ends
+        self._copies, self._log = copies, log
+        self._underway = Underway(block_size)
+        self._in, self._out = kv_in, kv_out
+
+    @property
+    def next_ns(self) -> int:
+        """When the next job is over."""
+        return min(self.ends.values(), default=NEVER_NS)
+
+    def before(self, plan: StepPlan, at_ns: int) -> int:
+        """Book what comes before the rows of a plan, not before `at_ns`, when those of the plans before have run.
+        Returns when its own may begin.
+        """
+        self._underway.planned(plan)
+        rows_ns = at_ns
+        for job in plan.awaited:
+            rows_ns = max(rows_ns, self.ends.get(job, 0))
+        for transfer in plan.transfers:
+            if transfer.job == IN_ORDER and transfer.direction is not Direction.COPY:
+                rows_ns = self._book(plan.step, transfer, rows_ns)
+        for transfer in plan.transfers:
+            if (
+                transfer.job != IN_ORDER and transfer.direction is Direction.IN
+            ):  # into blocks that the others may just have left
+                self._book(plan.step, transfer, rows_ns)
+        return rows_ns
+
+    def copying_ns(self, plan: StepPlan) -> int:
+        """What the copies on the device take, before the rows of a plan."""
+        return sum(
+            [
+                self._copies.ns(transfer.direction, len(transfer.sources))
+                for transfer in plan.transfers
+                if transfer.direction is Direction.COPY
+            ]
+        )
+
+    def after(self, plan: StepPlan, start_ns: int, end_ns: int) -> None:
+        """The compute lane has a plan's copies and rows from `start_ns` to `end_ns`: book what follows them."""
+        for transfer in plan.transfers:
+            if transfer.direction is Direction.COPY:
+                until_ns = start_ns + self._copies.ns(transfer.direction, len(transfer.sources))
+                self._log.moved(plan.step, transfer, start_ns, until_ns)
+                start_ns = until_ns
+            elif transfer.direction is Direction.OUT and transfer.job != IN_ORDER:
+                self._book(plan.step, transfer, end_ns)
+
+    def _book(self, step: int, transfer: Transfer, at_ns: int) -> int:
+        """On the lane of its direction; returns when it ends."""
+        lane = self._in if transfer.direction is Direction.IN else self._out
+        start_ns, end_ns = lane.book(at_ns, self._copies.ns(transfer.direction, len(transfer.sources)))
+        self._log.moved(step, transfer, start_ns, end_ns)
+        if transfer.job != IN_ORDER:
+            self.ends[transfer.job] = max(end_ns, self.ends.get(transfer.job, 0))
+        return end_ns
+
+    def over(self, now_ns: int, step: int) -> tuple[int, ...]:
+        """The jobs that are over by now, for the result of `step`: each is named once."""
+        jobs = tuple(sorted([job for job, end_ns in self.ends.items() if end_ns <= now_ns]))
+        for job in jobs:
+            del self.ends[job]
+        self._underway.completed(jobs)
+        self._log.reported(jobs, step)
+        return jobs

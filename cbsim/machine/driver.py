@@ -17,17 +17,16 @@ import simpy
 from cbsim.cost.base import Cost
 from cbsim.machine.device import Device
 from cbsim.machine.graphs import Graphs
-from cbsim.policy.loop import Applied, Await, Idle, Landed, Launch, Poll, Polled, Refused, Scheduler, serve
+from cbsim.policy.loop import Applied, Await, Completed, Idle, Launch, Poll, Polled, Refused, Scheduler, serve
 from cbsim.policy.plan import NOTHING_STOPPED, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
-from cbsim.results.record import Record, StepTimes
-from cbsim.server.driving import CLOSED, OPEN, note_admissions
-from cbsim.server.inbox import NEVER_NS, Inbox
-from cbsim.workload import lineage
-from cbsim.workload.lineage import Parents
+from cbsim.record.record import Record, StepTimes
+from cbsim.runs.inbox import CLOSED, NEVER_NS, OPEN, Inbox, note_admissions
+from cbsim.workload import requests
+from cbsim.workload.requests import Parents
 
 LONGEST_NS = 1 << 61  # 73 years: beyond, times would not fit their columns
-UNEVENTFUL = Landed(NOTHING_STOPPED)
+NO_NEWS = Completed(NOTHING_STOPPED)
 
 
 class Machine:
@@ -54,7 +53,7 @@ class Machine:
         self.inbox = inbox
         self._cpu_ns = 0
         self._times = StepTimes(0)  # of the step being planned
-        self._landing = self._times  # of the step whose result is being applied
+        self._completion = self._times  # of the step whose result is being applied
 
     @property
     def now_ns(self) -> int:
@@ -83,12 +82,12 @@ class Machine:
                 answer = self._launch(effect)
             elif isinstance(effect, Await):
                 times: StepTimes = effect.ticket
-                while (landing := self._device.landing(times)) is not None:
-                    yield landing
-                landed_ns = self._landed_ns(effect)
-                if env.peek() <= landed_ns:
-                    landed_ns = yield from self._land(env, effect, landed_ns)
-                answer = self._await(effect, landed_ns)
+                while (completion := self._device.completion(times)) is not None:
+                    yield completion
+                completed_ns = self._completed_ns(effect)
+                if env.peek() <= completed_ns:
+                    completed_ns = yield from self._until_completed(env, effect, completed_ns)
+                answer = self._await(effect, completed_ns)
             elif isinstance(effect, Applied):
                 self._applied(effect)
                 if on_step:
@@ -136,57 +135,57 @@ class Machine:
             self.on_plan(plan)
         return times
 
-    def _await(self, effect: Await, landed_ns: int) -> Landed:
+    def _await(self, effect: Await, completed_ns: int) -> Completed:
         """The CPU blocks until the step's outputs are on the host. Declared ends short of the limit are stop tokens."""
         times: StepTimes = effect.ticket
         times.await_start_ns = self._cpu_ns
-        times.await_end_ns = self._cpu_ns = landed_ns
-        self._landing = times
+        times.await_end_ns = self._cpu_ns = completed_ns
+        self._completion = times
         cancels: Sequence[RequestSpec] = ()
         if effect.cancels:
             self.record.polls += 1
             cancels = self.inbox.given_up(self._cpu_ns) if self.inbox.quits else ()
         moved: tuple[int, ...] = ()
         if self._mover is not None and self._mover.ends:
-            moved = self._mover.over(landed_ns, effect.plan.step)
+            moved = self._mover.over(completed_ns, effect.plan.step)
         ends = effect.plan.changes.ends
         parents: Parents = ()
         if effect.plan.ranked:
-            parents = lineage.parents(effect.plan)
+            parents = requests.parents(effect.plan)
             self.record.took_over(effect.plan.step, parents)
         if not (ends or cancels or moved or parents):
-            return UNEVENTFUL
+            return NO_NEWS
         stopped = tuple([s for s in ends if s.output_tokens < s.max_tokens])
-        return Landed(StepResult(stopped, moved=moved, parents=parents), cancels)
+        return Completed(StepResult(stopped, moved=moved, parents=parents), cancels)
 
-    def _landed_ns(self, effect: Await) -> int:
-        """When the result of a step is there. One without rows is over at once, unless moves are under way: then it
+    def _completed_ns(self, effect: Await) -> int:
+        """When the result of a step is there. One without rows is over at once, unless transfers are under way: then it
         waits for the first of them, or for a request.
         """
         times: StepTimes = effect.ticket
-        landed_ns = max(self._cpu_ns, times.d2h_end_ns)
+        completed_ns = max(self._cpu_ns, times.d2h_end_ns)
         if self._mover is None or not self._waits(effect):
-            return landed_ns
-        return max(landed_ns, min(self._mover.next_ns, self.inbox.due_ns))
+            return completed_ns
+        return max(completed_ns, min(self._mover.next_ns, self.inbox.due_ns))
 
-    def _land(self, env: simpy.Environment, effect: Await, landed_ns: int) -> Generator[Any, Any, int]:
+    def _until_completed(self, env: simpy.Environment, effect: Await, completed_ns: int) -> Generator[Any, Any, int]:
         """Let the environment's clock catch up. Where a request may come that nobody knows of, and end the wait of a
         step without rows, this says when it did.
         """
-        until = env.timeout(max(0, landed_ns - env.now))
+        until = env.timeout(max(0, completed_ns - env.now))
         if self.inbox.news is not None and self._waits(effect):
             yield until | self.inbox.news
-            landed_ns = self._landed_ns(effect)
-            until = env.timeout(max(0, landed_ns - env.now))
+            completed_ns = self._completed_ns(effect)
+            until = env.timeout(max(0, completed_ns - env.now))
         yield until
-        return landed_ns
+        return completed_ns
 
     def _waits(self, effect: Await) -> bool:
-        """Does a step compute nothing, and moves are under way?"""
+        """Does a step compute nothing, and transfers are under way?"""
         return self._mover is not None and not effect.plan.work.rows and bool(self._mover.ends)
 
     def _applied(self, effect: Applied) -> None:
-        times = self._landing
+        times = self._completion
         times.update_start_ns = self._cpu_ns
         times.update_end_ns = self._cpu_ns = self._cpu_ns + times.update_ns
         if self._cpu_ns > LONGEST_NS:

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, Protocol
 
 import simpy
 
+from cbsim.machine.device import Mover
 from cbsim.machine.graphs import Shape
-from cbsim.machine.mover import Mover
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.results.record import StepTimes
-from cbsim.server.inbox import Inbox
+from cbsim.record.record import StepTimes
+from cbsim.runs.inbox import Inbox
 
 WAITING_WEIGHT = 4
 
@@ -86,7 +86,7 @@ class Rank:
         self._rests = False
         self._until: simpy.Event | None = None
         self._pending: dict[int, simpy.Event | None] = {}  # by identity of the step's times; None: of an empty step
-        self._landed_ns = 0
+        self._completed_ns = 0
 
     def launch(self, plan: StepPlan, shape: Shape, times: StepTimes) -> None:
         self._rests = False
@@ -98,15 +98,15 @@ class Rank:
         self.launched.append(_Launched(plan, shape, ready_ns, times, event))
         self._group.advance()
 
-    def landing(self, times: StepTimes) -> simpy.Event | None:
+    def completion(self, times: StepTimes) -> simpy.Event | None:
         event = self._pending[id(times)]
         if event is not None and not event.triggered:
             return event
         del self._pending[id(times)]
         if event is None:
-            at_ns = max(times.launch_end_ns, self._landed_ns)
+            at_ns = max(times.launch_end_ns, self._completed_ns)
             _fill(times, at_ns, at_ns)
-        self._landed_ns = times.d2h_end_ns
+        self._completed_ns = times.d2h_end_ns
         return None
 
     def rest(self, until: simpy.Event | None) -> None:

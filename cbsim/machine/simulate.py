@@ -5,24 +5,23 @@ Everything a run needs is built from the scenario, which alone has defaults; not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import simpy
 
-from cbsim.machine.device import OneGpu
+from cbsim.machine.device import Mover, OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, engine_buckets, transformers_buckets, unpadded, vllm_buckets
-from cbsim.machine.mover import Mover
 from cbsim.policy.captures import CAPTURED, vllm_sizes
 from cbsim.policy.loop import Scheduler
-from cbsim.results.columns import NS
-from cbsim.results.record import Record
+from cbsim.record.columns import NS
+from cbsim.record.record import Record
+from cbsim.runs.assemble import copies, cost_model, scheduler
+from cbsim.runs.inbox import NEVER_NS, Inbox, no_collections
+from cbsim.runs.result import SIMULATED
 from cbsim.scenario.scenario import Scenario, depth
-from cbsim.server.assemble import copies, cost_model, scheduler
-from cbsim.server.driving import no_collections
-from cbsim.server.inbox import NEVER_NS, Inbox
-from cbsim.workload.generators import Workload
+from cbsim.workload.requests import Workload
 
 TRANSFORMERS_ROWS, UNBOUNDED = 1024, 1 << 30  # for schedulers that have no such limit, padded as transformers does
 VLLM_LARGEST = 512  # likewise as vLLM does
@@ -58,8 +57,29 @@ def graphs(scenario: Scenario, policy: Scheduler) -> Graphs:
         sizes = settings.vllm_capture_sizes or vllm_sizes(limits.graphs or VLLM_LARGEST)
         return Graphs(vllm_buckets(sizes), capture_ns)
     if scenario.graph_padding == "cbengine":
-        return Graphs(engine_buckets(limits.seats or limits.rows or CAPTURED[-1]), capture_ns)
+        return Graphs(engine_buckets(limits.slots or limits.rows or CAPTURED[-1]), capture_ns)
     if scenario.graph_padding == "transformers":
         rows, tokens = limits.rows or TRANSFORMERS_ROWS, limits.tokens or UNBOUNDED
         return Graphs(transformers_buckets(min(rows, tokens), tokens, pool.num_blocks * pool.block_size), capture_ns)
     return Graphs(unpadded, capture_ns)
+
+
+class Simulation:
+    """A server whose clock is simulated."""
+
+    measured = False
+
+    def __init__(self, scenario: Scenario, loop: str, workload: Workload) -> None:
+        self._machine = machine(scenario, loop, workload)
+        self.record = self._machine.record
+        self.facts: Mapping[str, object] = {"device": SIMULATED}
+
+    @property
+    def now_ns(self) -> int:
+        return self._machine.now_ns
+
+    def run(self, on_step: Callable[[int], None]) -> None:
+        run(self._machine, on_step)
+
+    def files(self) -> Mapping[str, bytes]:
+        return {}

@@ -6,8 +6,8 @@ Rows one by one: the scheduler makes a `row` for every request that is to comput
 That is all that a new policy needs.
 
 Together: most steps concern nobody in particular, every decoding request gets its token and nothing can be refused.
-Those requests are the `members` of a cohort, and `go_on` plans all of them at the cost of what changes. If budgets or
-blocks might not do for all, the scheduler calls `dissolve` and plans every request by its rules; so these are stated
+Those requests are the members of a decode batch, and `go_on` plans them all at the cost of what changes. If budgets
+or blocks might not do for all, the scheduler calls `split` and plans every request by its rules; so these are stated
 once. Both ways give the same rows, blocks and tokens.
 """
 
@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cbsim.policy.blocks import BlockPool, Replaced
-from cbsim.policy.cohort import Cohort, Landing, Landings, by_order, in_order
-from cbsim.policy.keys import Keys
-from cbsim.policy.moves import IN_ORDER, Move, arriving
-from cbsim.policy.observer import NOBODY, Observer
+from cbsim.kv.blocks import BlockPool, Replaced
+from cbsim.kv.keys import Keys
+from cbsim.policy.decode_batch import NOTHING, Completion, Completions, DecodeBatch, Scheduled, by_order, in_order
+from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.plan import (
     UNCHANGED,
     UNDISTURBED,
@@ -33,17 +32,17 @@ from cbsim.policy.plan import (
     StepResult,
     StepWork,
 )
-from cbsim.policy.promised import NOTHING, Promised
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
+from cbsim.policy.transfers import IN_ORDER, Transfer, arriving
 
-NOTHING_MOVES: tuple[tuple[Move, ...], tuple[int, ...]] = ((), ())
-AS_PROMISED: dict[RequestSpec, int] = {}
+NO_TRANSFERS: tuple[tuple[Transfer, ...], tuple[int, ...]] = ((), ())
+AS_SCHEDULED: dict[RequestSpec, int] = {}
 
 
 class Decoding:
-    """The requests of a scheduler. `requests` have not ended; those that run are `members`, or else `loose`.
+    """The requests of a scheduler. `requests` have not ended; those that run are `batched`, or else `unbatched`.
 
-    `together`: who has sampled a token joins the members. `foresees`: a request whose last token is planned gets no
+    `together`: who has sampled a token joins the members. `lookahead`: a request whose last token is planned gets no
     further row. `wastes_chunks`: a row that was to sample nothing counts as wasted too, if its request has gone.
     `by_arrival`: members are in order of arrival, whenever they were admitted.
     """
@@ -54,35 +53,35 @@ class Decoding:
         keys: Keys | None = None,
         *,
         together: bool = False,
-        foresees: bool = True,
+        lookahead: bool = True,
         wastes_chunks: bool = False,
         by_arrival: bool = False,
         long_tokens: int = 0,
-        observer: Observer = NOBODY,
+        observer: Observer = NULL_OBSERVER,
     ) -> None:
         self.pool = pool
-        self.members = Cohort(pool.block_size, long_tokens=long_tokens)
+        self.batched = DecodeBatch(pool.block_size, long_tokens=long_tokens)
         self.requests: dict[RequestSpec, Request] = {}
-        self.loose: dict[Request, None] = {}
+        self.unbatched: dict[Request, None] = {}
         self.ended: list[RequestSpec] = []  # since the plan before
         self.preempted: list[Preempted] = []
-        self.moves: list[Move] = []  # of KV, for the next plan
-        self.awaited: list[int] = []  # jobs of moves that the next plan's rows wait for
+        self.transfers: list[Transfer] = []  # of KV, for the next plan
+        self.awaited: list[int] = []  # jobs of transfers that the next plan's rows wait for
         self.grown_blocks: list[int] = []  # those that members get in the step being planned
-        self.doomed: dict[Request, None] = {}  # given up: they end with their next token
+        self.abort_pending: dict[Request, None] = {}  # given up: they end with their next token
         self._keys = keys or Keys(pool)
-        self._together, self._foresees, self._wastes_chunks = together, foresees, wastes_chunks
+        self._together, self._lookahead, self._wastes_chunks = together, lookahead, wastes_chunks
         self._by_arrival = by_arrival
         self._observer = observer
         self._admissions = 0  # or arrivals, if they give the order
         self._growing: list[Request] | None = None  # members that need a block, once asked
         self._grown: list[RequestSpec] = []
-        self._filling: list[Request] = []  # members that fill a block and have to be heard of when they land
+        self._filling: list[Request] = []  # members that fill a block and have to be heard of when they complete
         self._decodes = 0
         self._resting = False  # do the members sit the step being planned out?
         self._left: list[RequestSpec] = []
         self._replaced: list[Replaced] = []
-        self._noted: dict[int, Landings] = {}  # by step
+        self._noted: dict[int, Completions] = {}  # by step
 
     # -- one request --------------------------------------------------------------------------------------------------
 
@@ -96,7 +95,7 @@ class Decoding:
     def admit(self, request: Request, cached_tokens: int = 0) -> None:
         """From the queue to those that run, with the first `cached_tokens` tokens in the cache."""
         request.admit(request.order if self._by_arrival else self._next_order(), cached_tokens)
-        self.loose[request] = None
+        self.unbatched[request] = None
 
     def _next_order(self) -> int:
         self._admissions += 1
@@ -128,41 +127,41 @@ class Decoding:
         )
 
     def preempt(self, request: Request, *, drop_in_flight: bool) -> None:
-        """Take the blocks of a loose request back; it has to wait again."""
-        self.preempted.append(Preempted(request.spec, request.computed, self.pool.held(request)))
-        del self.loose[request]
+        """Take the blocks of a request outside the decode batch back; it has to wait again."""
+        self.preempted.append(Preempted(request.spec, request.computed, self.pool.allocated(request)))
+        del self.unbatched[request]
         self.pool.release(request, returns=True)
         request.requeue(drop_in_flight)
 
     def renew(self, request: Request) -> None:
-        """A loose request goes behind all others in the admission order."""
+        """A request outside the decode batch goes behind all others in the admission order."""
         request.renew(self._next_order())
 
-    def doom(self, request: Request) -> None:
+    def defer_abort(self, request: Request) -> None:
         """A request that runs was given up, and ends with its next token. Nobody is told of that end."""
-        self.dissolve()  # so that all its rows are listed
-        self.doomed[request] = None
+        self.split()  # so that all its rows are listed
+        self.abort_pending[request] = None
 
     def resume(self, request: Request) -> None:
         """From the queue to those that run, with everything computed before it was parked."""
         request.resume(request.order if self._by_arrival else self._next_order())
-        self.loose[request] = None
+        self.unbatched[request] = None
 
     def exchange(self, request: Request, entries: Sequence[tuple[int, int]]) -> None:
         """Entries of a table (index, block) became other blocks, which the next plan tells."""
         self._replaced += [(request.spec, index, block) for index, block in entries]
 
     def call_off(self, request: Request) -> None:
-        """A request is about to give up the places of its moves in order that no plan has listed yet."""
-        if self.moves:
-            self.moves = [m for m in self.moves if m.spec is not request.spec or m.job != IN_ORDER]
+        """A request is about to give up the places of its transfers in order that no plan has listed yet."""
+        if self.transfers:
+            self.transfers = [m for m in self.transfers if m.spec is not request.spec or m.job != IN_ORDER]
 
     def end(self, request: Request, reason: Finish, *, keeps_blocks: bool = False) -> None:
         """A request is over, wherever it stands; its blocks are free at once."""
-        if request.cohort is not None:
+        if request.batch is not None:
             self._detach(request)
-        self.loose.pop(request, None)
-        self.doomed.pop(request, None)
+        self.unbatched.pop(request, None)
+        self.abort_pending.pop(request, None)
         if not keeps_blocks:
             self.pool.release(request)
         request.end(reason)
@@ -177,12 +176,12 @@ class Decoding:
 
     def due_blocks(self) -> int:
         """Blocks that the members need in this step, one each."""
-        self._growing = self.members.growing()
+        self._growing = self.batched.growing()
         return len(self._growing)
 
     def go_on(self) -> int:
         """A row for every member: a token each, and a block where one is due, which there is. Returns their number."""
-        members = self.members
+        members = self.batched
         growing, self._growing = self._growing, None
         if growing is None:
             growing = members.growing()
@@ -198,17 +197,17 @@ class Decoding:
         """No row for any member: they sit this step out."""
         self._growing, self._resting = None, True
 
-    def dissolve(self) -> None:
+    def split(self) -> None:
         """Everybody out: in this step each member is planned by the rules for one request."""
-        for request in list(self.members):
+        for request in list(self.batched):
             self._detach(request)
 
     def _detach(self, request: Request) -> None:
         self._growing = None
         self._keys.leaves(request)
-        self.members.leave(request, self.pool.held(request))
+        self.batched.leave(request, self.pool.allocated(request))
         self._left.append(request.spec)
-        self.loose[request] = None
+        self.unbatched[request] = None
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -221,28 +220,23 @@ class Decoding:
         lead: int = 0,
         fast_decode: bool = False,
     ) -> StepPlan:
-        """Promise the listed rows, and those of the members if they go on, and hand the plan out.
+        """Schedule the listed rows, and those of the members if they go on, and hand the plan out.
 
         The first `lead` rows come before the members'. `running` and `waiting` are the lengths of the queues.
         """
-        members, pool, decodes = self.members, self.pool, self._decodes
-        assert decodes == len(members) or self._resting, "members neither go on nor rest nor are dissolved"
+        members, pool, decodes = self.batched, self.pool, self._decodes
+        assert decodes == len(members) or self._resting, "members neither go on nor rest nor are split"
         resting = self._resting
         ending = [] if resting else members.ending()
-        listed = self._promise(rows, lead, ending) if rows or ending or self._filling else NOTHING
+        listed = self._schedule_rows(rows, lead, ending) if rows or ending or self._filling else NOTHING
         tables = pool.tell(members.planned, rows) if pool.groups else ()
-        moves, awaited = self._moved() if self.moves or self.awaited else NOTHING_MOVES
+        transfers, awaited = self._take_transfers()
         context, longest = (members.context, members.longest) if decodes else (0, 0)
         work = StepWork(tuple(rows.values()), lead, decodes, context, longest, listed.tokens, fast_decode=fast_decode)
-        counts = StepCounts(
-            listed.table_blocks if resting else members.held_blocks + listed.table_blocks,
-            len(self._grown) + (pool.fresh if tables else listed.new_blocks) + (arriving(moves) if moves else 0),
-            running,
-            waiting,
-            pool.free,
-            pool.cached,
-        )
-        plan = StepPlan(members.planned, work, self._changes(listed), counts, moves, awaited, tables=tables)
+        table_blocks = listed.table_blocks if resting else members.held_blocks + listed.table_blocks
+        new_blocks = len(self._grown) + (pool.fresh if tables else listed.new_blocks) + arriving(transfers)
+        counts = StepCounts(table_blocks, new_blocks, running, waiting, pool.free, pool.cached)
+        plan = StepPlan(members.planned, work, self._changes(listed), counts, transfers, awaited, tables=tables)
         members.commit(rests=resting)
         self._decodes, self._filling, self._resting = 0, [], False
         if plan.changes is not UNDISTURBED:
@@ -252,149 +246,163 @@ class Decoding:
                 self._move(listed.joined, ending)
         return plan
 
-    def _moved(self) -> tuple[tuple[Move, ...], tuple[int, ...]]:
-        """Moves, and jobs to wait for, since the plan before."""
-        moved = tuple(self.moves), tuple(self.awaited)
-        self.moves, self.awaited = [], []
-        return moved
+    def _take_transfers(self) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
+        """Transfers, and jobs to wait for, since the plan before."""
+        if not (self.transfers or self.awaited):
+            return NO_TRANSFERS
+        taken = tuple(self.transfers), tuple(self.awaited)
+        self.transfers, self.awaited = [], []
+        return taken
 
-    def _changes(self, listed: Promised) -> StepChanges:
+    def _changes(self, listed: Scheduled) -> StepChanges:
         """What the plan has to tell beside its rows."""
         grown, left, ended, preempted, replaced = self._grown, self._left, self.ended, self.preempted, self._replaced
         joined, ends = listed.joined, listed.ends
         if not (grown or joined or left or ends or ended or preempted or replaced):
             return UNDISTURBED
         return StepChanges(
-            tuple(grown) if grown else (),
+            tuple(grown),
             tuple(self.grown_blocks) if grown else (),
-            tuple(joined) if joined else (),
-            tuple(left) if left else (),
-            tuple(ends) if ends else (),
-            tuple(ended) if ended else (),
-            tuple(preempted) if preempted else (),
-            replaced=tuple(replaced) if replaced else (),
+            tuple(joined),
+            tuple(left),
+            tuple(ends),
+            tuple(ended),
+            tuple(preempted),
+            replaced=tuple(replaced),
         )
 
-    def _promise(self, rows: dict[Request, Chunk], lead: int, ending: list[Request]) -> Promised:
+    def _schedule_rows(self, rows: dict[Request, Chunk], lead: int, ending: list[Request]) -> Scheduled:
         """Promise the listed rows, and note those of the step that will do more than count when they come back."""
         pool, keys, hears = self.pool, self._keys, self._keys.hears_of_rows
         together, wastes_chunks = self._together, self._wastes_chunks
         joined: list[RequestSpec] = []
         ends = [request.spec for request in ending]
-        noted: list[Landing] = []
+        noted: list[Completion] = []
         first = tokens = table_blocks = new_blocks = 0  # `first`: how many of the noted come before the members
         for position, (request, row) in enumerate(rows.items()):
             outputs, end = row.outputs, row.start + row.tokens
             tokens += row.tokens
-            table_blocks += pool.held(request)
+            table_blocks += pool.allocated(request)
             new_blocks += len(row.blocks) - pool.blocks_for(row.cached)
             request.advance(row.tokens, outputs)
             if outputs:
-                promised = request.promised
-                if promised >= request.last > promised - outputs:
+                scheduled = request.scheduled
+                if scheduled >= request.last > scheduled - outputs:
                     ends.append(request.spec)
-                if together and outputs == 1 and (promised < request.limit or not self._foresees):
+                if together and outputs == 1 and (scheduled < request.limit or not self._lookahead):
                     joined.append(request.spec)  # a member yields exactly one token a row
             if outputs or wastes_chunks:
                 first += position < lead
-                noted.append(
-                    Landing(request, request.epoch, outputs, end, keys.completes(request, row) if hears else 0)
-                )
-        self._noted[self.members.planned] = noted[:first], self._members_noted(ending), noted[first:]
-        return Promised(joined, ends, tokens, table_blocks, new_blocks)
+                noted.append(Completion(request, request.epoch, outputs, end, keys.fills(request, row) if hears else 0))
+        self._noted[self.batched.planned] = noted[:first], self._members_noted(ending), noted[first:]
+        return Scheduled(joined, ends, tokens, table_blocks, new_blocks)
 
-    def _members_noted(self, ending: list[Request]) -> list[Landing]:
+    def _members_noted(self, ending: list[Request]) -> list[Completion]:
         if not (ending or self._filling):
             return []
         full = {*self._filling}
         requests = sorted({*full, *ending}, key=by_order) if full else ending
-        return [Landing(r, r.epoch, 1, r.computed + 1, int(r in full)) for r in requests]
+        return [Completion(r, r.epoch, 1, r.computed + 1, int(r in full)) for r in requests]
 
     def _move(self, joined: list[RequestSpec], ending: list[Request]) -> None:
         """Who decodes steadily from now on is a member; whose last token is planned is none any more."""
         for spec in joined:
             request = self.requests[spec]
-            del self.loose[request]
-            self.members.join(request, self.pool.held(request), fills=self._keys.joins(request))
+            del self.unbatched[request]
+            self.batched.join(request, self.pool.allocated(request), fills=self._keys.joins(request))
         for request in ending:
-            if self._foresees and request.promised == request.limit:
+            if self._lookahead and request.scheduled == request.limit:
                 self._detach(request)  # it keeps seat and blocks until its last token is back
 
-    def land(self, plan: StepPlan, result: StepResult, end: Callable[[Request, Finish], None]) -> Outcome:
+    def complete(self, plan: StepPlan, result: StepResult, end: Callable[[Request, Finish], None]) -> Outcome:
         """The oldest step in flight has come back: hand out its tokens, and `end` who is over, in order of the rows."""
-        members, step = self.members, plan.step
-        assert step == members.updated, (step, members.updated)
-        notes, late = self._noted.pop(step, None), members.landing(step)
-        members.applied()
-        if self.pool.groups:
-            self.pool.landed(step)
-        if not (notes or late or result.stopped or result.delivered):
+        step, completions = plan.step, self._collect(plan.step, result)
+        if not completions:
             return UNCHANGED
         stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
-        landings = in_order(notes or ([], [], []), late, stopped)
-        ending = [*stopped, *self.doomed] if self.doomed else stopped
-        delivered = dict(result.delivered) if result.delivered else AS_PROMISED
-        assert not delivered or delivered.keys() <= {landing.request.spec for landing in landings}, "members yield one"
+        delivered = dict(result.delivered) if result.delivered else AS_SCHEDULED
         received: list[RequestSpec] = []
         finished: list[tuple[RequestSpec, Finish]] = []
-        keys, observer, wasted = self._keys, self._observer, 0
-        for noted in landings:
-            request, outputs = noted.request, noted.outputs
-            if noted.epoch != request.epoch or request.status is Status.FINISHED:
+        wasted = 0
+        for row in completions:
+            request, completion = row.request, row
+            if row.epoch != request.epoch or request.status is Status.FINISHED:
                 wasted += 1
-                observer.wasted(noted, step)
+                self._observer.wasted(row, step)
                 continue
-            landing = noted
-            if outputs and (request.cohort is None or step < request.since):
-                if outputs > 1 or delivered:
-                    landing = self._received(noted, step, delivered.get(request.spec))
-                else:
-                    request.receive(step)
-                if landing.short < outputs:
+            if row.outputs and (request.batch is None or step < request.since):
+                completion = self._receive(row, step, delivered)
+                if completion.short < row.outputs:
                     received.append(request.spec)
-            over = outputs > 0 and (request.seen == request.last or request in ending)
-            if landing.short and not over:
-                request.settle(landing.short)
-            if replaced := keys.landed(landing, over):
-                self._replaced += replaced
-            if observer is not NOBODY:
-                observer.landed(landing, over)
-            if over:
+            if self._apply(completion, stopped):
                 finished += self._ends(request, end)
         return Outcome(tuple(received), tuple(finished), wasted)
 
+    def _collect(self, step: int, result: StepResult) -> list[Completion]:
+        """The rows of the oldest step in flight that do more than count, in order."""
+        members = self.batched
+        assert step == members.updated, (step, members.updated)
+        notes, late = self._noted.pop(step, None), members.completion(step)
+        members.applied()
+        if self.pool.groups:
+            self.pool.completed(step)
+        if not (notes or late or result.stopped or result.delivered):
+            return []
+        stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
+        completions = in_order(notes or ([], [], []), late, stopped)
+        if result.delivered:
+            listed = {completion.request.spec for completion in completions}
+            assert listed.issuperset([spec for spec, _ in result.delivered]), "members yield one"
+        return completions
+
+    def _apply(self, completion: Completion, stopped: list[Request]) -> bool:
+        """What a row has computed counts, and its full blocks get their keys. Is its request over?"""
+        request = completion.request
+        over = completion.outputs > 0 and (
+            request.seen == request.last or request in stopped or request in self.abort_pending
+        )
+        if completion.short and not over:
+            request.reconcile(completion.short)
+        if replaced := self._keys.completed(completion, over):
+            self._replaced += replaced
+        if self._observer is not NULL_OBSERVER:
+            self._observer.completed(completion, over)
+        return over
+
     def _ends(self, request: Request, end: Callable[[Request, Finish], None]) -> list[tuple[RequestSpec, Finish]]:
         """End who is over; returns what the outcome says of it."""
-        if request in self.doomed:
+        if request in self.abort_pending:
             end(request, Finish.ABORTED)
             return []
         reason = request.natural_end
         end(request, reason)
         return [(request.spec, reason)]
 
-    def lands_silently(self, request: Request) -> None:
+    def complete_without_tokens(self, request: Request) -> None:
         """A row without tokens has come back: the full blocks of the request get their keys. Who has no row yet tells
         the whole table with its first one.
         """
         computed = request.computed
-        landing = Landing(request, request.epoch, 0, computed, computed // self.pool.block_size - request.hashed)
-        replaced = self._keys.landed(landing, over=False)
+        completion = Completion(request, request.epoch, 0, computed, computed // self.pool.block_size - request.hashed)
+        replaced = self._keys.completed(completion, over=False)
         if not request.fresh:
             self._replaced += replaced
-        self._observer.landed(landing, over=False)
+        self._observer.completed(completion, over=False)
 
-    def _received(self, landing: Landing, step: int, tokens: int | None) -> Landing:
-        """Hand the tokens of a row out: as many as came, or else as promised, up to the declared last one."""
-        request, outputs = landing.request, landing.outputs
-        left = request.last - request.seen
-        if tokens is None:
-            tokens = min(outputs, left)
-        assert 0 <= tokens <= min(outputs, left), (request.spec.id, tokens, outputs, left)
+    def _receive(self, completion: Completion, step: int, delivered: dict[RequestSpec, int]) -> Completion:
+        """Hand the tokens of a row out: as many as came, or else as scheduled, up to the declared last one."""
+        request, outputs = completion.request, completion.outputs
+        if outputs == 1 and not delivered:
+            request.receive(step)
+            return completion
+        most = min(outputs, request.last - request.seen)
+        tokens = delivered.get(request.spec, most)
+        assert 0 <= tokens <= most, (request.spec.id, tokens, outputs, most)
         request.receive(step, tokens)
         short = outputs - tokens
-        return replace(landing, short=short, reach=landing.reach - short) if short else landing
+        return replace(completion, short=short, reach=completion.reach - short) if short else completion
 
     def check(self) -> None:
         """Raise AssertionError unless every block is free or owned and the members' sums equal a recount."""
         self.pool.check()
-        self.members.check({request: self.pool.held(request) for request in self.members})
+        self.batched.check({request: self.pool.allocated(request) for request in self.batched})

@@ -34,12 +34,10 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from struct import pack
-from typing import TYPE_CHECKING
 
 from librt.strings import BytesWriter, read_i64_le, write_i64_le
 
-if TYPE_CHECKING:
-    from cbsim.policy.plan import StepPlan
+from cbsim.policy.plan import StepPlan
 
 MANY = 64  # numbers from which on it is faster to write them together
 _UNFED = blake2b(digest_size=8)
@@ -50,7 +48,7 @@ def digest(plan: StepPlan) -> int:
     said = BytesWriter()
     _say_head(said, plan)
     _say_items(said, plan)
-    if plan.moves or plan.awaited or plan.ranked or plan.tables:
+    if plan.transfers or plan.awaited or plan.ranked or plan.tables:
         _say_further(said, plan)
         if plan.tables:
             _say_tables(said, plan)
@@ -129,17 +127,17 @@ def _say_items(said: BytesWriter, plan: StepPlan) -> None:
 
 
 def _say_further(said: BytesWriter, plan: StepPlan) -> None:
-    write_i64_le(said, len(plan.moves))
+    write_i64_le(said, len(plan.transfers))
     write_i64_le(said, len(plan.awaited))
     write_i64_le(said, len(plan.ranked))
-    for move in plan.moves:
-        write_i64_le(said, int(move.way))
-        write_i64_le(said, move.spec.index if move.spec else -1)
-        write_i64_le(said, move.job)
-        write_i64_le(said, len(move.sources))
-        for block in move.sources:
+    for transfer in plan.transfers:
+        write_i64_le(said, int(transfer.direction))
+        write_i64_le(said, transfer.spec.index if transfer.spec else -1)
+        write_i64_le(said, transfer.job)
+        write_i64_le(said, len(transfer.sources))
+        for block in transfer.sources:
             write_i64_le(said, block)
-        for block in move.targets:
+        for block in transfer.targets:
             write_i64_le(said, block)
     for job in plan.awaited:
         write_i64_le(said, job)

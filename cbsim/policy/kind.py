@@ -1,18 +1,21 @@
 """What the rest of the project has to know of a scheduler: one value, in the scheduler's own file.
 
 Scenario, both worlds, replay and reports ask a `SchedulerKind`; none of them knows a scheduler by name. Settings are
-what a user may write, options are settings with everything solved from model and GPU.
+what a user may write, options are settings with everything solved from model and GPU. What holds of one setting (its
+bounds, where its default comes from, what a calibration's probe makes of it) stands in its annotation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from functools import cache
+from typing import Annotated, Any, Generic, Literal, NamedTuple, Protocol, TypeVar, get_type_hints
 
+from cbsim.errors import ScenarioError
 from cbsim.policy.groups import Attention
-from cbsim.policy.limits import Limits
-from cbsim.policy.loop import Scheduler
+from cbsim.policy.loop import Limits, Scheduler
 
 Padding = Literal["transformers", "vllm", "cbengine", "none"]
 
@@ -35,6 +38,35 @@ class Below(NamedTuple):
 class AsText(NamedTuple):
     """In the annotation of a setting: a number that a user writes is taken as text, 0.33 as "0.33"."""
 
+
+class Solved(NamedTuple):
+    """In the annotation of a setting that may be null: the rule by which it is solved then, as a sentence's end or a
+    function of settings and site. A `pinned` one keeps its value if the scenario gets a smaller cache afterwards.
+    """
+
+    source: str | Callable[[Any, Site], str]
+    pinned: bool = False
+
+
+class ProbeSize(Enum):
+    """What a setting becomes in a probe that is no constant."""
+
+    SLOTS = "requests that may run"
+    STEP_TOKENS = "query tokens of a step, in which every slot may decode"
+    PROMPT_TOKENS = "query tokens of a step"
+    DEFAULT = "the setting's default"
+
+
+class InProbe(NamedTuple):
+    """In the annotation of a setting: its value in a calibration's probe, which bounds slots and query tokens and in
+    which requests share nothing.
+    """
+
+    value: Any
+
+
+SLOTS, STEP_TOKENS = InProbe(ProbeSize.SLOTS), InProbe(ProbeSize.STEP_TOKENS)
+PROMPT_TOKENS, DEFAULT_IN_PROBE = InProbe(ProbeSize.PROMPT_TOKENS), InProbe(ProbeSize.DEFAULT)
 
 Count = Annotated[int, AtLeast(1)]
 Natural = Annotated[int, AtLeast(0)]
@@ -74,22 +106,31 @@ class Options(Protocol):
     def limits(self) -> Limits: ...
 
 
-class Size(NamedTuple):
-    """A solution: query tokens in a step, cache blocks."""
+class Model(Protocol):
+    """The shape of a model, as far as rules of memory ask for it."""
 
-    max_batch_tokens: int
-    num_blocks: int
-
-
-class Sectors(NamedTuple):
-    """What transformers 5.23 cuts its cache in: each of `pages` pages, which are blocks of `layers` layers; at most
-    `tokens` tokens lie in one, those of the smallest blocks; `kinds` of layers share them.
-    """
-
-    pages: int
-    layers: int
-    tokens: int
-    kinds: int
+    @property
+    def name(self) -> str: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def dtype_bytes(self) -> int: ...
+    @property
+    def kv_dtype(self) -> str | None: ...
+    @property
+    def kv_bytes_per_token(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int: ...
 
 
 class Site(Protocol):
@@ -138,38 +179,79 @@ class Site(Protocol):
         many query tokens and sampling rows, by vLLM's rule. A block is of so many layers, or of all.
         """
 
-    def transformers_size(
-        self, max_blocks_per_request: int, max_batch_tokens: int | None, layers: int, groups: int
-    ) -> Size:
-        """The solution of transformers 5.17 for the sizes that the scenario leaves open, so many layers in a group."""
+    @property
+    def model(self) -> Model:
+        """The model's shape."""
 
-    def transformers_sectors(
-        self, sectors: Sectors, max_blocks_per_request: int, max_batch_tokens: int, max_requests: int
-    ) -> Size:
-        """That of 5.23 in pages: of the blocks of all layers that are given, or as many as fit, in whole sectors."""
+    @property
+    def memory_fraction(self) -> float:
+        """Share of the memory that the cache may fill, as the scheduler's rule counts it."""
+
+    @property
+    def num_blocks(self) -> int | None:
+        """Blocks of all layers that the scenario gives; None: as many as fit."""
+
+    def misfit(self, left_bytes: int, needed_bytes: int | None = None) -> ScenarioError:
+        """The error for a cache that does not fit what is left: for one of the blocks given, or for any."""
 
 
 S = TypeVar("S", bound=Settings)
 O = TypeVar("O", bound=Options)  # noqa: E741
+M = TypeVar("M")
 
 
 def resolved(settings: Settings, options: type[O], **solved: Any) -> O:
     """`options`, a dataclass that inherits that of `settings`, with the same values but for those solved."""
-    given = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    return options(**(given | solved))
+    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    return options(**(values | solved))
+
+
+# -- what the annotations of settings tell ----------------------------------------------------------------------------
+
+
+@cache
+def _hints(settings: Any) -> Mapping[str, Any]:
+    return get_type_hints(settings, include_extras=True)
+
+
+def _marked(settings: Settings, mark: type[M]) -> Iterator[tuple[str, M]]:
+    """The settings whose annotation has a mark of this type."""
+    kind: Any = type(settings)
+    for name, hint in _hints(kind).items():
+        for each in getattr(hint, "__metadata__", ()):
+            if isinstance(each, mark):
+                yield name, each
+
+
+def pinned(settings: S, options: Options) -> S:
+    """The settings with the solved sizes that stay as they are whatever the cache becomes."""
+    return replace(
+        settings, **{name: getattr(options, name) for name, mark in _marked(settings, Solved) if mark.pinned}
+    )
+
+
+def for_probe(settings: S, slots: int, tokens: int) -> S:
+    """The same rules for a probe of so many slots and query tokens a step."""
+    defaults = {field.name: field.default for field in fields(settings)}
+    sizes = {
+        ProbeSize.SLOTS: slots,
+        ProbeSize.STEP_TOKENS: max(tokens, slots),
+        ProbeSize.PROMPT_TOKENS: max(tokens, 1),
+    }
+    values: dict[str, Any] = {}
+    for name, mark in _marked(settings, InProbe):
+        size = mark.value
+        values[name] = defaults[name] if size is ProbeSize.DEFAULT else sizes.get(size, size)
+    return replace(settings, **values)
+
+
+def sources(settings: Settings, site: Site) -> dict[str, str]:
+    """Where what the settings leave open comes from."""
+    found = {name: mark.source for name, mark in _marked(settings, Solved)}
+    return {name: source if isinstance(source, str) else source(settings, site) for name, source in found.items()}
 
 
 # -- the kind ---------------------------------------------------------------------------------------------------------
-
-
-def _as_they_are(settings: S, options: Any) -> S:
-    del options
-    return settings
-
-
-def _without_reasons(settings: S, site: Site) -> Mapping[str, str]:
-    del settings, site
-    return {}
 
 
 def _one_answer(settings: Settings) -> int:
@@ -177,21 +259,15 @@ def _one_answer(settings: Settings) -> int:
     return 1
 
 
-def _unchanged(settings: S, seats: int, tokens: int) -> S:
-    del seats, tokens
-    return settings
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerKind(Generic[S, O]):
     """A scheduler: its name, what it is in a sentence, its settings, and how an instance comes from them.
 
-    `padding` is the rule by which its steps are padded to captured CUDA graphs. `settled` writes sizes that were solved
-    into the settings, so that a smaller cache does not change them. `widened` gives settings for a probe: so many
-    seats, so many query tokens a step, nothing shared between requests. `reasons` says of settings that may be left
-    open by which rule they are solved. `samples` gives how many texts of equal length a request is to this scheduler.
-    `windows`: layers may see less than the whole sequence; then it lists every row, none is counted. `rings`: what a
-    row writes may then lie where tokens are that it still reads, so it has to read them before.
+    `padding` is the rule by which its steps are padded to captured CUDA graphs. `memory` is the rule that sizes the
+    cache, where it is not vLLM's: the end of a sentence in which {gpu} stands for the GPU's name. `samples` gives how
+    many texts of equal length a request is to this scheduler. `windows`: layers may see less than the whole sequence;
+    then it lists every row, none is counted. `rings`: what a row writes may then lie where tokens are that it still
+    reads, so it has to read them before.
     """
 
     name: str
@@ -205,7 +281,5 @@ class SchedulerKind(Generic[S, O]):
     padded: bool = False  # every row is computed at the length of the longest
     windows: bool = False
     rings: bool = False
-    settled: Callable[[S, O], S] = _as_they_are
-    widened: Callable[[S, int, int], S] = _unchanged
-    reasons: Callable[[S, Site], Mapping[str, str]] = _without_reasons
+    memory: str | None = None
     samples: Callable[[S], int] = _one_answer

@@ -6,7 +6,7 @@ device, or from a recording; and times what it does for each, under the same pha
     Poll      -> Polled      arrivals and cancellations until now
     Launch    -> ticket      a step has been planned: account for that, prepare it, queue its copies and kernels
     Idle      -> None        planning found nothing to run: account for that
-    Await     -> Landed      block until that step's outputs are on the host
+    Await     -> Completed   block until that step's outputs are on the host
     Applied   -> None        the result has been applied: account for that; its tokens are visible from then on
     Refused   -> None        a request that can never be served, with the reason
 
@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence, Sized
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
-from cbsim.policy.blocks import BlockPool
-from cbsim.policy.limits import Limits
+from cbsim.errors import DeadlockError
+from cbsim.kv.blocks import BlockPool
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.request import Request, RequestSpec
-from cbsim.policy.stuck import StuckError
 from cbsim.policy.value import value
 
 
@@ -71,7 +70,7 @@ class Await:
 
 
 @value(frozen=True)
-class Landed:
+class Completed:
     """Answer to `Await`."""
 
     result: StepResult
@@ -97,6 +96,18 @@ class Refused:
 InFlight = deque[tuple[StepPlan, Any]]  # oldest first, each with its driver's ticket
 Effect = Poll | Launch | Idle | Await | Applied | Refused
 POLL, WAIT, IDLE = Poll(), Poll(wait=True), Idle()
+
+
+class Limits(NamedTuple):
+    """How large a scheduler's steps and requests can be. None: no limit of its own."""
+
+    slots: int | None = None  # requests that run at a time
+    rows: int | None = None  # requests in a step
+    tokens: int | None = None  # query tokens in a step
+    longest: int | None = None  # tokens of a sequence: what is longer is refused, or ends there
+    graphs: int | None = None  # query tokens of the largest CUDA graph
+    filled: bool = False  # are all rows of a step computed at the width of its longest, by tokens that nobody keeps?
+    table: int | None = None  # blocks of the longest table, where it may have more room than its sequence needs
 
 
 class Scheduler(Protocol):
@@ -152,11 +163,11 @@ class Scheduler(Protocol):
 
 
 def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
-    """Run `scheduler` until its arrivals are closed and everything has ended. Raises StuckError."""
+    """Run `scheduler` until its arrivals are closed and everything has ended. Raises DeadlockError."""
     in_flight: InFlight = deque()
     stalled = False
     while True:
-        polled: Polled = yield WAIT if stalled or _must_wait(scheduler, in_flight) else POLL
+        polled: Polled = yield _poll(scheduler, in_flight, stalled)
         if polled.arrivals or polled.cancels:
             yield from _admit(scheduler, polled)
         if polled.closed and _must_wait(scheduler, in_flight):
@@ -171,16 +182,25 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
             yield IDLE
         stalled = not (in_flight or idle)
         if stalled and polled.closed:
-            raise StuckError("no step can be planned for the requests that are left")
-        if in_flight and (plan or not idle or scheduler.awaits_when_idle):
-            yield from _land(scheduler, *in_flight.popleft())
+            raise DeadlockError("no step can be planned for the requests that are left")
+        if _must_await(scheduler, in_flight, idle):
+            yield from _complete(scheduler, *in_flight.popleft())
     while in_flight:
-        yield from _land(scheduler, *in_flight.popleft())
+        yield from _complete(scheduler, *in_flight.popleft())
 
 
 def _must_wait(scheduler: Scheduler, in_flight: InFlight) -> bool:
     """Is there nothing to plan and nothing to await until something arrives?"""
     return scheduler.idle and not (in_flight and scheduler.awaits_when_idle)
+
+
+def _poll(scheduler: Scheduler, in_flight: InFlight, stalled: bool) -> Poll:
+    return WAIT if stalled or _must_wait(scheduler, in_flight) else POLL
+
+
+def _must_await(scheduler: Scheduler, in_flight: InFlight, idle: bool) -> bool:
+    """Is the oldest step in flight to be awaited before the next poll?"""
+    return bool(in_flight) and (not idle or scheduler.awaits_when_idle)
 
 
 def _may_go_on(scheduler: Scheduler, in_flight: InFlight, depth: int) -> bool:
@@ -199,8 +219,8 @@ def _admit(scheduler: Scheduler, polled: Polled) -> Generator[Effect, Any, None]
         scheduler.cancel(spec)
 
 
-def _land(scheduler: Scheduler, plan: StepPlan, ticket: Any) -> Generator[Effect, Any, None]:
-    landed: Landed = yield Await(plan, ticket, scheduler.polls_before_update)
-    for spec in landed.cancels:
+def _complete(scheduler: Scheduler, plan: StepPlan, ticket: Any) -> Generator[Effect, Any, None]:
+    completed: Completed = yield Await(plan, ticket, scheduler.polls_before_update)
+    for spec in completed.cancels:
         scheduler.cancel(spec)
-    yield Applied(plan, scheduler.update(plan, landed.result))
+    yield Applied(plan, scheduler.update(plan, completed.result))

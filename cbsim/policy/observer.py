@@ -1,4 +1,4 @@
-"""What a policy lets others hear of what it does while it does it: allocations, refusals, landings.
+"""What a policy lets others hear of what it does while it does it: allocations, rejections, completions.
 
 A run needs none of it. Whoever compares a policy with recorded traces hears it here instead of looking inside.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cbsim.policy.cohort import Landing
+    from cbsim.policy.decode_batch import Completion
     from cbsim.policy.request import Request
 
 
@@ -49,7 +49,7 @@ class Observer:
     def held_back(self, request: Request, place: int) -> None:
         """A row without tokens is the one at `place` of the step being planned. No plan lists it."""
 
-    def stuck(self, starved: Sequence[Request]) -> None:
+    def starved(self, requests: Sequence[Request]) -> None:
         """No row could be planned, for want of blocks."""
 
     def reclaiming(self, starved: Sequence[Request]) -> None:
@@ -61,11 +61,11 @@ class Observer:
     def fitting(self, requests: Sequence[Request]) -> None:
         """These have cache for the step being planned, in the order in which rows are given."""
 
-    def landed(self, landing: Landing, over: bool) -> None:
+    def completed(self, completion: Completion, over: bool) -> None:
         """A row has come back, and its blocks have got their keys; the request may be over, and ends right after."""
 
-    def wasted(self, landing: Landing, step: int) -> None:
+    def wasted(self, completion: Completion, step: int) -> None:
         """A row has come back that is of no use: its request has ended, or was set back."""
 
 
-NOBODY = Observer()
+NULL_OBSERVER = Observer()

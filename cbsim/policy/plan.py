@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from cbsim.policy.digest import digest
 from cbsim.policy.groups import TableChange
-from cbsim.policy.moves import Move
 from cbsim.policy.request import Finish, RequestSpec
+from cbsim.policy.transfers import DEVICE, IN_ORDER, Place, Transfer
 from cbsim.policy.value import value
 
 
@@ -23,7 +22,7 @@ class Chunk:
     `blocks` are the block ids added to its table, or the whole table when `admitted` (first chunk after the queue).
     The row may yield up to `outputs` output tokens, which is a promise until its result is there: 0 for a part of a
     prompt, 1 for a decoding row, more where query tokens are guesses. Of the tokens before an admitted row, `cached`
-    were found in the prefix cache; the KV of others has been kept elsewhere, and moves of the plan bring it.
+    were found in the prefix cache; the KV of others has been kept elsewhere, and transfers of the plan bring it.
     `recomputed` of its own tokens had been computed before a preemption. `padding` tokens are computed to its left for
     nothing but shape.
     """
@@ -222,18 +221,19 @@ NO_COUNTS = StepCounts()
 
 @value(init=False)
 class StepPlan:
-    """One step: what it computes, what changes with it, how things stand after planning, and which KV moves.
+    """One step: what it computes, what changes with it, how things stand after planning, and which KV transfers.
 
-    Its rows run after the jobs `awaited`, moves of earlier plans, whose blocks are free for it. Each group of `ranked`
-    are texts of one request whose rows sample together: the best continuations of all of them, one for each. `tables`
-    is what a cache of layer groups says in place of the blocks that rows list: changes of the tables of every group.
+    Its rows run after the jobs `awaited`, transfers of earlier plans, whose blocks are free for it. Each group of
+    `ranked` are texts of one request whose rows sample together: the best continuations of all of them, one for each.
+    `tables` is what a cache of layer groups says in place of the blocks that rows list: changes of the tables of every
+    group.
     """
 
     step: Final[int]
     work: Final[StepWork]
     changes: Final[StepChanges]
     counts: Final[StepCounts]
-    moves: Final[tuple[Move, ...]]
+    transfers: Final[tuple[Transfer, ...]]
     awaited: Final[tuple[int, ...]]
     ranked: Final[tuple[tuple[RequestSpec, ...], ...]]
     tables: Final[tuple[TableChange, ...]]
@@ -244,7 +244,7 @@ class StepPlan:
         work: StepWork = NO_WORK,
         changes: StepChanges = UNDISTURBED,
         counts: StepCounts = NO_COUNTS,
-        moves: tuple[Move, ...] = (),
+        transfers: tuple[Transfer, ...] = (),
         awaited: tuple[int, ...] = (),
         *,
         ranked: tuple[tuple[RequestSpec, ...], ...] = (),
@@ -254,23 +254,19 @@ class StepPlan:
         self.work = work
         self.changes = changes
         self.counts = counts
-        self.moves = moves
+        self.transfers = transfers
         self.awaited = awaited
         self.ranked = ranked
         self.tables = tables
-
-    def digest(self) -> int:
-        """Everything that the plan says, as a signed 64-bit integer; digest.py declares its bytes."""
-        return digest(self)
 
 
 @value(frozen=True)
 class StepResult:
     """What came back: the requests that sampled a stop token, and the output tokens of rows that yielded other than
-    they might, a stop token included and nothing behind it. Every other row delivered as promised, up to the declared
-    last token of its request. `moved` are the jobs of moves that are over since the result before. `parents` are the
-    texts of ranked groups that go on with the text of another one, each with that one. `broken` are blocks that moves
-    should have filled and have not.
+    they might, a stop token included and nothing behind it. Every other row delivered as scheduled, up to the declared
+    last token of its request. `moved` are the jobs of transfers that are over since the result before. `parents` are
+    the texts of ranked groups that go on with the text of another one, each with that one. `broken` are blocks that
+    transfers should have filled and have not.
     """
 
     stopped: tuple[RequestSpec, ...] = ()
@@ -343,3 +339,56 @@ class Batch:
 
     def __iter__(self) -> Iterator[RequestSpec]:
         return iter(self._decoding)
+
+
+PHASES = ("schedule", "prepare", "launch", "await", "update")
+WORKED = tuple(phase for phase in PHASES if phase != "await")
+"""Those in which the CPU works: in `await` it waits for the device."""
+
+
+class Underway:
+    """The transfers that go on beside the steps, as plans and results tell of them: an executor's side of the rule that
+    a block is not handed out while a transfer reads or writes it. Call `planned` once for every plan, in order.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.jobs: dict[int, list[Transfer]] = {}
+        self._block_size = block_size
+
+    def planned(self, plan: StepPlan) -> None:
+        """Raises AssertionError if the plan hands out a block of a transfer that is under way, or reads what one
+        writes.
+        """
+        for job in plan.awaited:
+            self.jobs.pop(job, None)
+        if self.jobs:
+            self._check(plan)
+        for transfer in plan.transfers:
+            if transfer.job != IN_ORDER:
+                self.jobs.setdefault(transfer.job, []).append(transfer)
+
+    def completed(self, jobs: tuple[int, ...]) -> None:
+        """These are over."""
+        for job in jobs:
+            self.jobs.pop(job, None)
+
+    def _check(self, plan: StepPlan) -> None:
+        read, written = self._blocks()
+        wanted = {(DEVICE, block) for block in plan.changes.blocks}
+        needed: set[Place] = set()
+        for chunk in plan.work.chunks:
+            found = chunk.cached // self._block_size if chunk.admitted else 0
+            needed.update((DEVICE, block) for block in chunk.blocks[:found])
+            wanted.update((DEVICE, block) for block in chunk.blocks[found:])
+        for transfer in plan.transfers:
+            needed.update(transfer.read)
+            wanted.update(transfer.written)
+        assert not wanted & (read | written), (plan.step, "handed out under a transfer", wanted & (read | written))
+        assert not needed & written, (plan.step, "read before a transfer has written them", needed & written)
+
+    def _blocks(self) -> tuple[set[Place], set[Place]]:
+        """What the transfers under way read, and what they write."""
+        transfers = [transfer for group in self.jobs.values() for transfer in group]
+        return {place for transfer in transfers for place in transfer.read}, {
+            place for transfer in transfers for place in transfer.written
+        }

@@ -1,21 +1,20 @@
 """What was asked of the server, how far it has got, and every legal move between.
 
 Progress is counts only: no times, tensors or token values. A request that decodes one token a step carries no counter
-of its own; it derives its progress from the pace of its cohort (cohort.py), so a step costs what changed.
+of its own; it derives its progress from the pace of its decode batch (`Pace`), so a step costs what changed.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from enum import Enum
-from typing import TYPE_CHECKING
+from operator import itemgetter
 
 from cbsim.policy.value import value
 
-if TYPE_CHECKING:
-    from cbsim.policy.cohort import Cohort
-
-
 EVERY_BLOCK = 1 << 60
+MOST_STRETCHES = 4096  # of steps, from which on it is worth while to forget some
+first_step = itemgetter(0)
 
 
 class Status(Enum):
@@ -81,21 +80,88 @@ class RequestSpec:
         return -((self.index << 24) + block + 1)
 
 
+class Pace:
+    """The steps that the requests of a decode batch have in common, and from which each derives its own progress.
+
+    `planned` and `updated` count steps and are the index of the next one of each. `pace` and `completed` count those of
+    them that did not rest: in a step that rests no request of the batch has a row.
+    """
+
+    def __init__(self) -> None:
+        self.planned = self.updated = 0
+        self.pace = self.completed = 0
+        self.updated_at_plan = 0  # `updated` when the newest step was planned
+        self._rests: list[int] = []  # steps in flight, in order
+        self._went: list[list[int]] = []  # [first step, steps] that have come back, up to the last that rested
+        self._since = 0  # the first step behind these
+
+    def advance(self, *, rests: bool) -> None:
+        """A step is planned."""
+        if rests:
+            self._rests.append(self.planned)
+        else:
+            self.pace += 1
+        self.planned += 1
+        self.updated_at_plan = self.updated
+
+    def rests_in(self, step: int) -> bool:
+        """Does this step, which is in flight, rest?"""
+        return step in self._rests
+
+    def applied(self) -> None:
+        """The oldest step in flight has come back."""
+        if self._rests and self._rests[0] == self.updated:
+            del self._rests[0]
+            if self.updated > self._since:
+                self._went.append([self._since, self.updated - self._since])
+            self._since = self.updated + 1
+            if len(self._went) > MOST_STRETCHES:
+                del self._went[: max(0, bisect_right(self._went, self.oldest, key=first_step) - 1)]
+        else:
+            self.completed += 1
+        self.updated += 1
+
+    @property
+    def oldest(self) -> int:
+        """The step before which stretches may be forgotten."""
+        return 0
+
+    def known_at_plan(self, request: Request) -> int:
+        """Tokens of a request of the batch that were in hand when its newest row was planned: those before the rows in
+        flight then.
+
+        The row that made it part of the batch, in step `since` - 1, is the first that could be in flight.
+        """
+        return request.computed - max(0, self.planned - 1 - max(self.updated_at_plan, request.since - 1))
+
+    def stretches(self, since: int) -> list[list[int]]:
+        """[first step, steps] in which rows have come back from step `since` on."""
+        first = bisect_right(self._went, since, key=first_step)
+        result = self._went[first:]
+        if first and (end := sum(self._went[first - 1])) > since:
+            result.insert(0, [since, end - since])
+        if self.updated > (start := max(since, self._since)):
+            result.append([start, self.updated - start])
+        elif result:
+            result[-1] = result[-1][:]  # one request may go on with it, the rest not
+        return result
+
+
 class Request:
     """Progress of one request. Fields are read by anyone and written by these methods only, called by the scheduler.
 
-    `computed`: tokens whose KV is written or promised by a planned step. `promised`: output tokens that planned steps
-    will have sampled, at most. `seen`: output tokens that came back. So prompt + promised is what is known of the
-    sequence, and promised - seen is what is in flight.
+    `computed`: tokens whose KV is written or scheduled by a planned step. `scheduled`: output tokens that planned steps
+    will have sampled, at most. `seen`: output tokens that came back. So prompt + scheduled is what is known of the
+    sequence, and scheduled - seen is what is in flight.
     """
 
     __slots__ = (
         "_computed",
         "_joined",
-        "_promised",
+        "_scheduled",
         "_seen",
+        "batch",
         "cached",
-        "cohort",
         "entered",
         "epoch",
         "finish",
@@ -121,8 +187,8 @@ class Request:
         self.status = Status.WAITING
         self.finish: Finish | None = None
         self.order = -1  # place in the admission order, renewed at every admission, or in that of arrival
-        self.cohort: Cohort | None = None
-        self.since = 0  # first step whose row comes from the cohort
+        self.batch: Pace | None = None
+        self.since = 0  # first step whose row comes from the decode batch
         self.entered = 0  # tokens computed when it was last admitted: found in the cache
         self.kept = 0  # of them, those kept elsewhere while it was parked
         self.epoch = 0  # bumped when rows in flight become worthless
@@ -131,25 +197,25 @@ class Request:
         self.preemptions = 0
         self.high_water = 0  # most tokens computed before it lost its blocks: what lies below it is recomputed
         self.runs: list[list[int]] = []  # [first step, steps]: the steps that delivered tokens, however many each
-        self._computed = self._promised = self._seen = 0
-        self._joined = 0  # the cohort's pace when it joined
+        self._computed = self._scheduled = self._seen = 0
+        self._joined = 0  # the decode batch's pace when it joined
 
     @property
     def computed(self) -> int:
-        cohort = self.cohort
-        return self._computed if cohort is None else self._computed + cohort.pace - self._joined
+        batch = self.batch
+        return self._computed if batch is None else self._computed + batch.pace - self._joined
 
     @property
-    def promised(self) -> int:
-        cohort = self.cohort
-        return self._promised if cohort is None else self._promised + cohort.pace - self._joined
+    def scheduled(self) -> int:
+        batch = self.batch
+        return self._scheduled if batch is None else self._scheduled + batch.pace - self._joined
 
     @property
     def seen(self) -> int:
-        cohort = self.cohort
-        if cohort is None or cohort.updated <= self.since:
+        batch = self.batch
+        if batch is None or batch.updated <= self.since:
             return self._seen
-        return self._seen + cohort.landed - self._joined
+        return self._seen + batch.completed - self._joined
 
     @property
     def known(self) -> int:
@@ -159,12 +225,12 @@ class Request:
     @property
     def target(self) -> int:
         """Tokens that have to be computed before the next output can be sampled."""
-        return self.spec.prompt_tokens + self.promised
+        return self.spec.prompt_tokens + self.scheduled
 
     @property
-    def wanted(self) -> int:
-        """Query tokens between what is computed and the next output; for a request outside any cohort."""
-        return self.spec.prompt_tokens + self._promised - self._computed
+    def uncomputed(self) -> int:
+        """Query tokens between what is computed and the next output; for a request outside any decode batch."""
+        return self.spec.prompt_tokens + self._scheduled - self._computed
 
     @property
     def fresh(self) -> bool:
@@ -179,7 +245,7 @@ class Request:
     def admit(self, order: int, cached_tokens: int) -> None:
         """Leave the queue with the first `cached_tokens` tokens already in the cache."""
         assert self.status is Status.WAITING
-        assert self.cohort is None
+        assert self.batch is None
         self.status, self.order = Status.PREFILL, order
         self._computed = self.entered = cached_tokens
         self.kept = 0
@@ -187,56 +253,56 @@ class Request:
             self.cached = cached_tokens
 
     def renew(self, order: int) -> None:
-        """From now on it has another place in the admission order; for a request outside any cohort."""
-        assert self.cohort is None
+        """From now on it has another place in the admission order; for a request outside any decode batch."""
+        assert self.batch is None
         self.order = order
 
     def advance(self, tokens: int, outputs: int) -> None:
         """A row of `tokens` query tokens was planned, and promises `outputs` tokens: one behind each query token from
         the last wanted one on. Those after it are guesses.
         """
-        assert self.cohort is None
+        assert self.batch is None
         assert tokens > 0, (self.spec.id, tokens)
         if outputs:
-            assert tokens == self.wanted + outputs - 1, (self.spec.id, tokens, self.wanted, outputs)
+            assert tokens == self.uncomputed + outputs - 1, (self.spec.id, tokens, self.uncomputed, outputs)
         else:
-            assert tokens <= self.wanted, (self.spec.id, tokens, self.wanted)
+            assert tokens <= self.uncomputed, (self.spec.id, tokens, self.uncomputed)
         self._computed += tokens
-        self._promised += outputs
+        self._scheduled += outputs
         self.status = Status.DECODE if outputs else Status.PREFILL
 
-    def join(self, cohort: Cohort) -> None:
-        """From the next step on, decode one token a step at the cohort's pace."""
-        assert self.cohort is None
+    def join(self, batch: Pace) -> None:
+        """From the next step on, decode one token a step at the decode batch's pace."""
+        assert self.batch is None
         assert self.status is Status.DECODE
-        self.cohort, self.since, self._joined = cohort, cohort.planned, cohort.pace
+        self.batch, self.since, self._joined = batch, batch.planned, batch.pace
 
     def leave(self) -> None:
-        """Take the cohort's progress over into own counters. The caller sees to rows still in flight."""
-        assert self.cohort is not None
-        cohort = self.cohort
-        self._computed, self._promised, self._seen = self.computed, self.promised, self.seen
-        self.cohort = None
-        self.runs = joined(self.runs, cohort.stretches(self))
+        """Take the decode batch's progress over into own counters. The caller sees to rows still in flight."""
+        assert self.batch is not None
+        batch = self.batch
+        self._computed, self._scheduled, self._seen = self.computed, self.scheduled, self.seen
+        self.batch = None
+        self.runs = joined(self.runs, batch.stretches(self.since))
 
     def receive(self, step: int, tokens: int = 1) -> None:
         """So many output tokens, sampled by `step`, came back."""
-        assert self.cohort is None or step < self.since
+        assert self.batch is None or step < self.since
         self._seen += tokens
-        self._promised = max(self._promised, self._seen)
+        self._scheduled = max(self._scheduled, self._seen)
         self._deliver(step, min(tokens, 1))
 
-    def settle(self, short: int) -> None:
-        """A row has come back with `short` tokens fewer than it promised: so many are neither promised nor computed.
+    def reconcile(self, short: int) -> None:
+        """A row came back with `short` fewer tokens than scheduled: they are neither scheduled nor computed.
 
         No other row of the request may be in flight then, for it would start at the wrong place. A request that has
         lost everything since has nothing to give back.
         """
         if self.status is Status.WAITING and not self._computed:
             return
-        assert self.cohort is None, (self.spec.id, "a member owes a token")
-        assert self._promised - self._seen == short, (self.spec.id, "a row follows one that owes tokens", short)
-        self._promised -= short
+        assert self.batch is None, (self.spec.id, "a member owes a token")
+        assert self._scheduled - self._seen == short, (self.spec.id, "a row follows one that owes tokens", short)
+        self._scheduled -= short
         self._computed -= short
 
     def _deliver(self, step: int, count: int) -> None:
@@ -248,10 +314,10 @@ class Request:
             self.runs.append([step, count])
 
     def delivered(self) -> list[list[int]]:
-        """[first step, steps] of the tokens delivered so far; `runs` lacks those of the current stay in a cohort."""
-        if self.cohort is None:
+        """[first step, steps] of the tokens delivered so far; `runs` lacks those of the current decode batch."""
+        if self.batch is None:
             return self.runs
-        return joined(self.runs, self.cohort.stretches(self))
+        return joined(self.runs, self.batch.stretches(self.since))
 
     def hash_to(self, blocks: int) -> None:
         """The first `blocks` blocks have a content key now."""
@@ -264,11 +330,11 @@ class Request:
 
     def requeue(self, drop_in_flight: bool) -> None:
         """Give everything computed up and wait again. Rows in flight still deliver unless they are dropped."""
-        assert self.cohort is None
+        assert self.batch is None
         assert self.status in (Status.PREFILL, Status.DECODE)
         self.high_water = max(self.high_water, self._computed)
         self.status, self._computed, self.hashed = Status.WAITING, 0, 0
-        self._promised = self._seen
+        self._scheduled = self._seen
         self.name_all()
         self.preemptions += 1
         self.epoch += drop_in_flight
@@ -277,12 +343,12 @@ class Request:
         """Wait again and keep what is computed, whose KV is elsewhere meanwhile. Rows in flight still deliver unless
         they are dropped; then the next one begins with the last known token at the latest.
         """
-        computed, promised, known = self._computed, self._promised, self.known
+        computed, scheduled, known = self._computed, self._scheduled, self.known
         self.requeue(drop_in_flight)
         if drop_in_flight:
             self._computed = min(computed, known - 1)
         else:
-            self._computed, self._promised = computed, promised
+            self._computed, self._scheduled = computed, scheduled
 
     def resume(self, order: int) -> None:
         """Leave the queue with what was computed before it was parked, in fresh blocks."""
@@ -296,7 +362,7 @@ class Request:
 
     def end(self, reason: Finish) -> None:
         assert self.finish is None
-        assert self.cohort is None
+        assert self.batch is None
         self.status, self.finish = Status.FINISHED, reason
 
 

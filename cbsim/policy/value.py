@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cbsim.policy.core import COMPILED
+__all__ = ["mypyc_attr", "running", "value"]
 
-__all__ = ["mypyc_attr", "value"]
+COMPILED = not str(getattr(find_spec("cbsim.policy.request"), "origin", "")).endswith(".py")
+
+
+def running() -> str:
+    """Which core runs: `compiled` by mypyc, or `python`."""
+    return "compiled" if COMPILED else "python"
+
 
 if TYPE_CHECKING:
     from dataclasses import dataclass as value

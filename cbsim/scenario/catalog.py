@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cbsim.scenario.fields import ScenarioError, bare, cut, near, shown
-from cbsim.scenario.paths import PATH_BOUND, too_long
+from cbsim.errors import ScenarioError
+from cbsim.files import PATH_BOUND, too_long
+from cbsim.scenario.fields import bare, cut, near, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = ROOT / "cbsim" / "scenarios"  # in an installed wheel the scenarios lie inside the package
@@ -38,16 +39,16 @@ def shape(folder: str, name: str, base: Path | None = None) -> Path:
     """
     if too_long(name):
         raise ScenarioError(f"got {shown(name)}, {PATH_BOUND}", value=name, bound=PATH_BOUND)
-    places = [(base or Path()) / name, Path(name)]
+    candidates = [(base or Path()) / name, Path(name)]
     if folder == "models" and ("/" in name or bare(name) not in map(bare, names(folder))):
-        for place in filter(Path.is_dir, places):
-            if (place / "config.json").exists():
-                return place / "config.json"
-            raise ScenarioError(f"{place}: holds no config.json", file=place)
+        for candidate in filter(Path.is_dir, candidates):
+            if (candidate / "config.json").exists():
+                return candidate / "config.json"
+            raise ScenarioError(f"{candidate}: holds no config.json", file=candidate)
     if name.endswith((".yaml", ".yml", ".json")):
-        for place in filter(Path.is_file, places):
-            return place
-        raise ScenarioError(f"{places[0]}: no such file", file=places[0])
+        for candidate in filter(Path.is_file, candidates):
+            return candidate
+        raise ScenarioError(f"{candidates[0]}: no such file", file=candidates[0])
     return _named(folder, name, folder.removesuffix("s"))
 
 
@@ -63,8 +64,8 @@ def _named(folder: str, name: str, noun: str) -> Path:
 
 def data_folders() -> list[Path]:
     """Where data files are looked for when they do not lie beside the scenario."""
-    given = os.environ.get("CBSIM_DATA")
-    return [*([Path(given)] if given else []), ROOT.parent / "shared" / "data"]
+    folder = os.environ.get("CBSIM_DATA")
+    return [*([Path(folder)] if folder else []), ROOT.parent / "shared" / "data"]
 
 
 def tables(path: str) -> Path:
@@ -85,7 +86,7 @@ def begins_a_name(path: Path, further: str = "") -> bool:
 
 
 def data(path: str, field: str = "workload.path") -> Path:
-    """The data file that a scenario names. Raises ScenarioError with all places looked at."""
+    """The data file that a scenario names. Raises ScenarioError with all paths looked at."""
     candidates = [folder / path for folder in data_folders()]  # an absolute path stays what it is
     for candidate in candidates:
         if candidate.is_file():
@@ -94,7 +95,7 @@ def data(path: str, field: str = "workload.path") -> Path:
 
 
 def _missing(field: str, what: str, candidates: list[Path]) -> ScenarioError:
-    looked = "; ".join(str(place) for place in dict.fromkeys(candidates))
+    looked = "; ".join(str(candidate) for candidate in dict.fromkeys(candidates))
     unset = "" if os.environ.get("CBSIM_DATA") else " ($CBSIM_DATA is not set)"
     return ScenarioError(
         f"{field}: {what} beside the scenario, nor at {looked}{unset}; docs/data.md says where to get it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,19 +11,68 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    Discriminator,
     Field,
-    Tag,
-    ValidationError,
     ValidationInfo,
     model_validator,
 )
 
-from cbsim.scenario import documents
-from cbsim.scenario.cpu_costs import CpuSettings, MeasuredCpuSettings, Seconds
-from cbsim.scenario.fields import By, Frozen, PlainPath, Real, ScenarioError, Whole, as_tuple, complaint
-from cbsim.scenario.paths import too_long
-from cbsim.scenario.table_costs import TableSettings
+from cbsim.errors import ScenarioError
+from cbsim.files import too_long
+from cbsim.scenario import catalog, documents, terms
+from cbsim.scenario.fields import By, Frozen, PlainPath, Real, Whole, as_tuple, complaint
+from cbsim.scenario.terms import Ends, Range
+
+# -- CPU time of the loop ----------------------------------------------------------------------------------------------
+
+Seconds = Annotated[Real, Field(ge=0)]
+
+
+class PhaseSettings(Frozen):
+    """CPU seconds of one phase of a step, linear in what the step holds."""
+
+    base_s: Seconds = 0.0
+    """Seconds a step."""
+    per_request_s: Seconds = 0.0
+    """Seconds a row (request) of the step."""
+    per_token_s: Seconds = 0.0
+    """Seconds a query token."""
+    per_block_s: Seconds = 0.0
+    """Seconds a cache block in the tables of the step."""
+    per_chunk_s: Seconds = 0.0
+    """Seconds a request that is listed by itself: a chunk of its prompt, a first or a resumed row."""
+    per_change_s: Seconds = 0.0
+    """Seconds a decoding request that gets a block, leaves the others or ends."""
+
+
+class CpuSettings(Frozen):
+    """CPU time of the loop's phases; nothing by default."""
+
+    schedule: PhaseSettings = PhaseSettings()
+    """Planning a step."""
+    prepare: PhaseSettings = PhaseSettings()
+    """Building its input tensors."""
+    launch: PhaseSettings = PhaseSettings()
+    """Queueing its copies and its graph or kernels."""
+    update: PhaseSettings = PhaseSettings()
+    """Applying its result."""
+
+
+class MeasuredCpuSettings(CpuSettings):
+    """CPU time of the loop's phases. schedule and update: vLLM 0.33 measured on a shared 2-core Xeon (an upper guess);
+    prepare and launch: assumptions, to be replaced by a calibration.
+    """
+
+    schedule: PhaseSettings = PhaseSettings(base_s=20e-6, per_request_s=6.8e-6)
+    """Planning a step."""
+    prepare: PhaseSettings = PhaseSettings(base_s=300e-6, per_request_s=5e-6)
+    """Building its input tensors."""
+    launch: PhaseSettings = PhaseSettings(base_s=200e-6)
+    """Queueing its copies and its graph or kernels."""
+    update: PhaseSettings = PhaseSettings(base_s=10e-6, per_request_s=3.3e-6)
+    """Applying its result."""
+
+
+# -- by formula -------------------------------------------------------------------------------------------------------
 
 Efficiency = Annotated[Real, Field(gt=0, le=1)]
 
@@ -31,7 +81,6 @@ class ConstantSettings(Frozen):
     """A fixed time a step, and so much more for each thing in it: the textbook's model."""
 
     kind: Literal["constant"]
-    """constant"""
     step_s: Seconds
     """Seconds a step."""
     per_token_s: Seconds = 0.0
@@ -66,7 +115,6 @@ class RooflineSettings(Frozen):
     """Bytes and operations of the model's shape, over the data sheet's rates. Efficiencies are assumptions."""
 
     kind: Literal["roofline"]
-    """roofline"""
     compute_efficiency: ComputeEfficiency = ComputeEfficiency()
     """Share of the peak FLOP/s."""
     memory_efficiency: MemoryEfficiency = MemoryEfficiency()
@@ -217,7 +265,6 @@ class FittedSettings(Coefficients):
     """Coefficients calibrated from a run: given here, or read from the file at `path` and overridden here."""
 
     kind: Literal["fitted"]
-    """fitted"""
     path: PlainPath | None = None
     """YAML file of coefficients, from the scenario's or the current folder. Once read they stand here, this is null."""
 
@@ -250,18 +297,15 @@ def coefficients(path: Path) -> dict[str, Any]:
         document = read_whole(path)
     except ScenarioError as error:
         raise ValueError(str(error)) from None
-    try:
-        return Coefficients.model_validate(document.data).model_dump()
-    except ValidationError as error:
-        raise document.explain(error) from None
+    return document.checked(Coefficients).model_dump()
 
 
 SEAL = "# SHA-256 of all below: "
 
 
-def sealed(text: str) -> str:
-    """`text` below a line that tells whether all of it is there: a part of a coefficient file reads as a whole one."""
-    return f"{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+def sealed(content: str) -> str:
+    """`content` below a line that tells whether it is whole: a part of a coefficient file reads as a file, too."""
+    return f"{SEAL}{hashlib.sha256(content.encode()).hexdigest()}\n{content}"
 
 
 def read_whole(path: Path) -> documents.Document:
@@ -274,13 +318,147 @@ def read_whole(path: Path) -> documents.Document:
     return document
 
 
-cost_by = By("kind", ConstantSettings, RooflineSettings, FittedSettings, TableSettings)
+# -- by measured tables -----------------------------------------------------------------------------------------------
 
-Cost = Annotated[
-    Annotated[ConstantSettings, Tag("<ConstantSettings>")]
-    | Annotated[RooflineSettings, Tag("<RooflineSettings>")]
-    | Annotated[FittedSettings, Tag("<FittedSettings>")]
-    | Annotated[TableSettings, Tag("<TableSettings>")],
-    Discriminator(cost_by),
-    BeforeValidator(cost_by.check),
-]
+
+def _anchored(path: str, info: ValidationInfo) -> str:
+    """Tables beside the scenario file: their absolute path, as with other data."""
+    base = (info.context or {}).get("base")
+    beside = Path(base) / path if base is not None and not Path(path).is_absolute() else None
+    return str(beside.resolve()) if beside is not None and catalog.begins_a_name(beside) else path
+
+
+class LinkSettings(Frozen):
+    """What joins the GPUs of a group."""
+
+    latency_s: Seconds
+    """Seconds that a message takes whatever its size."""
+    bytes_s: Annotated[Real, Field(gt=0)]
+    """Bytes a second in each direction."""
+
+
+class Sureness(Frozen):
+    """80 % of left-out measurements lay between these shares of what was predicted, less 1."""
+
+    low: Real
+    """From."""
+    high: Real
+    """To."""
+    points: Whole
+    """Measurements that it rests on."""
+
+
+class CalibratedTerms(Range):
+    """Where terms come from, what they were calibrated on, and how sure predictions with them are."""
+
+    ttft: Sureness | None = None
+    """Of mean TTFT."""
+    tpot: Sureness | None = None
+    """Of mean TPOT."""
+    values: dict[str, Real]
+    """The terms that hold for these GPUs, this card and version; front_s is no field of a scenario."""
+    intervals: dict[str, Ends]
+    """80 % intervals of the terms."""
+
+
+class TableSettings(Frozen):
+    """Measured kernel times, looked up and summed; what is not measured is stated here and added."""
+
+    kind: Literal["table"]
+    path: Annotated[PlainPath, AfterValidator(_anchored)]
+    """Folder of vLLM layer profiles, or how the names of GEMM and attention tables begin; found as other data are."""
+    tensor_parallel: Annotated[Whole, Field(ge=1)] = 1
+    """GPUs that share every layer."""
+    link: LinkSettings | None = None
+    """What joins them; required if there are several, unless `engine` has measured it."""
+    engine: Annotated[str, Field(pattern="^(vllm|trtllm|sglang)(_[0-9].*)?$")] | None = None
+    """With a folder of an engine's tables: whose, such as vllm_0.14.0; without a version the newest."""
+    expert_parallel: Annotated[Whole, Field(ge=1)] = 1
+    """With `engine`: groups of GPUs that experts are spread over; each group shares its own."""
+    routing: Literal["balanced", "power_law_1.01", "power_law_1.2"] = "balanced"
+    """With `engine`: how unevenly tokens choose experts."""
+    reduce_s: Seconds = 0.0
+    """With `engine`: seconds an all-reduce on top of the tables: ranks that wait for each other."""
+    elementwise: Annotated[Real, Field(ge=0)] = 1.0
+    """With `engine`: time of norms, rope, activation and quantization, in units of their bytes over the bandwidth."""
+    decode_attention: Annotated[Real, Field(gt=0)] = 1.0
+    """With `engine`: attention of decoding rows takes so many times what the tables say."""
+    products: Annotated[Real, Field(gt=0)] = 1.0
+    """With `engine`: matrix products of steps that run as a graph take so many times what the tables say."""
+    large_products: Annotated[Real, Field(gt=0)] = 1.0
+    """With `engine`: those of larger steps."""
+    experts: Annotated[Real, Field(gt=0)] = 1.0
+    """With `engine`: experts take so many times what the tables say, on top of that."""
+    terms: str | None = None
+    """With `engine`: calibrated terms of that name (scenarios/terms) stand for those that are not given here."""
+    calibrated: CalibratedTerms | None = None
+    """What the terms were calibrated on; filled in when they are read."""
+    fastest: bool = True
+    """With `engine`: a product takes what the fastest of all engines in the folder takes, in its type or in 16 bits;
+    false: what this one does."""
+    skew: bool = True
+    """Let attention wait for the longest decoding request, where the tables have measured that."""
+    step_s: Seconds = 0.0
+    """Seconds on the device that every step costs on top of the tables."""
+    layer_s: Seconds = 0.0
+    """Seconds a layer on top of the tables: kernels that they leave out, gaps between kernels."""
+    row_s: Seconds = 0.0
+    """Seconds a request of the step on top of the tables: inputs, block tables, bookkeeping that the device awaits."""
+    launch_s_per_layer: Seconds = 50e-6
+    """CPU seconds to launch one layer's kernels, when no graph is used."""
+    cpu: MeasuredCpuSettings = MeasuredCpuSettings()
+    """CPU time of the loop."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_terms(cls, data: Any) -> Any:
+        name = data.get("terms") if isinstance(data, dict) else None
+        if not isinstance(name, str) or data.get("calibrated") is not None:
+            return data
+        try:
+            calibrated = _terms(name, data)
+        except ScenarioError as error:
+            raise complaint(str(error).removeprefix("cost.terms: "), "terms") from None
+        return calibrated | data | {"engine": calibrated["engine"]}
+
+    @model_validator(mode="after")
+    def _engine_alone(self) -> TableSettings:
+        if self.terms is not None and self.engine is None:
+            raise complaint("needs engine: whose tables they add to, such as vllm", "terms")
+        return self
+
+    @model_validator(mode="after")
+    def _joined(self) -> TableSettings:
+        if self.tensor_parallel > 1 and self.link is None and self.engine is None:
+            raise complaint(f"is required with tensor_parallel {self.tensor_parallel}: latency_s and bytes_s", "link")
+        return self
+
+
+def _terms(name: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that calibrated terms give a table cost: their values for its GPUs, card and version."""
+    file = terms.load(name)
+    system = Path(str(data.get("path", ""))).name
+    engine, tensor = data.get("engine"), data.get("tensor_parallel", 1)
+    if engine == file.backend:
+        engine = file.tables.get(system, engine)  # without a version: the tables that they add to
+    version = engine.partition("_")[2] if isinstance(engine, str) else ""
+    resolved = terms.resolve(file.terms, tensor if isinstance(tensor, int) else 1, system, version)
+    values = {field: term.value for field, term in resolved.items()}
+    intervals = {metric: terms.interval(file, metric) for metric in ("ttft", "tpot")}
+    sure = {
+        metric: {"low": factor.low - 1, "high": factor.high - 1, "points": factor.residuals}
+        for metric, factor in intervals.items()
+        if factor
+    }
+    about = {field: getattr(file, field) for field in terms.Range.model_fields}
+    ends = {field: (term.low, term.high) for field, term in resolved.items()}
+    return {
+        **{field: value for field, value in values.items() if field != terms.FRONT},
+        "fastest": file.fastest,
+        "routing": file.routing,
+        "engine": engine,
+        "calibrated": {**about, **sure, "values": values, "intervals": ends},
+    }
+
+
+Cost = Annotated[ConstantSettings | RooflineSettings | FittedSettings | TableSettings, By("kind")]

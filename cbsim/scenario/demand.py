@@ -1,13 +1,30 @@
-"""The workload part of a scenario: what is asked of the server, and when. Only its form; workload.py makes requests."""
+"""The workload part of a scenario: what is sent to the server, and when. Only its form; a reader or generator of
+cbsim/workload makes the requests.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from cbsim.scenario.fields import By, DataPath, Frozen, Real, Whole, Wholes, as_tuple, complaint, near, shown
-from cbsim.scenario.lengths import LengthsName
+from cbsim.scenario import catalog, documents
+from cbsim.scenario.fields import (
+    By,
+    ByKey,
+    DataPath,
+    Frozen,
+    Real,
+    Whole,
+    Wholes,
+    as_tuple,
+    bare,
+    complaint,
+    near,
+    shown,
+)
 
 Tokens = Annotated[Whole, Field(ge=1)]
 
@@ -87,30 +104,57 @@ class Empirical(Frozen):
     """Where the sample comes from."""
 
 
-_LENGTHS: dict[str, type[Frozen]] = {"uniform": Uniform, "lognormal": LognormalLength, "empirical": Empirical}
+Length = Annotated[Tokens | Uniform | LognormalLength | Empirical, ByKey("a number of tokens")]
 
 
-def _length_tag(value: Any) -> str:
-    if isinstance(value, Frozen):
-        return By.tag(type(value))
-    return By.tag(_LENGTHS[next(iter(value))]) if isinstance(value, dict) else "<tokens>"
+# -- prompts and outputs together ------------------------------------------------------------------------------------
+
+LENGTH_TABLES = "lengths"
 
 
-def _check_length(value: Any) -> Any:
-    if isinstance(value, dict) and not (len(value) == 1 and next(iter(value)) in _LENGTHS):
-        hint = near(next(iter(value)), _LENGTHS) if len(value) == 1 else ""
-        raise complaint(f"got {shown(value)}, expected a number of tokens or one of {', '.join(_LENGTHS)}{hint}")
-    return value
+def _in_order(quantiles: tuple[int, ...]) -> tuple[int, ...]:
+    for before, after in pairwise(quantiles):
+        if after < before:
+            raise complaint(f"got {after} after {before}, expected quantiles in order")
+    return quantiles
 
 
-Length = Annotated[
-    Annotated[Tokens, Tag("<tokens>")]
-    | Annotated[Uniform, Tag("<Uniform>")]
-    | Annotated[LognormalLength, Tag("<LognormalLength>")]
-    | Annotated[Empirical, Tag("<Empirical>")],
-    Discriminator(_length_tag),
-    BeforeValidator(_check_length),
+Quantiles = Annotated[
+    tuple[Annotated[Whole, Field(ge=1)], ...],
+    Field(min_length=2),
+    BeforeValidator(as_tuple),
+    AfterValidator(_in_order),
 ]
+
+
+class LengthTable(Frozen):
+    """Quantiles at equal steps from the least to the most. Requests are in groups of equal size by their prompts, and
+    `output_tokens` holds the quantiles of each group, that of the shortest prompts first.
+    """
+
+    name: str
+    source: str
+    most_tokens: Whole
+    """Prompt and output together are no longer."""
+    prompt_tokens: Quantiles
+    output_tokens: Annotated[tuple[Quantiles, ...], Field(min_length=1), BeforeValidator(as_tuple)]
+
+
+def length_table(name: str) -> LengthTable:
+    """The distribution of that name, or in the file of that path. Raises ScenarioError."""
+    return documents.read(catalog.shape(LENGTH_TABLES, name)).checked(LengthTable)
+
+
+def _known_table(value: Any) -> Any:
+    """The name of a distribution as the catalog has it."""
+    known = catalog.names(LENGTH_TABLES)
+    for name in known if isinstance(value, str) else ():
+        if bare(name) == bare(value):
+            return name
+    raise complaint(f"got {shown(value)}, expected one of {', '.join(known)}{near(value, known)}")
+
+
+LengthsName = Annotated[str, BeforeValidator(_known_table)]
 
 
 # -- arrivals ---------------------------------------------------------------------------------------------------------
@@ -122,14 +166,12 @@ class AtOnce(Frozen):
     """All requests arrive at the start."""
 
     kind: Literal["at_once"]
-    """at_once"""
 
 
 class Constant(Frozen):
     """Evenly spaced arrivals, the first at the start."""
 
     kind: Literal["constant"]
-    """constant"""
     rate_per_s: Rate
     """Requests a second."""
 
@@ -138,7 +180,6 @@ class Poisson(Frozen):
     """Independent exponential gaps."""
 
     kind: Literal["poisson"]
-    """poisson"""
     rate_per_s: Rate
     """Mean requests a second."""
 
@@ -147,7 +188,6 @@ class Gamma(Frozen):
     """Independent gamma gaps, as vLLM and aiperf define burstiness."""
 
     kind: Literal["gamma"]
-    """gamma"""
     rate_per_s: Rate
     """Mean requests a second."""
     burstiness: Annotated[Real, Field(ge=0.001, le=1e6)]
@@ -158,7 +198,6 @@ class ClosedLoop(Frozen):
     """A fixed number of users, each with one request at a time, which is over when all its samples are."""
 
     kind: Literal["closed_loop"]
-    """closed_loop"""
     users: Annotated[Whole, Field(ge=1)]
     """Requests in progress or being thought about."""
     think_s: Annotated[Real, Field(ge=0)] = 0.0
@@ -169,17 +208,7 @@ class ClosedLoop(Frozen):
     """No request is sent later, even if fewer than `requests` have been; null for no bound."""
 
 
-arrivals_by = By("kind", AtOnce, Constant, Poisson, Gamma, ClosedLoop)
-
-Arrivals = Annotated[
-    Annotated[AtOnce, Tag("<AtOnce>")]
-    | Annotated[Constant, Tag("<Constant>")]
-    | Annotated[Poisson, Tag("<Poisson>")]
-    | Annotated[Gamma, Tag("<Gamma>")]
-    | Annotated[ClosedLoop, Tag("<ClosedLoop>")],
-    Discriminator(arrivals_by),
-    BeforeValidator(arrivals_by.check),
-]
+Arrivals = Annotated[AtOnce | Constant | Poisson | Gamma | ClosedLoop, By("kind")]
 
 
 # -- workloads --------------------------------------------------------------------------------------------------------
@@ -192,7 +221,6 @@ class Synthetic(Frozen):
     """Requests drawn from distributions."""
 
     kind: Literal["synthetic"]
-    """synthetic"""
     requests: Annotated[Whole, Field(ge=1, le=MOST_REQUESTS)]
     """How many requests in all. A run takes about 1.3 KB of memory for each, and for each further sample."""
     samples: Annotated[Whole, Field(ge=1, le=10_000)] = 1
@@ -224,13 +252,13 @@ class Synthetic(Frozen):
     @model_validator(mode="after")
     def _lengths_once(self) -> Synthetic:
         for field in ("prompt_tokens", "output_tokens"):
-            given = getattr(self, field) is not None
-            if given and self.lengths is not None:
+            drawn = getattr(self, field) is not None
+            if drawn and self.lengths is not None:
                 other = (
                     f"is given by lengths ({self.lengths}) too; leave out lengths, or prompt_tokens and output_tokens"
                 )
                 raise complaint(f"{other} (or null)", field)
-            if not given and self.lengths is None:
+            if not drawn and self.lengths is None:
                 raise complaint("is required, or `lengths` in place of prompt_tokens and output_tokens", field)
         return self
 
@@ -259,14 +287,12 @@ class Azure(Timed):
     """Azure's 2023 traces: TIMESTAMP, ContextTokens, GeneratedTokens. The first request arrives at 0."""
 
     kind: Literal["azure"]
-    """azure"""
 
 
 class Mooncake(Timed):
     """Mooncake's JSONL: timestamp (ms), input_length, output_length, hash_ids of 512-token prefix blocks."""
 
     kind: Literal["mooncake"]
-    """mooncake"""
     spread: bool = True
     """Timestamps on a 3 s grid: spread the requests of a cell evenly at random over its 3 s, order kept."""
 
@@ -295,7 +321,6 @@ class Csv(Timed):
     """A CSV file of requests with a header; what its columns are called can be said."""
 
     kind: Literal["csv"]
-    """csv"""
     columns: CsvColumns = CsvColumns()
     """Which column holds what."""
 
@@ -304,7 +329,6 @@ class Lengths(Trace):
     """A CSV file with columns num_prefill_tokens, num_decode_tokens; arrivals are generated."""
 
     kind: Literal["lengths"]
-    """lengths"""
     arrivals: Arrivals = AtOnce(kind="at_once")
     """When they arrive."""
 
@@ -313,7 +337,6 @@ class Golden(Trace):
     """Requests of a recorded scheduler test of vLLM or transformers, with prompt contents, aborts and stop tokens."""
 
     kind: Literal["golden"]
-    """golden"""
     step_s: Annotated[Real, Field(gt=0)] = 0.01
     """The transformers files count arrivals in loop passes: so many seconds each."""
 
@@ -322,7 +345,6 @@ class Agentic(Timed):
     """Sessions of turns, each with the whole conversation as its context; a turn comes its delay after the last one."""
 
     kind: Literal["agentic"]
-    """agentic"""
     limit: Limit = None
     """Read no more than so many of its first sessions; null for all."""
 
@@ -331,7 +353,6 @@ class VllmBench(Timed):
     """Requests of a recorded vLLM run: JSON lines of id, arrival_ns, input_toks, output_toks, prompt_block_runs."""
 
     kind: Literal["vllm_bench"]
-    """vllm_bench"""
     recorded: DataPath | None = None
     """requests.jsonl of the run: requests arrive when its engine took them in (queued_ts). Null: as they were sent."""
 
@@ -340,21 +361,18 @@ class Served(Trace):
     """The requests that clients sent to a served session: arrivals.jsonl of its run directory."""
 
     kind: Literal["served"]
-    """served"""
 
-
-workload_by = By("kind", Synthetic, Azure, Mooncake, Csv, Lengths, Golden, Agentic, VllmBench, Served)
 
 Demand = Annotated[
-    Annotated[Synthetic, Tag("<Synthetic>")]
-    | Annotated[Azure, Tag("<Azure>")]
-    | Annotated[Mooncake, Tag("<Mooncake>")]
-    | Annotated[Csv, Tag("<Csv>")]
-    | Annotated[Lengths, Tag("<Lengths>")]
-    | Annotated[Golden, Tag("<Golden>")]
-    | Annotated[Agentic, Tag("<Agentic>")]
-    | Annotated[VllmBench, Tag("<VllmBench>")]
-    | Annotated[Served, Tag("<Served>")],
-    Discriminator(workload_by),
-    BeforeValidator(workload_by.check),
+    Synthetic | Azure | Mooncake | Csv | Lengths | Golden | Agentic | VllmBench | Served,
+    By("kind"),
 ]
+
+OPEN_ARRIVALS = ("constant", "poisson", "gamma")  # kinds of arrivals that do not wait for the server ...
+OPEN_WORKLOADS = ("azure", "mooncake", "csv", "golden", "vllm_bench")  # ... and of workloads that say when they arrive
+
+
+def is_open(workload: Mapping[str, Any]) -> bool:
+    """Do the requests of a workload, by its fields, come whether or not the server keeps up, over time?"""
+    arrivals = (workload.get("arrivals") or {}).get("kind")
+    return workload.get("kind") in OPEN_WORKLOADS or arrivals in OPEN_ARRIVALS

@@ -1,4 +1,7 @@
-"""YAML files as users write them: read as plain values, and traced back to a line when something in them is wrong."""
+"""YAML files as users write them: read as plain values, and traced back to a line when something in them is wrong.
+
+YAML of bounded size: a short text cannot become many values, nor a deep one, whatever its aliases expand to.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,21 @@ import re
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer, ComposerError
+from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import AliasEvent
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
-from cbsim.scenario.bounded import MOST_BYTES, BoundedComposer, PlainConstructor
-from cbsim.scenario.fields import ScenarioError, cut, near, shown
+from cbsim.errors import ScenarioError, UserError
+from cbsim.files import access
+from cbsim.scenario.fields import cut, near, shown
 
+Part = TypeVar("Part", bound=BaseModel)
 PathParts = tuple[str | int, ...]
 MOST_COMPLAINTS = 20
 """Mistakes of one file that are told at once."""
@@ -23,60 +31,69 @@ MOST_COMPLAINTS = 20
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The values of one YAML file, and its nodes, which know their lines; None if nobody wrote any. `overrides` are
-    (path, text as given).
+    """The values of one YAML file, and its nodes, which know their lines; None if they were not read from YAML, but may
+    all stand in the line `at`. `overrides` are (path, text as given); mistakes raise `error_type`.
     """
 
     file: str
     root: Node | None
     data: dict[str, Any]
     overrides: tuple[tuple[PathParts, str], ...] = ()
+    at: int | None = None
+    error_type: type[UserError] = ScenarioError
 
     def line(self, path: PathParts) -> int | None:
         """Line, from 1, of the key that `path` leads to or of the nearest one around it; None if there is none."""
-        node, line = self.root, None
+        node, line = self.root, self.at
         for part in path:
-            found = _child(node, part)
-            if found is None:
+            child = _child(node, part)
+            if child is None:
                 break
-            key, node = found
+            key, node = child
             line = key.start_mark.line + 1
         return line
 
-    def explain(self, error: ValidationError) -> ScenarioError:
-        """The same errors in our words, one line each."""
+    def checked(self, part: type[Part], base: Path | None = None) -> Part:
+        """The values as what they should be; paths in them begin at `base`. Raises `error_type`."""
+        try:
+            return part.model_validate(self.data, context={"base": base})
+        except ValidationError as error:
+            raise self.explain(error) from None
+
+    def explain(self, error: ValidationError, most: int = MOST_COMPLAINTS) -> UserError:
+        """The same errors in our words, one line each; of a file with many lines the first one will do."""
         entries = [dict(entry) for entry in error.errors(include_url=False)]
-        complaints = list(dict.fromkeys(map(self._complaint, entries[:MOST_COMPLAINTS])))
-        if len(entries) > MOST_COMPLAINTS:
-            complaints.append(f"{self.file}: {len(entries) - MOST_COMPLAINTS} more mistakes are not listed")
+        complaints = list(dict.fromkeys(map(self._complaint, entries[:most])))
+        if len(entries) > most > 1:
+            complaints.append(f"{self.file}: {len(entries) - most} more mistakes are not listed")
         return self.error("\n".join(complaints), _path(entries[0]), wording(entries[0]))
 
-    def error(self, message: str, path: PathParts, text: str) -> ScenarioError:
-        """`message` as an error of the field at `path`, of which `text` says what is wrong."""
+    def error(self, message: str, path: PathParts, reason: str) -> UserError:
+        """`message` as an error of the field at `path`, of which `reason` says what is wrong."""
         value: Any = self.data
         for part in path:
             inside = isinstance(value, dict) and part in value
             value = value[part] if inside or (isinstance(value, list) and isinstance(part, int)) else None
-        return ScenarioError(
+        return self.error_type(
             message,
             file=self.file,
             line=self.line(path),
             field=".".join(map(str, path)) or None,
             value=value,
-            bound=text.partition(", ")[2] if text.startswith("got ") else text,
+            bound=reason.partition(", ")[2] if reason.startswith("got ") else reason,
         )
 
     def _complaint(self, entry: dict[str, Any]) -> str:
-        path, text = _path(entry), wording(entry)
+        path, reason = _path(entry), wording(entry)
         where = self.where(path)
         dotted = ".".join(cut(str(part), 60) for part in path)
-        return f"{where}: {dotted}: {text}" if dotted else f"{where}: {text}"
+        return f"{where}: {dotted}: {reason}" if dotted else f"{where}: {reason}"
 
     def where(self, path: PathParts) -> str:
         """The override that wrote `path`, or file and line."""
-        for written, text in reversed(self.overrides):
+        for written, override in reversed(self.overrides):
             if path[: len(written)] == written or (path and written[: len(path)] == path):
-                return f"--set {cut(text)}"
+                return f"--set {cut(override)}"
         line = self.line(path)
         return f"{self.file}:{line}" if line else self.file
 
@@ -101,14 +118,15 @@ def wording(entry: dict[str, Any]) -> str:
     """What is wrong with a value and what would be right, from one entry of a ValidationError."""
     kind, ctx, got = entry["type"], entry.get("ctx", {}), f"got {shown(entry['input'])}"
     if kind == "complaint":
-        return str(ctx["text"])
+        return str(ctx["message"])
     if kind == "value_error":
         return str(ctx["error"])
     if kind == "missing":
         return "is required"
     if kind == "literal_error":
-        allowed = re.findall(r"'([^']*)'", ctx["expected"])
-        return f"{got}, expected one of {', '.join(allowed)}{near(entry['input'], allowed)}"
+        allowed = re.findall(r"'([^']*)'", ctx["expected"]) or [ctx["expected"]]
+        expected = f"one of {', '.join(allowed)}" if len(allowed) > 1 else allowed[0]
+        return f"{got}, expected {expected}{near(entry['input'], allowed)}"
     expected = _EXPECTED.get(kind)
     return f"{got}, {expected.format(**ctx)}" if expected else f"{got}, {entry['msg'].lower()}"
 
@@ -137,32 +155,29 @@ _EXPECTED = {
 
 def read(path: Path) -> Document:
     """The YAML file at `path`, which must hold fields."""
-    try:
+    with access(path):
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
-        text = content[:MOST_BYTES].decode("utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ScenarioError(f"{path}: cannot be read: {reason}", file=path) from None
+        decoded = content[:MOST_BYTES].decode("utf-8")
     if len(content) > MOST_BYTES:
         raise ScenarioError(f"{path}: is too large, must be <= {MOST_BYTES:,} bytes", file=path)
-    root, data = _parsed(text, str(path))
+    root, data = _parsed(decoded, str(path))
     if not isinstance(data, dict):
         raise ScenarioError(f"{path}: got {shown(data)}, expected fields such as `name: value`")
     return Document(str(path), root, data)
 
 
-def parse(text: str, source: str, *, lines: bool = True) -> Any:
+def parse(content: str, source: str, *, lines: bool = True) -> Any:
     """Plain values of YAML 1.2 text, so that 1e6 is a number. Errors name the source, and the line if `lines`."""
-    return _parsed(text, source, lines=lines)[1]
+    return _parsed(content, source, lines=lines)[1]
 
 
-def _parsed(text: str, source: str, *, lines: bool = True) -> tuple[Node | None, Any]:
+def _parsed(content: str, source: str, *, lines: bool = True) -> tuple[Node | None, Any]:
     """Nodes and values of a text; None is what an empty one holds."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Composer, yaml.Constructor = BoundedComposer, PlainConstructor
     try:
-        root: Node | None = yaml.compose(text)
+        root: Node | None = yaml.compose(content)
         return root, None if root is None else yaml.constructor.construct_document(root)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -190,3 +205,64 @@ def write(values: dict[str, Any]) -> str:
 def split(dotted: str) -> PathParts:
     """`a.0.b` -> ("a", 0, "b")."""
     return tuple(int(part) if part.isdecimal() else part for part in dotted.split("."))
+
+
+MOST_BYTES = 500_000
+"""Of a file."""
+MOST_VALUES = 12_000
+"""Keys and values of a file, its aliases written out; a text counts as one more for every 100 characters."""
+MOST_DEPTH = 40
+"""Values inside each other."""
+TAGS = {"str", "int", "float", "bool", "null", "seq", "map", "timestamp", "merge"}
+NAMES = {"int": "a whole number of at most 4,300 digits", "float": "a number", "bool": "true or false"}
+
+
+class BoundedComposer(Composer):
+    """Counts values and their depth while it reads, an alias as what it stands for."""
+
+    def __init__(self, loader: Any = None) -> None:
+        super().__init__(loader=loader)
+        self.warn_double_anchors = False
+        self._values = self._level = self._deepest = 0
+        self._anchored: dict[str, tuple[int, int]] = {}  # values in what an anchor names, levels below it
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.parser.peek_event()
+        before, deepest, anchor = self._values, self._deepest, event.anchor
+        is_alias = isinstance(event, AliasEvent)
+        if is_alias and anchor in self.anchors and anchor not in self._anchored:
+            raise ComposerError(None, None, f"*{anchor} stands inside of what it names", event.start_mark)
+        scalar = getattr(event, "value", "") or ""
+        values, levels = self._anchored.get(anchor, (0, 0)) if is_alias else (1 + len(scalar) // 100, 0)
+        self._level += 1
+        self._values, self._deepest = before + values, self._level + levels
+        self._check(event.start_mark)
+        if anchor is not None and not is_alias:
+            self._anchored.pop(anchor, None)  # a name may be given again
+        node = super().compose_node(parent, index)
+        if anchor is not None and not is_alias:
+            self._anchored[anchor] = (self._values - before, self._deepest - self._level)
+        self._level, self._deepest = self._level - 1, max(deepest, self._deepest)
+        return node
+
+    def _check(self, mark: Any) -> None:
+        if self._values > MOST_VALUES:
+            reason = f"holds too many values, must be <= {MOST_VALUES:,}, aliases written out"
+            raise ComposerError(None, None, reason, mark)
+        if self._deepest > MOST_DEPTH:
+            raise ComposerError(None, None, f"nested too deeply, must be <= {MOST_DEPTH} levels", mark)
+
+
+class PlainConstructor(SafeConstructor):
+    """Makes plain values only, and knows the line of one that cannot be made."""
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        tag = str(node.tag)
+        kind = tag.rpartition(":")[2]
+        if kind not in TAGS:
+            raise ConstructorError(None, None, f"tag {tag} is not known here, expected plain values", node.start_mark)
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):
+            reason = f"got {shown(node.value)}, expected {NAMES.get(kind, kind)}"
+            raise ConstructorError(None, None, reason, node.start_mark) from None

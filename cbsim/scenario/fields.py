@@ -1,32 +1,36 @@
-"""What every part of a scenario is made of: frozen values, whole numbers, unions found by a name, errors of a user."""
+"""What every part of a scenario is made of: frozen values, whole numbers, unions found by a name, errors of a user.
+
+What the strings below a class's fields say of them: read from its source when a schema is made, and not before.
+"""
 
 from __future__ import annotations
 
+import ast
 import difflib
-from collections.abc import Iterable, Sequence
+import inspect
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ValidationInfo,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, core_schema
 
-from cbsim.scenario.described import documented
-from cbsim.scenario.errors import UserError
-from cbsim.scenario.paths import PATH_BOUND, too_long
+from cbsim.files import PATH_BOUND, too_long
 
 MOST_HINTS = 8
-
-
-class ScenarioError(UserError):
-    """Something a user wrote cannot be used. Its text says where it is, what it is, and what would be allowed."""
 
 
 def bare(name: str) -> str:
@@ -34,10 +38,10 @@ def bare(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum() or letter == ".")
 
 
-def either(words: Sequence[str]) -> str:
+def either(names: Sequence[str]) -> str:
     """`a, b or c`."""
-    *others, last = words
-    return f"{', '.join(others)} or {last}" if others else last
+    *rest, last = names
+    return f"{', '.join(rest)} or {last}" if rest else last
 
 
 def near(word: object, known: Iterable[str]) -> str:
@@ -60,21 +64,39 @@ def _similar(word: object, known: Iterable[str]) -> list[str]:
 def shown(value: object) -> str:
     """A value as a user would recognise it, in at most 60 characters."""
     try:
-        text = str(value).lower() if isinstance(value, bool) else "nothing" if value is None else repr(value)
+        line = str(value).lower() if isinstance(value, bool) else "nothing" if value is None else repr(value)
     except ValueError:  # Python writes no number of more than 4300 digits
         return "a number of thousands of digits"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return line if len(line) <= 60 else f"{line[:57]}..."
 
 
-def cut(text: str, most: int = 200) -> str:
+def cut(line: str, most: int = 200) -> str:
     """A user's own words in one line of at most so many characters."""
-    short = text if len(text) <= most else f"{text[: most - 3]}..."
+    short = line if len(line) <= most else f"{line[: most - 3]}..."
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in short)
 
 
-def complaint(text: str, field: str = "") -> PydanticCustomError:
+def complaint(message: str, field: str = "") -> PydanticCustomError:
     """An error at `field` of the value being validated, or at the value itself, in our own words."""
-    return PydanticCustomError("complaint", "{text}", {"text": text, "field": field})
+    return PydanticCustomError("complaint", "{message}", {"message": message, "field": field})
+
+
+def as_tuple(value: Any) -> Any:
+    """A list as a tuple; anything else as it is."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+class Form(BaseModel):
+    """An object in a file that another tool wrote: fields that are not declared are left alone, none is converted."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+Count = Annotated[int, Field(ge=1, lt=10**12)]
+"""A whole number of a form, such as tokens."""
+Natural = Annotated[int, Field(ge=0, lt=2**62)]
+Milliseconds = Annotated[float, Field(ge=0, lt=1e12)]  # 30 years
+Pair = Annotated[tuple[Natural, Natural], BeforeValidator(as_tuple)]
 
 
 class Frozen(BaseModel):
@@ -87,9 +109,10 @@ class Frozen(BaseModel):
         """The fields with the words below them. For pydantic to read these takes a tenth of a second at every start."""
         made = handler(schema)
         fields = handler.resolve_ref_schema(made).get("properties", {})
-        for name, words in documented(cls).items():
-            if name in fields:
-                fields[name].setdefault("description", words)
+        texts = documented(cls)
+        for name, field in fields.items():
+            if name in texts or "const" in field:
+                field.setdefault("description", texts.get(name) or str(field["const"]))
         return made
 
     @model_validator(mode="before")
@@ -134,11 +157,6 @@ def _anchored(path: str, info: ValidationInfo) -> str:
     return path
 
 
-def as_tuple(value: Any) -> Any:
-    """A list as a tuple; anything else as it is."""
-    return tuple(value) if isinstance(value, list) else value
-
-
 Whole = Annotated[int, BeforeValidator(_integral)]
 """A whole number; 1e6 counts as one."""
 
@@ -155,26 +173,27 @@ DataPath = Annotated[PlainPath, AfterValidator(_anchored)]
 
 
 class By:
-    """Finds the member of a union by the value of one field. Tags look like <this>: error paths leave them out."""
+    """In the annotation of a union of parts: finds the member by the value of one field, which names each of them."""
 
-    def __init__(self, field: str, *members: type[Frozen]) -> None:
-        self.field, self.__name__ = field, f"by_{field}"  # pydantic names a discriminator by its function
-        self.members = {name: member for member in members for name in _names(member, field)}
+    def __init__(self, field: str) -> None:
+        self.field = field
+        self.members: dict[str, type[BaseModel]] = {}  # by name
 
-    def __call__(self, value: Any) -> str:
-        name = value.get(self.field) if isinstance(value, dict) else getattr(value, self.field, None)
-        return self.tag(self.members[name]) if name in self.members else "<?>"
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        self.members = {name: member for member in get_args(union) for name in _names(member, self.field)}
+        choices = {_tag(member): handler.generate_schema(member) for member in get_args(union)}
+        union_schema = core_schema.tagged_union_schema(choices, self._tag)
+        return core_schema.no_info_before_validator_function(self._checked, union_schema)
 
     def fields_of(self, name: str) -> frozenset[str] | None:
         """The fields of the member of this name, or None if there is none."""
         member = self.members.get(name)
         return frozenset(member.model_fields) if member else None
 
-    @staticmethod
-    def tag(member: type[Frozen]) -> str:
-        return f"<{member.__name__}>"
+    def _tag(self, value: Any) -> str:
+        return _tag(self.members[value[self.field] if isinstance(value, dict) else getattr(value, self.field)])
 
-    def check(self, value: Any) -> Any:
+    def _checked(self, value: Any) -> Any:
         """`value`, if it says which member it is."""
         if isinstance(value, tuple(set(self.members.values()))):
             return value
@@ -189,6 +208,56 @@ class By:
         return value
 
 
-def _names(member: type[Frozen], field: str) -> tuple[str, ...]:
-    names: tuple[str, ...] = member.model_fields[field].annotation.__args__  # type: ignore[union-attr]
-    return names
+class ByKey:
+    """In the annotation of a union: each part has one field, whose name is the key that finds it; any other value is
+    `otherwise`, a member that is no part.
+    """
+
+    def __init__(self, otherwise: str) -> None:
+        self.otherwise = otherwise  # what messages call it
+        self.members: dict[str, type[Frozen]] = {}
+
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        plain, *parts = get_args(union)
+        self.members = {next(iter(part.model_fields)): part for part in parts}
+        choices = {"<>": handler.generate_schema(plain)} | {_tag(part): handler.generate_schema(part) for part in parts}
+        union_schema = core_schema.tagged_union_schema(choices, self._tag)
+        return core_schema.no_info_before_validator_function(self._checked, union_schema)
+
+    def _tag(self, value: Any) -> str:
+        if isinstance(value, Frozen):
+            return _tag(type(value))
+        return _tag(self.members[next(iter(value))]) if isinstance(value, dict) else "<>"
+
+    def _checked(self, value: Any) -> Any:
+        if isinstance(value, dict) and not (len(value) == 1 and next(iter(value)) in self.members):
+            hint = near(next(iter(value)), self.members) if len(value) == 1 else ""
+            allowed = f"{self.otherwise} or one of {', '.join(self.members)}{hint}"
+            raise complaint(f"got {shown(value)}, expected {allowed}")
+        return value
+
+
+def _tag(member: type[BaseModel]) -> str:
+    """Looks like <this>, so that error paths can leave it out."""
+    return f"<{member.__name__}>"
+
+
+def _names(member: type[BaseModel], field: str) -> tuple[str, ...]:
+    return get_args(member.model_fields[field].annotation)
+
+
+@cache
+def documented(described: Any) -> Mapping[str, str]:
+    """The docstring under each field of a class and of those it inherits; none where its source is not at hand."""
+    texts: dict[str, str] = {}
+    for part in reversed(described.__mro__):
+        try:
+            (body,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
+        except (OSError, TypeError, SyntaxError, ValueError):
+            continue
+        statements = getattr(body, "body", [])
+        for field, below in pairwise(statements):
+            match field, below:
+                case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring)))):
+                    texts[name] = inspect.cleandoc(docstring)
+    return texts

@@ -3,85 +3,112 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from pydantic import BaseModel
+
+from cbsim.errors import ScenarioError
 from cbsim.scenario import shapes
-from cbsim.scenario.costs import cost_by
-from cbsim.scenario.demand import arrivals_by, workload_by
 from cbsim.scenario.documents import Document, PathParts, parse, split
-from cbsim.scenario.fields import By, ScenarioError, cut, shown
-from cbsim.scenario.schedulers import SchedulerUnion
-
-UNIONS: dict[PathParts, By | SchedulerUnion] = {
-    ("scheduler",): SchedulerUnion(),
-    ("cost",): cost_by,
-    ("workload",): workload_by,
-    ("workload", "arrivals"): arrivals_by,
-}
+from cbsim.scenario.fields import By, Frozen, cut, shown
 
 
-def apply(document: Document, overrides: Sequence[str], defaults: dict[str, Any], base: Path) -> Document:
-    """The document with the overrides applied in order, those that choose a kind before the others.
+class Union(Protocol):
+    """What finds the member of a union in an annotation, such as `By`."""
 
-    What the file leaves out on the way to a field is taken from `defaults`, unless its kind has changed.
+    field: str
+
+    def fields_of(self, name: str) -> frozenset[str] | None: ...
+
+
+class Defaults:
+    """The fields that a file leaves out, which `make` gives once one of them is needed; of parts whose kind an override
+    has changed there are none.
     """
-    given = [(*parsed(text), text) for text in overrides]
-    given.sort(key=lambda entry: not _chooses(entry[0]))
-    data, defaults = copy.deepcopy(document.data), copy.deepcopy(defaults)
-    for path, value, text in given:
+
+    def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
+        self._make = make
+        self._changed: list[PathParts] = []
+
+    def at(self, path: PathParts) -> Any:
+        """The value at `path`, None if there is none."""
+        if any(path[: len(changed)] == changed for changed in self._changed):
+            return None
+        return copy.deepcopy(_at(self._make(), path))
+
+    def drop(self, path: PathParts) -> None:
+        self._changed.append(path)
+
+
+def apply(
+    document: Document, overrides: Sequence[str], part: type[Frozen], make: Callable[[], dict[str, Any]], base: Path
+) -> Document:
+    """The document of a `part` with the overrides applied in order, those that choose a kind before the rest.
+
+    What the file leaves out on the way to a field is taken from the defaults, unless its kind has changed.
+    """
+    written = [(*parsed(override), override) for override in overrides]
+    written.sort(key=lambda entry: union_at(part, entry[0]) is None)
+    data, defaults = copy.deepcopy(document.data), Defaults(make)
+    for path, value, override in written:
         if len(path) > 1 and path[0] in ("model", "hardware"):
             _spell_out(data, str(path[0]), base)
-        if _chooses(path):
-            _choose(data, defaults, path, value, text)
+        union = union_at(part, path)
+        if union is None:
+            assign(data, defaults, path, value, override)
         else:
-            assign(data, defaults, path, value, text)
-    written = tuple((path, text) for path, _, text in given)
-    return Document(document.file, document.root, data, written)
+            _choose(data, defaults, path, value, override, union)
+    return Document(document.file, document.root, data, tuple((path, override) for path, _, override in written))
 
 
-def parsed(text: str) -> tuple[PathParts, Any]:
+def union_at(part: type[Frozen], path: PathParts) -> Union | None:
+    """The union whose kind the field at `path` of a `part` chooses; None if it chooses none."""
+    members: list[type[BaseModel]] = [part]
+    union: Union | None = None
+    for name in path[:-1]:
+        field = next((member.model_fields[name] for member in members if name in member.model_fields), None)
+        union = next((mark for mark in field.metadata if hasattr(mark, "fields_of")), None) if field else None
+        members = list(union.members.values()) if isinstance(union, By) else []
+    return union if union is not None and union.field == path[-1] else None
+
+
+def parsed(override: str) -> tuple[PathParts, Any]:
     """Path and value of `a.b=c`; the value is YAML."""
-    dotted, equals, value = text.partition("=")
+    dotted, equals, value = override.partition("=")
     if not equals or not all(dotted.strip().split(".")):
         bound = "expected field=value, such as kv_cache.block_size=32"
-        raise ScenarioError(f"--set {cut(text)}: {bound}", value=text, bound=bound)
-    return split(dotted.strip()), parse(value, f"--set {cut(text)}", lines=False)
+        raise ScenarioError(f"--set {cut(override)}: {bound}", value=override, bound=bound)
+    return split(dotted.strip()), parse(value, f"--set {cut(override)}", lines=False)
 
 
-def assign(data: Any, defaults: Any, path: PathParts, value: Any, text: str) -> None:
+def assign(data: Any, defaults: Defaults, path: PathParts, value: Any, override: str) -> None:
     """Set `path` in `data`, taking what is missing on the way from `defaults`."""
-    head, rest = path[0], path[1:]
-    below = defaults.get(head) if isinstance(defaults, dict) else None
-    if isinstance(data, list):
-        if not (isinstance(head, int) and head < len(data)):
-            raise ScenarioError(f"--set {cut(text)}: got {shown(head)}, expected a position from 0 to {len(data) - 1}")
-    elif not isinstance(data, dict):
-        raise ScenarioError(f"--set {cut(text)}: {shown(data)} has no field {cut(str(head), 60)}")
-    elif rest and data.get(head) is None:
-        data[head] = below if isinstance(below, dict | list) else {}
-    if rest:
-        assign(data[head], below, rest, value, text)
-    else:
-        data[head] = value
+    for depth, step in enumerate(path):
+        if isinstance(data, list):
+            if not (isinstance(step, int) and step < len(data)):
+                bound = f"expected a position from 0 to {len(data) - 1}"
+                raise ScenarioError(f"--set {cut(override)}: got {shown(step)}, {bound}")
+        elif not isinstance(data, dict):
+            raise ScenarioError(f"--set {cut(override)}: {shown(data)} has no field {cut(str(step), 60)}")
+        if depth == len(path) - 1:
+            data[step] = value
+        elif isinstance(data, dict) and data.get(step) is None:
+            usual = defaults.at(path[: depth + 1])
+            data[step] = usual if isinstance(usual, dict | list) else {}
+        data = data[step]
 
 
-def _chooses(path: PathParts) -> bool:
-    union = UNIONS.get(path[:-1])
-    return union is not None and union.field == path[-1]
-
-
-def _choose(data: Any, defaults: Any, path: PathParts, name: Any, text: str) -> None:
+def _choose(data: Any, defaults: Defaults, path: PathParts, name: Any, override: str, union: Union) -> None:
     """Make the part at `path` one of kind `name`: fields of the file that this kind does not have are dropped."""
-    field, known = path[-1], UNIONS[path[:-1]].fields_of(str(name))
-    usual = _at(defaults, path[:-1])
-    if isinstance(usual, dict) and usual.get(field) != name:
-        usual.clear()
-    assign(data, defaults, path, name, text)
+    known, present = union.fields_of(str(name)), _at(data, path)
+    if name != (defaults.at(path) if present is None else present):
+        defaults.drop(path[:-1])
+    assign(data, defaults, path, name, override)
     part = _at(data, path[:-1])
-    for stranger in [key for key in part if known and key not in known]:
-        del part[stranger]
+    for unknown in [key for key in part if known and key not in known]:
+        del part[unknown]
 
 
 def _at(values: Any, path: PathParts) -> Any:

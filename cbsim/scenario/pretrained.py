@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from cbsim.scenario import quantization
-from cbsim.scenario.config import Config, read_json
+from pydantic import AfterValidator, Field, model_validator
+
+from cbsim.errors import ScenarioError, UserError
+from cbsim.files import read_json
+from cbsim.scenario.documents import Document
+from cbsim.scenario.fields import By, Form, complaint, shown
 
 MOST_BYTES = 1_000_000
 KV_HEADS = {"llama": None, "mistral": 8, "phi3": None, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}
 """The model types that are read, and what transformers takes for absent `num_key_value_heads`. None: the heads."""
 WHOLE, SLIDING = "full_attention", "sliding_attention"
 DTYPES = ("bfloat16", "float16", "float32")
-REFUSED = {
+UNSUPPORTED = {
     "is_encoder_decoder": "encoders are not modelled, only decoders",
     "kv_lora_rank": "multi-head latent attention (MLA) is not modelled",
     "linear_.*|attn_type_list|full_attention_interval": "linear attention is not modelled",
@@ -27,17 +33,58 @@ REFUSED = {
 """Patterns of fields that must be absent, null, false or empty, and why."""
 
 
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The fields of a JSON object in a file; each is asked for by what it must be. Null is absent."""
+
+    where: Path | str
+    fields: dict[str, Any]
+    error: type[UserError] = ScenarioError
+
+    def refuse(self, field: str, expected: str) -> UserError:
+        value = shown(self.fields[field]) if field in self.fields else "nothing"
+        message = f"{self.where}: {field}: got {value}, expected {expected}"
+        return self.error(message, field=field, value=self.fields.get(field), bound=f"expected {expected}")
+
+    def whole(self, field: str, default: int | None = None, least: int = 1) -> int:
+        value = self.fields.get(field)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.refuse(field, f"a whole number >= {least}")
+        return value
+
+    def real(self, field: str, default: float | None = None) -> float:
+        value = self.fields.get(field)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.refuse(field, "a number > 0")
+        return float(value)
+
+    def flag(self, field: str) -> bool:
+        value = self.fields.get(field)
+        value = False if value is None else value
+        if not isinstance(value, bool):
+            raise self.refuse(field, "true or false")
+        return value
+
+    def part(self, field: str) -> Config | None:
+        value = self.fields.get(field)
+        if value is not None and not isinstance(value, dict):
+            raise self.refuse(field, "an object")
+        return Config(f"{self.where}: {field}", value, self.error) if value else None
+
+
 def shape(path: Path) -> dict[str, Any]:
     """The fields of ModelShape that config.json gives, with transformers' defaults where it says nothing. Of a model of
     several media it is the text model that counts. Raises ScenarioError.
     """
     config = Config(path, read_json(path, most_bytes=MOST_BYTES))
-    text = config.part("text_config")
-    if text is not None:
-        others = ("text_config", "vision_config", "audio_config")
-        config = Config(path, {k: v for k, v in config.fields.items() if k not in others} | text.fields)
+    language = config.part("text_config")
+    if language is not None:
+        media = ("text_config", "vision_config", "audio_config")
+        config = Config(path, {k: v for k, v in config.fields.items() if k not in media} | language.fields)
     for field, value in config.fields.items():
-        reason = next((why for pattern, why in REFUSED.items() if re.fullmatch(pattern, field)), None)
+        reason = next((why for pattern, why in UNSUPPORTED.items() if re.fullmatch(pattern, field)), None)
         if reason and value not in (None, False, [], {}):
             raise config.refuse(field, f"none: {reason}")
     kind = config.fields.get("model_type")
@@ -61,7 +108,7 @@ def shape(path: Path) -> dict[str, Any]:
         "qk_norm": kind.startswith("qwen3"),
         "qkv_bias": kind == "qwen2",
         "dtype": _dtype(config),
-        **quantization.types(config),
+        **quantized_types(config),
         "max_position": config.whole("max_position_embeddings"),
         **attention(config, kind, layers),
     }
@@ -71,16 +118,16 @@ def attention(config: Config, kind: str, layers: int) -> dict[str, Any]:
     """What the layers see, if that is not the whole sequence in all of them: as many entries as repeat. Qwen's windows
     are off unless switched on.
     """
-    given, most = config.fields.get("layer_types"), config.whole("max_position_embeddings")
+    declared, most = config.fields.get("layer_types"), config.whole("max_position_embeddings")
     if kind.startswith("qwen"):
         window = config.whole("sliding_window", 4096) if config.flag("use_sliding_window") else most
         first = config.whole("max_window_layers", 28, 0)
-        types = given or [SLIDING if layer >= first else WHOLE for layer in range(layers)]
+        types = declared or [SLIDING if layer >= first else WHOLE for layer in range(layers)]
     else:
         absent = 4096 if kind == "mistral" and "sliding_window" not in config.fields else None
         null = config.fields.get("sliding_window", absent) is None
         window = most if null else config.whole("sliding_window", absent)
-        types = given or [SLIDING] * layers
+        types = declared or [SLIDING] * layers
     if not isinstance(types, list) or len(types) != layers or not {*types} <= {SLIDING, WHOLE}:
         raise config.refuse("layer_types", f"{layers} times '{WHOLE}' or '{SLIDING}': nothing else is modelled")
     if window >= most or SLIDING not in types:
@@ -125,3 +172,115 @@ def _name(path: Path) -> str:
     if path.name != "config.json":
         return path.stem
     return folder.parent.parent.name.split("--")[-1] if folder.parent.name == "snapshots" else folder.name or "model"
+
+
+# -- quantization -----------------------------------------------------------------------------------------------------
+
+LEFT = re.compile(
+    r"""(re:)?(.*[.*])?(lm_head|embed_tokens|\w*norm)\$?
+    | (?!re:)(.*\.)?gate | re:.*gate\$  # without the $ it is gate_proj, too
+    | .*(vision|visual|multi_modal).*          # not counted at all""",
+    re.VERBOSE,
+)
+"""Names of modules that a shape leaves in the model's dtype: what is no matrix of a layer, and what chooses experts."""
+
+
+def _outside_layers(name: str) -> str:
+    if not LEFT.fullmatch(name):
+        allowed = "the output layer, embeddings, norms and what chooses experts: the layers' matrices have one type"
+        raise complaint(f"got {shown(name)}, expected only {allowed}")
+    return name
+
+
+Left = list[Annotated[str, AfterValidator(_outside_layers)]] | None
+Empty = Annotated[dict[str, Any], Field(max_length=0)] | None
+
+
+class Fp8(Form):
+    """Weights and activations of 8 bits, with a scale a tensor or a block: the scales are not counted."""
+
+    quant_method: Literal["fp8"]
+    fmt: Literal["e4m3"] | None = None
+    activation_scheme: Literal["dynamic", "static"]
+    modules_to_not_convert: Left = None
+    weight_block_size: Any = None
+
+    @property
+    def types(self) -> dict[str, str]:
+        return {"weights_dtype": "fp8_block" if self.weight_block_size else "fp8"}
+
+
+class Int4(Form):
+    """GPTQ and AWQ."""
+
+    quant_method: Literal["gptq", "awq"]
+    bits: Literal[4]
+    group_size: Literal[128]
+    lm_head: Literal[False] | None = None
+    dynamic: Empty = None
+    modules_to_not_convert: Left = None
+
+    @property
+    def types(self) -> dict[str, str]:
+        return {"weights_dtype": "int4"}
+
+
+class Float8(Form):
+    """Numbers of 8 bits."""
+
+    type: Literal["float"]
+    num_bits: Literal[8]
+
+
+class Whole4(Form):
+    """Weights of 4 bits, in groups."""
+
+    type: Literal["int"]
+    num_bits: Literal[4]
+    group_size: Literal[128]
+
+
+class Scheme(Form):
+    """fp8 weights and activations of all linear layers, or their int4 weights alone."""
+
+    targets: Annotated[list[Literal["Linear"]], Field(min_length=1, max_length=1)]
+    weights: Annotated[Float8 | Whole4, By("type")]
+    input_activations: Float8 | None = None
+
+    @model_validator(mode="after")
+    def _both_or_weights_alone(self) -> Scheme:
+        if isinstance(self.weights, Float8) != (self.input_activations is not None):
+            needed = "8 bits of type float, as the weights" if isinstance(self.weights, Float8) else "none beside int4"
+            inputs = self.input_activations.model_dump() if self.input_activations else None
+            raise complaint(f"got {shown(inputs)}, expected {needed}", "input_activations")
+        return self
+
+
+class Compressed(Form):
+    """The compressed-tensors of vLLM's own compressor: one scheme for all linear layers."""
+
+    quant_method: Literal["compressed-tensors"]
+    ignore: Left = None
+    sparsity_config: Empty = None
+    config_groups: Annotated[dict[str, Scheme], Field(min_length=1, max_length=1)]
+    kv_cache_scheme: Float8 | None = None
+
+    @property
+    def types(self) -> dict[str, str]:
+        (scheme,) = self.config_groups.values()
+        weights = {"weights_dtype": "fp8" if isinstance(scheme.weights, Float8) else "int4"}
+        return weights | ({"kv_dtype": "fp8"} if self.kv_cache_scheme else {})
+
+
+class Quantized(Form):
+    """What a config.json says of quantization. What is not modelled is refused."""
+
+    quantization_config: Annotated[Fp8 | Compressed | Int4, By("quant_method")]
+
+
+def quantized_types(config: Config) -> dict[str, str]:
+    """weights_dtype, and kv_dtype if it is quantized too; nothing for a model that is not. Raises config's error."""
+    if not config.fields.get("quantization_config"):
+        return {}
+    document = Document(str(config.where), None, config.fields, error_type=config.error)
+    return document.checked(Quantized).quantization_config.types

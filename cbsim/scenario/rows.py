@@ -1,26 +1,30 @@
 """Rows of text files, CSV and JSON lines. What cannot be used is an error that names file, line and field; none is
 dropped and none repaired. Blank lines say nothing and are passed over.
+
+Does a workload fit the memory of this machine? Asked before it is taken; of a file's rows, while they are read.
 """
 
 from __future__ import annotations
 
 import csv
-import gzip
-import json
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
-from cbsim.scenario import memory
-from cbsim.scenario.fields import ScenarioError, shown
+from pydantic import ValidationError
+
+from cbsim.errors import ScenarioError
+from cbsim.files import lines_of, parsed_json
+from cbsim.scenario.documents import Document
+from cbsim.scenario.fields import Form, shown
 
 MOST_LINE, MOST_DOCUMENT = 1_000_000, 64_000_000
 """Characters of a line, and of a file that is one document: a small gzipped file may hold more than memory does."""
 LOOK_ROWS = 50_000  # so often it is asked whether so many still fit the memory
 POSITIVE = "a whole number >= 1"
+F = TypeVar("F", bound=Form)
 
 
 def bad(path: Path, line: int, field: str, value: object, expected: str) -> ScenarioError:
@@ -30,21 +34,13 @@ def bad(path: Path, line: int, field: str, value: object, expected: str) -> Scen
 
 
 @contextmanager
-def text(path: Path) -> Iterator[IO[str]]:
+def open_text(path: Path) -> Iterator[IO[str]]:
     """The file to read, perhaps gzipped. Raises ScenarioError for one that cannot be."""
-    try:
-        if path.suffix == ".gz":
-            with gzip.open(path, "rt", encoding="utf-8-sig", newline="") as file:
-                yield file
-        else:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                yield file
-    except UnicodeDecodeError:
-        raise ScenarioError(f"{path}: is not UTF-8 text") from None
-    except (csv.Error, RecursionError, EOFError, zlib.error) as error:
-        raise ScenarioError(f"{path}: cannot be read: {error}") from None
-    except OSError as error:
-        raise ScenarioError(f"{path}: cannot be read: {error.strerror}") from None
+    with lines_of(path) as file:
+        try:
+            yield file
+        except (csv.Error, RecursionError) as error:
+            raise ScenarioError(f"{path}: cannot be read: {error}") from None
 
 
 def bounded(path: Path, file: IO[str]) -> Iterator[str]:
@@ -55,7 +51,7 @@ def bounded(path: Path, file: IO[str]) -> Iterator[str]:
         if len(line) > MOST_LINE:
             raise ScenarioError(f"{path}:{number}: must have at most {MOST_LINE:,} characters", file=path, line=number)
         if number % LOOK_ROWS == 0:
-            memory.check_rows(path, number)
+            check_rows(path, number)
         yield line
 
 
@@ -85,7 +81,7 @@ class CsvTable:
     def pick(self, columns: Iterable[str]) -> None:
         """Rows shall have these cells. All are columns of the header."""
         self.columns = tuple(columns)
-        self._places = [self.header.index(column) for column in self.columns]
+        self._positions = [self.header.index(column) for column in self.columns]
 
     @property
     def line(self) -> int:
@@ -93,11 +89,11 @@ class CsvTable:
 
     def rows(self, limit: int | None) -> Iterator[list[str]]:
         """The wanted cells of each row, at most `limit` of them."""
-        width, places = len(self.header), self._places
+        width, positions = len(self.header), self._positions
         for row in islice((row for row in self._reader if row), limit):
             if len(row) != width:
                 raise ScenarioError(f"{self.path}:{self.line}: got {len(row)} cells, expected {width}")
-            yield [row[place] for place in places]
+            yield [row[position] for position in positions]
 
     def bad(self, column: int, value: object, expected: str) -> ScenarioError:
         return bad(self.path, self.line, self.columns[column], value, expected)
@@ -135,40 +131,74 @@ class JsonLine(NamedTuple):
     values: dict[str, Any]
 
     def bad(self, field: str, expected: str) -> ScenarioError:
-        if field not in self.values:
-            return ScenarioError(f"{self.path}:{self.number}: {field}: is missing, expected {expected}")
-        return bad(self.path, self.number, field, self.values[field], expected)
+        return bad(self.path, self.number, field, self.values.get(field), expected)
 
-    def count(self, field: str) -> int:
-        value = self.values.get(field)
-        if type(value) is not int or not 1 <= value < 10**12:
-            raise self.bad(field, POSITIVE)
-        return value
-
-    def real(self, field: str) -> float:
-        """A finite number >= 0."""
-        value = self.values.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise self.bad(field, "a number >= 0")
-        return float(value)
-
-    def milliseconds(self, field: str) -> int:
-        """The field's milliseconds as nanoseconds."""
-        value = self.values.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
-            raise self.bad(field, "milliseconds >= 0, less than 30 years")
-        return round(value * 1_000_000)
+    def checked(self, form: type[F]) -> F:
+        """The object as what it should be. Raises ScenarioError."""
+        try:
+            return form.model_validate(self.values)
+        except ValidationError as error:
+            raise Document(str(self.path), None, self.values, at=self.number).explain(error, most=1) from None
 
 
 def lines(path: Path, file: IO[str]) -> Iterator[JsonLine]:
     """The JSON objects of a file, one a line."""
     for number, line in enumerate(bounded(path, file), 1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-        except ValueError as error:
-            raise ScenarioError(f"{path}:{number}: not valid JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise bad(path, number, "row", values, "a JSON object")
-        yield JsonLine(path, number, values)
+        if line.strip():
+            yield json_line(path, number, line)
+
+
+def json_line(path: Path, number: int, line: str) -> JsonLine:
+    """The JSON object of a line. Raises ScenarioError."""
+    values = parsed_json(line, f"{path}:{number}")
+    if not isinstance(values, dict):
+        raise bad(path, number, "row", values, "a JSON object")
+    return JsonLine(path, number, values)
+
+
+REQUEST_BYTES = 1300
+"""Of a request in a run: what was asked, its progress, its rows of the tables; about that."""
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
+def check_memory(requests: int, samples: int = 1) -> None:
+    """Raises ScenarioError if so many requests of so many samples need more memory than is free."""
+    each, free = samples * REQUEST_BYTES, free_bytes()
+    needed = requests * each
+    if free is not None and needed > free:
+        bound = f"must be <= {free // each:,}: {free / 1e9:.1f} GB of memory are free"
+        sampled = f" of {samples:,} samples" if samples > 1 else ""
+        message = f"workload.requests: got {requests:,}{sampled}, about {needed / 1e9:.1f} GB, {bound}"
+        raise ScenarioError(message, field="workload.requests", value=requests, bound=bound)
+
+
+def check_rows(path: Path, rows: int) -> None:
+    """Raises ScenarioError if a run of so many requests, those read from a file until now, needs more than is free."""
+    needed, free = rows * REQUEST_BYTES, free_bytes()
+    if free is not None and needed > free:
+        bound = f"must be <= {free // REQUEST_BYTES:,} at {REQUEST_BYTES:,} bytes each: {free / 1e9:.1f} GB are free"
+        message = f"{path}: got {rows:,} rows or more, {bound}; workload.limit reads fewer"
+        raise ScenarioError(message, file=path, value=rows, bound=bound)
+
+
+def free_bytes() -> int | None:
+    """What this process can still take, the least of what the system says; None where it does not."""
+    known = [_available(), _left_in_group()]
+    return min((value for value in known if value is not None), default=None)
+
+
+def _available() -> int | None:
+    try:
+        lines = MEMINFO.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _left_in_group() -> int | None:
+    """Of a container's share."""
+    try:
+        most, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # none, or `max`
+        return None
+    return max(most - used, 0)

@@ -1,6 +1,8 @@
 """A scenario file becomes one frozen value: every default written out, every rule checked, every error in plain words.
 
 Nothing else in the project has defaults of its own or checks what a user wrote.
+
+A scenario as a caller has it: by name, in a file, or as fields.
 """
 
 from __future__ import annotations
@@ -8,31 +10,38 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import fields
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from cbsim.policy.kind import Options, Settings, SettingsError
-from cbsim.policy.schedulers import registry
-from cbsim.policy.schedulers.registry import Kind
-from cbsim.policy.schedulers.vllm_settings import VllmSettings
+from cbsim.errors import ScenarioError
+from cbsim.policy.kind import Options, Settings, SettingsError, sources
 from cbsim.scenario import catalog, documents, sizing
-from cbsim.scenario.costs import Coefficients, Cost, RooflineSettings
+from cbsim.scenario.costs import Coefficients, Cost, RooflineSettings, TableSettings
 from cbsim.scenario.demand import Demand
 from cbsim.scenario.documents import Document
-from cbsim.scenario.fields import Frozen, ScenarioError, complaint
+from cbsim.scenario.fields import Frozen, complaint, shown
 from cbsim.scenario.overrides import apply
 from cbsim.scenario.schedulers import Scheduler, plain
 from cbsim.scenario.serving import KvCache, Loop, Slo
 from cbsim.scenario.shapes import Hardware, ModelShape, NamedHardware, NamedModel
-from cbsim.scenario.table_costs import TableSettings
+from cbsim.schedulers import registry
+from cbsim.schedulers.registry import Kind
+from cbsim.schedulers.vllm.settings import VllmSettings
 
-__all__ = ["Scenario", "ScenarioError", "dump", "json_schema", "load", "loops", "scheduler_options", "write_schemas"]
+__all__ = ["Scenario", "ScenarioError", "dump", "json_schema", "load", "loops", "write_schemas"]
 
 MOST_BLOCKS = 10_000_000
 """Blocks that are kept track of one by one; more would only cost memory."""
+
+SIZED_BY = {"model", "hardware", "scheduler", "kv_cache", "cost"}
+"""Fields that the scheduler's sizes follow from."""
 
 LEAST_MEMORY_BYTES = 100_000_000
 """No device has less; who writes less has written another unit."""
@@ -75,8 +84,8 @@ class Scenario(Frozen):
     @model_validator(mode="after")
     def _memory_in_bytes(self) -> Scenario:
         if self.hardware.memory_bytes < LEAST_MEMORY_BYTES:
-            text = f"got {self.hardware.memory_bytes:,}, must be >= {LEAST_MEMORY_BYTES:,} (bytes)"
-            raise complaint(text, "hardware.memory_bytes")
+            message = f"got {self.hardware.memory_bytes:,}, must be >= {LEAST_MEMORY_BYTES:,} (bytes)"
+            raise complaint(message, "hardware.memory_bytes")
         return self
 
     @model_validator(mode="after")
@@ -84,19 +93,19 @@ class Scenario(Frozen):
         if self.model.sees_all:
             return self
         if not self.kind.windows:
-            text = f"layers see less than the whole sequence, must be full with scheduler {self.scheduler.name}"
-            raise complaint(text, "model.attention")
+            message = f"layers see less than the whole sequence, must be full with scheduler {self.scheduler.name}"
+            raise complaint(message, "model.attention")
         if self.cost.kind not in ("roofline", "constant"):
-            text = f"layers see less than the whole sequence, must be full with cost.kind {self.cost.kind}"
-            raise complaint(text, "model.attention")
+            message = f"layers see less than the whole sequence, must be full with cost.kind {self.cost.kind}"
+            raise complaint(message, "model.attention")
         return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Scenario:
         gpus, model = self.gpus, self.model
         if self.cost.kind == "roofline" and (model.heads % gpus or model.kv_heads % gpus):
-            text = f"got {gpus}, must divide heads ({model.heads}) and kv_heads ({model.kv_heads})"
-            raise complaint(text, "cost.tensor_parallel")
+            message = f"got {gpus}, must divide heads ({model.heads}) and kv_heads ({model.kv_heads})"
+            raise complaint(message, "cost.tensor_parallel")
         return self
 
     @property
@@ -113,6 +122,26 @@ class Scenario(Frozen):
     def block_size(self) -> int:
         """Tokens in a cache block."""
         return self.kind.block_size if self.kv_cache.block_size is None else self.kv_cache.block_size
+
+    def options(self, loop: str) -> Options:
+        """All options of the scheduler in a loop, sizes solved from memory where they are not given: solved once, then
+        remembered. Raises ScenarioError if the model does not fit or sizes contradict each other.
+        """
+        if loop not in self._options:
+            self._options[loop] = _solved_options(self, loop)
+        return self._options[loop]
+
+    @cached_property
+    def _options(self) -> dict[str, Options]:
+        """By loop."""
+        return {}
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Scenario:
+        """A copy with other fields; sizes are solved again if they follow from one of these."""
+        copy = super().model_copy(update=update, deep=deep)
+        if SIZED_BY & set(update or ()):
+            copy.__dict__.pop("_options", None)
+        return copy
 
     @property
     def graph_padding(self) -> str:
@@ -159,18 +188,25 @@ class Variants:
 
     def __init__(self, document: Document, base: Path) -> None:
         self._document, self._base = document, base
-        self._usual: dict[str, Any] | None = None
 
     def __call__(self, overrides: Sequence[str] = ()) -> Scenario:
         """One of them. Raises ScenarioError."""
         document = self._document
         if overrides:
-            if self._usual is None:
-                self._usual = _defaults(document.data, self._base)
-            document = apply(document, overrides, self._usual, self._base)
-        scenario = _validated(document, self._base)
+            document = apply(document, overrides, Scenario, lambda: self._defaults, self._base)
+        scenario = document.checked(Scenario, self._base)
         _check_sizes(scenario, document)
         return scenario
+
+    @cached_property
+    def _defaults(self) -> dict[str, Any]:
+        """Every field's value if the file alone is a scenario, else the defaults of the parts that have one."""
+        try:
+            return self._document.checked(Scenario, self._base).model_dump(mode="json")
+        except ScenarioError:
+            parts = {name: field.default for name, field in Scenario.model_fields.items()}
+            defaults = {name: part.model_dump(mode="json") for name, part in parts.items() if isinstance(part, Frozen)}
+            return defaults | {name: plain(part) for name, part in parts.items() if isinstance(part, Settings)}
 
 
 def variants(path_or_name: str | Path) -> Variants:
@@ -186,43 +222,26 @@ def dump(scenario: Scenario) -> str:
     return documents.write(scenario.model_dump(mode="json"))
 
 
-def _validated(document: Document, base: Path) -> Scenario:
-    try:
-        return Scenario.model_validate(document.data, context={"base": base})
-    except ValidationError as error:
-        raise document.explain(error) from None
-
-
 def _check_sizes(scenario: Scenario, document: Document) -> None:
     for loop in loops(scenario):
         try:
-            scheduler_options(scenario, depth(loop))
+            scenario.options(loop)
         except ScenarioError as error:
-            field, _, text = str(error).partition(": ")
+            field, _, reason = str(error).partition(": ")
             path = documents.split(field)
-            raise document.error(f"{document.where(path)}: {error}", path, text) from None
-
-
-def _defaults(data: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Every field's value if the file alone is a scenario, else the defaults of the parts that have one."""
-    try:
-        return Scenario.model_validate(data, context={"base": base}).model_dump(mode="json")
-    except ValidationError:
-        parts = {name: field.default for name, field in Scenario.model_fields.items()}
-        defaults = {name: part.model_dump(mode="json") for name, part in parts.items() if isinstance(part, Frozen)}
-        return defaults | {name: plain(part) for name, part in parts.items() if isinstance(part, Settings)}
+            raise document.error(f"{document.where(path)}: {error}", path, reason) from None
 
 
 # -- what follows from it ---------------------------------------------------------------------------------------------
 
 
-def site(scenario: Scenario, depth: int) -> sizing.Place:
-    """What sizes follow from: model, GPU and cache, with `depth` steps in flight."""
+def site(scenario: Scenario, loop: str) -> sizing.Place:
+    """What sizes follow from: model, GPU and cache, and the steps in flight."""
     cache = scenario.kv_cache
     return sizing.Place(
         scenario.model,
         scenario.hardware,
-        depth,
+        depth(loop),
         scenario.block_size,
         cache.memory_fraction,
         cache.num_blocks,
@@ -230,23 +249,44 @@ def site(scenario: Scenario, depth: int) -> sizing.Place:
     )
 
 
-def scheduler_options(scenario: Scenario, depth: int) -> Options:
-    """All options of the scheduler resolved, sizes solved from memory where they are not given; `depth` steps in
-    flight. Raises ScenarioError if the model does not fit or sizes contradict each other.
-    """
+def _solved_options(scenario: Scenario, loop: str) -> Options:
     try:
-        options: Options = scenario.kind.resolve(scenario.scheduler, site(scenario, depth))
+        options: Options = scenario.kind.resolve(scenario.scheduler, site(scenario, loop))
     except SettingsError as error:
         raise ScenarioError(f"scheduler.{error.field}: {error}") from None
     except Exception as error:
         if isinstance(error, ScenarioError) or scenario.scheduler.name in registry.OURS:
             raise
-        text = f"{scenario.scheduler.name} cannot solve its options: {type(error).__name__}: {error}"
-        raise ScenarioError(f"scheduler: {text}") from error
+        reason = f"{scenario.scheduler.name} cannot solve its options: {type(error).__name__}: {error}"
+        raise ScenarioError(f"scheduler: {reason}") from error
     if options.num_blocks > MOST_BLOCKS:
-        text = f"got {options.num_blocks:,}, must be <= {MOST_BLOCKS:,}; fewer blocks or a larger block_size would do"
-        raise ScenarioError(f"kv_cache.num_blocks: {text}")
+        bound = f"must be <= {MOST_BLOCKS:,}; fewer blocks or a larger block_size would do"
+        raise ScenarioError(f"kv_cache.num_blocks: got {options.num_blocks:,}, {bound}")
     return options
+
+
+def solved(scenario: Scenario) -> list[tuple[str, str]]:
+    """What the scenario leaves open and what it comes to, as (values, where they come from): settings of the scheduler
+    that are null and the cache, for the loop with most steps in flight. Raises ScenarioError.
+    """
+    loop = loops(scenario)[-1]
+    options, rules = scenario.options(loop), sources(scenario.scheduler, site(scenario, loop))
+    values = []
+    for field in fields(scenario.scheduler):
+        value = getattr(options, field.name, None)
+        if getattr(scenario.scheduler, field.name) is None and value is not None:
+            values.append((f"{field.name} {value:,}", rules.get(field.name, "solved")))
+    if scenario.kv_cache.num_blocks is None:
+        gpu, blocks = scenario.hardware, f"{options.num_blocks:,} blocks of {options.block_size} tokens"
+        share = f"{scenario.kv_cache.memory_fraction:g} of the {gpu.memory_bytes / 2**30:.1f} GiB of {gpu.name}"
+        values.append((blocks, share if scenario.kind.memory is None else scenario.kind.memory.format(gpu=gpu.name)))
+    return [(", ".join(v for v, _ in group), reason) for reason, group in groupby(values, key=lambda pair: pair[1])]
+
+
+def solved_lines(scenario: Scenario) -> str:
+    """The same as text, a line for each; empty if nothing was left open."""
+    lines = [f"{values}: {reason}" for values, reason in solved(scenario)]
+    return "\n".join(["solved  " + lines[0], *("        " + line for line in lines[1:])]) if lines else ""
 
 
 # -- for editors ------------------------------------------------------------------------------------------------------
@@ -291,3 +331,16 @@ def write_schemas(folder: Path, further: Mapping[str, type[Frozen]] = MappingPro
     for file, part in zip(files, parts.values(), strict=True):
         file.write_text(json.dumps(_schema(part), indent=2) + "\n", encoding="utf-8")
     return files
+
+
+def scenario_of(source: str | Path | Mapping[str, Any] | Scenario, overrides: Sequence[str] = ()) -> Scenario:
+    """The scenario meant. Raises ScenarioError."""
+    if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
+        raise ScenarioError(f"overrides: got {shown(overrides)}, expected texts such as 'loop.mode=async'")
+    if isinstance(source, Scenario):
+        return parse(source.model_dump(mode="json"), "scenario", overrides) if overrides else source
+    if isinstance(source, Mapping):
+        return parse(deepcopy(dict(source)), "scenario", overrides)
+    if isinstance(source, str | Path):
+        return load(source, overrides)
+    raise ScenarioError(f"scenario: got {shown(source)}, expected a name, a path or fields", value=source)

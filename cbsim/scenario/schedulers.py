@@ -13,14 +13,23 @@ from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchema
 from pydantic_core import core_schema
 
 from cbsim.policy.kind import AsText, AtLeast, Below, Settings, SettingsError
-from cbsim.policy.schedulers import registry
-from cbsim.policy.schedulers.registry import Kind, KindError
-from cbsim.scenario.described import documented
-from cbsim.scenario.fields import Frozen, Real, Whole, complaint, near, shown
+from cbsim.scenario.fields import Frozen, Real, Whole, complaint, documented, near, shown
+from cbsim.schedulers import registry
+from cbsim.schedulers.registry import Kind, KindError
 
 
 class SchedulerField:
     """How pydantic meets the settings of a scheduler: in from fields or settings, out as fields."""
+
+    field: ClassVar[str] = "name"  # finds the scheduler
+
+    @staticmethod
+    def fields_of(name: str) -> frozenset[str] | None:
+        """The fields that a scheduler of this name has, or None if there is none."""
+        try:
+            return frozenset(model_of(registry.find(name)).model_fields)
+        except KindError:
+            return None
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
@@ -71,19 +80,6 @@ def _kind(name: Any) -> Kind:
             raise complaint(f"got {shown(name)}: {error}", "name") from None
     hint = near(name, registry.names())
     raise complaint(f"got {shown(name)}, expected one of {_known()}, or module:KIND of your own{hint}", "name")
-
-
-class SchedulerUnion:
-    """The schedulers as a union found by `name`, for overrides."""
-
-    field: ClassVar[str] = "name"
-
-    def fields_of(self, name: str) -> frozenset[str] | None:
-        """The fields that a scheduler of this name has, or None if there is none."""
-        try:
-            return frozenset(model_of(registry.find(name)).model_fields)
-        except KindError:
-            return None
 
 
 # -- from a dataclass to a model --------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
 from cbsim.policy.groups import Attention, Sight
 from cbsim.scenario import catalog, documents, pretrained
@@ -20,10 +20,10 @@ GROUPED: dict[str, tuple[int, int]] = {"int4": (133, 256), "nvfp4": (9, 16)}
 + 2 x 2.5 bytes. nvfp4: a group of 16 with a scale of a byte."""
 
 
-def _sight(text: str) -> str:
-    if not re.fullmatch(SIGHT, text):
-        raise complaint(f"got {shown(text)}, expected full, sliding TOKENS or chunked TOKENS")
-    return text
+def _sight(seen: str) -> str:
+    if not re.fullmatch(SIGHT, seen):
+        raise complaint(f"got {shown(seen)}, expected full, sliding TOKENS or chunked TOKENS")
+    return seen
 
 
 MOST_DIFFERENT = 10_000  # layers of which each is looked at
@@ -79,8 +79,10 @@ class ModelShape(Frozen):
     @model_validator(mode="after")
     def _experts_chosen(self) -> ModelShape:
         if not min(self.experts, 1) <= self.experts_per_token <= self.experts:
-            text = f"got {self.experts_per_token}, must be between {min(self.experts, 1)} and experts ({self.experts})"
-            raise complaint(text, "experts_per_token")
+            message = (
+                f"got {self.experts_per_token}, must be between {min(self.experts, 1)} and experts ({self.experts})"
+            )
+            raise complaint(message, "experts_per_token")
         return self
 
     @model_validator(mode="after")
@@ -207,10 +209,7 @@ def load(folder: str, shape: type[_Shape], name: str, base: Path | None = None) 
     path = catalog.shape(folder, name, base)
     config = shape is ModelShape and path.suffix == ".json"
     document = Document(str(path), None, pretrained.shape(path)) if config else documents.read(path)
-    try:
-        return shape.model_validate(document.data)
-    except ValidationError as error:
-        raise document.explain(error) from None
+    return document.checked(shape)
 
 
 def model(name: str, base: Path | None = None) -> ModelShape:

@@ -3,18 +3,27 @@
 A term is called by its field of the scenario's cost, or by the field and what it is for: `reduce_s@4` holds for 4 GPUs,
 `large_products@h200_sxm` on that card, `layer_s@0.16.0` for that version. `front_s` is no field: it is what client,
 HTTP and tokenizer add to TTFT.
+
+How sure a prediction is: the residuals of predictions that were made without the point's own curve.
+
+The interval of a prediction is its value times the exponentials of two order statistics of residuals: those of curves
+of as long prompts in proportion to outputs, if there are enough, else of all. With n residuals the ends are the k-th
+smallest and largest, k = floor(0.1 (n + 1)): a new residual that is like these falls beyond each with probability
+k / (n + 1), 10 % at most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Annotated, TypeVar
+from math import exp
+from typing import Annotated, NamedTuple, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog, documents
-from cbsim.scenario.fields import Frozen, Real, ScenarioError, Whole, as_tuple, complaint, near
+from cbsim.scenario.fields import Frozen, Real, Whole, as_tuple, complaint, near
 
 T = TypeVar("T")
 FRONT = "front_s"
@@ -86,20 +95,20 @@ class Range(Frozen):
 
     def outside(self, backend: str, system: str, model: str, tensor: int, users: int | None) -> list[str]:
         """How a server differs from those. `users`: None without a closed loop."""
-        said = []
+        differences = []
         if backend != self.backend:
-            said.append(f"engine {backend}")
+            differences.append(f"engine {backend}")
         if system not in self.systems:
-            said.append(f"card {system}")
+            differences.append(f"card {system}")
         if model not in self.models:
-            said.append(f"model {model}")
+            differences.append(f"model {model}")
         if tensor not in self.tensor_parallel:
-            said.append(f"{tensor} GPUs")
+            differences.append(f"{tensor} GPUs")
         if users is None:
-            said.append("arrivals that are no closed loop")
+            differences.append("arrivals that are no closed loop")
         elif not self.users[0] <= users <= self.users[1]:
-            said.append(f"{users:,} users")
-        return said
+            differences.append(f"{users:,} users")
+        return differences
 
 
 class TermsFile(Range):
@@ -163,10 +172,7 @@ def load(name: str) -> TermsFile:
         bound = f"one of {', '.join(known) or 'none'}"
         raise ScenarioError(f"cost.terms: got {name!r}, expected {bound}", field="cost.terms", value=name, bound=bound)
     document = documents.read(catalog.SCENARIOS / FOLDER / f"{name}.yaml")
-    try:
-        file = TermsFile.model_validate(document.data)
-    except ValidationError as error:
-        raise document.explain(error) from None
+    file = document.checked(TermsFile)
     if file.name != name:
         raise ScenarioError(f"{document.file}: name: got {file.name!r}, must be {name!r}, as the file is called")
     return file
@@ -181,3 +187,58 @@ def every() -> Sequence[TermsFile]:
 def dump(file: TermsFile) -> str:
     """The file as YAML; loading it gives an equal one."""
     return documents.write(file.model_dump(mode="json"))
+
+
+TAIL = 0.1  # beyond each end of an 80 % interval
+ENOUGH = 15  # residuals
+
+
+class Interval(NamedTuple):
+    """A factor of the prediction from `low` to `high`, by so many residuals."""
+
+    low: float
+    high: float
+    residuals: int
+
+    def holds(self, factor: float) -> bool:
+        return self.low <= factor <= self.high
+
+
+def interval(
+    file: TermsFile, metric: str, lengths: tuple[int, int] | None = None, without: str | None = None
+) -> Interval | None:
+    """80 % of measured over predicted `metric`, ttft or tpot, by all curves but `without`; by those alike if there are
+    enough, for requests of known `lengths`, of prompt and output. None with too few.
+    """
+    rest = [curve for hash_, curve in file.curves.items() if hash_ != without]
+    alike = [curve for curve in rest if lengths and _kind(curve.prompt, curve.output) == _kind(*lengths)]
+    enough = sum(len(curve.residuals) for curve in alike) >= ENOUGH
+    return _ends([_value(residual, metric) for curve in (alike if enough else rest) for residual in curve.residuals])
+
+
+def coverage(file: TermsFile, metric: str) -> tuple[int, int]:
+    """Left-out points within the interval that the other curves give, and all of them."""
+    within = total = 0
+    for hash_, curve in file.curves.items():
+        known = interval(file, metric, (curve.prompt, curve.output), hash_)
+        if known is not None:
+            total += len(curve.residuals)
+            within += sum(known.holds(exp(_value(residual, metric))) for residual in curve.residuals)
+    return within, total
+
+
+def _kind(prompt: int, output: int) -> int:
+    """-1: outputs are much longer, 0: alike, 1: prompts are."""
+    return (prompt >= 4 * output) - (output >= 4 * prompt)
+
+
+def _value(residual: Residual, metric: str) -> float:
+    return residual.ttft if metric == "ttft" else residual.tpot
+
+
+def _ends(values: list[float]) -> Interval | None:
+    rank = int(TAIL * (len(values) + 1))
+    if rank < 1:
+        return None
+    ordered = sorted(values)
+    return Interval(exp(ordered[rank - 1]), exp(ordered[-rank]), len(values))

@@ -10,12 +10,12 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from cbsim.policy.schedulers import registry
 from cbsim.scenario import catalog
 from cbsim.scenario.scenario import Scenario
+from cbsim.schedulers import registry
 
-ROOMS = ("policy", "scenario", "workload", "cost", "results", "server", "machine")
-"""The rooms that a number of a run follows from; drawing, proofs and command lines leave it alone."""
+ROOMS = ("policy", "kv", "schedulers", "scenario", "workload", "cost", "machine", "runs", "record", "metrics")
+"""The rooms that a number of a run follows from; drawing, measurements and command lines leave it alone."""
 WORDS = ("name", "question")
 """Fields of a scenario that no number follows from."""
 

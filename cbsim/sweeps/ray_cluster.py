@@ -1,4 +1,7 @@
-"""A Ray cluster works on tasks. Its nodes need cbsim and the data, not the store: files come back as bytes."""
+"""A Ray cluster works on tasks. Its nodes need cbsim and the data, not the store: files come back as bytes.
+
+What happens to a task when who works on it is gone: it is done again, and only a task that is to blame fails.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from enum import Enum
 from importlib.util import find_spec
-from typing import Any
+from itertools import islice
+from typing import Any, Protocol
 
-from cbsim.results.directory import RunError
-from cbsim.scenario.fields import ScenarioError
-from cbsim.sweeps import identity, retrying
-from cbsim.sweeps.processes import AHEAD
-from cbsim.sweeps.retrying import Gone
+from cbsim.errors import RunError, ScenarioError
+from cbsim.sweeps import identity
+from cbsim.sweeps.executor import AHEAD, DIED
 from cbsim.sweeps.work import Made, Task
 
 CLIENT = "ray://"
@@ -51,15 +55,15 @@ class RayCluster:
 
     @property
     def room(self) -> int:
-        """As retrying.Workers. A cluster without a CPU may get one, and has to hear that it is needed."""
+        """As Workers. A cluster without a CPU may get one, and has to hear that it is needed."""
         return AHEAD * max(1, self._cpus)
 
     def each(self, tasks: Iterable[Task]) -> Iterator[Made]:
-        """As Executor, and as retrying.each."""
-        return retrying.each(tasks, self)
+        """As Executor, and as each."""
+        return each(tasks, self)
 
     def give(self, task: Task) -> None:
-        """As retrying.Workers."""
+        """As Workers."""
         stdin = self._join().stdin
         assert stdin is not None
         try:
@@ -69,7 +73,7 @@ class RayCluster:
             raise RunError(f"--ray {self._address}: {LOST}") from error
 
     def take(self) -> tuple[str, Made | Gone]:
-        """As retrying.Workers."""
+        """As Workers."""
         while True:
             match self._heard(self._join()):
                 case "cpus", cpus:
@@ -143,3 +147,61 @@ class RayCluster:
 
     def _refused(self, why: str) -> ScenarioError:
         return ScenarioError(f"--ray {self._address}: {why}")
+
+
+MOST_LOST = 10
+GIVEN_UP = f"{MOST_LOST} machines that worked on it were lost"
+
+
+class Gone(Enum):
+    """Why a task came back undone."""
+
+    PROCESS = "the process that worked on it died"
+    MACHINE = "the machine did, or what it had made was lost with it"
+
+
+class Workers(Protocol):
+    """Who works on tasks, one task a process."""
+
+    @property
+    def room(self) -> int:
+        """So many tasks may be under way now, at least 1. It may change at any time."""
+
+    def give(self, task: Task) -> None: ...
+
+    def take(self) -> tuple[str, Made | Gone]:
+        """The key of a task that is done or came back, and what became of it. Waits for it."""
+
+
+def each(tasks: Iterable[Task], workers: Workers) -> Iterator[Made]:
+    """What became of the tasks, as they are done. One whose process dies is done again when nothing else is under way:
+    after all others, or when there are as many of its kind as there is room; it fails if its process dies again. One
+    whose machine is lost is not to blame, and is done again at once, but not for ever.
+    """
+    waiting, suspects = iter(tasks), deque[Task]()
+    flying, lost = dict[str, Task](), Counter[str]()
+    while True:
+        room = workers.room
+        fresh = list(islice(waiting, max(0, room - len(flying)))) if len(suspects) < room else []
+        alone = bool(suspects) and not (fresh or flying)
+        for task in [suspects.popleft()] if alone else fresh:
+            flying[task.key] = task
+            workers.give(task)
+        if not flying:
+            return
+        key, became = workers.take()
+        task = flying.pop(key)
+        if isinstance(became, Made):
+            yield became
+        elif became is Gone.PROCESS:
+            if alone:
+                yield Made(key, {}, DIED)
+            else:
+                suspects.append(task)
+        else:
+            lost[key] += 1
+            if lost[key] == MOST_LOST:
+                yield Made(key, {}, GIVEN_UP)
+            else:
+                flying[key] = task
+                workers.give(task)

@@ -14,14 +14,19 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from cbsim.results.directory import RunError, write_whole
-from cbsim.sweeps.work import Made
+from cbsim.errors import Interrupted, RunError
+from cbsim.record.directory import write_whole
+from cbsim.scenario.scenario import Scenario
+from cbsim.sweeps import identity
+from cbsim.sweeps.executor import Executor
+from cbsim.sweeps.work import BINDS, Made, Task
 
+SUMMARY = "summary.json"
 PART = ".part-"
 STALE_S = 24 * 3600.0  # older parts are of sweeps that were killed
 
@@ -100,7 +105,7 @@ class Store:
 
     def summary(self, key: str) -> dict[str, Any]:
         """The summary of a run that is there. Raises RunError if it cannot be read."""
-        path = self.run(key) / "summary.json"
+        path = self.run(key) / SUMMARY
         try:
             summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refused_number)
             if not isinstance(summary, dict) or not isinstance(summary.get("output_tokens_per_s"), int | float):
@@ -123,3 +128,89 @@ def _refused_number(text: str) -> None:
 
 def _refused(path: Path, error: OSError) -> RunError:
     return RunError(f"{path}: cannot be written: {error.strerror or error}", file=path)
+
+
+class Progress(Protocol):
+    """Hears how far the runs are that a store lacked."""
+
+    def begin(self, total: int) -> None:
+        """So many are made now."""
+
+    def __call__(self, made: Made) -> None:
+        """One is made, and in the store."""
+
+    def end(self) -> None:
+        """All are, or the work was interrupted."""
+
+
+class Silent:
+    """Progress that nobody is shown."""
+
+    def begin(self, total: int) -> None:
+        """Nothing is shown."""
+
+    def __call__(self, made: Made) -> None:
+        """Nothing is shown."""
+
+    def end(self) -> None:
+        """Nothing is shown."""
+
+
+SILENT = Silent()
+
+
+class Run(NamedTuple):
+    """What is known of a run: its summary, and what limits it."""
+
+    summary: Mapping[str, Any]
+    binds: Sequence[str]
+
+
+class Runs:
+    """The runs of a store, and the executor that makes those that it lacks. `made` counts these."""
+
+    def __init__(self, store: Store, executor: Executor, progress: Progress = SILENT) -> None:
+        self.store, self.executor, self._progress = store, executor, progress
+        self.made = 0
+
+    def make(
+        self,
+        tasks: Iterable[Task],
+        files: tuple[str, ...] = (SUMMARY,),
+        hear: Callable[[Made], None] = SILENT,
+    ) -> None:
+        """Make the runs of which the store has not all `files`, and keep each, or why it failed.
+
+        `hear` is called with each that was made; what it raises ends the work. Raises RunError, Interrupted.
+        """
+        lacking = {task.key: task for task in tasks if not self.store.holds(task.key, files)}
+        self._progress.begin(len(lacking))
+        try:
+            for made in self.executor.each(lacking.values()):
+                self.store.keep(made)
+                self.made += 1
+                self._progress(made)
+                hear(made)
+        except KeyboardInterrupt:
+            raise Interrupted("the same command goes on where it stopped") from None
+        finally:
+            self._progress.end()
+
+    def of(self, scenarios: Sequence[Scenario], warmup: float) -> list[Run]:
+        """The runs of these scenarios, in their order; `warmup` as in Task. Raises RunError if one fails."""
+        tasks = [Task(identity.key(each, warmup), each, "summary", warmup, binds=True) for each in scenarios]
+        seeds = {task.key: task.scenario.seed for task in tasks}
+
+        def check(made: Made) -> None:
+            if made.reason is not None:
+                raise RunError(f"{scenarios[0].name}: seed {seeds[made.key]}: {made.reason}")
+
+        self.make(tasks, (SUMMARY, BINDS), check)
+        return [self._read(task.key) for task in tasks]
+
+    def _read(self, key: str) -> Run:
+        path = self.store.run(key) / BINDS
+        try:
+            return Run(self.store.summary(key), json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise RunError(f"{path}: cannot be read: {error}; remove {path.parent} to make it again") from error

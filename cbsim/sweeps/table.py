@@ -6,17 +6,19 @@ import json
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cbsim.results import measures
-from cbsim.results.directory import RunError, write_whole
-from cbsim.sweeps.points import Point
+from cbsim.errors import RunError
+from cbsim.metrics.catalogue import PER_GPU, PER_USER, quantities
+from cbsim.record.directory import write_whole
+
+if TYPE_CHECKING:
+    from cbsim.sweeps.sweep import Point
 
 DONE, FAILED, MISSING = "done", "failed", "missing"
-PER_GPU, PER_USER = "output_tokens_per_s_per_gpu", "output_tokens_per_s_per_user"
 
 
 class Row(NamedTuple):
@@ -33,7 +35,7 @@ class Row(NamedTuple):
 
 def numbers(point: Point, summary: Mapping[str, Any]) -> dict[str, float]:
     """Every metric of a run, and two that belong to a whole system: its tokens/s a GPU, and a user's: 1 / mean TPOT."""
-    found = measures.quantities(summary)
+    found = quantities(summary)
     found[PER_GPU] = found["output_tokens_per_s"] / point.scenario.gpus
     if found.get("tpot_s.mean"):
         found[PER_USER] = 1 / found["tpot_s.mean"]

@@ -1,27 +1,34 @@
-"""The work of one point: a run, in any process of any machine; what comes back are the files of its directory."""
+"""The work of one point: a run, in any process of any machine; what comes back are the files of its directory.
+
+The start of a run, when the server is still empty, says nothing of its load: latencies of the requests after it.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cbsim.machine.simulation import Simulation
-from cbsim.policy.stuck import StuckError
-from cbsim.results import environment
-from cbsim.results.directory import RunWriter
-from cbsim.scenario.errors import UserError
+import numpy as np
+
+from cbsim.errors import DeadlockError, UserError
+from cbsim.machine.simulate import Simulation
+from cbsim.metrics import metrics
+from cbsim.record import environment
+from cbsim.record.columns import NS
+from cbsim.record.directory import RunWriter
+from cbsim.runs import running
+from cbsim.runs.guard import PolicyError
+from cbsim.runs.result import TIMELINE, Result
+from cbsim.runs.running import Terms
 from cbsim.scenario.scenario import Scenario
-from cbsim.server import running
-from cbsim.server.guard import PolicyError
-from cbsim.server.result import TIMELINE, Result
-from cbsim.server.running import Terms
-from cbsim.sweeps import warmup
 from cbsim.sweeps.sweep_file import Keep
 
 BINDS = "binds.json"
@@ -54,7 +61,7 @@ def work(task: Task) -> Made:
         scenario = task.scenario
         result = running.one_loop(scenario, scenario.loop.mode, Simulation, Terms(COMMAND, place=_place()))
         if task.warmup:
-            result = warmup.without(result, task.warmup, COMMAND)
+            result = without(result, task.warmup, COMMAND)
         files = _files(result, task.keep) | ({BINDS: _json(result.binds)} if task.binds else {})
     except Exception as error:
         return Made(task.key, {}, _reason(error), time.perf_counter() - begun)
@@ -91,7 +98,7 @@ def _json(value: Mapping[str, Any] | list[str]) -> bytes:
 
 def _reason(error: Exception) -> str:
     """Why a run failed, in a line; with the place in our code if nobody but us can be at fault."""
-    if isinstance(error, StuckError):
+    if isinstance(error, DeadlockError):
         return f"stuck: {error}"
     if isinstance(error, UserError | PolicyError):
         return str(error)
@@ -101,3 +108,18 @@ def _reason(error: Exception) -> str:
         return "out of memory"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno}, {frame.name})"
+
+
+def without(result: Result, share: float, command: str) -> Result:
+    """The run, its latencies and SLO of requests that arrive when that share of all has, or later. `command` made it
+    without this window.
+    """
+    arrivals_ns = np.sort(result.request_rows.numbers("arrival_ns"))
+    if not len(arrivals_ns):
+        return result
+    first_ns = float(arrivals_ns[int(share * len(arrivals_ns))])
+    window_s = (max(first_ns - 0.5, 0.0) / NS, math.inf)  # between two nanoseconds, so that no rounding leaves it out
+    counted = running.counted(result.scenario, result.summary["total_blocks"], window_s)
+    summary = {**result.summary, **metrics.summarise(result.request_rows, result.step_numbers, **counted)}
+    environment = {**result.environment, "command": f"{command} --window {window_s[0]!r}:"}
+    return replace(result, summary=summary, environment=environment)

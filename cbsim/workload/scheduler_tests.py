@@ -6,16 +6,21 @@ They are workloads like any other (`kind: golden`), and what conformance replays
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from pydantic import Field, model_validator
+
+from cbsim.errors import ScenarioError
+from cbsim.files import parsed_json
 from cbsim.policy.request import RequestSpec
-from cbsim.scenario.fields import ScenarioError
-from cbsim.scenario.rows import document, text
-from cbsim.workload.recorded_form import Form, Transformers, Vllm, check
+from cbsim.scenario import catalog, demand
+from cbsim.scenario.documents import Document
+from cbsim.scenario.fields import Form, complaint, shown
+from cbsim.scenario.rows import document, open_text
+from cbsim.workload.requests import Streams, Workload, builds
 
 Line = dict[str, Any]
 STOP_TOKEN = 2
@@ -36,25 +41,22 @@ def golden(path: Path, step_s: float, limit: int | None = None) -> Recorded:
 
     Prompt and output contents become chained content ids, so prefixes are shared exactly where they were.
     """
-    with text(path) as file:
+    with open_text(path) as file:
         content = document(path, file)
-        try:
-            workload = json.loads(content)
-        except ValueError as error:
-            raise ScenarioError(f"{path}: not valid JSON: {error}") from None
+        workload = parsed_json(content, path)
     layouts: dict[str, tuple[type[Form], Reader]] = {"config": (Vllm, _vllm), "cb": (Transformers, _transformers)}
     layout = next((key for key in layouts if isinstance(workload, dict) and key in workload), None)
     if layout is None or not workload.get("requests"):
         raise ScenarioError(f"{path}: expected `requests`, and `config` (vLLM) or `cb` (transformers)")
     form, read = layouts[layout]
-    check(path, form, workload)
+    Document(str(path), None, workload).checked(form)
     try:
         recorded = read(workload, step_s)
     except ValueError as error:
         raise ScenarioError(f"{path}: cannot be used: {error}") from None
-    kept = recorded.specs[:limit]
-    chosen = set(kept)
-    return Recorded(kept, [(at, spec) for at, spec in recorded.cancels if spec in chosen])
+    specs = recorded.specs[:limit]
+    chosen = set(specs)
+    return Recorded(specs, [(at, spec) for at, spec in recorded.cancels if spec in chosen])
 
 
 def _vllm(workload: dict[str, Any], step_s: float) -> Recorded:
@@ -117,8 +119,8 @@ def vllm_requests(workload: Line) -> list[tuple[RequestSpec, int | None]]:
     specs: list[tuple[RequestSpec, int | None]] = []
     for r in workload["requests"]:
         first = None
-        for name, said in _vllm_samples(r):
-            output = said
+        for name, declared in _vllm_samples(r):
+            output = declared
             if r.get("stop") and STOP_TOKEN in output:
                 output = output[: output.index(STOP_TOKEN) + 1]
             tokens, outputs = [*r["prompt_token_ids"], *output], len(output)
@@ -128,7 +130,7 @@ def vllm_requests(workload: Line) -> list[tuple[RequestSpec, int | None]]:
                 arrival_ns=r["arrival_us"],
                 prompt_tokens=len(r["prompt_token_ids"]),
                 output_tokens=outputs,
-                max_tokens=r.get("max_tokens", len(said)),
+                max_tokens=r.get("max_tokens", len(declared)),
                 priority=r.get("priority", 0),
                 prefix=keys.of(tokens),
                 prefix_block_tokens=size,
@@ -206,7 +208,7 @@ class TransformersRequests:
 
     def _add(self, name: str, request: Line, first: RequestSpec | None) -> RequestSpec:
         prompt, outputs = request["prompt"], self.tokens.outputs(name)
-        text = [*prompt, *(self.tokens.at(name, len(prompt) + i) for i in range(outputs))]
+        tokens = [*prompt, *(self.tokens.at(name, len(prompt) + i) for i in range(outputs))]
         spec = RequestSpec(
             index=len(self.texts),
             id=name,
@@ -214,11 +216,128 @@ class TransformersRequests:
             prompt_tokens=len(prompt),
             output_tokens=outputs,
             max_tokens=request["max_new_tokens"],
-            prefix=self.keys.of(text),
+            prefix=self.keys.of(tokens),
             prefix_block_tokens=self.block_size,
-            prefix_tokens=len(text),
+            prefix_tokens=len(tokens),
             sample_of=first,
         )
-        self.texts[spec] = text
+        self.texts[spec] = tokens
         self.arriving.setdefault(spec.arrival_ns, []).append(spec)
         return spec
+
+
+# -- what a file must hold --------------------------------------------------------------------------------------------
+
+MOST_GENERATED = 1_000_000
+"""Tokens that the requests of a transformers test say in all: each one's content is made up and hashed."""
+
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Micros = Annotated[int, Field(ge=0, le=10**15)]  # 30 years
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Output = Annotated[list[Token], Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class VllmRequest(Form):
+    """Times in microseconds."""
+
+    id: Name
+    arrival_us: Micros
+    prompt_token_ids: Annotated[list[Token], Field(min_length=1)]
+    output_token_ids: Output | None = None
+    outputs: Annotated[list[Output], Field(min_length=1)] | None = None
+    max_tokens: Count = 1
+    priority: Annotated[int, Field(ge=-(10**9), le=10**9)] = 0
+    stop: bool = False
+    abort_us: Micros | None = None
+
+    @model_validator(mode="after")
+    def _outputs_once(self) -> VllmRequest:
+        if (self.output_token_ids is None) == (self.outputs is None):
+            raise complaint("expected either output_token_ids, or outputs, those of several samples")
+        return self
+
+
+class TransformersRequest(Form):
+    """Times in loop passes."""
+
+    id: Name
+    prompt: Annotated[list[Token], Field(min_length=1)]
+    max_new_tokens: Count
+    eos_after: Annotated[int, Field(ge=0)] | None = None
+    arrival_step: Annotated[int, Field(ge=0, le=10**9)] = 0
+    num_children: Annotated[int, Field(ge=0, le=1000)] | None = None
+
+
+class Cancel(Form):
+    """Who gives up, in which loop pass."""
+
+    id: Name
+    step: Annotated[int, Field(ge=0, le=10**9)]
+
+
+class Blocks(Form):
+    """Of the cache."""
+
+    block_size: Annotated[int, Field(ge=1, le=10**6)]
+
+
+class Model(Form):
+    """Whose tokens are made up."""
+
+    vocab_size: Annotated[int, Field(ge=1, lt=2**31)] = 512
+
+
+class Vllm(Form):
+    """A test of vLLM."""
+
+    config: Blocks
+    requests: Annotated[list[VllmRequest], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _ids_differ(self) -> Vllm:
+        _distinct([request.id for request in self.requests])
+        return self
+
+
+class Transformers(Form):
+    """A test of transformers."""
+
+    cb: Blocks
+    model: Model = Model()
+    eos_token_id: Token | None = None
+    requests: Annotated[list[TransformersRequest], Field(min_length=1)]
+    cancels: list[Cancel] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _ids_are_known(self) -> Transformers:
+        known = _distinct([request.id for request in self.requests])
+        for position, cancel in enumerate(self.cancels):
+            if cancel.id not in known:
+                raise complaint(f"got {shown(cancel.id)}, expected the id of a request", f"cancels.{position}.id")
+        return self
+
+    @model_validator(mode="after")
+    def _not_too_many_tokens(self) -> Transformers:
+        total = sum(
+            min(r.eos_after or r.max_new_tokens, r.max_new_tokens) * (1 + (r.num_children or 0)) for r in self.requests
+        )
+        if total > MOST_GENERATED:
+            raise complaint(f"say {total:,} tokens in all, must be <= {MOST_GENERATED:,}", "requests")
+        return self
+
+
+def _distinct(ids: list[str]) -> set[str]:
+    known: set[str] = set()
+    for position, name in enumerate(ids):
+        if name in known:
+            raise complaint(f"got {shown(name)}, expected an id that no request before has", f"requests.{position}.id")
+        known.add(name)
+    return known
+
+
+@builds(demand.Golden)
+def _golden(form: demand.Golden, streams: Streams) -> Workload:
+    del streams
+    recorded = golden(catalog.data(form.path), form.step_s, form.limit)
+    return Workload(recorded.specs, len(recorded.specs), cancels=recorded.cancels)

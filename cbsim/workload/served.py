@@ -11,17 +11,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import AfterValidator, Field, model_validator
 
 from cbsim.policy.request import RequestSpec
-from cbsim.scenario.fields import ScenarioError, shown
-from cbsim.scenario.rows import bounded, text
+from cbsim.scenario import catalog, demand
+from cbsim.scenario.fields import Count, Form, Natural, Pair, complaint, shown
+from cbsim.scenario.rows import bounded, json_line, open_text
+from cbsim.workload.requests import Streams, Workload, builds
 
 FILE = "arrivals.jsonl"  # of a run directory
-COUNTS = ("prompt_tokens", "output_tokens", "max_tokens", "block_tokens")
-WHOLE, COUNT, RUNS = "a whole number", "a whole number >= 1", "pairs [first id, count], both whole numbers >= 1"
 MOST = 1 << 62
 
 
@@ -58,7 +60,7 @@ def left(spec: RequestSpec, at_ns: int) -> str:
 
 def read(path: Path, limit: int | None = None) -> Session:
     """The session of a log. Raises ScenarioError."""
-    with text(path) as file:
+    with open_text(path) as file:
         return parse(path, bounded(path, file), limit)
 
 
@@ -72,79 +74,81 @@ def parse(path: Path, lines: Iterable[str], limit: int | None = None) -> Session
             continue
         if not line.endswith("\n") and not line.endswith("}"):  # whoever wrote it was killed
             return Session(specs, cancels, torn=True)
-        row = _Row(path, number, line)
+        row = json_line(path, number, line)
         if "cancel" in row.values:
-            index = row.whole("cancel", 0)
-            if index >= len(specs):
+            gone = row.checked(Left)
+            if gone.cancel >= len(specs):
                 if limit is not None:
                     continue
                 raise row.bad("cancel", f"the index of a request above, less than {len(specs)}")
-            cancels.append((row.whole("at_ns", cancels[-1][0] if cancels else 0), specs[index]))
+            if cancels and gone.at_ns < cancels[-1][0]:
+                raise row.bad("at_ns", f"a whole number >= {cancels[-1][0]}")
+            cancels.append((gone.at_ns, specs[gone.cancel]))
         elif limit is None or len(specs) < limit:
-            specs.append(row.spec(specs))
-            if specs[-1].id in known:
+            request = row.checked(Came)
+            if request.index != len(specs):
+                raise row.bad("index", str(len(specs)))
+            if specs and request.arrival_ns < specs[-1].arrival_ns:
+                raise row.bad("arrival_ns", f"a whole number >= {specs[-1].arrival_ns}")
+            if request.id in known:
                 raise row.bad("id", "an id that no line above has")
-            known.add(specs[-1].id)
+            known.add(request.id)
+            specs.append(request.spec())
     return Session(specs, cancels)
 
 
-class _Row:
-    """One line, each of its fields checked when it is asked for."""
+def _printable(name: str) -> str:
+    if not (name and name.isprintable()):
+        raise complaint(f"got {shown(name)}, expected a text that can be printed")
+    return name
 
-    def __init__(self, path: Path, number: int, line: str) -> None:
-        self._path, self._number = path, number
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError):
-            values = None
-        if not isinstance(values, dict):
-            raise ScenarioError(f"{path}:{number}: not a JSON object", file=path, line=number)
-        self.values: dict[str, Any] = values
 
-    def bad(self, field: str, expected: str) -> ScenarioError:
-        value = self.values.get(field)
-        message = f"{self._path}:{self._number}: {field}: got {shown(value)}, expected {expected}"
-        return ScenarioError(message, file=self._path, line=self._number, field=field, value=value, bound=expected)
+class Came(Form):
+    """The line of a request."""
 
-    def whole(self, field: str, least: int = -MOST) -> int:
-        value = self.values.get(field)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < MOST:
-            raise self.bad(field, WHOLE if least == -MOST else f"{WHOLE} >= {least}")
-        return value
+    index: Natural
+    id: Annotated[str, AfterValidator(_printable)]
+    arrival_ns: Natural
+    prompt_tokens: Count
+    output_tokens: Count
+    max_tokens: Count
+    priority: Annotated[int, Field(gt=-MOST, lt=MOST)]
+    block_tokens: Count
+    prefix: list[Pair]
 
-    def spec(self, before: Sequence[RequestSpec]) -> RequestSpec:
-        """The request; lines are numbered and in order of time."""
-        if self.whole("index") != len(before):
-            raise self.bad("index", str(len(before)))
-        prompt, output, most, block = (self.whole(name, 1) for name in COUNTS)
-        if output > most:
-            raise self.bad("output_tokens", f"at most max_tokens ({most})")
-        name = self.values.get("id")
-        if not isinstance(name, str) or not (name and name.isprintable()):
-            raise self.bad("id", "a text that can be printed")
-        prefix = tuple(self._ids())
+    @model_validator(mode="after")
+    def _within_limits(self) -> Came:
+        if self.output_tokens > self.max_tokens:
+            raise complaint(
+                f"got {self.output_tokens}, expected at most max_tokens ({self.max_tokens})", "output_tokens"
+            )
+        for run in self.prefix:
+            if not (min(run) >= 1 and run[1] <= self.prompt_tokens + self.max_tokens):
+                bound = "expected [first id, count], both >= 1, of no more blocks than tokens"
+                raise complaint(f"got {shown(list(run))}, {bound}", "prefix")
+        return self
+
+    def spec(self) -> RequestSpec:
+        ids = tuple(block for first, count in self.prefix for block in range(first, first + count))
         return RequestSpec(
-            index=len(before),
-            id=name,
-            arrival_ns=self.whole("arrival_ns", before[-1].arrival_ns if before else 0),
-            prompt_tokens=prompt,
-            output_tokens=output,
-            max_tokens=most,
-            priority=self.whole("priority"),
-            prefix=prefix,
-            prefix_block_tokens=block,
-            prefix_tokens=len(prefix) * block,
+            index=self.index,
+            id=self.id,
+            arrival_ns=self.arrival_ns,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            max_tokens=self.max_tokens,
+            priority=self.priority,
+            prefix=ids,
+            prefix_block_tokens=self.block_tokens,
+            prefix_tokens=len(ids) * self.block_tokens,
         )
 
-    def _ids(self) -> Iterator[int]:
-        runs = self.values.get("prefix")
-        if not isinstance(runs, list):
-            raise self.bad("prefix", RUNS)
-        for run in runs:
-            whole = isinstance(run, list) and len(run) == 2 and all(type(n) is int and 1 <= n < MOST for n in run)
-            if not whole or run[1] > self.values["prompt_tokens"] + self.values["max_tokens"]:
-                raise self.bad("prefix", RUNS)
-            yield from range(run[0], run[0] + run[1])
+
+class Left(Form):
+    """The line of a client that gave its request up."""
+
+    cancel: Natural
+    at_ns: Natural
 
 
 def _runs(ids: Sequence[int]) -> list[list[int]]:
@@ -155,3 +159,14 @@ def _runs(ids: Sequence[int]) -> list[list[int]]:
         else:
             runs.append([number, 1])
     return runs
+
+
+@builds(demand.Served)
+def _served(form: demand.Served, streams: Streams) -> Workload:
+    del streams
+    return workload_of(read(catalog.data(form.path), form.limit))
+
+
+def workload_of(session: Session) -> Workload:
+    torn = (f"{FILE}: the last line was not written to its end: it is left out",) if session.torn else ()
+    return Workload(session.specs, len(session.specs), cancels=session.cancels, notices=torn)

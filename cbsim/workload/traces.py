@@ -7,22 +7,27 @@ traces that we know have none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from itertools import islice
-from math import isfinite
+from itertools import groupby, islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from cbsim.scenario.demand import CsvColumns
-from cbsim.scenario.fields import ScenarioError, shown
-from cbsim.scenario.rows import CsvTable, JsonLine, lines, text
-from cbsim.workload import csv_columns
+import numpy as np
+from pydantic import model_validator
+
+from cbsim.errors import ScenarioError
+from cbsim.policy.request import RequestSpec
+from cbsim.scenario import catalog, demand
+from cbsim.scenario.fields import Count, Form, Milliseconds, Natural, complaint
+from cbsim.scenario.rows import CsvTable, lines, open_text
+from cbsim.workload.requests import Sessions, Streams, Workload, builds
 
 BLOCK_TOKENS = 512
 """Tokens that one hash id stands for, in Mooncake's and aiperf's files."""
+MS = 1_000_000  # ns
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 LENGTH_COLUMNS = ("num_prefill_tokens", "num_decode_tokens")
 
@@ -58,7 +63,7 @@ class Conversation:
     turns: tuple[Turn, ...]
 
 
-def _not_empty(path: Path, rows: list[Any]) -> None:
+def not_empty(path: Path, rows: list[Any]) -> None:
     if not rows:
         raise ScenarioError(f"{path}: holds no requests")
 
@@ -69,12 +74,12 @@ def _not_empty(path: Path, rows: list[Any]) -> None:
 def azure(path: Path, limit: int | None = None) -> list[Arrival]:
     """Azure's LLM inference traces of 2023; arrivals count from the first request, exact to the 100 ns given."""
     rows: list[Arrival] = []
-    with text(path) as file:
+    with open_text(path) as file:
         table = CsvTable(path, file, AZURE_COLUMNS)
         first = last = None
         for stamp, prompt, output in table.rows(limit):
             try:
-                now = _stamp_ns(stamp)
+                now = stamp_ns(stamp)
             except ValueError:
                 raise table.bad(0, stamp, "a time such as 2023-11-16 18:17:03.9799600") from None
             first = now if first is None else first
@@ -82,11 +87,11 @@ def azure(path: Path, limit: int | None = None) -> list[Arrival]:
                 raise table.bad(0, stamp, "a time not before the row above")
             last = now
             rows.append(Arrival(now - first, table.count(1, prompt), table.count(2, output)))
-    _not_empty(path, rows)
+    not_empty(path, rows)
     return rows
 
 
-def _stamp_ns(stamp: str) -> int:
+def stamp_ns(stamp: str) -> int:
     fraction = stamp[20:]
     if stamp[19:20] not in ("", ".") or (fraction and not fraction.isdecimal()):
         raise ValueError(stamp)
@@ -98,146 +103,75 @@ def _second(stamp: str) -> int:
     return int(datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp())
 
 
-def plain(path: Path, limit: int | None = None, wanted: CsvColumns = csv_columns.UNNAMED) -> list[Arrival]:
-    """When and how long, and if there max_tokens, priority and id; seconds count from the start of the run."""
-    with text(path) as file:
-        return plain_rows(path, file, limit, wanted)
-
-
-def plain_columns(path: Path, wanted: CsvColumns) -> dict[str, str]:
-    """The columns that `plain` reads, by what they hold."""
-    with text(path) as file:
-        return csv_columns.found(path, CsvTable(path, file).header, wanted)
-
-
-def plain_rows(
-    path: Path, file: IO[str], limit: int | None = None, wanted: CsvColumns = csv_columns.UNNAMED
-) -> list[Arrival]:
-    """The rows of an open file of that kind; `path` is what messages call it."""
-    rows: list[Arrival] = []
-    ids: set[str] = set()
-    table = CsvTable(path, file)
-    columns = csv_columns.found(path, table.header, wanted)
-    table.pick(columns.values())
-    optional = list(columns)[3:]
-    clock = _Clock(table)
-    for arrival, prompt, output, *more in table.rows(limit):
-        at_ns, prompts, outputs = clock.ns(arrival), table.count(1, prompt), table.count(2, output)
-        row = Arrival(at_ns, prompts, outputs, **_optional(table, outputs, optional, more))
-        if row.id in ids or ("id" in columns and not row.id):
-            raise table.bad(len(columns) - 1, row.id, "an id that no row above has" if row.id else "an id")
-        if row.id:
-            ids.add(row.id)
-        rows.append(row)
-    _not_empty(path, rows)
-    return rows
-
-
-def _optional(table: CsvTable, outputs: int, roles: Sequence[str], cells: Sequence[str]) -> dict[str, Any]:
-    """A row's max_tokens, priority and id, as far as the table has them."""
-    values: dict[str, Any] = {}
-    for place, (role, cell) in enumerate(zip(roles, cells, strict=True), 3):
-        if role == "max_tokens":
-            most = values[role] = table.count(place, cell)
-            if most < outputs:
-                raise table.bad(place, cell, f"at least {table.columns[2]} ({outputs})")
-        elif role == "priority":
-            values[role] = table.whole(place, cell)
-        else:
-            values[role] = cell
-    return values
-
-
-class _Clock:
-    """Reads arrivals, the first column of a table: seconds, or, if the first row has one, times of day."""
-
-    def __init__(self, table: CsvTable) -> None:
-        self._table = table
-        self._start_ns: int | None = None  # of times of day: the first
-        self._last_ns: int | None = None
-
-    def ns(self, cell: str) -> int:
-        """Time of the next row. Raises ScenarioError if it lies before the one above."""
-        if self._last_ns is None and _is_stamp(stamp := _plain_stamp(cell)):
-            self._start_ns = _stamp_ns(stamp)
-        if self._start_ns is None:
-            now, unit = round(_seconds(self._table, cell) * 1e9), "seconds"
-        elif _is_stamp(stamp := _plain_stamp(cell)):
-            now, unit = _stamp_ns(stamp) - self._start_ns, "a time"
-        else:
-            raise self._table.bad(0, cell, "a time such as 2023-11-16 18:17:03.9799600, as in the rows above")
-        if self._last_ns is not None and now < self._last_ns:
-            above = f"those of the row above ({self._last_ns / 1e9})" if unit == "seconds" else "the row above"
-            raise self._table.bad(0, cell, f"{unit} not before {above}")
-        self._last_ns = now
-        return now
-
-
-def _plain_stamp(cell: str) -> str:
-    return cell.strip().replace("T", " ").removesuffix("Z").removesuffix("+00:00")
-
-
-def _is_stamp(cell: str) -> bool:
-    try:
-        _stamp_ns(cell)
-    except ValueError:
-        return False
-    return True
-
-
-def _seconds(table: CsvTable, cell: str) -> float:
-    try:
-        value = float(cell)
-    except ValueError:
-        value = float("nan")
-    if not isfinite(value) or not 0 <= value < 1e9:
-        raise table.bad(0, cell, "seconds >= 0, less than 30 years, or a time such as 2023-11-16 18:17:03.97")
-    return value
-
-
 def lengths(path: Path, limit: int | None = None) -> list[tuple[int, int]]:
     """num_prefill_tokens, num_decode_tokens: prompt and output lengths without times."""
-    with text(path) as file:
+    with open_text(path) as file:
         table = CsvTable(path, file, LENGTH_COLUMNS)
         rows = [(table.count(0, prompt), table.count(1, output)) for prompt, output in table.rows(limit)]
-    _not_empty(path, rows)
+    not_empty(path, rows)
     return rows
 
 
 def column(path: Path, name: str) -> list[int]:
     """One column of lengths."""
-    with text(path) as file:
+    with open_text(path) as file:
         table = CsvTable(path, file, (name,))
         rows = [table.count(0, cell) for (cell,) in table.rows(None)]
-    _not_empty(path, rows)
+    not_empty(path, rows)
     return rows
 
 
 # -- JSON lines -------------------------------------------------------------------------------------------------------
 
 
-def _hash_ids(line: JsonLine, tokens: int) -> tuple[int, ...]:
-    """Ids of the 512-token blocks of `tokens` tokens, the last block perhaps short."""
-    ids, blocks = line.values.get("hash_ids"), -(-tokens // BLOCK_TOKENS)
-    if not isinstance(ids, list) or len(ids) != blocks:
-        got = f"{len(ids)} ids" if isinstance(ids, list) else shown(ids)
-        text = f"expected {blocks} whole numbers, one for every {BLOCK_TOKENS} of {tokens} tokens"
-        raise ScenarioError(f"{line.path}:{line.number}: hash_ids: got {got}, {text}")
-    if not all(type(i) is int and i >= 0 for i in ids):
-        raise line.bad("hash_ids", "whole numbers >= 0")
-    return tuple(ids)
+class Hashed(Form):
+    """What a line says of a prompt: `hash_ids` name its blocks of 512 tokens, the last one perhaps short."""
+
+    input_length: Count
+    output_length: Count
+    hash_ids: list[Natural]
+
+    @model_validator(mode="after")
+    def _id_for_each_block(self) -> Hashed:
+        blocks = -(-self.input_length // BLOCK_TOKENS)
+        if len(self.hash_ids) != blocks:
+            expected = f"{blocks} ids, one for every {BLOCK_TOKENS} of {self.input_length} tokens"
+            raise complaint(f"got {len(self.hash_ids)} ids, expected {expected}", "hash_ids")
+        return self
+
+    def turn(self, delay_ms: float) -> Turn:
+        return Turn(self.input_length, self.output_length, tuple(self.hash_ids), round(delay_ms * MS))
+
+
+class MooncakeLine(Hashed):
+    """A request of Mooncake's."""
+
+    timestamp: Milliseconds
+
+
+class FirstTurn(Hashed):
+    """The first turn of a session."""
+
+    timestamp: Milliseconds
+
+
+class LaterTurn(Hashed):
+    """A turn that comes its delay after the end of the turn before."""
+
+    delay: Milliseconds
 
 
 def mooncake(path: Path, limit: int | None = None) -> list[Arrival]:
     """Mooncake's traces. A hash id stands for a 512-token block of the prompt and everything before it."""
     rows: list[Arrival] = []
-    with text(path) as file:
+    with open_text(path) as file:
         for line in islice(lines(path, file), limit):
-            now, prompt = line.milliseconds("timestamp"), line.count("input_length")
+            request = line.checked(MooncakeLine)
+            now = round(request.timestamp * MS)
             if rows and now < rows[-1].arrival_ns:
-                raise line.bad("timestamp", f"not less than in the row above ({rows[-1].arrival_ns // 1_000_000})")
-            rows.append(Arrival(now, prompt, line.count("output_length"), _hash_ids(line, prompt)))
-    _not_empty(path, rows)
+                raise line.bad("timestamp", f"not less than in the row above ({rows[-1].arrival_ns // MS})")
+            rows.append(Arrival(now, request.input_length, request.output_length, tuple(request.hash_ids)))
+    not_empty(path, rows)
     return rows
 
 
@@ -252,7 +186,7 @@ def agentic(path: Path, limit: int | None = None) -> list[Conversation]:
     """
     firsts: dict[str, int] = {}
     turns: dict[str, list[Turn]] = {}
-    with text(path) as file:
+    with open_text(path) as file:
         for line in lines(path, file):
             name = line.values.get("session_id")
             if not isinstance(name, str) or not name:
@@ -260,14 +194,113 @@ def agentic(path: Path, limit: int | None = None) -> list[Conversation]:
             if name not in firsts:
                 if len(firsts) == limit:
                     continue
-                firsts[name], turns[name] = line.milliseconds("timestamp"), []
-            turns[name].append(_turn(line, first=not turns[name]))
+                first = line.checked(FirstTurn)
+                firsts[name], turns[name] = round(first.timestamp * MS), [first.turn(0.0)]
+            else:
+                later = line.checked(LaterTurn)
+                turns[name].append(later.turn(later.delay))
     sessions = [Conversation(name, arrival, tuple(turns[name])) for name, arrival in firsts.items()]
-    _not_empty(path, sessions)
+    not_empty(path, sessions)
     return sessions
 
 
-def _turn(line: JsonLine, first: bool) -> Turn:
-    new = line.count("input_length")
-    delay = 0 if first else line.milliseconds("delay")
-    return Turn(new, line.count("output_length"), _hash_ids(line, new), delay)
+GRID_NS = 3_000_000_000
+"""Its timestamps are multiples of this, give or take GRID_SLACK_NS."""
+GRID_SLACK_NS = 10_000_000
+
+
+def spread(rows: list[Arrival], rng: np.random.Generator) -> list[Arrival]:
+    """Requests stamped with a multiple of 3 s, moved to random moments of the 3 s that follow, order kept. A trace
+    with a timestamp off the grid has real times and is left as it is.
+    """
+    off = [(row.arrival_ns + GRID_SLACK_NS) % GRID_NS for row in rows]
+    if max(off) > 2 * GRID_SLACK_NS:
+        return rows
+    moved: list[Arrival] = []
+    for cell, group in groupby(rows, key=lambda row: (row.arrival_ns + GRID_SLACK_NS) // GRID_NS):
+        members = list(group)
+        offsets = np.sort(rng.integers(0, GRID_NS, len(members))).tolist()
+        moved += [row._replace(arrival_ns=cell * GRID_NS + at) for row, at in zip(members, offsets, strict=True)]
+    return moved
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def spec_of(index: int, row: Arrival) -> RequestSpec:
+    return RequestSpec(
+        index=index,
+        id=row.id or str(index),
+        arrival_ns=row.arrival_ns,
+        prompt_tokens=row.prompt_tokens,
+        output_tokens=row.output_tokens,
+        max_tokens=row.output_tokens if row.max_tokens is None else row.max_tokens,
+        priority=row.priority,
+        prefix=row.hash_ids,
+        prefix_block_tokens=BLOCK_TOKENS if row.hash_ids else 1,
+        prefix_tokens=row.prompt_tokens if row.hash_ids else 0,
+    )
+
+
+def timed(rows: Iterable[Arrival], scale: float) -> Workload:
+    scaled = rows if scale == 1 else (row._replace(arrival_ns=round(row.arrival_ns * scale)) for row in rows)
+    specs = [spec_of(index, row) for index, row in enumerate(scaled)]
+    return Workload(specs, len(specs))
+
+
+@builds(demand.Azure)
+def _azure(form: demand.Azure, streams: Streams) -> Workload:
+    del streams
+    return timed(azure(catalog.data(form.path), form.limit), form.time_scale)
+
+
+@builds(demand.Mooncake)
+def _mooncake(form: demand.Mooncake, streams: Streams) -> Workload:
+    rows = mooncake(catalog.data(form.path), form.limit)
+    return timed(spread(rows, streams.spread) if form.spread else rows, form.time_scale)
+
+
+@builds(demand.Agentic)
+def _agentic(form: demand.Agentic, streams: Streams) -> Workload:
+    """Turns are numbered through, session by session; a session's turns share all of what was said before."""
+    del streams
+    sessions = agentic(catalog.data(form.path), form.limit)
+    own = 1 + max(max(turn.hash_ids) for session in sessions for turn in session.turns)
+    first: list[RequestSpec] = []
+    following: dict[int, tuple[RequestSpec, int]] = {}
+    index = 0
+    for session in sessions:
+        specs = _turns(session, index, own, form.time_scale)
+        first.append(specs[0])
+        for before, spec, turn in zip(specs, specs[1:], session.turns[1:], strict=False):
+            following[before.index] = (spec, round(turn.delay_ns * form.time_scale))
+        index += len(specs)
+        own += len(specs[-1].prefix)
+    return Workload(first, index, follow=Sessions(following))
+
+
+def _turns(session: Conversation, index: int, own: int, scale: float) -> list[RequestSpec]:
+    """Requests of one session. Its length only grows, so a block of 512 tokens has the same id in all turns: the
+    trace's where the first turn fills the block, else one of the session's own, counted from `own`.
+    """
+    shared = session.turns[0].hash_ids[: session.turns[0].new_tokens // BLOCK_TOKENS]
+    length = sum(turn.new_tokens + turn.output_tokens for turn in session.turns)
+    ids = (*shared, *range(own + len(shared), own + -(-length // BLOCK_TOKENS)))
+    specs, spoken = [], 0
+    for number, turn in enumerate(session.turns):
+        prompt = spoken + turn.new_tokens
+        spoken = prompt + turn.output_tokens
+        specs.append(
+            RequestSpec(
+                index=index + number,
+                id=f"{session.id}/{number}",
+                arrival_ns=round(session.arrival_ns * scale),
+                prompt_tokens=prompt,
+                output_tokens=turn.output_tokens,
+                max_tokens=turn.output_tokens,
+                prefix=ids[: -(-spoken // BLOCK_TOKENS)],
+                prefix_block_tokens=BLOCK_TOKENS,
+                prefix_tokens=spoken,
+            )
+        )
+    return specs

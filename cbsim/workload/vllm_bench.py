@@ -12,10 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from cbsim.scenario.fields import ScenarioError
-from cbsim.scenario.rows import CsvTable, JsonLine, lines, text
+from pydantic import Field, model_validator
+
+from cbsim.errors import ScenarioError
+from cbsim.policy.request import RequestSpec
+from cbsim.scenario import catalog, demand
+from cbsim.scenario.fields import Count, Form, Pair, complaint
+from cbsim.scenario.rows import CsvTable, JsonLine, lines, open_text
+from cbsim.workload.requests import Streams, Workload, builds
 from cbsim.workload.traces import Arrival
 
 BLOCK_TOKENS = 16
@@ -43,33 +49,49 @@ class Second(NamedTuple):
 
 def requests(path: Path, limit: int | None = None) -> list[Arrival]:
     """The first `limit` requests of the file, or all. Ids count from 0, in order. Raises ScenarioError."""
-    with text(path) as file:
+    with open_text(path) as file:
         rows = [_arrival(line, number) for number, line in enumerate(islice(lines(path, file), limit))]
     if not rows:
         raise ScenarioError(f"{path}: holds no requests")
     return rows
 
 
+class BenchLine(Form):
+    """A request of the workload."""
+
+    id: int
+    arrival_ns: Annotated[float, Field(ge=0)]
+    input_toks: Count
+    output_toks: Count
+    prompt_block_runs: list[Pair]
+
+    @model_validator(mode="after")
+    def _id_for_each_block(self) -> BenchLine:
+        full, ids = self.input_toks // BLOCK_TOKENS, sum(count for _, count in self.prompt_block_runs)
+        if ids != full:
+            expected = f"those of {full} blocks, one for every {BLOCK_TOKENS} of {self.input_toks} tokens"
+            raise complaint(f"got {ids:,} ids, expected {expected}", "prompt_block_runs")
+        return self
+
+
+class RecordedLine(Form):
+    """A request of the run; times in seconds on the clock of the engine."""
+
+    request_id: str
+    input_toks: int
+    output_toks: int
+    queued_ts: Annotated[float, Field(ge=0)]
+    scheduled_ts: Annotated[float, Field(ge=0)]
+    first_token_ts: Annotated[float, Field(ge=0)]
+    last_token_ts: Annotated[float, Field(ge=0)]
+
+
 def _arrival(line: JsonLine, number: int) -> Arrival:
-    if line.values.get("id") != number:
+    request = line.checked(BenchLine)
+    if request.id != number:
         raise line.bad("id", f"{number}, the number of the row")
-    prompt = line.count("input_toks")
-    arrival = round(line.real("arrival_ns"))
-    return Arrival(arrival, prompt, line.count("output_toks"), _blocks(line, prompt), str(number))
-
-
-def _blocks(line: JsonLine, prompt_tokens: int) -> tuple[int, ...]:
-    runs, full = line.values.get("prompt_block_runs"), prompt_tokens // BLOCK_TOKENS
-    try:
-        pairs = [(first, count) for first, count in runs]  # type: ignore[union-attr]
-        fits = sum(count for _, count in pairs) == full and all(min(pair) >= 0 for pair in pairs)
-        ids = tuple(block for first, count in pairs for block in range(first, first + count)) if fits else ()
-    except (TypeError, ValueError):
-        raise line.bad("prompt_block_runs", "pairs of whole numbers") from None
-    if not fits:
-        expected = f"ids >= 0 of {full} blocks, one for every {BLOCK_TOKENS} of {prompt_tokens} tokens"
-        raise line.bad("prompt_block_runs", expected)
-    return ids
+    ids = tuple(block for first, count in request.prompt_block_runs for block in range(first, first + count))
+    return Arrival(round(request.arrival_ns), request.input_toks, request.output_toks, ids, str(number))
 
 
 def recorded(path: Path, arrivals: Sequence[Arrival]) -> list[Taken]:
@@ -77,7 +99,7 @@ def recorded(path: Path, arrivals: Sequence[Arrival]) -> list[Taken]:
     never finished, or had other lengths.
     """
     by_name: dict[str, JsonLine] = {}
-    with text(path) as file:
+    with open_text(path) as file:
         for line in lines(path, file):
             name = line.values.get("request_id")
             if not isinstance(name, str) or name in by_name:
@@ -94,10 +116,11 @@ def recorded(path: Path, arrivals: Sequence[Arrival]) -> list[Taken]:
 
 
 def _times(line: JsonLine, row: Arrival) -> list[float]:
-    for field, wanted in (("input_toks", row.prompt_tokens), ("output_toks", row.output_tokens)):
-        if line.values.get(field) != wanted:
-            raise line.bad(field, f"{wanted}, as in the workload")
-    times = [line.real(field) for field in TIMES]
+    request = line.checked(RecordedLine)
+    for field, tokens in (("input_toks", row.prompt_tokens), ("output_toks", row.output_tokens)):
+        if getattr(request, field) != tokens:
+            raise line.bad(field, f"{tokens}, as in the workload")
+    times: list[float] = [getattr(request, field) for field in TIMES]
     for (before, start), (after, end) in pairwise(zip(TIMES, times, strict=True)):
         if end < start:
             raise line.bad(after, f"a time not before {before} ({start})")
@@ -106,7 +129,7 @@ def _times(line: JsonLine, row: Arrival) -> list[float]:
 
 def series(path: Path) -> list[Second]:
     """The recorded time series. Raises ScenarioError."""
-    with text(path) as file:
+    with open_text(path) as file:
         table = CsvTable(path, file, SERIES)
         rows = [[table.number(i, cell) for i, cell in enumerate(row)] for row in table.rows(None)]
     if not rows:
@@ -115,3 +138,27 @@ def series(path: Path) -> list[Second]:
     if any(after.at_s < before.at_s for before, after in pairwise(seconds)):
         raise ScenarioError(f"{path}: t: goes back, expected rows in order of time")
     return seconds
+
+
+@builds(demand.VllmBench)
+def _vllm_bench(form: demand.VllmBench, streams: Streams) -> Workload:
+    del streams
+    rows = requests(catalog.data(form.path), form.limit)
+    if form.recorded is not None:
+        taken = recorded(catalog.data(form.recorded, "workload.recorded"), rows)
+        rows = [row._replace(arrival_ns=times.queued_ns) for row, times in zip(rows, taken, strict=True)]
+    specs = [
+        RequestSpec(
+            index=index,
+            id=row.id,
+            arrival_ns=round(row.arrival_ns * form.time_scale),
+            prompt_tokens=row.prompt_tokens,
+            output_tokens=row.output_tokens,
+            max_tokens=row.output_tokens,
+            prefix=row.hash_ids,
+            prefix_block_tokens=BLOCK_TOKENS,
+            prefix_tokens=len(row.hash_ids) * BLOCK_TOKENS,
+        )
+        for index, row in enumerate(rows)
+    ]
+    return Workload(specs, len(specs))

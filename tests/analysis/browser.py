@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from analysis.statistics.content import Caveat, Report, Source, Tile
 from cbsim.draw.chart import (
     BLACK,
     BLUE,
@@ -32,6 +31,7 @@ from cbsim.draw.chart import (
     series,
 )
 from cbsim.draw.markdown import Table
+from cbsim.draw.report import Caveat, Report, Source, Tile
 
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),

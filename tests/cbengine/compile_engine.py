@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
+from compile_kernels import compiled
 
-from cbengine.first.precompile import compiled
 from cbengine.model.architecture import from_shape
 from cbengine.model.decoder import Model
 from cbengine.model.kernels.triton_ops import TritonOps

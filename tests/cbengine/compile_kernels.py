@@ -5,7 +5,8 @@
     python tests/cbengine/compile_kernels.py --check --first   of the first model and block size only
     python tests/cbengine/compile_kernels.py --write    and write this Triton's part of it
 
-A script, since Triton's interpreter must be off. It needs torch, any version, and the Triton that is meant.
+A script, since Triton's interpreter must be off. It needs torch, any version, and the Triton that is meant. With
+TRITON_CACHE_DIR the compiled kernels stay in that folder, where a GPU machine with the same build of Triton finds them.
 """
 
 from __future__ import annotations
@@ -15,15 +16,25 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
-from cbengine.first.precompile import Compiled, Launches, compiled, launch
+from cbengine.model.kernels.triton_ops import MOST_SPLITS, TritonOps
+from cbengine.model.ops import Rows
 from cbsim.scenario import shapes
+from cbsim.scenario.shapes import ModelShape
 
+TARGET = GPUTarget("cuda", 90, 32)
 TABLE = Path(__file__).with_name("kernel_resources.json")
 SHIPPED = (
     ("llama-3.1-8b", 256, False),
@@ -35,6 +46,102 @@ SHIPPED = (
 )
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
 JUMP = re.compile(r"(?:@!?U?P\d+ )?BRA\S*\s+(?:\S+, )?(0x[0-9a-f]+)")
+
+
+class TargetAlone:
+    """As much of a driver as compiling needs: a target, but no device."""
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int | None = None) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """What kernels are compiled for: a model, the blocks of its cache, and whether rows may begin with padding."""
+
+    model: ModelShape
+    block_size: int
+    padded: bool
+
+    def __str__(self) -> str:
+        padded = ", padded" if self.padded else ""
+        return f"{self.model.name}, blocks of {self.block_size}{padded}"
+
+
+class Compiled(NamedTuple):
+    """One launch: the kernel's name, the constants it was compiled for, and what came out."""
+
+    name: str
+    constants: dict[str, Any]
+    kernel: Any
+
+
+def compiled(act: Callable[[], object]) -> list[Compiled]:
+    """Every launch of `act`, compiled for the target or found in Triton's cache, and not run. The driver stays: from
+    here on this process can launch nothing.
+    """
+    kernels, plain_run = [], JITFunction.run
+
+    def run(self: JITFunction, *arguments: Any, grid: Any, **options: Any) -> None:
+        kernel = plain_run(self, *arguments, grid=grid, **(options | {"warmup": True}))
+        given = zip(self.params, arguments, strict=True)
+        kernels.append(Compiled(self.__name__, {p.name: value for p, value in given if p.is_constexpr}, kernel))
+
+    driver.set_active(TargetAlone())
+    JITFunction.run = run
+    try:
+        act()
+    finally:
+        JITFunction.run = plain_run
+    return kernels
+
+
+def launch(of: Launches) -> None:
+    """Everything that a step launches, for a decode and a chunk, with every number of splits."""
+    model, dtype = of.model, getattr(torch, of.model.dtype)
+    x, norm = torch.zeros(3, model.hidden, dtype=dtype), torch.zeros(model.hidden, dtype=dtype)
+    (keys, values), rows = inputs(of)
+    ops, eps = TritonOps(1), 1e-5
+    ops.rms_norm(x, norm, eps)
+    ops.add_rms_norm(x, x, norm, eps)
+    width = model.head_dim
+    qkv = torch.zeros(3, (model.heads + 2 * model.kv_heads) * width, dtype=dtype)
+    norms = (torch.zeros(width, dtype=dtype), torch.zeros(width, dtype=dtype)) if model.qk_norm else None
+    queries = ops.rotate_and_cache(qkv, torch.zeros(4, 2, width // 2), norms, eps, keys, values, rows)
+    for sees in dict.fromkeys(model.layer_attention):
+        ops.attention(queries, keys, values, replace(rows, decodes=0), sees)
+        splits = 1
+        while splits <= MOST_SPLITS:
+            TritonOps(1, splits=splits).attention(queries[:1], keys, values, replace(rows, slots=rows.slots[:1]), sees)
+            splits *= 2
+    ops.silu_mul(torch.zeros(3, 2 * model.intermediate, dtype=dtype))
+
+
+def inputs(of: Launches) -> tuple[tuple[Tensor, Tensor], Rows]:
+    """A cache, and a decode with a chunk on it. Sizes that kernels read from the device, or that only the grid depends
+    on, are the least there are.
+    """
+    model, dtype = of.model, getattr(torch, of.model.dtype)
+    keys, values = torch.zeros(2, 2, of.block_size, model.kv_heads, model.head_dim, dtype=dtype)
+    counts, places = torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
+    rows = Rows(
+        tables=torch.zeros(3, 4, dtype=torch.int32),
+        slots=counts[:2],
+        kv_tokens=counts[:2],
+        starts=counts[:3],
+        positions=places,
+        kv_places=places,
+        decodes=1,
+        longest=2,
+        first=counts[:2] if of.padded else None,
+    )
+    return (keys, values), rows
 
 
 def label(of: Compiled) -> str:

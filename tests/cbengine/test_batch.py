@@ -16,8 +16,21 @@ pytest.importorskip("torch", reason="the engine needs torch")
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from oracle import toy_run, toy_text
-from served import INLINE, LOOPS, MS, SCHEDULERS, VOCAB, Case, cases, check_derived, check_texts, server, shared, spec
+from support.engine.oracle import toy_run, toy_text
+from support.engine.served import (
+    INLINE,
+    LOOPS,
+    MS,
+    SCHEDULERS,
+    VOCAB,
+    Case,
+    cases,
+    check_derived,
+    check_texts,
+    server,
+    shared,
+    spec,
+)
 
 from cbengine import build
 from cbengine.batch import Capacity
@@ -25,7 +38,7 @@ from cbengine.device.layout import Header, arrays
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
 from cbengine.settings import SamplingSettings
-from cbsim.workload.generators import Workload
+from cbsim.workload.requests import Workload
 
 HOWS = (
     Sampling(),

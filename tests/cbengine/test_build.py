@@ -19,7 +19,7 @@ pytest.importorskip("torch", reason="the engine needs torch")
 
 import numpy as np
 import torch
-from served import INLINE, LOOPS, SCHEDULERS, SHAPE, Case, asked, cases, named, spec
+from support.engine.served import INLINE, LOOPS, SCHEDULERS, SHAPE, Case, asked, cases, named, spec
 
 from cbengine import build
 from cbengine.batch import Capacity, Ints
@@ -31,12 +31,12 @@ from cbengine.load import Load
 from cbengine.model import weights
 from cbengine.model.kvcache import DeviceMemoryError
 from cbengine.sampling import Sampling
+from cbsim.errors import ScenarioError
 from cbsim.policy.captures import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan
 from cbsim.scenario import scenario
-from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario
-from cbsim.workload.generators import Workload
+from cbsim.workload.requests import Workload
 
 CONFIG = {
     "model_type": "llama",
@@ -117,10 +117,10 @@ def test_room_is_made_for_what_there_is() -> None:
     """A budget of a million tokens or a thousand seats costs nothing where a few requests come."""
     specs = [spec(0, 10, 5), spec(1, 20, 5)]
     huge = asked("vllm", "scheduler.max_num_batched_tokens=1e6", "scheduler.max_num_seqs=1000")
-    sizes = Load.of(specs).capacity(scenario.scheduler_options(huge, 1))
+    sizes = Load.of(specs).capacity(huge.options("sync"))
     assert (sizes.slots, sizes.rows) == (2, 2)
     assert sizes.tokens == max(2 * 25, sizes.sampling)
-    lonely = Load.of(specs).capacity(scenario.scheduler_options(asked("static", "scheduler.batch_size=64"), 1))
+    lonely = Load.of(specs).capacity(asked("static", "scheduler.batch_size=64").options("sync"))
     assert (lonely.slots, lonely.rows, lonely.tokens) == (2, 2, max(2 * 20, lonely.sampling))
 
 
@@ -305,9 +305,9 @@ def test_the_cache_fits_the_gpu_there_is(gpu: mock.Mock, scheduler: str) -> None
     memory stays as the data sheet has it. What results loads again, and stays as it is.
     """
     base = scenario.load("8k_b32", [*named(scheduler), "hardware=h200-sxm"])
-    before = scenario.scheduler_options(base, 2)
+    before = base.options("async")
     ready = build.adapted(base, LARGE)
-    after = scenario.scheduler_options(ready, 2)
+    after = ready.options("async")
     block = before.block_size * base.model.kv_bytes_per_token
     assert after.num_blocks == (62 * GB - base.model.weight_bytes) // block < before.num_blocks
     assert replace(after, num_blocks=before.num_blocks, **_limits(before)) == before

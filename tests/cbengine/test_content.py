@@ -13,14 +13,25 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="the engine needs torch")
 
-from oracle import toy_run, toy_text
-from served import LOOPS, MS, SCHEDULERS, WITHOUT_CACHE, Case, check_texts, server, shared, spec, with_load
+from support.engine.oracle import toy_run, toy_text
+from support.engine.served import (
+    LOOPS,
+    MS,
+    SCHEDULERS,
+    WITHOUT_CACHE,
+    Case,
+    check_texts,
+    server,
+    shared,
+    spec,
+    with_load,
+)
 
 from cbengine.content import Prompts
 from cbengine.sequence import Sequence
 from cbsim.policy.request import RequestSpec
 from cbsim.workload import generators
-from cbsim.workload.generators import Sessions, Workload
+from cbsim.workload.requests import Sessions, Workload
 
 VOCAB = 100_000  # large, so that a few equal tokens are no accident
 

@@ -16,14 +16,17 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from cbsim.errors import RunError
+from cbsim.runs import reading
+
 pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="the text is compared with transformers'")
 
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from oracle import toy_run, toy_text
-from served import (
+from support.engine.oracle import toy_run, toy_text
+from support.engine.served import (
     INLINE,
     LOOPS,
     MS,
@@ -58,12 +61,12 @@ from cbengine.servers import Measured
 from cbsim.draw import render
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.results import directory, invariants
-from cbsim.results.record import PHASES
+from cbsim.record import invariants
+from cbsim.record.record import PHASES
+from cbsim.runs import replan, run_command
+from cbsim.runs.run_command import RunOptions
 from cbsim.scenario.scenario import Scenario, depth
-from cbsim.server import replan, run_command
-from cbsim.server.run_command import RunOptions
-from cbsim.workload.generators import Workload
+from cbsim.workload.requests import Workload
 
 WHY = "the logits of a token were not numbers"
 PROCESS, MODELLED = Setup(device="process"), Setup(device="modelled")
@@ -235,7 +238,7 @@ def kill(measured: Any, _: Any) -> None:
 def cut_short(folder: Path, given: Scenario, loop: str, setup: Setup, stop: Callable[[Any, Any], None]) -> str:
     """Run until step 5, or so; returns what is said of it."""
     options = RunOptions("tiny", (), folder, (0, 100), None, (), as_json=False, quiet=True)
-    with mock.patch.object(render, "png", return_value=b""), pytest.raises(directory.RunError) as error:
+    with mock.patch.object(render, "png", return_value=b""), pytest.raises(RunError) as error:
         run_command.one_loop(given, loop, options, partial(Stopped, 5, stop, setup))
     return str(error.value)
 
@@ -247,7 +250,7 @@ def test_an_interrupted_run_is_readable(scheduler: str, loop: str, tmp_path: Pat
     said = cut_short(tmp_path, asked(scheduler, "workload.requests=8"), loop, INLINE, interrupt)
     (path,) = tmp_path.iterdir()
     assert said == f"interrupted: what was measured until then is in {path}"
-    run = directory.load(path)
+    run = reading.load(path)
     assert run.incomplete == "interrupted, after 5 steps"
     assert not run.summary["complete"]
     assert replan.rederive(path) == (5, 5, None)
@@ -318,7 +321,7 @@ def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
     said = cut_short(tmp_path, asked("vllm", "workload.requests=8"), "async", PROCESS, kill)
     assert said.startswith("the worker process was killed by signal 9: what was measured until then is in ")
     (path,) = tmp_path.iterdir()
-    run = directory.load(path)
+    run = reading.load(path)
     assert "killed by signal 9" in str(run.incomplete)
     assert replan.rederive(path) == (len(run.steps), len(run.steps), None)
 

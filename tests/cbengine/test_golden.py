@@ -17,8 +17,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the engine needs torch")
 
-from oracle import Checked
-from served import INLINE, VOCAB, asked
+from support.engine.oracle import Checked
+from support.engine.served import INLINE, VOCAB, asked
 
 from cbengine import build
 from cbengine.batch import Batcher, Capacity, Sent
@@ -26,10 +26,10 @@ from cbengine.device.base import EngineDevice, Inline
 from cbengine.load import Load
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
+from cbsim.conformance import check, vllm_traces
+from cbsim.conformance.reader import Case, Reader, workload
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
-from cbsim.proof.conformance import check, files, readers, vllm_traces
-from cbsim.proof.conformance.reader import Case, Reader
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 TRACES = (
@@ -116,13 +116,13 @@ def executed(trace: Path, monkeypatch: pytest.MonkeyPatch, made: Made) -> tuple[
     done: list[Executed] = []
 
     def reader_of(header: dict[str, Any]) -> Reader:
-        reader = readers.reader_of(header)
+        reader = check.reader_of(header)
         assert reader is not None
 
         def case(trace: Path, header: dict[str, Any]) -> Case:
             read = reader.case(trace, header)
             replay: Any = read.replay
-            given = prompts(replay, files.workload(trace, read.name))
+            given = prompts(replay, workload(trace, read.name))
             done.append(Executed(replay.scheduler, 1 + (read.mode == "async"), given, made))
             return read
 

@@ -13,18 +13,29 @@ pytest.importorskip("transformers", reason="the text is compared with transforme
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from oracle import toy_run, toy_text
-from regrouped import Regrouped, grouped, regrouped
-from served import INLINE, LOOPS, MS, Case, Run, cases, check_texts, plain_cache, server, spec
+from support.engine.oracle import toy_run, toy_text
+from support.engine.regrouped import Regrouped, grouped, regrouped
+from support.engine.served import (
+    INLINE,
+    LOOPS,
+    MS,
+    Case,
+    Run,
+    cases,
+    check_texts,
+    continuation,
+    plain_cache,
+    server,
+    spec,
+)
 
 from cbengine import build, refusals
 from cbengine.build import Setup
-from cbengine.first import smoke_models
 from cbengine.model import weights
 from cbengine.sequence import Sequence as Text
 from cbsim.policy.groups import FULL, Attention, LayerGroup, Sight
 from cbsim.scenario.scenario import Scenario
-from cbsim.workload.generators import Workload
+from cbsim.workload.requests import Workload
 
 NEAR, FAR, PART = Attention(Sight.SLIDING, 6), Attention(Sight.SLIDING, 17), Attention(Sight.CHUNKED, 8)
 SCHEDULER = "vllm 0.33"
@@ -116,7 +127,7 @@ def test_texts_are_those_of_generate(name: str, most: int, loop: str) -> None:
     model = reference(of.scenario)
     assert len(run.texts) == 6
     for one, text in run.engine.sequences.items():
-        wanted = smoke_models.generated(model, text.prompt.tolist(), one.output_tokens)
+        wanted = continuation(model, text.prompt.tolist(), one.output_tokens)
         assert text.outputs == wanted, one.id
 
 

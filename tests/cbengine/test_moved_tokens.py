@@ -18,9 +18,9 @@ pytest.importorskip("transformers", reason="the text is compared with transforme
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from oracle import Toy, toy_run, toy_text
-from restless import Late, Restless
-from served import INLINE, LOOPS, MS, PROMPTS, Case, Run, check_texts, requests, server, spec
+from support.engine.oracle import Toy, toy_run, toy_text
+from support.engine.restless import Late, Restless
+from support.engine.served import INLINE, LOOPS, MS, PROMPTS, Case, Run, check_texts, requests, server, spec
 
 from cbengine import build
 from cbengine.build import Setup
@@ -29,11 +29,11 @@ from cbengine.device.moves import Moved
 from cbengine.device.process import Process
 from cbengine.model.host_tier import Carrier
 from cbengine.sequence import Sequence as Text
-from cbsim.policy.moves import IN_ORDER, Move, Way
 from cbsim.policy.plan import StepPlan
-from cbsim.scenario.scenario import Scenario, depth, scheduler_options
-from cbsim.server import assemble
-from cbsim.workload.generators import Workload
+from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
+from cbsim.runs import assemble
+from cbsim.scenario.scenario import Scenario, depth
+from cbsim.workload.requests import Workload
 
 KINDS = ("COPY", "OUT", "IN", "OUT by job", "IN by job", "swapped", "awaited")
 Served = tuple[Run, Restless]
@@ -44,7 +44,7 @@ def restless(act: Callable[[], Any], seed: int, **options: Any) -> tuple[Any, Re
     made: list[Restless] = []
 
     def scheduler(scenario: Scenario, loop: str) -> Restless:
-        made.append(Restless(scheduler_options(scenario, depth(loop)), seed, **options))
+        made.append(Restless(scenario.options(loop), seed, **options))
         return made[-1]
 
     with mock.patch.object(assemble, "scheduler", scheduler):
@@ -145,29 +145,29 @@ def test_undisturbed_steps_ask_for_nothing(loop: str) -> None:
 
 # -- planted ----------------------------------------------------------------------------------------------------------
 
-Carry = Callable[[Carrier, Way, Sequence[int], Sequence[int]], None]
+Carry = Callable[[Carrier, Direction, Sequence[int], Sequence[int]], None]
 CARRY = Carrier.carry
 
 
-def skipping(way: Way) -> Carry:
-    def carry(carrier: Carrier, given: Way, sources: Sequence[int], targets: Sequence[int]) -> None:
+def skipping(way: Direction) -> Carry:
+    def carry(carrier: Carrier, given: Direction, sources: Sequence[int], targets: Sequence[int]) -> None:
         if given is not way:
             CARRY(carrier, given, sources, targets)
 
     return carry
 
 
-def reading_the_wrong_block(way: Way) -> Carry:
+def reading_the_wrong_block(way: Direction) -> Carry:
     """The first of several blocks in place of each."""
 
-    def carry(carrier: Carrier, given: Way, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def carry(carrier: Carrier, given: Direction, sources: Sequence[int], targets: Sequence[int]) -> None:
         CARRY(carrier, given, [sources[0]] * len(sources) if given is way else sources, targets)
 
     return carry
 
 
 FAULTS = {f"{name} {way.name}": plant(way) for name, plant in
-          (("skipped", skipping), ("wrong block", reading_the_wrong_block)) for way in Way}  # fmt: skip
+          (("skipped", skipping), ("wrong block", reading_the_wrong_block)) for way in Direction}  # fmt: skip
 
 
 def wrong_texts(run: Run) -> int:
@@ -208,7 +208,7 @@ def test_a_scheduler_that_does_not_wait_is_found() -> None:
             super()._drop(request)
             self.decoding.awaited[:] = before
 
-    handed_out = pytest.raises(AssertionError, match="handed out under a move")
+    handed_out = pytest.raises(AssertionError, match="handed out under a transfer")
     with mock.patch("test_moved_tokens.Restless", Hasty), handed_out:
         restless(lambda: [toy_run(case(13, cancels=True), "sync", lag=6) for _ in range(20)], 0)
 
@@ -228,7 +228,7 @@ def test_a_job_of_several_moves_is_over_with_the_last() -> None:
     """Results name jobs, ascending; a move in order has none."""
     engine, device = build.engine(case().scenario, "sync", load(), INLINE)
     jobs = {(4, 0): 3, (4, 1): 3, (4, 2): IN_ORDER, (5, 0): 1, (5, 1): 2}
-    engine._moving = {key: Move(Way.COPY, (0,), (1,), None, job) for key, job in jobs.items()}
+    engine._moving = {key: Transfer(Direction.COPY, (0,), (1,), None, job) for key, job in jobs.items()}
     told = []
     for over in ([(4, 1), (4, 2)], [], [(5, 0), (4, 0)], [(5, 1)]):
         device.moved = lambda _, over=over: [Moved(*key, 0, 1) for key in over]  # type: ignore[method-assign, misc]

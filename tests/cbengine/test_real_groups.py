@@ -9,11 +9,10 @@ pytest.importorskip("transformers", reason="the text is compared with transforme
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import toy_run, toy_text
-from served import LOOPS, Case, cases, check_texts, server
+from support.engine.oracle import toy_run, toy_text
+from support.engine.served import LOOPS, Case, cases, check_texts, continuation, server
 from test_group_tables import FAR, FULL, MIXES, NEAR, load, reference, seeing
 
-from cbengine.first import smoke_models
 from cbengine.sequence import Sequence as Text
 from cbsim.policy.groups import Attention
 
@@ -29,7 +28,7 @@ def test_texts_are_those_of_generate(name: str, sharing: bool, loop: str) -> Non
     assert run.engine.scheduler.pool.groups
     model = reference(run.scenario)
     for spec, text in run.engine.sequences.items():
-        assert text.outputs == smoke_models.generated(model, text.prompt.tolist(), spec.output_tokens), spec.id
+        assert text.outputs == continuation(model, text.prompt.tolist(), spec.output_tokens), spec.id
 
 
 @pytest.mark.parametrize("loop", LOOPS)

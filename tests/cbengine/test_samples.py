@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the engine needs torch")
 
-from served import INLINE, VOCAB, asked, spec
+from support.engine.served import INLINE, VOCAB, asked, spec
 
 from cbengine import build
 from cbengine.batch import Batcher, Capacity
@@ -22,9 +22,9 @@ from cbengine.device.base import Inline
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence as Text
 from cbengine.settings import SamplingSettings
-from cbsim.policy.moves import Move, Way
 from cbsim.policy.plan import Chunk, Preempted, StepChanges, StepPlan, StepWork
 from cbsim.policy.request import RequestSpec
+from cbsim.policy.transfers import Direction, Transfer
 
 SAMPLED = Sampling(temperature=1.0, top_k=50, seed=5)
 SIZES = Capacity(slots=4, width=8, rows=4, tokens=80)
@@ -51,9 +51,9 @@ class Bench:
         self._batcher = Batcher(SIZES, texts, padded=False, random=True)
         self._steps = 0
 
-    def step(self, chunks: tuple[Chunk, ...], moves: tuple[Move, ...] = (), **changes: Any) -> None:
+    def step(self, chunks: tuple[Chunk, ...], moves: tuple[Transfer, ...] = (), **changes: Any) -> None:
         work = StepWork(chunks, prefill_tokens=sum(chunk.tokens for chunk in chunks))
-        made = StepPlan(self._steps, work, StepChanges(**changes), moves=moves)
+        made = StepPlan(self._steps, work, StepChanges(**changes), transfers=moves)
         self._steps += 1
         header, readers = self._batcher.build(made, self.device.staging[0], self.device.bucket)
         self.device.launch(0, header, made)
@@ -97,9 +97,12 @@ def test_samples_say_what_separate_requests_would(how: str) -> None:
         tables[child] = [*shared, *own]
         old = tuple(table[len(shared) : 4])
         if how == "by the host":
-            moves += [Move(Way.OUT, old, (child.index,), child), Move(Way.IN, (child.index,), tuple(own), child)]
+            moves += [
+                Transfer(Direction.OUT, old, (child.index,), child),
+                Transfer(Direction.IN, (child.index,), tuple(own), child),
+            ]
         else:
-            moves.append(Move(Way.COPY, old, tuple(own), child))
+            moves.append(Transfer(Direction.COPY, old, tuple(own), child))
         start = PROMPT - 1
         chunks.append(Chunk(child, child.index, start, 1, tuple(tables[child]), 1, admitted=True, cached=start))
     bench.step(tuple(chunks), tuple(moves))

@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cbsim.runs import reading
+
 pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="the text is compared with transformers'")
 
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from oracle import toy_run, toy_search
-from served import INLINE, LOOPS, MS, Case, Run, asked, check_texts, spec, transformers_model
+from support.engine.oracle import toy_run, toy_search
+from support.engine.served import INLINE, LOOPS, MS, Case, Run, asked, check_texts, spec, transformers_model
 
 from cbengine import build
 from cbengine.build import Setup
@@ -32,10 +34,10 @@ from cbengine.sequence import Sequence as Text
 from cbengine.settings import SamplingSettings
 from cbsim.machine import simulate
 from cbsim.policy.request import RequestSpec
-from cbsim.results import directory, lineage
+from cbsim.record import optional_tables
+from cbsim.runs import assemble, replan
 from cbsim.scenario.scenario import Scenario
-from cbsim.server import assemble, replan
-from cbsim.workload.generators import Workload
+from cbsim.workload.requests import Workload
 
 NEAR = 1e-3  # of two sums of log probabilities: how far the order in which a device adds can move them
 
@@ -169,11 +171,11 @@ def test_a_search_without_numbers_fails_as_a_whole() -> None:
 
 def check_derived(run: Run, folder: Path) -> dict[int, list[tuple[int, int]]]:
     """The recorded parents, which lead to the recorded plans again."""
-    recorded = replace(directory.load(run.written(folder)), files=lineage.files(run.engine.record.parents))
+    recorded = replace(reading.load(run.written(folder)), files=optional_tables.parent_files(run.engine.record.parents))
     known = {one.index: one for one in run.engine.sequences}
     verdict = replan._compare(recorded, assemble.scheduler(run.scenario, "sync"), 1, known.get)
     assert verdict == (len(run.steps), len(run.steps), None)
-    return lineage.read(recorded.place)
+    return optional_tables.read_parents(recorded.place)
 
 
 # -- a real model -----------------------------------------------------------------------------------------------------

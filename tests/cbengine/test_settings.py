@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="greedy text is compared with transfo
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from served import (
+from support.engine.served import (
     CHUNKS,
     INLINE,
     LOOPS,
@@ -41,10 +41,10 @@ from cbengine.device.layout import Header
 from cbengine.errors import UsageError
 from cbengine.sampling import Sampling
 from cbengine.settings import SamplingSettings, read
+from cbsim.errors import ScenarioError
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.scenario.fields import ScenarioError
-from cbsim.workload.generators import Workload
+from cbsim.workload.requests import Workload
 
 USUAL = Sampling(temperature=0.9, top_k=50, top_p=0.9, seed=5)
 GREEDY = {
@@ -186,12 +186,12 @@ WRONG: list[tuple[bytes, str]] = [
         b'{"id": "0", "temprature": 1}',
         ":1: temprature: is unknown, expected id, temperature, top_k, top_p or seed; did",
     ),
-    (b'{"temperature": 1}', ":1: id: is missing, expected the id of a request, a text"),
+    (b'{"temperature": 1}', ":1: id: got nothing, expected the id of a request, a text"),
     (b'{"id": 0}', ":1: id: got 0, expected the id of a request, a text"),
     (b'{"id": "0"}\n{"id": "0"}', ":2: id: got '0', expected another id: line 1 has that"),
     (b'{"id": "0"}\n[1]', ":2: row: got [1], expected a JSON object"),
     (b'{"id": "0",}', ":1: not valid JSON: "),
-    (b"[" * 100_000, ": cannot be read: "),
+    (b"[" * 100_000, ":1: not valid JSON: "),
     (b'{"id": "\xff"}', ": is not UTF-8 text"),
     (
         b'{"id": "0"}\n{"id": "00", "top_k": 4}',

@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="the text is compared with transforme
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from served import (
+from support.engine.served import (
     CHUNKS,
     GROWING,
     INLINE,
@@ -48,11 +48,11 @@ from cbengine import build
 from cbengine.build import Setup
 from cbengine.sampling import Sampling
 from cbsim.policy.request import RequestSpec
+from cbsim.runs import replan
 from cbsim.scenario import scenario
 from cbsim.scenario.scenario import Scenario
-from cbsim.server import replan
 from cbsim.workload import generators
-from cbsim.workload.generators import Workload
+from cbsim.workload.requests import Workload
 
 Specs = list[RequestSpec]
 SAMPLED = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=3)

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from calls import ROOT, Said, call, refused, runs
 
-from cbsim.draw.picture import Picture
-from cbsim.results import directory, moves, so_far
-from cbsim.server import progress, result
+from cbsim.draw.render import Picture
+from cbsim.record import directory, optional_tables
+from cbsim.runs import progress, reading, result
 
 
 def test_ctrl_c_leaves_a_readable_directory(small: Path, out: Path) -> None:
@@ -43,7 +43,7 @@ def test_ctrl_c_leaves_a_readable_directory(small: Path, out: Path) -> None:
     assert "Traceback" not in said
     (path,) = runs(out)
     assert said.rstrip().endswith(f"cbsim: interrupted: what was simulated until then is in {path}")
-    run = directory.load(path)
+    run = reading.load(path)
     assert run.incomplete is not None
     assert run.incomplete.startswith("interrupted")
     assert run.incomplete.endswith(f"after {len(run.steps)} steps")
@@ -87,8 +87,8 @@ def test_a_long_run_that_is_interrupted_joins_its_pieces(
     monkeypatch.setattr(progress.Progress, "__call__", interrupted)
     refused(call("run", small, "--loop", "sync", "--trace-steps", "0:9", "--out", out, "--quiet"), 1, "interrupted")
     (path,) = runs(out)
-    assert {file.name for file in path.iterdir()} == {*result.OURS} - {so_far.TERMS, moves.FILE}
-    run = directory.load(path)
+    assert {file.name for file in path.iterdir()} == {*result.OURS} - {directory.TERMS, optional_tables.TRANSFERS_FILE}
+    run = reading.load(path)
     assert run.incomplete == "interrupted, after 30 steps"
     assert len(run.steps) == run.summary["steps"] == 30
     assert call("replan", path).status == 0
@@ -108,7 +108,7 @@ def test_a_full_disk_in_the_middle_of_a_long_run(small: Path, out: Path, monkeyp
     monkeypatch.setattr(Path, "write_bytes", until_full)
     refused(call("run", small, "--loop", "sync", "--out", out, "--quiet"), 1, "No space left on device")
     (path,) = runs(out)
-    run = directory.load(path)
+    run = reading.load(path)
     assert run.incomplete is not None and run.incomplete.endswith(
         "000002.parquet: cannot be written: No space left on device"
     )

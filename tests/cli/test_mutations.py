@@ -15,8 +15,8 @@ from calls import SMALL, Said, call
 from mutations import SEED, as_json, as_json_lines, edited, shuffled, with_a_cell
 
 from cbsim.draw import render
+from cbsim.errors import ScenarioError
 from cbsim.scenario import documents
-from cbsim.scenario.fields import ScenarioError
 
 CASES, SCENARIOS_S, TRACES_S = 300, 9.0, 8.0
 TEXT = (

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from calls import ROOT, call, process, refused, runs
 
-from cbsim.results import directory
+from cbsim.record import directory
 from cbsim.scenario import scenario
 
 

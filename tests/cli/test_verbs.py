@@ -1,4 +1,4 @@
-"""The verbs of the three command lines: none means two things, each shows an example, old names say the new one."""
+"""The verbs of the three command lines: none means two things, each shows an example."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import shlex
 import pytest
 
 from analysis.cli import parser as analysis
-from cbengine.cli import arguments as engine_arguments
 from cbengine.cli import parser as engine
 from cbsim.cli import parser as simulator
 
 LINES = {
-    "cbsim": (simulator.main, simulator._parser, simulator.RENAMED),
-    "cbengine": (engine.main, engine_arguments.command_line, engine_arguments.RENAMED),
-    "analysis": (analysis.main, analysis._parser, analysis.RENAMED),
+    "cbsim": (simulator.main, simulator._parser),
+    "cbengine": (engine.main, engine.command_line),
+    "analysis": (analysis.main, analysis._parser),
 }
-OLD = [(module, old, new) for module, (_, _, names) in LINES.items() for old, new in names.items()]
 
 
 def verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
@@ -26,7 +24,7 @@ def verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]
     return dict(commands.choices)
 
 
-VERBS = [(module, verb) for module, (_, make, _) in LINES.items() for verb in verbs(make())]
+VERBS = [(module, verb) for module, (_, make) in LINES.items() for verb in verbs(make())]
 
 
 def test_no_verb_means_two_things() -> None:
@@ -54,16 +52,3 @@ def test_the_help_of_all_commands_ends_with_one(module: str) -> None:
     *_, last = parser.format_help().splitlines()
     assert last.startswith(f"example: python -m {module} ")
     assert parser.parse_args(shlex.split(last)[4:]).command
-
-
-@pytest.mark.parametrize(("module", "old", "new"), OLD)
-@pytest.mark.parametrize("more", [[], ["--help"], ["anything", "--at-all"]], ids=len)
-def test_an_old_name_says_the_new_one(
-    module: str, old: str, new: str, more: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One line, exit 2, and the new one is there."""
-    main, make, _ = LINES[module]
-    assert main([old, *more]) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err) == ("", f"{module}: {old} is now called {new}: python -m {module} {new}\n")
-    assert new in verbs(make()) and old not in verbs(make())

@@ -10,15 +10,13 @@ from hypothesis import strategies as st
 from plans import SPEC, padded, plan
 
 import cbsim
-from cbsim.cost.base import Cost
-from cbsim.cost.constant import ConstantCost
-from cbsim.cost.cpu import CpuCost, PhaseCost
-from cbsim.cost.fitted import Curve, FittedCost
+from cbsim.cost.base import Cost, CpuCost, PhaseCost
+from cbsim.cost.fitted import ConstantCost, Curve, FittedCost
 from cbsim.cost.roofline import Experts, Rates, RooflineCost, Weights
+from cbsim.errors import ScenarioError
+from cbsim.runs import assemble
 from cbsim.scenario import shapes, sizing
-from cbsim.scenario.fields import ScenarioError
-from cbsim.scenario.scenario import Scenario, load, scheduler_options
-from cbsim.server import assemble
+from cbsim.scenario.scenario import Scenario, load
 
 FREE = CpuCost({})
 
@@ -236,7 +234,7 @@ def test_gpus_that_share_every_layer_share_weights_and_cache() -> None:
     step = sizing.Step(8192, 1024)
     h100, llama = shapes.hardware("h100-sxm"), shapes.model("llama-3.1-70b")
     blocks = sizing.fit_vllm(llama, h100, fraction=0.9, block_size=16, step=step, tensor=4)
-    assert scheduler_options(shared, 1).num_blocks == pytest.approx(blocks, rel=0.1) and blocks > 10_000
+    assert shared.options("sync").num_blocks == pytest.approx(blocks, rel=0.1) and blocks > 10_000
     with pytest.raises(
         ScenarioError, match=r"cost\.tensor_parallel: got 3, must divide heads \(64\) and kv_heads \(8\)"
     ):

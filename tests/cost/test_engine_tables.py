@@ -10,14 +10,14 @@ import pytest
 from engine_folder import decode_ms, gather_ms, gemm_ms, moe_ms, prompt_ms, reduce_ms
 from plans import plan as a_plan
 
-from cbsim.cost import engine_files
-from cbsim.cost.cpu import CpuCost
+from cbsim.cost import engine_tables
+from cbsim.cost.base import CpuCost
 from cbsim.cost.engine_cost import EngineCost, Terms, elementwise_bytes
 from cbsim.cost.engine_tables import EngineTables, Share
-from cbsim.cost.lookup import Attention
+from cbsim.cost.table import Attention
+from cbsim.errors import ScenarioError
+from cbsim.runs import assemble
 from cbsim.scenario import scenario, shapes
-from cbsim.scenario.fields import ScenarioError
-from cbsim.server import assemble
 
 LLAMA = shapes.model("llama-3.1-8b")
 EXPERTS = shapes.model("qwen3-30b-a3b")
@@ -134,13 +134,13 @@ def test_a_step_is_the_sum_of_its_kernels_and_terms(folder: Path) -> None:
 def test_the_nearest_version_is_taken_and_said(folder: Path) -> None:
     for version in ("vllm_0.14.0", "vllm_0.24.0", "trtllm_1.2.0rc5"):
         engine_folder.make(folder, version)
-    assert engine_files.nearest(folder, "vllm", "0.18.0") == "vllm_0.14.0"
-    assert engine_files.nearest(folder, "vllm", "0.20.1") == "vllm_0.24.0"
-    assert engine_files.nearest(folder, "vllm", None) == "vllm_0.24.0"
-    assert engine_files.nearest(folder, "sglang", None) is None
-    assert engine_files.meant(folder, "trtllm") == "trtllm_1.2.0rc5"
+    assert engine_tables.nearest(folder, "vllm", "0.18.0") == "vllm_0.14.0"
+    assert engine_tables.nearest(folder, "vllm", "0.20.1") == "vllm_0.24.0"
+    assert engine_tables.nearest(folder, "vllm", None) == "vllm_0.24.0"
+    assert engine_tables.nearest(folder, "sglang", None) is None
+    assert engine_tables.meant(folder, "trtllm") == "trtllm_1.2.0rc5"
     with pytest.raises(ScenarioError, match=r"cost\.engine: got vllm_9\.9, expected one of .*vllm_0\.24\.0"):
-        engine_files.meant(folder, "vllm_9.9")
+        engine_tables.meant(folder, "vllm_9.9")
 
 
 @pytest.mark.parametrize(

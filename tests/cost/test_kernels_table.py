@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbsim.cost.kernels import Kernels, read_products
-from cbsim.cost.lookup import Attention
+from cbsim.cost.table import Attention
+from cbsim.errors import ScenarioError
 from cbsim.policy.plan import StepPlan, StepWork
+from cbsim.runs import assemble
 from cbsim.scenario import catalog, shapes
-from cbsim.scenario.fields import ScenarioError
+from cbsim.scenario.costs import TableSettings
 from cbsim.scenario.shapes import ModelShape
-from cbsim.scenario.table_costs import TableSettings
-from cbsim.server import assemble
 
 MS = 1e6  # nanoseconds
 GEMM, GENERATION, CONTEXT = "gemm", "generation_attention", "context_attention"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbsim.cost.ladder import Ladder
+from cbsim.cost.table import Ladder
 
 axis = st.lists(st.integers(0, 4096), min_size=1, max_size=5, unique=True).map(sorted)
 times = st.floats(0, 1e6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbsim.cost.rounding import nearest
+from cbsim.cost.base import nearest
 
 
 @given(st.floats(0, 1e300) | st.integers(0, 1 << 53).map(lambda n: n / 2))

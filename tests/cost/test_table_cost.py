@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import padded, plan
 
+from cbsim.cost.base import CpuCost
 from cbsim.cost.bundle import Bundle, Experts
-from cbsim.cost.cpu import CpuCost
-from cbsim.cost.lookup import Attention
-from cbsim.cost.table import Added, Group, Link, TableCost, attention_work
+from cbsim.cost.table import Added, Attention, Group, Link, TableCost, attention_work
+from cbsim.errors import ScenarioError
 from cbsim.policy.plan import StepPlan
+from cbsim.runs import assemble
 from cbsim.scenario import catalog, scenario
-from cbsim.scenario.fields import ScenarioError
-from cbsim.server import assemble
 
 LAYERS, ROW_BYTES = packs.LAYERS, packs.HIDDEN * packs.BYTES
 EXPERTS = Experts(packs.EXPERTS, packs.PER_TOKEN, packs.HIDDEN, packs.MOE["moe_intermediate_size"])

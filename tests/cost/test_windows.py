@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbsim.cost.cpu import CpuCost
-from cbsim.cost.roofline import Rates, RooflineCost, Weights
-from cbsim.cost.windows import WindowedRoofline
+from cbsim.cost.base import CpuCost
+from cbsim.cost.roofline import Rates, RooflineCost, Weights, WindowedRoofline
 from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.policy.plan import Chunk, StepPlan, StepWork
 from cbsim.policy.request import RequestSpec

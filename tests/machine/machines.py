@@ -16,25 +16,23 @@ from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, unpadded
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.policy.schedulers.contiguous_settings import ContiguousOptions
-from cbsim.policy.schedulers.dynamic_padded_settings import DynamicPaddedOptions
-from cbsim.policy.schedulers.registry import OURS
-from cbsim.policy.schedulers.sarathi_settings import (
-    FasterTransformerOptions,
-    OrcaOptions,
-    SarathiOptions,
-    SimpleChunkingOptions,
-    VllmV0Options,
+from cbsim.record.record import STEP_COLUMNS, Record
+from cbsim.record.tables import Steps
+from cbsim.runs.inbox import Inbox
+from cbsim.schedulers.registry import OURS
+from cbsim.schedulers.sarathi.settings import (
+    FasterTransformerSettings,
+    OrcaSettings,
+    SarathiSettings,
+    ServeOptions,
+    SimpleChunkingSettings,
+    VllmV0Settings,
 )
-from cbsim.policy.schedulers.static_settings import StaticOptions
-from cbsim.policy.schedulers.tgi_settings import TgiOptions
-from cbsim.policy.schedulers.transformers_settings import TransformersOptions
-from cbsim.policy.schedulers.trtllm_settings import TrtllmOptions
-from cbsim.policy.schedulers.vllm_settings import VllmOptions
-from cbsim.results.metrics import Steps
-from cbsim.results.record import STEP_COLUMNS, Record
-from cbsim.server.inbox import Inbox
-from cbsim.workload.generators import Workload
+from cbsim.schedulers.simple.settings import ContiguousOptions, PaddedOptions, TgiOptions
+from cbsim.schedulers.transformers.settings import TransformersOptions
+from cbsim.schedulers.trtllm.settings import TrtllmOptions
+from cbsim.schedulers.vllm.settings import VllmOptions
+from cbsim.workload.requests import Workload
 
 LONGEST = 24  # tokens of a request that every scheduler below can serve
 
@@ -82,13 +80,13 @@ OPTIONS: dict[str, Any] = {
         max_num_seqs=6,
         max_num_batched_tokens=16,
     ),
-    "faster_transformer": FasterTransformerOptions(**SERVE, max_num_seqs=3),
-    "orca": OrcaOptions(**SERVE, max_num_seqs=3),
-    "sarathi": SarathiOptions(**SERVE, max_num_seqs=6, chunk_size=10),
-    "simple_chunking": SimpleChunkingOptions(**SERVE, max_num_seqs=6, chunk_size=16),
-    "vllm_v0": VllmV0Options(**SERVE, max_num_seqs=6, max_batched_tokens=2 * LONGEST),
-    "dynamic_padded": DynamicPaddedOptions(batch_size=3, block_size=4, num_blocks=16),
-    "static": StaticOptions(batch_size=3, block_size=4, num_blocks=48),
+    "faster_transformer": ServeOptions.of(FasterTransformerSettings(max_num_seqs=3), **SERVE),
+    "orca": ServeOptions.of(OrcaSettings(max_num_seqs=3), **SERVE),
+    "sarathi": ServeOptions.of(SarathiSettings(max_num_seqs=6, chunk_size=10), **SERVE),
+    "simple_chunking": ServeOptions.of(SimpleChunkingSettings(max_num_seqs=6, chunk_size=16), **SERVE),
+    "vllm_v0": ServeOptions.of(VllmV0Settings(max_num_seqs=6, max_batched_tokens=2 * LONGEST), **SERVE),
+    "dynamic_padded": PaddedOptions(name="dynamic_padded", filled=True, batch_size=3, block_size=4, num_blocks=16),
+    "static": PaddedOptions(name="static", batch_size=3, block_size=4, num_blocks=48),
     "tgi": TgiOptions(
         block_size=4, num_blocks=16, max_batch_size=6, max_batch_prefill_tokens=LONGEST, max_batch_total_tokens=64
     ),

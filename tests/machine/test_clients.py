@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from machines import DEPTHS, NAMES, STEP, load, run, server, spec, statuses
 
-from cbsim.workload.clients import Sessions, Users
+from cbsim.workload.requests import Sessions, Users
 
 
 @NAMES

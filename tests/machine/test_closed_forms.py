@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import COSTS, Fixed, load, run, server, spec, table, vllm_options
 
+from cbsim.machine.device import Lane, Slots, Stream
 from cbsim.machine.graphs import Graphs, vllm_buckets
-from cbsim.machine.lanes import Lane, Slots, Stream
 
 FIRST_STEP = {
     "schedule": (0, 3),

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import cbsim
+from cbsim.errors import ScenarioError
 from cbsim.policy.request import RequestSpec
-from cbsim.scenario.fields import ScenarioError
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import generators
-from cbsim.workload.clients import Users
+from cbsim.workload.requests import Users
 
 SECOND = 1_000_000_000
 

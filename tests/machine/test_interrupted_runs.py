@@ -11,8 +11,8 @@ from machines import DEPTHS, NAMES, STEP, check_tokens, load, run, server, spec,
 
 from cbsim.machine.driver import Machine
 from cbsim.policy.plan import StepPlan
-from cbsim.results import invariants
-from cbsim.results.metrics import token_times
+from cbsim.record import invariants
+from cbsim.record.tables import token_times
 
 
 @dataclass

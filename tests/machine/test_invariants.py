@@ -10,19 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import COSTS, DEPTHS, LONGEST, NAMES, Fixed, check_tokens, load, run, server, spec
 
-from cbsim.cost.base import Cost
-from cbsim.cost.constant import ConstantCost
-from cbsim.cost.cpu import PHASES, CpuCost, PhaseCost
-from cbsim.cost.fitted import Curve, FittedCost
+from cbsim.cost.base import PHASES, Cost, CpuCost, PhaseCost
+from cbsim.cost.fitted import ConstantCost, Curve, FittedCost
 from cbsim.cost.roofline import Rates, RooflineCost, Weights
 from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, transformers_buckets, unpadded, vllm_buckets
 from cbsim.policy.request import RequestSpec
-from cbsim.results import invariants
-from cbsim.results.metrics import Steps
-from cbsim.results.record import STEP_COLUMNS
-from cbsim.workload.clients import Sessions, Users
-from cbsim.workload.generators import Workload
+from cbsim.record import invariants
+from cbsim.record.record import STEP_COLUMNS
+from cbsim.record.tables import Steps
+from cbsim.workload.requests import Sessions, Users, Workload
 
 # -- every run --------------------------------------------------------------------------------------------------------
 

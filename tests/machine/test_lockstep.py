@@ -14,18 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import DEPTHS, LONGEST, check_tokens, load, spec, table, vllm_options
 
-from cbsim.cost.cpu import CpuCost, PhaseCost
+from cbsim.cost.base import CpuCost, PhaseCost
 from cbsim.machine.device import Device, OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, unpadded, vllm_buckets
 from cbsim.machine.lockstep import Lockstep, balance
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.policy.schedulers.vllm import VllmScheduler
-from cbsim.results import invariants
-from cbsim.results.metrics import Steps
-from cbsim.results.record import PHASES, STEP_COLUMNS, Record
-from cbsim.server.inbox import Inbox
+from cbsim.record import invariants
+from cbsim.record.record import PHASES, STEP_COLUMNS, Record
+from cbsim.record.tables import Steps
+from cbsim.runs.inbox import Inbox
+from cbsim.schedulers.vllm.scheduler import VllmScheduler
 
 HASH = STEP_COLUMNS.index("plan_hash")  # of its requests, which differ
 CAPTURED, EAGER = Graphs(unpadded, 0), Graphs(None, 0)

@@ -7,15 +7,13 @@ from functools import partial
 import pytest
 from machines import Fixed, spec
 
-from cbsim.cost.copies import Copies
-from cbsim.machine.device import OneGpu
+from cbsim.cost.base import Copies
+from cbsim.machine.device import Mover, OneGpu
 from cbsim.machine.graphs import Shape
-from cbsim.machine.mover import Mover
-from cbsim.policy.moves import Move, Way
 from cbsim.policy.plan import Chunk, StepChanges, StepPlan, StepWork
-from cbsim.results import moves
-from cbsim.results.move_log import MoveLog
-from cbsim.results.record import StepTimes
+from cbsim.policy.transfers import Direction, Transfer
+from cbsim.record import optional_tables
+from cbsim.record.record import MoveLog, StepTimes
 
 A, B = spec(0, 8, 4), spec(1, 8, 4)
 HOST_NS, COPY_NS = 10, 4  # of a block: 1,000 bytes at 100 bytes/ns, and twice that at 500
@@ -43,7 +41,7 @@ class Gpu:
         return self.device.mover.over(now_ns, step)
 
     def moved(self) -> list[tuple[int, int]]:
-        table = moves.table(self.log)
+        table = optional_tables.transfer_table(self.log)
         return list(zip(table["start_ns"].tolist(), table["end_ns"].tolist(), strict=True))
 
 
@@ -56,8 +54,8 @@ def row(of: object, *blocks: int) -> Chunk:
     return Chunk(A if of is A else B, 0, 0, 4, blocks, 1, admitted=True)
 
 
-def plan(step: int, *listed: Move, work: StepWork | None = None, awaited: tuple[int, ...] = ()) -> StepPlan:
-    return StepPlan(step, rows(row(A)) if work is None else work, moves=listed, awaited=awaited)
+def plan(step: int, *listed: Transfer, work: StepWork | None = None, awaited: tuple[int, ...] = ()) -> StepPlan:
+    return StepPlan(step, rows(row(A)) if work is None else work, transfers=listed, awaited=awaited)
 
 
 def test_moves_in_order_come_between_the_rows_before_and_their_own() -> None:
@@ -65,7 +63,7 @@ def test_moves_in_order_come_between_the_rows_before_and_their_own() -> None:
     computes."""
     gpu = Gpu()
     assert gpu.launch(plan(0)).compute_end_ns == 42
-    times = gpu.launch(plan(1, Move(Way.OUT, (5, 6), (0, 1), B), Move(Way.IN, (2,), (7,), A)), 10)
+    times = gpu.launch(plan(1, Transfer(Direction.OUT, (5, 6), (0, 1), B), Transfer(Direction.IN, (2,), (7,), A)), 10)
     assert gpu.moved() == [(42, 62), (62, 72)]
     assert (times.compute_start_ns, times.compute_end_ns) == (72, 112)
     assert not gpu.over(1000, 1)  # nobody asks for them
@@ -73,7 +71,7 @@ def test_moves_in_order_come_between_the_rows_before_and_their_own() -> None:
 
 def test_a_copy_on_the_device_takes_its_time_on_the_compute_lane() -> None:
     gpu = Gpu()
-    times = gpu.launch(plan(0, Move(Way.COPY, (1, 2), (3, 4), A), Move(Way.COPY, (1,), (5,), A)))
+    times = gpu.launch(plan(0, Transfer(Direction.COPY, (1, 2), (3, 4), A), Transfer(Direction.COPY, (1,), (5,), A)))
     assert gpu.moved() == [(2, 2 + 2 * COPY_NS), (2 + 2 * COPY_NS, 2 + 3 * COPY_NS)]
     assert times.compute_end_ns - times.compute_start_ns == COMPUTE + 3 * COPY_NS
 
@@ -82,17 +80,17 @@ def test_jobs_go_on_beside_the_steps() -> None:
     """A store begins behind its plan's rows, a load behind those before; each direction does one at a time; a result
     names a job once, when all its moves are over."""
     gpu = Gpu()
-    gpu.launch(plan(0, Move(Way.OUT, (1, 2), (0, 1), job=4), Move(Way.OUT, (3,), (2,), job=4)))
-    times = gpu.launch(plan(1, Move(Way.IN, (7,), (8,), B, job=5)), 10)
+    gpu.launch(plan(0, Transfer(Direction.OUT, (1, 2), (0, 1), job=4), Transfer(Direction.OUT, (3,), (2,), job=4)))
+    times = gpu.launch(plan(1, Transfer(Direction.IN, (7,), (8,), B, job=5)), 10)
     assert gpu.moved() == [(42, 62), (62, 72), (42, 52)]
     assert times.compute_start_ns == 42  # and waits for neither
     assert [gpu.over(now, 1) for now in (51, 52, 71, 72, 99)] == [(), (5,), (), (4,), ()]
-    assert moves.table(gpu.log)["reported_step"].tolist() == [1, 1, 1]
+    assert optional_tables.transfer_table(gpu.log)["reported_step"].tolist() == [1, 1, 1]
 
 
 def test_rows_wait_for_the_jobs_that_their_plan_awaits() -> None:
     gpu = Gpu()
-    gpu.launch(plan(0, Move(Way.OUT, tuple(range(10)), tuple(range(10)), job=0)))
+    gpu.launch(plan(0, Transfer(Direction.OUT, tuple(range(10)), tuple(range(10)), job=0)))
     assert gpu.launch(plan(1, awaited=(0,), work=rows(row(B, 1, 2)))).compute_start_ns == 42 + 10 * HOST_NS
     assert gpu.over(142, 1) == (0,)
 
@@ -101,25 +99,31 @@ def test_one_queue_for_everything() -> None:
     """Without streams of their own the moves stand in the queue of the kernels: step 0's output copy, then its job,
     then step 1."""
     gpu = Gpu(overlap=False)
-    gpu.launch(plan(0, Move(Way.OUT, (1,), (0,), job=0)))
+    gpu.launch(plan(0, Transfer(Direction.OUT, (1,), (0,), job=0)))
     times = gpu.launch(plan(1))
     assert gpu.moved() == [(42, 52)]
     assert times.compute_start_ns == 52 + D2H + H2D
 
 
 FAULTS = {
-    "a table gets a block that a store reads": (Way.OUT, plan(1, work=rows(row(B, 9, 1)))),
+    "a table gets a block that a store reads": (Direction.OUT, plan(1, work=rows(row(B, 9, 1)))),
     "a member grows into a block that a load writes": (
-        Way.IN,
+        Direction.IN,
         StepPlan(1, changes=StepChanges(grown=(A,), blocks=(3,))),
     ),
     "a row finds content that a load still writes": (
-        Way.IN,
+        Direction.IN,
         plan(1, work=rows(Chunk(B, 0, 4, 4, (3, 9), 1, admitted=True, cached=4))),
     ),
-    "a store goes to a host block that a load reads": (Way.IN, plan(1, Move(Way.OUT, (8,), (1,), job=1))),
-    "a load reads a host block that a store writes": (Way.OUT, plan(1, Move(Way.IN, (3,), (8,), job=1))),
-    "a copy overwrites what a store reads": (Way.OUT, plan(1, Move(Way.COPY, (8,), (1,)))),
+    "a store goes to a host block that a load reads": (
+        Direction.IN,
+        plan(1, Transfer(Direction.OUT, (8,), (1,), job=1)),
+    ),
+    "a load reads a host block that a store writes": (
+        Direction.OUT,
+        plan(1, Transfer(Direction.IN, (3,), (8,), job=1)),
+    ),
+    "a copy overwrites what a store reads": (Direction.OUT, plan(1, Transfer(Direction.COPY, (8,), (1,)))),
 }
 
 
@@ -130,12 +134,12 @@ def test_nothing_is_handed_out_under_a_move(fault: str) -> None:
 
     def begun() -> Gpu:
         gpu = Gpu()
-        gpu.launch(plan(0, Move(way, (1,), (3,), job=0)))
+        gpu.launch(plan(0, Transfer(way, (1,), (3,), job=0)))
         return gpu
 
-    with pytest.raises(AssertionError, match=r"handed out under a move|read before a move"):
+    with pytest.raises(AssertionError, match=r"handed out under a transfer|read before a transfer"):
         begun().launch(broken)
     gpu = begun()
     gpu.over(1000, 0)
     gpu.launch(broken)
-    begun().launch(StepPlan(1, broken.work, broken.changes, moves=broken.moves, awaited=(0,)))
+    begun().launch(StepPlan(1, broken.work, broken.changes, transfers=broken.transfers, awaited=(0,)))

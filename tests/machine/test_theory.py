@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 
 from cbsim.machine import simulate
 from cbsim.machine.driver import Machine
+from cbsim.metrics.metrics import summarise
 from cbsim.policy.request import RequestSpec
-from cbsim.results.metrics import Steps, summarise
-from cbsim.results.record import STEP_COLUMNS
+from cbsim.record.record import STEP_COLUMNS
+from cbsim.record.tables import Steps
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario import shapes
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import generators
-from cbsim.workload.generators import Workload
+from cbsim.workload.requests import Workload
 
 SECOND = 1_000_000_000
 

@@ -10,7 +10,7 @@ from helpers import Ask, Drive, token_steps
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbsim.policy.blocks import BlockPool, FreeQueue
+from cbsim.kv.blocks import BlockPool, FreeQueue
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.loop import Scheduler
 from cbsim.policy.plan import Row, StepPlan
@@ -60,7 +60,7 @@ def test_rows_one_by_one_are_all_that_a_policy_needs(depth: int, drawn: list[Dra
         assert token_steps(drive.requests[spec]) == [sampled[n] for n in range(1, spec.output_tokens + 1)]
         assert reason is (Finish.LENGTH if spec.output_tokens == spec.max_tokens else Finish.STOP)
     assert drive.scheduler.pool.free == BLOCKS
-    assert not drive.scheduler.decoding.loose
+    assert not drive.scheduler.decoding.unbatched
 
 
 def check_step(drive: Drive, plan: StepPlan, rows: list[Row]) -> None:
@@ -90,5 +90,5 @@ def test_members_may_not_be_forgotten() -> None:
     request = decoding.add(RequestSpec(0, "r0", 0, 3, 5, 5), 5)
     decoding.admit(request)
     decoding.plan({request: decoding.row(request, 3, pool.grow(request, 1))}, running=1, waiting=0)
-    with pytest.raises(AssertionError, match="neither go on nor rest nor are dissolved"):
+    with pytest.raises(AssertionError, match="neither go on nor rest nor are split"):
         decoding.plan({}, running=1, waiting=0)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from cbsim.policy.blocks import BlockPool, FreeQueue
-from cbsim.policy.loop import Await, Effect, Idle, Landed, Launch, Poll, Polled, Refused, serve
+from cbsim.errors import DeadlockError
+from cbsim.kv.blocks import BlockPool, FreeQueue
+from cbsim.policy.loop import Await, Completed, Effect, Idle, Launch, Poll, Polled, Refused, serve
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.request import Request, RequestSpec
-from cbsim.policy.stuck import StuckError
 
 
 def spec(index: int, prompt: int = 1) -> RequestSpec:
@@ -79,7 +79,7 @@ def effects(scheduler: Scripted, depth: int, polls: list[Polled], cancels: tuple
                 answer = f"ticket {effect.plan.step}"
             elif isinstance(effect, Await):
                 assert effect.ticket == f"ticket {effect.plan.step}", "a step is awaited with its own ticket"
-                answer = Landed(StepResult(), cancels if effect.cancels else ())
+                answer = Completed(StepResult(), cancels if effect.cancels else ())
     except StopIteration:
         return seen
     raise AssertionError("the loop does not end")
@@ -166,5 +166,5 @@ def test_a_stall_with_a_step_in_flight_takes_its_result() -> None:
 
 def test_stuck_is_an_error() -> None:
     """When no arrival can come any more, a stall is reported instead of waiting for ever."""
-    with pytest.raises(StuckError, match="no step can be planned"):
+    with pytest.raises(DeadlockError, match="no step can be planned"):
         effects(Scripted(1, stalls=99), 1, [Polled([spec(0)], closed=True)])

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from test_schedulers import DEPTHS, MOST_TOKENS, Case, Watch, check_ends, vllm_cases
 
 from cbsim.policy.kind import SettingsError
-from cbsim.policy.moves import DEVICE, HOST, IN_ORDER, Move, Underway, Way
-from cbsim.policy.plan import Row, StepPlan
+from cbsim.policy.plan import Row, StepPlan, Underway
 from cbsim.policy.request import Finish, RequestSpec
-from cbsim.policy.schedulers.vllm import VLLM, VllmScheduler
-from cbsim.policy.schedulers.vllm_settings import VllmOptions, VllmSettings, resolve
+from cbsim.policy.transfers import DEVICE, HOST, IN_ORDER, Direction, Transfer
 from cbsim.scenario import shapes
 from cbsim.scenario.sizing import Place
+from cbsim.schedulers.vllm.scheduler import VLLM, VllmScheduler
+from cbsim.schedulers.vllm.settings import VllmOptions, VllmSettings, resolve
 
 SIZE = 4
 
@@ -52,24 +52,24 @@ class Executed:
         swapping.check()
         check_moves(plan, swapping)
 
-    def moves(self, way: Way) -> list[tuple[int, str, int]]:
+    def moves(self, way: Direction) -> list[tuple[int, str, int]]:
         """(step, request, blocks) of the moves of one way."""
         return [
             (plan.step, move.spec.id, len(move.sources))
             for plan in self.plans
-            for move in plan.moves
-            if move.way is way and move.spec is not None
+            for move in plan.transfers
+            if move.direction is way and move.spec is not None
         ]
 
 
 def check_moves(plan: StepPlan, swapping: Any) -> None:
     """All in order, of one way; the victims that keep what they computed are those who go out, the admitted ones that
     begin behind nothing cached those who come in."""
-    assert {move.job for move in plan.moves} <= {IN_ORDER}
-    assert len({move.way for move in plan.moves}) <= 1
-    out = [move.spec for move in plan.moves if move.way is Way.OUT]
+    assert {move.job for move in plan.transfers} <= {IN_ORDER}
+    assert len({move.direction for move in plan.transfers}) <= 1
+    out = [move.spec for move in plan.transfers if move.direction is Direction.OUT]
     assert out == [victim.spec for victim in plan.changes.preempted if not victim.lost_tokens]
-    come = [move.spec for move in plan.moves if move.way is Way.IN]
+    come = [move.spec for move in plan.transfers if move.direction is Direction.IN]
     back = [c for c in plan.work.chunks if c.admitted and c.start > c.cached]
     assert come == [chunk.spec for chunk in back]
     assert all(chunk.resumed and not chunk.cached for chunk in back)
@@ -112,7 +112,7 @@ def test_rows_read_their_own_tokens(depth: int, case: Case) -> None:
     assert swapping is not None
     assert not swapping.out
     swapping.check()
-    out, back = done.moves(Way.OUT), done.moves(Way.IN)
+    out, back = done.moves(Direction.OUT), done.moves(Direction.IN)
     event(f"went out {len(out) > 0}, came back {len(back) > 0}, host was full {swapping.turned_away > 0}")
     event(f"ended outside {len(out) > len(back)}")
     losses = [victim for plan in done.plans for victim in plan.changes.preempted if victim.lost_tokens]
@@ -155,8 +155,8 @@ def test_who_goes_out_comes_back_with_what_it_had(depth: int, computed: int) -> 
     goes out in step 5 with its 2 blocks of 8 tokens, waits until r0 has ended, and computes its 9th token next. In the
     asynchronous loop its 4th output is in flight then, and is delivered while r1 is out."""
     done = ran(5, 2, [(4, 8), (4, 8)], depth)
-    assert done.moves(Way.OUT) == [(5, "r1", 2)]
-    (step, _, blocks) = done.moves(Way.IN)[0]
+    assert done.moves(Direction.OUT) == [(5, "r1", 2)]
+    (step, _, blocks) = done.moves(Direction.IN)[0]
     assert blocks == 2
     (chunk,) = done.plans[step].work.chunks
     assert (chunk.start, chunk.tokens, chunk.cached, chunk.recomputed) == (computed, 1, 0, 0)
@@ -172,10 +172,10 @@ def test_out_means_first_out_first_in_and_nobody_new() -> None:
     """Three that run and one that waits. r2 goes out, later r1; r2 is first to come back, although r1 was there before
     it, and r3 is admitted when both have."""
     done = ran(7, 9, [(4, 14), (4, 10), (4, 6), (4, 2)], max_num_seqs=3)
-    assert [name for _, name, _ in done.moves(Way.OUT)] == ["r2", "r1"]
-    assert [name for _, name, _ in done.moves(Way.IN)] == ["r2", "r1"]
+    assert [name for _, name, _ in done.moves(Direction.OUT)] == ["r2", "r1"]
+    assert [name for _, name, _ in done.moves(Direction.IN)] == ["r2", "r1"]
     admitted = {c.spec.id: plan.step for plan in done.plans for c in plan.work.chunks if c.admitted and not c.resumed}
-    assert admitted["r3"] > done.moves(Way.IN)[-1][0]
+    assert admitted["r3"] > done.moves(Direction.IN)[-1][0]
 
 
 @pytest.mark.parametrize(("watermark", "runs"), [(0.0, True), (0.2, False)])
@@ -190,7 +190,7 @@ def test_blocks_stay_free_when_somebody_comes_back(watermark: float, runs: bool)
     scheduler.pool.grow(request, 2)
     row = decoding.row(request, 8, scheduler.pool.tables[request])
     decoding.plan({request: row}, running=1, waiting=0)
-    decoding.dissolve()
+    decoding.split()
     swapping.take_out(request)
     other = decoding.add(RequestSpec(1, "r1", 0, 20, 4, 4), 4)
     decoding.admit(other)
@@ -203,7 +203,7 @@ def test_blocks_stay_free_when_somebody_comes_back(watermark: float, runs: bool)
 def test_no_room_on_the_host_means_recomputing() -> None:
     """One place for two blocks: r1 waits in the queue as it would without a host, and its 8 tokens are lost."""
     done = ran(5, 1, [(4, 8), (4, 8)])
-    assert not done.moves(Way.OUT)
+    assert not done.moves(Direction.OUT)
     assert [victim.lost_tokens for plan in done.plans for victim in plan.changes.preempted] == [8]
     assert done.drive.scheduler.swapping.turned_away == 1  # type: ignore[union-attr]
 
@@ -212,9 +212,9 @@ def test_a_prompt_half_read_goes_on_where_it_was() -> None:
     """r1 reads 4 tokens a step beside r0. There is no third block for it, so it goes out with 8, half-way through its
     prompt of 13. When r0 has ended they come back, and the 5 that are left are its next row: nobody else is there."""
     done = ran(4, 4, [(3, 6), (13, 2)], long_prefill_token_threshold=4, scheduler_reserve_full_isl=False)
-    ((_, name, blocks),) = done.moves(Way.OUT)
+    ((_, name, blocks),) = done.moves(Direction.OUT)
     assert name == "r1"
-    (step, _, back) = done.moves(Way.IN)[0]
+    (step, _, back) = done.moves(Direction.IN)[0]
     assert back == blocks
     (chunk,) = done.plans[step].work.chunks
     assert (chunk.start, chunk.tokens, chunk.outputs) == (8, 5, 1)
@@ -224,8 +224,8 @@ def test_a_prompt_half_read_goes_on_where_it_was() -> None:
 def test_cancelled_outside(depth: int) -> None:
     """r1 is given up while it is out: its places are free, nothing comes back, and its row is not sampled again."""
     done = ran(5, 2, [(4, 9), (4, 8)], depth, cancelled={1: 16})
-    assert len(done.moves(Way.OUT)) == 1
-    assert not done.moves(Way.IN)
+    assert len(done.moves(Direction.OUT)) == 1
+    assert not done.moves(Direction.IN)
     request = next(r for spec, r in done.drive.requests.items() if spec.id == "r1")
     assert request.finish is Finish.ABORTED
 
@@ -238,7 +238,7 @@ def late(plans: list[StepPlan]) -> Callable[[StepPlan], StepPlan]:
 
     def change(plan: StepPlan) -> StepPlan:
         plans.append(plan)
-        before = plans[-2].moves if len(plans) > 1 else ()
+        before = plans[-2].transfers if len(plans) > 1 else ()
         return StepPlan(plan.step, plan.work, plan.changes, plan.counts, before, plan.awaited)
 
     return change
@@ -247,8 +247,10 @@ def late(plans: list[StepPlan]) -> Callable[[StepPlan], StepPlan]:
 def swapped_places(plan: StepPlan) -> StepPlan:
     """The first two blocks that come in change places."""
     moves = tuple(
-        type(m)(m.way, (m.sources[1], m.sources[0], *m.sources[2:]), m.targets, m.spec) if m.way is Way.IN else m
-        for m in plan.moves
+        type(m)(m.direction, (m.sources[1], m.sources[0], *m.sources[2:]), m.targets, m.spec)
+        if m.direction is Direction.IN
+        else m
+        for m in plan.transfers
     )
     return StepPlan(plan.step, plan.work, plan.changes, plan.counts, moves, plan.awaited)
 
@@ -270,10 +272,10 @@ def test_a_job_writes_early_and_reads_late() -> None:
     contents, (spec, other) = Contents(here, SIZE), here
     tables = {spec: [0], other: [0]}
     row, over = (Row(s, 0, 4, (0,), None) for s in (spec, other))
-    contents.step(StepPlan(0, moves=(Move(Way.OUT, (0,), (5,), spec, 7),)), [row], tables)
+    contents.step(StepPlan(0, transfers=(Transfer(Direction.OUT, (0,), (5,), spec, 7),)), [row], tables)
     assert contents.held((HOST, 5)) == [None] * SIZE
     contents.step(StepPlan(1), [over], tables)
-    contents.landed((7,))
+    contents.completed((7,))
     assert contents.moved == 1
     assert contents.held((HOST, 5)) == contents.held((DEVICE, 0)) == [said(here, other, at) for at in range(SIZE)]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from calls import SMALL, Said, call
 
-from cbsim.scenario import bounded, documents
-from cbsim.scenario.errors import UserError
+from cbsim.errors import UserError
+from cbsim.scenario import documents
 
 SCALE = 400  # far beyond what is allowed, yet quick to write down
 
@@ -32,7 +32,7 @@ def bomb(levels: int) -> str:
         (bomb(30) + SMALL.replace("question: What", "question: *x29 #"), ":5: not valid YAML: holds too many values"),
         (f"a: &a {'x' * 9000}\nb: [{'*a, ' * 2000}]\n", ":2: not valid YAML: holds too many values"),
         (SMALL + f"a: [{'1, ' * 13000}]\n", ":12: not valid YAML: holds too many values"),
-        (SMALL + f"# {'x' * bounded.MOST_BYTES}\n", ": is too large, must be <= 500,000 bytes"),
+        (SMALL + f"# {'x' * documents.MOST_BYTES}\n", ": is too large, must be <= 500,000 bytes"),
         (SMALL + f"a: {'[' * SCALE}{']' * SCALE}\n", ":12: not valid YAML: nested too deeply, must be <= 40 levels"),
         ("x0: &x0 [1]\n" + "".join(f"x{i}: &x{i} [*x{i - 1}]\n" for i in range(1, SCALE)), "nested too deeply"),
         (SMALL + "a: &a [*a]\n", ":12: not valid YAML: *a stands inside of what it names"),

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from cbsim.errors import ScenarioError
 from cbsim.scenario import pretrained, scenario, shapes
-from cbsim.scenario.fields import ScenarioError
 
 LLAMA = {  # meta-llama/Llama-3.1-8B, and what does not bear on a simulation
     "architectures": ["LlamaForCausalLM"],
@@ -137,7 +137,7 @@ def test_of_several_media_the_text_model_is_read(tmp_path: Path) -> None:
     text = LLAMA | {"model_type": "mistral", "sliding_window": None, "torch_dtype": ...}
     text = {k: v for k, v in text.items() if v is not ...}
     assert read(written(tmp_path, outer, text_config=text)).layers == 32
-    with pytest.raises(ScenarioError, match=r"quantization_config: quant_method: got nothing, expected one of"):
+    with pytest.raises(ScenarioError, match=r"quantization_config.quant_method: is required: one of"):
         read(written(tmp_path, outer, text_config=text, quantization_config={"bits": 4}))
 
 
@@ -192,7 +192,7 @@ def test_what_is_not_modelled_is_refused_by_name(fields: dict[str, Any], words: 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{", "is not JSON"), ("[1]", "got [1], expected an object"), ("[" * 100_000, "is not JSON")],
+    [("{", "not valid JSON"), ("[1]", "got [1], expected a JSON object"), ("[" * 100_000, "not valid JSON")],
 )
 def test_a_file_that_is_no_config(text: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ScenarioError, match=r"config\.json: ") as raised:
@@ -203,7 +203,7 @@ def test_a_file_that_is_no_config(text: str, words: str, tmp_path: Path) -> None
 def test_only_small_regular_files_are_read(tmp_path: Path) -> None:
     """A pipe would wait for ever; a file of weights is not a description."""
     (tmp_path / "config.json").write_text(" " * (pretrained.MOST_BYTES + 1))
-    with pytest.raises(ScenarioError, match=r"config\.json: got 1,000,001 bytes, must be <= 1,000,000"):
+    with pytest.raises(ScenarioError, match=r"config\.json: is too large, must be <= 1,000,000"):
         read(tmp_path)
     (tmp_path / "config.json").unlink()
     os.mkfifo(tmp_path / "config.json")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cbsim.policy.kind import Sectors
+from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog, scenario, shapes, sizing
-from cbsim.scenario.fields import ScenarioError
+from cbsim.schedulers.transformers import settings as memory
 
 LLAMA = shapes.model("llama-3.1-8b")
 H100 = shapes.hardware("h100-sxm")
@@ -101,17 +101,9 @@ def with_free_bytes(free: int) -> shapes.Hardware:
 
 def transformers(
     free: int, *, max_batch_tokens: int | None = None, num_blocks: int | None = None, depth: int = 2
-) -> sizing.Size:
-    return sizing.fit_transformers(
-        LLAMA,
-        with_free_bytes(free),
-        fraction=0.9,
-        block_size=256,
-        depth=depth,
-        max_blocks_per_request=32,
-        max_batch_tokens=max_batch_tokens,
-        num_blocks=num_blocks,
-    )
+) -> memory.Size:
+    site = sizing.Place(LLAMA, with_free_bytes(free), depth, 256, 0.9, num_blocks)
+    return memory.fit_5_17(site, 32, max_batch_tokens)
 
 
 def test_transformers_golden_8b_on_an_80_gb_card() -> None:
@@ -120,8 +112,8 @@ def test_transformers_golden_8b_on_an_80_gb_card() -> None:
     The equation gives just that when 68.25 to 68.28 GB are free: 84.31 to 84.34 GB in all if only the weights are in
     use. Neither 80e9 bytes nor 80 GiB does it; a card sold as 80 GB shows a process about 85 GB, so the number's card
     had some 0.6 GB more in use than the weights, or a little less memory."""
-    assert transformers(68_250_000_000) == sizing.Size(8192, 1703)
-    assert transformers(68_284_000_000) == sizing.Size(8192, 1703)
+    assert transformers(68_250_000_000) == memory.Size(8192, 1703)
+    assert transformers(68_284_000_000) == memory.Size(8192, 1703)
     assert transformers(68_246_000_000).num_blocks == 1702
     assert transformers(68_288_000_000).num_blocks == 1704
     assert transformers(80 * 10**9 - LLAMA.weight_bytes).num_blocks == 1587
@@ -130,7 +122,7 @@ def test_transformers_golden_8b_on_an_80_gb_card() -> None:
 
 def test_transformers_coefficients_by_hand() -> None:
     """Bytes a batch token and a cache token, worked out on paper for Llama-3.1-8B in bfloat16, asynchronous."""
-    lm_head, attention = sizing.transformers_peaks(LLAMA, depth=2, max_blocks_per_request=32)
+    lm_head, attention = memory.transformers_peaks(LLAMA, depth=2, max_blocks_per_request=32)
     assert lm_head == (4096 * 2 + 128256 * 4 + 2 * (28 + 4 + 128 + 16), 131_072 + 16)
     assert attention == (2 * (4096 + 4096 + 2048) + 352, 131_072 + 16 + 4096)
 
@@ -138,12 +130,12 @@ def test_transformers_coefficients_by_hand() -> None:
 def test_transformers_solution_is_the_largest_that_fits() -> None:
     """One block more would not fit at the worse peak; the batch given is kept."""
     for depth in (1, 2):
-        peaks = sizing.transformers_peaks(LLAMA, depth, 32)
+        peaks = memory.transformers_peaks(LLAMA, depth, 32)
         for batch in (256, 8192, 60_000):
             size = transformers(60_000_000_000, max_batch_tokens=batch, depth=depth)
             assert size.max_batch_tokens == batch
-            assert sizing.footprint_bytes(size, 256, peaks) <= 54_000_000_000
-            assert sizing.footprint_bytes(size._replace(num_blocks=size.num_blocks + 1), 256, peaks) > 54_000_000_000
+            assert memory.footprint_bytes(size, 256, peaks) <= 54_000_000_000
+            assert memory.footprint_bytes(size._replace(num_blocks=size.num_blocks + 1), 256, peaks) > 54_000_000_000
 
 
 def test_transformers_batch_from_blocks() -> None:
@@ -165,36 +157,34 @@ def test_transformers_more_than_fits_is_refused_by_name() -> None:
         transformers(-1)
 
 
-ONE_KIND = Sectors(pages=1, layers=32, tokens=256, kinds=1)
+ONE_KIND = memory.Sectors(pages=1, layers=32, tokens=256, kinds=1)
 
 
 @pytest.mark.parametrize(("logits_to_keep", "blocks"), [(True, 1751), (False, 1649)])
 def test_transformers_523_golden_8b(logits_to_keep: bool, blocks: int) -> None:
     """Golden, with 68.25 GB free: a model that computes all logits of a step has room for fewer blocks."""
-    costs = sizing.sector_costs(
+    costs = memory.sector_costs(
         LLAMA, ONE_KIND, 256, depth=2, max_blocks_per_request=32, max_requests=1024, logits_to_keep=logits_to_keep
     )
     size = sectors(68_250_000_000, costs)
-    assert size == sizing.Size(8192, blocks)
+    assert size == memory.Size(8192, blocks)
     available = int(68_250_000_000 * 0.9)
     assert costs.needed(8192, blocks) <= available < costs.needed(8192, blocks + 1)
 
 
 def sectors(
-    free: int, costs: sizing.SectorCosts, *, of: Sectors = ONE_KIND, tokens: int = 8192, blocks: int | None = None
-) -> sizing.Size:
-    return sizing.fit_sectors(
-        LLAMA,
-        with_free_bytes(free),
-        costs,
-        fraction=0.9,
-        sectors_of=of,
-        max_batch_tokens=tokens,
-        num_blocks=blocks,
-    )
+    free: int,
+    costs: memory.SectorCosts,
+    *,
+    of: memory.Sectors = ONE_KIND,
+    tokens: int = 8192,
+    blocks: int | None = None,
+) -> memory.Size:
+    site = sizing.Place(LLAMA, with_free_bytes(free), 2, 256, 0.9, blocks)
+    return memory.fit_5_23(site, costs, of, tokens)
 
 
-COSTS = sizing.sector_costs(LLAMA, ONE_KIND, 256, depth=1, max_blocks_per_request=0, max_requests=4)
+COSTS = memory.sector_costs(LLAMA, ONE_KIND, 256, depth=1, max_blocks_per_request=0, max_requests=4)
 
 
 def test_transformers_523_coefficients_by_hand() -> None:
@@ -207,7 +197,7 @@ def test_transformers_523_coefficients_by_hand() -> None:
 def test_transformers_523_counts_whole_sectors() -> None:
     """Given blocks become those of whole sectors, found ones are; what does not fit is refused with what it needs."""
     four = ONE_KIND._replace(pages=4)
-    assert sectors(68_250_000_000, COSTS, of=four, blocks=10) == sizing.Size(8192, 12)
+    assert sectors(68_250_000_000, COSTS, of=four, blocks=10) == memory.Size(8192, 12)
     assert sectors(68_250_000_000, COSTS, of=four).num_blocks % 4 == 0
     with pytest.raises(ScenarioError, match=r"kv_cache\.num_blocks: got 3000, which need"):
         sectors(68_250_000_000, COSTS, blocks=3000)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog, scenario, terms
-from cbsim.scenario.fields import ScenarioError
 
 VALUES = {"step_s": 1.0, "reduce_s@2": 2.0, "reduce_s@8": 8.0, "layer_s@0.16.0": 3.0, "large_products@h100_sxm": 4.0}
 

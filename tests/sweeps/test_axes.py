@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbsim.scenario.fields import ScenarioError
+from cbsim.errors import ScenarioError
 from cbsim.sweeps import sweep_file
-from cbsim.sweeps.axes import LogRange, Range
+from cbsim.sweeps.sweep_file import LogRange, Range
 
 
 def settings(**fields: Any) -> list[dict[str, Any]]:

@@ -13,10 +13,11 @@ import pytest
 from calls import call, refused
 
 import cbsim
-from cbsim.scenario.errors import UserError
-from cbsim.sweeps import identity, replicated, sweep_file
-from cbsim.sweeps.axes import Axis
-from cbsim.sweeps.points import LARGEST_SEED
+from cbsim.errors import UserError
+from cbsim.stats import replicated
+from cbsim.sweeps import identity, sweep_file
+from cbsim.sweeps.sweep import LARGEST_SEED
+from cbsim.sweeps.sweep_file import Axis
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from calls import environment
 from sweeping import seats
 
 from cbsim.sweeps import sweep_file
-from cbsim.sweeps.executor import Here
-from cbsim.sweeps.processes import DIED, Processes
+from cbsim.sweeps.executor import DIED, Here, Processes
 from cbsim.sweeps.sweep import Sweep, Swept
 
 

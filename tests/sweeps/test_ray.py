@@ -18,10 +18,9 @@ import pytest
 from calls import ROOT, SMALL, Said, call, process, refused
 from own_policy import TEXT
 
-from cbsim.results.directory import RunError
+from cbsim.errors import RunError
 from cbsim.sweeps import identity, ray_cluster, sweep_file
-from cbsim.sweeps.executor import Here
-from cbsim.sweeps.processes import DIED
+from cbsim.sweeps.executor import DIED, Here
 from cbsim.sweeps.ray_cluster import RayCluster
 from cbsim.sweeps.sweep import Sweep
 from cbsim.sweeps.work import Made

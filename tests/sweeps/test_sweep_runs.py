@@ -13,9 +13,10 @@ from calls import call, refused
 from sweeping import SWEEP, seats
 
 import cbsim
-from cbsim.results import measures
-from cbsim.scenario.fields import ScenarioError
-from cbsim.sweeps import identity, points, sweep_file
+from cbsim.errors import ScenarioError
+from cbsim.metrics import catalogue
+from cbsim.sweeps import identity, sweep_file
+from cbsim.sweeps import sweep as points
 from cbsim.sweeps.executor import Here
 from cbsim.sweeps.store import PART, STALE_S, Store
 from cbsim.sweeps.sweep import Shard, Sweep
@@ -39,7 +40,7 @@ def test_a_row_says_what_the_run_says(sweep: Path, tmp_path: Path) -> None:
         changes = [f"{field}={row[field]}" for field in ("workload.requests", "scheduler.name")]
         alone = cbsim.run(cbsim.load(sweep.with_name("small.yaml"), *changes, f"loop.mode={row['loop']}"))
         assert isinstance(alone, cbsim.Result)
-        found = measures.quantities(alone.summary)
+        found = catalogue.quantities(alone.summary)
         assert {name: row[name] for name in found} == found
         assert row["output_tokens_per_s_per_gpu"] == found["output_tokens_per_s"]
         assert row["output_tokens_per_s_per_user"] == 1 / found["tpot_s.mean"]

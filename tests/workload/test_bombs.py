@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from calls import call, refused
 
-from cbsim.scenario import memory, rows
+from cbsim.scenario import rows
 
 CSV = "id,arrival_s,prefill_tokens,decode_tokens\n"
 JSON_LINE = '{"timestamp": 0, "input_length": 3, "output_length": 2, "hash_ids": [1]}\n'
@@ -68,7 +68,7 @@ def test_rows_beyond_memory(
 ) -> None:
     """Counted while they are read: 1,500 fit a memory of 2 MB, and it is refused at the next look, every 1,000 rows."""
     monkeypatch.setattr(rows, "LOOK_ROWS", 1000)
-    monkeypatch.setattr(memory, "free_bytes", lambda: 2_000_000)
+    monkeypatch.setattr(rows, "free_bytes", lambda: 2_000_000)
     text = head + row * 5000
     (small.parent / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     workload = f"workload={{kind: {kind}, path: {name}}}"

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 import cbsim
+from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog
 from cbsim.scenario.demand import CsvColumns
-from cbsim.scenario.fields import ScenarioError
-from cbsim.workload import csv_columns, traces
+from cbsim.workload import csv_requests
 from cbsim.workload.traces import Arrival
 
 ROWS = "0.5,7,3\n"
@@ -17,7 +17,7 @@ ROWS = "0.5,7,3\n"
 
 def read(path: Path, content: str, **columns: str) -> list[Arrival]:
     path.write_text(content)
-    return traces.plain(path, None, CsvColumns(**columns))
+    return csv_requests.plain(path, None, CsvColumns(**columns))
 
 
 @pytest.fixture
@@ -43,11 +43,11 @@ def test_common_names_need_no_mapping(file: Path, header: str) -> None:
     assert read(file, f"{header}\n{ROWS}") == [Arrival(500_000_000, 7, 3)]
 
 
-@pytest.mark.parametrize("role", csv_columns.NEEDED)
+@pytest.mark.parametrize("role", csv_requests.NEEDED)
 def test_every_known_name_is_found_and_documented(file: Path, role: str) -> None:
     page = (catalog.ROOT / "docs" / "scenarios.md").read_text()
-    names = {part: csv_columns.NAMES[part][0] for part in csv_columns.NEEDED}
-    for name in csv_columns.NAMES[role]:
+    names = {part: csv_requests.NAMES[part][0] for part in csv_requests.NEEDED}
+    for name in csv_requests.NAMES[role]:
         assert f"`{name}`" in page
         header = ",".join((names | {role: name}).values())
         assert len(read(file, f"{header}\n{ROWS}")) == 1

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import cbsim
-from cbsim.scenario import catalog, lengths
-from cbsim.scenario.fields import ScenarioError
+from cbsim.errors import ScenarioError
+from cbsim.scenario import catalog, demand
 from cbsim.workload import generators, traces
-from cbsim.workload.generators import Streams
+from cbsim.workload.requests import Streams
 
 SHAREGPT = "traces/sharegpt_lengths/sharegpt_8k_filtered_stats_llama2_tokenizer.csv"
 
@@ -38,7 +38,7 @@ def fitted(prompts: np.ndarray, outputs: np.ndarray) -> tuple[list[int], list[li
 
 
 def test_sharegpt_is_made_as_it_says(sharegpt: np.ndarray) -> None:
-    table = lengths.load("sharegpt")
+    table = demand.length_table("sharegpt")
     prompts, outputs = fitted(*sharegpt)
     assert list(table.prompt_tokens) == prompts
     assert [list(group) for group in table.output_tokens] == outputs
@@ -75,10 +75,10 @@ def asked(**workload: Any) -> dict[str, Any]:
     return {"question": "?", "model": "llama-3.1-8b", "hardware": "h100-sxm", "seed": 3, "workload": fields}
 
 
-@pytest.mark.parametrize("name", catalog.names(lengths.FOLDER))
+@pytest.mark.parametrize("name", catalog.names(demand.LENGTH_TABLES))
 def test_a_name_is_all_it_takes(name: str) -> None:
     """Lengths lie within the table, together within its bound, and are the seed's."""
-    table = lengths.load(name)
+    table = demand.length_table(name)
     one, two = (generators.build(cbsim.load(asked(lengths=name))) for _ in range(2))
     assert one.fingerprint() == two.fingerprint()
     for spec in one.specs():
@@ -114,7 +114,7 @@ def test_a_table_of_lengths_is_in_order(tmp_path: Path, monkeypatch: pytest.Monk
     file = tmp_path / "bad.yaml"
     file.write_text("name: x\nsource: y\nmost_tokens: 9\nprompt_tokens: [1, 3, 2]\noutput_tokens: [[1, 2]]\n")
     with pytest.raises(ScenarioError, match=r"bad.yaml:4: prompt_tokens: got 2 after 3, expected quantiles in order"):
-        lengths.load(str(file))
+        demand.length_table(str(file))
 
 
 def test_the_example_of_the_documentation_loads(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog
-from cbsim.scenario.fields import ScenarioError
-from cbsim.workload import scheduler_tests, traces
+from cbsim.workload import csv_requests, scheduler_tests, traces
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 PLAIN = "id,arrival_s,prefill_tokens,decode_tokens\n"
@@ -64,7 +64,7 @@ def test_sharegpt_lengths() -> None:
 
 
 def test_plain_csv() -> None:
-    rows = traces.plain(real("traces/speed/splitwise_conv_q6.45_n19366.csv"))
+    rows = csv_requests.plain(real("traces/speed/splitwise_conv_q6.45_n19366.csv"))
     assert len(rows) == 19_366 and rows[0][:5] == (158_148_882, 395, 112, (), "0")
 
 
@@ -72,15 +72,15 @@ def test_a_csv_may_have_limits_and_priorities(tmp_path: Path) -> None:
     """In any order of columns; without them the limit is the output and the priority 0."""
     file = tmp_path / "t.csv"
     file.write_text("id,priority,arrival_s,prefill_tokens,decode_tokens,max_tokens\na,-2,0,5,6,7\nb,3,1,5,6,6\n")
-    assert [(row.max_tokens, row.priority) for row in traces.plain(file)] == [(7, -2), (6, 3)]
+    assert [(row.max_tokens, row.priority) for row in csv_requests.plain(file)] == [(7, -2), (6, 3)]
     file.write_text("id,arrival_s,prefill_tokens,decode_tokens\na,0,5,6\n")
-    assert [(row.max_tokens, row.priority) for row in traces.plain(file)] == [(None, 0)]
+    assert [(row.max_tokens, row.priority) for row in csv_requests.plain(file)] == [(None, 0)]
     file.write_text("id,arrival_s,prefill_tokens,decode_tokens,max_tokens\na,0,5,6,5\n")
     with pytest.raises(ScenarioError, match=r"t.csv:2: max_tokens: got '5', expected at least decode_tokens \(6\)"):
-        traces.plain(file)
+        csv_requests.plain(file)
     file.write_text("id,arrival_s,prefill_tokens,decode_tokens,priority\na,0,5,6,high\n")
     with pytest.raises(ScenarioError, match="priority: got 'high', expected a whole number"):
-        traces.plain(file)
+        csv_requests.plain(file)
 
 
 def test_agentic_sessions() -> None:
@@ -97,6 +97,17 @@ def test_limit_reads_the_first_rows() -> None:
     assert traces.azure(path, 10) == traces.azure(path)[:10]
     path = real("traces/agentic/aiperf_agentic_code_200s_seed42.jsonl")
     assert traces.agentic(path, 3) == traces.agentic(path)[:3]
+
+
+def test_a_limit_of_sessions_keeps_their_later_turns(tmp_path: Path) -> None:
+    """Turns of a session may stand behind the first line of another one, which the limit leaves out."""
+    file = tmp_path / "made_up.jsonl"
+    first = '"input_length": 5, "output_length": 2, "hash_ids": [1], "timestamp": 0}'
+    later = '"input_length": 3, "output_length": 2, "hash_ids": [2], "delay": 7}'
+    lines = [f'{{"session_id": "{name}", {rest}' for name, rest in (("a", first), ("b", first), ("a", later))]
+    file.write_text("\n".join(lines))
+    (session,) = traces.agentic(file, 1)
+    assert [(turn.new_tokens, turn.delay_ns) for turn in session.turns] == [(5, 0), (3, 7_000_000)]
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -137,32 +148,36 @@ def test_azure_times_are_exact(tmp_path: Path) -> None:
         (traces.azure, "TIMESTAMP,ContextTokens\n", ":1: no column GeneratedTokens; expected TIMESTAMP,"),
         (traces.azure, "", ":1: no column TIMESTAMP"),
         (traces.azure, AZURE, "holds no requests"),
-        (traces.plain, PLAIN + "a,nan,1,1\n", ":2: arrival_s: got 'nan', expected seconds >= 0"),
-        (traces.plain, PLAIN + "a,-1,1,1\n", ":2: arrival_s: got '-1'"),
-        (traces.plain, PLAIN + "a,1e999,1,1\n", ":2: arrival_s: got '1e999'"),
-        (traces.plain, PLAIN + "a,2,1,1\nb,1,1,1\n", ":3: arrival_s: got '1', expected seconds not before"),
-        (traces.plain, PLAIN + "a,2,1,1\n\na,3,1,1\n", ":4: id: got 'a', expected an id that no row above has"),
+        (csv_requests.plain, PLAIN + "a,nan,1,1\n", ":2: arrival_s: got 'nan', expected seconds >= 0"),
+        (csv_requests.plain, PLAIN + "a,-1,1,1\n", ":2: arrival_s: got '-1'"),
+        (csv_requests.plain, PLAIN + "a,1e999,1,1\n", ":2: arrival_s: got '1e999'"),
+        (csv_requests.plain, PLAIN + "a,2,1,1\nb,1,1,1\n", ":3: arrival_s: got '1', expected seconds not before"),
+        (csv_requests.plain, PLAIN + "a,2,1,1\n\na,3,1,1\n", ":4: id: got 'a', expected an id that no row above has"),
         (traces.lengths, LENGTHS + "1_0,1\n", ":2: num_prefill_tokens: got '1_0'"),
         (traces.lengths, LENGTHS + "\u0663,1\n", ":2: num_prefill_tokens: got"),
         (traces.mooncake, "{", ":1: not valid JSON"),
         (traces.mooncake, "[1]", ":1: row: got [1], expected a JSON object"),
-        (traces.mooncake, '{"timestamp": 0}', ":1: input_length: is missing, expected a whole number >= 1"),
+        (traces.mooncake, '{"timestamp": 0}', ":1: input_length: is required"),
         (
             traces.mooncake,
-            '{"timestamp": NaN, "input_length": 3}',
-            ":1: timestamp: got nan, expected milliseconds >= 0",
+            '{"input_length": 3, "output_length": 1, "hash_ids": [1], "timestamp": NaN}',
+            ":1: timestamp: got nan, expected a finite number",
         ),
-        (traces.mooncake, '{"timestamp": true, "input_length": 3}', ":1: timestamp: got true"),
+        (
+            traces.mooncake,
+            '{"input_length": 3, "output_length": 1, "hash_ids": [1], "timestamp": true}',
+            ":1: timestamp: got true",
+        ),
         (traces.mooncake, '{"timestamp": 0, "input_length": 0}', ":1: input_length: got 0"),
         (
             traces.mooncake,
             '{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}',
-            ":1: hash_ids: got 1 ids, expected 2 whole numbers, one for every 512 of 513 tokens",
+            ":1: hash_ids: got 1 ids, expected 2 ids, one for every 512 of 513 tokens",
         ),
         (
             traces.mooncake,
             '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [-1]}',
-            ":1: hash_ids: got [-1], expected whole numbers >= 0",
+            ":1: hash_ids.0: got -1, must be >= 0",
         ),
         (
             traces.mooncake,
@@ -170,7 +185,11 @@ def test_azure_times_are_exact(tmp_path: Path) -> None:
             + '{"timestamp": 8, "input_length": 5, "output_length": 1, "hash_ids": [1]}',
             ":2: timestamp: got 8",
         ),
-        (traces.agentic, '{"session_id": "a", "input_length": 3}', ":1: timestamp: is missing"),
+        (
+            traces.agentic,
+            '{"session_id": "a", "input_length": 3, "output_length": 1, "hash_ids": [1]}',
+            ":1: timestamp: is required",
+        ),
         (traces.agentic, '{"session_id": 3}', ":1: session_id: got 3, expected text"),
     ],
 )

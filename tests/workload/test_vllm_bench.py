@@ -10,8 +10,8 @@ from typing import Any
 import packs
 import pytest
 
+from cbsim.errors import ScenarioError
 from cbsim.scenario import scenario
-from cbsim.scenario.fields import ScenarioError
 from cbsim.workload import generators, vllm_bench
 from cbsim.workload.traces import Arrival
 
@@ -60,16 +60,19 @@ def test_the_time_series_is_shares(tmp_path: Path) -> None:
 
 ASKED_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another id": ({"id": 3}, "a.jsonl:1: id: got 3, expected 0, the number of the row"),
-    "no prompt": ({"input_toks": 0}, "a.jsonl:1: input_toks: got 0, expected a whole number >= 1"),
-    "a fraction": ({"output_toks": 1.5}, "a.jsonl:1: output_toks: got 1.5, expected a whole number >= 1"),
-    "before the start": ({"arrival_ns": -1}, "a.jsonl:1: arrival_ns: got -1, expected a number >= 0"),
-    "no blocks": ({"prompt_block_runs": None}, "a.jsonl:1: prompt_block_runs: got nothing, expected pairs"),
-    "text": ({"prompt_block_runs": "abc"}, "a.jsonl:1: prompt_block_runs: got 'abc', expected pairs"),
-    "a block too few": ({"prompt_block_runs": [[0, 2]]}, "expected ids >= 0 of 3 blocks"),
-    "far too many": ({"prompt_block_runs": [[0, 10**15]]}, "expected ids >= 0 of 3 blocks"),
-    "a negative id": ({"prompt_block_runs": [[-1, 3]]}, "expected ids >= 0 of 3 blocks"),
-    "a negative run": ({"prompt_block_runs": [[0, 4], [9, -1]]}, "expected ids >= 0 of 3 blocks"),
-    "half a block": ({"prompt_block_runs": [[0, 1.5], [4, 1.5]]}, "expected pairs of whole numbers"),
+    "no prompt": ({"input_toks": 0}, "a.jsonl:1: input_toks: got 0, must be >= 1"),
+    "a fraction": ({"output_toks": 1.5}, "a.jsonl:1: output_toks: got 1.5, expected a whole number"),
+    "before the start": ({"arrival_ns": -1}, "a.jsonl:1: arrival_ns: got -1, must be >= 0"),
+    "no blocks": ({"prompt_block_runs": None}, "a.jsonl:1: prompt_block_runs: got nothing, expected a list"),
+    "text": ({"prompt_block_runs": "abc"}, "a.jsonl:1: prompt_block_runs: got 'abc', expected a list"),
+    "a block too few": ({"prompt_block_runs": [[0, 2]]}, "got 2 ids, expected those of 3 blocks"),
+    "far too many": ({"prompt_block_runs": [[0, 10**15]]}, "ids, expected those of 3 blocks"),
+    "a negative id": ({"prompt_block_runs": [[-1, 3]]}, "prompt_block_runs.0.0: got -1, must be >= 0"),
+    "a negative run": ({"prompt_block_runs": [[0, 4], [9, -1]]}, "prompt_block_runs.1.1: got -1, must be >= 0"),
+    "half a block": (
+        {"prompt_block_runs": [[0, 1.5], [4, 1.5]]},
+        "prompt_block_runs.0.1: got 1.5, expected a whole number",
+    ),
 }
 
 
@@ -106,7 +109,7 @@ def test_a_field_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None
     for field in ("input_toks", "scheduled_ts"):
         packs.lines(tmp_path / "requests.jsonl", [{name: value for name, value in TAKEN.items() if name != field}])
         refused(
-            lambda: vllm_bench.recorded(tmp_path / "requests.jsonl", [ROW]), f"requests.jsonl:1: {field}: is missing"
+            lambda: vllm_bench.recorded(tmp_path / "requests.jsonl", [ROW]), f"requests.jsonl:1: {field}: is required"
         )
 
 
@@ -140,7 +143,7 @@ def test_files_that_are_no_rows(tmp_path: Path) -> None:
         b"\n\n": "holds no requests",
         b"{": ":1: not valid JSON",
         b"\n[1]\n": ":2: row: got [1], expected a JSON object",
-        b"[" * 100_000: "cannot be read",
+        b"[" * 100_000: "not valid JSON",
         b"\xff\xfe": "is not UTF-8 text",
     }.items():
         path.write_bytes(content)

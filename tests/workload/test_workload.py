@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cbsim.errors import ScenarioError
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, scenario
-from cbsim.scenario.scenario import Scenario, ScenarioError
-from cbsim.workload import coarse_stamps, generators, traces
+from cbsim.scenario.scenario import Scenario
+from cbsim.workload import generators, traces
+from cbsim.workload.requests import Workload
 
 BASE: dict[str, Any] = {
     "kind": "synthetic",
@@ -23,7 +25,7 @@ BASE: dict[str, Any] = {
 }
 
 
-def made(changes: dict[str, Any] | None = None, seed: int = 1, **whole: Any) -> generators.Workload:
+def made(changes: dict[str, Any] | None = None, seed: int = 1, **whole: Any) -> Workload:
     values = {"question": "?", "model": "llama-3.1-8b", "hardware": "h100-sxm", "seed": seed}
     return generators.build(Scenario.model_validate(values | {"workload": whole or BASE | (changes or {})}))
 
@@ -274,7 +276,7 @@ def test_mooncake_spread_keeps_cell_and_order() -> None:
 
 def test_mooncake_real_times_are_not_spread() -> None:
     trace = [traces.Arrival(at * 10**6, 5, 1, (0,)) for at in (0, 1234, 3000)]
-    assert coarse_stamps.spread(trace, np.random.default_rng(0)) == trace
+    assert traces.spread(trace, np.random.default_rng(0)) == trace
 
 
 def test_mooncake_prefix_is_512_tokens_an_id() -> None:

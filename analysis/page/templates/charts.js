@@ -12,6 +12,7 @@ const CHARTS = (() => {
   const LETTER_PX = 8, CELL_PX = 38; // of a label, and of a cell with its number
   const MOST_ROWS = 40; // labels beside cells
   const NONE = "none";
+  const BETTER = { 1: ", more is better", "-1": ", less is better", 0: "" };
 
   // -- parts of figures ------------------------------------------------------------------------------------------
 
@@ -128,25 +129,26 @@ const CHARTS = (() => {
   }
 
   // Places that no other one beats in both means are joined; those beaten for sure, whose intervals another one's lie
-  // beyond in both, are pale.
+  // beyond in both, are pale. Without a direction that is better, there are neither.
   function pareto(chosen) {
     const pair = [chosen.across, chosen.up], both = pair.map((name) => metrics.get(name));
     const kept = data.axes.map((_, at) => at).filter((at) => !Number.isInteger(chosen[at]));
     const rest = data.axes.map((_, at) => [at, chosen[at]]).filter(([, choice]) => Number.isInteger(choice));
     const filters = data.slo.filter((_, i) => chosen[`slo${i}`]);
-    if (chosen.filter !== NONE && chosen.bound !== "") filters.push({ metric: chosen.filter, compare: metrics.get(chosen.filter).more ? ">=" : "<=", bound: Number(chosen.bound) });
+    if (chosen.filter !== NONE && chosen.bound !== "") filters.push({ metric: chosen.filter, compare: metrics.get(chosen.filter).sign > 0 ? ">=" : "<=", bound: Number(chosen.bound) });
     const all = places(kept, fixedOf(rest), [...pair, ...filters.map((limit) => limit.metric)]);
     const found = all.filter((place) => place.of[0].n && place.of[1].n);
     for (const place of found) {
       place.met = filters.every((limit, i) => HOLDS[limit.compare](place.of[2 + i].mean, limit.bound));
-      const better = both.map(({ more }, i) => (more ? [place.of[i].mean, place.of[i].low, place.of[i].high] : [-place.of[i].mean, -place.of[i].high, -place.of[i].low]));
+      const better = both.map(({ sign }, i) => (sign > 0 ? [place.of[i].mean, place.of[i].low, place.of[i].high] : [-place.of[i].mean, -place.of[i].high, -place.of[i].low]));
       [place.mean, place.worse, place.best] = [0, 1, 2].map((i) => better.map((ends) => ends[i]));
     }
-    const counted = found.filter((place) => place.met), sure = frontier(counted, "worse");
+    const directed = both.every(({ sign }) => sign), counted = found.filter((place) => place.met);
+    const sure = directed ? frontier(counted, "worse") : [];
     for (const place of counted) place.beaten = sure.some((other) => other.worse[0] > place.best[0] && other.worse[1] > place.best[1]);
     const sizes = both.map((metric, i) => scale(metric, found.map((place) => place.of[i].mean)));
     const at = (own, i) => own.map((place) => place.of[i].mean / sizes[i].size);
-    const front = frontier(counted, "mean").sort((a, b) => a.of[0].mean - b.of[0].mean);
+    const front = (directed ? frontier(counted, "mean") : []).sort((a, b) => a.of[0].mean - b.of[0].mean);
     const marker = (own, style) => ({ type: "scatter", mode: "markers", x: at(own, 0), y: at(own, 1), hovertext: own.map((place) => hover(place, kept, rest, pair)), hovertemplate: "%{hovertext}<extra></extra>", ...style });
     const out = found.filter((place) => !place.met);
     const traces = [{ type: "scatter", mode: "lines", name: "not beaten in both", x: at(front, 0), y: at(front, 1), line: { color: "#777777", width: 1.7 }, hoverinfo: "skip" }];
@@ -162,10 +164,10 @@ const CHARTS = (() => {
       const bars = Object.fromEntries(["error_x", "error_y"].map((bar, i) => [bar, errors(sureOf.map((place) => place?.of[i] ?? {}), sizes[i].size, colour)]));
       if (good.length) traces.push(marker(good, { name: escaped(name), legendgroup: name, marker: looks, ...bars }));
     });
-    const axis = (i) => ({ ...LINES, title: { text: `${titled(both[i], sizes[i])}, ${both[i].more ? "more" : "less"} is better`, standoff: 8 }, separatethousands: true });
+    const axis = (i) => ({ ...LINES, title: { text: titled(both[i], sizes[i]) + BETTER[both[i].sign], standoff: 8 }, separatethousands: true });
     const layout = { ...frame(540), xaxis: axis(0), yaxis: axis(1) };
     const met = filters.length ? ` ${grouped(counted.length, 9)} of ${grouped(found.length, 9)} meet the limits.` : "";
-    const joined = ` The line joins what no other place beats in both; pale is beaten for sure.`;
+    const joined = directed ? " The line joins what no other place beats in both; pale is beaten for sure." : " A metric of which neither more nor less is better has no best place.";
     return { traces, layout, says: caption(found.length, all.length - found.length, rest) + met + joined };
   }
 

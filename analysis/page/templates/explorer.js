@@ -58,7 +58,7 @@
         ["across", "On x", metricOptions], ["up", "On y", metricOptions], ["colour", "Coloured by", [[NONE, "none"], ...asOptions(every)]],
         ...every.map((at) => choice(at, [ALL, "all"])), ...data.slo.map(({ text }, i) => [`slo${i}`, `only ${text}`]),
         ["filter", "Only where", [[NONE, "no further limit"], ...metricOptions]],
-        ...(chosen.filter === NONE ? [] : [["bound", metrics.get(chosen.filter).more ? "is at least" : "is at most", "number"]]),
+        ...(chosen.filter === NONE ? [] : [["bound", metrics.get(chosen.filter).sign > 0 ? "is at least" : "is at most", "number"]]),
       ],
     },
   };

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import cbsim
-from analysis.clients.content import Measured
+from analysis.clients.files import Measured
 
 FILES = Path(__file__).parent / "files"
 STEP_S = 0.01

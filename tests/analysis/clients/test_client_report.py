@@ -17,15 +17,15 @@ from mutations import as_json, as_json_lines, edited, shuffled, with_a_cell
 from sessions import FILES, STEP_S, session
 
 from analysis.cli.parser import main
-from analysis.clients import reading
-from analysis.clients.content import Measured
+from analysis.clients import files
+from analysis.clients.files import Measured
 from analysis.statistics import loading
 
 AIPERF, VLLM, GUIDELLM = "aiperf.jsonl", "vllm_bench_detailed.json", "guidellm.json"
 
 
 def requests_of(name: str) -> Sequence[Measured]:
-    requests = reading.client(FILES / name).requests
+    requests = files.client(FILES / name).requests
     assert requests is not None
     return requests
 
@@ -202,7 +202,7 @@ def test_a_report_has_tables_and_a_figure_of_each_file(aiperf: Path, tmp_path: P
     told = json.loads((out / "report.json").read_text())
     assert told["figures"] == ["client-1", "apart-1", "client-2"]
     assert all((out / "figures" / f"{key}.{kind}").stat().st_size for key in told["figures"] for kind in ("png", "svg"))
-    assert [each["file"] for each in told["clients"]["files"]] == [AIPERF, "aiperf.csv"]
+    assert [each["file"] for each in told["data"]["clients"]["files"]] == [AIPERF, "aiperf.csv"]
     text = (out / "report.md").read_text()
     assert "| TTFT mean | 77 ms | 13 ms | +64 ms |" in text and "paired by id" in text
     assert status("client", aiperf, FILES / AIPERF, "--out", aiperf) == 2

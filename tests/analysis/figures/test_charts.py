@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.figures import activity, cost, gallery, latency, memory, queues, requests, steps
+from analysis.figures import requests, side_by_side, steps
 from analysis.figures.axis import Frames, held
+from analysis.page import report
 from analysis.statistics.loading import LoadedRun, read, request_frame
 from cbsim.cli.parser import main
 from cbsim.draw import lane_chart, render
-from cbsim.draw.chart import Area, Bars, Chart, Level, Line, Panel, Points, Spans
-from cbsim.draw.units import pipelined, unit
-from cbsim.results.metrics import Steps, token_times
-from cbsim.results.record import LANES, PHASES, STEP_COLUMNS, RequestRow
+from cbsim.draw.chart import Area, Bars, Chart, Level, Line, Panel, Points, Spans, pipelined, unit
+from cbsim.record.record import LANES, PHASES, STEP_COLUMNS, RequestRow
+from cbsim.record.tables import Steps, token_times
 
 CASES = {
     "example": ["worked_example", "--set", "workload.output_tokens=30"],
@@ -83,17 +83,17 @@ def _all(frames: Frames) -> list[Chart]:
         *(
             lane_chart.lanes(frames),
             lane_chart.lanes(frames, (1, 2)),
-            activity.gpu_active(frames),
+            steps.gpu_active(frames),
             steps.step_time(frames),
         ),
-        *(steps.tokens(frames, nothing), steps.tokens(frames, dict.fromkeys(frames, 32)), queues.queues(frames)),
-        *(queues.preemptions(frames), memory.blocks(frames, nothing), memory.blocks(frames, dict.fromkeys(frames, 99))),
+        *(steps.tokens(frames, nothing), steps.tokens(frames, dict.fromkeys(frames, 32)), steps.queues(frames)),
+        *(steps.preemptions(frames), steps.blocks(frames, nothing), steps.blocks(frames, dict.fromkeys(frames, 99))),
     ]
 
 
 def _valid(chart: Chart) -> None:
     """The contract of `cbsim.draw.chart`."""
-    assert chart.says.strip() and chart.title and chart.panels
+    assert chart.caption.strip() and chart.title and chart.panels
     for panel in chart.panels:
         for mark in panel.marks:
             _valid_mark(panel, mark)
@@ -121,7 +121,7 @@ def test_every_figure_can_be_made_of_any_table(one: pd.DataFrame, other: pd.Data
     """Of no step as of ten; what is missing is said."""
     for chart in _all({"one": one, "other": other}):
         _valid(chart)
-        assert ("No step" in chart.says) >= (len(one) == 0)
+        assert ("No step" in chart.caption) >= (len(one) == 0)
 
 
 @given(tables())
@@ -161,7 +161,7 @@ def _length(panel: Panel, name: str) -> float:
 @given(tables())
 def test_gpu_active_adds_up_to_the_compute_lane(table: pd.DataFrame) -> None:
     ran = table[table["rows"] > 0]
-    panel = activity.gpu_active({"run": table}).panels[0]
+    panel = steps.gpu_active({"run": table}).panels[0]
     assert len(panel.marks) == bool(len(ran))
     for mark in panel.marks:
         assert isinstance(mark, Line)
@@ -179,13 +179,13 @@ def _integral(mark: Line) -> float:
 
 
 def test_every_figure_of_a_real_run_is_valid(runs: list[LoadedRun]) -> None:
-    for chart in gallery.details(runs):
+    for chart in report.details(runs):
         _valid(chart)
 
 
 @pytest.mark.usefixtures("drawn")
 def test_every_figure_can_be_drawn(cases: dict[str, list[LoadedRun]]) -> None:
-    for chart in gallery.details(cases["sparse"]):
+    for chart in report.details(cases["sparse"]):
         assert render.png(chart).startswith(b"\x89PNG")
 
 
@@ -195,10 +195,10 @@ def test_a_run_without_a_request_that_is_done_says_so_and_is_drawn() -> None:
     for rows in ([], [none]):
         times = token_times(rows, empty)
         frames = {"run": request_frame(times)}
-        for chart in (requests.timeline(frames), latency.latency(frames, {"run": times}, {"run": True})):
+        for chart in (requests.timeline(frames), requests.latency(frames, {"run": times}, {"run": True})):
             _valid(chart)
-        assert "run 0" in latency.latency(frames, {"run": times}, {"run": True}).says
-    assert "No run has a price" in cost.cost({"run": {}}).says
+        assert "run 0" in requests.latency(frames, {"run": times}, {"run": True}).caption
+    assert "No run has a price" in side_by_side.cost({"run": {}}).caption
 
 
 def test_the_sync_loop_stands_above_the_async_one(runs: list[LoadedRun]) -> None:
@@ -220,15 +220,15 @@ def test_lanes_start_with_the_step_that_was_asked_for(cases: dict[str, list[Load
 
 
 def test_queue_and_blocks_over_time_average_to_the_metrics(runs: list[LoadedRun]) -> None:
-    """The same weights as in cbsim.results.metrics: a count holds until the next plan, and an idle server has none."""
+    """The same weights as in cbsim.metrics.metrics: a count holds until the next plan, and an idle server has none."""
     for run in runs:
         size = unit(run.steps["update_end_ns"].max() / 1e9).seconds
         span = run.summary["makespan_s"] / size
-        (panel,) = queues.queues({"run": run.steps}).panels
+        (panel,) = steps.queues({"run": run.steps}).panels
         waiting = next(mark for mark in panel.marks if isinstance(mark, Line) and mark.name == "waiting")
         assert _integral(waiting) / span == pytest.approx(run.summary["waiting"]["mean"], abs=1e-9)
         total = run.summary["total_blocks"]
-        (panel,) = memory.blocks({"run": run.steps}, {"run": total}).panels
+        (panel,) = steps.blocks({"run": run.steps}, {"run": total}).panels
         used = next(mark for mark in panel.marks if mark.name == "used")
         assert isinstance(used, Area)
         share = float((used.high - used.low)[:-1] @ np.diff(used.x)) / span / total
@@ -257,16 +257,16 @@ def test_tokens_reach_their_largest_step_and_the_budget(cases: dict[str, list[Lo
         assert any(isinstance(mark, Level) and mark.y == bound for mark in chart.panels[0].marks)
     assert steps.budget({"scheduler": {"name": "static", "batch_size": 4}}) is None
     assert steps.budget({}) is None, "nobody knows"
-    assert "budget of 999,999" in steps.tokens({"run": run.steps}, {"run": 999_999}).says
+    assert "budget of 999,999" in steps.tokens({"run": run.steps}, {"run": 999_999}).caption
 
 
 def test_preemptions_end_at_their_total(cases: dict[str, list[LoadedRun]]) -> None:
     runs = cases["tight"]
-    chart = queues.preemptions(_steps(runs))
+    chart = steps.preemptions(_steps(runs))
     for panel, metric in zip(chart.panels, ("preemptions", "recomputed_tokens"), strict=True):
         assert [mark.y[-1] for mark in panel.marks if isinstance(mark, Line)] == [run.summary[metric] for run in runs]
     assert runs[0].summary["preemptions"] > 0
-    assert "none" in queues.preemptions(_steps(cases["example"])).says
+    assert "none" in steps.preemptions(_steps(cases["example"])).caption
 
 
 def test_a_request_is_drawn_from_arrival_to_last_token(runs: list[LoadedRun]) -> None:
@@ -291,7 +291,7 @@ def test_of_many_requests_the_first_and_the_last_are_drawn(cases: dict[str, list
     ids = {text.split(":")[0] for text in texts}
     assert len(chart.panels[0].rows) == len(ids) == 7
     assert {str(frame["id"].iloc[0]), str(frame["id"].iloc[-1])} <= ids
-    assert "7 of 60" in chart.says
+    assert "7 of 60" in chart.caption
 
 
 def test_what_an_interrupted_run_left_lasts_until_its_end() -> None:
@@ -310,8 +310,8 @@ def test_latencies_are_exact_and_marked_as_in_the_summary(runs: list[LoadedRun])
     """Every drawn point is the exact share of values; percentiles are the summary's, of the window, and only those
     for which there are enough values.
     """
-    chart = gallery.latencies(runs)
-    for panel, (key, _) in zip(chart.panels, latency.QUANTITIES, strict=True):
+    chart = report.latencies(runs)
+    for panel, (key, _) in zip(chart.panels, requests.QUANTITIES, strict=True):
         for run in runs:
             line, points = (mark for mark in panel.marks if mark.name == run.label)
             assert isinstance(line, Line) and isinstance(points, Points)
@@ -328,7 +328,7 @@ def test_latencies_are_exact_and_marked_as_in_the_summary(runs: list[LoadedRun])
 def test_measured_runs_are_solid_and_simulated_ones_dashed(runs: list[LoadedRun]) -> None:
     frames, times = {run.label: run.requests for run in runs}, {run.label: run.times for run in runs}
     measured = {runs[0].label: True, runs[1].label: False}
-    for panel in latency.latency(frames, times, measured).panels:
+    for panel in requests.latency(frames, times, measured).panels:
         assert [mark.style.dash for mark in panel.marks if isinstance(mark, Line)] == ["solid", "dashed"]
 
 
@@ -350,7 +350,7 @@ def test_step_times_keep_their_extremes_and_are_few(cases: dict[str, list[Loaded
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=12))
 def test_the_frontier_is_what_no_other_point_beats(points: list[tuple[int, int]]) -> None:
     x, y = (np.array([point[i] for point in points], dtype=float) for i in (0, 1))
-    best = cost.frontier(x, y)
+    best = side_by_side.frontier(x, y)
     kept = {(a, b) for a, b in points if not any(p >= a and q >= b and (p, q) != (a, b) for p, q in points)}
     assert {points[i] for i in best} == kept
     assert len(best) == len(kept)
@@ -358,14 +358,16 @@ def test_the_frontier_is_what_no_other_point_beats(points: list[tuple[int, int]]
 
 
 def test_cost_and_pareto_show_the_summaries(runs: list[LoadedRun]) -> None:
-    chart = cost.pareto({"all": {run.label: run.summary for run in runs}})
+    chart = side_by_side.pareto({"all": {run.label: run.summary for run in runs}})
     (points,) = (mark for mark in chart.panels[0].marks if isinstance(mark, Points))
     assert points.x == pytest.approx([1 / run.summary["tpot_s"]["p50"] for run in runs])
     assert points.y == pytest.approx([run.summary["output_tokens_per_s"] for run in runs])
     assert list(points.labels) == [run.label for run in runs]
     priced = [run for run in runs if "cost" in run.summary]
     bars = [
-        mark for mark in cost.cost({run.label: run.summary for run in runs}).panels[0].marks if isinstance(mark, Bars)
+        mark
+        for mark in side_by_side.cost({run.label: run.summary for run in runs}).panels[0].marks
+        if isinstance(mark, Bars)
     ]
     for mark, key in zip(bars, ("usd_per_million_output_tokens", "usd_per_million_tokens"), strict=bool(priced)):
         assert mark.height == pytest.approx([run.summary["cost"][key] for run in priced])

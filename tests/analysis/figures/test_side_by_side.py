@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from analysis.figures import slo
+from analysis.figures import axis
 from analysis.figures.side_by_side import side_by_side
 from analysis.statistics.loading import LoadedRun, read
 from cbsim.cli.parser import main
@@ -69,16 +69,16 @@ def test_what_is_the_same_for_all_is_not_drawn(runs: list[LoadedRun]) -> None:
 
 def test_the_service_level_is_drawn_where_it_is_near_and_told_where_it_is_far() -> None:
     empty = Panel([], "s", title="TTFT")
-    (edge,) = slo.across(empty, 2.0, 1.5, 0.5).marks
+    (edge,) = axis.with_slo(empty, 2.0, 1.5, 0.5).marks
     assert isinstance(edge, Edge) and edge.x == 4.0
-    (level,) = slo.across(empty, 2.0, 1.5, 1.0, level=True).marks
+    (level,) = axis.with_slo(empty, 2.0, 1.5, 1.0, level=True).marks
     assert isinstance(level, Level) and level.y == 2.0
-    far = slo.across(empty, 2.0, 0.1, 1.0)
+    far = axis.with_slo(empty, 2.0, 0.1, 1.0)
     assert (far.marks, far.title) == ([], "TTFT (SLO 2.00 s, beyond the edge)")
-    assert slo.across(empty, None, 1.0, 1.0) is empty
+    assert axis.with_slo(empty, None, 1.0, 1.0) is empty
 
 
 def test_limits_are_those_that_all_have() -> None:
     both = [{"slo": {"ttft_s": 2.0, "tpot_s": 0.1}}, {"slo": {"ttft_s": 2.0, "tpot_s": 0.2}}]
-    assert slo.limits(both) == {"ttft_s": 2.0}
-    assert slo.limits([*both, {}]) == {}
+    assert axis.slo_limits(both) == {"ttft_s": 2.0}
+    assert axis.slo_limits([*both, {}]) == {}

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sweep_tables import rates, row, written
 
-from analysis.figures import heat_map, sweep_curves, trade_off
-from analysis.statistics import places, sweep_table
-from analysis.statistics.view import view
+from analysis.figures import sweeps
+from analysis.statistics import sweep_table
+from analysis.statistics.sweep_table import view
 from cbsim.draw import render
 from cbsim.draw.chart import Cells, Chart, Level, Line, Points, Whiskers
-from cbsim.results import checks
+from cbsim.metrics import checks
 
 PAIR = ("output_tokens_per_s_per_user", "ttft_s.p99")  # more is better, less is better
 
@@ -32,8 +32,8 @@ def test_the_frontier_is_that_of_the_definition(
         for seed in (0, 1)
     ]
     table = sweep_table.read(written(path, rows))
-    made, limit = places.places(table), checks.parse(f"ttft.p99<={most}s")
-    found = trade_off.trade_off(table, made, PAIR, [limit])
+    made, limit = sweep_table.places(table), checks.parse(f"ttft.p99<={most}s")
+    found = sweeps.trade_off(table, made, PAIR, [limit])
     x, y = found.x, found.y
     inside = [i for i in range(len(made)) if y.mean[i] <= most]
 
@@ -43,7 +43,7 @@ def test_the_frontier_is_that_of_the_definition(
     best = {(x.mean[j], y.mean[j]) for j in inside if not any(beats(i, j) for i in inside)}
     assert {(x.mean[j], y.mean[j]) for j in found.best} == best
     sure = {j for j in inside if any(x.low[i] > x.high[j] and y.high[i] < y.low[j] for i in inside)}
-    assert set(np.flatnonzero(found.beaten).tolist()) == sure
+    assert set(np.flatnonzero(found.dominated).tolist()) == sure
     assert np.flatnonzero(found.met).tolist() == inside
 
 
@@ -57,8 +57,8 @@ def _marks(chart: Chart, kind: type) -> list:
 
 
 def test_curves_have_every_place_with_its_interval_and_the_limit(table: sweep_table.SweepTable) -> None:
-    made = places.places(table)
-    chart = sweep_curves.curves(table, made, view(table, None), ["ttft_s.p99"], {"ttft_s.p99": 0.5})
+    made = sweep_table.places(table)
+    chart = sweeps.curves(table, made, view(table, None), ["ttft_s.p99"], {"ttft_s.p99": 0.5})
     lines = {mark.name: mark for mark in _marks(chart, Line)}
     assert set(lines) == {"vllm, sync", "vllm, async", "sarathi, sync", "sarathi, async"}
     means = made.means(table.metrics["ttft_s.p99"])
@@ -71,8 +71,8 @@ def test_curves_have_every_place_with_its_interval_and_the_limit(table: sweep_ta
 
 
 def test_cells_are_means_and_those_beyond_the_limit_are_crossed(table: sweep_table.SweepTable) -> None:
-    made, limit = places.places(table), checks.parse("ttft.p99<=0.35s")
-    chart = heat_map.heat_map(table, made, "ttft_s.p99", limit)
+    made, limit = sweep_table.places(table), checks.parse("ttft.p99<=0.35s")
+    chart = sweeps.heat_map(table, made, "ttft_s.p99", limit)
     assert chart is not None
     sync, both = [cells.values for cells in _marks(chart, Cells)]
     assert sync.shape == both.shape == (2, 4) and np.isnan(sync[1, 3])
@@ -82,17 +82,17 @@ def test_cells_are_means_and_those_beyond_the_limit_are_crossed(table: sweep_tab
 
 
 def test_figures_are_drawn(table: sweep_table.SweepTable) -> None:
-    made = places.places(table)
-    cells = heat_map.heat_map(table, made, "ttft_s.p99", checks.parse("ttft.p99<=0.35s"))
-    pareto = trade_off.pareto(table, made, PAIR, [checks.parse("ttft.p99<=0.35s")])
+    made = sweep_table.places(table)
+    cells = sweeps.heat_map(table, made, "ttft_s.p99", checks.parse("ttft.p99<=0.35s"))
+    pareto = sweeps.pareto(table, made, PAIR, [checks.parse("ttft.p99<=0.35s")])
     for chart in (cells, pareto):
         assert chart is not None and render.png(chart).startswith(b"\x89PNG")
 
 
 def test_one_place_is_a_point_and_has_no_cells(tmp_path: Path) -> None:
     table = sweep_table.read(written(tmp_path / "t.parquet", [row({}, preemptions=3.0)]))
-    made = places.places(table)
-    assert heat_map.heat_map(table, made, "preemptions", None) is None
-    chart = sweep_curves.curves(table, made, view(table, None), ["preemptions"], {})
+    made = sweep_table.places(table)
+    assert sweeps.heat_map(table, made, "preemptions", None) is None
+    chart = sweeps.curves(table, made, view(table, None), ["preemptions"], {})
     assert [mark.y.tolist() for mark in _marks(chart, Points)] == [[3.0]]
     assert render.svg(chart)

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 from browser import report
 
-from analysis.page import markdown
+from cbsim.draw import markdown
+from cbsim.draw import report as reports
 from cbsim.draw.markdown import Table
 
 
@@ -17,12 +18,12 @@ from cbsim.draw.markdown import Table
 def test_everything_of_a_report_is_in_it(runs: int) -> None:
     """Tiles, caveats, findings, tables, captions, scenarios and commands: nobody needs the page."""
     made = report(runs)
-    text = html.unescape(markdown.text(made).replace("\\|", "|"))
+    text = html.unescape(reports.markdown(made).replace("\\|", "|"))
     told = [made.title, made.question, made.command, *made.findings]
-    told += [caveat.text for caveat in made.caveats] + [chart.says for chart in made.charts]
+    told += [caveat.text for caveat in made.caveats] + [chart.caption for chart in made.charts]
     told += [cell for table in made.tables for row in table.rows for cell in row]
     told += [one for source in made.sources for one in (source.label, source.folder, source.command)]
-    tiled = made.sources if runs <= markdown.MOST_COLUMNS else ()  # a table has the numbers of more
+    tiled = made.sources if runs <= reports.MOST_COLUMNS else ()  # a table has the numbers of more
     told += [tile.value for source in tiled for tile in source.tiles]
     assert [one for one in told if one not in text] == []
     linked = re.findall(r"\]\((figures/[^)]+)\)", text)
@@ -39,7 +40,7 @@ def test_a_bar_in_a_cell_splits_no_cell() -> None:
 def test_no_text_is_taken_for_html(question: str) -> None:
     """A scenario's question is text on one line, whatever is in it."""
     made = replace(report(1), question=question)
-    (line,) = [one for one in markdown.text(made).splitlines() if html.unescape(one) == " ".join(question.split())]
+    (line,) = [one for one in reports.markdown(made).splitlines() if html.unescape(one) == " ".join(question.split())]
     assert "<" not in line
 
 
@@ -52,6 +53,6 @@ def test_what_no_run_has_of_its_own_is_left_out() -> None:
     """No table without numbers, and nothing to unfold that is empty."""
     first, second = report(2).sources
     sources = [replace(first, tiles=(), environment=""), replace(second, tiles=(), scenario="")]
-    text = markdown.text(replace(report(2), sources=sources))
+    text = reports.markdown(replace(report(2), sources=sources))
     assert first.tiles[0].value not in text
     assert text.count("<summary>Scenario</summary>") == text.count("<summary>Environment</summary>") == 1

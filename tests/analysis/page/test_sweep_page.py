@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import chromium, needs_browser, requested, show, window
+from scripts import script
 from sweep_tables import RATE, REASON, rates, row, written
 
 from analysis.cli.parser import main
-from analysis.figures import trade_off
+from analysis.figures import sweeps
 from analysis.page import explorer, sweep_report, webpage
-from analysis.page.sweep_report import Asked
-from analysis.statistics import places, sweep_table
-from cbsim.results import checks
+from analysis.page.sweep_report import Options
+from analysis.statistics import sweep_table
+from cbsim.metrics import checks
 
 TITLE, LIMIT = "Rates <i>& loops", "ttft.p99<=350ms"
 
@@ -34,7 +35,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def out(file: Path) -> Path:
     """The report of the table, where it goes by itself."""
-    assert main(["sweep-report", str(file), "--slo", LIMIT, "--title", TITLE]) == 0
+    assert main(["report", str(file), "--slo", LIMIT, "--title", TITLE]) == 0
     return file.with_suffix("")
 
 
@@ -49,12 +50,12 @@ def test_the_report_has_counts_reasons_the_best_places_and_figures(out: Path) ->
     figures = re.findall(r"\]\(figures/(.+)\.png\)", text)
     assert figures == ["curves", "heat_map", "pareto"]
     assert all((out / "figures" / f"{name}.png").is_file() for name in figures)
-    facts = json.loads((out / "report.json").read_text())
+    facts = json.loads((out / "report.json").read_text())["data"]
     assert (facts["points"], facts["done"], facts["failed"], facts["missing"]) == (48, 44, 3, 1)
 
 
 def test_the_index_says_how_many_points_a_sweep_has(out: Path) -> None:
-    assert main(["index", str(out.parent)]) == 0
+    script("index").main(out.parent)
     assert "(rates/report.md) |  | 48 |" in (out.parent / "README.md").read_text()
 
 
@@ -72,7 +73,7 @@ def test_without_plotly_the_report_is_whole_but_for_the_page(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(webpage, "plotly_script", lambda: None)
-    assert main(["sweep-report", str(file), "--out", str(tmp_path / "r")]) == 0
+    assert main(["report", str(file), "--out", str(tmp_path / "r")]) == 0
     assert "page      none: needs `pip install plotly`" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "r").iterdir()} == {"report.md", "report.json", "figures"}
 
@@ -91,7 +92,7 @@ def test_without_plotly_the_report_is_whole_but_for_the_page(
 def test_a_mistake_is_one_line_and_exit_2(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str | None
 ) -> None:
-    status = main(["sweep-report", str(file), "--out", str(tmp_path / "r"), *words])
+    status = main(["report", str(file), "--out", str(tmp_path / "r"), *words])
     err = capsys.readouterr().err
     assert status == (2 if said else 0)
     assert len(err.splitlines()) == (1 if said else 0) and (said or "") in err
@@ -100,17 +101,17 @@ def test_a_mistake_is_one_line_and_exit_2(
 
 def test_a_table_of_one_point_has_a_report(tmp_path: Path) -> None:
     path = written(tmp_path / "one.parquet", [row({}, preemptions=3.0, steps=10.0)])
-    assert main(["sweep-report", str(path)]) == 0
+    assert main(["report", str(path)]) == 0
     text = (tmp_path / "one" / "report.md").read_text()
     assert "1 points at 1 places: 1 done." in text and "chance from effect" in text
 
 
 def test_metrics_and_limits_are_what_is_drawn_first(file: Path) -> None:
     table = sweep_table.read(file)
-    shown = sweep_report.look(table, Asked(metrics=["tpot.mean", "preemptions"], slo=[LIMIT], x="loop"))
+    shown = sweep_report.look(table, Options(metrics=["tpot.mean", "preemptions"], slo=[LIMIT], x="loop"))
     assert shown.metrics == ["tpot_s.mean", "preemptions"]
     assert shown.view.x is not None and shown.view.x.name == "loop"
-    assert sweep_report.look(table, Asked(slo=[LIMIT])).metrics[0] == "ttft_s.p99"
+    assert sweep_report.look(table, Options(slo=[LIMIT])).metrics[0] == "ttft_s.p99"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def test_what_is_drawn_first_has_the_means_and_intervals_of_the_analysis(browser
     opened(browser, out)
     drawn = choose(browser, "curves")
     table = sweep_table.read(file)
-    made = places.places(table)
+    made = sweep_table.places(table)
     means = made.means(table.metrics["ttft_s.p99"])
     assert [trace["name"] for trace in drawn["data"]] == [
         "vllm, sync",
@@ -261,15 +262,15 @@ def test_cells_follow_both_axes_and_cross_what_misses_the_limit(page: Any) -> No
 @needs_browser
 def test_the_frontier_is_that_of_the_analysis_with_and_without_the_limit(page: Any, file: Path) -> None:
     table = sweep_table.read(file)
-    made, pair = places.places(table), ("output_tokens_per_s_per_user", "output_tokens_per_s_per_gpu")
+    made, pair = sweep_table.places(table), ("output_tokens_per_s_per_user", "output_tokens_per_s_per_gpu")
     for limits in ([checks.parse(LIMIT)], []):
-        found = trade_off.trade_off(table, made, pair, limits)
+        found = sweeps.trade_off(table, made, pair, limits)
         drawn = choose(page, "pareto", slo0=bool(limits))
         line, *others = drawn["data"]
         assert line["x"] == pytest.approx(found.x.mean[found.best], rel=1e-5)
         assert line["y"] == pytest.approx(found.y.mean[found.best], rel=1e-5)
         pale = sum(len(trace["x"]) for trace in others if trace["marker"].get("opacity"))
-        assert pale == found.beaten.sum()
+        assert pale == found.dominated.sum()
         missed = sum(len(trace["x"]) for trace in others if trace["name"] == "misses a limit")
         assert missed == (found.known & ~found.met).sum() and (missed > 0) == bool(limits)
         assert sum(len(trace["x"]) for trace in others) == found.known.sum()  # dominated points are kept
@@ -283,7 +284,7 @@ def test_a_limit_of_the_readers_own_and_metrics_where_less_is_better(page: Any, 
     assert "ttft" in drawn["x"].lower() and "less is better" in drawn["x"]
     (missed,) = (trace for trace in drawn["data"] if trace["name"] == "misses a limit")
     table = sweep_table.read(file)
-    assert len(missed["x"]) == (places.places(table).means(values).mean > bound).sum()
+    assert len(missed["x"]) == (sweep_table.places(table).means(values).mean > bound).sum()
     one = choose(page, "pareto", slo0=False, axis_2=1)
     assert sum(len(trace["x"]) for trace in one["data"][1:]) == 8 and "Fixed: async." in one["says"]
 
@@ -311,8 +312,8 @@ def test_a_page_whose_library_does_not_start_says_so_and_names_the_file(
     browser: Any, file: Path, tmp_path: Path
 ) -> None:
     table = sweep_table.read(file)
-    shown = sweep_report.look(table, Asked())
-    made = replace(sweep_report.build(table, shown, "", "c"), charts=())
+    shown = sweep_report.look(table, Options())
+    made = replace(sweep_report.build(table, shown, "c"), charts=())
     (tmp_path / "report.html").write_text(webpage.html(made, "1", explorer.explorer(table, shown)))
     opened(browser, tmp_path)
     text = show(browser, "pareto").text

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from analysis.cli.parser import main
-from analysis.figures import capacity as figures
+from analysis.page import capacity_report as figures
 from analysis.statistics import capacity
 from cbsim.draw.chart import Area, Level, Points, Whiskers
-from cbsim.results.directory import RunError
+from cbsim.errors import RunError
 
 LOADS = {
     4.0: (0.05, True),
@@ -93,7 +93,7 @@ def test_the_report_says_the_answer_what_binds_and_every_load(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = answer() | {"monotone": False, "notices": ["32 fails and 40, which is more load, holds"]}
-    assert main(["capacity-report", str(file(tmp_path, given)), "--out", str(tmp_path / "out")]) == 0
+    assert main(["report", str(file(tmp_path, given)), "--out", str(tmp_path / "out")]) == 0
     text = (tmp_path / "out" / "report.md").read_text()
     assert "workload.arrivals.rate_per_s holds at 16 and fails at 17 (confidence 0.95)" in text
     assert "What binds: queue; seats: all are taken." in text and "there is no single capacity" in text
@@ -113,7 +113,7 @@ def test_the_report_says_the_answer_what_binds_and_every_load(
 )
 def test_a_search_without_an_end_says_so(tmp_path: Path, ends: tuple[Any, Any], said: str) -> None:
     path = file(tmp_path, answer() | {"holds": ends[0], "fails": ends[1]})
-    assert main(["capacity-report", str(path), "--out", str(tmp_path / "out")]) == 0
+    assert main(["report", str(path), "--out", str(tmp_path / "out")]) == 0
     assert said in (tmp_path / "out" / "report.md").read_text()
     (panel,) = figures.chart(capacity.read(path)).panels
     assert not any(isinstance(mark, Area) for mark in panel.marks)
@@ -136,7 +136,7 @@ def test_another_object_is_refused_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], said: str
 ) -> None:
     path = file(tmp_path, answer() | changes)
-    assert main(["capacity-report", str(path), "--out", str(tmp_path / "out")]) == 2
+    assert main(["report", str(path), "--out", str(tmp_path / "out")]) == 2
     err = capsys.readouterr().err
     assert said in err and str(path) in err and len(err.splitlines()) == 1
 

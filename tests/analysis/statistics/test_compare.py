@@ -13,8 +13,8 @@ from analysis.statistics.compare import MARK, NOT_SEEN, ONE_VALUE, SHOWN, TOO_FE
 from analysis.statistics.intervals import Interval
 from analysis.statistics.loading import LoadedRun, read
 from cbsim.cli.parser import main
-from cbsim.results.checks import NAMES
-from cbsim.results.terminal import QUANTITIES, lookup, shown
+from cbsim.metrics.catalogue import METRICS
+from cbsim.metrics.terminal import lookup
 
 
 def _runs(out: Path, *words: str) -> list[LoadedRun]:
@@ -40,7 +40,7 @@ def _by_name(found: list[MetricDifference]) -> dict[str, MetricDifference]:
 def test_every_metric_that_both_runs_have_is_there_with_the_summaries_values(mixed: list[LoadedRun]) -> None:
     a, b = mixed
     found = _by_name(compare.differences(a, b))
-    both = [name for name in NAMES if None not in (lookup(a.summary, name), lookup(b.summary, name))]
+    both = [name for name in METRICS if None not in (lookup(a.summary, name), lookup(b.summary, name))]
     assert list(found) == both
     for name, one in found.items():
         assert (one.a, one.b) == (lookup(a.summary, name), lookup(b.summary, name))
@@ -136,25 +136,16 @@ def test_requests_are_paired_by_index_not_by_row(mixed: list[LoadedRun]) -> None
     assert right.tolist() == list(range(77))
 
 
-@pytest.mark.parametrize("metric", NAMES)
-def test_every_metric_has_a_unit_and_a_label(metric: str) -> None:
-    given = {name: (label, unit) for label, name, unit in QUANTITIES}.get(metric)
-    assert shown(3, compare.unit(metric))
-    assert compare.label(metric)
-    if given:
-        assert (compare.label(metric), compare.unit(metric)) == given
-
-
 def test_the_table_has_what_the_terminal_shows_and_everything_when_asked(mixed: list[LoadedRun]) -> None:
     found = compare.differences(*mixed)
     table = compare.table(found, "one", "other")
     assert list(table.header[1:3]) == ["one", "other"]
-    assert {metric for _, metric, _ in QUANTITIES} <= set(SHOWN)
+    assert {metric.name for metric in METRICS.values() if metric.listed} <= set(SHOWN)
     assert {f"itl_s.p{q}" for q in (50, 90, 95, 99)} <= set(SHOWN)
     assert len(SHOWN) == len(set(SHOWN))
     assert all(len(row) == len(table.header) for row in table.rows)
     assert len(compare.table(found, "one", "other", everything=True).rows) == len(found)
-    assert "bootstrap over 80 requests" in table.says
+    assert "bootstrap over 80 requests" in table.note
 
 
 def _difference(

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.statistics import compare
 from analysis.statistics.compare import ONE_VALUE, MetricDifference
 from analysis.statistics.condition import Condition, parse, verdict
 from analysis.statistics.intervals import Interval
-from cbsim.results.checks import CheckError
+from cbsim.errors import CheckError
+from cbsim.metrics.catalogue import METRICS
 
 
 def _difference(metric: str, a: float, b: float, relative: tuple[float, float] | None = None) -> MetricDifference:
     interval = Interval((relative[0] * a, relative[1] * a), relative) if relative else None
     method = "how" if interval else ONE_VALUE
-    return MetricDifference(metric, compare.label(metric), compare.unit(metric), a, b, interval, 100, method, few=False)
+    return MetricDifference(metric, METRICS[metric].label, METRICS[metric].form, a, b, interval, 100, method, few=False)
 
 
 @pytest.mark.parametrize(

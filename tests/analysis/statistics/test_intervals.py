@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from analysis.statistics import intervals
 from analysis.statistics.intervals import FEWEST, LEAST, MOST, Drawn, Gaps, Ratios, Values
-from cbsim.results.metrics import QUANTILES, distribution
-from cbsim.results.record import RequestRow
-from cbsim.results.requests import RequestTable
+from cbsim.metrics.metrics import QUANTILES, distribution
+from cbsim.record.record import RequestRow
+from cbsim.record.tables import RequestTable
 
 COUNTS = st.lists(st.integers(0, 4), min_size=1, max_size=12)
 

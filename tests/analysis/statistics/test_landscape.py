@@ -10,7 +10,7 @@ import pytest
 from analysis.statistics import landscape
 from analysis.statistics.loading import LoadedRun, read
 from cbsim.cli.parser import main
-from cbsim.results.terminal import shown
+from cbsim.metrics.terminal import shown
 
 SCHEDULERS = ("{name: vllm, max_num_seqs: 16}", "{name: static, batch_size: 16}", "{name: transformers_fifo}")
 
@@ -73,7 +73,7 @@ def test_a_percentile_of_too_few_is_marked(runs: list[LoadedRun]) -> None:
         cells = dict(zip(table.header, row, strict=True))
         assert cells["TTFT p99"] == shown(run.summary["ttft_s"]["p99"], "s") + "*"
         assert not cells["TTFT p50"].endswith("*")
-    assert "368" in table.says
+    assert "368" in table.note
 
 
 def test_what_is_the_same_for_all_is_said_once(runs: list[LoadedRun]) -> None:
@@ -81,7 +81,7 @@ def test_what_is_the_same_for_all_is_said_once(runs: list[LoadedRun]) -> None:
     same = {run.summary["preemptions"] for run in runs}
     assert len(same) == 1
     assert "preemptions" not in table.header
-    assert f"preemptions {same.pop()}" in table.says
+    assert f"preemptions {same.pop()}" in table.note
 
 
 def test_findings_name_the_best_and_what_async_gains(runs: list[LoadedRun]) -> None:

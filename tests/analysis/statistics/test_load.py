@@ -18,10 +18,9 @@ import cbsim
 from analysis.statistics import loading
 from analysis.statistics.loading import LATENCIES, flat
 from cbsim.cli.parser import main
-from cbsim.results import metrics
-from cbsim.results.directory import RunError
-from cbsim.results.record import STEP_COLUMNS
-from cbsim.scenario.fields import ScenarioError
+from cbsim.errors import RunError, ScenarioError
+from cbsim.metrics import metrics
+from cbsim.record.record import STEP_COLUMNS
 
 FIELDS = ("workload.output_tokens=8", "workload.requests=12", "workload.arrivals={kind: constant, rate_per_s: 20}")
 
@@ -53,7 +52,7 @@ def _copy(path: Path, to: Path, file: str = "", **changes: Any) -> Path:
 
 
 def test_frames_have_the_documented_columns_and_the_latencies_of_metrics(paths: list[Path]) -> None:
-    """One definition of every latency: the frame's columns are those of `cbsim.results.metrics`, request by request."""
+    """One definition of every latency: the frame's columns are those of `cbsim.metrics.metrics`, request by request."""
     (run,) = loading.read(paths[:1])
     assert tuple(run.steps.columns) == STEP_COLUMNS
     assert {"index", "status", "arrival_ns", "last_token_ns", "done", *LATENCIES} <= set(run.requests.columns)

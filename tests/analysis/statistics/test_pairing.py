@@ -15,7 +15,7 @@ from analysis.statistics.comparable import Incomparable
 from analysis.statistics.loading import LoadedRun, read
 from analysis.statistics.pairing import NotAPair
 from cbsim.cli.parser import main
-from cbsim.results.checks import SINGLE
+from cbsim.metrics.catalogue import SINGLE
 
 GPU = "a GPU"
 COST = "cost={{kind: constant, step_s: {0}, cpu: {{schedule: {{base_s: {1}}}, update: {{base_s: {1}}}}}}}"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from analysis.figures import gallery
+from analysis.page import report
 from analysis.statistics import sweeps
 from analysis.statistics.loading import LoadedRun, read
 from cbsim.cli.parser import main
 from cbsim.draw.chart import Edge, Line, Points
-from cbsim.results.terminal import lookup
+from cbsim.metrics.terminal import lookup
 
 SERVICE_S = {
     "sync": 10 * 0.042,
@@ -118,7 +118,7 @@ def test_seeds_repeat_a_point(seats: list[LoadedRun]) -> None:
     found = sweeps.sweep([*seats, *again])
     assert found is not None and len(found.groups) == 1
     assert list(found.groups[0].values) == [4, 4, 8, 8, 16, 16]
-    panel = gallery.swept(found)[0].panels[2]
+    panel = report.sweep_charts(found)[0].panels[2]
     line, points = (next(mark for mark in panel.marks if isinstance(mark, kind)) for kind in (Line, Points))
     assert isinstance(line, Line) and isinstance(points, Points)
     assert len(points.x) == 6
@@ -129,7 +129,7 @@ def test_curves_show_the_summaries(rated: list[LoadedRun]) -> None:
     """Every point is a metric of a run; the knee stands at its rate; p99 is not drawn of 60 requests."""
     found = sweeps.sweep(rated)
     assert found is not None
-    chart = next(one for one in gallery.swept(found) if one.key == "sweep")
+    chart = next(one for one in report.sweep_charts(found) if one.key == "sweep")
     metrics = ("ttft_s.p50", "tpot_s.p50", "output_tokens_per_s", "requests_per_s")
     for panel, metric in zip(chart.panels, metrics, strict=True):
         size = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}.get(panel.y, 1.0)
@@ -140,8 +140,8 @@ def test_curves_show_the_summaries(rated: list[LoadedRun]) -> None:
             assert points.y * size == pytest.approx([lookup(run.summary, metric) for run in group.runs])
         assert {mark.x for mark in panel.marks if isinstance(mark, Edge)} == {2.0, 2.7}
         assert not any("p99" in mark.name for mark in panel.marks)
-    assert "too few" in chart.says
-    points = [mark for mark in gallery.swept(found)[1].panels[0].marks if isinstance(mark, Points)]
+    assert "too few" in chart.caption
+    points = [mark for mark in report.sweep_charts(found)[1].panels[0].marks if isinstance(mark, Points)]
     assert [list(mark.labels) for mark in points] == [[f"{rate:g}" for rate in RATES]] * 2
 
 

@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 from sweep_tables import RATE, rates, row, written
 
 import cbsim
-from analysis.statistics import places, sweep_table
-from analysis.statistics.quantity import quantity
-from cbsim.results.directory import RunError
-from cbsim.results.measures import UNITS
+from analysis.statistics import sweep_table
+from cbsim.errors import RunError
 
 
 def test_what_cbsim_sweep_writes_is_read_whole(tmp_path: Path) -> None:
@@ -27,7 +25,7 @@ def test_what_cbsim_sweep_writes_is_read_whole(tmp_path: Path) -> None:
     table = sweep_table.read(swept.path)
     assert [axis.name for axis in table.axes] == ["workload.requests", "loop"]
     assert [axis.labels for axis in table.axes] == [["4", "8"], ["sync", "async"]]
-    assert len(table) == table.count("done") == 8 and len(places.places(table)) == 4
+    assert len(table) == table.count("done") == 8 and len(sweep_table.places(table)) == 4
     frame = swept.table.to_pandas()
     metrics = frame.columns[list(frame.columns).index("reason") + 1 :]
     assert set(table.metrics) == {name for name in metrics if frame[name].notna().any()}
@@ -81,7 +79,7 @@ def test_means_and_intervals_are_those_of_student(tmp_path: Path) -> None:
         for seed, v in enumerate(own)
     ]
     table = sweep_table.read(written(tmp_path / "t.parquet", rows))
-    means = places.places(table).means(table.metrics["steps"])
+    means = sweep_table.places(table).means(table.metrics["steps"])
     assert means.mean.tolist()[:3] == [2.0, 5.0, 5.0] and means.n.tolist() == [3, 2, 1, 0]
     assert means.half[0] == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
     assert means.half[1] == pytest.approx(12.706205, rel=1e-6)
@@ -93,7 +91,7 @@ def test_means_and_intervals_are_those_of_student(tmp_path: Path) -> None:
 def test_one_seed_is_one_replicate_however_often_it_stands_there(tmp_path: Path) -> None:
     """A point that two entries of a sweep file name adds no certainty."""
     rows = [row({"n": n}, seed, steps=v) for n, seed, v in [(1, 0, 1.0), (1, 0, 3.0), (1, 1, 4.0), (2, 0, 5.0)]]
-    means = places.places(table := sweep_table.read(written(tmp_path / "t.parquet", rows))).means(
+    means = sweep_table.places(table := sweep_table.read(written(tmp_path / "t.parquet", rows))).means(
         table.metrics["steps"]
     )
     assert means.mean.tolist() == [3.0, 5.0] and means.n.tolist() == [2, 1]
@@ -113,7 +111,7 @@ def test_every_point_is_in_the_place_of_its_settings(tmp_path_factory: pytest.Te
     table = sweep_table.read(
         written(path, [row({"a": a, "b": f"v{b}"}, i, steps=v) for i, (a, b, v) in enumerate(given)])
     )
-    made = places.places(table)
+    made = sweep_table.places(table)
     means = made.means(table.metrics["steps"])
     for i, (a, b, _) in enumerate(given):
         own = [v for x, y, v in given if (x, y) == (a, b)]
@@ -163,12 +161,3 @@ def test_unknown_metrics_and_fields_have_a_hint(tmp_path: Path) -> None:
         table.metric("ttft.p9", "--metric")
     with pytest.raises(RunError, match=rf"--x 'rate': no such field; did you mean {RATE}"):
         table.axis("rate")
-
-
-def test_every_metric_has_a_label_and_a_unit_that_a_person_reads() -> None:
-    assert (quantity("ttft_s.p99").label, quantity("ttft_s.p99").unit) == ("TTFT p99", "s")
-    assert quantity("output_tokens_per_s_per_gpu").more_is_better and not quantity("rows_per_step").more_is_better
-    for metric, unit in UNITS.items():
-        assert quantity(metric).unit.endswith("share") == (unit == "share")
-        assert quantity(metric).text(0.5) and "_" not in quantity(metric).label
-    assert quantity("steps").text(math.nan) == "-"

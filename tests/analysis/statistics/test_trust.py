@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from analysis.statistics import trust
-from analysis.statistics.content import Caveat
 from analysis.statistics.loading import LoadedRun, read
 from cbsim.cli.parser import main
-from cbsim.results.metrics import Steps
-from cbsim.results.record import STEP_COLUMNS
+from cbsim.draw.report import Caveat
+from cbsim.record.record import STEP_COLUMNS
+from cbsim.record.tables import Steps
 
 CONSTANT = "cost={kind: constant, step_s: 0.01}"  # eight seats of ten steps: a capacity of about 80 requests a second
 SMALL = ("model=tiny", "hardware=laptop-cpu", "scheduler={name: vllm, max_num_seqs: 8}", "loop.mode=sync", CONSTANT)

@@ -10,17 +10,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from scripts import script
 from validations import GPU, case
 
 from analysis.cli import parser
-from analysis.figures import predictions as figures
-from analysis.figures.predictions import SpeedUpPoint
 from analysis.statistics.pairing import ReplayOutcome
-from analysis.validation import cases, causes, many_workloads, tally
+from analysis.validation import cases, tally
+from analysis.validation import report as figures
+from analysis.validation import report as many_workloads
 from analysis.validation.cases import DeviceCases, ValidationCase
+from analysis.validation.report import SpeedUpPoint
 from cbsim.draw import folder, render
 from cbsim.draw.chart import Chart, Level, Line, Points
-from cbsim.results.bars import BARS, BOTH, Bar, Score
+from cbsim.metrics.bars import BARS, BOTH, Bar, Score
 
 BAR = {bar.label: bar for bar in BARS}
 MAKESPAN, SPEED_UP, TTFT = BAR["makespan"], BAR["async speed-up"], BAR["TTFT p50"]
@@ -91,15 +93,11 @@ def test_cells_say_whether_a_bar_is_missed_undecided_or_not_asked(slow: DeviceCa
 def test_findings_name_the_verdict_the_worst_and_what_does_not_replay(slow: DeviceCases) -> None:
     like = slow.cases[1]
     found = scored(like, "a", score(MAKESPAN, 0.01), score(SPEED_UP, -0.05, BOTH), score(MAKESPAN, 0.04, spread=0.06))
-    verdict, largest, speed_up, replayed = tally.findings([found])
+    verdict, replayed = tally.findings([found])
     assert verdict.startswith("1 of 3 asked scores are met, 1 missed, 1 undecided (") and "4 measured runs" in verdict
-    assert largest.startswith(
-        "Largest errors, by what is asked: async speed-up -5.00 pt (a; within 2 points), makespan"
-    )
-    assert "largest error -5.00 pt, in a, with 8 ms of CPU work" in speed_up
-    assert replayed == "Every measured run replays to identical plans: 4 of 4."
+    assert replayed == "4 of 4 measured runs replay to identical plans."
     parted = replace(found, replays={"sync": [ReplayOutcome("a sync measured", 3, 9, "step 3: rows is 2, recorded 1")]})
-    assert "0 of 1 measured run replay to identical plans; not a sync measured: step 3" in tally.findings([parted])[-1]
+    assert "0 of 1 measured runs replay to identical plans; not a sync measured: step 3" in tally.findings([parted])[-1]
     assert tally.error_table([replace(parted, loops={"sync": like.loops["sync"]})]).rows[0][-1] == "3 of 9 *"
 
 
@@ -128,34 +126,34 @@ def test_repeats_say_how_far_measured_runs_lie_apart(slow: DeviceCases) -> None:
 
 def test_a_miss_is_traced_to_the_lane_that_differs_most(slow: DeviceCases) -> None:
     """Everything takes twice as long: most of it is the compute lane, in both kinds of steps."""
-    (table,) = causes.table(slow.cases)
+    (table,) = tally.cause_table(slow.cases)
     assert [row[:2] for row in table.rows] == [("wrong", "sync"), ("wrong", "async")]
-    found = causes.cause(slow.cases[1].loops["sync"], ["makespan"])
+    found = tally.cause(slow.cases[1].loops["sync"])
     assert found.largest is not None and found.largest.name == "compute"
     assert found.difference_us == pytest.approx(10_000) and found.share == pytest.approx(10 / 14, rel=0.05)
-    assert [regime.error for regime in found.regimes] == pytest.approx([1.0, 1.0])
-    assert found.says.startswith("compute of ") and found.says.endswith("steps +100.0%")
+    assert [error for error, _ in found.kinds.values()] == pytest.approx([1.0, 1.0])
+    assert found.summary.startswith("compute of ") and found.summary.endswith("steps +100.0%")
 
 
 def test_what_runs_beside_something_longer_is_no_cause(tmp_path: Path, loops: dict[str, Path]) -> None:
     """The lane differs by 500 us and the CPU by 6, but async hides the lane: only the CPU can make steps longer."""
     case(tmp_path, "a", loops["busier"], [loops["busy"]])
     (found,) = cases.read(tmp_path).cases
-    named = {loop: causes.cause(pair, ["makespan"]).largest for loop, pair in found.loops.items()}
+    named = {loop: tally.cause(pair).largest for loop, pair in found.loops.items()}
     assert named["sync"] is not None and named["sync"].name == "compute"
     assert named["async"] is not None and named["async"].name in ("schedule", "update")
 
 
 def test_other_batches_are_a_cause_of_their_own(slow: DeviceCases) -> None:
     """A run of twice as many steps cannot be explained by the length of one."""
-    found = causes.cause(slow.cases[0].loops["sync"], ["makespan"])
-    assert replace(found, simulated_steps=2 * found.measured_steps).says == "+100.0% steps: other batches"
+    found = tally.cause(slow.cases[0].loops["sync"])
+    assert replace(found, steps=(2 * found.steps[1], found.steps[1])).summary == "+100.0% steps: other batches"
 
 
 def test_runs_without_steps_have_no_cause(slow: DeviceCases) -> None:
     pair = slow.cases[0].loops["sync"]
     empty = replace(pair.simulated, table=type(pair.simulated.table)(pair.simulated.table.table[:0]))
-    assert causes.cause(replace(pair, simulated=empty), ["makespan"]).says == "no step with rows to tell by"
+    assert tally.cause(replace(pair, simulated=empty)).summary == "no step with rows to tell by"
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
@@ -208,8 +206,8 @@ def test_many_requests_are_thinned_and_the_caption_says_so() -> None:
     frame = pd.DataFrame({"index": range(5000), "ttft_s": 1.0, "tpot_s": 0.1})
     chart = figures.scatter({"sync": [figures.matched(frame, frame)], "async": [figures.matched(frame, frame)]})
     assert sum(len(_of(chart, Points, loop).x) for loop in ("sync", "async")) <= figures.MOST_POINTS
-    assert "One in 4 of 10,000 requests" in chart.says
-    assert "One in" not in figures.scatter({"sync": [figures.matched(frame[:9], frame[:9])]}).says
+    assert "One in 4 of 10,000 requests" in chart.caption
+    assert "One in" not in figures.scatter({"sync": [figures.matched(frame[:9], frame[:9])]}).caption
     nothing = figures.scatter({"sync": [figures.matched(frame[:0], frame[:0])], "async": []})
     assert all(not panel.marks for panel in nothing.panels)
     assert render.png(nothing)
@@ -225,7 +223,7 @@ def test_errors_are_drawn_as_multiples_of_what_is_asked() -> None:
     assert chart.panels[0].categories[round(met.x[0])] == "makespan ±3%"
     assert "a, async: makespan -6.0%" in missed.texts[0]
     assert sorted(mark.y for mark in chart.panels[0].marks if isinstance(mark, Level)) == [-1, 1]
-    assert "beyond 5: 1." in chart.says
+    assert "beyond 5: 1." in chart.caption
     assert not [mark for mark in figures.errors({}).panels[0].marks if isinstance(mark, Points)]
 
 
@@ -300,20 +298,20 @@ def _relabelled(like: ValidationCase, index: int) -> dict[str, Any]:
 @pytest.mark.usefixtures("drawn")
 def test_the_command_writes_a_whole_report_that_the_index_lists(slow: DeviceCases, tmp_path: Path) -> None:
     out = tmp_path / "reports" / "gpu"
-    assert parser.main(["predictions", str(slow.place), "--out", str(out)]) == 0
+    assert parser.main(["report", str(slow.place), "--out", str(out)]) == 0
     facts = json.loads((out / folder.FACTS).read_text())
     assert facts["figures"] == ["errors", "speedup", "scatter", "lanes"]
     assert all((out / "figures" / f"{key}.{kind}").stat().st_size for key in facts["figures"] for kind in folder.KINDS)
-    found = {(one["case"], one["loop"], one["metric"]): one for one in facts["scores"]}
+    found = {(one["case"], one["loop"], one["metric"]): one for one in facts["data"]["scores"]}
     wrong = found["wrong", "sync", "makespan"]
     assert wrong["verdict"] == "missed" and wrong["bound"] == MAKESPAN.bound
     assert wrong["error"] == pytest.approx(wrong["simulated"] / wrong["measured"] - 1)
     assert found["right", "both", "async speed-up"]["verdict"] == "met"
     assert found["right", "both", "async speed-up"]["spread"] is None
-    assert len(facts["replays"]) == 6 and {one["says"] for one in facts["replays"]} == {"identical"}
+    assert len(facts["data"]["replays"]) == 6 and {one["says"] for one in facts["data"]["replays"]} == {"identical"}
     text = (out / "report.md").read_text()
     assert "<summary>Scenario</summary>" in text and "| async speed-up | within 2 points |" in text
-    assert parser.main(["index", str(out.parent)]) == 0
+    script("index").main(out.parent)
     assert "[Simulated against measured: NVIDIA H100](gpu/report.md)" in (out.parent / "README.md").read_text()
 
 
@@ -327,12 +325,12 @@ def test_a_number_that_is_none_is_null_in_the_facts(slow: DeviceCases) -> None:
 def test_missed_bars_fail_only_a_check(slow: DeviceCases, one: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The report is written either way, by default into the folder itself, again and again."""
     for words, status in (((), 0), (("--check",), 3)):
-        assert parser.main(["predictions", str(slow.place), *words]) == status
+        assert parser.main(["report", str(slow.place), *words]) == status
         assert (slow.place / "report" / "report.md").is_file()
-    assert parser.main(["predictions", str(one), "--check"]) == 0
+    assert parser.main(["report", str(one), "--check"]) == 0
     assert "asked scores are met, 0 missed" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_folder_of_something_else_is_not_written_into(one: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert parser.main(["predictions", str(one), "--out", str(one)]) == 2
+    assert parser.main(["report", str(one), "--out", str(one)]) == 2
     assert "which is no report" in capsys.readouterr().err

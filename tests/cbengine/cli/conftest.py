@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from engine_calls import folder, small  # noqa: F401 - fixtures
+from support.engine.calls import folder, small  # noqa: F401 - fixtures

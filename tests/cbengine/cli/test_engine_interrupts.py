@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from cbsim.runs import reading
+
 pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
 
 from calls import ROOT, Said, read, runs
-from engine_calls import call, derived, refused
-from served import LOOPS
+from support.engine.calls import call, derived, refused
+from support.engine.served import LOOPS
 
 from cbengine import build
 from cbengine.device.clock import WallClock
-from cbsim.cli import parser as simulator
-from cbsim.results import directory
-from cbsim.server.progress import Progress
+from cbsim.runs.progress import Progress
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ def test_an_interrupt_leaves_a_readable_directory(out: Path) -> None:
     assert (process.returncode, said) == (1, "")
     lines = [line for line in told.splitlines() if not line.startswith("sync: ")]
     assert lines == [f"cbengine: interrupted: what was measured until then is in {path}"]
-    run = directory.load(path)
+    run = reading.load(path)
     assert str(run.incomplete).startswith("interrupted, after ")
     assert len(run.steps) > 0
     derived(path)
@@ -76,23 +76,18 @@ def interrupted(said: Said, out: Path, loop: str) -> None:
     """Exit status 1, one message, and a directory that can be read, said to be incomplete."""
     (path,) = out.glob(f"*-{loop}-*")
     refused(said, 1, f"cbengine: interrupted: what was measured until then is in {path}")
-    run = directory.load(path)
+    run = reading.load(path)
     assert str(run.incomplete).startswith("interrupted, after ")
     assert read(path / "summary.json")["complete"] is False
-    if read(path / "env.json")["engine"] == "cbengine":
-        derived(path)
-    else:
-        said = call("replan", path, of=simulator.main)
-        assert (said.status, said.out) == (1, "")
-        assert "which records no plans to derive again" in said.err
+    derived(path)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("words", [("inline",), ("modelled",), ("inline", "--engine", "transformers")], ids=" ".join)
+@pytest.mark.parametrize("device", ["inline", "modelled"])
 def test_an_interrupt_ends_a_run_after_a_step(
-    small: Path, out: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], loop: str
+    small: Path, out: Path, monkeypatch: pytest.MonkeyPatch, device: str, loop: str
 ) -> None:
-    """Ctrl-C in the middle of the run, whoever serves; afterwards Ctrl-C means what it meant before."""
+    """Ctrl-C in the middle of the run of a run; afterwards Ctrl-C means what it meant before."""
     before, told = signal.getsignal(signal.SIGINT), []
     step = Progress.__call__
 
@@ -103,8 +98,7 @@ def test_an_interrupt_ends_a_run_after_a_step(
         step(self, now_ns)
 
     monkeypatch.setattr(Progress, "__call__", pressed)
-    budget = ("--set", "scheduler={name: transformers_fifo, max_batch_tokens: 64}") if len(words) > 1 else ()
-    said = call("replay", small, "--loop", loop, "--quiet", *budget, "--out", out, "--device", *words)
+    said = call("replay", small, "--loop", loop, "--quiet", "--out", out, "--device", device)
     interrupted(said, out, loop)
     assert len(told) == 4
     assert signal.getsignal(signal.SIGINT) == before

@@ -12,14 +12,14 @@ import pytest
 pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
 
-import folders
 import safetensors.torch as safetensors_torch
 import torch
-from calls import ROOT, read, runs
-from engine_calls import call, refused
+from calls import ROOT
+from support.engine import folders
+from support.engine.calls import call, refused
 
 import cbengine.cli
-from cbengine.cli.arguments import DEVICES
+from cbengine.cli.parser import DEVICES
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,6 @@ from cbengine.cli.arguments import DEVICES
         (("--profile=0",), ("argument --profile", "'0'", ">= 1")),
         (("--profile=5",), ("--profile: needs --device cuda",)),
         (("--device=tpu",), ("argument --device", "'tpu'", *DEVICES)),
-        (("--engine=vllm",), ("argument --engine", "'vllm'", "transformers")),
         (("--weights=nowhere",), ("nowhere/config.json: cannot be read",)),
         (("--set", "model.head_dim=7"), ("model.head_dim: got 7, must be even",)),
         (("--set", "model.kv_heads=3"), ("model.kv_heads: got 3, must divide model.heads (4)",)),
@@ -71,37 +70,6 @@ def test_a_bad_option_is_named(small: Path, out: Path, words: tuple[str, ...], s
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--device", "modelled"), "takes no --device modelled: "),
-        (("--temperature", "1", "--inject", "launch=1"), "takes no --temperature, --inject: "),
-        (("--stop-at-end-tokens",), "takes no --stop-at-end-tokens: "),
-        (("--sampling", "own.jsonl"), "takes no --sampling: "),
-        (("--set", "model.hidden=34"), "model.hidden: got 34, must be a multiple of model.heads (4)"),
-    ],
-)
-def test_what_the_peer_cannot_do(
-    small: Path, out: Path, words: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Options that Hugging Face's batching would silently ignore, or die of, are refused."""
-    monkeypatch.chdir(small.parent)
-    Path("own.jsonl").write_text('{"id": "0", "temperature": 1}')
-    said = call("replay", small, "--device", "inline", "--engine", "transformers", "--out", out, *words)
-    refused(said, 2, f"--engine transformers: {says}")
-    assert not out.exists()
-
-
-def test_the_peer_does_what_it_can(small: Path, out: Path) -> None:
-    """Work that takes no time is none; graphs are the GPU's matter. The printed command has the engine in it."""
-    words = ("--engine", "transformers", "--device", "inline", "--inject", "launch=0", "--no-cuda-graphs")
-    few = ("--set", "scheduler={name: transformers_fifo, max_batch_tokens: 64}", "--loop", "sync")
-    said = call("replay", small, *words, *few, "--out", out)
-    assert said.status == 0, said
-    assert "--engine transformers --device inline --inject launch=0 --no-cuda-graphs" in said.out
-    assert read(runs(out)[0] / "env.json")["engine"].startswith("transformers 5.")
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
         ((), ("COMMAND",)),
         (("play",), ("'play'", "replay")),
         (("replay",), ("scenario",)),
@@ -118,12 +86,6 @@ def test_the_peer_does_what_it_can(small: Path, out: Path) -> None:
         (("predict", "cpu-1", "--device", "process"), ("case 'cpu-1'", "reference, load", "cpu-0, cpu-2")),
         (("predict", "--out", __file__), ("provenance.json: cannot be written",)),
         (("predict", "cpu", "--device", "process", "--set", "loop.mode=never"), ("loop.mode", "'never'")),
-        (("speed", "--device", "process"), ("--device", "'process'", "cuda", "modelled")),
-        (("generate", "--weights", "x"), ("--prompt",)),
-        (("generate", "--prompt", "x"), ("--weights",)),
-        (("generate", "--prompt", "x", "--weights", "nowhere", "--tokens", "0"), ("--tokens", "'0'", ">= 1")),
-        (("generate", "--prompt", "x", "--weights", "nowhere"), ("nowhere/config.json: cannot be read",)),
-        (("generate", "--prompt", "x", "--weights", "x", "--device", "modelled"), ("--device", "'modelled'")),
     ],
     ids=" ".join,
 )
@@ -138,25 +100,21 @@ def test_a_command_that_cannot_be(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize(
     "words",
-    [("replay", "tiny_cpu"), ("calibrate", "--out", "x"), ("predict",), ("speed",), ("generate", "--prompt", "a")],
+    [("replay", "tiny_cpu"), ("calibrate", "--out", "x"), ("predict",)],
     ids=lambda words: words[0],
 )
-def test_a_gpu_that_is_not_there(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Any) -> None:
+def test_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    weights = ("--weights", folder) if words[0] == "generate" else ()
-    refused(call(*words, *weights, "--device", "cuda"), 2, "--device cuda: torch finds no CUDA device here")
+    refused(call(*words, "--device", "cuda"), 2, "--device cuda: torch finds no CUDA device here")
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("package", ["torch", "transformers"])
-def test_a_package_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    """... is named, with the command that installs it."""
-    if package == "torch":  # asked for when the commands are
-        monkeypatch.delitem(sys.modules, "cbengine.cli.commands", raising=False)
-        monkeypatch.delattr(cbengine.cli, "commands", raising=False)
-    monkeypatch.setitem(sys.modules, package, None)
-    said = call("generate", "--prompt", "a", "--weights", folder, "--device", "inline")
-    refused(said, 2, f"{package} is not installed: pip install -e '.[engine]'")
+def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the command that installs it."""
+    monkeypatch.delitem(sys.modules, "cbengine.cli.commands", raising=False)
+    monkeypatch.delattr(cbengine.cli, "commands", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    refused(call("replay", "tiny_cpu"), 2, "torch is not installed: pip install -e '.[engine]'")
 
 
 @pytest.mark.parametrize("device", ["inline", "modelled"])
@@ -168,7 +126,7 @@ def test_a_place_that_cannot_be_written_to(small: Path, device: str) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "says"),
     [
-        ("config.json", "{", "is not JSON"),
+        ("config.json", "{", "not valid JSON"),
         ("config.json", None, "cannot be read"),
         ("model.safetensors", None, "holds neither model.safetensors nor"),
         ("model.safetensors", "x" * 64, "cannot be read as safetensors"),
@@ -205,13 +163,3 @@ def test_weights_that_are_not_numbers(folder: Path, small: Path, tmp_path: Path,
     assert said.status == 1
     line = said.err.splitlines()[-1]
     assert "requests failed: the logits of a token were not numbers; see " in line and line.startswith("sync: ")
-
-
-def test_words_of_a_model_are_printed(folder: Path) -> None:
-    """The prompt and what follows, on stdout; sampled with a seed, twice the same."""
-    words = ("generate", "--device", "inline", "--weights", folder, "--prompt", "a café", "--tokens", 5)
-    said = call(*words, "--temperature", 1, "--sampling-seed", 7)
-    assert (said.status, said.err) == (0, "")
-    assert said.out.startswith("a café")
-    assert said.out.endswith("\n")
-    assert call(*words, "--temperature", 1, "--sampling-seed", 7) == said

@@ -20,12 +20,12 @@ pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
 
 from calls import ROOT, Said, read, runs
-from engine_calls import call, derived
-from served import LOOPS, SCHEDULERS, named
+from support.engine.calls import call, derived
+from support.engine.served import LOOPS, SCHEDULERS, named
 
 from cbengine import build, settings, tokens
 from cbsim.cli import parser as simulator
-from cbsim.results import directory
+from cbsim.record import directory
 from cbsim.scenario import scenario
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -87,9 +87,8 @@ def test_what_a_person_sees(small: Path, out: Path) -> None:
     for label in ("sync", "picture", "timeline"):
         (line,) = (line for line in said.out.splitlines() if line.startswith(f"{label} ") and out.name in line)
         assert Path(line.split()[1]).exists()
-    assert (
-        said.out.splitlines()[-1] == f"again     python -m cbengine replay {small} --set loop.mode=sync --device inline"
-    )
+    again = f"again     python -m cbengine replay {small} --device inline --loop sync --out {out}"
+    assert said.out.splitlines()[-1] == again
     assert said.err.startswith("sync: 5 of 5 requests, ")
 
 
@@ -120,12 +119,12 @@ def test_the_printed_command_makes_the_run_again(
     monkeypatch.setattr(build, "default_device", lambda: "cuda")
     again = call(*words[3:], "--out", "second")
     assert again.status == 0, again
-    assert line in again.out.splitlines()
+    assert f"{line} --out second" in again.out.splitlines()
     (one,), (other,) = runs(Path("first")), runs(Path("second"))
     for file in ("scenario.resolved.yaml", tokens.FILE, settings.FILE):
         assert (one / file).read_bytes() == (other / file).read_bytes(), file
     facts, others = (read(path / "env.json") for path in (one, other))
-    assert facts["command"] == others["command"] == shlex.join(words)
+    assert facts["command"] == shlex.join(words)
     assert facts["injected_ms"] == others["injected_ms"] == {"prepare": 0.123457, "launch": 0.001}
     run = {"temperature": 0.7, "top_k": 5, "top_p": 0.95, "seed": 12345678901234567890}
     assert facts["sampling"] == others["sampling"] == {**run, "file": own.name, "requests": 2}

@@ -15,16 +15,17 @@ from typing import Any
 
 import pytest
 
+from cbsim.runs import reading
+
 pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
 
 from calls import ROOT, runs
-from engine_calls import call, refused
 from openai import OpenAI
+from support.engine.calls import call, refused
 
-from cbsim.endpoint.tokenizer import EMBEDDED
-from cbsim.results import directory
-from cbsim.server import replan
+from cbsim.http.tokenizer import EMBEDDED
+from cbsim.runs import replan
 
 
 @contextlib.contextmanager
@@ -72,7 +73,7 @@ def test_a_request_to_end_lets_answers_end(device: str, tmp_path: Path) -> None:
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out, err) == (0, "", "")
     (path,) = runs(tmp_path)
-    run = directory.load(path)
+    run = reading.load(path)
     assert run.incomplete is None
     assert [row.status for row in run.requests] == ["length"]
     assert replan.rederive(path) == (len(run.steps), len(run.steps), None)
@@ -92,7 +93,7 @@ def test_a_second_one_cuts_them(tmp_path: Path) -> None:
         assert process.returncode == 1
         assert err.startswith("incomplete: 1 answer was cut off")
     (path,) = runs(tmp_path)
-    run = directory.load(path)
+    run = reading.load(path)
     assert run.incomplete
     assert [row.status for row in run.requests] == ["aborted"]
     assert replan.rederive(path).difference is None

@@ -13,9 +13,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the engine needs torch")
 
-from engine_calls import call
 from mutations import SEED, as_json, damaged, edited, rewritten
 from safetensors.torch import save_file
+from support.engine.calls import call
 
 from cbengine.model import weights
 from cbsim.draw import render

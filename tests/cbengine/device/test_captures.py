@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch", reason="the engine needs torch")
 
 from hypothesis import given
 from hypothesis import strategies as st
-from served import LOOPS, SCHEDULERS
-from tiny_runs import MIXED, SAMPLED, TINY, WAYS, capacities, tiny_run
+from support.engine.served import LOOPS, SCHEDULERS
+from support.engine.tiny_runs import MIXED, SAMPLED, TINY, WAYS, capacities, tiny_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbengine.batch import Capacity

@@ -14,14 +14,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="the text is compared with transformers'")
 
-from regrouped import grouped
-from served import INLINE, LOOPS, MS, SCHEDULERS, Run, asked, check_texts, plain_cache, spec, steps
+from support.engine.regrouped import grouped
+from support.engine.served import INLINE, LOOPS, MS, SCHEDULERS, Run, asked, check_texts, plain_cache, spec, steps
+from support.engine.tiny_runs import MIXED, SAMPLED, TINY, WAYS, tiny_load, tiny_run, tiny_server
 from test_group_tables import MIXES, by_groups
 from test_group_tables import case as windowed_case
 from test_moved_tokens import KINDS, case, restless
 from test_search import SEARCHES, check_search, groups, load, searching
 from test_search import requests as search_requests
-from tiny_runs import MIXED, SAMPLED, TINY, WAYS, tiny_load, tiny_run, tiny_server
 
 from cbengine import build, servers
 from cbengine.build import Setup
@@ -32,8 +32,8 @@ from cbengine.model.kvcache import KvCache
 from cbengine.model.ops import Rows
 from cbengine.sampling import Sampling
 from cbengine.settings import SamplingSettings
-from cbsim.results import invariants
-from cbsim.workload.generators import Workload
+from cbsim.record import invariants
+from cbsim.workload.requests import Workload
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GRAPHS = {"graphs": True, "kernel by kernel": False}

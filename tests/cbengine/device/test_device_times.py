@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from cbengine.device.base import Lanes
 from cbengine.device.timeline import Timeline
-from cbsim.results import invariants
-from cbsim.results.metrics import Steps
-from cbsim.results.record import STEP_COLUMNS
+from cbsim.record import invariants
+from cbsim.record.record import STEP_COLUMNS
+from cbsim.record.tables import Steps
 
 
 class Durations(NamedTuple):

@@ -13,11 +13,11 @@ pytest.importorskip("torch", reason="the engine needs torch")
 
 from cbengine import build, servers
 from cbengine.build import Setup
-from cbengine.cli.arguments import command_line
+from cbengine.cli.parser import command_line
 from cbengine.device import gpu
 from cbsim.cli.arguments import run_options
+from cbsim.runs import run_command
 from cbsim.scenario import scenario
-from cbsim.server import run_command
 
 SAID = "1980, 1980, 2619, 412.50, 700.00, 54, 0x0000000000000004"
 

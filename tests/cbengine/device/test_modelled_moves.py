@@ -8,25 +8,25 @@ import pytest
 
 pytest.importorskip("torch", reason="the engine needs torch")
 
-from served import LOOPS, MS
+from support.engine.served import LOOPS, MS
 from test_moved_tokens import KINDS, case, restless
 
 from cbengine.build import Setup
 from cbengine.device.base import Modelled
 from cbengine.device.moves import ModelledMoves, Moved
-from cbsim.policy.moves import Move, Way
 from cbsim.policy.plan import StepPlan
-from cbsim.results import invariants
+from cbsim.policy.transfers import Direction, Transfer
+from cbsim.record import invariants
+from cbsim.runs import assemble
 from cbsim.scenario.scenario import depth
-from cbsim.server import assemble
 
 
-def cost(way: Way, blocks: int) -> int:
-    return blocks * (1 if way is Way.COPY else 10)
+def cost(way: Direction, blocks: int) -> int:
+    return blocks * (1 if way is Direction.COPY else 10)
 
 
-def some(way: Way, blocks: int, job: int = -1) -> Move:
-    return Move(way, tuple(range(blocks)), tuple(range(50, 50 + blocks)), None, job)
+def some(way: Direction, blocks: int, job: int = -1) -> Transfer:
+    return Transfer(way, tuple(range(blocks)), tuple(range(50, 50 + blocks)), None, job)
 
 
 def test_when_moves_happen() -> None:
@@ -34,11 +34,19 @@ def test_when_moves_happen() -> None:
     direction, to the host behind the rows, from it as soon as they could run.
     """
     moves = ModelledMoves(cost)
-    first = StepPlan(0, moves=(some(Way.OUT, 2), some(Way.COPY, 3), some(Way.IN, 1), some(Way.OUT, 4, job=7)))
+    first = StepPlan(
+        0,
+        transfers=(
+            some(Direction.OUT, 2),
+            some(Direction.COPY, 3),
+            some(Direction.IN, 1),
+            some(Direction.OUT, 4, job=7),
+        ),
+    )
     assert moves.before_rows(first, 100) == 100 + 20 + 10
     assert moves.copying_ns(first) == 3
     moves.after_rows(first, 130, 200)
-    second = StepPlan(1, moves=(some(Way.IN, 5, job=8), some(Way.OUT, 1, job=9)))
+    second = StepPlan(1, transfers=(some(Direction.IN, 5, job=8), some(Direction.OUT, 1, job=9)))
     assert moves.before_rows(second, 200) == 200, "nobody waits for a job"
     moves.after_rows(second, 200, 230)
     third = StepPlan(2, awaited=(9, 7))
@@ -85,8 +93,8 @@ def test_the_data_sheet_says_how_long_a_move_takes() -> None:
     given = case().scenario
     block, gpu = given.block_size * given.model.kv_bytes_per_token, given.hardware
     copies = assemble.copies(given)
-    assert copies.ns(Way.OUT, 3) == copies.ns(Way.IN, 3) == round(3 * block / gpu.pcie_bytes_s * 1e9)
-    assert copies.ns(Way.COPY, 3) == round(6 * block / gpu.memory_bandwidth_bytes_s * 1e9)
+    assert copies.ns(Direction.OUT, 3) == copies.ns(Direction.IN, 3) == round(3 * block / gpu.pcie_bytes_s * 1e9)
+    assert copies.ns(Direction.COPY, 3) == round(6 * block / gpu.memory_bandwidth_bytes_s * 1e9)
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -12,13 +12,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="the text is compared with transformers'")
 
-from ordered import Event, Stream, WholeTables, World, ordered
-from served import INLINE, LOOPS, MS, SCHEDULERS, Run, asked, check_texts, spec
+from support.engine.ordered import Event, Stream, WholeTables, World, ordered
+from support.engine.served import INLINE, LOOPS, MS, SCHEDULERS, Run, asked, check_texts, spec
 
 from cbengine import build
 from cbengine.device.cuda import Cuda
 from cbsim.scenario.scenario import depth
-from cbsim.workload.generators import Workload
+from cbsim.workload.requests import Workload
 
 GRAPHS = {"graphs": True, "kernel by kernel": False}
 each_loop = pytest.mark.parametrize("loop", LOOPS)

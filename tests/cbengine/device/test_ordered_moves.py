@@ -12,9 +12,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="the text is compared with transformers'")
 
-from ordered import Event, WholeTables, World, ordered
-from restless import Restless
-from served import INLINE, LOOPS, Run, check_texts
+from support.engine.ordered import Event, WholeTables, World, ordered
+from support.engine.restless import Restless
+from support.engine.served import INLINE, LOOPS, Run, check_texts
 from test_moved_tokens import KINDS, case, restless
 from test_ordered import call_buffers
 
@@ -160,7 +160,7 @@ def test_times_are_those_of_the_moves(loop: str, monkeypatch: pytest.MonkeyPatch
             return found
 
         def launching(slot: int, header: Any, plan: Any) -> None:
-            listed.update([plan.step] if plan.moves else [])
+            listed.update([plan.step] if plan.transfers else [])
             launch(slot, header, plan)
 
         device.moved, device.launch = noted, launching  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="the engine needs torch")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_runs import WAYS, capacities, tiny_executor
+from support.engine.tiny_runs import WAYS, capacities, tiny_executor
 
 from cbengine.batch import Capacity
 from cbengine.device.layout import arrays

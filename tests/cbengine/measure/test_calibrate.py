@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the engine needs torch")
 
-from made_up_steps import CPU, D2H, EAGER_S, H2D, LAYERS, MATRICES, compute_s, made_up, plan, simulated
-from served import asked, spec
+from support.engine.made_up_steps import CPU, D2H, EAGER_S, H2D, LAYERS, MATRICES, compute_s, made_up, plan, simulated
+from support.engine.served import asked, spec
 
 from cbengine import build
 from cbengine.cli import parser
@@ -26,7 +26,7 @@ from cbengine.measure.calibrate import CPU_TERMS, GPU_TERMS
 from cbengine.measure.equal_steps import EqualStepTimes
 from cbengine.measure.probes import ProbeTable
 from cbsim.cli import parser as simulator
-from cbsim.cost.cpu import PHASES
+from cbsim.cost.base import PHASES
 from cbsim.cost.fitted import Curve
 from cbsim.policy.plan import Chunk
 from cbsim.scenario import documents, scenario

@@ -7,15 +7,15 @@ import pytest
 
 pytest.importorskip("torch", reason="the engine needs torch")
 
-from made_up_steps import LAYERS, made_up, plan
-from served import spec
+from support.engine.made_up_steps import LAYERS, made_up, plan
+from support.engine.served import spec
 
 from cbengine.measure import calibrate, probes
 from cbengine.measure.equal_steps import EqualStepTimes, equal_steps
 from cbengine.measure.probes import ProbeTable
 from cbsim.policy.plan import Chunk
-from cbsim.results.metrics import Steps
-from cbsim.results.record import STEP_COLUMNS
+from cbsim.record.record import STEP_COLUMNS
+from cbsim.record.tables import Steps
 
 
 def steps_of(**edges: list[int]) -> Steps:

@@ -9,6 +9,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from cbsim.runs import reading
+
 pytest.importorskip("torch", reason="the engine needs torch")
 
 from hypothesis import given, settings
@@ -17,7 +19,6 @@ from hypothesis import strategies as st
 from cbengine import tokens
 from cbengine.cli import parser
 from cbengine.measure.fit import fit, non_negative
-from cbsim.results import directory
 
 
 @given(st.integers(0, 10_000), st.integers(1, 4))
@@ -62,7 +63,7 @@ def test_a_run_keeps_its_tokens_when_asked(tmp_path: Path, capsys: pytest.Captur
     assert len(runs) == 2
     first, second = (pq.read_table(run / tokens.FILE).to_pydict() for run in runs)
     assert first == second
-    rows = directory.load(runs[0]).requests
+    rows = reading.load(runs[0]).requests
     assert [len(prompt) for prompt in first["prompt"]] == [row.prompt_tokens for row in rows]
     assert [len(output) for output in first["output"]] == [4, 4, 4]
     capsys.readouterr()
@@ -77,7 +78,6 @@ def test_a_run_keeps_its_tokens_when_asked(tmp_path: Path, capsys: pytest.Captur
         (["replay", "tiny_cpu", "--device", "inline", "--weights", "nowhere"], "config.json"),
         (["replay", "nowhere.yaml"], "nowhere.yaml"),
         (["replay", "8k_b32", "--device", "inline", "--set", "kv_cache.num_blocks=9999999"], "GB"),
-        (["replay", "tiny_cpu", "--engine", "transformers", "--device", "modelled"], "--engine transformers"),
     ],
 )
 def test_a_users_mistake_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="the engine needs torch")
 
-from served import INLINE, LOOPS, SCHEDULERS, asked
+from support.engine.served import INLINE, LOOPS, SCHEDULERS, asked
 
 from cbengine.errors import UsageError
 from cbengine.load import Load
 from cbengine.measure import calibrate, probes
 from cbengine.measure.probes import Probe, ProbeTable, Reach
-from cbsim.scenario import scenario
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import generators
 
@@ -51,7 +50,7 @@ def test_probes_are_scenarios(scheduler: str, rows: int, longest: int, tokens: i
         assert probe.seats <= rows
         ready = probes._scenario(base, probe)
         assert Scenario.model_validate(ready.model_dump(mode="json")) == ready
-        options: Any = scenario.scheduler_options(ready, 1)
+        options: Any = ready.options("sync")
         assert options.num_blocks * options.block_size >= probe.seats * (probe.prompt + probe.output)
         sizes = Load.of(generators.build(ready).specs()).capacity(options)
         assert sizes.slots <= max(probe.seats, probe.requests)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from cbengine.device import profile
 from cbengine.device.profile import SKIPPED, Profile, Span, by_kernel, kernels, said, union
-from cbsim.results.metrics import Steps
-from cbsim.results.record import STEP_COLUMNS
+from cbsim.record.record import STEP_COLUMNS
+from cbsim.record.tables import Steps
 
 
 def steps(count: int, **columns: Any) -> Steps:

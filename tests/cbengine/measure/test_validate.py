@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from cbsim.errors import ServerError
+
 pytest.importorskip("torch", reason="the engine needs torch")
 
 import calls
-from served import asked
+from support.engine.served import asked
 
 from cbengine import build
 from cbengine.build import Setup
@@ -27,12 +29,12 @@ from cbengine.cli import parser
 from cbengine.errors import UsageError
 from cbengine.measure import calibrate, predict, probes, scores, suite
 from cbengine.measure.suite import SuiteCase
-from cbsim.cost.cpu import PHASES
-from cbsim.results import bars
-from cbsim.results.bars import BARS
+from cbsim.cost.base import PHASES
+from cbsim.metrics import bars
+from cbsim.metrics.bars import BARS
+from cbsim.runs import assemble
 from cbsim.scenario import documents, scenario
 from cbsim.scenario.scenario import Scenario
-from cbsim.server import assemble, running
 
 FOUND: dict[str, Any] = {
     "query_tokens": [{"tokens": 1, "s": 1e-3}, {"tokens": 64, "s": 2e-3}],
@@ -192,7 +194,7 @@ def test_the_simulator_is_asked_as_a_user_asks_it(tmp_path: Path, monkeypatch: p
     predict.simulated(predict.predictable(few, other, 0.0), tmp_path / "simulated", said.append)
     assert "  warning: sync: beyond the calibration: the coefficients were measured with model 8B" in said[0]
     (tmp_path / "file").touch()
-    with pytest.raises(running.ServerError, match=r"the simulator failed: cbsim: .*cannot be created"):
+    with pytest.raises(ServerError, match=r"the simulator failed: cbsim: .*cannot be created"):
         predict.simulated(few, tmp_path / "file", said.append)
 
 

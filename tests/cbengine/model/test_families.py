@@ -15,13 +15,13 @@ pytest.importorskip("transformers", reason="folders are written, and texts said,
 
 import torch
 import transformers
-from served import LOOPS, VOCAB, Run, asked, plain_cache, server, spec
+from support.engine.served import LOOPS, VOCAB, Run, asked, plain_cache, server, spec
 
 from cbengine import build, servers
 from cbengine.build import Setup
 from cbengine.measure import calibrate
 from cbsim.policy.request import RequestSpec
-from cbsim.workload.generators import Workload
+from cbsim.workload.requests import Workload
 
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),

@@ -14,30 +14,32 @@ torch = pytest.importorskip("torch", reason="the engine needs torch")
 
 from hypothesis import given
 from hypothesis import strategies as st
-from served import INLINE, asked, spec
+from support.engine.served import INLINE, asked, spec
 from test_model import BLOCK, CPU, LLAMA
 
 from cbengine import build
 from cbengine.model.host_tier import Carrier, HostTier, pinned_size
 from cbengine.model.kvcache import DeviceMemoryError, KvCache
-from cbsim.policy.moves import Way
+from cbsim.policy.transfers import Direction
 
 BLOCKS, PLACES = 7, 4
 
 
 @st.composite
-def moves(draw: st.DrawFn) -> tuple[Way, list[int], list[int]]:
+def moves(draw: st.DrawFn) -> tuple[Direction, list[int], list[int]]:
     """Whole blocks, none of them read after it has been written."""
-    way = draw(st.sampled_from(Way))
-    read, written = (BLOCKS, PLACES) if way is Way.OUT else (PLACES, BLOCKS) if way is Way.IN else (BLOCKS, BLOCKS)
+    way = draw(st.sampled_from(Direction))
+    read, written = (
+        (BLOCKS, PLACES) if way is Direction.OUT else (PLACES, BLOCKS) if way is Direction.IN else (BLOCKS, BLOCKS)
+    )
     count = draw(st.integers(1, 3))
     sources = draw(st.lists(st.integers(0, read - 1), min_size=count, max_size=count))
-    free = [at for at in range(written) if way is not Way.COPY or at not in sources]
+    free = [at for at in range(written) if way is not Direction.COPY or at not in sources]
     return way, sources, draw(st.permutations(free))[:count]
 
 
 @given(st.lists(moves(), max_size=6))
-def test_blocks_arrive_whole(given: list[tuple[Way, list[int], list[int]]]) -> None:
+def test_blocks_arrive_whole(given: list[tuple[Direction, list[int], list[int]]]) -> None:
     """Keys and values of all layers, as in plain Python; what no move names stays as it was."""
     cache, host = (
         KvCache(LLAMA, BLOCKS, BLOCK, torch.bfloat16, CPU),
@@ -46,18 +48,21 @@ def test_blocks_arrive_whole(given: list[tuple[Way, list[int], list[int]]]) -> N
     for at, tensor in enumerate((cache.keys, cache.values, host.blocks)):
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(at)))
 
-    def blocks() -> dict[Way, list[Any]]:
+    def blocks() -> dict[Direction, list[Any]]:
         on_device = [torch.stack((cache.keys[:, i], cache.values[:, i])) for i in range(BLOCKS + 1)]
-        return {Way.COPY: on_device, Way.OUT: [block.clone() for block in host.blocks]}
+        return {Direction.COPY: on_device, Direction.OUT: [block.clone() for block in host.blocks]}
 
     wanted, carrier = blocks(), Carrier(cache, host)
     for way, sources, targets in given:
         carrier.carry(way, sources, targets)
-        read, written = wanted[Way.OUT if way is Way.IN else Way.COPY], wanted[Way.OUT if way is Way.OUT else Way.COPY]
+        read, written = (
+            wanted[Direction.OUT if way is Direction.IN else Direction.COPY],
+            wanted[Direction.OUT if way is Direction.OUT else Direction.COPY],
+        )
         for source, target in zip(sources, targets, strict=True):
             written[target] = read[source]
     found = blocks()
-    for tier in (Way.COPY, Way.OUT):
+    for tier in (Direction.COPY, Direction.OUT):
         assert all(torch.equal(one, other) for one, other in zip(found[tier], wanted[tier], strict=True))
 
 

@@ -7,10 +7,10 @@ import math
 import pytest
 
 torch = pytest.importorskip("torch")
-import interpreted  # noqa: F401 - skips this module where triton cannot run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ragged import BOUND, DEVICE, Step, attended, lengths_of, sights, step, worst
+from support.engine import interpreted  # noqa: F401 - skips this module where triton cannot run
+from support.engine.ragged import BOUND, DEVICE, Step, attended, lengths_of, sights, step, worst
 
 from cbengine.model.kernels import attention
 from cbengine.model.kernels.tiles import Tiles

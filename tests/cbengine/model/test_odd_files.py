@@ -11,9 +11,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="the folder is written by transformers")
 
-import folders
+from support.engine import folders
 
-from cbengine import text
 from cbengine.model import weights
 from cbengine.model.weights import WeightsError
 
@@ -44,7 +43,7 @@ def test_a_description_has_a_length_that_it_can_have(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     os.mkfifo(tmp_path / "generation_config.json")
     with pytest.raises(WeightsError, match=r"generation_config\.json: cannot be read: is not a regular file"):
-        text.end_tokens(tmp_path)
+        weights.end_tokens(tmp_path)
 
 
 @pytest.mark.parametrize("place", ["\ud800", "a\0b", "a\n"])

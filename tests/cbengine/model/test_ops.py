@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ragged import BOUND, DEVICE, attended, lengths_of, sights, step, worst
+from support.engine.ragged import BOUND, DEVICE, attended, lengths_of, sights, step, worst
 
 from cbengine.model.ops import TorchOps
 from cbsim.policy.groups import Sight

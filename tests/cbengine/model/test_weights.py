@@ -236,7 +236,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"quantization_config": {"bits": 4}}, "quantization_config: got {'bits': 4}, expected nothing"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, expected 1.0"),
-    ({"rope_parameters": [1]}, "rope_parameters: got [1], expected an object"),
+    ({"rope_parameters": [1]}, "rope_parameters: got [1], expected a JSON object"),
     (
         {"rope_parameters": {"rope_type": "yarn"}},
         "rope_parameters: rope_type: got 'yarn', expected 'default' or 'llama3'",
@@ -298,10 +298,10 @@ def index(places: Any) -> Callable[[Path], None]:
 
 BROKEN: list[tuple[Callable[[Path], None], str]] = [
     (put("config.json", None), "/config.json: cannot be read: No such file or directory"),
-    (put("config.json", "{"), "/config.json: is not JSON: "),
-    (put("config.json", b"\xff\xfe\x00"), "/config.json: is not JSON: "),
-    (put("config.json", "[" * 100_000), "/config.json: is not JSON: "),
-    (put("config.json", "[1]"), "/config.json: got [1], expected an object"),
+    (put("config.json", "{"), "/config.json: not valid JSON: "),
+    (put("config.json", b"\xff\xfe\x00"), "/config.json: is not UTF-8 text"),
+    (put("config.json", "[" * 100_000), "/config.json: not valid JSON: "),
+    (put("config.json", "[1]"), "/config.json: got [1], expected a JSON object"),
     (put("model.safetensors", None), ": holds neither model.safetensors nor model.safetensors.index.json"),
     (put("model.safetensors", b""), "/model.safetensors: cannot be read as safetensors: "),
     (put("model.safetensors", "no tensors at all"), "/model.safetensors: cannot be read as safetensors: "),

@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
-from served import INLINE, LOOPS, SCHEDULERS, VOCAB, asked, check_text, server
-from served import spec as a_spec
-from talking import Said, Server
+from support.engine.served import INLINE, LOOPS, SCHEDULERS, VOCAB, asked, check_text, server
+from support.engine.served import spec as a_spec
+from support.engine.talking import Said, Server
 
 from cbengine import build
 from cbengine.content import Prompts
@@ -23,9 +23,9 @@ from cbengine.device.base import DeviceError
 from cbengine.errors import UsageError
 from cbengine.serving import command
 from cbengine.serving.post import Left, Post, WokenClock
-from cbsim.endpoint.backend import Stream
-from cbsim.server.inbox import NEVER_NS
-from cbsim.workload.generators import Workload
+from cbsim.http.backend import Stream
+from cbsim.runs.inbox import NEVER_NS
+from cbsim.workload.requests import Workload
 
 SHARED = [(7 * i + 3) % VOCAB for i in range(12)]
 PROMPTS = [[*SHARED[:8], i, i + 1, 5 * i % VOCAB, 2, 9] for i in range(4)] + [SHARED, [17]]
@@ -322,7 +322,7 @@ def test_the_meter_hears_every_step_and_token() -> None:
     class Counts:
         def __init__(self) -> None:
             self.steps: list[tuple[int, int]] = []
-            self.told = self.ended = self.scheduled = self.arrived_ = 0
+            self.emitted = self.ended = self.scheduled = self.arrived_ = 0
 
         def arrived(self, stream: Stream) -> None:
             self.arrived_ += 1
@@ -332,7 +332,7 @@ def test_the_meter_hears_every_step_and_token() -> None:
 
         def told_(self, stream: Stream, tokens: int, gap_s: float) -> None:
             assert gap_s >= 0
-            self.told += tokens
+            self.emitted += tokens
 
         def ended_(self, stream: Stream) -> None:
             self.ended += 1
@@ -344,7 +344,7 @@ def test_the_meter_hears_every_step_and_token() -> None:
     meter: Any = SimpleNamespace(
         arrived=counts.arrived,
         scheduled=counts.scheduled_,
-        told=counts.told_,
+        emitted=counts.told_,
         ended=counts.ended_,
         stepped=counts.stepped,
     )
@@ -352,12 +352,12 @@ def test_the_meter_hears_every_step_and_token() -> None:
     served.backend.meter = meter
 
     async def metered(server: Server) -> None:
-        with mock.patch("talking.Stream", lambda generation: Stream(generation, meter)):
+        with mock.patch("support.engine.talking.Stream", lambda generation: Stream(generation, meter)):
             await everybody(server)
 
     served.talk(metered)
     steps = served.engine.record
     rows = steps.requests()
-    assert (counts.arrived_, counts.scheduled, counts.ended, counts.told) == (6, 6, 6, 72)
+    assert (counts.arrived_, counts.scheduled, counts.ended, counts.emitted) == (6, 6, 6, 72)
     assert len(counts.steps) == steps.step_count
     assert sum(preempted for _, preempted in counts.steps) == sum(row.preemptions for row in rows)

@@ -11,28 +11,28 @@ from unittest import mock
 
 import pytest
 
+from cbsim.runs import reading
+
 pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
 
-import folders
 from calls import runs
 from openai import AsyncOpenAI
-from served import LOOPS
-from talking import placed
+from support.engine import folders
+from support.engine.served import LOOPS
+from support.engine.talking import placed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cbengine import text
 from cbengine.build import Setup
 from cbengine.device.base import DeviceError, Inline
 from cbengine.serving.backend import EngineBackend
 from cbengine.serving.command import EngineOptions, opened
-from cbsim.endpoint.command import ServeOptions, serve
-from cbsim.endpoint.listen import Stop, listen
-from cbsim.endpoint.settings import Settings
-from cbsim.results import directory
+from cbsim.http.command import ServeOptions, serve
+from cbsim.http.listen import Stop, listen
+from cbsim.http.settings import Settings
+from cbsim.runs import replan
+from cbsim.runs.served import SessionDirectory, with_one_loop
 from cbsim.scenario import scenario
-from cbsim.server import replan
-from cbsim.server.served import SessionDirectory, with_one_loop
 
 MESSAGES: Any = [{"role": "user", "content": "What is a step?"}]
 PROMPTS = ["the quick brown fox", "the quick brown fox jumps over", "a lazy dog: naïve", "the"]
@@ -61,15 +61,15 @@ async def listening(served: EngineBackend) -> AsyncIterator[AsyncOpenAI]:
     )
     async with AsyncOpenAI(base_url=f"http://127.0.0.1:{await port}/v1", api_key="none", max_retries=0) as client:
         yield client
-    stop.ask()
+    stop.request()
     assert not (await work).message
 
 
-def checked(served: EngineBackend, folder: Path) -> directory.Run:
+def checked(served: EngineBackend, folder: Path) -> reading.Run:
     """The session's run directory, whose plans follow from it."""
     place = SessionDirectory(served.session, served.log, folder)
     place.write({})
-    verdict, run = replan.rederive(place.path), directory.load(place.path)
+    verdict, run = replan.rederive(place.path), reading.load(place.path)
     assert verdict == (len(run.steps), len(run.steps), None), verdict
     return run
 
@@ -96,7 +96,7 @@ def test_texts_of_a_folders_model_are_transformers_own(loop: str, folder: Path, 
         ids = reader(prompt, return_tensors="pt")["input_ids"]
         said = model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=folders.END)[0, ids.shape[1] :]
         ended = folders.END in said
-        assert answer.choices[0].text == reader.decode(said, skip_special_tokens=True).rstrip(text.HALF)
+        assert answer.choices[0].text == reader.decode(said, skip_special_tokens=True).rstrip("\ufffd")
         assert answer.choices[0].finish_reason == ("stop" if ended else "length")
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (ids.shape[1], len(said))
     assert len(checked(served, tmp_path).requests) == len(PROMPTS)
@@ -157,10 +157,10 @@ def test_a_dead_server_is_said_to_its_clients(tmp_path: Path) -> None:
         port = asyncio.get_running_loop().create_future()
         real = listen
 
-        async def told(*words: Any, **more: Any) -> Any:
+        async def emitted(*words: Any, **more: Any) -> Any:
             return await real(*words, **{**more, "ready": lambda _, number: port.set_result(number)})
 
-        with mock.patch("cbsim.endpoint.command.listen", told):
+        with mock.patch("cbsim.http.command.listen", emitted):
             work = asyncio.create_task(serve(served, served.session, served.log, options))
             url = f"http://127.0.0.1:{await port}/v1"
             async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:

@@ -13,9 +13,9 @@ pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from served import LOOPS, SCHEDULERS, VOCAB, least_blocks, server
-from served import spec as a_spec
-from talking import Server
+from support.engine.served import LOOPS, SCHEDULERS, VOCAB, least_blocks, server
+from support.engine.served import spec as a_spec
+from support.engine.talking import Server
 
 FAMILIES = [[(11 * i + family) % VOCAB for i in range(24)] for family in range(3)]
 

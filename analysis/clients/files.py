@@ -1,0 +1,422 @@
+"""What a client measured, read from the file that it wrote: its requests one by one, or their distributions.
+
+A file is recognised by what is in it. aiperf writes a line a request (profile_export.jsonl) and statistics
+(profile_export_aiperf.json and .csv); `vllm bench serve --save-result` one JSON object, with `--save-detailed` with
+lists of an entry a request; GuideLLM one of benchmarks, each with its requests. All times are in the client's seconds.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cbsim import files
+from cbsim.draw.chart import Floats
+from cbsim.errors import RunError
+from cbsim.metrics import metrics
+from cbsim.record.tables import Ints
+from cbsim.scenario.documents import wording
+from cbsim.scenario.fields import complaint
+
+MEASURES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E"}
+STATISTICS = ("mean", "p50", "p99")
+KNOWN = "what aiperf (JSONL, JSON, CSV), vllm bench serve (JSON) or GuideLLM (JSON) writes"
+MOST_BYTES = 1_000_000_000
+MOST = 1e19  # of any number: more than nanoseconds since 1970 will be
+UNITS_S = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "sec": 1.0, "s": 1.0}
+
+Distribution = Mapping[str, float]
+"""Statistics by name, in seconds; those that are not known are not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A request that succeeded, in seconds of the client's clock, NaN for what it does not say.
+
+    `key` is its name at the server, "" if the client does not know; `number` its index among all that were issued.
+    `gaps_s` are those between chunks.
+    """
+
+    key: str
+    number: int
+    start_s: float
+    ttft_s: float
+    tpot_s: float
+    e2e_s: float
+    prompt_tokens: float
+    output_tokens: float
+    gaps_s: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """The content of one file. `requests` is None if it has `statistics` only.
+
+    `numbered`: its server knows requests by a prefix of the client's and their `number`. Tokens are sums over requests
+    that succeeded, NaN if they are not known.
+    """
+
+    path: Path
+    tool: str
+    succeeded: int
+    failed: int
+    prompt_tokens: float
+    output_tokens: float
+    requests: Sequence[Measured] | None = None
+    numbered: bool = False
+    statistics: Mapping[str, Distribution] = field(default_factory=dict)
+
+    @property
+    def issued(self) -> int:
+        return self.succeeded + self.failed
+
+    def values(self, measure: str) -> Floats:
+        """Every value of a measure, of all requests that succeeded; none if the file does not list them."""
+        requests = self.requests or ()
+        if measure == "itl_s":
+            return np.array([gap for request in requests for gap in request.gaps_s], dtype=np.float64)
+        values = np.array([getattr(request, measure) for request in requests], dtype=np.float64)
+        return values[np.isfinite(values)]
+
+    def distribution(self, measure: str) -> Distribution:
+        """Of all its requests that succeeded; {} if it is not known."""
+        return self.statistics.get(measure, {}) if self.requests is None else distribution(self.values(measure))
+
+
+def distribution(values: Floats, counts: Ints | None = None) -> Distribution:
+    """Mean and percentiles of values, each occurring `counts` times (None: once); {} of nothing."""
+    whole = metrics.distribution(values, counts)
+    return {name: whole[name] for name in STATISTICS} if whole["n"] else {}
+
+
+def client(path: Path) -> Client:
+    """What a file holds. Raises RunError naming file, field, value and what is allowed."""
+    text = files.read_text(path, RunError, MOST_BYTES)
+    value, first = _parsed(text), _parsed(text.lstrip().partition("\n")[0])
+    if text.startswith("Metric,avg,"):
+        measured = _aiperf_statistics(path, _csv(text))
+    elif _has(first, "metadata", "metrics") and not _has(first["metadata"], "guidellm_version"):
+        measured = _aiperf_lines(path, text)
+    elif _has(value, "aiperf_version"):
+        measured = _aiperf_statistics(path, value)
+    elif _has(value, *VLLM_KEYS):
+        measured = _vllm(path, value)
+    elif _has(value, "metadata") and _has(value["metadata"], "guidellm_version"):
+        measured = _guidellm(path, value)
+    elif _has(first, *VLLM_KEYS):
+        raise RunError(f"{path}: holds several results, must be 1: write without --append-result", file=path)
+    else:
+        raise RunError(f"{path}: expected {KNOWN}; it is none of these", file=path)
+    if not measured.succeeded:
+        raise RunError(f"{path}: no request in it has succeeded", file=path)
+    return measured
+
+
+def _parsed(text: str) -> Any:
+    """The JSON value that a text is; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _has(value: Any, *keys: str) -> bool:
+    return isinstance(value, dict) and value.keys() >= {*keys}
+
+
+def _listed(path: Path, tool: str, requests: Sequence[Measured], failed: int, *, numbered: bool = False) -> Client:
+    """The client whose file lists these requests."""
+    prompt, output = (sum(getattr(each, name) for each in requests) for name in ("prompt_tokens", "output_tokens"))
+    return Client(path, tool, len(requests), failed, prompt, output, requests, numbered)
+
+
+# -- fields -----------------------------------------------------------------------------------------------------------
+
+Number = Annotated[float, Field(ge=0, le=MOST)]
+Whole = Annotated[float, Field(ge=0, le=MOST, multiple_of=1)]
+Unit = Literal["ns", "us", "ms", "sec", "s"]
+
+
+class Part(BaseModel):
+    """An object of a file: the fields that are read, without silent conversions."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, allow_inf_nan=False)
+
+
+P = TypeVar("P", bound=Part)
+
+
+def checked(part: type[P], value: Any, path: Path, where: str = "") -> P:
+    """An object as declared. Raises RunError."""
+    try:
+        return part.model_validate(value)
+    except ValidationError as error:
+        entry: dict[str, Any] = dict(error.errors(include_url=False)[0])
+        names = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in entry["loc"])
+        names += "." + entry.get("ctx", {}).get("field", "")
+        raise RunError(f"{path}: {(where + names.strip('.')).rstrip('.')}: {wording(entry)}", file=path) from None
+
+
+def _maybe(part: type[P], values: Mapping[str, Any], name: str, path: Path, where: str = "") -> P | None:
+    """An object of an object; None if it is not there."""
+    return checked(part, values[name], path, f"{where}{name}.") if name in values else None
+
+
+def _or_nan(value: float | None, scale: float = 1.0) -> float:
+    return math.nan if value is None else value * scale
+
+
+# -- aiperf -----------------------------------------------------------------------------------------------------------
+# Its `inter_token_latency` is what is called TPOT here, its `inter_chunk_latency` ITL. Tokens are those that the server
+# counted, if the client was told, else its own count. Requests of a warm-up are left out.
+
+AIPERF = {
+    "ttft_s": "time_to_first_token",
+    "tpot_s": "inter_token_latency",
+    "itl_s": "inter_chunk_latency",
+    "e2e_s": "request_latency",
+}
+AIPERF_TOKENS = (
+    ("usage_prompt_tokens", "input_sequence_length"),
+    ("usage_completion_tokens", "output_sequence_length"),
+)
+
+
+class _Time(Part):
+    value: Number
+    unit: Unit
+
+
+class _Gaps(Part):
+    value: list[Number]
+    unit: Unit
+
+
+class _Amount(Part):
+    value: Number
+
+
+class _About(Part):
+    x_request_id: str | None = None
+    request_start_ns: Number | None = None
+    benchmark_phase: str = "profiling"
+    was_cancelled: Any = None
+
+
+class _Line(Part):
+    metadata: _About
+    metrics: dict[str, Any]
+    error: Any = None
+
+
+def _aiperf_lines(path: Path, text: str) -> Client:
+    measured: list[Measured] = []
+    failed = 0
+    for number, content in enumerate(text.splitlines(), 1):
+        if not content.strip():
+            continue
+        line = checked(_Line, _parsed(content), path, f"line {number}: ")
+        if line.metadata.benchmark_phase != "profiling":
+            continue
+        if line.error is not None or line.metadata.was_cancelled:
+            failed += 1
+        else:
+            place = f"line {number}: metrics."
+            measured.append(_aiperf_request(line, len(measured) + failed, path, place))
+    return _listed(path, "aiperf", measured, failed)
+
+
+def _aiperf_request(line: _Line, number: int, path: Path, place: str) -> Measured:
+    times = {name: _maybe(_Time, line.metrics, AIPERF[name], path, place) for name in ("ttft_s", "tpot_s", "e2e_s")}
+    gaps = _maybe(_Gaps, line.metrics, AIPERF["itl_s"], path, place)
+    tokens = [
+        next((each.value for name in names if (each := _maybe(_Amount, line.metrics, name, path, place))), math.nan)
+        for names in AIPERF_TOKENS
+    ]
+    return Measured(
+        key=line.metadata.x_request_id or "",
+        number=number,
+        start_s=_or_nan(line.metadata.request_start_ns, 1e-9),
+        prompt_tokens=tokens[0],
+        output_tokens=tokens[1],
+        gaps_s=[gap * UNITS_S[gaps.unit] for gap in gaps.value] if gaps else (),
+        **{measure: math.nan if time is None else time.value * UNITS_S[time.unit] for measure, time in times.items()},
+    )
+
+
+class _Statistics(Part):
+    avg: Number
+    p50: Number
+    p99: Number
+    unit: Unit
+
+
+class _Total(Part):
+    sum: Number
+
+
+class _Count(Part):
+    avg: Whole
+
+
+def _aiperf_statistics(path: Path, value: Mapping[str, Any]) -> Client:
+    statistics = {}
+    for measure, name in AIPERF.items():
+        if own := _maybe(_Statistics, value, name, path):
+            scale = UNITS_S[own.unit]
+            statistics[measure] = {"mean": own.avg * scale, "p50": own.p50 * scale, "p99": own.p99 * scale}
+    prompt, output = (
+        next((each.sum for name in names if (each := _maybe(_Total, value, name, path))), math.nan)
+        for names in AIPERF_TOKENS
+    )
+    count = int(checked(_Count, value.get("request_count"), path, "request_count.").avg)
+    ended = _maybe(_Count, value, "completed_request_count", path)
+    failed = max(int(ended.avg) - count, 0) if ended else 0
+    return Client(path, "aiperf", count, failed, prompt, output, statistics=statistics)
+
+
+def _csv(text: str) -> dict[str, dict[str, Any]]:
+    """The CSV, a table with a line a metric and then one of single numbers, as the JSON has the same."""
+    made: dict[str, dict[str, Any]] = {}
+    header: list[str] = []
+    for row in csv.reader(text.splitlines()):
+        if row[:1] == ["Metric"]:
+            header = ["avg" if name == "Value" else name for name in row[1:]]
+        elif len(row) > 1 and header:
+            title, _, unit = row[0].rstrip(")").partition(" (")
+            name = "completed_request_count" if title == "Completed Requests" else title.lower().replace(" ", "_")
+            made[name] = {"unit": unit, **dict(zip(header, map(_cell, row[1:]), strict=False))}
+    return made
+
+
+def _cell(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+# -- vllm bench serve -------------------------------------------------------------------------------------------------
+# Requests are in the order in which they were issued, the failed ones among them, whose error is not empty. They carry
+# the header X-Request-Id: the value of `--request-id-prefix`, which the file does not have, and their number.
+
+VLLM_KEYS = ("total_output_tokens", "completed", "request_throughput")
+VLLM_TIMES = {"ttft_s": "ttft", "tpot_s": "tpot", "itl_s": "itl", "e2e_s": "e2el"}
+VLLM_STATISTICS = {"mean": "mean", "p50": "median", "p99": "p99"}
+LISTS = ("ttfts", "itls", "input_lens", "output_lens", "errors")
+
+
+class _Sums(Part):
+    completed: Whole
+    failed: Whole = 0
+    total_input_tokens: Number
+    total_output_tokens: Number
+
+
+class _Lists(Part):
+    errors: list[Any]
+    ttfts: list[Number]
+    itls: list[list[Number]]
+    input_lens: list[Number]
+    output_lens: list[Number]
+    start_times: list[Number] | None = None
+    latencies: list[Number] | None = None
+
+    @model_validator(mode="after")
+    def _as_long(self) -> Self:
+        for name in (*LISTS, "start_times", "latencies"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.errors):
+                raise complaint(f"got {len(values):,} entries, expected {len(self.errors):,}, as in errors", name)
+        return self
+
+
+def _vllm(path: Path, value: Mapping[str, Any]) -> Client:
+    if any(name in value for name in LISTS):
+        lists = checked(_Lists, value, path)
+        measured = [_vllm_request(lists, number) for number, error in enumerate(lists.errors) if not error]
+        return _listed(path, "vllm bench serve", measured, len(lists.errors) - len(measured), numbered=True)
+    sums = checked(_Sums, value, path)
+    statistics = {}
+    for measure, name in VLLM_TIMES.items():
+        keys = {ours: f"{theirs}_{name}_ms" for ours, theirs in VLLM_STATISTICS.items()}
+        known = {
+            ours: checked(_Amount, {"value": value[key]}, path, f"{key}: ")
+            for ours, key in keys.items()
+            if key in value
+        }
+        if known:
+            statistics[measure] = {ours: number.value / 1e3 for ours, number in known.items()}
+    counts = int(sums.completed), int(sums.failed)
+    tokens = sums.total_input_tokens, sums.total_output_tokens
+    return Client(path, "vllm bench serve", *counts, *tokens, statistics=statistics)
+
+
+def _vllm_request(lists: _Lists, number: int) -> Measured:
+    first, gaps, tokens = lists.ttfts[number], lists.itls[number], lists.output_lens[number]
+    e2e = first + sum(gaps) if lists.latencies is None else lists.latencies[number]
+    tpot = (e2e - first) / (tokens - 1) if tokens > 1 else math.nan
+    start = math.nan if lists.start_times is None else lists.start_times[number]
+    return Measured("", number, start, first, tpot, e2e, lists.input_lens[number], tokens, gaps)
+
+
+# -- GuideLLM ---------------------------------------------------------------------------------------------------------
+# `response_id` is the id of the answer that a request got. Its `inter_token_latency_ms` is TPOT here;
+# its `time_per_output_token_ms` has the first token in it and is not read. It keeps no times of single tokens.
+
+
+class _Successful(Part):
+    response_id: str | None = None
+    request_start_time: Number | None = None
+    time_to_first_token_ms: Number | None = None
+    inter_token_latency_ms: Number | None = None
+    request_latency: Number
+    prompt_tokens: Number | None = None
+    output_tokens: Number | None = None
+
+
+class _Requests(Part):
+    successful: list[_Successful]
+    errored: list[Any] | None = None
+    incomplete: list[Any] | None = None
+
+
+class _Benchmark(Part):
+    requests: _Requests
+
+
+class _Benchmarks(Part):
+    benchmarks: list[_Benchmark]
+
+
+def _guidellm(path: Path, value: Any) -> Client:
+    """All benchmarks of a file together."""
+    measured: list[Measured] = []
+    failed = 0
+    for benchmark in checked(_Benchmarks, value, path).benchmarks:
+        requests = benchmark.requests
+        measured += _guidellm_requests(requests.successful, len(measured) + failed)
+        failed += len(requests.errored or ()) + len(requests.incomplete or ())
+    return _listed(path, "GuideLLM", measured, failed)
+
+
+def _guidellm_requests(successful: Iterable[_Successful], first: int) -> Iterable[Measured]:
+    for number, each in enumerate(successful, first):
+        yield Measured(
+            key=each.response_id or "",
+            number=number,
+            start_s=_or_nan(each.request_start_time),
+            ttft_s=_or_nan(each.time_to_first_token_ms, 1e-3),
+            tpot_s=_or_nan(each.inter_token_latency_ms, 1e-3),
+            e2e_s=each.request_latency,
+            prompt_tokens=_or_nan(each.prompt_tokens),
+            output_tokens=_or_nan(each.output_tokens),
+        )

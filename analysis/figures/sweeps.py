@@ -1,0 +1,358 @@
+"""Figures of a sweep's table: metrics along an axis, a metric over two axes, two metrics against each other. All are
+means of replicates with their intervals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from analysis.figures import axis
+from analysis.figures.axis import spread
+from analysis.figures.side_by_side import frontier
+from analysis.statistics.sweep_table import (
+    Axis,
+    Bools,
+    Ints,
+    Means,
+    Places,
+    SweepTable,
+    View,
+    held,
+    longest,
+    middle,
+    split,
+)
+from cbsim.draw.chart import (
+    BLACK,
+    GREY,
+    RED,
+    Cells,
+    Chart,
+    Floats,
+    Line,
+    Mark,
+    Panel,
+    Points,
+    Scale,
+    Style,
+    Whiskers,
+    scale_of,
+    series,
+)
+from cbsim.metrics import catalogue
+from cbsim.metrics.catalogue import Metric
+from cbsim.metrics.checks import Check
+
+FAR = 8  # from the first number of a logarithmic axis to its last, as a factor
+MOST_LETTERS = 36  # of the numbers written along an axis
+INTERVALS = "Means of the replicates of a place, with 95 % intervals (Student's t) where there are two or more."
+
+
+def curves(table: SweepTable, places: Places, view: View, metrics: Sequence[str], limits: Mapping[str, float]) -> Chart:
+    """A panel a metric, a line a series, limits (in the metric's own unit) across."""
+    rows = view.rows(places)
+    names = [places.said(int(own[0]), view.series) or table.name for own in rows]
+    panels = [
+        _panel(table, places, view, catalogue.metric(metric), rows, names, limits.get(metric)) for metric in metrics
+    ]
+    title = f"{table.name}: over {view.x.name}" if view.x else table.name
+    caption = f"{INTERVALS}{view.says(places.axes)}{' Dashed: the limit (SLO).' if limits else ''}"
+    return Chart("curves", title, caption, panels, columns=2)
+
+
+def positions(axis: Axis | None, codes: Ints) -> Floats:
+    """Where values of an axis lie: at their numbers, or at 0, 1, ... if they are names."""
+    if axis is None:
+        return np.zeros(len(codes))
+    return axis.numbers[codes] if axis.numbers is not None else codes.astype(np.float64)
+
+
+def log_spaced(numbers: Floats) -> bool:
+    """Are rising numbers better shown at the distances of their logarithms? They are all positive and reach far, and
+    their ratios are more alike than their differences.
+    """
+    if numbers[0] <= 0 or numbers[-1] < FAR * numbers[0] or len(numbers) < 3:
+        return False
+    uneven, alike = (float(gaps.std() / gaps.mean()) for gaps in (np.diff(numbers), np.diff(np.log(numbers))))
+    return alike < uneven
+
+
+def ticks(numbers: Floats) -> Sequence[float]:
+    """The numbers of an axis that are written: each, or every second, third, ... one, as there is room."""
+    letters = sum(len(f"{number:.4g} ") for number in numbers)
+    chosen: list[float] = numbers[:: -(-letters // MOST_LETTERS)].tolist()
+    return chosen
+
+
+def _panel(
+    table: SweepTable,
+    places: Places,
+    view: View,
+    what: Metric,
+    rows: Sequence[Ints],
+    names: Sequence[str],
+    limit: float | None,
+) -> Panel:
+    means = places.means(table.metrics[what.name])
+    shown = np.concatenate([means.mean[own] for own in rows])
+    known = shown[np.isfinite(shown)]
+    most = float(known.max(initial=0.0))
+    scale = scale_of(what.unit, most)
+    at = next((i for i, axis in enumerate(places.axes) if axis is view.x), None)
+    marks: list[Mark] = []
+    for index, (name, own) in enumerate(zip(names, rows, strict=True)):
+        x = positions(view.x, places.codes[own, at] if at is not None else np.zeros(len(own), dtype=np.int64))
+        y, style = means.mean[own] / scale.size, series(index)
+        sure = np.isfinite(means.half[own])
+        low, high = (ends[own][sure] / scale.size for ends in (means.low, means.high))
+        marks += [Whiskers("", x[sure], low, high, style), Line(name, x, y, style), Points(name, x, y, style)]
+    numbers = view.x.numbers if view.x else None
+    panel = Panel(
+        marks,
+        view.x.name if view.x else "",
+        scale.name,
+        title=what.label,
+        categories=() if numbers is not None or view.x is None else view.x.labels,
+        x_log=numbers is not None and log_spaced(numbers),
+        x_ticks=() if numbers is None else ticks(numbers),
+        y_log=spread([known]),
+    )
+    return axis.with_slo(panel, limit, most, scale.size, level=True)
+
+
+MOST_PANELS, MOST_WRITTEN = 4, 14  # panels of a figure; columns whose cells have their number written in
+LETTERS, MOST_ROWS = 60, 24  # that are written below a panel, and beside it
+CORNER = 0.37  # of a cell, from its middle
+
+
+def heat_map(table: SweepTable, places: Places, metric: str, limit: Check | None) -> Chart | None:
+    """The two longest axes, a panel for each value of a third one of few; None if there are no two axes.
+
+    Cells that miss the limit have a cross.
+    """
+    if len(places.axes) < 2:
+        return None
+    x = longest(places.axes)
+    y = longest([axis for axis in places.axes if axis is not x])
+    rest = [axis for axis in places.axes if axis is not x and axis is not y]
+    facet = next((axis for axis in rest[::-1] if len(axis) <= MOST_PANELS), None)
+    fixed = {axis.name: middle(axis) for axis in rest if axis is not facet}
+    facets = {facet.said(code): {facet.name: code} for code in range(len(facet))} if facet else {"": {}}
+    what, mean = catalogue.metric(metric), places.means(table.metrics[metric]).mean
+    cells = {title: _cells(places, mean, x, y, fixed | codes) for title, codes in facets.items()}
+    known = np.concatenate([values[np.isfinite(values)] for values in cells.values()])
+    if not len(known):
+        return None
+    panels = [_cell_panel(what, values, known, (x, y), limit, title) for title, values in cells.items()]
+    caption = "Means of replicates. A cell without a number has no point that is done."
+    caption += _fixed_at(rest, fixed) + (f" Crossed: misses {limit.text}." if limit else "")
+    scale = scale_of(what.unit, float(known.max())).name
+    title = f"{table.name}: {what.label}{f' ({scale})' if scale else ''}"
+    return Chart("heat_map", title, caption, panels, columns=min(2, len(panels)))
+
+
+def _fixed_at(axes: Sequence[Axis], fixed: Mapping[str, int]) -> str:
+    """A sentence on what other axes are fixed at; "" if none is."""
+    values = ", ".join(f"{axis.name} = {axis.labels[fixed[axis.name]]}" for axis in axes if axis.name in fixed)
+    return f" Of the others: {values}." if values else ""
+
+
+def _cells(places: Places, mean: Floats, x: Axis, y: Axis, fixed: dict[str, int]) -> Floats:
+    """The means of the places that are fixed so: a row a value of y, a column a value of x."""
+    at = {axis.name: number for number, axis in enumerate(places.axes)}
+    chosen = np.ones(len(places), dtype=bool)
+    for name, code in fixed.items():
+        chosen &= places.codes[:, at[name]] == code
+    values = np.full((len(y), len(x)), np.nan)
+    values[places.codes[chosen, at[y.name]], places.codes[chosen, at[x.name]]] = mean[chosen]
+    return values
+
+
+def _cell_panel(
+    what: Metric, values: Floats, known: Floats, axes: tuple[Axis, Axis], limit: Check | None, title: str
+) -> Panel:
+    """`known` are the values of all panels, which have one scale of colours. Numbers on y rise upwards."""
+    (x, y), scale = axes, scale_of(what.unit, float(known.max()))
+    order = list(range(len(y)))[:: 1 if y.numbers is None else -1]
+    values, rows = values[order], [y.labels[place] for place in order]
+    texts = [
+        [f"{x.name} = {a}, {y.name} = {b}: {what.shown(value)}" for a, value in zip(x.labels, row, strict=True)]
+        for b, row in zip(rows, values.tolist(), strict=True)
+    ]
+    room = LETTERS // (max(map(len, x.labels)) + 2)
+    labels = _written(values / scale.size) if len(x) <= MOST_WRITTEN else ()
+    low, high = float(known.min()) / scale.size, float(known.max()) / scale.size
+    cells = Cells("", values / scale.size, low, high, Style(BLACK), texts, labels, scale.name, log=spread([known]))
+    marks: list[Mark] = [cells]
+    if limit is not None:
+        missed = np.argwhere(np.isfinite(values) & ~held(limit, values)).astype(np.float64)
+        cross = Style(RED, "solid", "cross")
+        marks.append(Points("misses the SLO", missed[:, 1] + CORNER, missed[:, 0] - CORNER + 0.1, cross))
+    return Panel(marks, x.name, y.short, title=title, rows=_some(rows, MOST_ROWS), categories=_some(x.labels, room))
+
+
+def _some(labels: Sequence[str], room: int) -> list[str]:
+    """Labels that have room: each, or every second, third, ... one; the others are empty."""
+    every = -(-len(labels) // max(room, 1))
+    return [label if place % every == 0 else "" for place, label in enumerate(labels)]
+
+
+def _written(values: Floats) -> Sequence[Sequence[str]]:
+    return [[_number(value) for value in row] for row in values.tolist()]
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "-"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+MOST_LABELLED = 24  # places; labels of more would overlap
+MOST_WHISKERS = 60  # places with their intervals
+PALE = 0.7  # of white in the colour of what is dominated
+MISSED = Style("#BBBBBB", "solid", "cross")
+
+
+@dataclass(frozen=True, slots=True)
+class TradeOff:
+    """Places against two metrics. `best` are those that no other one beats in both means, by rising x; `dominated` are
+    those that another one beats in both for sure: the intervals are apart. Only those that meet every limit count, and
+    none does if neither more nor less of a metric is better.
+    """
+
+    x: Means
+    y: Means
+    known: Bools
+    met: Bools
+    best: Ints
+    dominated: Bools
+
+
+def trade_off(table: SweepTable, places: Places, metrics: tuple[str, str], limits: Sequence[Check]) -> TradeOff:
+    """Which places are not dominated."""
+    x, y = (places.means(table.metrics[metric]) for metric in metrics)
+    up = [catalogue.metric(metric).sign for metric in metrics]
+    met = meets(table, places, limits)
+    known = np.isfinite(x.mean) & np.isfinite(y.mean)
+    counted = np.flatnonzero(known & met & all(up))
+    best = counted[frontier(up[0] * x.mean[counted], up[1] * y.mean[counted])]
+    return TradeOff(x, y, known, met, best[np.argsort(x.mean[best])], _dominated((x, y), up, counted))
+
+
+def meets(table: SweepTable, places: Places, limits: Sequence[Check]) -> Bools:
+    """Which places meet every limit, in the mean of their replicates."""
+    met = np.ones(len(places), dtype=bool)
+    for limit in limits:
+        met &= held(limit, places.means(table.metrics[limit.metric]).mean)
+    return met
+
+
+def _dominated(means: tuple[Means, Means], up: Sequence[float], counted: Ints) -> Bools:
+    """Of all places, those of the counted ones whose better ends another counted one's worse ends are beyond."""
+    ends = [(m.low, m.high) if sign > 0 else (-m.high, -m.low) for m, sign in zip(means, up, strict=True)]
+    worse, better = zip(*ends, strict=True)
+    front = counted[frontier(worse[0][counted], worse[1][counted])]  # no other one beats more for sure
+    dominated = np.zeros(len(means[0].mean), dtype=bool)
+    for place in front:
+        dominated[counted] |= (worse[0][place] > better[0][counted]) & (worse[1][place] > better[1][counted])
+    return dominated
+
+
+def pareto(table: SweepTable, places: Places, metrics: tuple[str, str], limits: Sequence[Check]) -> Chart:
+    """A marker a place, a style for the values of names together, places dominated for sure pale."""
+    compared = trade_off(table, places, metrics, limits)
+    across, up = (catalogue.metric(metric) for metric in metrics)
+    scales = tuple(
+        scale_of(what.unit, float(means.mean[compared.known].max(initial=0.0)))
+        for what, means in ((across, compared.x), (up, compared.y))
+    )
+    coloured = split([axis for axis in places.axes if axis.numbers is None])[0]
+    marks: list[Mark] = [_line(compared, scales)]
+    for index, (name, own) in enumerate(_groups(places, coloured)):
+        marks += _markers(compared, places, (name or table.name, own & compared.known), scales, series(index), coloured)
+    out = compared.known & ~compared.met
+    if out.any():
+        marks.insert(0, Points("misses the SLO", *_at(compared, out, scales), MISSED))
+    caption = f"{_better(across, up)} A marker a place, with 95 % intervals."
+    caption += f" Limits (SLO): {', '.join(limit.text for limit in limits)}." if limits else ""
+    names = [_named(what, scale) for what, scale in zip((across, up), scales, strict=True)]
+    panel = Panel(marks, names[0], names[1], tall=True)
+    return Chart("pareto", f"{table.name}: {up.label} against {across.label}", caption, [panel])
+
+
+def _better(across: Metric, up: Metric) -> str:
+    """Which corner is the good one, and what is marked; if a metric has no direction, that nothing is."""
+    if not (across.sign and up.sign):
+        neutral = " and ".join(what.label for what in (across, up) if not what.sign)
+        return f"Neither more nor less is better of {neutral}: no place is best."
+    sides = "right" if across.sign > 0 else "left", "up" if up.sign > 0 else "down"
+    marked = "The line joins the places that no other one beats in both; pale ones are beaten for sure: the intervals"
+    return f"Better is {sides[0]} and {sides[1]}. {marked} of another one lie beyond."
+
+
+def _named(what: Metric, scale: Scale) -> str:
+    return f"{what.label} ({scale.name})" if scale.name else what.label
+
+
+def _groups(places: Places, axes: Sequence[Axis]) -> list[tuple[str, Bools]]:
+    """The places by what these axes set."""
+    own = [at for at, axis in enumerate(places.axes) if any(axis is other for other in axes)]
+    keys, first, of = np.unique(places.codes[:, own], axis=0, return_index=True, return_inverse=True)
+    return [(places.said(int(first[i]), axes), of.reshape(-1) == i) for i in range(len(keys))]
+
+
+def _at(compared: TradeOff, chosen: Bools | Ints, scales: Sequence[Scale]) -> tuple[Floats, Floats]:
+    return compared.x.mean[chosen] / scales[0].size, compared.y.mean[chosen] / scales[1].size
+
+
+def _line(compared: TradeOff, scales: Sequence[Scale]) -> Mark:
+    return Line("not beaten in both", *_at(compared, compared.best, scales), Style(GREY))
+
+
+def _markers(
+    compared: TradeOff,
+    places: Places,
+    group: tuple[str, Bools],
+    scales: Sequence[Scale],
+    style: Style,
+    coloured: Sequence[Axis],
+) -> list[Mark]:
+    name, own = group
+    good, pale = own & compared.met & ~compared.dominated, own & compared.dominated
+    rest = [axis for axis in places.axes if not any(axis is other for other in coloured)]
+    few = len(places) <= MOST_LABELLED and len(rest) == 1
+    labels = [places.said(int(place), rest).rpartition(" = ")[2] for place in np.flatnonzero(good)] if few else ()
+    x, y = _at(compared, good, scales)
+    sure = _uncertain(compared)
+    wide, high = np.isfinite(compared.x.half) & good & sure, np.isfinite(compared.y.half) & good & sure
+    faint = style._replace(colour=_mixed(style.colour))
+    return [
+        Points("", *_at(compared, pale, scales), faint),
+        Whiskers("", *_reach(compared.y, compared.x, wide, scales[::-1]), style, level=True),
+        Whiskers("", *_reach(compared.x, compared.y, high, scales), style),
+        Points(name, x, y, style, labels=labels),
+    ]
+
+
+def _uncertain(compared: TradeOff) -> Bools:
+    """The places whose intervals are drawn: if they are many, only the best ones'."""
+    shown = compared.known & compared.met & ~compared.dominated
+    if int(shown.sum()) <= MOST_WHISKERS:
+        return shown
+    best = np.zeros(len(shown), dtype=bool)
+    best[compared.best] = True
+    return best
+
+
+def _reach(at: Means, of: Means, chosen: Bools, scales: Sequence[Scale]) -> tuple[Floats, Floats, Floats]:
+    return at.mean[chosen] / scales[0].size, of.low[chosen] / scales[1].size, of.high[chosen] / scales[1].size
+
+
+def _mixed(colour: str) -> str:
+    """A colour with white in it."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * PALE):02X}" for part in parts)

@@ -1,0 +1,332 @@
+"""The report of a validation folder: what the simulator is worth on the hardware that was measured.
+
+Simulated against measured over many workloads: speed-ups, requests, and the errors beside what is asked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from math import isfinite
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from analysis.figures.axis import spread
+from analysis.statistics import trust
+from analysis.statistics.loading import LoadedRun
+from analysis.validation import tally
+from analysis.validation.cases import LOOPS, MEASURED, SIMULATED, DeviceCases, ValidationCase
+from cbsim.draw import lane_chart
+from cbsim.draw.chart import (
+    BLACK,
+    GREEN,
+    ORANGE,
+    RED,
+    SERIES,
+    Chart,
+    Level,
+    Line,
+    Mark,
+    Panel,
+    Points,
+    Style,
+    column,
+    series,
+    unit,
+)
+from cbsim.draw.lane_chart import STEPS_SHOWN
+from cbsim.draw.report import Caveat, Report, Source
+from cbsim.metrics import bars
+from cbsim.metrics.bars import BARS, BOTH, Bar, Score
+from cbsim.record.tables import Floats
+from cbsim.scenario import documents
+
+DRAWN_IF_THERE = "8k_b32"  # the case whose lanes are drawn
+MOST_NAMED = 3  # runs of a caveat
+
+
+def build(validation: DeviceCases, command: str) -> Report:
+    """Everything that the cases say, in the order in which it is read."""
+    cases = validation.cases
+    return Report(
+        title="Simulated against measured" + (f": {validation.device}" if validation.device else ""),
+        question="How near are simulated runs to measured ones of the same workloads, and what are they off by?",
+        sources=[source for case in cases for source in sources(case, validation)],
+        caveats=[*validation.left_out, *not_kept(cases), *caveats(cases)],
+        findings=tally.findings(cases),
+        tables=[
+            *(tally.bar_table(cases), tally.error_table(cases), *tally.repeat_table(cases), *tally.cause_table(cases)),
+            tally.case_table(cases),
+        ],
+        charts=charts(cases),
+        command=command,
+        coloured=False,
+        data={"scores": scores(cases), "replays": replays(cases)},
+    )
+
+
+def sources(case: ValidationCase, validation: DeviceCases) -> list[Source]:
+    """Every run; what the runs of a case have in common is in the first simulated and the first measured one."""
+    first = [next(run for run in case.runs if run.measured is measured) for measured in (True, False)]
+    return [_source(run, run.path.relative_to(validation.place).as_posix(), whole=run in first) for run in case.runs]
+
+
+def _source(run: LoadedRun, folder: str, *, whole: bool) -> Source:
+    return Source(
+        label=run.label,
+        folder=folder,
+        kind=f"measured on {run.environment.get('device')}" if run.measured else SIMULATED,
+        tiles=(),
+        scenario=documents.write(dict(run.scenario)) if whole and not run.measured else "",
+        environment=json.dumps(run.environment, indent=2) if whole and run.measured else "",
+        command=str(run.environment.get("command", "")),
+    )
+
+
+def caveats(cases: Sequence[ValidationCase]) -> list[Caveat]:
+    """Caveats of the runs in tables and figures; of many runs only the first few are named."""
+    pairs = [pair for case in cases for pair in case.loops.values() if pair.whole]
+    runs = [run for pair in pairs for run in (pair.middle, pair.simulated)]
+    labels = {run.label for run in runs}
+    return [_shortened(caveat, labels) for caveat in trust.caveats(runs)]
+
+
+def not_kept(cases: Sequence[ValidationCase]) -> list[Caveat]:
+    """The packed cases without tables: only their numbers are known."""
+    names = [case.name for case in cases if not _is_whole(case)]
+    says = "packed without steps and requests: in the tables of errors only, and in no other caveat"
+    return [Caveat("not kept", ", ".join(names), f"{says}.")] if names else []
+
+
+def _is_whole(case: ValidationCase) -> bool:
+    return all(pair.whole for pair in case.loops.values())
+
+
+def _shortened(caveat: Caveat, labels: set[str]) -> Caveat:
+    names = [name for name in caveat.run.split(", ") if name in labels]
+    if len(names) <= MOST_NAMED:
+        return caveat
+    return replace(caveat, run=f"{', '.join(names[:MOST_NAMED])} and {len(names) - MOST_NAMED:,} more")
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+def charts(cases: Sequence[ValidationCase]) -> list[Chart]:
+    """Errors, the curves of speed-up if there are any, requests, and the lanes of one case."""
+    curves = speed_ups(cases)
+    whole = [case for case in cases if _is_whole(case)]
+    requests = {loop: [_requests(case, loop) for case in whole if loop in case.loops] for loop in LOOPS}
+    return [
+        errors({case.name: case.scores for case in cases}),
+        *([speed_up(curves)] if curves else []),
+        scatter(requests),
+        *([case_lanes(chosen(whole))] if whole else []),
+    ]
+
+
+def speed_ups(cases: Sequence[ValidationCase]) -> dict[str, list[SpeedUpPoint]]:
+    """The points of every curve, of cases with both loops."""
+    curves: dict[str, list[SpeedUpPoint]] = {}
+    for case in cases:
+        if case.curve is not None and set(LOOPS) <= case.loops.keys():
+            measured = bars.speed_ups(
+                {loop: [run.summary for run in pair.measured] for loop, pair in case.loops.items()}
+            )
+            simulated = bars.speed_up({loop: pair.simulated.summary for loop, pair in case.loops.items()})
+            points = curves.setdefault(case.curve, [])
+            points.append(SpeedUpPoint(case.name, case.injected_ms, simulated, measured))
+            points += [SpeedUpPoint(case.name, float(at), gain, ()) for at, gain in case.predicted.items()]
+    return curves
+
+
+def _requests(case: ValidationCase, loop: str) -> Any:
+    pair = case.loops[loop]
+    return matched(pair.middle.counted, pair.simulated.counted)
+
+
+def chosen(cases: Sequence[ValidationCase]) -> ValidationCase:
+    """The case whose lanes are drawn: a well-known one, else one on a curve, else the first."""
+    named = [case for case in cases if case.name == DRAWN_IF_THERE]
+    return [*named, *(case for case in cases if case.curve is not None), *cases][0]
+
+
+def case_lanes(case: ValidationCase) -> Chart:
+    """The lanes of the measured run above those of the simulated one, loop by loop, all from the same step on."""
+    frames = {
+        f"{loop} {kind}": run.table
+        for loop, pair in case.loops.items()
+        for kind, run in ((MEASURED, pair.middle), (SIMULATED, pair.simulated))
+    }
+    middle = min(map(len, frames.values())) // 2
+    chart = lane_chart.lanes(frames, (max(0, middle - STEPS_SHOWN // 2), STEPS_SHOWN), as_given=True)
+    return replace(chart, title=f"{case.name}: CPU and GPU, measured above simulated")
+
+
+# -- facts ------------------------------------------------------------------------------------------------------------
+
+
+def scores(cases: Sequence[ValidationCase]) -> list[dict[str, Any]]:
+    """Every score as plain values, for others to read; what is no number is null."""
+    return [_score(case.name, score) for case in cases for score in case.scores]
+
+
+def _score(case: str, score: Score) -> dict[str, Any]:
+    numbers = {"simulated": score.simulated, "measured": score.measured, "error": score.error, "spread": score.spread}
+    finite = {name: value if value is not None and isfinite(value) else None for name, value in numbers.items()}
+    about = {"case": case, "loop": score.loop, "metric": score.bar.label}
+    return {**about, **finite, "bound": score.bar.bound, "verdict": score.verdict}
+
+
+def replays(cases: Sequence[ValidationCase]) -> list[Mapping[str, Any]]:
+    """What deriving the plans of every measured run again came to."""
+    return [asdict(replay) for replay in tally.replays(cases)]
+
+
+MOST_POINTS = 3_000  # requests of the scatter
+VERDICTS = {  # how a score is drawn
+    "met": Style(GREEN, marker="circle"),
+    "missed": Style(RED, marker="cross"),
+    "undecided": Style(ORANGE, marker="diamond"),
+}
+REACH = 0.4  # of a metric's place, to either side
+LOOP_PLACES = {"sync": 0.25, BOTH: 0.5, "async": 0.75}  # in the place of a case
+EDGE = 5.0  # multiples of what is asked; what lies beyond is drawn there
+MARGIN = 1.08
+
+
+class Dot(NamedTuple):
+    """A score: where it is drawn, and what it says when it is pointed at."""
+
+    x: float
+    y: float
+    verdict: str
+    text: str
+
+
+class SpeedUpPoint(NamedTuple):
+    """A case on a curve: the CPU work added to a step, the simulated speed-up, and that of each repeat, if any."""
+
+    case: str
+    injected_ms: float
+    simulated: float
+    measured: Sequence[float]
+
+
+def speed_up(curves: Mapping[str, Sequence[SpeedUpPoint]]) -> Chart:
+    """The speed-up of async over sync by the CPU work added: simulated as lines, measured as points."""
+    marks: list[Mark] = []
+    for index, (name, points) in enumerate(curves.items()):
+        marks += _curve(name, sorted(points, key=lambda point: point.injected_ms), series(index))
+    says = (
+        "How much faster the async loop is than the sync one, over the CPU work added to every step. Lines and crosses "
+    )
+    says += "are simulated, other markers measured, one for each pair of measured runs."
+    says += " Colours repeat." if len(curves) > len(SERIES) else ""
+    axes = Panel(marks, "CPU work added, ms a step", "async faster by, %")
+    return Chart("speedup", "Speed-up of the async loop", says, [axes])
+
+
+def _curve(name: str, points: Sequence[SpeedUpPoint], style: Style) -> list[Mark]:
+    x = np.array([point.injected_ms for point in points])
+    y = np.array([point.simulated * 100 for point in points])
+    pairs = [(point, value) for point in points for value in point.measured]
+    texts = [f"{point.case}: {value:.1%} measured, {point.simulated:.1%} simulated" for point, value in pairs]
+    at, values = np.array([point.injected_ms for point, _ in pairs]), np.array([value * 100 for _, value in pairs])
+    marker = "circle" if style.marker == "cross" else style.marker
+    return [
+        Line(f"{name}: simulated", x, y, style),
+        Points(f"{name}: simulated", x, y, Style(style.colour, marker="cross")),
+        Points(f"{name}: measured", at, values, style._replace(marker=marker), texts=texts),
+    ]
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+def matched(measured: pd.DataFrame, simulated: pd.DataFrame) -> pd.DataFrame:
+    """TTFT and TPOT of the requests that both runs have, by their index."""
+    columns = ["index", "ttft_s", "tpot_s"]
+    return measured[columns].merge(simulated[columns], on="index", suffixes=("_measured", "_simulated"))
+
+
+def scatter(loops: Mapping[str, Sequence[pd.DataFrame]]) -> Chart:
+    """TTFT and TPOT of every request, simulated over measured: by loop, the `matched` frames of all cases."""
+    frames = {loop: pd.concat(parts, ignore_index=True) for loop, parts in loops.items() if parts}
+    total = sum(map(len, frames.values()))
+    every = -(-total // MOST_POINTS) or 1
+    kept = {loop: frame.iloc[::every] for loop, frame in frames.items()}
+    panels = [_fit(title, name, kept) for title, name in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"))]
+    says = "One point a request of any workload; on the line the simulated run is right. TTFT counts from the arrival."
+    says += f" One in {every} of {total:,} requests is drawn." if every > 1 else ""
+    return Chart("scatter", "Requests, simulated over measured", says, panels, columns=2)
+
+
+def _fit(title: str, name: str, frames: Mapping[str, pd.DataFrame]) -> Panel:
+    pairs = {loop: _finite(column(f, f"{name}_measured"), column(f, f"{name}_simulated")) for loop, f in frames.items()}
+    values = np.concatenate([np.empty(0), *(part for pair in pairs.values() for part in pair)])
+    if not len(values):
+        return Panel([], "", title=f"{title}: no request has one in both runs")
+    log, scale = spread([values]), unit(float(values.max()))
+    low, high = (
+        (values.min() / MARGIN if log else 0.0) / scale.seconds,
+        max(values.max(), 1e-9) * MARGIN / scale.seconds,
+    )
+    ends = np.array([low, high])
+    marks: list[Mark] = [Line("simulated as measured", ends, ends, Style(BLACK, "dashed"))]
+    for index, (loop, (x, y)) in enumerate(pairs.items()):
+        marks.append(Points(loop, x / scale.seconds, y / scale.seconds, series(index)))
+    x_axis, y_axis = f"measured, {scale.name}", f"simulated, {scale.name}"
+    whole = (float(low), float(high))
+    return Panel(marks, x_axis, y_axis, title=title, x_log=log, y_log=log, x_range=whole, y_range=whole)
+
+
+def _finite(measured: Floats, simulated: Floats) -> tuple[Floats, Floats]:
+    there = np.isfinite(measured) & np.isfinite(simulated)
+    return measured[there], simulated[there]
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def errors(cases: Mapping[str, Sequence[Score]]) -> Chart:
+    """The error of each metric in every case, as multiples of what is asked: between the lines the bar is met."""
+    bound = Style(BLACK, "dashed")
+    marks: list[Mark] = [Level("asked", 1.0, bound), Level("asked", -1.0, bound)]
+    dots = [dot for index, case in enumerate(cases) for dot in _dots(case, cases[case], index, len(cases))]
+    for verdict, style in VERDICTS.items():
+        own = [dot for dot in dots if dot.verdict == verdict]
+        if own:
+            x, y = np.array([dot.x for dot in own]), np.array([dot.y for dot in own])
+            marks.append(Points(verdict, x, np.clip(y, -EDGE, EDGE), style, texts=[dot.text for dot in own]))
+    says = "Error over what is asked of the metric, one point a workload and loop, in the order of the table. "
+    says += "1: as far above the measured run as the bar allows. "
+    says += f"Where a bar is not asked nothing is drawn.{_beyond(dots)}"
+    reach = max(1.5, *(min(EDGE, abs(dot.y)) for dot in dots), 0.0) * MARGIN
+    panel = Panel(marks, "", "error / asked", categories=[_category(bar) for bar in BARS], y_range=(-reach, reach))
+    return Chart("errors", "Errors, as multiples of what is asked", says, [panel])
+
+
+def _category(bar: Bar) -> str:
+    name = bar.label.removeprefix("async ").removeprefix("output ")
+    return f"{name} ±{bar.bound * 100:g}{'pt' if bar.points else '%'}"
+
+
+def _dots(case: str, scores: Sequence[Score], index: int, count: int) -> list[Dot]:
+    """Of the scores that are asked and are numbers; cases and loops stand beside each other in a metric's place."""
+    dots = []
+    for score in scores:
+        if score.counts and np.isfinite(score.error):
+            at = REACH * (2 * (index + LOOP_PLACES[score.loop]) / count - 1)
+            simulated, measured, error = score.shown()
+            text = f"{case}, {score.loop}: {score.bar.label} {error} ({simulated} simulated, {measured} measured)"
+            dots.append(Dot(BARS.index(score.bar) + at, score.error / score.bar.bound, score.verdict, text))
+    return dots
+
+
+def _beyond(dots: Sequence[Dot]) -> str:
+    beyond = sum(abs(dot.y) > EDGE for dot in dots)
+    return f" Drawn at the edge, as they lie beyond {EDGE:g}: {beyond:,}." if beyond else ""

@@ -1,1 +1,0 @@
-"""Hugging Face transformers' own continuous batching, served and recorded like ours."""

@@ -1,0 +1,314 @@
+"""How fast the simulator is: seconds, steps, requests and peak memory a case, each in a fresh process.
+
+A case is timed from its scenario to its run directory: reading or drawing the workload, simulating, computing every
+metric, writing every table and the timeline. Only the picture is left out, and so is the interpreter's start.
+`million` takes minutes and is run only by its name, after the cases that it is compared with.
+
+`--peers` runs one case beside another simulator that can be installed: 19,366 chat requests, 512 seats, 512 tokens a
+step, 29,696 blocks of 16 tokens; whole processes in turn, best of ROUNDS.
+
+- DynoSim (`pip install ai-dynamo==1.4.2`, Rust): its own rules and its own cost model; a fresh hash for every 512
+  prompt tokens, so no prefix is shared. It writes a summary and no tables.
+- Ours, as Python and, where it is compiled, compiled: every metric, both tables and the timeline are written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cbsim.errors import OK, RunError, ScenarioError
+from cbsim.machine import simulate
+from cbsim.machine.driver import Machine
+from cbsim.metrics import metrics
+from cbsim.policy.request import RequestSpec
+from cbsim.policy.value import running
+from cbsim.record import directory, timeline
+from cbsim.record.pieces import Pieces
+from cbsim.record.tables import token_times
+from cbsim.scenario import catalog
+from cbsim.scenario import scenario as scenarios
+from cbsim.scenario.fields import near
+from cbsim.workload import generators
+
+TRACE = "traces/speed/splitwise_conv_q6.45_n19366.csv"
+DECODE_STEPS = 2000
+LARGE, SMALL = 1024, 64
+REPEATS = 7
+PROGRAM = "import gc, json; from cbsim.bench import measure; print(json.dumps(measure({case!r}))); gc.freeze()"
+
+SERVER: dict[str, Any] = {
+    "model": "llama-3.1-8b",
+    "hardware": "a100-80gb",
+    "kv_cache": {"block_size": 16, "num_blocks": 29697},  # 29,696 and vLLM's null block
+    "loop": {"mode": "sync"},
+    "cost": {"kind": "roofline", "compute_efficiency": {"prefill": 0.565}},
+}
+
+
+def chat() -> dict[str, Any]:
+    """19,366 chat requests, Poisson 6.45 a second, on vLLM with 512 tokens and 512 seats."""
+    settings = {"name": "vllm", "max_num_batched_tokens": 512, "max_num_seqs": 512}
+    workload: dict[str, Any] = {"kind": "csv", "path": TRACE} if _has_trace() else chat_like()
+    return {"name": "splitwise_conv", "question": "Speed.", **SERVER, "workload": workload, "scheduler": settings}
+
+
+def _has_trace() -> bool:
+    try:
+        catalog.data(TRACE)
+    except ScenarioError:
+        return False
+    return True
+
+
+def chat_like(requests: int = 19366) -> dict[str, Any]:
+    """A generated workload of the trace's rate, and of its lengths: near ones where that is not at hand."""
+    prompts: dict[str, Any] = {"lognormal": {"mean": 1155, "sigma": 1.0, "low": 3, "high": 8192}}
+    outputs: dict[str, Any] = {"lognormal": {"mean": 211, "sigma": 0.9, "low": 1, "high": 1200}}
+    if _has_trace():
+        prompts, outputs = ({"empirical": {"path": TRACE, "column": f"{of}_tokens"}} for of in ("prefill", "decode"))
+    return {
+        "kind": "synthetic",
+        "requests": requests,
+        "prompt_tokens": prompts,
+        "output_tokens": outputs,
+        "arrivals": {"kind": "poisson", "rate_per_s": 6.45},
+    }
+
+
+def drawn(name: str, requests: int) -> dict[str, Any]:
+    """The generated workload, on the same server at the same rate, with any number of requests."""
+    return {**chat(), "name": name, "workload": chat_like(requests)}
+
+
+def decode(running: int) -> dict[str, Any]:
+    """`running` requests that do nothing but decode."""
+    workload = {"kind": "synthetic", "requests": running, "prompt_tokens": 16, "output_tokens": DECODE_STEPS}
+    cache = {"block_size": 16, "num_blocks": 1 + running * (2 + DECODE_STEPS // 16)}
+    settings = {"name": "vllm", "max_num_batched_tokens": 32768, "max_num_seqs": running}
+    about = {"name": f"decode_{running}", "question": "Cost of a decode step."}
+    return {**about, **SERVER, "kv_cache": cache, "workload": workload, "scheduler": settings}
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "splitwise_conv": chat,
+    f"decode_{SMALL}": lambda: decode(SMALL),
+    f"decode_{LARGE}": lambda: decode(LARGE),
+}
+LONG, LIKE, SHORT = "million", "splitwise_like", "splitwise_conv"
+EXTRA: dict[str, Callable[[], dict[str, Any]]] = {
+    LIKE: lambda: drawn(LIKE, 19366),  # what SHORT is where the trace is not at hand
+    LONG: lambda: drawn(LONG, 1_000_000),  # 43 hours of arrivals
+}
+ALL = {**CASES, **EXTRA}
+MOST_TIMES, MOST_MB = 55, 1000  # goals of the long case: times the seconds of SHORT, peak memory
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    """The command: the named cases, all by default, or those that can be compared with a peer."""
+    names = arguments.cases
+    if arguments.peers:
+        if names:
+            raise ScenarioError(f"bench --peers has one case of its own, got {', '.join(names)}")
+        compare_peers(as_json=arguments.json)
+        return OK
+    for name in names:
+        if name not in ALL:
+            raise ScenarioError(f"unknown case {name!r}{near(name, ALL)} (known: {', '.join(ALL)})")
+    results = {}
+    chosen = names or CASES
+    for name in dict.fromkeys((SHORT, LIKE, *chosen) if LONG in chosen else chosen):
+        results[name] = _in_fresh_process(name)
+        if not arguments.json:
+            print(_line(name, results[name]), flush=True)
+    if arguments.json:
+        print(json.dumps(results, indent=2))
+    else:
+        _compare(results)
+    return OK
+
+
+def _compare(results: Mapping[str, Mapping[str, Any]]) -> None:
+    """What cases say together."""
+    if {f"decode_{SMALL}", f"decode_{LARGE}"} <= results.keys():
+        small, large = (results[f"decode_{n}"]["us_per_step"] for n in (SMALL, LARGE))
+        print(f"a decode step with {LARGE} running requests costs {large / small:.2f}x one with {SMALL}")
+    if LONG in results:
+        like, short = (results[LONG]["seconds"] / results[name]["seconds"] for name in (LIKE, SHORT))
+        took = f"{short:.1f} times as long as {SHORT} (goal {MOST_TIMES}), {like:.1f} times as long as {LIKE}"
+        print(f"{LONG} takes {took}; peak {results[LONG]['peak_mb']:,.0f} MB (goal {MOST_MB:,})")
+
+
+def _in_fresh_process(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(_printed(_python(PROGRAM.format(case=name)), f"bench case {name}"))
+    return result
+
+
+def _python(program: str) -> list[str]:
+    """A program as a command."""
+    return [sys.executable, "-c", program]
+
+
+def _printed(command: Sequence[str], what: str) -> str:
+    """What a command prints. Raises RunError with the last line of its errors if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RunError(f"{what} failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+    return done.stdout
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Run one case in this process. The short ones are simulated REPEATS times and their best time a step is taken."""
+    fields = ALL[name]()
+    scenario = scenarios.Scenario.model_validate(fields)
+    warm_up = [_simulate(scenario)[1] for _ in range(REPEATS - 1)] if name.startswith("decode") else []
+    with tempfile.TemporaryDirectory() as folder:
+        begun, begun_cpu = time.perf_counter(), time.process_time()
+        writer = directory.RunWriter(Path(folder), scenario.name, "0" * 8)
+        writer.scenario(scenarios.dump(scenario))
+        server, simulated = _simulate(scenario, pieces := Pieces(writer, {}, _no_more))
+        simulated = min(simulated, *warm_up) if warm_up else simulated
+        rows, steps = pieces.tables(server.record)
+        with writer.writing(steps, lambda: token_times(rows, steps)):
+            writer.file("timeline.json.gz", timeline.chrome_trace(steps, (0, 2000), name))
+            summary = metrics.summarise(rows, steps, total_blocks=server.record.total_blocks)
+        writer.summary(summary)
+        writer.drop_pieces()
+        writer.complete()
+        seconds, cpu_s = time.perf_counter() - begun, time.process_time() - begun_cpu
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu_s,
+        "steps": len(steps),
+        "requests": len(rows),
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "steps_per_s": len(steps) / seconds,
+        "requests_per_s": len(rows) / seconds,
+        "us_per_step": simulated / len(steps) * 1e6,
+        "workload": fields["workload"]["kind"],
+        "core": running(),
+    }
+
+
+def _simulate(scenario: scenarios.Scenario, pieces: Pieces | None = None) -> tuple[Machine, float]:
+    """A server that has run, and the seconds that running took."""
+    server = simulate.machine(scenario, "sync", generators.build(scenario))
+    if pieces:
+        server.record.hand_to(pieces, directory.PIECE)
+    begun = time.perf_counter()
+    simulate.run(server)
+    return server, time.perf_counter() - begun
+
+
+def _no_more(steps: int) -> None:
+    """After a piece nothing else is written."""
+
+
+def _line(name: str, result: dict[str, Any]) -> str:
+    counts = f"{result['requests']:,} requests, {result['steps']:,} steps"
+    rates = f"{result['steps_per_s']:,.0f} steps/s, {result['requests_per_s']:,.0f} requests/s"
+    which = f"{result['core']} core"
+    return f"{name:<15} {result['seconds']:6.2f} s  {counts}; {rates}; peak {result['peak_mb']:.0f} MB; {which}"
+
+
+# -- peers ------------------------------------------------------------------------------------------------------------
+
+ROUNDS, HASHED = 3, 512  # times that each runs; tokens of a hash
+DYNOSIM = "DynoSim"
+ENGINE = {"block_size": 16, "num_gpu_blocks": 29696, "max_num_seqs": 512, "max_num_batched_tokens": 512}
+SOURCES_ONLY = """
+import sys
+from importlib.machinery import FileFinder, PathFinder, SOURCE_SUFFIXES, SourceFileLoader
+class Sources(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        places = [place for place in path or () if name.startswith("cbsim.")]
+        specs = (FileFinder(place, (SourceFileLoader, SOURCE_SUFFIXES)).find_spec(name) for place in places)
+        return next(filter(None, specs), None)
+sys.meta_path.insert(0, Sources)
+"""
+"""Before anything of ours is imported: modules of cbsim come from their sources, compiled or not."""
+
+
+class Peer(NamedTuple):
+    """A simulator as a command of its own. `simulated` reads the seconds of its simulation in what it prints."""
+
+    name: str
+    command: Sequence[str]
+    simulated: Callable[[str], float]
+
+
+def compare_peers(*, as_json: bool) -> None:
+    """Run all in turn and print them; ratios are against the first. Raises RunError if one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        peers = _peers(Path(folder))
+        times: dict[str, list[Mapping[str, float]]] = {peer.name: [] for peer in peers}
+        for _ in range(ROUNDS):
+            for peer in peers:
+                times[peer.name].append(_timed(peer))
+    best = {name: {key: min(run[key] for run in runs) for key in runs[0]} for name, runs in times.items()}
+    if as_json:
+        print(json.dumps(best, indent=2))
+        return
+    if peers[0].name != DYNOSIM:
+        print("DynoSim is not installed here: pip install ai-dynamo==1.4.2", file=sys.stderr)
+    first = best[peers[0].name]
+    print(f"{SHORT}, best of {ROUNDS}: seconds (times those of {peers[0].name})")
+    for name, run in best.items():
+        cells = [f"{what} {run[what]:.2f} ({run[what] / first[what]:.2f})" for what in run]
+        print(f"{name:<16} {', '.join(cells)}")
+
+
+def _peers(folder: Path) -> list[Peer]:
+    ours = PROGRAM.format(case=SHORT)
+    kinds = {"python": SOURCES_ONLY + ours} | ({"compiled": ours} if running() == "compiled" else {})
+    peers = [Peer(f"cbsim, {name}", _python(program), _ours) for name, program in kinds.items()]
+    if find_spec("dynamo") is None:
+        return peers
+    trace = folder / "trace.jsonl"
+    trace.write_text("".join(f"{json.dumps(line)}\n" for line in _mooncake()))
+    options = ["--replay-mode", "offline", "--trace-block-size", str(HASHED), "--num-workers", "1"]
+    options += ["--extra-engine-args", json.dumps(ENGINE), "--report-json", str(folder / "dynosim.json")]
+    return [Peer(DYNOSIM, [sys.executable, "-m", "dynamo.replay", str(trace), *options], _dynosims), *peers]
+
+
+def _ours(printed: str) -> float:
+    result = json.loads(printed)
+    return float(result["us_per_step"] * result["steps"] / 1e6)
+
+
+def _dynosims(printed: str) -> float:
+    """Seconds of its replay, without the reading of the trace."""
+    return float(re.findall(r"Wall Time \(ms\): ([0-9.,]+)", printed)[0].replace(",", "")) / 1e3
+
+
+def _mooncake() -> list[dict[str, Any]]:
+    """The case's requests in Mooncake's form; no two share a hash."""
+    fresh = 0
+    lines = []
+    for spec in _requests():
+        hashes = -(-spec.prompt_tokens // HASHED)
+        line = {"input_length": spec.prompt_tokens, "output_length": spec.output_tokens}
+        lines.append({"timestamp": spec.arrival_ns / 1e6, **line, "hash_ids": [*range(fresh, fresh + hashes)]})
+        fresh += hashes
+    return lines
+
+
+def _requests() -> Sequence[RequestSpec]:
+    return generators.build(scenarios.Scenario.model_validate(CASES[SHORT]())).open
+
+
+def _timed(peer: Peer) -> Mapping[str, float]:
+    begun = time.perf_counter()
+    output = _printed(peer.command, peer.name)
+    return {"whole process": time.perf_counter() - begun, "simulation": peer.simulated(output)}

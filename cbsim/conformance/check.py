@@ -1,0 +1,206 @@
+"""Recorded traces against our policies, line by line: what `cbsim conformance` does.
+
+Every line counts, with every field. A trace outside what the policies model is listed with the reason and compared
+with nothing. `READERS` lists whose traces can be compared: a family of traces more is one more entry there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from cbsim.conformance import sarathi_traces, sglang_traces, transformers_kind_traces, trtllm_traces, vllm_traces
+from cbsim.conformance.reader import Case, Line, Reader, Replay, UnreadableError, cut, parsed, short, stem, text, traces
+from cbsim.metrics.terminal import aligned
+
+__all__ = ["Replay", "UnreadableError", "compare", "run", "traces"]
+
+ABSENT = "(absent)"
+WINDOW = 48  # characters shown on each side of the first difference
+
+READERS = (
+    sarathi_traces.READER,
+    sglang_traces.READER,
+    trtllm_traces.READER,
+    vllm_traces.READER,
+    transformers_kind_traces.READER,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first line that is not the same. `fields` holds (where in the line, ours, theirs), shortened."""
+
+    line: int
+    step: int | None
+    fields: tuple[tuple[str, str, str], ...] = ()
+    problem: str = ""
+
+    def __str__(self) -> str:
+        at = f"line {self.line}" + ("" if self.step is None else f", step {self.step}")
+        shown = [f"\n    {where}\n      ours   {ours}\n      theirs {theirs}" for where, ours, theirs in self.fields]
+        return f"{at}: {self.problem or 'not the same'}{''.join(shown)}"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceResult:
+    """One trace compared, or the reason why it was not."""
+
+    name: str
+    scheduler: str
+    version: str
+    mode: str
+    total: int
+    matched: int = 0
+    skipped: str | None = None
+    difference: Difference | None = None
+
+    def __str__(self) -> str:
+        head = "  ".join(part for part in (self.name, f"{self.scheduler} {self.version}", self.mode) if part)
+        if self.skipped is not None:
+            return f"{head}  not compared: {self.skipped}"
+        counts = f"{self.matched}/{self.total} lines"
+        verdict = "ok" if self.difference is None else f"MISMATCH\n  {self.difference}"
+        return f"{head}  {counts}  {verdict}"
+
+
+def run(paths: Sequence[Path], out: Callable[[str], None], *, invariants: bool = False) -> int:
+    """Compare every trace in `paths`. Status 0: all matched, 1: a mismatch, 2: unreadable input or nothing compared."""
+    results: list[TraceResult] = []
+    unreadable = 0
+    for path in paths:
+        for trace in _listed(path):
+            try:
+                results.append(compare(trace, invariants=invariants))
+                out(f"{results[-1]}")
+            except UnreadableError as error:
+                unreadable += 1
+                out(f"{stem(trace)}  unreadable: {error}")
+    compared = [r for r in results if r.skipped is None]
+    out(_table(compared))
+    return 1 if any(r.difference is not None for r in compared) else 2 if unreadable or not compared else 0
+
+
+def _listed(path: Path) -> list[Path]:
+    """The traces at a path; itself, to be found unreadable, if it cannot have any."""
+    try:
+        return traces(path)
+    except UnreadableError:
+        return [path]
+
+
+def _table(compared: Sequence[TraceResult]) -> str:
+    """What was compared, by scheduler and version: how many traces, their lines, and how many of these matched."""
+    parts: dict[tuple[str, str], list[TraceResult]] = {}
+    for result in compared:
+        parts.setdefault((result.scheduler, result.version), []).append(result)
+    rows = [[*version, *_sums(part)] for version, part in parts.items()]
+    return aligned([["scheduler", "version", "traces", "lines", "matched"], *rows, ["all", "", *_sums(compared)]])
+
+
+def _sums(results: Sequence[TraceResult]) -> list[str]:
+    return [str(len(results)), str(sum(r.total for r in results)), str(sum(r.matched for r in results))]
+
+
+def compare(trace: Path, *, invariants: bool = False) -> TraceResult:
+    """Replay one trace's workload and compare. `invariants`: check pool and decode batch after every line."""
+    (trace,) = traces(trace)
+    recorded = text(trace).splitlines()
+    header = parsed(trace, 1, recorded[0] if recorded else "")
+    reader = reader_of(header)
+    if reader is None:
+        raise UnreadableError(f"{trace}, line 1: expected a trace header that names its scheduler and version")
+    case, total = reader.case(trace, header), len(recorded) - 1
+    result = TraceResult(stem(trace), case.scheduler, case.version, case.mode, total, skipped=case.skipped)
+    if case.replay is None:
+        return result
+    matched, difference = _first_difference(trace, reader, case, recorded, invariants)
+    return replace(result, matched=matched, difference=difference)
+
+
+def reader_of(header: Line) -> Reader | None:
+    """The reader of the trace with this header, None if there is none."""
+    return next((reader for reader in READERS if reader.reads(header)), None)
+
+
+def _first_difference(
+    trace: Path, reader: Reader, case: Case, recorded: list[str], invariants: bool
+) -> tuple[int, Difference | None]:
+    """How many lines are the same, and the first that is not: the header itself, if ours has to be another."""
+    assert case.replay is not None
+    if case.header:
+        given = _part(parsed(trace, 1, recorded[0]), case.header)
+        if given != case.header:
+            return 0, Difference(1, None, _differing(case.header, given))
+    pairs = zip_longest(recorded[1:], _lines(case.replay, invariants))
+    for number, (said, got) in enumerate(pairs, start=2):
+        theirs = None if said is None else reader.comparable(parsed(trace, number, said))
+        if isinstance(got, Exception):
+            problem = f"our replay failed: {type(got).__name__}: {short(str(got))}"
+            return number - 2, Difference(number, _step(theirs), problem=problem)
+        if theirs is None or got is None:
+            problem = "the trace ends, our replay goes on" if got else "our replay has ended, the trace goes on"
+            return number - 2, Difference(number, _step(theirs or got), problem=problem)
+        if got != theirs:
+            return number - 2, Difference(number, _step(theirs), _differing(got, theirs))
+    return len(recorded) - 1, None
+
+
+def _part(theirs: Line, ours: Line) -> Line:
+    """Of a header, the fields that ours has, and so on in the dictionaries in it."""
+    given = {key: theirs.get(key, ABSENT) for key in ours}
+    pairs = ((key, value, ours[key]) for key, value in given.items())
+    return {
+        key: _part(value, own) if isinstance(value, dict) and isinstance(own, dict) else value
+        for key, value, own in pairs
+    }
+
+
+def _lines(replay: Replay, invariants: bool) -> Iterator[Line | Exception]:
+    """Our lines; an exception out of the replay becomes the last of them, for it is a finding like any other."""
+    lines = replay.lines()
+    while True:
+        try:
+            line = next(lines)
+            if invariants:
+                replay.check()
+        except StopIteration:
+            return
+        except Exception as error:
+            yield error
+            return
+        yield line
+
+
+def _step(line: Line | None) -> int | None:
+    return line.get("step") if line else None
+
+
+def _differing(ours: Line, theirs: Line) -> tuple[tuple[str, str, str], ...]:
+    """Every field that differs, at the innermost place where it does."""
+    keys = [key for key in {**theirs, **ours} if ours.get(key, ABSENT) != theirs.get(key, ABSENT)]
+    return tuple(_innermost(key, ours.get(key, ABSENT), theirs.get(key, ABSENT)) for key in keys)
+
+
+def _innermost(where: str, ours: Any, theirs: Any) -> tuple[str, str, str]:
+    """Go down to the first difference as long as it is a dictionary, or a list of them."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in {**theirs, **ours}:
+            if ours.get(key, ABSENT) != theirs.get(key, ABSENT):
+                return _innermost(f"{where}.{key}", ours.get(key, ABSENT), theirs.get(key, ABSENT))
+    if isinstance(ours, list) and isinstance(theirs, list):
+        for i, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
+            if mine != other and isinstance(mine, dict):
+                return _innermost(f"{where}[{i}]", mine, other)
+    return where, *_around(json.dumps(ours), json.dumps(theirs))
+
+
+def _around(ours: str, theirs: str) -> tuple[str, str]:
+    """Both texts, cut to a window round their first difference."""
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    start = max(0, at - WINDOW)
+    return cut(ours, start, at + WINDOW), cut(theirs, start, at + WINDOW)

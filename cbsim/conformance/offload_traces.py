@@ -1,0 +1,314 @@
+"""What traces of vLLM's connectors say beside the rest. Offload: lookups, loads, stores, the host's tier; and the
+workers of the recording, which complete a job so many steps after it was ordered. Hand-off between a prefill and a
+decode side: what is sent and received, and when, by the clock of the recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from cbsim.conformance.reader import Line
+from cbsim.kv.host_cache import Arc
+from cbsim.policy.observer import Observer
+from cbsim.policy.plan import StepPlan, Underway
+from cbsim.policy.request import Request, RequestSpec
+from cbsim.policy.transfers import IN_ORDER, Direction
+from cbsim.schedulers.vllm.offload import NativeOffload, SimpleOffload
+from cbsim.schedulers.vllm.scheduler import VllmScheduler
+from cbsim.schedulers.vllm.transfers import HandOff, Transfers
+
+CONNECTORS = {
+    "simple_cpu": {"cpu_blocks", "lazy"},
+    "offloading": {"cpu_chunks", "blocks_per_chunk", "eviction_policy", "extra"},
+    "pd": {"role"},
+}
+EXTRA = {"offload_prompt_only"}
+
+
+def unsupported(config: Line) -> str | None:
+    """Why a workload's `connector` is not one that the policy follows, or None."""
+    connector = config.get("connector")
+    if connector is None:
+        return None
+    if connector["kind"] not in CONNECTORS:
+        return f"connector {connector['kind']} is not modelled"
+    known = {"kind", "load_steps", "store_steps", *CONNECTORS[connector["kind"]]}
+    unknown = [*(connector.keys() - known), *(connector.get("extra", {}).keys() - EXTRA)]
+    return f"connector's option {', '.join(sorted(unknown))} is not modelled" if unknown else None
+
+
+def options(config: Line) -> Line:
+    """Scheduler options of a workload's `connector`, by name."""
+    connector = config.get("connector")
+    if connector is None:
+        return {}
+    if connector["kind"] == "pd":
+        return {"kv_connector": "hand_off", "kv_role": connector["role"]}
+    if connector["kind"] == "simple_cpu":
+        blocks, lazy = connector["cpu_blocks"], connector.get("lazy", False)
+        return {"kv_connector": "simple_cpu", "host_blocks": blocks, "lazy_offload": lazy}
+    per_chunk = connector.get("blocks_per_chunk", 1)
+    return {
+        "kv_connector": "offloading",
+        "host_blocks": connector["cpu_chunks"] * per_chunk,
+        "blocks_per_chunk": per_chunk,
+        "eviction_policy": connector.get("eviction_policy", "lru"),
+        **connector.get("extra", {}),
+    }
+
+
+class Heard(Observer):
+    """Questions and loads of the step being planned."""
+
+    def __init__(self) -> None:
+        self.match: list[list[Any]] = []
+        self.alloc: list[list[Any]] = []
+
+    def asked(self, request: Request, local: int, external: int | None) -> None:
+        self.match.append([request.spec.id, local, external, bool(external)])
+
+    def loading(self, request: Request, external: int, blocks: Sequence[int]) -> None:
+        self.alloc.append([request.spec.id, external, list(blocks)])
+
+    def take(self) -> Line:
+        said: Line = {"match": self.match, "alloc": self.alloc}
+        self.match, self.alloc = [], []
+        return said
+
+
+class Workers:
+    """The recording's: they are done with a load or a store so many steps after it began. A plan that awaits a job has
+    it done at once, and its result says so. They see to it that no block is handed out that they read or write. Call
+    `planned` for every plan, in order.
+    """
+
+    def __init__(self, block_size: int, load_steps: int, store_steps: int) -> None:
+        self._underway = Underway(block_size)
+        self._steps = {Direction.IN: load_steps, Direction.OUT: store_steps}
+        self._due: dict[int, int] = {}  # job -> the step that reports it
+        self._reports: dict[int, tuple[int, ...]] = {}
+
+    def planned(self, plan: StepPlan) -> None:
+        self._underway.planned(plan)
+        for transfer in plan.transfers:
+            if transfer.job != IN_ORDER:
+                self._due[transfer.job] = plan.step + self._steps[transfer.direction]
+        self._due.update(dict.fromkeys(plan.awaited, plan.step))
+        over = self._reports[plan.step] = tuple(sorted(job for job, step in self._due.items() if step <= plan.step))
+        for job in over:
+            del self._due[job]
+
+    def lasts(self, plan: StepPlan, start: int, end: int) -> None:
+        """The step of a plan runs from then to then: these workers count steps."""
+
+    def over(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The jobs that the result of a step names, and the blocks that were broken."""
+        jobs = self._reports.pop(step)
+        self._underway.completed(jobs)
+        return jobs, ()
+
+
+class SimpleLines:
+    """SimpleCPUOffloadConnector: what begins with a step is an event, loads and stores counted apart."""
+
+    def __init__(self, connector: SimpleOffload, block_size: int, recorded: Line) -> None:
+        self.workers = Workers(block_size, recorded["load_steps"], recorded["store_steps"])
+        self._connector = connector
+        self._counts = {Direction.IN: 0, Direction.OUT: 0}
+        self._events: dict[int, int] = {}  # job -> number of the store
+
+    def jobs(self, plan: StepPlan) -> Line:
+        said: Line = {"flush": bool(plan.changes.preempted)}
+        if loads := [transfer for transfer in plan.transfers if transfer.direction is Direction.IN]:
+            said["load"] = {"event": self._number(Direction.IN), "reqs": [m.spec.id for m in loads if m.spec]}
+            said["load"] |= {"cpu": _joined(m.sources for m in loads), "gpu": _joined(m.targets for m in loads)}
+        if stores := [transfer for transfer in plan.transfers if transfer.direction is Direction.OUT]:
+            event = self._events[stores[0].job] = self._number(Direction.OUT)
+            said["store"] = {"event": event, "gpu": _joined(m.sources for m in stores)}
+            said["store"]["cpu"] = _joined(m.targets for m in stores)
+        return said
+
+    def _number(self, way: Direction) -> int:
+        self._counts[way] += 1
+        return self._counts[way] - 1
+
+    def done(self, step: int, jobs: tuple[int, ...]) -> Line:
+        del step
+        return {"stored": [self._events[job] for job in jobs if job in self._events]} | self.tier()
+
+    def tier(self) -> Line:
+        return {"cpu": {"free": self._connector.host.free, "cached": self._connector.host.contents}}
+
+
+class NativeLines:
+    """OffloadingConnector: what a request loads or stores with a step is a job, all counted together."""
+
+    def __init__(self, connector: NativeOffload, block_size: int, recorded: Line) -> None:
+        self.workers = Workers(block_size, recorded["load_steps"], recorded["store_steps"] + 1)
+        self._connector = connector
+        self._per_chunk = recorded.get("blocks_per_chunk", 1)
+        self._count = 0
+        self._numbers: dict[int, int] = {}  # job -> what the recording calls it
+        self._at_once: dict[int, list[int]] = {}  # step -> stores that were over before its rows
+
+    def jobs(self, plan: StepPlan) -> Line:
+        loads: list[list[Any]] = []
+        stores: list[list[Any]] = []
+        at_once: list[int] = []
+        for transfer in plan.transfers:
+            assert transfer.spec is not None
+            number, self._count = self._count, self._count + 1
+            if transfer.job == IN_ORDER:
+                at_once.append(number)
+            self._numbers[transfer.job] = number
+            if transfer.direction is Direction.IN:
+                chunks = self._chunks(transfer.sources)
+                loads.append([number, transfer.spec.id, chunks, list(transfer.targets), False])
+            else:
+                stores.append([number, transfer.spec.id, list(transfer.sources), self._chunks(transfer.targets)])
+        self._at_once[plan.step] = at_once
+        return {"load": loads, "store": stores, "flush": sorted([*at_once, *[self._numbers[j] for j in plan.awaited]])}
+
+    def _chunks(self, places: tuple[int, ...]) -> list[int]:
+        return list(dict.fromkeys(place // self._per_chunk for place in places))
+
+    def done(self, step: int, jobs: tuple[int, ...]) -> Line:
+        return {"jobs_done": sorted([*self._at_once.pop(step), *[self._numbers[job] for job in jobs]])} | self.tier()
+
+    def tier(self) -> Line:
+        cache = self._connector.cache
+        said: Line = {"free": cache.free, "evictable": cache.resting, "writing": cache.writing}
+        arc = cache.eviction
+        if isinstance(arc, Arc):
+            said |= {"t1": len(arc.once), "t2": len(arc.often)}
+            said |= {"b1": len(arc.once_ghosts), "b2": len(arc.often_ghosts), "target": round(arc.goal, 6)}
+        return {"cpu": said}
+
+
+class OffloadLines:
+    """What schedule and update lines say of a connector."""
+
+    def __init__(self, scheduler: VllmScheduler, heard: Heard, recorded: Line, workload: Line) -> None:
+        assert scheduler.transfers is not None
+        self._transfers, self._heard = scheduler.transfers, heard
+        connector = scheduler.transfers.connector
+        size = scheduler.pool.block_size
+        self._lines: SimpleLines | NativeLines | HandOffLines
+        if isinstance(connector, SimpleOffload):
+            self._lines = SimpleLines(connector, size, recorded)
+        elif isinstance(connector, NativeOffload):
+            self._lines = NativeLines(connector, size, recorded)
+        else:
+            self._lines = HandOffLines(scheduler.transfers, size, workload)
+        self._loading: dict[int, list[str]] = {}  # by job
+        self._over: dict[int, tuple[int, ...]] = {}
+
+    def planned(self, plan: StepPlan) -> Line:
+        """Fields of its line. The workers get what it orders."""
+        self._lines.workers.planned(plan)
+        for transfer in plan.transfers:
+            if transfer.direction is Direction.IN and transfer.spec is not None:
+                self._loading.setdefault(transfer.job, []).append(transfer.spec.id)
+        holding = list(self._transfers.holding)
+        remote = [request.spec.id for request in holding if not self._transfers.loads[request].named]
+        said = {"holding": [request.spec.id for request in holding], "remote": remote, **self._heard.take()}
+        return said | {"jobs": self._lines.jobs(plan)} | self._lines.tier()
+
+    def lasts(self, plan: StepPlan, start: int, end: int) -> None:
+        """The step of a plan runs from then to then."""
+        self._lines.workers.lasts(plan, start, end)
+
+    def over(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The jobs that the result of a step names, and the blocks that were broken."""
+        self._over[step], broken = self._lines.workers.over(step)
+        return self._over[step], broken
+
+    def updated(self, step: int) -> Line:
+        """Fields of an update's line."""
+        jobs = self._over.pop(step)
+        received = [name for job in jobs for name in self._loading.pop(job, ())]
+        said: Line = {"recved": received, "sent": [], "bad": [], "kept": []}
+        return said | self._lines.done(step, jobs)
+
+
+def _joined(sides: Iterable[tuple[int, ...]]) -> list[int]:
+    return [block for side in sides for block in side]
+
+
+LATENCY = {Direction.IN: "recv_us", Direction.OUT: "send_us"}
+
+
+class Wire:
+    """Transfers take as long as their requests say, from the start of the step that ordered them; the first step that
+    ends then, or that one itself, reports them. Of some blocks that are to come, nothing does.
+    """
+
+    def __init__(self, block_size: int, workload: Line) -> None:
+        self._underway = Underway(block_size)
+        self._requests = {request["id"]: request for request in workload["requests"]}
+        self._due: dict[int, int] = {}  # job -> time
+        self._bad: dict[int, tuple[int, ...]] = {}  # job -> blocks
+        self._reports: dict[int, tuple[int, ...]] = {}  # step -> jobs
+        self.broken: tuple[int, ...] = ()  # as reported last
+
+    def planned(self, plan: StepPlan) -> None:
+        self._underway.planned(plan)
+
+    def lasts(self, plan: StepPlan, start: int, end: int) -> None:
+        for transfer in plan.transfers:
+            assert transfer.spec is not None
+            request = self._requests[transfer.spec.id]
+            self._due[transfer.job] = start + int(request.get(LATENCY[transfer.direction], 0))
+            if transfer.direction is Direction.IN:
+                bad = request.get("fail_blocks", ())
+                self._bad[transfer.job] = tuple(block for i, block in enumerate(transfer.targets) if i in bad)
+        over = sorted([job for job, at in self._due.items() if at <= end], key=lambda job: (self._due[job], job))
+        self._reports[plan.step] = tuple(over)
+        for job in over:
+            del self._due[job]
+
+    def over(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The jobs that the result of a step names, and the blocks that were broken."""
+        jobs = self._reports.pop(step)
+        self._underway.completed(jobs)
+        self.broken = tuple(block for job in jobs for block in self._bad.pop(job, ()))
+        return jobs, self.broken
+
+
+class HandOffLines:
+    """What schedule and update lines say of the transfers of either side."""
+
+    def __init__(self, transfers: Transfers, block_size: int, workload: Line) -> None:
+        assert isinstance(transfers.connector, HandOff)
+        self.workers = Wire(block_size, workload)
+        self._transfers, self._connector = transfers, transfers.connector
+        self._sending: dict[int, str] = {}  # job -> id
+
+    def jobs(self, plan: StepPlan) -> Line:
+        said: Line = {"recv": [], "send": []}
+        for transfer in plan.transfers:
+            assert transfer.spec is not None
+            if transfer.direction is Direction.IN:
+                said["recv"].append([transfer.spec.id, list(transfer.targets)])
+            else:
+                said["send"].append([transfer.spec.id, len(transfer.sources)])
+                self._sending[transfer.job] = transfer.spec.id
+        return said
+
+    def done(self, step: int, jobs: tuple[int, ...]) -> Line:
+        del step
+        dead = [request for request, load in self._transfers.loads.items() if load.dead]
+        kept = sorted([request.spec for request in [*self._connector.kept, *dead]], key=_arrival)
+        return {
+            "sent": [self._sending.pop(job) for job in jobs if job in self._sending],
+            "bad": sorted(self.workers.broken),
+            "kept": [spec.id for spec in kept],
+        }
+
+    def tier(self) -> Line:
+        return {}
+
+
+def _arrival(spec: RequestSpec) -> tuple[int, int]:
+    return spec.arrival_ns, spec.index

@@ -1,0 +1,155 @@
+"""What it takes to read the traces of a scheduler: the files, the workload of a trace, a reader for a family of them.
+
+A trace is a `.jsonl` or `.jsonl.gz` file whose first line, its header, names its family and version. Its workload lies
+beside the version's folder (`../workloads/NAME.json`) or beside the trace, perhaps gzipped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from cbsim.errors import ScenarioError
+from cbsim.scenario import rows
+
+Line = dict[str, Any]
+T = TypeVar("T")
+TRACES, WORKLOADS = (".jsonl", ".jsonl.gz"), (".json", ".json.gz")
+SHOWN = 192  # characters of a text in a message
+
+
+class UnreadableError(ValueError):
+    """A file that should be a trace or a workload and is not; the message says where and what was expected."""
+
+
+def traces(path: Path) -> list[Path]:
+    """The trace file `path`, or the traces anywhere below the directory `path`."""
+    if path.is_dir():
+        return sorted(p for p in path.rglob("*") if p.name.endswith(TRACES) and p.is_file())
+    if not path.is_file():
+        raise UnreadableError(f"{path}: no such file or directory")
+    if not path.name.endswith(TRACES):
+        raise UnreadableError(f"{path}: expected a trace, named .jsonl or .jsonl.gz")
+    return [path]
+
+
+def stem(trace: Path) -> str:
+    """The name of a trace."""
+    return trace.name.removesuffix(".gz").removesuffix(".jsonl")
+
+
+def workload(trace: Path, name: str) -> Line:
+    """The workload of a trace, which is called `name`."""
+    folders = [trace.parent.parent / "workloads", trace.parent]
+    places = [folder / f"{name}{suffix}" for folder in folders for suffix in WORKLOADS]
+    for place in places:
+        if place.is_file():
+            found = parsed(place, None, text(place))
+            fields(place, found, requests=list)
+            return found
+    raise UnreadableError(f"{trace}: its workload is missing, expected {places[0]} (or .gz, or beside the trace)")
+
+
+def text(path: Path) -> str:
+    try:
+        with rows.open_text(path) as file:
+            return rows.document(path, file)
+    except ScenarioError as error:
+        raise UnreadableError(f"{error}; expected JSON text{', gzipped' * path.name.endswith('.gz')}") from error
+
+
+def parsed(path: Path, number: int | None, text: str) -> Line:
+    """The JSON object on one line of a file, or in all of it."""
+    at = f"{path}" if number is None else f"{path}, line {number}"
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        raise UnreadableError(f"{at}: expected a JSON object: {error}") from error
+    if not isinstance(line, dict):
+        raise UnreadableError(f"{at}: expected a JSON object, got {short(text)}")
+    return line
+
+
+def fields(path: Path, line: Line, **kinds: type) -> list[Any]:
+    """The named fields of a header or workload, each of its type."""
+    for name, kind in kinds.items():
+        value = line.get(name)
+        if not isinstance(value, kind):
+            raise UnreadableError(f"{path}: expected field {name} to be a {kind.__name__}, got {short(repr(value))}")
+    return [line[name] for name in kinds]
+
+
+def guarded(trace: Path, build: Callable[[], T]) -> T:
+    """What `build` makes of header and workload; if it cannot, the files are at fault."""
+    try:
+        return build()
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"no field {error}" if isinstance(error, KeyError) else str(error)
+        raise UnreadableError(f"{trace}: expected header and workload to describe a run: {problem}") from error
+
+
+def cut(text: str, start: int, end: int) -> str:
+    """A part of a text, with dots where more of it is."""
+    return ("..." if start else "") + text[start:end] + ("..." if end < len(text) else "")
+
+
+def short(text: str) -> str:
+    return cut(text, 0, SHOWN)
+
+
+class Replay(Protocol):
+    """A workload on our policy."""
+
+    def lines(self) -> Iterator[Line]:
+        """Our lines for it, in order, without the header."""
+
+    def check(self) -> None:
+        """Raise AssertionError unless the policy's accounts are right at this moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What the header of a trace says, and the replay of its workload unless there is a reason to skip it.
+
+    `name` is its workload's, `version` may say in a word more how the trace was made. `header` has the fields of the
+    header that follow from the workload, as we make them; they are compared before any line.
+    """
+
+    name: str
+    scheduler: str
+    version: str
+    mode: str = ""
+    replay: Replay | None = None
+    skipped: str | None = None
+    header: Line = field(default_factory=dict)
+
+
+def as_recorded(line: Line) -> Line:
+    return line
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """One family of traces. `reads` tells them by their header, `case` may raise UnreadableError; `comparable` is a
+    recorded line without what two recorders may write differently.
+    """
+
+    reads: Callable[[Line], bool]
+    case: Callable[[Path, Line], Case]
+    comparable: Callable[[Line], Line] = as_recorded
+
+
+def not_followed(version: str, followed: Sequence[str]) -> str | None:
+    """Why this version is not one that the policies follow, or None."""
+    if ".".join(version.split(".")[:2]) in followed:
+        return None
+    return f"version {version} is not followed, only {', '.join(followed)}"
+
+
+def not_modelled(config: Line, options: frozenset[str]) -> str | None:
+    """Why this configuration is not one that the policies follow, or None."""
+    unknown = [key for key in config if key not in options]
+    return f"option {', '.join(unknown)} is not modelled" if unknown else None

@@ -1,0 +1,345 @@
+"""Golden traces of Sarathi-Serve's schedulers: our lines for the same workload, on the same virtual clock.
+
+Format and engine loop are described beside the traces. Times are integer microseconds. Defects of the original, which
+our rules do not share, are put back for the comparison:
+
+A preempted request has its output limit once more. Until its pass is over it counts as read as far as it was; so half
+a prompt may come back in the pass that threw it out, and needs the rest only. With one stage a pass without rows is
+forgotten, though its blocks are gone: such a request never needs its prompt again. A request above the limit comes
+as far as the head of the queue, also one that has grown so long, and disappears.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cbsim.conformance.reader import Case, Line, Reader, fields, guarded, not_modelled, stem, workload
+from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
+from cbsim.policy.request import Finish, Request, RequestSpec
+from cbsim.schedulers.sarathi.policies import FasterTransformer, Orca, Sarathi, SimpleChunking, VllmV0
+from cbsim.schedulers.sarathi.scheduler import Policy, SarathiServe, Step
+from cbsim.schedulers.sarathi.settings import (
+    SCHEDULE,
+    FasterTransformerSettings,
+    OrcaSettings,
+    SarathiSettings,
+    ServeOptions,
+    SimpleChunkingSettings,
+    VllmV0Settings,
+)
+
+Made = tuple[ServeOptions[Any], Policy]
+COMMIT = "96f9911790ecc00af12ee9fae47cb8fa9ba0d199"
+PATIENCE = 4  # plans without rows after which a run without arrivals counts as stuck
+
+
+def _faster_transformer(server: Line, sizes: Line) -> Made:
+    return ServeOptions.of(FasterTransformerSettings(**server), **sizes), FasterTransformer()
+
+
+def _orca(server: Line, sizes: Line) -> Made:
+    return ServeOptions.of(OrcaSettings(**server), **sizes), Orca()
+
+
+def _sarathi(server: Line, sizes: Line) -> Made:
+    settings = SarathiSettings(**server)
+    return ServeOptions.of(settings, **sizes), Sarathi(settings)
+
+
+def _simple_chunking(server: Line, sizes: Line) -> Made:
+    settings = SimpleChunkingSettings(**server)
+    return ServeOptions.of(settings, **sizes), SimpleChunking(settings)
+
+
+def _vllm(server: Line, sizes: Line) -> Made:
+    longest: int = sizes["max_model_len"]
+    tokens = min(server.get("max_batched_tokens") or longest, longest)
+    settings = VllmV0Settings(**server | {"max_batched_tokens": tokens})
+    return ServeOptions.of(settings, **sizes), VllmV0(tokens)
+
+
+KINDS: dict[str, Callable[[Line, Line], Made]] = {
+    "faster_transformer": _faster_transformer,
+    "orca": _orca,
+    "sarathi": _sarathi,
+    "simple_chunking": _simple_chunking,
+    "vllm": _vllm,
+}
+SIZES = ("block_size", "num_blocks", "max_model_len")
+CONFIG = frozenset([*SIZES, "max_num_seqs", "scheduler", "options", "timing", "pipeline"])
+OPTIONS = frozenset(["chunk_size", "enable_dynamic_chunking_schedule", "max_batched_tokens", *SCHEDULE])
+
+
+class InFlight(NamedTuple):
+    """A batch on its way through the stages: its number in the trace, its rows with their requests' epochs, its end."""
+
+    number: int
+    plan: StepPlan
+    rows: list[tuple[Row, int]]
+    end: int
+
+
+class SarathiReplay:
+    """One workload; `lines()` are our trace lines in order, the summary last."""
+
+    def __init__(self, header: Line, workload: Line) -> None:
+        config = header["config"]
+        self._stages: int = config.get("pipeline", 1)
+        server = {"max_num_seqs": config["max_num_seqs"], "pipeline_stages": self._stages, **config["options"]}
+        options, self._policy = KINDS[config["scheduler"]](server, {name: config[name] for name in SIZES})
+        self.effective = _effective(options)  # what the header has to say of limits
+        self.scheduler = DefectiveServe(options, self._policy, self.effective["prompt_limit"])
+        self._timing: Line = config["timing"]
+        self._coming = deque(requests(workload))
+        self._batch = Batch()
+        self._in_flight: deque[InFlight] = deque()
+        self._free_at = [0] * self._stages
+        self._now = self._steps = 0
+        self._added: list[str] = []  # since the plan before
+        self._lost: list[int] = []
+        self._stats: dict[str, Line] = {}
+
+    def check(self) -> None:
+        """Raise AssertionError unless the scheduler's accounts are right."""
+        self.scheduler.decoding.check()
+
+    def lines(self) -> Iterator[Line]:
+        fruitless = 0
+        while self._in_flight or not self.scheduler.idle or self._coming:
+            if self.scheduler.idle and not self._in_flight:
+                self._skip()
+            self._arrive()
+            if len(self._in_flight) == self._stages:
+                yield self._update()
+                continue
+            step = self.scheduler.attempt()
+            plan = None if step.empty else self.scheduler.commit(step)
+            yield self._schedule(plan)
+            if plan:
+                fruitless = 0
+                while self._in_flight and self._stages > 1 and self._in_flight[0].end <= self._now:
+                    yield self._update()
+                continue
+            fruitless += 1
+            if self._in_flight:
+                yield self._update()
+            elif self._coming:
+                if not self.scheduler.ignored:
+                    self._skip()
+            elif fruitless == PATIENCE:
+                yield {"ev": "stuck", "t": self._now, **self._queues()}
+                break
+        yield self._summary()
+
+    def _skip(self) -> None:
+        """Nothing happens until somebody arrives."""
+        self._now = max(self._now, self._coming[0].arrival_ns)
+
+    def _arrive(self) -> None:
+        while self._coming and self._coming[0].arrival_ns <= self._now:
+            spec = self._coming.popleft()
+            self.scheduler.add(spec)
+            self._stats[spec.id] = {"arrival": spec.arrival_ns, "n_out": 0, "preemptions": 0}
+            self._added.append(spec.id)
+
+    def _queues(self) -> Line:
+        return {name: [r.spec.id for r in getattr(self.scheduler, name)] for name in ("running", "waiting")}
+
+    def _schedule(self, plan: StepPlan | None) -> Line:
+        self._steps += 1
+        if self.scheduler.lost:
+            self._lost.append(self._steps)
+        for request in self.scheduler.preempted:
+            self._stats[request.spec.id]["preemptions"] += 1
+        rows = self._batch.rows(plan) if plan else []
+        total = sum(row.tokens for row in rows)
+        line = {
+            "ev": "schedule",
+            "step": self._steps,
+            "t": self._now,
+            "added": self._added,
+            "total": total,
+            "reqs": [self._row(row) for row in rows],
+            "preempted": [request.spec.id for request in self.scheduler.preempted],
+            "ignored": [spec.id for spec in self.scheduler.ignored],
+            **self._queues(),
+            "free": self.scheduler.pool.free,
+            "turn": self._turn(),
+        }
+        self._added = []
+        if plan:
+            self._launch(plan, rows, total)
+        return line
+
+    def _turn(self) -> str | None:
+        if not isinstance(self._policy, SimpleChunking):
+            return None
+        return "DECODE" if self._policy.decodes else "PREFILL"
+
+    def _row(self, row: Row) -> Line:
+        scheduler = self.scheduler
+        request = scheduler.requests[row.spec]
+        prompt, known = scheduler.prompts[request], row.spec.prompt_tokens + request.seen
+        claimed = scheduler.claimed.get(request, row.start)
+        reads = claimed < prompt
+        return {
+            "id": row.spec.id,
+            "n": row.tokens,
+            "prompt": row.tokens if reads else 0,
+            "done": claimed if reads else prompt,
+            "len": known,
+            "held": scheduler.pool.allocated(request),
+        }
+
+    def _launch(self, plan: StepPlan, rows: list[Row], tokens: int) -> None:
+        """The batch passes the stages in order."""
+        each = (self._timing["base_us"] + self._timing["per_token_us"] * tokens) // self._stages
+        end = self._now
+        for stage, free_at in enumerate(self._free_at):
+            end = self._free_at[stage] = max(end, free_at) + each
+        kept = [(row, self.scheduler.requests[row.spec].epoch) for row in rows]
+        self._in_flight.append(InFlight(self._steps, plan, kept, end))
+        if self._stages > 1:
+            self._now = self._free_at[0]
+
+    def _update(self) -> Line:
+        """The oldest batch has come back."""
+        number, plan, rows, end = self._in_flight.popleft()
+        self._now = max(self._now, end)
+        requests = self.scheduler.requests
+        got = [row.spec for row, epoch in rows if _samples(row) and _lives(requests.get(row.spec), epoch)]
+        outcome = self.scheduler.update(plan, StepResult())
+        for spec in got:
+            stats = self._stats[spec.id]
+            stats["n_out"] += 1
+            stats.setdefault("first_token_ts", self._now)
+            stats["last_token_ts"] = self._now
+        return {
+            "ev": "update",
+            "step": number,
+            "t": self._now,
+            "tokens": [spec.id for spec in got],
+            "finished": [spec.id for spec, _ in outcome.finished],
+            "running": self._queues()["running"],
+            "free": self.scheduler.pool.free,
+        }
+
+    def _summary(self) -> Line:
+        line = {"ev": "summary", "steps": self._steps, "end_us": self._now, "lost_outputs": self._lost}
+        return line | {"requests": self._stats, "free": self.scheduler.pool.free}
+
+
+def requests(workload: Line) -> list[RequestSpec]:
+    """In order of arrival, then of the file. They end at their limits."""
+    specs = [
+        RequestSpec(index, r["id"], r["arrival_us"], r["prompt"], r["output"], r["output"])
+        for index, r in enumerate(workload["requests"])
+    ]
+    return sorted(specs, key=lambda spec: spec.arrival_ns)
+
+
+def _effective(options: ServeOptions[Any]) -> Line:
+    """What the original makes of its options."""
+    settings = options.settings
+    if isinstance(settings, VllmV0Settings):
+        return {"prompt_limit": options.max_batched_tokens, "max_num_batched_tokens": options.max_batched_tokens}
+    line: Line = {"prompt_limit": options.max_model_len}
+    if isinstance(settings, SarathiSettings) and settings.enable_dynamic_chunking_schedule:
+        line |= {"_chunk_sizes": list(settings.chunk_sizes), "_tokens_per_stage": settings.stage_tokens}
+    return line
+
+
+def _samples(row: Row) -> bool:
+    return row.chunk is None or row.chunk.outputs > 0
+
+
+def _lives(request: Request | None, epoch: int) -> bool:
+    return request is not None and request.epoch == epoch
+
+
+class DefectiveServe(SarathiServe):
+    """A scheduler of Sarathi-Serve as it is. Its prompt grows with each preemption by what it has said. `longest` is
+    what is not ignored.
+    """
+
+    def __init__(self, options: ServeOptions[Any], policy: Policy, longest: int) -> None:
+        super().__init__(options, policy)
+        self._longest = longest
+        self.prompts: dict[Request, int] = {}
+        self.claims: dict[Request, int] = {}  # tokens of a prompt that count as read and are lost
+        self.claimed: dict[Request, int] = {}  # those with which requests were let in by the pass
+        self.ignored: list[RequestSpec] = []  # by the pass
+        self.preempted: list[Request] = []  # by the pass
+        self.lost = False  # the pass was forgotten
+
+    def refusal(self, spec: RequestSpec) -> None:  # noqa: ARG002  (nobody is refused)
+        return None
+
+    def add(self, spec: RequestSpec) -> None:
+        request = self.decoding.add(spec, spec.max_tokens)
+        self.prompts[request] = spec.prompt_tokens
+        self.waiting.append(request)
+
+    def attempt(self) -> Step:
+        self.claimed, self.ignored, self.preempted = {}, [], []
+        step = super().attempt()
+        changed = bool(self.preempted or self.ignored)
+        self.lost = step.empty and changed and not self.staged
+        if not self.lost:
+            for request in self.preempted:
+                self.claims.pop(request, None)
+                self.prompts[request] = request.spec.prompt_tokens + request.seen
+                request.limit = request.last = request.seen + request.spec.max_tokens
+        return step
+
+    def done(self, request: Request) -> int:
+        return self.claims.get(request, request.computed)
+
+    def left(self, request: Request) -> int:
+        return self.prompts[request] - self.done(request)
+
+    def preempt(self, request: Request, step: Step) -> None:
+        self.claims[request] = min(request.computed, self.prompts[request])
+        self.preempted.append(request)
+        super().preempt(request, step)
+        step.preempts = False
+
+    def head(self, step: Step) -> Request | None:
+        while self.waiting and self.waiting[0].target > self._longest:
+            step.taken = True
+            request = self.waiting.popleft()
+            self.ignored.append(request.spec)
+            self.decoding.end(request, Finish.REFUSED)
+        return super().head(step)
+
+    def admit(self, request: Request, tokens: int, step: Step) -> None:
+        self.claimed[request] = self.done(request)
+        self.claims.pop(request, None)
+        if tokens:
+            super().admit(request, tokens, step)
+            return
+        step.taken = True
+        self.waiting.popleft()
+        self.decoding.admit(request, request.target - 1)  # without what it lost
+        self.running[request] = None
+        step.decodes[request] = self.decoding.row(request, 1, self.pool.grow(request, self._needed(request)))
+        step.tokens += 1
+
+
+def case(trace: Path, header: Line) -> Case:
+    commit, config = fields(trace, header, sarathi=str, config=dict)
+    scheduler, options = fields(trace, config, scheduler=str, options=dict)
+    name, version = stem(trace), commit[:7]
+    skipped = None if commit == COMMIT else f"commit {version} is not followed, only {COMMIT[:7]}"
+    skipped = skipped or not_modelled(config, CONFIG) or not_modelled(options, OPTIONS)
+    if skipped:
+        return Case(name, "sarathi-serve", version, scheduler, skipped=skipped)
+    given = workload(trace, name)
+    replay = guarded(trace, lambda: SarathiReplay(header, given))
+    return Case(name, "sarathi-serve", version, scheduler, replay, header={"effective": replay.effective})
+
+
+READER = Reader(lambda header: "sarathi" in header, case)

@@ -1,0 +1,458 @@
+"""Golden traces of SGLang's scheduler: our lines for the same workload, pass by pass.
+
+The formats, and the protocol by which the recorder drove the event loops, are described beside the traces. Time is the
+number of the pass; one without work is one like any other. Slot s of page p is p * page_size + s; pages count from 1.
+What SGLang 0.5.23 does that its authors did not mean is put back for the comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from cbsim.conformance.reader import Case, Line, Reader, fields, guarded, not_modelled, stem, workload
+from cbsim.kv.radix_pool import RadixPool
+from cbsim.policy.decode_batch import Completion
+from cbsim.policy.loop import Applied, Await, Completed, Effect, Launch, Poll, Polled, serve
+from cbsim.policy.observer import Observer
+from cbsim.policy.plan import Batch, Outcome, Row, StepPlan, StepResult
+from cbsim.policy.request import Finish, Request, RequestSpec
+from cbsim.schedulers.sglang.prefill import Finishing, Prefill
+from cbsim.schedulers.sglang.queue import Entry
+from cbsim.schedulers.sglang.scheduler import SglangScheduler
+from cbsim.schedulers.sglang.settings import TOO_LONG, SglangOptions
+from cbsim.workload.scheduler_tests import STOP_TOKEN, ChainedKeys
+
+CONFIG = frozenset(
+    [
+        "page_size",
+        "max_total_num_tokens",
+        "max_running_requests",
+        "max_prefill_tokens",
+        "chunked_prefill_size",
+        "context_length",
+        "schedule_policy",
+        "schedule_conservativeness",
+        "enable_mixed_chunk",
+        "disable_radix_cache",
+        "radix_eviction_policy",
+        "enable_priority_scheduling",
+        "disable_priority_preemption",
+        "schedule_low_priority_values_first",
+        "priority_scheduling_preemption_threshold",
+        "retraction_policy",
+        "prefill_max_requests",
+        "prefill_decode_interval",
+        "max_queued_requests",
+        "vocab_size",
+    ]
+)
+VERSIONS = ("0.5.23",)
+
+
+def options(config: Line) -> SglangOptions:
+    """Scheduler options of a workload's `config`."""
+    same = CONFIG - {
+        "page_size",
+        "max_total_num_tokens",
+        "chunked_prefill_size",
+        "prefill_decode_interval",
+        "vocab_size",
+        "max_queued_requests",
+    }
+    return SglangOptions(
+        block_size=config["page_size"],
+        num_blocks=config["max_total_num_tokens"] // config["page_size"],
+        chunked_prefill_size=config["chunked_prefill_size"] or -1,
+        prefill_decode_interval=config["prefill_decode_interval"] or 0,
+        **{name: config[name] for name in same},
+    )
+
+
+def unsupported(config: Line) -> str | None:
+    """Why this configuration is not one that the policy follows, or None."""
+    if config.get("max_queued_requests") is not None:
+        return "max_queued_requests is not followed for those who were retracted or preempted"
+    return None
+
+
+class Heard(Observer):
+    """Rows of the request table as they come free; what a result did."""
+
+    def __init__(self, seats: int) -> None:
+        self.free_rows = list(range(1, seats + 1))
+        self.row_of: dict[Request, int] = {}
+        self.ended: list[Request] = []
+        self.dropped: list[str] = []
+
+    def released(self, request: Request, blocks: Sequence[int]) -> None:
+        del blocks
+        self.free_rows.append(self.row_of.pop(request))
+
+    def admitted(self, requests: list[Request]) -> None:
+        rows, self.free_rows = self.free_rows[-len(requests) :], self.free_rows[: -len(requests)]
+        self.row_of.update(zip(requests, rows, strict=True))
+
+    def completed(self, completion: Completion, over: bool) -> None:
+        if over:
+            self.ended.append(completion.request)
+
+    def wasted(self, completion: Completion, step: int) -> None:
+        del step
+        self.dropped.append(completion.request.spec.id)
+
+
+class WatchedPool(RadixPool):
+    """Notes each call that has to evict."""
+
+    evictions: list[list[list[int]]]
+
+    def make_room(self, tokens: int) -> list[list[int]]:
+        short = self.available * self.block_size < tokens
+        evicted = super().make_room(tokens)
+        if short:
+            self.evictions.append(evicted)
+        return evicted
+
+
+class DefectivePrefill(Prefill):
+    """Who ends after all others is put before the last of them."""
+
+    def behind(self, line: list[Finishing]) -> int:
+        return max(0, len(line) - 1)
+
+
+class DefectiveSglang(SglangScheduler):
+    """The rules of SGLang as they are, faults included."""
+
+    def make_prefill(self) -> DefectivePrefill:
+        return DefectivePrefill(self.options, self.ratio, self.batch, self.most)
+
+    def refusal(self, spec: RequestSpec) -> None:  # noqa: ARG002  (a prompt that is too long is replaced and run)
+        return None
+
+    def asked(self, entry: Entry) -> int:
+        """What was last found out: nothing, before it was looked at for admission."""
+        return entry.todo
+
+    def stranded(self, entry: Entry) -> list[Entry]:
+        """The last one that decodes is given up for good."""
+        self.leave(entry.request)
+        self._give_up(entry.request)
+        return []
+
+
+class WatchedSglang(DefectiveSglang):
+    """The scheduler, asked in every pass, and what it did in the last one."""
+
+    pool: WatchedPool
+    idle = False
+
+    def __init__(self, options: SglangOptions, asked: dict[RequestSpec, Asked], heard: Heard) -> None:
+        self._asked, self._heard = asked, heard
+        self.retracted: list[list[Any]] = []
+        self.preempted: list[list[Any]] = []
+        self.aborted: list[str] = []
+        self.written: dict[RequestSpec, int] = {}  # outputs of those that ended outside a result
+        super().__init__(options, heard)
+
+    def make_pool(self, observer: Observer) -> WatchedPool:
+        o = self.options
+        shares = not o.disable_radix_cache
+        pool = WatchedPool(o.block_size, o.num_blocks, o.radix_eviction_policy, shares=shares, observer=observer)
+        pool.evictions = []
+        return pool
+
+    def add(self, spec: RequestSpec) -> None:
+        super().add(spec)
+        if self._asked[spec].too_long:
+            self.decoding.defer_abort(self.requests[spec])
+
+    def rest(self) -> None:
+        """Passes without work are passes here."""
+
+    def outputs(self, spec: RequestSpec) -> int:
+        return self.options.outputs(self._asked[spec].prompt_tokens, self._asked[spec].max_new)
+
+    def reserves(self, spec: RequestSpec) -> bool:
+        return self._asked[spec].whole
+
+    @property
+    def settled(self) -> bool:
+        """Is nothing left, not even those that have ended and are still listed?"""
+        return not (self.requests or self.in_flight or self.launched or self._departed)
+
+    def forget(self) -> None:
+        """A pass begins."""
+        self.retracted, self.preempted, self.aborted = [], [], []
+        self.pool.evictions = []
+
+    def schedule(self) -> StepPlan | None:
+        return self.one_pass()
+
+    def _preempt(self, entry: Entry, prefill: Any) -> bool:
+        before = len(prefill.preempted)
+        done = super()._preempt(entry, prefill)
+        self.preempted += [[e.request.spec.id, e.request.seen] for e in prefill.preempted[before:]]
+        self.retracted = []
+        return done
+
+    def _set_back(self, entry: Entry, others: int) -> None:
+        self.retracted.append([entry.request.spec.id, entry.request.seen])
+        super()._set_back(entry, others)
+
+    def cancel(self, spec: RequestSpec) -> None:
+        request = self.requests.get(spec)
+        super().cancel(spec)
+        if request is not None and request.finish is not None:
+            self.written[spec] = request.seen
+
+    def stranded(self, entry: Entry) -> list[Entry]:
+        self.retracted.append([entry.request.spec.id, entry.request.seen])
+        return super().stranded(entry)
+
+    def _give_up(self, request: Request) -> None:
+        self.written[request.spec] = request.seen
+        self.aborted.append(request.spec.id)
+        super()._give_up(request)
+
+
+class SglangReplay:
+    """One workload and loop; `lines()` are our trace lines in order, the footer last."""
+
+    def __init__(self, header: Line, workload: Line) -> None:
+        config = header["config"]
+        o, keys = options(config), ChainedKeys(1)
+        too_long = o.longest - TOO_LONG
+        asked = [Asked(i, given, too_long, keys) for i, given in enumerate(workload["requests"])]
+        self._asked = {entry.spec: entry for entry in asked}
+        self._heard = Heard(o.max_running_requests)
+        self.scheduler = WatchedSglang(o, self._asked, self._heard)
+        self.overlap = header["loop"] == "overlap"
+        self._coming = sorted(asked, key=lambda entry: entry.arrival)[::-1]
+        cancels = [entry for entry in asked if entry.cancel is not None]
+        self._cancels = sorted(cancels, key=lambda entry: entry.cancel or 0)[::-1]
+        self._step, self._batches = -1, 0
+        self._batch = Batch()
+        self._rows: dict[int, tuple[int, list[Row]]] = {}
+        self._arrived: Line = {}
+        self._open = False  # has the pass no line yet?
+        self._last = False  # had nothing been left when it began?
+        self._over: set[RequestSpec] = set()
+
+    def check(self) -> None:
+        """Raise AssertionError unless the scheduler's accounts are right."""
+        self.scheduler.check()
+
+    def lines(self) -> Iterator[Line]:
+        loop = serve(self.scheduler, 2 if self.overlap else 1)
+        answer: Any = None
+        while True:
+            effect = loop.send(answer)
+            if self._open and not isinstance(effect, Launch):
+                yield self._line(None)
+            if isinstance(effect, Poll) and self._last:
+                yield self._footer()
+                return
+            line, answer = self._do(effect)
+            if line:
+                yield line
+
+    def _do(self, effect: Effect) -> tuple[Line | None, Any]:
+        if isinstance(effect, Poll):
+            return None, self._poll()
+        if isinstance(effect, Launch):
+            return self._line(effect.plan), None
+        if isinstance(effect, Await):
+            stops = [s for s in effect.plan.changes.ends if self._asked[s].stops]
+            return None, Completed(StepResult(tuple(stops)))
+        if isinstance(effect, Applied):
+            return self._result(effect.plan, effect.outcome), None
+        return None, None
+
+    # -- a pass -------------------------------------------------------------------------------------------------------
+
+    def _poll(self) -> Polled:
+        scheduler = self.scheduler
+        self._step += 1
+        self._last = not self._coming and scheduler.settled
+        scheduler.forget()
+        arrived: list[Asked] = []
+        while self._coming and self._coming[-1].arrival <= self._step:
+            arrived.append(self._coming.pop())
+        cancelled: list[Asked] = []
+        while self._cancels and (self._cancels[-1].cancel or 0) <= self._step:
+            cancelled.append(self._cancels.pop())
+        self._arrived = {"arrivals": [a.id for a in arrived], "cancels": [a.id for a in cancelled]}
+        self._open = True
+        return Polled([a.spec for a in arrived], [a.spec for a in cancelled])
+
+    def _line(self, plan: StepPlan | None) -> Line:
+        self._open = False
+        scheduler, o = self.scheduler, self.scheduler.options
+        line = {"ev": "sched", "step": self._step, **self._arrived, "aborted": self._aborted()}
+        line |= self._launched(plan) if plan else {"kind": "none", "n": 0, "rows": [], "decoding": []}
+        chunked = scheduler.chunked
+        for name, _ in (*scheduler.retracted, *scheduler.preempted):
+            self._named(name).stats["retractions"] += 1
+        line |= {
+            "chunked": chunked.request.spec.id if chunked else None,
+            "retracted": scheduler.retracted,
+            "preempted": scheduler.preempted,
+            "evicted": [[_ranges(pages, o.block_size) for pages in call] for call in scheduler.pool.evictions],
+            "waiting": [entry.request.spec.id for entry in scheduler.waiting.entries],
+            "running": [request.spec.id for request in scheduler.batch],
+            "full": scheduler.full,
+            "ratio": round(scheduler.ratio, 9),
+        }
+        if plan is None and not scheduler.requests and not scheduler.in_flight:
+            scheduler.ratio = o.first_ratio
+        return line | self._memory()
+
+    def _named(self, name: str) -> Asked:
+        return next(asked for asked in self._asked.values() if asked.id == name)
+
+    def _aborted(self) -> list[str]:
+        """Those that ended outside a result; who was in the middle of its prompt after those that waited."""
+        requests, given_up = self.scheduler.requests, self.scheduler.aborted
+        gone = [name for name in self._arrived["cancels"] if self._named(name).spec not in requests]
+        gone = [name for name in gone if self._named(name).spec not in self._over]
+        named = [*(name for name in gone if name not in given_up), *given_up]
+        for name in named:
+            asked = self._named(name)
+            self._over.add(asked.spec)
+            asked.over(self._step, "abort", self.scheduler.written.get(asked.spec, 0))
+        return named
+
+    def _launched(self, plan: StepPlan) -> Line:
+        rows = self._batch.rows(plan)
+        scheduler, heard = self.scheduler, self._heard
+        requests = [scheduler.requests[row.spec] for row in rows]
+        new = [r for r, row in zip(requests, rows, strict=True) if row.chunk and row.chunk.admitted]
+        if new:
+            heard.admitted(new)
+        prefilled = scheduler.keys.prefilled
+        decoding = [request.spec.id for request in requests if request not in prefilled]
+        kind = "decode" if not prefilled else "mixed" if decoding else "extend"
+        self._rows[plan.step] = self._batches, rows
+        self._batches += 1
+        return {
+            "kind": kind,
+            "n": len(rows),
+            "rows": [self._row(row, request) for row, request in zip(rows, requests, strict=True)],
+            "decoding": decoding if kind == "mixed" else [],
+            "batch": self._batches - 1,
+        }
+
+    def _row(self, row: Row, request: Request) -> list[Any]:
+        pool = self.scheduler.pool
+        size, table = pool.block_size, pool.table(request)
+        slots = [(table[i // size] + 1) * size + i % size for i in range(row.start, row.start + row.tokens)]
+        return [row.spec.id, row.start, row.tokens, self._heard.row_of[request], _pieces(slots)]
+
+    def _memory(self) -> Line:
+        pool = self.scheduler.pool
+        size, tree = pool.block_size, pool.tree
+        kept = {"evictable": tree.evictable * size, "protected": tree.protected * size}
+        return {"avail": pool.available * size, **kept}
+
+    def _result(self, plan: StepPlan, outcome: Outcome) -> Line:
+        del outcome
+        batch, rows = self._rows.pop(plan.step)
+        heard = self._heard
+        useless, ended = set(heard.dropped), heard.ended
+        heard.dropped, heard.ended = [], []
+        useless |= {row.spec.id for row in rows if row.spec in self._over}  # parts of prompts among them
+        dropped = [row.spec.id for row in rows if row.spec.id in useless]
+        sampling = [row.spec for row in rows if row.chunk is None or row.chunk.outputs]
+        got = [spec for spec in sampling if spec.id not in dropped]
+        for spec in got:
+            stats = self._asked[spec].stats
+            stats["first_step"] = self._step if stats["first_step"] is None else stats["first_step"]
+        for name in dropped:
+            self._named(name).stats["wasted"] += 1
+        finished: list[list[Any]] = []
+        for request in ended:
+            asked = self._asked[request.spec]
+            reason = self._reason(asked, request)
+            asked.over(self._step, reason, request.seen)
+            self._over.add(request.spec)
+            finished.append([asked.id, reason, request.seen])
+        line = {"ev": "result", "step": self._step, "of": batch, "tokens": [spec.id for spec in got]}
+        return line | {"finished": finished, "dropped": dropped} | self._memory()
+
+    def _reason(self, asked: Asked, request: Request) -> str:
+        if request.finish is Finish.ABORTED:
+            return "abort"
+        return "stop" if asked.stops and request.seen == len(asked.outputs) else "length"
+
+    def _footer(self) -> Line:
+        requests = {asked.id: asked.stats for asked in self._asked.values()}
+        return {"ev": "footer", "steps": self._step + 1, "batches": self._batches, "requests": requests}
+
+
+def _ranges(pages: list[int], size: int) -> list[list[int]]:
+    return _pieces([(page + 1) * size + i for page in pages for i in range(size)])
+
+
+def _pieces(slots: list[int]) -> list[list[int]]:
+    """Slots as [first, count]."""
+    pieces: list[list[int]] = []
+    for slot in slots:
+        if pieces and sum(pieces[-1]) == slot:
+            pieces[-1][1] += 1
+        else:
+            pieces.append([slot, 1])
+    return pieces
+
+
+class Asked:
+    """A request of a workload: what it says, and how it went."""
+
+    def __init__(self, index: int, given: Line, too_long: int, keys: ChainedKeys) -> None:
+        self.id: str = given["id"]
+        self.arrival: int = given["arrival_step"]
+        self.cancel: int | None = given.get("cancel_step")
+        self.max_new: int = given["max_new_tokens"]
+        self.whole: bool = given.get("ignore_eos", False)
+        self.prompt_tokens = len(given["prompt"])
+        self.too_long = self.prompt_tokens >= too_long
+        prompt, output = [0] if self.too_long else given["prompt"], given["output"]
+        if not self.whole and STOP_TOKEN in output:
+            output = output[: output.index(STOP_TOKEN) + 1]
+        self.stops = not self.whole and STOP_TOKEN in output
+        self.outputs: list[int] = output
+        words = [*prompt, *output]
+        most = max(1, self.max_new)
+        self.spec = RequestSpec(
+            index,
+            self.id,
+            self.arrival,
+            len(prompt),
+            min(most, max(1, len(output))) if self.stops else most,
+            most,
+            given.get("priority", 0) or 0,
+            keys.of(words),
+            1,
+            len(words),
+        )
+        self.stats: Line = {"first_step": None, "end_step": None, "reason": None, "n_out": 0}
+        self.stats |= {"retractions": 0, "wasted": 0}
+
+    def over(self, step: int, reason: str, outputs: int) -> None:
+        self.stats |= {"end_step": step, "reason": reason, "n_out": outputs}
+
+
+def case(trace: Path, header: Line) -> Case:
+    version, loop, config = fields(trace, header, sglang=str, loop=str, config=dict)
+    name = stem(trace).removesuffix(f".{loop}")
+    skipped = None if version in VERSIONS else f"version {version} is not followed, only {', '.join(VERSIONS)}"
+    skipped = skipped or unsupported(config) or not_modelled(config, CONFIG)
+    if skipped:
+        return Case(name, "sglang", version, loop, skipped=skipped)
+    given = workload(trace, name)
+    return Case(name, "sglang", version, loop, guarded(trace, lambda: SglangReplay(header, given)))
+
+
+READER = Reader(lambda header: "sglang" in header, case)

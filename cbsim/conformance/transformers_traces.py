@@ -1,0 +1,394 @@
+"""Golden traces of transformers' continuous batching, 5.17: our lines for the same workload, pass by pass.
+
+The format is described beside the traces. One line is one pass of the generation loop. Our scheduler runs with the
+original's defects; what the trace calls events is what its observer hears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cbsim.conformance.defects import DefectiveTransformers, Ghosts, MisnamingPool
+from cbsim.conformance.reader import Line
+from cbsim.kv.blocks import BlockPool, CachedLast
+from cbsim.policy.captures import up_to_multiple, up_to_power
+from cbsim.policy.decode_batch import Completion
+from cbsim.policy.loop import Applied, Await, Completed, Effect, Idle, Launch, Poll, Polled, serve
+from cbsim.policy.observer import Observer
+from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
+from cbsim.policy.request import Finish, Request, RequestSpec, Status
+from cbsim.schedulers.transformers.settings import FIFO, GIB, PREFILL_FIRST, TransformersOptions
+from cbsim.workload.scheduler_tests import TransformersRequests
+
+TOKEN_BYTES = 2 * 2 * 64  # keys and values, of two layers, of one head of 16 in float32: the recorded models
+STATUS = {Status.PREFILL: "PREFILLING", Status.DECODE: "DECODING"}
+
+
+def options(resolved: Line, workload: Line) -> TransformersOptions:
+    """Scheduler options of a trace's `resolved` header. Older ones do not say how many blocks of the host there are."""
+    host_bytes = int((workload["cb"].get("cpu_offload_space") or 0) * GIB)
+    return TransformersOptions(
+        version=resolved["transformers"].rpartition(".")[0],
+        name=FIFO if resolved["scheduler"] == "FIFOScheduler" else PREFILL_FIRST,
+        block_size=resolved["block_size"],
+        num_blocks=resolved["num_blocks"],
+        max_batch_tokens=resolved["max_batch_tokens"],
+        max_requests_per_batch=resolved["max_requests_per_batch"],
+        max_blocks_per_request=resolved["max_blocks_per_request"],
+        safety_margin=resolved["safety_margin"],
+        allow_block_sharing=resolved["allow_block_sharing"],
+        host_blocks=resolved.get("cpu_blocks", host_bytes // (TOKEN_BYTES * resolved["block_size"])),
+        blocks_per_sector=resolved.get("blocks_per_sector", 1),
+        groups=resolved.get("layer_groups", ()),
+    )
+
+
+class TransformersWorkload(TransformersRequests):
+    """The requests, and the content of their blocks as the original names it."""
+
+    def __init__(self, workload: Line, block_size: int) -> None:
+        super().__init__(workload, block_size)
+        self._misnamed: dict[tuple[Request, int], dict[int, int]] = {}  # (request, admission) -> block -> id
+
+    def key(self, request: Request, block: int) -> int:
+        """Content key of a block at the moment the original computes its hash: perhaps before the block is full."""
+        misnamed = self._misnamed.setdefault((request, request.order), {})
+        known, size = request.known, self.block_size
+        if block - 1 in misnamed or known < (block + 1) * size:
+            parent = misnamed.get(block - 1, request.spec.prefix[block - 1] if block else -1)
+            text = self.texts[request.spec][block * size : min(known, (block + 1) * size)]
+            misnamed[block] = self.keys.after(parent, text)
+            return (misnamed[block] << 24) + block
+        return request.spec.block_key(block, size)
+
+
+class TextPool(MisnamingPool):
+    """Keys are ids of the very text that the original hashes."""
+
+    def __init__(self, options: TransformersOptions, observer: Observer, workload: TransformersWorkload) -> None:
+        self.free_list = CachedLast(range(options.num_blocks))
+        super().__init__(options.block_size, options.num_blocks, self.free_list, observer)
+        self._workload = workload
+
+    def key(self, request: Request, block: int) -> int:
+        return self._workload.key(request, block)
+
+
+class Events(Ghosts):
+    """What a trace records between two of its lines."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__()
+        self.held_on_host: dict[Request, list[list[int]]] = {}  # the scheduler's, once there is one
+        self.free_list = CachedLast(())  # likewise
+        self.lines: list[Line] = []
+        self.empty_rows: list[tuple[int, Request]] = []  # of the step being planned: their places
+        self._size = block_size
+        self._hashed: list[int] = []
+        self._replaced: list[list[int]] = []
+        self._offload: Line = {}
+
+    def watch(self, scheduler: WatchedTransformers) -> None:
+        """From now on it hears this one."""
+        self.held_on_host = scheduler.host.tables
+        if isinstance(scheduler.pool, TextPool):
+            self.free_list = scheduler.pool.free_list
+
+    def note(self, op: str, request: Request | None = None, **fields: Any) -> Line:
+        line = {"op": op, **({"req": request.spec.id} if request else {}), **fields}
+        self.lines.append(line)
+        return line
+
+    def take_lines(self) -> list[Line]:
+        lines, self.lines = self.lines, []
+        return lines
+
+    def growing(self, request: Request, count: int) -> None:  # noqa: ARG002
+        evicted = list(self.free_list.cached)[::-1][: max(0, count - len(self.free_list.plain))]
+        if evicted:
+            self.note("evict", blocks=evicted)
+
+    def grew(self, request: Request, blocks: Sequence[int]) -> None:
+        self.note("alloc", request, n=len(blocks), blocks=list(blocks))
+
+    def released(self, request: Request, blocks: Sequence[int]) -> None:
+        self.note("free", request, blocks=list(blocks))
+
+    def merged(self, request: Request, named: Sequence[int], replaced: Sequence[tuple[int, int]]) -> None:  # noqa: ARG002
+        self._hashed, self._replaced = sorted(named), [[own, now] for own, now in replaced]
+
+    def looked_up(self, request: Request, tokens: int, blocks: Sequence[int]) -> None:
+        matched = len(blocks) * self._size
+        self.note("prefix_lookup", request, lookup_tokens=tokens, matched_tokens=matched, blocks=list(blocks))
+
+    def lacked(self, request: Request, blocks: int) -> None:
+        self.note("alloc_fail", request, n=blocks, free=self.free_list.free)
+
+    def held_back(self, request: Request, place: int) -> None:
+        self.empty_rows.append((place, request))
+
+    def starved(self, requests: Sequence[Request]) -> None:
+        self.note("schedule_returned_none", starved=_ids(requests))
+
+    def reclaiming(self, starved: Sequence[Request]) -> None:
+        self._offload = self.note("offload", starved=_ids(starved))
+
+    def reclaimed(self, victims: Sequence[Request]) -> None:
+        in_order = sorted(victims, key=lambda request: request.order)
+        out = [request for request in in_order if request in self.held_on_host]
+        reset = [request for request in in_order if request not in self.held_on_host]
+        self._offload |= {"soft_reset": _ids(reset), "cpu_offloaded": _ids(out), "requeue_order": _ids(victims)}
+
+    def completed(self, completion: Completion, over: bool) -> None:
+        super().completed(completion, over)
+        request, hashed, replaced = completion.request, self._hashed, self._replaced
+        self._hashed, self._replaced = [], []
+        if completion.fills and (completion.outputs or request.status is Status.PREFILL):
+            changes = {"dedup": replaced} if replaced else {}
+            self.note("complete", request, n=completion.fills, hashed=hashed, **changes)
+
+    def ghost_finished(self, completion: Completion) -> None:
+        if completion.fills:
+            self.note("complete", completion.request, n=completion.fills, hashed=[])
+        self.note("free", completion.request, blocks=[])
+
+
+def _ids(requests: Sequence[Request]) -> list[str]:
+    return [request.spec.id for request in requests]
+
+
+class WatchedTransformers(DefectiveTransformers):
+    """The scheduler, and all that is heard of it. `objects` are its requests, those that have ended included."""
+
+    def __init__(self, options: TransformersOptions, workload: TransformersWorkload) -> None:
+        self._workload = workload
+        self.heard = self.make_events(options.block_size)
+        super().__init__(options, self.heard)
+        self.heard.watch(self)
+        self.objects: dict[RequestSpec, Request] = {}
+
+    def make_events(self, block_size: int) -> Events:
+        return Events(block_size)
+
+    def make_pool(self, observer: Observer) -> BlockPool:
+        return TextPool(self.options, observer, self._workload)
+
+    def add(self, spec: RequestSpec) -> None:
+        super().add(spec)
+        self.objects[spec] = self.requests[spec]
+
+    def _fork(self) -> None:
+        """What forks take is not among the recorded events."""
+        lines = list(self.heard.lines)
+        super()._fork()
+        self.heard.lines = lines
+
+    def cancel(self, spec: RequestSpec) -> None:
+        if spec not in self.requests:
+            self.heard.note("free", blocks=[])["req"] = spec.id
+        super().cancel(spec)
+
+
+class TransformersReplay:
+    """One workload and mode; `lines()` are our trace lines in order, the footer last."""
+
+    def __init__(self, header: Line, workload: Line) -> None:
+        self.resolved = self.resolve(header["resolved"], workload)
+        ours = TransformersWorkload(workload, self.resolved["block_size"])
+        self.scheduler = self.make_scheduler(options(self.resolved, workload), ours)
+        self._tokens, self._arriving = ours.tokens, ours.arriving
+        by_id = {s.id: s for group in self._arriving.values() for s in group}
+        self._cancels: dict[int, list[RequestSpec]] = {}
+        for cancel in workload.get("cancels", []):
+            self._cancels.setdefault(cancel["step"], []).append(by_id[cancel["id"]])
+        self._last = max([*self._arriving, *self._cancels, 0])
+        self._batch = Batch()
+        self._in_flight: list[tuple[list[Row], dict[RequestSpec, int]]] = []
+        self._completion: list[tuple[str, RequestSpec, int]] = []  # (fate, request, position) of the sampling rows
+        self._line: Line = {}
+        self._pass = -1
+        self._updated = 0
+        self._generated: dict[str, list[int]] = {s.id: [] for s in by_id.values()}
+        self._outputs: dict[str, Line] = {}
+
+    def resolve(self, resolved: Line, workload: Line) -> Line:
+        """The header's sizes, under the names of 5.17."""
+        del workload
+        return resolved
+
+    def make_scheduler(self, options: TransformersOptions, workload: TransformersWorkload) -> WatchedTransformers:
+        return WatchedTransformers(options, workload)
+
+    def check(self) -> None:
+        """Raise AssertionError unless the scheduler's accounts are right."""
+        self.scheduler.decoding.check()
+        self.scheduler.host.check()
+
+    def lines(self) -> Iterator[Line]:
+        loop = serve(self.scheduler, 2 if self.resolved["async"] else 1)
+        answer: Any = None
+        while True:
+            try:
+                effect = loop.send(answer)
+            except StopIteration:
+                yield from self._close()
+                yield {"footer": True, "outputs": self._outputs}
+                return
+            if isinstance(effect, Poll):
+                yield from self._close()
+                answer = self._open()
+            else:
+                if isinstance(effect, Await) and not self._line["scheduled"]:
+                    yield from self._after_the_loop()
+                answer = self._do(effect)
+
+    def _open(self) -> Polled:
+        self._pass += 1
+        arrivals, cancels = self._arriving.get(self._pass, []), self._cancels.get(self._pass, [])
+        asked = [s.id for s in arrivals if s.sample_of is None]
+        self._line = {"step": self._pass, "scheduled": False, "arrivals": asked}
+        if cancels:
+            self._line["cancels"] = [s.id for s in cancels]
+        return Polled(arrivals, cancels, closed=self._pass >= self._last)
+
+    def _close(self) -> Iterator[Line]:
+        if self._line:
+            if "after_schedule" not in self._line and "final_update_only" not in self._line:
+                self._line |= {"schedule_events": self._take_events(), "after_schedule": self._state()}
+            yield self._line
+        self._line = {}
+
+    def _do(self, effect: Effect) -> Any:
+        if isinstance(effect, Launch | Idle):
+            if isinstance(effect, Launch):
+                self._line |= self._planned(effect.plan)
+                self._line["batch_no"] = effect.plan.step
+            self._line |= {"schedule_events": self._take_events(), "after_schedule": self._state()}
+        elif isinstance(effect, Await):
+            return self._await(effect.plan)
+        else:
+            assert isinstance(effect, Applied), effect
+            self._line |= self._applied(effect)
+        return None
+
+    def _take_events(self) -> list[Line]:
+        return self.scheduler.heard.take_lines()
+
+    def _planned(self, plan: StepPlan) -> Line:
+        rows = self._batch.rows(plan)
+        objects = self.scheduler.objects
+        self._in_flight.append((rows, {row.spec: objects[row.spec].epoch for row in rows}))
+        batch: list[Line] = [
+            {
+                "req": row.spec.id,
+                "q": row.tokens,
+                "past": row.start,
+                "new_token": row.chunk is None or row.chunk.outputs > 0,
+                "complete_blocks": self._completes(row.spec, row.start, row.tokens),
+            }
+            for row in rows
+        ]
+        for place, request in self.scheduler.heard.empty_rows:
+            spec, past = request.spec, request.computed
+            complete = self._completes(spec, past, 0)
+            empty = {"req": spec.id, "q": 0, "past": past, "new_token": False, "complete_blocks": complete}
+            batch.insert(place, empty)
+        self.scheduler.heard.empty_rows = []
+        read = sum(row["past"] for row in batch)
+        return {
+            "scheduled": True,
+            "batch": batch,
+            "decode_fast_path": plan.work.fast_decode,
+            "num_q_tokens": plan.work.tokens,
+            "kv_read_charged": read,
+            "padded_if_graphs": self._padded(plan, read),
+        }
+
+    def _completes(self, spec: RequestSpec, start: int, tokens: int) -> Any:
+        """Blocks that get their keys when a row lands, as the original counts: with what came back from the host."""
+        if not self.resolved["allow_block_sharing"]:
+            return 0
+        size = self.resolved["block_size"]
+        before = 0 if self.scheduler.requests[spec] in self.scheduler.returned else start // size
+        return (start + tokens) // size - before
+
+    def _padded(self, plan: StepPlan, read: int) -> list[int]:
+        resolved = self.resolved
+        if plan.work.fast_decode:
+            return [up_to_power(plan.work.tokens, resolved["max_requests_per_batch"]), 0]
+        query = up_to_multiple(plan.work.tokens, 64, resolved["max_batch_tokens"])
+        return [query, up_to_multiple(read, 16384, resolved["cache_budget"])]
+
+    def _state(self) -> Line:
+        scheduler = self.scheduler
+        return {
+            "active": [[r.spec.id, STATUS[r.status]] for r in scheduler.running],
+            "waiting": [r.spec.id for r in scheduler.waiting],
+            "block_new_requests": scheduler.block_new_requests,
+            **self._free(),
+            **self._host(),
+            "block_tables": {r.spec.id: self._named(scheduler.pool.tables_of(r)) for r in scheduler.pool.tables},
+        }
+
+    def _named(self, tables: list[list[int]]) -> Any:
+        """Of a request, by group: the table alone if there is one group that sees all."""
+        return list(tables[0])
+
+    def _free(self) -> Line:
+        """The free lists."""
+        free = self.scheduler.heard.free_list
+        return {
+            "free": free.free,
+            "uninit": len(free.plain),
+            "init": len(free.cached),
+            "uninit_order": list(free.plain),
+            "init_order": list(free.cached),
+        }
+
+    def _host(self) -> Line:
+        """What the host holds, if the trace tells."""
+        host = self.scheduler.host
+        if "cpu_blocks" not in self.resolved:
+            return {}
+        held = {r.spec.id: [block for table in tables for block in table] for r, tables in host.tables.items()}
+        per_group = {r.spec.id: [len(table) for table in tables] for r, tables in host.tables.items()}
+        return {"cpu": {"free": host.places.order(), "held": held, "per_group": per_group}}
+
+    def _await(self, plan: StepPlan) -> Completed:
+        """Note what each sampling row is worth just before its result is applied."""
+        rows, epochs = self._in_flight.pop(0)
+        self._completion = []
+        for row in rows:
+            if row.chunk is not None and not row.chunk.outputs:
+                continue
+            request = self.scheduler.objects[row.spec]
+            dead = request.finish is not None and request.finish is not Finish.ABORTED
+            fate = "discarded" if dead or request.epoch != epochs[row.spec] else "new"
+            self._completion.append((fate, row.spec, row.start + row.tokens))
+        return Completed(StepResult(tuple(s for s in plan.changes.ends if s.output_tokens < s.max_tokens)))
+
+    def _applied(self, effect: Applied) -> Line:
+        new = {}
+        for fate, spec, position in self._completion:
+            if fate == "new":
+                new[spec.id] = self._tokens.at(spec.id, position)
+                self._generated[spec.id].append(new[spec.id])
+        finished = [spec.id for spec, _ in effect.outcome.finished]
+        for spec, _ in effect.outcome.finished:
+            output = {"generated": self._generated[spec.id], "status": "FINISHED", "prompt_len": spec.prompt_tokens}
+            self._outputs[spec.id] = output
+        self._updated += 1
+        return {
+            "updated_batch_no": self._updated - 1,
+            "new_tokens": new,
+            "finished": finished,
+            "discarded_tokens": [spec.id for fate, spec, _ in self._completion if fate == "discarded"],
+            "update_events": self._take_events(),
+            "after_update": self._state(),
+        }
+
+    def _after_the_loop(self) -> Iterator[Line]:
+        """The result still in flight when the loop has ended gets a line of its own."""
+        yield from self._close()
+        self._line = {"step": self._pass, "scheduled": False, "final_update_only": True}

@@ -1,0 +1,197 @@
+"""Golden traces of TensorRT-LLM's Python schedulers: our lines for the same workload, on the same virtual clock.
+
+The format, and the executor loop whose clock this is, are described beside the traces: one step in flight, times are
+integer microseconds. The classes that were recorded are restated from the text of the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from cbsim.conformance.reader import Case, Line, Reader, fields, guarded, not_modelled, stem, workload
+from cbsim.policy.loop import Applied, Await, Completed, Effect, Launch, Poll, Polled, serve
+from cbsim.policy.observer import Observer
+from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
+from cbsim.policy.request import Request, RequestSpec, Status
+from cbsim.schedulers.trtllm.scheduler import TrtllmScheduler
+from cbsim.schedulers.trtllm.settings import TrtllmOptions
+
+CONFIG = frozenset(
+    [
+        "policy",
+        "block_size",
+        "num_blocks",
+        "max_num_requests",
+        "max_active",
+        "max_batch_size",
+        "max_num_tokens",
+        "chunking",
+        "two_step_lookahead",
+        "timing",
+    ]
+)
+
+
+POLICIES = ("GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH")
+CHUNKING = ("FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS")
+
+
+def unsupported(config: Line) -> str | None:
+    """Why a configuration is outside what this policy models, or None."""
+    if config["policy"] not in POLICIES:
+        return f"policy {config['policy']} is not modelled"
+    if config["chunking"] and config["chunking"][0] not in CHUNKING:
+        return f"chunking {config['chunking'][0]} is not modelled"
+    return None
+
+
+def options(config: Line) -> TrtllmOptions:
+    """Scheduler options of a workload's `config`."""
+    chunking: Any
+    chunking, unit = config["chunking"] or ("FIRST_COME_FIRST_SERVED", 1)
+    return TrtllmOptions(
+        capacity_scheduler_policy=config["policy"],
+        block_size=config["block_size"],
+        num_blocks=config["num_blocks"],
+        max_num_requests=config["max_num_requests"],
+        max_active_requests=config["max_active"],
+        max_batch_size=config["max_batch_size"],
+        max_num_tokens=config["max_num_tokens"],
+        max_seq_len=config["num_blocks"] * config["block_size"],
+        enable_chunked_prefill=config["chunking"] is not None,
+        context_chunking_policy=chunking,
+        chunk_unit_size=unit,
+        two_step_lookahead=config.get("two_step_lookahead", False),
+    )
+
+
+def requests(workload: Line) -> list[RequestSpec]:
+    """The requests of a workload in order of arrival; each ends at its limit."""
+    specs = [
+        RequestSpec(i, str(r["id"]), r["arrival_us"], r["prompt"], r["output"], r["output"])
+        for i, r in enumerate(workload["requests"])
+    ]
+    return sorted(specs, key=lambda spec: spec.arrival_ns)
+
+
+class Fitting(Observer):
+    """Hears who has cache."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+    def fitting(self, requests: Sequence[Request]) -> None:
+        self.ids = [int(request.spec.id) for request in requests]
+
+
+class TrtllmReplay:
+    """One workload; `lines()` are our trace lines in order, the summary last."""
+
+    def __init__(self, header: Line, workload: Line) -> None:
+        config = header["config"]
+        self._heard = Fitting()
+        self.scheduler = TrtllmScheduler(options(config), self._heard)
+        self._timing = config["timing"]
+        self._coming = requests(workload)[::-1]
+        self._taken: set[int] = set()  # from the queue
+        self._batch = Batch()
+        self._rows: list[Row] = []
+        self._now = self._steps = 0
+
+    def check(self) -> None:
+        """Raise AssertionError unless the scheduler's accounts are right."""
+        self.scheduler.decoding.check()
+
+    def lines(self) -> Iterator[Line]:
+        loop = serve(self.scheduler, depth=1)
+        answer: Any = None
+        while True:
+            try:
+                effect = loop.send(answer)
+            except StopIteration:
+                break
+            lines, answer = self._do(effect)
+            yield from lines
+        yield {"ev": "summary", "steps": self._steps, "end_us": self._now}
+
+    def _do(self, effect: Effect) -> tuple[list[Line], Any]:
+        if isinstance(effect, Poll):
+            return [], self._poll(effect)
+        if isinstance(effect, Launch):
+            tokens = effect.plan.work.tokens
+            end = self._now + self._timing["base_us"] + self._timing["per_token_us"] * tokens
+            return [*self._paused(effect.plan), self._schedule(effect.plan)], end
+        if isinstance(effect, Await):
+            self._now = effect.ticket
+            return [], Completed(StepResult())
+        assert isinstance(effect, Applied), effect
+        return [self._update(effect)], None
+
+    def _poll(self, effect: Poll) -> Polled:
+        if effect.wait and self._coming:
+            self._now = max(self._now, self._coming[-1].arrival_ns)
+        arrivals = []
+        while self._coming and self._coming[-1].arrival_ns <= self._now:
+            arrivals.append(self._coming.pop())
+        return Polled(arrivals, closed=not self._coming)
+
+    def _paused(self, plan: StepPlan) -> list[Line]:
+        lines = []
+        for spec, cached, blocks in plan.changes.preempted:
+            request = self.scheduler.requests[spec]
+            lost = {"ev": "pause", "step": plan.step + 1, "id": int(spec.id), "cached": cached, "blocks": blocks}
+            lines.append(lost | {"prompt": request.known, "left": request.limit - request.seen})
+        return lines
+
+    def _schedule(self, plan: StepPlan) -> Line:
+        self._steps += 1
+        self._rows = self._batch.rows(plan)
+        scheduler, queue = self.scheduler, {*self.scheduler.queue}
+        active = [int(request.spec.id) for request in scheduler.requests.values() if request not in queue]
+        added = [one for one in active if one not in self._taken]
+        self._taken.update(added)
+        return {
+            "ev": "schedule",
+            "step": plan.step + 1,
+            "t": self._now,
+            "added": added,
+            "fitting": self._heard.ids,
+            "paused": [int(paused.spec.id) for paused in plan.changes.preempted],
+            "total": plan.work.tokens,
+            "reqs": [self._row(row, i < plan.work.lead) for i, row in enumerate(self._rows)],
+            "active": active,
+            "waiting": [int(request.spec.id) for request in scheduler.queue],
+            "free": plan.counts.free_blocks,
+        }
+
+    def _row(self, row: Row, reads: bool) -> Line:
+        request = self.scheduler.requests[row.spec]
+        line = {"id": int(row.spec.id), "kind": "generation", "n": row.tokens, "pos": row.start}
+        if reads:
+            line |= {"kind": "context", "last": request.status is Status.DECODE}
+        return line | {"held": self.scheduler.pool.allocated(request)}
+
+    def _update(self, effect: Applied) -> Line:
+        return {
+            "ev": "update",
+            "step": effect.plan.step + 1,
+            "t": self._now,
+            "tokens": [int(row.spec.id) for row in self._rows if row.chunk is None or row.chunk.outputs],
+            "finished": [int(spec.id) for spec, _ in effect.outcome.finished],
+            "free": self.scheduler.pool.free,
+        }
+
+
+def case(trace: Path, header: Line) -> Case:
+    commit, config = fields(trace, header, tensorrt_llm_commit=str, config=dict)
+    name, version = stem(trace), f"{commit[:7]} restated"
+    skipped = not_modelled(config, CONFIG) or guarded(trace, lambda: unsupported(config))
+    if skipped:
+        return Case(name, "trtllm", version, "sync", skipped=skipped)
+    given = workload(trace, name)
+    return Case(name, "trtllm", version, "sync", guarded(trace, lambda: TrtllmReplay(header, given)))
+
+
+READER = Reader(lambda header: "tensorrt_llm_commit" in header, case)

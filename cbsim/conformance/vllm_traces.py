@@ -1,0 +1,340 @@
+"""Golden traces of vLLM's scheduler: our lines for the same workload, on the same virtual clock.
+
+The formats, and the engine loop whose clock this is, are described beside the traces. Format 2 counts the tokens of an
+update and, at the end, all blocks with a key instead of their different contents; it leaves out what was cached. What
+it says of a connector is in offload_traces.py. Format 3 counts as format 1 does, and says more of layer groups
+(group_traces.py). Times are integer microseconds.
+
+At its end a trace reports of every request when it was queued, scheduled and got its tokens, and how often it was
+preempted. The engine reports events with the next token of their request. From format 2 on that is what the report has:
+a request that is aborted before its first token was never reported as queued or scheduled, and a preemption behind
+which no token came is not counted. Format 1 read the requests themselves, and so has every event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cbsim.conformance import group_traces, offload_traces
+from cbsim.conformance.group_traces import GroupLines, GroupsHeard
+from cbsim.conformance.offload_traces import Heard, OffloadLines
+from cbsim.conformance.reader import Case, Line, Reader, fields, guarded, not_followed, not_modelled, stem, workload
+from cbsim.policy.loop import Applied, Await, Completed, Effect, Launch, Poll, Polled, serve
+from cbsim.policy.observer import NULL_OBSERVER
+from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
+from cbsim.policy.request import RequestSpec
+from cbsim.schedulers.vllm.scheduler import VllmScheduler
+from cbsim.schedulers.vllm.settings import VERSIONS, VllmOptions
+from cbsim.workload.scheduler_tests import vllm_requests
+
+
+def options(version: str, mode: str, config: Line) -> VllmOptions:
+    """Scheduler options of a workload's `config`."""
+    return VllmOptions(
+        version="0.19" if version.startswith("0.19") else "0.33",
+        policy=config["policy"],
+        async_scheduling=mode == "async",
+        block_size=config["block_size"],
+        max_model_len=config["max_model_len"],
+        max_num_seqs=config["max_num_seqs"],
+        max_num_batched_tokens=config["max_num_batched_tokens"],
+        enable_chunked_prefill=config["enable_chunked_prefill"],
+        enable_prefix_caching=config["enable_prefix_caching"],
+        long_prefill_token_threshold=config["long_prefill_token_threshold"],
+        adaptive_long_prefill_threshold=config.get("long_prefill_token_threshold_adaptive", False),
+        scheduler_reserve_full_isl=config["scheduler_reserve_full_isl"],
+        watermark=config.get("watermark", 0.0),
+        prefill_schedule_interval=config.get("prefill_schedule_interval", 1),
+        **group_traces.options(config),
+        **offload_traces.options(config),
+    )
+
+
+class WatchedVllm(VllmScheduler):
+    """The scheduler, with the free blocks noted after each cancellation: planning follows in the same breath. Every
+    full block has a key, as in the original, whether anybody could ask for it or not, for the trace counts them.
+    `leaves_stores`: it counts as idle although stores are on their way.
+    """
+
+    free_after_cancel = 0
+    leaves_stores = False
+
+    @property
+    def idle(self) -> bool:
+        return super().idle or (self.leaves_stores and not (self.requests or self.decoding.ended))
+
+    def add(self, spec: RequestSpec) -> None:
+        super().add(spec)
+        self.requests[spec].name_all()
+
+    def cancel(self, spec: RequestSpec) -> None:
+        super().cancel(spec)
+        self.free_after_cancel = self.pool.free
+
+
+class VllmReplay:
+    """One workload, one version and mode; `lines()` are our trace lines in order, the summary last."""
+
+    def __init__(self, header: Line, workload: Line) -> None:
+        config, heard, groups_heard = header["config"], Heard(), GroupsHeard()
+        connector = config.get("connector")
+        observer = heard if connector else groups_heard if "layers" in config else NULL_OBSERVER
+        self.scheduler = WatchedVllm(options(header["vllm"], header["mode"], config), observer)
+        self.scheduler.leaves_stores = config.get("stop_when_done", False)
+        self._format = header.get("format", 1)
+        self._offload = OffloadLines(self.scheduler, heard, connector, workload) if connector else None
+        self._groups = GroupLines(self.scheduler, groups_heard, config) if "layers" in config else None
+        self.effective = self._groups.effective() if self._groups else None  # what the header has to say of groups
+        self._depth = 2 if header["mode"] == "async" else 1
+        self._timing = header["config"]["timing"]
+        self._coming = vllm_requests(workload)[::-1]
+        aborts = [(abort, spec) for spec, abort in self._coming if abort is not None]
+        self._aborts = sorted(aborts, key=lambda entry: (entry[0], entry[1].index))
+        self._added: list[str] = []
+        self._aborted: list[str] = []
+        self._batch = Batch()
+        self._rows: dict[int, list[Row]] = {}
+        self._dropped: set[tuple[int, RequestSpec]] = set()
+        self._alive: dict[RequestSpec, None] = {}
+        self._now = self._gpu_free = self._steps = 0
+        self._reports = Reports(self._format)
+
+    def check(self) -> None:
+        """Raise AssertionError unless the scheduler's accounts are right."""
+        self.scheduler.decoding.check()
+        if self.scheduler.transfers is not None:
+            self.scheduler.transfers.check()
+
+    def lines(self) -> Iterator[Line]:
+        loop = serve(self.scheduler, self._depth)
+        answer: Any = None
+        while True:
+            try:
+                effect = loop.send(answer)
+            except StopIteration:
+                yield self._summary()
+                return
+            if isinstance(effect, Poll) and self.scheduler.leaves_stores and self.scheduler.idle and not self._coming:
+                yield self._summary()  # whatever is in flight
+                return
+            if self._aborted:
+                free, ids = self.scheduler.free_after_cancel, self._aborted
+                self._aborted = []
+                yield {"ev": "abort", "t": self._now, "ids": ids, "free": free}
+            line, answer = self._do(effect)
+            if line:
+                yield line
+
+    def _summary(self) -> Line:
+        line = {"ev": "summary", "steps": self._steps, "end_us": self._now, "requests": self._reports.said}
+        pool = self.scheduler.pool
+        if self._groups:
+            return line | {"prefix_cache_final_cached_blocks": self._groups.cached()}
+        return line | {"prefix_cache_final_cached_blocks": pool.contents if self._format == 1 else pool.keyed}
+
+    def _do(self, effect: Effect) -> tuple[Line | None, Any]:
+        if isinstance(effect, Poll):
+            return self._poll(effect)
+        if isinstance(effect, Launch):
+            line = self._schedule(effect.plan)
+            start = max(self._now, self._gpu_free)
+            self._gpu_free = end = start + self._step_us(effect.plan)
+            if self._offload:
+                self._offload.lasts(effect.plan, start, end)
+            return line, end
+        if isinstance(effect, Await):
+            self._now = max(self._now, effect.ticket)
+            stops = tuple(s for s in effect.plan.changes.ends if s.output_tokens < s.max_tokens)
+            moved, broken = self._offload.over(effect.plan.step) if self._offload else ((), ())
+            return None, Completed(StepResult(stops, moved=moved, broken=broken), self._due_aborts())
+        assert isinstance(effect, Applied), effect
+        return self._update(effect), None
+
+    def _step_us(self, plan: StepPlan) -> int:
+        timing = self._timing
+        if not plan.work.rows:
+            return int(timing["empty_us"]) if self._offload else 0
+        context = plan.work.decode_context + plan.work.decodes + sum(c.start + c.tokens for c in plan.work.chunks)
+        tokens: int = timing["per_token_us"] * plan.work.tokens
+        return int(timing["base_us"] + tokens + timing["per_kv_token_us"] * context)
+
+    def _poll(self, effect: Poll) -> tuple[Line | None, Polled]:
+        if effect.wait and self._coming:
+            self._now = max(self._now, self._coming[-1][0].arrival_ns)
+        arrivals = []
+        while self._coming and self._coming[-1][0].arrival_ns <= self._now:
+            spec, _ = self._coming.pop()
+            arrivals.append(spec)
+            self._added.append(spec.id)
+            self._alive[spec] = None
+            self._reports.arrived(spec, self._now)
+        return None, Polled(arrivals, self._due_aborts(), closed=not self._coming)
+
+    def _due_aborts(self) -> list[RequestSpec]:
+        """Requests that are to be aborted by now and are alive; an abort that comes too early is lost. Format 1 has
+        them in the order of their times, the others in that of the requests.
+        """
+        due = [s for at, s in self._aborts if at <= self._now]
+        self._aborts = [(at, s) for at, s in self._aborts if at > self._now]
+        due = [s for s in due if s in self._alive]
+        if self._format > 1:
+            due.sort(key=lambda spec: spec.index)
+        for spec in due:
+            del self._alive[spec]
+        self._aborted = [s.id for s in due]
+        return due
+
+    def _schedule(self, plan: StepPlan) -> Line:
+        self._steps += 1
+        rows = self._rows[plan.step] = self._batch.rows(plan)
+        for row in rows:
+            self._reports.scheduled(row.spec, self._now)
+        for preempted in plan.changes.preempted:
+            self._reports.preempted(preempted.spec)
+            if self.scheduler.options.hands_on:  # what is in flight of it is dropped
+                self._dropped |= {(step, preempted.spec) for step in self._rows if step < plan.step}
+        line = {
+            "ev": "schedule",
+            "step": plan.step + 1,
+            "t": self._now,
+            "added": self._added,
+            "total": plan.work.tokens,
+            "reqs": [self._row(row, plan) for row in rows],
+            "preempted": [[p.spec.id, p.lost_tokens, p.blocks] for p in plan.changes.preempted],
+            "finished": sorted(s.id for s in plan.changes.ended),
+            "running": [r.spec.id for r in self.scheduler.running],
+            "waiting": [r.spec.id for r in self.scheduler.waiting],
+            "free": plan.counts.free_blocks,
+        }
+        if self._offload:
+            line |= self._offload.planned(plan)
+        if self._groups:
+            line |= self._groups.planned(plan, self.scheduler.requests)
+        self._added = []
+        self._now += self._timing["sched_us"]
+        return line
+
+    def _row(self, row: Row, plan: StepPlan) -> Line:
+        chunk, request = row.chunk, self.scheduler.requests[row.spec]
+        kind = "running" if not (chunk and chunk.admitted) else "resumed" if chunk.resumed else "new"
+        held = self.scheduler.pool.allocated(request)
+        line = {"id": row.spec.id, "kind": kind, "n": row.tokens, "computed": row.start, "held": held}
+        line["blocks"] = list(row.blocks)
+        if chunk and chunk.admitted and self._format == 1:
+            line["cached"] = chunk.cached
+        if self._groups:
+            line |= self._groups.row(row, plan)
+        if self._depth > 1:
+            line["ph"] = request.scheduled - request.seen
+        return line
+
+    def _update(self, effect: Applied) -> Line:
+        finished = [spec.id for spec, _ in effect.outcome.finished]
+        got = [
+            row.spec
+            for row in self._rows.pop(effect.plan.step)
+            if row.spec in self._alive and (row.chunk is None or row.chunk.outputs)
+            if (effect.plan.step, row.spec) not in self._dropped
+        ]
+        tokens: list[Any] = [s.id for s in got] if self._format != 2 else [[s.id, 1] for s in got]
+        line = {"ev": "update", "step": effect.plan.step + 1, "t": self._now, "tokens": tokens}
+        line |= {"finished": finished, "free": self.scheduler.pool.free}
+        if self._offload:
+            line |= self._offload.updated(effect.plan.step)
+        if self._groups:
+            line["cached"] = self._groups.cached()
+        self._now += self._timing["update_us"]
+        for spec in got:
+            self._reports.token(spec, self._now)
+        for spec, _ in effect.outcome.finished:
+            del self._alive[spec]
+        return line
+
+
+class Reports:
+    """The reports of all requests; `said` is what they have got to say by now. Times are the trace's."""
+
+    def __init__(self, trace_format: int) -> None:
+        self.said: dict[str, Line] = {}
+        self._events: dict[str, Line] = {}  # as `said`, of what has happened
+        self._at_once = trace_format == 1
+
+    def arrived(self, spec: RequestSpec, now: int) -> None:
+        self.said[spec.id] = {"arrival": spec.arrival_ns, "preemptions": 0, "n_out": 0}
+        self._events[spec.id] = {"queued_ts": now, "preemptions": 0}
+        self._happened(spec)
+
+    def scheduled(self, spec: RequestSpec, now: int) -> None:
+        """Of a row: it tells when the first one was planned."""
+        if "scheduled_ts" not in self._events[spec.id]:
+            self._events[spec.id]["scheduled_ts"] = now
+            self._happened(spec)
+
+    def preempted(self, spec: RequestSpec) -> None:
+        self._events[spec.id]["preemptions"] += 1
+        self._happened(spec)
+
+    def token(self, spec: RequestSpec, now: int) -> None:
+        said = self.said[spec.id]
+        said |= self._events[spec.id]
+        said["n_out"] += 1
+        said.setdefault("first_token_ts", now)
+        said["last_token_ts"] = now
+
+    def _happened(self, spec: RequestSpec) -> None:
+        if self._at_once:
+            self.said[spec.id] |= self._events[spec.id]
+
+
+OPTIONS = frozenset(
+    [
+        "block_size",
+        "num_blocks",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enable_chunked_prefill",
+        "policy",
+        "timing",
+        "long_prefill_token_threshold",
+        "long_prefill_token_threshold_adaptive",
+        "enable_prefix_caching",
+        "watermark",
+        "prefill_schedule_interval",
+        "scheduler_reserve_full_isl",
+        "connector",
+        "stop_when_done",
+        "layers",
+        "kv_bytes",
+        "retention",
+        "disable_hybrid",
+    ]
+)
+
+
+def case(trace: Path, header: Line) -> Case:
+    version, mode, config = fields(trace, header, vllm=str, mode=str, config=dict)
+    name = stem(trace).removesuffix(f".{mode}")
+    skipped = "speculation" if "spec" in config else not_followed(version, VERSIONS) or not_modelled(config, OPTIONS)
+    skipped = skipped or guarded(trace, lambda: offload_traces.unsupported(config))
+    if skipped:
+        return Case(name, "vllm", version, mode, skipped=skipped)
+    given = workload(trace, name)
+    replay = guarded(trace, lambda: VllmReplay(header, given))
+    said = {} if replay.effective is None else {"effective": replay.effective}
+    return Case(name, "vllm", version, mode, replay, header=said)
+
+
+def comparable(line: Line) -> Line:
+    """The order of a set is nobody's, and null is for what is absent."""
+    if line.get("ev") == "schedule" and isinstance(line.get("finished"), list):
+        line["finished"] = sorted(line["finished"])
+    if line.get("ev") == "summary" and isinstance(line.get("requests"), dict):
+        given = line["requests"].items()
+        line["requests"] = {request: {k: v for k, v in stats.items() if v is not None} for request, stats in given}
+    return line
+
+
+READER = Reader(lambda header: header.get("ev") == "header" and "vllm" in header, case, comparable)

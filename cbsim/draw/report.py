@@ -1,0 +1,166 @@
+"""A report as a value, and as a folder: report.md with its figures, and report.json with its numbers and the command
+that makes it again. What compares runs, predicts measurements or searches settings answers with one; the analysis adds
+a page of HTML.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cbsim.draw import folder, render
+from cbsim.draw.chart import Chart
+from cbsim.draw.markdown import Table, fenced, figure, plain, table
+from cbsim.metrics.terminal import aligned
+
+MOST_COLUMNS = 4  # runs; a table of the report has the numbers of more
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A number of a run that a reader looks at first. `metric` is its dotted key in summary.json."""
+
+    metric: str
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Caveat:
+    """A reason not to trust a number. `kind` is a short stable name, `run` the label of the run or "" for all."""
+
+    kind: str
+    run: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A run that the report was made of: everything needed to make it again."""
+
+    label: str
+    folder: str
+    kind: str  # simulated or measured, and on what
+    tiles: Sequence[Tile]
+    scenario: str  # the resolved scenario, YAML, or how it differs from the first; "" if another source has it
+    environment: str  # env.json, likewise
+    command: str  # makes the run again
+
+    def tile(self, metric: str) -> Tile | None:
+        return next((tile for tile in self.tiles if tile.metric == metric), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """`findings` are sentences in the order of weight; `data` is what the tables were made of, for report.json.
+
+    `sources` are the runs behind it; without any, `kind` says in the index what it rests on. `caveats` is None if none
+    were looked for. `coloured`: each source has a colour of its own in the charts. `command` makes the report again.
+    """
+
+    title: str
+    question: str
+    findings: Sequence[str]
+    tables: Sequence[Table]
+    charts: Sequence[Chart] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
+    sources: Sequence[Source] = ()
+    caveats: Sequence[Caveat] | None = None
+    command: str = ""
+    kind: str = ""
+    coloured: bool = True
+
+
+def text(report: Report) -> str:
+    """Tables and findings, as the terminal shows them."""
+    tables = [f"{part.title}\n{aligned([part.header, *part.rows])}\n" for part in report.tables]
+    return "\n".join([*tables, *report.findings])
+
+
+def write(report: Report, out: Path) -> None:
+    """Write report.json, report.md and figures to a folder of their own. Raises RunError if it holds anything else."""
+    folder.check(out)
+    folder.clear(out)
+    folder.write(out, {folder.FACTS: facts(report), "report.md": markdown(report).encode(errors="replace")})
+    for chart in report.charts:
+        png, svg = render.both(chart)
+        folder.write(out, {f"figures/{chart.key}.png": png, f"figures/{chart.key}.svg": svg})
+
+
+def facts(report: Report) -> bytes:
+    """report.json: what the index says of the report, its tiles, the keys of its figures, its data."""
+    runs: list[dict[str, Any]] = [
+        {
+            "label": source.label,
+            "kind": source.kind,
+            "folder": source.folder,
+            "tiles": {tile.metric: tile.value for tile in source.tiles},
+        }
+        for source in report.sources
+    ]
+    everything = {
+        "title": report.title,
+        "question": report.question,
+        "command": report.command,
+        "runs": runs or ([{"label": report.title, "kind": report.kind}] if report.kind else []),
+        "figures": [chart.key for chart in report.charts],
+        **({"data": report.data} if report.data else {}),
+    }
+    return (json.dumps(everything, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="replace")
+
+
+def markdown(report: Report) -> str:
+    """report.md: complete on its own, with its figures as files beside it."""
+    return "\n".join(_lines(report)) + "\n"
+
+
+def _lines(report: Report) -> Iterator[str]:
+    yield f"# {plain(report.title)}"
+    yield ""
+    if report.question:
+        yield from (plain(report.question), "")
+    if len(report.sources) <= MOST_COLUMNS and any(source.tiles for source in report.sources):
+        yield from table(_tiles(report.sources))
+    if report.caveats is not None:
+        yield from ("## When not to trust this", "", *map(_caveat, report.caveats))
+        yield from ([] if report.caveats else ["No caveat found."])
+        yield ""
+    if report.findings:
+        yield from ("## Findings", "", *(f"- {plain(finding)}" for finding in report.findings), "")
+    for part in report.tables:
+        yield from (f"## {plain(part.title)}", "", *table(part))
+    if report.charts:
+        yield from ("## Figures", "")
+    for chart in report.charts:
+        yield from figure(chart)
+    yield from ("## How this was made", "", *fenced("sh", report.command))
+    for source in report.sources:
+        yield from ("", *_source(source))
+
+
+def _tiles(sources: Sequence[Source]) -> Table:
+    """Tiles of all runs, a metric a row."""
+    labels = {tile.metric: tile.label for source in sources for tile in source.tiles}
+    rows = [(label, *(_cell(source.tile(metric)) for source in sources)) for metric, label in labels.items()]
+    return Table("", ("", *(source.label for source in sources)), rows)
+
+
+def _cell(tile: Tile | None) -> str:
+    return "-" if tile is None else f"{tile.value} ({tile.note})" if tile.note else tile.value
+
+
+def _caveat(caveat: Caveat) -> str:
+    return f"- {f'**{plain(caveat.run)}**: ' if caveat.run else ''}{plain(caveat.text)}"
+
+
+def _source(source: Source) -> Iterator[str]:
+    yield from (f"### {plain(source.label)}: {plain(source.kind)}", "", f"`{source.folder}`", "")
+    yield from fenced("sh", source.command)
+    for title, kind, content in (("Scenario", "yaml", source.scenario), ("Environment", "json", source.environment)):
+        if content:
+            yield from ("", "<details>", f"<summary>{title}</summary>", "", *fenced(kind, content.rstrip()))
+            yield from ("", "</details>")

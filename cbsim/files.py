@@ -1,0 +1,80 @@
+"""Files that a user names, read with one wording of what is wrong with them. Standard library only."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import stat
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from cbsim.errors import ScenarioError, UserError
+
+PATH_BOUND = "a path has at most 1,000 characters, each name in it at most 255 bytes"
+
+
+def too_long(path: str) -> bool:
+    """Is it a path that no system can look up?"""
+    return len(path) > 1000 or any(len(name.encode("utf-8", "replace")) > 255 for name in path.split("/"))
+
+
+@contextmanager
+def access(path: Path | str, error: type[UserError] = ScenarioError, done: str = "read") -> Iterator[None]:
+    """What the system refuses becomes `error`: the file, what cannot be done with it, and why."""
+    try:
+        yield
+    except UnicodeDecodeError:
+        raise error(f"{path}: is not UTF-8 text", file=path) from None
+    except (OSError, EOFError, zlib.error) as failed:
+        reason = getattr(failed, "strerror", None) or failed
+        raise error(f"{path}: cannot be {done}: {reason}", file=path) from None
+
+
+def read_bytes(path: Path, error: type[UserError] = ScenarioError, most_bytes: int | None = None) -> bytes:
+    """The content of a regular file. Raises `error`, also if there are more bytes than that."""
+    with access(path, error):
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe may wait for ever
+            raise error(f"{path}: cannot be read: it is not a regular file", file=path)
+        with path.open("rb") as file:
+            content = file.read() if most_bytes is None else file.read(most_bytes + 1)
+    if most_bytes is not None and len(content) > most_bytes:
+        raise error(f"{path}: is too large, must be <= {most_bytes:,} bytes", file=path)
+    return content
+
+
+def read_text(path: Path, error: type[UserError] = ScenarioError, most_bytes: int | None = None) -> str:
+    """The text of a file in UTF-8. Raises `error`."""
+    content = read_bytes(path, error, most_bytes)
+    with access(path, error):
+        return content.decode("utf-8-sig")
+
+
+def parsed_json(text: str | bytes, source: Path | str, error: type[UserError] = ScenarioError) -> Any:
+    """The JSON value that a text is; `source` is what messages call it. Raises `error`."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as failed:
+        raise error(f"{source}: not valid JSON: {failed}", file=source) from None
+
+
+def read_json(path: Path, error: type[UserError] = ScenarioError, most_bytes: int | None = None) -> dict[str, Any]:
+    """The JSON object in a file. Raises `error`."""
+    data = parsed_json(read_text(path, error, most_bytes), path, error)
+    if not isinstance(data, dict):
+        raise error(f"{path}: got {repr(data)[:60]}, expected a JSON object", file=path)
+    return data
+
+
+@contextmanager
+def lines_of(path: Path, error: type[UserError] = ScenarioError) -> Iterator[IO[str]]:
+    """A text file, perhaps gzipped, to be read line by line. Raises `error`."""
+    with access(path, error):
+        if path.suffix == ".gz":
+            with gzip.open(path, "rt", encoding="utf-8-sig", newline="") as file:
+                yield file
+        else:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                yield file

@@ -1,0 +1,255 @@
+"""An ASGI application in front of a server: the routes of vLLM's, and its errors.
+
+The OpenAPI document, from the models of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+from cbsim.http.admission import AdmissionController
+from cbsim.http.asgi import GoneError, read_json, send_error
+from cbsim.http.backend import UNMETERED, Backend, Meter
+from cbsim.http.errors import ApiError
+from cbsim.http.generating import Generating
+from cbsim.http.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Encoder,
+    RequestBody,
+    TokenizeRequest,
+    known,
+    model_is,
+    read,
+)
+from cbsim.http.settings import Settings, may_pass
+
+LOG = logging.getLogger("cbsim.http")
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Exposition = Callable[[], bytes]
+
+
+def build(
+    backend: Backend, settings: Settings | None = None, meter: Meter = UNMETERED, exposition: Exposition | None = None
+) -> App:
+    """`meter` is set in the backend. /metrics says what `exposition` does, or the meter's own method of that name."""
+    backend.meter = meter
+    return App(backend, settings or Settings(), exposition or getattr(meter, "exposition", None))
+
+
+class App:
+    """The ASGI application; `admission` has the requests in progress."""
+
+    def __init__(self, backend: Backend, settings: Settings, exposition: Exposition | None) -> None:
+        self.backend, self.settings = backend, settings
+        self.admission = AdmissionController(backend, settings)
+        self._exposition = exposition
+        self._encoder = Encoder(backend.tokenizer, settings.inline_characters)
+        self._created = int(time.time())
+        self._openapi: dict[str, Any] | None = None
+        self._router = Router(
+            [
+                Route("/v1/chat/completions", Generating(self.admission, self._encoder, chat=True), methods=["POST"]),
+                Route("/v1/completions", Generating(self.admission, self._encoder, chat=False), methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
+                Route("/health", self._health),
+                Route("/ping", self._health, methods=["GET", "POST"]),
+                Route("/version", self._version),
+                Route("/metrics", self._metrics),
+                Route("/load", self._load),
+                Route("/tokenize", self._tokenize, methods=["POST"]),
+                Route("/detokenize", self._detokenize, methods=["POST"]),
+                Route("/reset_prefix_cache", self._forget, methods=["POST"]),
+                Route("/openapi.json", self._document),
+            ],
+            redirect_slashes=False,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await _lifespan(receive, send)
+        if scope["type"] != "http":
+            return await send({"type": "websocket.close", "code": 1000})
+        scope["app"] = self  # so that the router raises what it does not know
+        try:
+            if not may_pass(self.settings.keys, scope["path"], scope["headers"]):
+                raise ApiError(401, "an API key is needed: `Authorization: Bearer KEY`")
+            await self._router(scope, receive, send)
+        except GoneError:
+            pass
+        except asyncio.CancelledError:
+            if not self.admission.closing:  # else the session ends, and the connection is gone
+                raise
+        except ApiError as error:
+            await send_error(send, error)
+        except HTTPException as error:
+            headers = [(key.lower().encode(), value.encode()) for key, value in (error.headers or {}).items()]
+            await send_error(send, ApiError(error.status_code, error.detail), headers)
+        except Exception:
+            LOG.exception("%s %s failed", scope["method"], scope["path"])
+            await send_error(send, ApiError(500, "Internal Server Error"))
+
+    @property
+    def healthy(self) -> bool:
+        return self.backend.dead is None and not self.admission.closing
+
+    def _card(self) -> dict[str, Any]:
+        backend = self.backend
+        return {
+            "id": backend.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "cbsim",
+            "root": backend.model,
+            "parent": None,
+            "max_model_len": backend.max_model_len,
+        }
+
+    async def _models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: Request) -> Response:
+        model_is(request.path_params["name"], self.backend)
+        return JSONResponse(self._card())
+
+    async def _health(self, _: Request) -> Response:
+        return Response(status_code=200 if self.healthy else 503)
+
+    async def _version(self, _: Request) -> Response:
+        return JSONResponse({"version": _installed()})
+
+    async def _metrics(self, _: Request) -> Response:
+        if self._exposition is None:
+            raise HTTPException(404)
+        return Response(self._exposition(), media_type=METRICS_TYPE)
+
+    async def _load(self, _: Request) -> Response:
+        return JSONResponse({"server_load": self.admission.open})
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = read(TokenizeRequest, await self._body(request))
+        model_is(body.model, self.backend)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "either `prompt` or `messages` has to be there", "prompt")
+        text, messages = body.prompt, body.messages
+        ids = await (self._encoder.text(text) if text is not None else self._encoder.chat(messages or []))
+        counts = {"count": len(ids), "max_model_len": self.backend.max_model_len}
+        strings = await self._encoder.strings(ids) if body.return_token_strs else None
+        return JSONResponse({**counts, "tokens": ids, "token_strs": strings})
+
+    async def _detokenize(self, request: Request) -> Response:
+        body = read(DetokenizeRequest, await self._body(request))
+        model_is(body.model, self.backend)
+        return JSONResponse({"prompt": self.backend.tokenizer.decode(known(body.tokens, self._encoder, "tokens"))})
+
+    async def _forget(self, _: Request) -> Response:
+        self.backend.forget_prefixes()
+        return Response()
+
+    async def _document(self, _: Request) -> Response:
+        self._openapi = self._openapi or openapi(_installed())
+        return JSONResponse(self._openapi)
+
+    async def _body(self, request: Request) -> bytes:
+        return await read_json(request.scope, request.receive, self.settings.max_body_bytes)
+
+
+def _installed() -> str:
+    try:
+        return version("cbsim")
+    except PackageNotFoundError:  # run from its sources
+        return "0"
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+_REF = "#/components/schemas/{model}"
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "integer"},
+            },
+        }
+    },
+}
+_POSTS: dict[str, tuple[type[RequestBody], str, tuple[int, ...]]] = {
+    "/v1/chat/completions": (ChatRequest, "Answer a conversation", (400, 401, 404, 413, 415, 500, 503)),
+    "/v1/completions": (CompletionRequest, "Continue prompts", (400, 401, 404, 413, 415, 500, 503)),
+    "/tokenize": (TokenizeRequest, "Token ids of a prompt or conversation", (400, 401, 404, 413, 415)),
+    "/detokenize": (DetokenizeRequest, "Decode token ids", (400, 401, 404, 413, 415)),
+}
+_GETS = {
+    "/v1/models": ("The model that is served", "application/json", (401,)),
+    "/health": ("Whether it can serve: 200, else 503", None, (503,)),
+    "/ping": ("The same as /health", None, (503,)),
+    "/version": ("The version of cbsim", "application/json", (401,)),
+    "/metrics": ("Prometheus text under vLLM's names", "text/plain", (401, 404)),
+    "/load": ("Requests in progress", "application/json", (401,)),
+}
+
+
+def _errors(statuses: tuple[int, ...]) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
+    return {str(status): {"description": "an error", "content": content} for status in statuses}
+
+
+def openapi(version: str) -> dict[str, Any]:
+    models = [model for model, _, _ in _POSTS.values()]
+    _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
+    paths: dict[str, Any] = {
+        path: {
+            "post": {
+                "summary": summary,
+                "requestBody": {
+                    "required": True,
+                    "content": {"application/json": {"schema": {"$ref": _REF.format(model=model.__name__)}}},
+                },
+                "responses": {"200": {"description": "its answer"}, **_errors(statuses)},
+            }
+        }
+        for path, (model, summary, statuses) in _POSTS.items()
+    }
+    for path, (summary, kind, statuses) in _GETS.items():
+        done: dict[str, Any] = {"description": summary, **({"content": {kind: {}}} if kind else {})}
+        errors = {"503": {"description": "it cannot"}} if kind is None else _errors(statuses)
+        paths[path] = {"get": {"summary": summary, "responses": {"200": done, **errors}}}
+    done = {"200": {"description": "forgotten"}, **_errors((401,))}
+    paths["/reset_prefix_cache"] = {"post": {"summary": "Forget every cached prefix", "responses": done}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "cbsim", "version": version},
+        "paths": paths,
+        "components": {
+            "schemas": {**schemas["$defs"], "Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }

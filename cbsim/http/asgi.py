@@ -1,0 +1,112 @@
+"""How a streamed answer leaves for its client.
+
+The body of a request as it comes, and answers that are not streamed, in ASGI's messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from starlette.types import Receive, Scope, Send
+
+from cbsim.http.errors import ApiError
+
+EXTENSION = "cbsim.response_writer"
+"""An ASGI extension: `writer` is the ResponseWriter of this request's answer, once its head was sent."""
+
+
+class ResponseWriter(Protocol):
+    @property
+    def full(self) -> bool:
+        """The client is behind: `drain` before more is written."""
+
+    def write(self, body: bytes) -> None:
+        """Some of the answer's body, at once. Nothing happens if the client has left."""
+
+    async def drain(self) -> None:
+        """Return when it is not full, or the client has left."""
+
+    def abort(self) -> None:
+        """Close the connection without another word."""
+
+
+class Messages:
+    """The ResponseWriter of any ASGI server: by its messages."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self._parts = send, list[bytes]()
+
+    @property
+    def full(self) -> bool:
+        return bool(self._parts)
+
+    def write(self, body: bytes) -> None:
+        self._parts.append(body)
+
+    async def drain(self) -> None:
+        if self._parts:
+            parts, self._parts = self._parts, []
+            await self._send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+
+    def abort(self) -> None: ...
+
+
+def response_writer(scope: Scope, send: Send) -> ResponseWriter:
+    writer: ResponseWriter | None = scope.get("extensions", {}).get(EXTENSION, {}).get("writer")
+    return writer or Messages(send)
+
+
+JSON = b"application/json"
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class GoneError(Exception):
+    """The client has disconnected."""
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    return next((value for key, value in headers if key == name), None)
+
+
+async def read_json(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
+    """Read a JSON body. Raises ApiError 415 if the content type is not JSON or the body is compressed, 413 if it is
+    longer than `most_bytes`, whatever its content length says.
+    """
+    kind = (header(scope, b"content-type") or b"").split(b";")[0].strip().lower()
+    if kind != JSON:
+        raise ApiError(415, "Unsupported Media Type: only 'application/json' is allowed")
+    if (header(scope, b"content-encoding") or b"identity").strip().lower() != b"identity":
+        raise ApiError(415, "Unsupported Media Type: a body with a Content-Encoding is not taken")
+    too_long = ApiError(413, f"the body is longer than {most_bytes} bytes")
+    length = header(scope, b"content-length") or b""
+    if length.isdigit() and len(length) < 20 and int(length) > most_bytes:
+        raise too_long
+    parts, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise GoneError
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > most_bytes:
+            raise too_long
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+async def reply(send: Send, status: int, body: bytes, headers: Headers = (), kind: bytes = JSON) -> None:
+    length = (b"content-length", b"%d" % len(body))
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [(b"content-type", kind), length, *headers],
+        }
+    )
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def send_error(send: Send, error: ApiError, headers: Headers = ()) -> None:
+    await reply(send, error.status, error.body, [*headers, *error.headers])

@@ -1,0 +1,248 @@
+"""The interface between the HTTP front end and a server, simulated or real: submit, stream tokens, cancel.
+
+All of it is called on the thread of the event loop. Times are seconds of the server's clock since its start: of the
+simulated machine where time is scaled or virtual, of this one otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cbsim.http.tokenizer import Tokenizer
+
+LEAST_BOUND_S = 1e-3
+BOUND_OF_ITL = 0.01
+ABORT, ERROR = "abort", "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A prompt to go on with. `id` is what the record calls it, unique in a session. `stop_token_ids` end a text that
+    has `min_tokens`, as the model's own end does unless `ignore_eos`. Requests of different `cache_salt` share no KV.
+    """
+
+    id: str
+    prompt: Sequence[int]
+    max_tokens: int
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Meter(Protocol):
+    """Hears what happens to requests and steps, on the server's clock, when it happens."""
+
+    def arrived(self, stream: Stream) -> None: ...
+
+    def scheduled(self, stream: Stream) -> None:
+        """Its first row is planned: `scheduled_s` and `cached_tokens` are known."""
+
+    def emitted(self, stream: Stream, tokens: int, gap_s: float) -> None:
+        """So many tokens, `gap_s` after those before, or after its arrival if they are the first."""
+
+    def ended(self, stream: Stream) -> None: ...
+
+    def stepped(self, tokens: int, preempted: int) -> None:
+        """A step is over that computed so many query tokens, and whose plan preempted so many requests."""
+
+    def rejected(self, reason: str) -> None:
+        """A request was rejected."""
+
+
+class Unmetered:
+    """A meter that counts nothing."""
+
+    def arrived(self, stream: Stream) -> None: ...
+    def scheduled(self, stream: Stream) -> None: ...
+    def emitted(self, stream: Stream, tokens: int, gap_s: float) -> None: ...
+    def ended(self, stream: Stream) -> None: ...
+    def stepped(self, tokens: int, preempted: int) -> None: ...
+    def rejected(self, reason: str) -> None: ...
+
+
+UNMETERED = Unmetered()
+
+
+class Stream:
+    """The tokens of a request: put by the server, taken by one reader, who may come later or never.
+
+    Ids that have not been taken are buffered, so a server is never held up. `finish` is None until the end; then
+    `stop`, `length`, `abort` (cancelled) or `error`, whose message is in `error`.
+    """
+
+    __slots__ = (
+        "_heard",
+        "_unread",
+        "arrived_s",
+        "cached_tokens",
+        "error",
+        "finish",
+        "first_s",
+        "generation",
+        "last_s",
+        "meter",
+        "preemptions",
+        "scheduled_s",
+        "tokens",
+    )
+
+    def __init__(self, generation: Generation, meter: Meter = UNMETERED) -> None:
+        self.generation, self.meter = generation, meter
+        self.arrived_s = 0.0
+        self.scheduled_s: float | None = None
+        self.first_s: float | None = None
+        self.last_s: float | None = None  # of its newest token; of its end, once that has come
+        self.tokens = self.cached_tokens = self.preemptions = 0
+        self.finish: str | None = None
+        self.error: str | None = None
+        self._unread: list[int] = []
+        self._heard: Callable[[], None] | None = None
+
+    @property
+    def unread(self) -> int:
+        """Tokens that have not been taken."""
+        return len(self._unread)
+
+    # -- by the server
+
+    def arrive(self, at_s: float) -> None:
+        """The server knows of it."""
+        self.arrived_s = at_s
+        self.meter.arrived(self)
+
+    def schedule(self, at_s: float, cached_tokens: int) -> None:
+        """Its first row is planned."""
+        self.scheduled_s, self.cached_tokens = at_s, cached_tokens
+        self.meter.scheduled(self)
+
+    def put(self, ids: Sequence[int], at_s: float) -> None:
+        """Its next tokens, visible from `at_s` on."""
+        before = self.arrived_s if self.last_s is None else self.last_s
+        if self.first_s is None:
+            self.first_s = at_s
+        self.last_s = at_s
+        self.tokens += len(ids)
+        self._unread += ids
+        self.meter.emitted(self, len(ids), at_s - before)
+        self._wake()
+
+    def end(self, finish: str, at_s: float, error: str | None = None) -> None:
+        """No more comes. The first end counts."""
+        if self.finish is None:
+            self.finish, self.error, self.last_s = finish, error, at_s
+            self.meter.ended(self)
+            self._wake()
+
+    def _wake(self) -> None:
+        if (heard := self._heard) is not None:
+            self._heard = None
+            heard()
+
+    # -- by the reader
+
+    def listen(self, heard: Callable[[], None] | None) -> None:
+        """Call this once, from within the next `put` or the end: so it may only take note."""
+        self._heard = heard
+
+    def unread_ids(self) -> list[int]:
+        """What has come since the last time."""
+        unread, self._unread = self._unread, []
+        return unread
+
+    async def ready(self) -> None:
+        """Return when there is something unread, or the text is over."""
+        if not self._unread and self.finish is None:
+            there = asyncio.Event()
+            self.listen(there.set)
+            await there.wait()
+
+    async def take(self) -> list[int]:
+        """What has come since the last time, at least one token; none when the text is over."""
+        await self.ready()
+        return self.unread_ids()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How a server stands: requests that run and wait, the share of its cache that is in use."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    block_size: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How well a session has kept its time. Lags are seconds of this machine; `scale` simulated seconds pass in one of
+    its seconds. `late_steps` of `steps` came later than the bound.
+    """
+
+    scale: float
+    lag_s: float
+    lag_max_s: float
+    lag_p99_s: float
+    steps: int
+    late_steps: int
+    median_itl_s: float  # of this machine
+
+    @property
+    def bound_s(self) -> float:
+        """The lag below which nobody's figures change: 1 ms, or 1 % of the median time between two tokens."""
+        return max(LEAST_BOUND_S, BOUND_OF_ITL * self.median_itl_s)
+
+    @property
+    def faithful(self) -> bool:
+        return self.lag_p99_s <= self.bound_s
+
+
+class Backend(Protocol):
+    """A server. One object serves one session."""
+
+    model: str  # the name that clients ask for
+    max_model_len: int  # tokens of prompt and answer
+    tokenizer: Tokenizer
+    meter: Meter  # set by the front end before `run`; told each step
+
+    @property
+    def now_s(self) -> float: ...
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def timing(self) -> Timing | None:
+        """None of a server that has no deadlines to keep: a real one."""
+
+    @property
+    def dead(self) -> str | None:
+        """Why it cannot go on; None while it can."""
+
+    def submit(self, stream: Stream) -> None:
+        """Take a request in, at this moment. What is wrong with it is said by its stream's end."""
+
+    def cancel(self, stream: Stream) -> None:
+        """Cancel a request: the scheduler learns of it at its next poll, and the stream ends now, as aborted. Nothing
+        happens if it has ended.
+        """
+
+    def forget_prefixes(self) -> None:
+        """No request from now on finds KV of those before."""
+
+    async def run(self) -> None:
+        """Serve until `close` was called and everything has ended. Raises nothing: a server that cannot go on is
+        `dead`, and has ended its streams with that error.
+        """
+
+    def close(self) -> None:
+        """Take nothing more in; `run` ends when all streams have."""

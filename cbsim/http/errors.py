@@ -1,0 +1,47 @@
+"""What can be wrong: what a user starts an endpoint with, and what a client asks of it."""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+
+from cbsim.errors import UserError
+
+TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+
+class EndpointError(UserError):
+    """An endpoint cannot be started as asked: host, keys, a tokenizer's folder."""
+
+
+class ConversationError(ValueError):
+    """A chat template refuses these messages."""
+
+
+class ApiError(Exception):
+    """A request that is answered with an error: `status`, and the words that clients of OpenAI's expect. `param` names
+    the field.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, retry_s: int | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.retry_s = status, message, param, retry_s
+
+    @property
+    def body(self) -> bytes:
+        kind = TYPES.get(self.status) or HTTPStatus(self.status).phrase
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
+        return json.dumps({"error": error}, ensure_ascii=False).encode()
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        extra = [] if self.retry_s is None else [(b"retry-after", b"%d" % self.retry_s)]
+        if self.status == 401:
+            extra.append((b"www-authenticate", b"Bearer"))
+        return extra

@@ -1,0 +1,245 @@
+"""An endpoint on a socket, from its start to the end of its last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from cbsim.http.app import App, build
+from cbsim.http.backend import UNMETERED, Backend, Meter
+from cbsim.http.connection import Connection
+from cbsim.http.errors import EndpointError
+from cbsim.http.settings import VARIABLE, Settings
+
+LOG = logging.getLogger("cbsim.http")
+BACKLOG = 2048
+LAST_WORDS_S = 1.0
+"""For what has been written to leave, once all answers have ended."""
+SPARE_FILES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why it is over: `asked`, a signal's name, or `dead`, with the server's words. `cut` answers did not end by
+    themselves; it was `interrupted` if it was told to hurry.
+    """
+
+    why: str
+    message: str = ""
+    cut: int = 0
+    interrupted: bool = False
+
+
+class Stop:
+    """What ends a session: asked once, answers under way may end; asked again, they may not."""
+
+    def __init__(self) -> None:
+        self.why: str | None = None
+        self.requested, self.hurried = asyncio.Event(), asyncio.Event()
+
+    def request(self, why: str = "asked") -> None:
+        if self.why is None:
+            self.why = why
+            self.requested.set()
+        else:
+            self.hurried.set()
+
+
+async def listen(
+    backend: Backend,
+    settings: Settings | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    meter: Meter = UNMETERED,
+    stop: Stop | None = None,
+    signals: bool = True,
+    ready: Callable[[str, int], None] | None = None,
+) -> Ending:
+    """Serve until `stop`, SIGTERM or SIGINT, or the server's own end. `ready` hears where; port 0 is any free one.
+    EndpointError if the host is empty or may not be open to others, or the port is taken.
+    """
+    return await serve(build(backend, settings, meter), host, port, stop=stop, signals=signals, ready=ready)
+
+
+async def serve(
+    app: App,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    stop: Stop | None = None,
+    signals: bool = True,
+    ready: Callable[[str, int], None] | None = None,
+) -> Ending:
+    """As `listen`, for an application whose counts somebody wants to read."""
+    check_host(host, app.settings)
+    stop = stop or Stop()
+    door = await _Door.open(app, host, port)
+    work = asyncio.get_running_loop().create_task(app.backend.run())
+    with _signals(stop if signals else None):
+        if ready is not None:
+            ready(host, door.port)
+        await _first(work, stop.requested)
+        if stop.why is None:
+            stop.request("dead" if app.backend.dead is not None else "asked")
+        return await _finish(app, door, work, stop)
+
+
+async def _finish(app: App, door: _Door, work: asyncio.Task[None], stop: Stop) -> Ending:
+    """Nobody enters; those inside have `grace_s`, or until told to hurry."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + app.settings.grace_s
+    app.admission.closing = True
+    app.backend.close()
+    door.close()
+    await _first(work, stop.hurried, app.settings.grace_s)
+    cut = app.admission.open
+    app.admission.cancel_all()
+    try:
+        await work
+    finally:
+        await door.empty(stop.hurried, max(LAST_WORDS_S, end - loop.time()))
+    return Ending(stop.why or "asked", app.backend.dead or "", cut, stop.hurried.is_set())
+
+
+class _Door:
+    """The listening socket and its connections."""
+
+    def __init__(self, app: App) -> None:
+        self._settings = app.settings
+        self._loop = asyncio.get_running_loop()
+        self._state = ServerState()
+        # Only its protocol is uvicorn's here: no server of its, which would look ten times a second whether to stop.
+        self._config = Config(
+            app,
+            http=Connection,
+            interface="asgi3",
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            log_level="error",  # not a line for everything that is no HTTP
+            access_log=False,
+            proxy_headers=False,
+            timeout_keep_alive=app.settings.idle_s,  # type: ignore[arg-type] # any number of seconds
+        )
+        self._config.load()
+        self.port = 0
+
+    @classmethod
+    async def open(cls, app: App, host: str, port: int) -> _Door:
+        door = cls(app)
+        files_for(app.settings.max_connections)
+        try:
+            door._server = await door._loop.create_server(door._connection, host, port, backlog=BACKLOG)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise EndpointError(f"cannot listen on {host}:{port}: {reason}", field="port", value=port) from error
+        door.port = door._server.sockets[0].getsockname()[1]
+        return door
+
+    _server: asyncio.Server
+
+    def _connection(self) -> Connection:
+        return Connection(self._config, self._state, self._settings, self._loop)
+
+    def close(self) -> None:
+        """No more connections; those that ask nothing are closed, the others when they have their answer."""
+        self._server.close()
+        for connection in [*self._state.connections]:
+            connection.shutdown()
+
+    async def empty(self, hurried: asyncio.Event, within_s: float) -> None:
+        """Wait for answers that are being written, then cut what is left."""
+        writing = self._loop.create_task(self._written())
+        await _first(writing, hurried, within_s)
+        writing.cancel()
+        for connection in [*self._state.connections]:
+            connection.transport.abort()
+        await asyncio.sleep(0)  # connections hear that they are lost
+        left = {task for task in self._state.tasks if not task.done()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    async def _written(self) -> None:
+        if tasks := {task for task in self._state.tasks if not task.done()}:
+            await asyncio.wait(tasks)
+        end = self._loop.time() + LAST_WORDS_S
+        while self._state.connections and self._loop.time() < end:
+            await asyncio.sleep(0.01)
+
+
+async def _first(work: asyncio.Task[None], event: asyncio.Event, timeout_s: float | None = None) -> None:
+    """Until the work is done, or the event."""
+    waiting = asyncio.get_running_loop().create_task(event.wait())
+    try:
+        await asyncio.wait({work, waiting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+
+
+@contextlib.contextmanager
+def _signals(stop: Stop | None) -> Iterator[None]:
+    """SIGTERM and SIGINT ask it to stop; only a process's main thread hears them."""
+    if stop is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    heard = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in heard]
+    for number in heard:
+        loop.add_signal_handler(number, stop.request, number.name)
+    try:
+        yield
+    finally:
+        for number, handler in zip(heard, before, strict=True):
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+
+def check_host(host: str, settings: Settings) -> None:
+    """EndpointError if it is empty, or other machines could reach it and it has no key."""
+    if not host:
+        reason = f"host {host!r} is empty: it has to be a name or an address, 0.0.0.0 for all interfaces"
+        raise EndpointError(reason, field="host", value=host, bound="a name or an address")
+    if settings.keys or settings.insecure or _loopback(host):
+        return
+    raise EndpointError(
+        f"host {host} is open to other machines, and there is no API key: "
+        f"give one by --api-key-file or the variable {VARIABLE}, or allow it by --insecure",
+        field="host",
+        value=host,
+        bound="a loopback address, as 127.0.0.1",
+    )
+
+
+def _loopback(host: str) -> bool:
+    try:
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise EndpointError(f"host {host!r} is not known: {error.strerror}", field="host", value=host) from error
+    return all(ipaddress.ip_address(str(address).split("%")[0]).is_loopback for address in addresses)
+
+
+def files_for(connections: int) -> None:
+    """Let this process have so many open files, if its hard limit does."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        if most > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

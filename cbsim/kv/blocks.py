@@ -1,0 +1,422 @@
+"""The block pool: free list (free_lists.py), reference counts, block tables, and the index from content key to block.
+
+A block with a content key may be shared; every other block has one owner. Keys of blocks that no
+other request can name (`RequestSpec.block_key` below zero) enter the index only when their owner is requeued: before
+that nobody could find them, and afterwards only the owner can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from cbsim.kv.free_lists import CachedLast, FreeList, FreeQueue
+from cbsim.policy.groups import LayerGroup, TableChange
+from cbsim.policy.observer import NULL_OBSERVER, Observer
+from cbsim.policy.request import Request, RequestSpec
+from cbsim.policy.value import mypyc_attr
+
+if TYPE_CHECKING:
+    from cbsim.policy.plan import Chunk
+
+
+__all__ = ["BlockPool", "CachedLast", "FreeList", "FreeQueue", "Replaced"]
+
+Replaced = tuple[RequestSpec, int, int]  # a request, an index in its table, the block that is there now
+
+
+class Lookup:
+    """The last prefix lookup, kept until a key that it read changes: the head of a queue asks again at every step.
+
+    `read` are the keys of the blocks it found, and the one it stopped at; `idle` of those blocks are free.
+    """
+
+    def __init__(self, spec: RequestSpec | None, most: int, found: list[int], read: set[int], idle: int) -> None:
+        self.spec = spec
+        self.most = most
+        self.found = found
+        self.blocks = set(found)
+        self.read = read
+        self.idle = idle
+
+
+NEVER_ASKED = Lookup(None, 0, [], set(), 0)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class BlockPool:
+    """Owner of every block of the KV cache. Only a scheduler writes it."""
+
+    def __init__(self, block_size: int, num_blocks: int, free: FreeList, observer: Observer = NULL_OBSERVER) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.host_blocks = 0  # places of a host tier, that transfers name; a scheduler that has one says so
+        self.cached = 0  # free blocks with a key: their content is found until they are handed out again
+        self.tables: dict[Request, list[int]] = {}
+        self.groups: tuple[LayerGroup, ...] = ()  # of layers with tables of their own; those that rows do not list
+        self.fresh = 0  # with groups: blocks that the plan told of last hands out
+        self._free = free
+        self._observer = observer
+        self._index: dict[
+            int, int | dict[int, None]
+        ] = {}  # key -> block, or the blocks that duplicate it, oldest first
+        self._key_of: dict[int, int] = {}
+        self._refs: dict[int, int] = {}  # of blocks with a key, or several owners; any other in use has one owner
+        self._holds: dict[int, int] = {}  # those of them that transfers hold, and how often
+        self._last = NEVER_ASKED
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be handed out; cached blocks that nobody uses count as free."""
+        return self._free.free
+
+    @property
+    def saved(self) -> int:
+        """Blocks saved by sharing: entries of tables, less the different blocks that they name. Counted when asked."""
+        named = [block for table in self.live_tables() for block in table]
+        return len(named) - len(set(named))
+
+    @property
+    def ready(self) -> int:
+        """Those of them that can be handed out as things stand: all, unless cached ones have to be evicted first."""
+        return self._free.free
+
+    @property
+    def contents(self) -> int:
+        """Different contents that a request could find; several blocks may hold the same."""
+        return len(self._index)
+
+    @property
+    def keyed(self) -> int:
+        """Blocks whose content a request could find, in use or free."""
+        return len(self._key_of)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def allocated(self, request: Request) -> int:
+        return len(self.tables.get(request, ()))
+
+    def table(self, request: Request) -> list[int]:
+        """All its blocks, as far as rows list them."""
+        return self.tables.get(request, [])
+
+    def tables_of(self, request: Request) -> list[list[int]]:
+        """Its tables, one for each group of layers; a cache without groups has one."""
+        return [self.table(request)]
+
+    def entries(self, request: Request) -> int:
+        """Of its longest table."""
+        return self.allocated(request)
+
+    def in_groups(self, count: int, have: int = 0) -> int:
+        """Blocks that `count` entries more take, all groups together, where a request has `have`."""
+        del have
+        return count
+
+    def pages(self, group: int, blocks: list[int]) -> list[int]:
+        """These blocks of a group as transfers name them, in their order."""
+        del group
+        return blocks
+
+    def spans(self, request: Request) -> list[tuple[int, int]]:
+        """Of each table of a request, from which to which token of the sequence its blocks reach."""
+        return [(0, self.allocated(request) * self.block_size)]
+
+    def missing(self, request: Request, tokens: int) -> int:
+        """Blocks that a request lacks to hold its first `tokens` tokens."""
+        return max(0, self.blocks_for(tokens) - self.allocated(request))
+
+    def due(self, request: Request, tokens: int) -> int:
+        """Blocks that a request lacks for its next `tokens` tokens, once it has given up what it no longer needs."""
+        return max(0, self.blocks_for(request.computed + tokens) - self.allocated(request))
+
+    def needed(self, request: Request, tokens: int, whole: int, found: list[int]) -> int:
+        """Free blocks that a request needs, beside those found in the cache, to hold its first `tokens` tokens and the
+        `whole` of it.
+        """
+        return max(self.missing(request, max(whole, tokens)) - len(found), 0) + self.idle(found)
+
+    def most_blocks(self, tokens: int) -> int:
+        """What a request of so many tokens holds at most at a time."""
+        return self.blocks_for(tokens)
+
+    def fill(self, request: Request, tokens: int) -> list[int]:
+        """Add the fresh blocks that a request lacks to hold its first `tokens` tokens. Returns those that its row is to
+        list.
+        """
+        return self.grow(request, self.missing(request, tokens))
+
+    def grow(self, request: Request, count: int) -> list[int]:
+        """Add `count` fresh blocks to a table; what they cached before is forgotten."""
+        observer = self._observer
+        if observer is not NULL_OBSERVER:
+            observer.growing(request, count)
+        blocks = self._free.take(count)
+        if self._key_of:
+            for block in blocks:
+                self._forget(block)
+        self.tables.setdefault(request, []).extend(blocks)
+        if observer is not NULL_OBSERVER:
+            observer.grew(request, blocks)
+        return blocks
+
+    def grow_each(self, requests: list[Request]) -> list[int]:
+        """Add a fresh block to the table of each of `requests`, in order; each has a table."""
+        if self._observer is not NULL_OBSERVER:
+            return [self.grow(request, 1)[0] for request in requests]
+        blocks = self._free.take(len(requests))
+        tables = self.tables
+        for request, block in zip(requests, blocks, strict=True):
+            tables[request].append(block)
+        if self._key_of:
+            for block in blocks:
+                self._forget(block)
+        return blocks
+
+    def find(self, request: Request) -> list[int]:
+        """What the cache has for a request that waits; its last known token is computed in any case."""
+        return self.longest_prefix(request.spec, (request.target - 1) // self.block_size)
+
+    def tokens_in(self, found: list[int]) -> int:
+        """Tokens that `find` has found."""
+        return len(found) * self.block_size
+
+    def longest_prefix(self, spec: RequestSpec, blocks: int) -> list[int]:
+        """The cached blocks that hold the first tokens of a request, at most `blocks` of them."""
+        if not self._index:
+            return []
+        last = self._last
+        if last.spec is not spec or last.most != blocks:
+            last = self._last = self._look_up(spec, blocks)
+        return last.found
+
+    def _look_up(self, spec: RequestSpec, blocks: int) -> Lookup:
+        found: list[int] = []
+        read: set[int] = set()
+        for i in range(blocks):
+            key = spec.block_key(i, self.block_size)
+            read.add(key)
+            entry = self._index.get(key)
+            if entry is None:
+                break
+            found.append(entry if isinstance(entry, int) else next(iter(entry)))
+        return Lookup(spec, blocks, found, read, sum([not self._refs[block] for block in found]))
+
+    def idle(self, blocks: list[int]) -> int:
+        """How many of these cached blocks are free at present, and so would leave the free list if adopted."""
+        last = self._last
+        return last.idle if blocks is last.found else sum([not self._refs[block] for block in blocks])
+
+    def adopt(self, request: Request, blocks: list[int]) -> None:
+        """Share cached blocks: they become the head of the request's table."""
+        for block in blocks:
+            self._acquire(block)
+        self.tables[request] = list(blocks)
+        request.hash_to(len(blocks))
+
+    def share(self, request: Request, sample: Request, blocks: int) -> None:
+        """The first `blocks` blocks of a request, all hashed, become the head of the table of another of the same text.
+        Those that nobody could ask for get their keys now.
+        """
+        assert blocks <= request.hashed
+        table = self.tables[request][:blocks]
+        for i, block in enumerate(table):
+            self._register(block, self.key(request, i))
+        self.adopt(sample, table)
+
+    def fan_out(self, request: Request, samples: list[Request], whole: int) -> None:
+        """Tables for samples of a request, as long as its own; the first `whole` blocks are shared, others fresh."""
+        for sample in samples:
+            self.share(request, sample, whole)
+            self.grow(sample, self.allocated(request) - whole)
+
+    def unshared(self, request: Request, whole: int) -> int:
+        """Blocks that a sample needs of its own when it shares the first `whole`."""
+        return self.allocated(request) - whole
+
+    def key(self, request: Request, block: int) -> int:
+        """Content key under which a block of `request` is registered."""
+        return request.spec.block_key(block, self.block_size)
+
+    def _key(self, request: Request, block: int, group: int) -> int:
+        """Of a block in the table of a group."""
+        del group
+        return self.key(request, block)
+
+    def publish(self, request: Request, blocks: int) -> None:
+        """The first `blocks` blocks of a request are full: give the new ones their keys. Duplicates are kept."""
+        if request.hashed < request.named:
+            for i in range(request.hashed, min(blocks, request.named)):
+                self._register(self.tables[request][i], self.key(request, i))
+        request.hash_to(blocks)
+
+    def merge(self, request: Request, blocks: int) -> list[tuple[int, int]]:
+        """As `publish`, but a block whose content is cached already is replaced by that one and freed.
+
+        Returns (index in the table, block) of those that came in.
+        """
+        replaced = self._merge(request, self.tables[request], request.hashed, min(blocks, request.named))
+        request.hash_to(blocks)
+        return replaced
+
+    def _merge(self, request: Request, table: list[int], first: int, end: int, group: int = 0) -> list[tuple[int, int]]:
+        """Of one table, that of a group: the blocks from `first` to `end`."""
+        named: list[int] = []
+        replaced: list[tuple[int, int]] = []
+        before_after: list[tuple[int, int]] = []
+        for i in range(first, end):
+            own = table[i]
+            if own in self._key_of:
+                continue  # it had it before a requeue, or whoever shares it was faster
+            key = self._key(request, i, group)
+            existing = self._index.get(key)
+            if existing is None:
+                self._register(own, key)
+                named.append(own)
+                continue
+            assert isinstance(existing, int)
+            assert existing != own
+            self._acquire(existing)
+            if self._drop(own):
+                self._free.give([own], 0)
+            before_after.append((own, existing))
+            table[i] = existing
+            replaced.append((i, existing))
+        self._observer.merged(request, named, before_after)
+        return replaced
+
+    def release(self, request: Request, *, returns: bool = False) -> int:
+        """Free a table; with `returns` the request will come back and may find its own blocks. Returns blocks held."""
+        table = self.tables.pop(request, [])
+        if returns:
+            for i in range(request.spec.shared_blocks(self.block_size), request.hashed):
+                self._register(table[i], self.key(request, i))
+        self._give_back(table, request.hashed)
+        self._observer.released(request, table)
+        return len(table)
+
+    def _give_back(self, table: list[int], hashed: int) -> None:
+        """The blocks of a table that nobody else has are free; the first `hashed` entries hold reusable content."""
+        blocks, reusable = table, hashed
+        if self._refs:
+            blocks = []
+            for i, block in enumerate(table):
+                if self._drop(block):
+                    blocks.append(block)
+                elif i < hashed:
+                    reusable -= 1
+        self._free.give(blocks, reusable)
+
+    def hold(self, blocks: list[int]) -> None:
+        """A transfer reads these cached blocks: they are not handed out until `let_go`, whoever frees them."""
+        for block in blocks:
+            self._acquire(block)
+            self._holds[block] = self._holds.get(block, 0) + 1
+
+    def let_go(self, blocks: list[int]) -> None:
+        """The transfer is over. Those that nobody else has become free, in this order."""
+        freed: list[int] = []
+        for block in blocks:
+            holds = self._holds.pop(block) - 1
+            if holds:
+                self._holds[block] = holds
+            if self._drop(block):
+                freed.append(block)
+        freed.reverse()  # a free list takes tables, tail first
+        self._free.give(freed, len(freed))
+
+    def key_of(self, block: int) -> int | None:
+        """The content key of a block, if it has one."""
+        return self._key_of.get(block)
+
+    def tell(self, step: int, rows: Mapping[Request, Chunk]) -> tuple[TableChange, ...]:
+        """Only with groups: what the plan of a step with these rows has to tell of their tables."""
+        del step, rows
+        return ()
+
+    def completed(self, step: int) -> None:
+        """Only with groups: the rows of a step have come back."""
+
+    def live_tables(self) -> list[list[int]]:
+        """Every table, without entries that are no blocks."""
+        return [self.table(request) for request in self.tables]
+
+    def _register(self, block: int, key: int) -> None:
+        """Give a block its key, unless it has one: a private block adopted by its own request after a requeue."""
+        if block in self._key_of:
+            return
+        if key in self._last.read:
+            self._last = NEVER_ASKED
+        self._key_of[block] = key
+        self._refs.setdefault(block, 1)
+        entry = self._index.setdefault(key, block)
+        if isinstance(entry, dict):
+            entry[block] = None
+        elif entry != block:
+            self._index[key] = {entry: None, block: None}
+
+    def _forget(self, block: int) -> None:
+        key = self._key_of.pop(block, None)
+        if key is None:
+            return
+        if key in self._last.read:
+            self._last = NEVER_ASKED
+        self.cached -= not self._refs.pop(block)
+        entry = self._index[key]
+        if isinstance(entry, dict) and len(entry) > 1:
+            del entry[block]
+        else:
+            del self._index[key]
+
+    def _acquire(self, block: int) -> None:
+        if not self._refs[block]:
+            self._free.pick(block)
+            self.cached -= 1
+            self._last.idle -= block in self._last.blocks
+        self._refs[block] += 1
+
+    def _drop(self, block: int) -> bool:
+        """Give one reference up; is the block free now?"""
+        refs = self._refs.get(block)
+        if refs is None:
+            return True
+        self._refs[block] = refs - 1
+        if refs != 1:
+            return False
+        self.cached += 1
+        self._last.idle += block in self._last.blocks
+        return True
+
+    def free_order(self) -> list[int]:
+        """The free blocks in the order of their list, for checks against a trace."""
+        return self._free.order()
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block is free or owned, exactly, and counts and index agree."""
+        users = dict(self._holds)
+        for table in self.live_tables():
+            assert len(set(table)) == len(table), ("a table names a block twice", table)
+            for block in table:
+                users[block] = users.get(block, 0) + 1
+        free = self._free.order()
+        assert len(free) == len(set(free)) == self.free, ("free list", len(free), len(set(free)), self.free)
+        assert not users.keys() & set(free), ("in use and free", users.keys() & set(free))
+        assert len(users) + len(free) == self.num_blocks, ("blocks lost", len(users), len(free), self.num_blocks)
+        for block, count in users.items():
+            assert self._refs.get(block, 1) == count, ("references", block, self._refs.get(block), count)
+        self._check_index(users)
+        last = self._last
+        if last.spec is not None:
+            again = self._look_up(last.spec, last.most)
+            assert (last.found, last.idle) == (again.found, again.idle), ("a lookup that was kept", last.spec.id)
+
+    def _check_index(self, users: dict[int, int]) -> None:
+        """Raise AssertionError unless keys, index and references agree; `users` says how often each block is used."""
+        indexed = [b for e in self._index.values() for b in ([e] if isinstance(e, int) else e)]
+        assert sorted(indexed) == sorted(self._key_of), "index and keys disagree"
+        assert self._key_of.keys() <= self._refs.keys(), "a block with a key is not counted"
+        assert all(n > 1 or b in self._key_of for b, n in self._refs.items()), "one owner is not listed"
+        assert all(users.get(b, 0) == n for b, n in self._refs.items()), "references of cached blocks"
+        idle = sum(not n for n in self._refs.values())
+        assert self.cached == idle, ("cached blocks", self.cached, idle)

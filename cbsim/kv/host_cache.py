@@ -1,0 +1,386 @@
+"""A cache of chunks in the host's tier, as vLLM's native offloading keeps it: who may be read, and who has to go.
+
+Where chunks lie and who reads or writes them is kept here; which of those that rest is evicted first is the business of
+an `Eviction`, LRU or ARC. Both learn from requests, not from single chunks: a `Visitor` notes which it has asked for.
+
+Blocks of the host's tier that are found by their content: the free ones in vLLM's queue, the others referred to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from typing import Protocol
+
+from cbsim.kv.blocks import FreeQueue
+
+WRITING = -1  # in the place of a number of readers
+Rank = tuple[int, int]  # of the request, and minus the number of the chunk in it
+
+
+class Visitor:
+    """What a request has to do with a cache. `numbers`: the chunks it has asked for, and the how-manieth each is."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = {}
+        self.brought: set[int] = set()  # those that it has stored
+        self.reused: set[int] = set()  # those that it has found
+        self.missed: set[int] = set()
+        self.rank = 0
+
+
+class Eviction(Protocol):
+    """The order in which resting chunks leave. `insert` and `evict` say which chunks there are."""
+
+    def insert(self, visitor: Visitor, key: int) -> None: ...
+    def access(self, visitor: Visitor, key: int) -> None: ...
+
+    def miss(self, visitor: Visitor, keys: Sequence[int]) -> None:
+        """It wants to store these chunks, which the cache does not have."""
+
+    def rests(self, key: int) -> None:
+        """Nobody reads or writes this chunk any more."""
+
+    def evict(self, count: int, resting: dict[int, None], kept: set[int]) -> list[int] | None:
+        """So many of the resting chunks, none of those to be kept; None, and nothing changes, if there are fewer."""
+
+    def left(self, visitor: Visitor) -> None:
+        """The request is over."""
+
+
+class HostCache:
+    """`capacity` places for chunks, each under the key of its content."""
+
+    def __init__(self, capacity: int, eviction: Eviction) -> None:
+        self.capacity = capacity
+        self.eviction = eviction
+        self.writing = 0  # chunks that are there but not written yet
+        self._places: dict[int, int] = {}
+        self._users: dict[int, int] = {}  # readers of each chunk, or WRITING
+        self._resting: dict[int, None] = {}
+        self._unused = 0  # the first place that was never used
+        self._left: list[int] = []  # places that were, and are free
+
+    @property
+    def free(self) -> int:
+        return self.capacity - len(self._places)
+
+    @property
+    def resting(self) -> int:
+        """Chunks that nobody reads or writes."""
+        return len(self._resting)
+
+    def has(self, key: int) -> bool:
+        return key in self._places
+
+    def written(self, key: int) -> bool:
+        return self._users.get(key, WRITING) != WRITING
+
+    def read(self, visitor: Visitor, first: int, keys: Sequence[int]) -> list[int]:
+        """Where these chunks lie, number `first` of the request and those after it. They stay until `has_read`."""
+        self._access(visitor, keys, {key: first + i for i, key in enumerate(keys)})
+        for key in keys:
+            assert self.written(key), key
+            self._users[key] += 1
+            self._resting.pop(key, None)
+        return [self._places[key] for key in keys]
+
+    def has_read(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self._users[key] -= 1
+            if not self._users[key]:
+                self._rest(key)
+
+    def store(self, visitor: Visitor, first: int, keys: Sequence[int]) -> list[int] | None:
+        """Give a place to those of these chunks, number `first` of the request and those after it, that have none; they
+        have to be written then. Returns their keys in order, or None if others are in the way.
+        """
+        new = [key for key in keys if key not in self._places]
+        self.eviction.miss(visitor, new)
+        asked = [*new, *[key for key in keys if self.written(key)]]
+        self._access(visitor, asked, {key: first + i for i, key in enumerate(keys)})
+        lacking = len(new) - self.free
+        if lacking > 0:
+            if lacking > len(self._resting):
+                return None
+            victims = self.eviction.evict(lacking, self._resting, {*keys})
+            if victims is None:
+                return None
+            for key in victims:
+                del self._resting[key], self._users[key]
+                self._left.append(self._places.pop(key))
+        for key, place in zip(new, self._take(len(new)), strict=True):
+            self._places[key], self._users[key] = place, WRITING
+            visitor.brought.add(key)
+            self.eviction.insert(visitor, key)
+        self.writing += len(new)
+        return new
+
+    def places(self, keys: Sequence[int]) -> list[int]:
+        return [self._places[key] for key in keys]
+
+    def has_written(self, keys: Sequence[int]) -> None:
+        self.writing -= len(keys)
+        for key in keys:
+            assert self._users[key] == WRITING, key
+            self._rest(key)
+
+    def _rest(self, key: int) -> None:
+        self._users[key] = 0
+        self._resting[key] = None
+        self.eviction.rests(key)
+
+    def _access(self, visitor: Visitor, keys: Sequence[int], numbers: dict[int, int]) -> None:
+        for key in keys:
+            visitor.numbers[key] = numbers[key]
+            if key not in visitor.brought and self.written(key):
+                visitor.reused.add(key)
+            self.eviction.access(visitor, key)
+
+    def _take(self, count: int) -> list[int]:
+        fresh = min(count, self.capacity - self._unused)
+        taken = [*range(self._unused, self._unused + fresh)]
+        self._unused += fresh
+        return taken + [self._left.pop() for _ in range(count - fresh)]
+
+    def check(self) -> None:
+        """Raise AssertionError unless every place is free or a chunk's, exactly, and the sums equal a recount."""
+        places = [*self._places.values(), *self._left, *range(self._unused, self.capacity)]
+        assert sorted(places) == list(range(self.capacity)), ("places", len(places), self.capacity)
+        assert self._users.keys() == self._places.keys(), "chunks without users' count"
+        assert self._resting.keys() == {key for key, users in self._users.items() if not users}, "resting chunks"
+        assert self.writing == sum(users == WRITING for users in self._users.values()), self.writing
+
+
+class Lru:
+    """By rank, least first. All that a request asks for has one number, later chunks rank lower; when it is over, what
+    it has asked for gets new numbers, its first chunk the largest.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._ranks: dict[int, Rank] = {}
+        self._heap: list[tuple[Rank, int]] = []  # of chunks that rested when they were pushed, with their rank then
+
+    def insert(self, visitor: Visitor, key: int) -> None:
+        self._ranks[key] = self._rank(visitor, key)
+
+    def access(self, visitor: Visitor, key: int) -> None:
+        rank, before = self._rank(visitor, key), self._ranks.get(key)
+        if before is not None and rank > before:
+            self._raise(key, rank)
+
+    def _rank(self, visitor: Visitor, key: int) -> Rank:
+        if not visitor.rank:
+            self._last += 1
+            visitor.rank = self._last
+        return visitor.rank, -visitor.numbers[key]
+
+    def miss(self, visitor: Visitor, keys: Sequence[int]) -> None:
+        pass
+
+    def rests(self, key: int) -> None:
+        heappush(self._heap, (self._ranks[key], key))
+
+    def _raise(self, key: int, rank: Rank) -> None:
+        self._ranks[key] = rank
+        heappush(self._heap, (rank, key))
+        if len(self._heap) > 64 + 4 * len(self._ranks):
+            self._heap = [(rank, key) for key, rank in self._ranks.items()]
+            heapify(self._heap)
+
+    def evict(self, count: int, resting: dict[int, None], kept: set[int]) -> list[int] | None:
+        victims: dict[int, None] = {}
+        passed: list[tuple[Rank, int]] = []
+        heap, ranks = self._heap, self._ranks
+        while heap and len(victims) < count:
+            rank, key = heappop(heap)
+            if key not in resting or ranks[key] != rank:
+                continue  # it comes again when it rests, or lies further behind
+            passed.append((rank, key))
+            if key not in kept:
+                victims[key] = None
+        enough = len(victims) == count
+        for entry in passed:
+            if not enough or entry[1] in kept:
+                heappush(heap, entry)
+        if not enough:
+            return None
+        for key in victims:
+            del ranks[key]
+        return [*victims]
+
+    def left(self, visitor: Visitor) -> None:
+        for key, number in sorted(visitor.numbers.items(), key=_by_number, reverse=True):
+            if key in self._ranks:
+                self._last += 1
+                self._raise(key, (self._last, -number))
+
+
+class Arc:
+    """Adaptive replacement: `once` and `often` hold the chunks, two ghost lists remember who was evicted from them, and
+    a ghost that is wanted again moves `goal`, the size that `once` should have.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.goal = 0.0
+        self.once: dict[int, None] = {}
+        self.often: dict[int, None] = {}
+        self.once_ghosts: dict[int, None] = {}
+        self.often_ghosts: dict[int, None] = {}
+
+    def insert(self, visitor: Visitor, key: int) -> None:
+        self.once[key] = None
+        self.once_ghosts.pop(key, None)
+        self.often_ghosts.pop(key, None)
+
+    def access(self, visitor: Visitor, key: int) -> None:
+        pass
+
+    def miss(self, visitor: Visitor, keys: Sequence[int]) -> None:
+        once, often = self.once_ghosts, self.often_ghosts
+        for key in reversed(keys):
+            if key in visitor.missed:
+                continue
+            visitor.missed.add(key)
+            if key in once:
+                self.goal = min(self.goal + max(1.0, len(often) / len(once)), float(self.capacity))
+                _to_end(once, key)
+            elif key in often:
+                self.goal = max(self.goal - max(1.0, len(once) / len(often)), 0.0)
+                _to_end(often, key)
+
+    def rests(self, key: int) -> None:
+        pass
+
+    def evict(self, count: int, resting: dict[int, None], kept: set[int]) -> list[int] | None:
+        once = _first(self.once, count, resting, kept)
+        often = _first(self.often, count, resting, kept)
+        if len(once) + len(often) < count:
+            return None
+        victims: list[int] = []
+        size, first, second = len(self.once), 0, 0  # what is left of `once`, and how many of either go
+        while len(victims) < count:
+            if first < len(once) and (size >= int(self.goal) or second == len(often)):
+                victims.append(once[first])
+                first += 1
+                size -= 1
+            else:
+                victims.append(often[second])
+                second += 1
+        for key in victims:
+            ghosts, chunks = (self.once_ghosts, self.once) if key in self.once else (self.often_ghosts, self.often)
+            del chunks[key]
+            ghosts[key] = None
+        for ghosts in (self.once_ghosts, self.often_ghosts):
+            for key in list(ghosts)[: max(0, len(ghosts) - self.capacity)]:
+                del ghosts[key]
+        return victims
+
+    def left(self, visitor: Visitor) -> None:
+        for key, _ in sorted(visitor.numbers.items(), key=_by_number, reverse=True):
+            if key in visitor.reused and (key in self.once or key in self.often):
+                self.once.pop(key, None)
+                self.often.pop(key, None)
+                self.often[key] = None
+            elif key in visitor.brought:
+                _to_end(self.once, key)
+                _to_end(self.often, key)
+
+
+def _first(keys: dict[int, None], count: int, resting: dict[int, None], kept: set[int]) -> list[int]:
+    """The oldest of these chunks that may be evicted, at most so many."""
+    found: list[int] = []
+    for key in keys:
+        if len(found) == count:
+            break
+        if key in resting and key not in kept:
+            found.append(key)
+    return found
+
+
+def _to_end(keys: dict[int, None], key: int) -> None:
+    """Make a key the last one, if it is there."""
+    if key in keys:
+        del keys[key]
+        keys[key] = None
+
+
+def _by_number(entry: tuple[int, int]) -> int:
+    return entry[1]
+
+
+class HostBlocks:
+    """Blocks 1 to `num_blocks` - 1; block 0 is never used. One that nobody refers to is free, and found by its key
+    until it is handed out again. Several may have the same key.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = FreeQueue(range(1, num_blocks), unhashed_first=True)
+        self._refs: dict[int, int] = {}
+        self._key_of: dict[int, int] = {}
+        self._index: dict[int, dict[int, None]] = {}  # key -> blocks, oldest first
+
+    @property
+    def free(self) -> int:
+        return self._free.free
+
+    @property
+    def contents(self) -> int:
+        """Different contents that can be found."""
+        return len(self._index)
+
+    def find(self, key: int) -> int | None:
+        """The oldest block with this content."""
+        blocks = self._index.get(key)
+        return next(iter(blocks)) if blocks else None
+
+    def take(self, count: int) -> list[int]:
+        """So many blocks that are free, each referred to once; what they held is forgotten."""
+        blocks = self._free.take(count)
+        for block in blocks:
+            self._forget(block)
+            self._refs[block] = 1
+        return blocks
+
+    def fill(self, block: int, key: int) -> None:
+        """A block that was taken holds this content from now on."""
+        self._key_of[block] = key
+        self._index.setdefault(key, {})[block] = None
+
+    def pin(self, blocks: list[int]) -> None:
+        """One more reference to each."""
+        for block in blocks:
+            refs = self._refs.get(block, 0)
+            if not refs:
+                self._free.pick(block)
+            self._refs[block] = refs + 1
+
+    def put_back(self, blocks: list[int]) -> None:
+        """One reference less to each. All are filled; the last used is the last to be handed out again."""
+        for block in blocks:
+            refs = self._refs.pop(block) - 1
+            if refs:
+                self._refs[block] = refs
+            else:
+                self._free.give([block], 1)
+
+    def _forget(self, block: int) -> None:
+        key = self._key_of.pop(block, None)
+        if key is None:
+            return
+        blocks = self._index[key]
+        del blocks[block]
+        if not blocks:
+            del self._index[key]
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block is free or referred to, and keys and index agree."""
+        free = self._free.order()
+        assert len(free) == len({*free}) == self.free, ("free list", len(free), self.free)
+        assert not {*free} & self._refs.keys(), ("free and referred to", {*free} & self._refs.keys())
+        assert sorted([*free, *self._refs]) == list(range(1, self.num_blocks)), "host blocks lost"
+        indexed = sorted([(block, key) for key, blocks in self._index.items() for block in blocks])
+        assert indexed == sorted(self._key_of.items()), "index and keys disagree"

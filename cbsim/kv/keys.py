@@ -1,0 +1,151 @@
+"""When a block that has filled gets its content key, so that other requests can find it."""
+
+from __future__ import annotations
+
+from cbsim.kv.blocks import BlockPool, Replaced
+from cbsim.kv.group_pool import GroupPool
+from cbsim.policy.decode_batch import Completion
+from cbsim.policy.plan import Chunk
+from cbsim.policy.request import Request, Status
+from cbsim.policy.value import mypyc_attr
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Keys:
+    """Never: nothing is shared. A rule overrides what it needs; `Decoding` calls each at its moment."""
+
+    hears_of_rows = False  # is `fills` asked of every row?
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+
+    def row(self, request: Request, end: int) -> None:
+        """A row is being planned after which `end` tokens of the request are computed."""
+
+    def joins(self, request: Request) -> bool:
+        """A request is about to join the decode batch. Does the rule want to hear of the blocks it fills there?"""
+        return False
+
+    def go_on(self, filling: list[Request]) -> list[Request]:
+        """Every member gets a row in the step being planned; these fill a block. Returns whose row is to be heard of
+        when it completes.
+        """
+        return []
+
+    def leaves(self, request: Request) -> None:
+        """A member is about to leave the decode batch."""
+
+    def fills(self, request: Request, row: Chunk) -> int:
+        """Full blocks that get their keys when the row, which has just been scheduled, completes."""
+        return 0
+
+    def completed(self, completion: Completion, over: bool) -> list[Replaced]:
+        """A row has come back. Returns the table entries that became other blocks by it."""
+        return []
+
+
+class KeysWhenKnown(Keys):
+    """vLLM: with the plan that fills the block, or as soon as its last token is known; duplicates are kept."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__(pool)
+        self._late: list[Request] = []  # filled a block whose last token is still in flight
+
+    def row(self, request: Request, end: int) -> None:
+        self.pool.publish(request, min(end, request.known) // self.pool.block_size)
+
+    def joins(self, request: Request) -> bool:
+        """Blocks of members get their keys as they fill, unless nobody could ever ask for them."""
+        full = request.computed // self.pool.block_size
+        named = min(full + 1, request.named) > request.hashed
+        if named and request.hashed < full:
+            self._late.append(request)
+        return named
+
+    def go_on(self, filling: list[Request]) -> list[Request]:
+        if filling or self._late:
+            filling = [*self._late, *filling]
+            self._late = []
+            for request in filling:
+                self._fill(request)
+        return []
+
+    def _fill(self, request: Request) -> None:
+        """A member's row fills a block; it gets its key as soon as its last token is known."""
+        if request.batch is None:
+            return
+        size, after = self.pool.block_size, request.computed + 1
+        self.pool.publish(request, min(after, request.known) // size)
+        if request.known // size < after // size:
+            self._late.append(request)
+
+    def leaves(self, request: Request) -> None:
+        """Blocks that filled unwatched count as hashed, as if each had got its key in time."""
+        members = request.batch
+        if members is not None and members.planned > request.since:
+            self.pool.publish(request, members.known_at_plan(request) // self.pool.block_size)
+
+    def completed(self, completion: Completion, over: bool) -> list[Replaced]:
+        request = completion.request
+        if request.status is Status.DECODE:
+            self.pool.publish(request, (request.known - 1) // self.pool.block_size)
+        return []
+
+
+class GroupKeys(Keys):
+    """vLLM with layer groups: as `KeysWhenKnown`, for blocks that the groups keep."""
+
+    def __init__(self, pool: GroupPool) -> None:
+        super().__init__(pool)
+        self._groups = pool
+
+    def row(self, request: Request, end: int) -> None:
+        self._groups.keep(request, min(end, request.known))
+
+    def completed(self, completion: Completion, over: bool) -> list[Replaced]:
+        request = completion.request
+        if request.status is not Status.WAITING:
+            self._groups.keep(request, request.computed - self._groups.in_flight(request))
+        return []
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class KeysWhenCompleted(Keys):
+    """transformers: when the row that fills the block has come back; a duplicate is replaced by the block before it."""
+
+    hears_of_rows = True
+
+    def joins(self, request: Request) -> bool:
+        return True
+
+    def go_on(self, filling: list[Request]) -> list[Request]:
+        return filling
+
+    def fills(self, request: Request, row: Chunk) -> int:
+        """Blocks that were copied to where they are have no key, any more than those that the row fills."""
+        return max(0, (row.start + row.tokens) // self.pool.block_size - request.hashed)
+
+    def completed(self, completion: Completion, over: bool) -> list[Replaced]:
+        return self.merge(completion.request, completion.reach // self.pool.block_size) if completion.fills else []
+
+    def merge(self, request: Request, blocks: int) -> list[Replaced]:
+        """Keys for the first `blocks` blocks of a request."""
+        return [(request.spec, *entry) for entry in self.pool.merge(request, blocks)]
+
+
+class KeysOfPrefills(KeysWhenCompleted):
+    """SGLang: when the batch that has computed the last of a prompt is back. What decoding adds waits for the end."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__(pool)
+        self.prefilled: set[Request] = set()  # whose prompts the step being planned computes
+
+    def joins(self, request: Request) -> bool:
+        del request
+        return False
+
+    def fills(self, request: Request, row: Chunk) -> int:
+        return (row.start + row.tokens) // self.pool.block_size if request in self.prefilled else 0
+
+    def completed(self, completion: Completion, over: bool) -> list[Replaced]:
+        return [] if over else super().completed(completion, over)

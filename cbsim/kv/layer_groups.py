@@ -1,0 +1,271 @@
+"""From layers to groups, as vLLM 0.33 plans its cache: layers that see alike share block tables, groups share blocks.
+
+A block is so many pages, one for each layer of a group; every group has as many layers as the others, or fewer and then
+leaves pages unused.
+
+A group's `Rule` says which blocks it gives up, counts and keeps for later prompts. A prefix lookup finds the longest
+prefix that every group has: layers that see everything need all blocks of a prefix. Sliding ones need the last run of
+it, chunked ones the part that its end lies in; what lies before is not looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import gcd, lcm
+from typing import NamedTuple
+
+from cbsim.policy.groups import FULL, Attention, LayerGroup, Sight
+from cbsim.policy.request import RequestSpec
+
+NEAR = 1.5  # kinds of layer whose numbers differ by less make one group each
+
+
+class LayerKind(NamedTuple):
+    """What a layer sees, and the bytes that it keeps of `block_size` tokens."""
+
+    attention: Attention
+    page_bytes: int
+
+
+class Grouping(NamedTuple):
+    """All groups in order, and the bytes of one block."""
+
+    groups: tuple[LayerGroup, ...]
+    block_bytes: int
+
+
+class Units(NamedTuple):
+    """`prefix`: what is found in the cache is a multiple of it. `hashed`: content is named in pieces of it. Tokens."""
+
+    prefix: int
+    hashed: int
+
+
+def units(groups: Sequence[LayerGroup], *, caching: bool = True) -> Units:
+    """Those of a cache of these groups."""
+    sizes = [group.block_size for group in groups]
+    return Units(lcm(*sizes), gcd(*sizes) if caching else lcm(*sizes))
+
+
+def grouped(layers: Sequence[LayerKind], block_size: int, *, together: bool = False) -> Grouping:
+    """The groups of these layers. `together`: beside layers that see all, the others are kept as if they did, too.
+    Raises ValueError for page sizes that are no multiples of each other.
+    """
+    if together and any(layer.attention == FULL for layer in layers):
+        layers = [LayerKind(FULL, layer.page_bytes) for layer in layers]
+    if len({layer.attention for layer in layers}) == 1:
+        whole = LayerGroup(layers[0].attention, tuple(range(len(layers))), block_size)
+        return Grouping((whole,), sum(layer.page_bytes for layer in layers))
+    page_bytes = max(layer.page_bytes for layer in layers)
+    buckets: dict[tuple[Attention, int], list[int]] = {}
+    for index, layer in enumerate(layers):
+        if page_bytes % layer.page_bytes:
+            raise ValueError(f"pages of {layer.page_bytes} bytes beside pages of {page_bytes}: no multiple")
+        tokens = block_size * page_bytes // layer.page_bytes
+        buckets.setdefault((layer.attention, tokens), []).append(index)
+    counts = sorted(map(len, buckets.values()))
+    fewest, most = counts[0], counts[-1]
+    size = most if most < NEAR * fewest else fewest
+    groups: list[LayerGroup] = []
+    for (attention, tokens), bucket in buckets.items():
+        count = -(-len(bucket) // size)
+        groups += [LayerGroup(attention, tuple(bucket[first::count]), tokens) for first in range(count)]
+    return Grouping(tuple(groups), size * page_bytes)
+
+
+NEVER = 1 << 60
+EVERY_HIT = None  # retention: every prefix of a known prompt that could be found is
+
+
+class GroupRule:
+    """A group of a cache whose hits are multiples of `unit` tokens. `most` blocks are what one request holds of it at
+    most, if all its tokens number `longest` and steps in flight compute `in_flight` of them; a lookup needs a run of
+    `run` cached blocks, if the group is a sliding one.
+    """
+
+    def __init__(self, group: LayerGroup, unit: int, retention: int | None, in_flight: int, longest: int) -> None:
+        self.group = group
+        self.attention = group.attention
+        self.block_size = size = group.block_size
+        self.unit = unit
+        self.retention = retention
+        span, sight = self.attention.span, self.attention.sight
+        self.sliding = sight is Sight.SLIDING
+        self.full = sight is Sight.FULL
+        self.run = self.blocks_for(span - 1) if self.sliding else 0
+        if self.full:
+            self.most = -(-longest // size)
+        elif self.sliding:
+            self.most = self.blocks_for(min(span - 1 + in_flight, longest)) + 1
+        else:
+            self.most = self.blocks_for(min(span + in_flight, longest))
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def gone(self, computed: int) -> int:
+        """Leading blocks that nobody sees any more once so many tokens are computed."""
+        return self.attention.gone(computed) // self.block_size
+
+    def goes_at(self, block: int) -> int:
+        """Tokens computed from which on nobody sees a block any more."""
+        end, span = (block + 1) * self.block_size, self.attention.span
+        if self.full:
+            return NEVER
+        return end + span - 1 if self.sliding else -(-end // span) * span
+
+    def capped(self, tokens: int) -> int:
+        """Blocks that a request of so many tokens holds at most at a time."""
+        return min(self.blocks_for(tokens), self.most)
+
+    def keeps(self, block: int, prompt: int, junction: int) -> bool:
+        """Is a full block kept for later prompts? Of a sliding group only what a lookup could end with: the run before
+        the place where the same prompt would resume, and before a junction; and the runs before every `retention`
+        tokens.
+        """
+        if not self.sliding:
+            return True
+        size, run, unit, retention = self.block_size, self.run, self.unit, self.retention
+        if retention is EVERY_HIT or retention > 0:
+            segment = (unit if retention is EVERY_HIT else retention) // size
+            if run >= segment or block % segment >= segment - run:
+                return True
+        if retention is EVERY_HIT:
+            return False
+        end = (prompt - 1) // unit * (unit // size)
+        if end - run <= block < end:
+            return True
+        end = junction // unit * (unit // size)
+        return junction > 0 and end - run <= block < end
+
+
+def rules(groups: Sequence[LayerGroup], *, retention: int | None, in_flight: int, longest: int) -> list[GroupRule]:
+    """Those of all groups of a cache. Chunks are whole blocks: a hit begins with one."""
+    unit = units(groups).prefix
+    assert not any(group.attention.sight is Sight.CHUNKED and group.attention.span % unit for group in groups), "chunks"
+    return [GroupRule(group, unit, retention, in_flight, longest) for group in groups]
+
+
+NOBODYS = 0  # in a table: a block that nobody sees
+
+
+class Found:
+    """A lookup: `tokens` of a prefix, per group the entries of a table for them, and the same in one list. `longest`:
+    of the prefixes that some groups have, the longest.
+    """
+
+    def __init__(self, tokens: int, longest: int, tables: list[list[int]]) -> None:
+        self.tokens = tokens
+        self.longest = longest
+        self.tables = tables
+        self.entries = [block for table in tables for block in table]
+
+
+class Kind:
+    """Groups that are looked up together: a block counts only if all of them have it."""
+
+    def __init__(self, rule: GroupRule, groups: list[int]) -> None:
+        self.rule = rule
+        self.groups = groups
+
+
+class GroupIndex:
+    """Finds blocks by content: `index` gives them by the keys that `key` makes, one, or several that are the same."""
+
+    def __init__(self, rules: Sequence[GroupRule], index: Mapping[int, int | dict[int, None]]) -> None:
+        self.count = len(rules)
+        self._index = index
+        kinds: dict[tuple[Attention, int], Kind] = {}
+        for number, rule in enumerate(rules):
+            kind = kinds.setdefault((rule.attention, rule.block_size), Kind(rule, []))
+            kind.groups.append(number)
+        self._kinds = sorted(kinds.values(), key=_sees_all)
+
+    def key(self, spec: RequestSpec, group: int, block: int, block_size: int) -> int:
+        """Under which a block of a group is found."""
+        return spec.block_key(block, block_size) * self.count + group
+
+    def find(self, spec: RequestSpec, most: int) -> Found:
+        """The longest prefix of at most `most` tokens that all groups have. Kinds shorten each other's until no one
+        does; those that see all are looked up once, for what they have of less is a part of it.
+        """
+        kinds, hit, longest = self._kinds, most, 0
+        runs: list[list[list[int]]] = [[] for _ in kinds]
+        first = kinds[0].rule
+        once = len(kinds) == 1 or (len(kinds) == 2 and first.full)
+        while True:
+            reach = hit
+            for i, kind in enumerate(kinds):
+                rule = kind.rule
+                if rule.full and runs[i]:
+                    reach = min(reach, len(runs[i][0]) * rule.block_size)
+                else:
+                    runs[i] = run = self._look(kind, spec, reach)
+                    reach = len(run[0]) * rule.block_size
+                longest = max(longest, reach)
+            if once or reach >= hit:
+                break
+            hit = reach
+        return Found(reach, longest, self._tables(runs, reach))
+
+    def _tables(self, runs: list[list[list[int]]], tokens: int) -> list[list[int]]:
+        """By group, what is left of the runs of each kind."""
+        tables: list[list[int]] = [[] for _ in range(self.count)]
+        for i, kind in enumerate(self._kinds):
+            for j, group in enumerate(kind.groups):
+                tables[group] = runs[i][j][: tokens // kind.rule.block_size]
+        return tables
+
+    def _look(self, kind: Kind, spec: RequestSpec, top: int) -> list[list[int]]:
+        """Of the groups of a kind, the entries for the longest prefix of at most `top` tokens that they have."""
+        if kind.rule.sliding:
+            return self._sliding(kind, spec, top)
+        rule = kind.rule
+        size, unit = rule.block_size, rule.unit
+        first = rule.attention.gone(top) // size
+        tables = [[NOBODYS] * first for _ in kind.groups]
+        for i in range(first, top // size):
+            blocks = self._blocks(kind, spec, i)
+            if not blocks:
+                break
+            for j, block in enumerate(blocks):
+                tables[j].append(block)
+        whole = len(tables[0]) * size // unit * unit // size
+        return [table[:whole] for table in tables]
+
+    def _sliding(self, kind: Kind, spec: RequestSpec, top: int) -> list[list[int]]:
+        """From the right: a run that ends on a multiple of the unit and is as long as what the layers see."""
+        rule = kind.rule
+        size, unit = rule.block_size, rule.unit
+        tables = [[NOBODYS] * (top // size) for _ in kind.groups]
+        length = end = 0
+        for i in range(top // size - 1, -1, -1):
+            if not length and (i + 1) * size % unit:
+                continue
+            blocks = self._blocks(kind, spec, i)
+            if not blocks:
+                length = 0
+                continue
+            if not length:
+                end = i + 1
+            length += 1
+            for j, block in enumerate(blocks):
+                tables[j][i] = block
+            if length >= rule.run:
+                return [[NOBODYS] * i + table[i:end] for table in tables]
+        return [table[: end if length else 0] for table in tables]
+
+    def _blocks(self, kind: Kind, spec: RequestSpec, block: int) -> list[int]:
+        """The oldest block of this content in each group of a kind; none if a group has none."""
+        content = spec.block_key(block, kind.rule.block_size) * self.count
+        found: list[int] = []
+        for group in kind.groups:
+            entry = self._index.get(content + group)
+            if entry is None:
+                return []
+            found.append(entry if isinstance(entry, int) else next(iter(entry)))
+        return found
+
+
+def _sees_all(kind: Kind) -> bool:
+    return not kind.rule.full

@@ -1,0 +1,312 @@
+"""Blocks in sectors: the memory of transformers 5.23.
+
+Memory is cut in sectors of equal size. A sector is claimed for one kind of layers, which cuts it in blocks of its own,
+and comes free as a whole. Free sectors are a stack that all kinds share; each kind has a `Sectors`, its view of them.
+Blocks are numbered through all sectors: block b of a kind lies in sector b // per.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from cbsim.kv.blocks import BlockPool
+from cbsim.policy.observer import NULL_OBSERVER, Observer
+from cbsim.policy.request import Request
+from cbsim.policy.value import mypyc_attr
+
+
+class Sectors:
+    """A free list whose blocks come from the oldest sector claimed that has some.
+
+    Cached blocks keep content that can be found. They are free, but not ready: none is handed out before `evict`.
+    """
+
+    def __init__(self, stack: list[int], per: int) -> None:
+        self.stack = stack  # free sectors, the last one goes next
+        self.per = per  # blocks in one
+        self.trees: dict[int, list[int]] = {}  # sectors that are claimed -> their free blocks, if they have some
+        self.cached: dict[int, None] = {}
+        self._loose = 0  # blocks in the trees
+
+    @property
+    def ready(self) -> int:
+        """Blocks that can be handed out."""
+        return self._loose + len(self.stack) * self.per
+
+    @property
+    def free(self) -> int:
+        return self.ready + len(self.cached)
+
+    @property
+    def loose(self) -> int:
+        """Free blocks of sectors that are claimed."""
+        return self._loose
+
+    def short(self, count: int) -> int:
+        """Sectors to be claimed before `count` blocks are there."""
+        return max(0, -(-(count - self._loose) // self.per))
+
+    def take(self, count: int) -> list[int]:
+        for _ in range(self.short(count)):
+            self._claim()
+        self._loose -= count
+        taken: list[int] = []
+        used_up: list[int] = []
+        for sector, blocks in self.trees.items():
+            left = count - len(taken)
+            if len(blocks) > left:
+                taken += blocks[len(blocks) - left :]
+                del blocks[len(blocks) - left :]
+                break
+            taken += blocks
+            used_up.append(sector)
+        for sector in used_up:
+            del self.trees[sector]
+        return taken
+
+    def _claim(self) -> None:
+        sector, per = self.stack.pop(), self.per
+        self.trees[sector] = list(range((sector + 1) * per - 1, sector * per - 1, -1))
+        self._loose += per
+
+    def give(self, blocks: list[int], hashed: int) -> None:
+        """A sector without free blocks becomes the youngest."""
+        self.cached.update(dict.fromkeys(blocks[:hashed]))
+        self._loose += len(blocks) - hashed
+        for block in blocks[hashed:]:
+            self.trees.setdefault(block // self.per, []).append(block)
+
+    def pick(self, block: int) -> None:
+        del self.cached[block]
+
+    def evict(self) -> list[int]:
+        """No block is cached any more. Returns those that were, oldest first."""
+        blocks = list(self.cached)
+        self.cached = {}
+        self.give(blocks, 0)
+        return blocks
+
+    def reclaim(self) -> None:
+        """Sectors that are wholly free can be claimed again, by any kind."""
+        if self.trees:
+            whole = [sector for sector, blocks in self.trees.items() if len(blocks) == self.per]
+            for sector in whole:
+                del self.trees[sector]
+            self._loose -= len(whole) * self.per
+            self.stack += whole
+
+    def order(self) -> list[int]:
+        loose = [block for blocks in self.trees.values() for block in blocks]
+        whole = [sector * self.per + i for sector in reversed(self.stack) for i in reversed(range(self.per))]
+        return [*loose, *whole, *self.cached]
+
+    def check(self) -> None:
+        """Raise AssertionError unless free sectors are whole and each free block is listed once, in its sector."""
+        assert len(set(self.stack)) == len(self.stack), ("a sector is free twice", self.stack)
+        assert not self.trees.keys() & set(self.stack), ("free and claimed", self.trees.keys() & set(self.stack))
+        whole = [block for block in self.cached if block // self.per in self.stack]
+        assert not whole, ("cached in a free sector", whole)
+        for sector, blocks in self.trees.items():
+            assert 0 < len(set(blocks)) == len(blocks) <= self.per, ("blocks of a sector", sector, blocks)
+            assert all(block // self.per == sector for block in blocks), ("in another's list", sector, blocks)
+            assert not self.cached.keys() & set(blocks), ("cached and ready", sector, blocks)
+        loose = sum([len(blocks) for blocks in self.trees.values()])
+        assert loose == self._loose, ("blocks of claimed sectors", loose, self._loose)
+
+
+class KindSectors:
+    """Sectors of several kinds of layers over one stack. A block of kind k is `pages[k]` pages of the memory, and its
+    number times that is the first of them; a sector has `per_sector`. Free pages are counted; none is cached.
+    """
+
+    def __init__(self, sectors: Iterable[int], pages: Sequence[int], per_sector: int) -> None:
+        self.stack = list(sectors)
+        self.pages = list(pages)
+        self.per_sector = per_sector
+        self.kinds = [Sectors(self.stack, per_sector // count) for count in pages]
+
+    @property
+    def free(self) -> int:
+        loose = [kind.loose * self.pages[k] for k, kind in enumerate(self.kinds)]
+        return len(self.stack) * self.per_sector + sum(loose)
+
+    def fits(self, counts: list[int]) -> bool:
+        """Are so many blocks of each kind there?"""
+        return sum([kind.short(counts[k]) for k, kind in enumerate(self.kinds)]) <= len(self.stack)
+
+    def take_of(self, kind: int, count: int) -> list[int]:
+        return self.kinds[kind].take(count)
+
+    def give_to(self, kind: int, blocks: list[int]) -> None:
+        self.kinds[kind].give(blocks, 0)
+
+    def take(self, count: int) -> list[int]:
+        raise AssertionError("blocks are of a kind")
+
+    def give(self, blocks: list[int], hashed: int) -> None:
+        raise AssertionError("blocks are of a kind")
+
+    def pick(self, block: int) -> None:
+        raise AssertionError("nothing is cached")
+
+    def reclaim(self) -> None:
+        for kind in self.kinds:
+            kind.reclaim()
+
+    def order(self) -> list[int]:
+        """Free pages: those of claimed sectors, kind by kind; then the others."""
+        loose: list[int] = []
+        for k, kind in enumerate(self.kinds):
+            count = self.pages[k]
+            for blocks in kind.trees.values():
+                loose += [block * count + i for block in blocks for i in range(count)]
+        per = self.per_sector
+        return [*loose, *[sector * per + i for sector in reversed(self.stack) for i in reversed(range(per))]]
+
+    def check(self) -> None:
+        """Raise AssertionError unless every kind's accounts agree and no sector is claimed by two."""
+        claimed: set[int] = set()
+        for kind in self.kinds:
+            kind.check()
+            assert not claimed & kind.trees.keys(), ("a sector of two kinds", claimed & kind.trees.keys())
+            claimed |= kind.trees.keys()
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class SectorPool(BlockPool):
+    """Cached blocks give way all at once or not at all. Blocks that nobody can find may be shared, too."""
+
+    def __init__(self, block_size: int, num_blocks: int, sectors: Sectors, observer: Observer = NULL_OBSERVER) -> None:
+        super().__init__(block_size, num_blocks, sectors, observer)
+        self.sectors = sectors
+
+    @property
+    def ready(self) -> int:
+        return self.sectors.ready
+
+    def reclaim(self) -> None:
+        self.sectors.reclaim()
+
+    def evict_all(self) -> bool:
+        """Every cached block loses its key. False if there is none."""
+        blocks = self.sectors.evict()
+        for block in blocks:
+            self._forget(block)
+        if blocks:
+            self._observer.evicted(blocks)
+        return bool(blocks)
+
+    def grow_each(self, requests: list[Request]) -> list[int]:
+        if self.sectors.per == 1:
+            return super().grow_each(requests)
+        return [self.grow(request, 1)[0] for request in requests]  # several taken at once come in another order
+
+    def share(self, request: Request, sample: Request, blocks: int) -> None:
+        """The first `blocks` blocks of a request become the head of the table of another of the same text, whether they
+        have keys or not. Those that have none get them when a row of either completes.
+        """
+        table = self.tables[request][:blocks]
+        if table:
+            request.name_all()
+            sample.name_all()
+        for i, block in enumerate(table):
+            if i < request.hashed:
+                self._register(block, self.key(request, i))
+            self._refs.setdefault(block, 1)
+            self._acquire(block)
+        self.tables[sample] = table
+        sample.hash_to(min(blocks, request.hashed))
+
+    def release(self, request: Request, *, returns: bool = False) -> int:
+        """Free a table. A request that will come back does not find its own blocks: their keys are forgotten, but for
+        those that others have.
+        """
+        table = self.tables.pop(request, [])
+        kept: list[int] = []
+        plain: list[int] = []
+        for i, block in enumerate(table):
+            if self._drop(block):
+                if returns:
+                    self._forget(block)
+                has_content = not returns and (i < request.hashed or block in self._key_of)
+                (kept if has_content else plain).append(block)
+        self._free.give([*kept, *plain], len(kept))
+        self._observer.released(request, table)
+        return len(table)
+
+    def _drop(self, block: int) -> bool:
+        freed = super()._drop(block)
+        if self._refs.get(block) == 1 and block not in self._key_of:
+            del self._refs[block]
+        return freed
+
+    def check(self) -> None:
+        super().check()
+        self.sectors.check()
+
+
+class HostSectors:
+    """Sectors of the host's memory; the blocks of a request are in order of their numbers."""
+
+    def __init__(self, num_blocks: int, per: int) -> None:
+        self.num_blocks = num_blocks
+        self.sectors = Sectors(list(range(num_blocks // per)), per)
+
+    @property
+    def free(self) -> int:
+        return self.sectors.free
+
+    def take(self, counts: list[int]) -> list[list[int]] | None:
+        """Sectors are reclaimed only if there are too few."""
+        [count] = counts
+        if count > self.free:
+            self.sectors.reclaim()
+            return None
+        return [sorted(self.sectors.take(count))]
+
+    def give(self, tables: list[list[int]]) -> None:
+        self.sectors.give(tables[0], 0)
+
+    def pages(self, group: int, blocks: list[int]) -> list[int]:
+        return blocks
+
+    def order(self) -> list[int]:
+        return self.sectors.order()
+
+    def check(self) -> None:
+        self.sectors.check()
+
+
+class HostKinds:
+    """Likewise, of several kinds; `num_blocks` counts pages."""
+
+    def __init__(self, num_pages: int, pages: Sequence[int], per_sector: int) -> None:
+        self.num_blocks = num_pages
+        self.sectors = KindSectors(range(num_pages // per_sector), pages, per_sector)
+
+    @property
+    def free(self) -> int:
+        return self.sectors.free
+
+    def take(self, counts: list[int]) -> list[list[int]] | None:
+        """Sectors are reclaimed only if there are too few; what is lacking is counted again then."""
+        sectors = self.sectors
+        if not sectors.fits(counts):
+            sectors.reclaim()
+            if not sectors.fits(counts):
+                return None
+        return [sorted(sectors.take_of(k, count)) for k, count in enumerate(counts)]
+
+    def give(self, tables: list[list[int]]) -> None:
+        for k, blocks in enumerate(tables):
+            self.sectors.give_to(k, blocks)
+
+    def pages(self, group: int, blocks: list[int]) -> list[int]:
+        count = self.sectors.pages[group]
+        return blocks if count == 1 else [block * count + i for block in blocks for i in range(count)]
+
+    def order(self) -> list[int]:
+        return self.sectors.order()
+
+    def check(self) -> None:
+        self.sectors.check()

@@ -1,0 +1,258 @@
+"""A published point as a scenario, or the reason why it cannot be one.
+
+How its server was started is from InferenceX's scripts (SemiAnalysisAI/InferenceX, Apache-2.0, benchmarks/*.sh) as they
+were when the points were measured. Of other sources nothing is known but model, card, version and parallelism: they get
+the engines' defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cbsim.cost.engine_tables import nearest
+from cbsim.errors import ScenarioError
+from cbsim.measured.points.published import Point
+from cbsim.scenario import catalog, scenario, shapes
+from cbsim.scenario.fields import bare
+from cbsim.scenario.scenario import Scenario
+from cbsim.scenario.shapes import Hardware, ModelShape
+from cbsim.scenario.sizing import VLLM_RUNTIME_BYTES, Step, activation_bytes
+
+TABLES = "public_measured/aiconfigurator"
+REQUESTS_A_USER = 10
+LEAST_SHARE = 0.8  # of the nominal length; lengths are uniform from there on
+ROUTING = "power_law_1.01"  # of tokens to experts
+BLOCK = 128  # of block-quantised weights: a share of an expert that is no multiple of it cannot be computed
+ENGINES = {  # whose kernels, where the nearest version's tables are not the ones to take; see docs/fidelity.md
+    ("h200_sxm", "vllm"): "vllm_0.18.0",
+    ("h100_sxm", "vllm"): "vllm_0.19.0",
+    ("h200_sxm", "trtllm"): "trtllm_1.2.0rc5",
+}
+ATTENTION = {  # of models that are no ModelShape, by how their names begin
+    "deepseek": "multi-head latent attention, of which there are no tables",
+    "kimi": "multi-head latent attention, of which there are no tables",
+    "glm5": "sparse latent attention, of which there are no tables",
+    "qwen3.5": "linear attention, of which there are no tables",
+    "gptoss": "heads of 64 and windows, of which there are no tables (heads of 128 that see everything)",
+}
+
+
+class CannotBuildError(Exception):
+    """The message is the reason."""
+
+
+class Parallel(NamedTuple):
+    """GPUs that share every layer, and groups of them that experts are spread over."""
+
+    tensor: int
+    experts: int
+
+
+def build(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USER) -> Scenario:
+    """The scenario of a point, with these fields of its cost and so many requests a user. Raises CannotBuildError."""
+    try:
+        return scenario.parse(fields(point, terms, requests), point.where)
+    except ScenarioError as error:
+        raise CannotBuildError(str(error).removeprefix(f"{point.where}: ")) from None
+
+
+def fields(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USER) -> dict[str, Any]:
+    """The fields of the scenario. Raises CannotBuildError."""
+    check(point)
+    model, hardware, engine = model_of(point), _hardware(point), engine_of(point)
+    parallel = _parallel(point, model)
+    told = flags(point, model, hardware)
+    shape = model.model_dump(mode="json") | {"kv_dtype": told.kv_dtype}
+    low_prompt, low_output = (max(1, int(LEAST_SHARE * nominal)) for nominal in (point.prompt, point.output))
+    return {
+        "name": "point",
+        "question": f"How fast is {point.where}?",
+        "model": shape,
+        "hardware": hardware.model_dump(mode="json"),
+        "workload": {
+            "kind": "synthetic",
+            "requests": requests * point.concurrency,
+            "prompt_tokens": {"uniform": {"low": low_prompt, "high": point.prompt}},
+            "output_tokens": {"uniform": {"low": low_output, "high": point.output}},
+            "arrivals": {"kind": "closed_loop", "users": point.concurrency},
+        },
+        "scheduler": told.scheduler,
+        "kv_cache": told.kv_cache,
+        "loop": {"mode": "async", "cuda_graphs": told.graphs},
+        "cost": {
+            "kind": "table",
+            "path": f"{TABLES}/{point.system}",
+            "engine": engine,
+            "tensor_parallel": parallel.tensor,
+            "expert_parallel": parallel.experts,
+            "routing": ROUTING,
+            **terms,
+        },
+    }
+
+
+def check(point: Point) -> None:
+    """What can be told without tables. Raises CannotBuildError."""
+    if point.disaggregated:
+        raise CannotBuildError("prefill and decode are apart, on servers of their own")
+    if point.stages > 1:
+        raise CannotBuildError(f"a pipeline of {point.stages} stages")
+    engine_of(point)
+
+
+def engine_of(point: Point) -> str:
+    """Whose tables are taken. Raises CannotBuildError."""
+    place = tables_of(point.system)
+    if place is None:
+        raise CannotBuildError(f"no kernel tables of {point.system}")
+    known = ENGINES.get((point.system, point.backend)) or nearest(place, point.backend, point.version or None)
+    if known is None:
+        raise CannotBuildError(f"no kernel tables of {point.backend} on {point.system}")
+    return known
+
+
+@lru_cache(maxsize=64)
+def tables_of(system: str) -> Path | None:
+    """The folder of a card's tables, None if there is none."""
+    try:
+        return catalog.tables(f"{TABLES}/{system}") if system else None
+    except ScenarioError:
+        return None
+
+
+def model_of(point: Point) -> ModelShape:
+    """The model whose name the point's begins with, in the types of the point. Raises CannotBuildError."""
+    name = bare(point.model_name)
+    for begin, attention in ATTENTION.items():
+        if name.startswith(begin):
+            raise CannotBuildError(f"{point.model_name} has {attention}")
+    known = [each for each in catalog.names("models") if name.startswith(bare(each))]
+    if not known:
+        raise CannotBuildError(f"no model file of {point.model_name}: scenarios/models describes none of that name")
+    model = shapes.model(max(known, key=len))
+    return model.model_copy(update={"weights_dtype": _weights(point, model)})
+
+
+def _weights(point: Point, model: ModelShape) -> str | None:
+    """Their type: as the point says, else its name, else the model. Experts in FP8 are quantised in blocks."""
+    said = point.precision or ("fp8" if "fp8" in bare(point.model_name) else "")
+    if said == "fp8":
+        return "fp8_block" if model.experts else "fp8"
+    return {"fp4": "nvfp4", "nvfp4": "nvfp4", "int4": "int4", "bf16": None}.get(said, model.weights_dtype)
+
+
+def _hardware(point: Point) -> Hardware:
+    """The card whose name the system's begins with, or that begins with its first part. Raises CannotBuildError."""
+    for name in (point.system, point.system.partition("_")[0]):
+        for each in catalog.names("hardware"):
+            if bare(each) == bare(name):
+                return shapes.hardware(each)
+    raise CannotBuildError(f"no hardware file of {point.system}")
+
+
+def _parallel(point: Point, model: ModelShape) -> Parallel:
+    """How the model lies on the GPUs. Raises CannotBuildError.
+
+    Sources write expert parallelism in several ways: groups, or groups times the GPUs (points measured twice show
+    that the latter, with as many attention ranks as GPUs, means a tensor-parallel server too). Where a share of an
+    expert would be no multiple of BLOCK, vLLM has to spread experts.
+    """
+    tensor, ranks, experts = max(1, point.tensor), point.attention_ranks, max(1, point.experts_ranks)
+    doubled = ranks == tensor and experts == tensor * ranks
+    if model.experts and not doubled:
+        ranks = max(ranks, point.experts_tensor * experts // tensor)  # more GPUs share experts than share attention
+    if ranks > 1 and not (doubled and point.system == "h100_sxm"):
+        raise CannotBuildError(f"attention is data-parallel ({ranks} ranks), which is simulated for recorded runs only")
+    if tensor > 8:
+        raise CannotBuildError(f"{tensor} GPUs share a layer, more than a node has; tables go to 8")
+    if not model.experts:
+        return Parallel(tensor, 1)
+    experts = tensor if doubled else min(experts, tensor)
+    if model.weights_dtype == "fp8_block" and model.intermediate // (tensor // experts) % BLOCK:
+        experts = tensor
+    return Parallel(tensor, experts)
+
+
+NEW_RULES = (0, 26)  # vLLM from this version on is simulated by the rules of 0.33, before by those of 0.19
+FREE_SHARE = 0.9  # of what weights and a step leave free, TensorRT-LLM gives to the cache
+
+
+class Flags(NamedTuple):
+    """Fields of a scenario. `kv_dtype`: of the cache, if not the model's own."""
+
+    scheduler: dict[str, Any]
+    kv_cache: dict[str, Any]
+    kv_dtype: str | None
+    graphs: dict[str, Any]
+
+
+def flags(point: Point, model: ModelShape, hardware: Hardware) -> Flags:
+    """What the server was told, for the model and card as they lie on its GPUs."""
+    return {"vllm": _vllm, "trtllm": _trtllm, "sglang": _sglang}[point.backend](point, model, hardware)
+
+
+def longest(point: Point) -> int:
+    """InferenceX's limit of a sequence."""
+    return point.prompt + point.output + (20 if point.prompt == point.output == 1024 else 200)
+
+
+# -- vLLM -------------------------------------------------------------------------------------------------------------
+
+
+def _vllm(point: Point, model: ModelShape, hardware: Hardware) -> Flags:
+    del hardware
+    scheduler: dict[str, Any] = {
+        "name": "vllm",
+        "version": _rules(point.version),
+        "max_num_batched_tokens": 8192,
+        "max_model_len": longest(point),
+        "enable_prefix_caching": False,  # no two prompts begin alike
+    }
+    if not point.inferencex:
+        return Flags(scheduler, {"memory_fraction": 0.9}, None, {})
+    if not model.experts:  # Llama-3.1-70B, October 2025
+        return Flags(scheduler | {"max_num_seqs": point.concurrency}, {"memory_fraction": 0.9}, "fp8", {})
+    if point.system == "h100_sxm":
+        return Flags(scheduler | {"max_num_seqs": 256}, {"memory_fraction": 0.9}, None, {})
+    if point.system == "h200_sxm":
+        return Flags(scheduler, {"memory_fraction": 0.95}, None, {})
+    blocks: dict[str, Any] = {"block_size": 32}
+    if point.precision == "fp8" and point.measured < "2026-04":
+        return Flags(scheduler, blocks | {"memory_fraction": 0.95}, None, {})
+    newer = scheduler | {"max_num_batched_tokens": 2 * point.prompt, "max_cudagraph_capture_size": 2048}
+    return Flags(newer | {"max_num_seqs": min(1024, 2 * point.prompt)}, blocks | {"memory_fraction": 0.9}, "fp8", {})
+
+
+def _rules(version: str) -> str:
+    numbers = [int(part) for part in version.split(".")[:2] if part.isdigit()]
+    return "0.33" if tuple(numbers) >= NEW_RULES else "0.19"
+
+
+# -- TensorRT-LLM -----------------------------------------------------------------------------------------------------
+
+
+def _trtllm(point: Point, model: ModelShape, hardware: Hardware) -> Flags:
+    scheduler: dict[str, Any] = {"name": "trtllm", "max_num_tokens": 16384 if point.inferencex else 8192}
+    scheduler["max_seq_len"] = longest(point)
+    if point.inferencex and point.prompt == point.output == 1024 and point.tensor < 8:
+        scheduler |= {"batch_wait_timeout_iters": 20, "batch_wait_max_tokens_ratio": 0.9}
+    fraction = _of_the_rest(model, hardware, point.tensor, Step(scheduler["max_num_tokens"], 2048))
+    kv_dtype = "fp8" if point.inferencex or point.precision in ("fp8", "fp4") else None
+    return Flags(scheduler, {"memory_fraction": fraction}, kv_dtype, {"padding": "cbengine"})
+
+
+def _of_the_rest(model: ModelShape, hardware: Hardware, tensor: int, step: Step) -> float:
+    """The share of all memory that is weights, a step, and FREE_SHARE of what they leave."""
+    taken = model.shard_bytes(tensor) + activation_bytes(model, step) + VLLM_RUNTIME_BYTES
+    return min(1.0, FREE_SHARE + (1 - FREE_SHARE) * taken / hardware.memory_bytes)
+
+
+# -- SGLang -----------------------------------------------------------------------------------------------------------
+
+
+def _sglang(point: Point, model: ModelShape, hardware: Hardware) -> Flags:
+    del model, hardware
+    return Flags({"name": "sglang", "context_length": longest(point)}, {}, None, {})

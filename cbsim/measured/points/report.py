@@ -1,0 +1,302 @@
+"""The report of `score-points`: tables by class and stratum, residuals, coverage, the other tool beside."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cbsim.draw.chart import BLACK, GREY, Chart, Level, Line, Mark, Panel, Points, Style, series
+from cbsim.draw.markdown import Table
+from cbsim.draw.report import Report
+from cbsim.measured.points import predict, score
+from cbsim.measured.points.published import Point, measured
+from cbsim.measured.points.score import Class, Errors, Group, Predicted
+from cbsim.scenario import terms
+from cbsim.scenario.terms import TermsFile, load
+from cbsim.sweeps import identity
+from cbsim.sweeps.executor import Executor
+from cbsim.sweeps.store import SILENT, Store
+from cbsim.sweeps.sweep import Progress
+
+STATISTICS = ("median", "MAPE", "p90")
+SHOWN = {"mape": "MAPE", "p90": "p90"}
+NAMES = {"ttft": "TTFT", "tpot": "TPOT", "throughput": "tokens/s"}
+
+
+def study(predicted: Sequence[Predicted], reasons: Mapping[str, int], points: int) -> Report:
+    """Of all points that were asked for: what was predicted, and why the others were not."""
+    judged, groups = score.classes(predicted), score.strata(predicted)
+    files = [load(name) for name in sorted({each.terms for each in predicted})]
+    return Report(
+        "Published measurements of servers, predicted",
+        f"How far are TTFT, TPOT and throughput of {points:,} published points of whole servers from what is predicted "
+        "with kernel tables, exact scheduling and a few calibrated terms?",
+        _findings(predicted, judged, points),
+        [
+            *([_by_class(judged), _bars(judged), *_beside(judged), _by_stratum(groups)] if predicted else []),
+            *([_by_interval(groups)] if any(each.left_out for each in predicted) else []),
+            *(_intervals(file) for file in files if file.curves),
+            *(_terms(file) for file in files),
+            *([_reasons(reasons)] if reasons else []),
+        ],
+        [_scatter(judged), _residuals(judged)] if predicted else (),
+        {
+            "points": points,
+            "predicted": [_plain(each) for each in predicted],
+            "not_built": dict(reasons),
+            "strata": {group.name: _numbers(group) for group in groups},
+            "classes": {group.name: _numbers(group) | {"missed": score.misses(each, group)} for each, group in judged},
+            "coverage": {file.name: _covered(file) for file in files},
+        },
+    )
+
+
+def _findings(predicted: Sequence[Predicted], judged: Sequence[tuple[Class, Group]], points: int) -> list[str]:
+    left_out, outside = sum(each.left_out for each in predicted), sum(bool(each.outside) for each in predicted)
+    said = [
+        (
+            f"{len(predicted):,} of {points:,} points are predicted, {left_out:,} of them by terms calibrated "
+            "without their curve, the others on curves that the calibration does not know."
+        )
+    ]
+    if outside:
+        said.append(f"{outside:,} are outside what was calibrated: engine, card, model, GPUs or users are others.")
+    for each, group in judged:
+        ttft, tpot = (group.errors(metric).mape for metric in ("ttft", "tpot"))
+        said.append(
+            f"{group.name}: {len(group.predicted)} points, mean absolute error of TPOT {tpot:.1%}, of TTFT {ttft:.1%}."
+        )
+        said += [f"Beyond what is asked of a stratum, {text}." for text in score.misses(each, group)]
+    return said
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _cells(errors: Errors) -> list[str]:
+    return [f"{errors.median:+.1%}", f"{errors.mape:.1%}", f"{errors.p90:.1%}"]
+
+
+def _header(first: str) -> list[str]:
+    return [first, "points", *(f"{NAMES[metric]} {name}" for metric in score.METRICS for name in STATISTICS)]
+
+
+def _row(group: Group) -> list[str]:
+    cells = [cell for metric in score.METRICS for cell in _cells(group.errors(metric))]
+    return [group.name, f"{len(group.predicted)}", *cells]
+
+
+SAYS = (
+    "Errors are predicted over measured, less 1; median with its sign, mean (MAPE) and 90th percentile without. "
+    "Throughput of both sides is by Little's law: users x tokens / (TTFT + TPOT x (tokens - 1))."
+)
+
+
+def _by_class(judged: Sequence[tuple[Class, Group]]) -> Table:
+    return Table("Errors by kind of server", _header("servers"), [_row(group) for _, group in judged], SAYS)
+
+
+def _by_stratum(groups: Sequence[Group]) -> Table:
+    return Table("Errors by stratum", _header("system, engine, model, GPUs, prompt/output"), [_row(g) for g in groups])
+
+
+def _bars(judged: Sequence[tuple[Class, Group]]) -> Table:
+    rows = []
+    for each, group in judged:
+        for bar in each.bars:
+            value = getattr(group.errors(bar.metric), bar.statistic)
+            name = f"{group.name}, {NAMES[bar.metric]} {SHOWN[bar.statistic]}"
+            rows.append([name, f"{bar.most:.1%}", f"{value:.1%}", "met" if value <= bar.most else "missed"])
+        if each.bars:
+            missed = score.misses(each, group)
+            rows.append(
+                [
+                    f"{group.name}, strata with a TPOT median beyond {each.stratum:.0%}",
+                    "0",
+                    f"{len(missed)}",
+                    "missed" if missed else "met",
+                ]
+            )
+    says = "Bars are for all points of such servers: of a few of them they say little."
+    return Table("What is asked", ["", "at most", "measured", ""], rows, says)
+
+
+def _beside(judged: Sequence[tuple[Class, Group]]) -> list[Table]:
+    """Ours and aiconfigurator 0.12.0's on the points that it predicts."""
+    rows = []
+    for _, group in judged:
+        for metric in score.METRICS:
+            both = group.beside_peer(metric)
+            if both:
+                ours, theirs = both
+                rows.append([f"{group.name}, {NAMES[metric]}", f"{ours.points}", *_cells(ours), *_cells(theirs)])
+    header = [
+        "",
+        "points",
+        *(f"ours, {name}" for name in STATISTICS),
+        *(f"aiconfigurator, {name}" for name in STATISTICS),
+    ]
+    return [Table("Beside aiconfigurator 0.12.0", header, rows)] if rows else []
+
+
+def _intervals(file: TermsFile) -> Table:
+    covered = _covered(file)
+    rows = []
+    for metric in ("ttft", "tpot"):
+        for name, lengths in (("as long", (1, 1)), ("outputs longer", (1, 4)), ("prompts longer", (4, 1))):
+            interval = terms.interval(file, metric, lengths)
+            if interval:
+                ends = [f"{end - 1:+.1%}" for end in (interval.low, interval.high)]
+                rows.append([f"{NAMES[metric]}, {name}", *ends, f"{interval.residuals}"])
+    says = ", ".join(f"{NAMES[metric]} {within} of {total}" for metric, (within, total) in covered.items())
+    return Table(
+        f"How sure: 80 % intervals of {file.name}",
+        ["measured over predicted, less 1", "from", "to", "residuals"],
+        rows,
+        f"By residuals of left-out curves. Intervals made by the other curves hold {says} left-out points.",
+    )
+
+
+def _by_interval(groups: Sequence[Group]) -> Table:
+    """Of points whose terms were calibrated without them: the interval that other curves give, and who is within."""
+    rows = []
+    for group in groups:
+        points = [each for each in group.predicted if each.left_out]
+        cells = [cell for metric in ("ttft", "tpot") for cell in _within(points, metric)]
+        if points and any(cells):
+            rows.append([group.name, f"{len(points)}", *cells])
+    header = [f"{NAMES[metric]} {name}" for metric in ("ttft", "tpot") for name in ("80 %", "residuals", "within")]
+    return Table("How sure, by stratum", ["system, engine, model, GPUs, prompt/output", "points", *header], rows)
+
+
+def _within(points: Sequence[Predicted], metric: str) -> list[str]:
+    known = [(each, interval) for each in points if (interval := each.intervals[metric])]
+    if not known:
+        return ["", "", ""]
+    low, high, residuals_ = known[0][1]
+    within = sum(interval.holds(1 / (1 + each.error(metric))) for each, interval in known)
+    return [f"{low - 1:+.0%} to {high - 1:+.0%}", f"{residuals_}", f"{within} of {len(known)}"]
+
+
+def _covered(file: TermsFile) -> dict[str, tuple[int, int]]:
+    return {metric: terms.coverage(file, metric) for metric in ("ttft", "tpot")}
+
+
+def _terms(file: TermsFile) -> Table:
+    rows = [[name, f"{term.value:.4g}", f"{term.low:.4g}", f"{term.high:.4g}"] for name, term in file.terms.items()]
+    says = f"{file.about} Calibrated {file.calibrated} on {len(file.curves)} curves."
+    return Table(f"Terms of {file.name}", ["term", "value", "80 % from", "to"], rows, says)
+
+
+def _reasons(reasons: Mapping[str, int]) -> Table:
+    rows = [[reason, f"{count:,}"] for reason, count in Counter(reasons).most_common()]
+    return Table("What cannot be built", ["reason", "points"], rows)
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+def _scatter(judged: Sequence[tuple[Class, Group]]) -> Chart:
+    panels = []
+    for metric, unit in (("ttft", "TTFT, ms"), ("tpot", "TPOT, ms")):
+        pick, ends = score.METRICS[metric], []
+        marks: list[Mark] = []
+        for place, (_, group) in reversed(list(enumerate(judged))):  # those that are judged on top
+            x = np.array([pick(measured(each.point), each.point) for each in group.predicted])
+            y = np.array([pick(each.means, each.point) for each in group.predicted])
+            marks.append(Points(group.name, x, y, series(place), [each.point.where for each in group.predicted]))
+            ends += [x.min(), x.max(), y.min(), y.max()]
+        line = np.array([min(ends), max(ends)])
+        marks.insert(0, Line("equal", line, line, Style(GREY, "dashed")))
+        panels.append(Panel(marks, f"measured {unit}", f"predicted {unit}", x_log=True, y_log=True, tall=True))
+    return Chart(
+        "predicted", "Predicted against measured", "Each mark is a server at one concurrency.", panels, columns=2
+    )
+
+
+def _residuals(judged: Sequence[tuple[Class, Group]]) -> Chart:
+    panels = []
+    for metric in ("ttft", "tpot"):
+        marks: list[Mark] = [Level("exact", 0.0, Style(BLACK, "dashed"))]
+        for place, (_, group) in reversed(list(enumerate(judged))):  # those that are judged on top
+            x = np.array([float(each.point.concurrency) for each in group.predicted])
+            y = np.array([100 * each.error(metric) for each in group.predicted])
+            marks.append(Points(group.name, x, y, series(place), [each.point.where for each in group.predicted]))
+        panels.append(
+            Panel(
+                marks,
+                "concurrent requests",
+                f"error of {NAMES[metric]}, %",
+                x_log=True,
+                y_range=(-60.0, 60.0),
+                tall=True,
+            )
+        )
+    return Chart(
+        "residuals",
+        "Errors by concurrency",
+        "Predicted over measured, less 1, of every point; what is beyond 60 % is not shown.",
+        panels,
+    )
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+def _numbers(group: Group) -> dict[str, Any]:
+    return {"points": len(group.predicted)} | {metric: group.errors(metric)._asdict() for metric in score.METRICS}
+
+
+def _plain(each: Predicted) -> dict[str, Any]:
+    """`terms`: the file, and in it the curve whose own terms were taken, null where those of all were."""
+    point = each.point
+    return {
+        "id": point.id,
+        "stratum": str(point.stratum),
+        "users": point.concurrency,
+        "source": point.source,
+        "measured_ms": [point.ttft_ms, point.tpot_ms],
+        "predicted_ms": [_short(value) for value in each.means],
+        "errors": {metric: _short(each.error(metric)) for metric in score.METRICS},
+        "interval_80": {
+            metric: None
+            if interval is None
+            else {"low": _short(interval.low), "high": _short(interval.high), "residuals": interval.residuals}
+            for metric, interval in each.intervals.items()
+        },
+        "peer_errors": None
+        if point.peer is None
+        else {metric: _short(each.peer_error(metric) or 0.0) for metric in score.METRICS},
+        "terms": {"file": each.terms, "curve": point.curve if each.left_out else None},
+        "outside_calibration": list(each.outside),
+    }
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def run(place: Path, points: Sequence[Point], executor: Executor, store: Path, *, silent: bool) -> tuple[Report, bool]:
+    """Build, simulate; the answer, and whether all runs came to their end."""
+    chosen = predict.sort(points)
+    if not silent:
+        _say_sorted(place, len(points), chosen)
+    progress = SILENT if silent else Progress()
+    with closing(executor):
+        predicted, failed = predict.score(chosen.buildable, executor, Store(store, identity.code()), progress)
+    for reason, count in failed.most_common():
+        print(f"failed    {count} points: {reason}", file=sys.stderr)
+    return study(predicted, chosen.reasons + failed, len(points)), not failed
+
+
+def _say_sorted(place: Path, points: int, chosen: predict.Sorted) -> None:
+    print(f"{place}: {points:,} points, {len(chosen.buildable):,} can be built")
+    for reason, count in chosen.reasons.most_common():
+        print(f"  {count:>5,} cannot: {reason}")
+    print(flush=True)

@@ -1,0 +1,326 @@
+"""`python -m cbsim score CASE`: a recorded run replayed and scored, as tables, figures and data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cbsim.draw.chart import BLUE, RED, Bars, Chart, Line, Panel, Style
+from cbsim.draw.chart import series as style
+from cbsim.draw.markdown import Table
+from cbsim.draw.report import Report
+from cbsim.measured.recorded import case, score
+from cbsim.measured.recorded.case import Case
+from cbsim.measured.recorded.reenactment import Replayed, Served, recorded, replay
+from cbsim.measured.recorded.score import Ablated, MetricScore, Series
+from cbsim.scenario.costs import TableSettings
+from cbsim.scenario.scenario import Scenario
+from cbsim.schedulers.vllm.settings import VllmSettings
+
+NEAR_LIMIT = 0.9
+"""Share of the KV cache above which the number of blocks decides who waits."""
+ADDED = "Added: {row_us:g} us a request and step, and the CPU cost of vLLM's loop; both are priors (docs/fidelity.md)."
+SCORED = ("", "simulated", "measured", "error")
+UNITS = {
+    "ttft": ("TTFT", "ms", 1e3),
+    "tpot": ("TPOT", "ms", 1e3),
+    "e2e": ("E2E", "ms", 1e3),
+    "makespan": ("makespan", "s", 1.0),
+    "queue": ("queue", "ms", 1e3),
+    "prefill": ("prefill", "ms", 1e3),
+}
+
+
+class Validation(NamedTuple):
+    """Everything that one case says."""
+
+    case: Case
+    scenario: Scenario
+    replayed: Replayed
+    scores: Sequence[MetricScore]
+    parts: Sequence[MetricScore]
+    series: Series
+    ablated: Sequence[Ablated]
+
+
+def validate(
+    folder: Path, *, pack: Path | None, hardware: str | None, overrides: Sequence[str], ablate: bool
+) -> Validation:
+    """Replay and score a case. Raises ScenarioError."""
+    recording = case.read(folder, pack, hardware, overrides)
+    scenario = recording.scenario()
+    done = replay(recording, scenario)
+    return Validation(
+        recording,
+        scenario,
+        done,
+        score.scores(done.served, recorded(recording)),
+        score.parts(done.served, recorded(recording)),
+        score.series(recording, done),
+        score.ablate(recording) if ablate else (),
+    )
+
+
+def study(validation: Validation) -> Report:
+    """What to print, draw and keep of it."""
+    tables = [_errors(validation), _parts(validation), _run(validation)]
+    real = recorded(validation.case)
+    name = validation.case.name
+    charts = [
+        series_chart(name, validation.series),
+        latency_chart(name, validation.replayed.served, real),
+    ]
+    if validation.ablated:
+        tables.append(_ablation(validation.ablated))
+        charts.append(ablation_chart(name, validation.ablated))
+    return Report(
+        title=f"{validation.case.name} against a recorded vLLM run",
+        question=str(validation.case.settings["question"]),
+        findings=_findings(validation),
+        tables=tables,
+        charts=charts,
+        data=data(validation),
+    )
+
+
+def data(validation: Validation) -> dict[str, Any]:
+    """The numbers, as plain values: seconds, and errors relative to what was measured."""
+    series = validation.series
+    return {
+        "case": validation.case.name,
+        "errors": [_plain(entry) for entry in validation.scores],
+        "parts_of_ttft": [_plain(entry) for entry in validation.parts],
+        "steps": sum(len(table) for table in validation.replayed.steps),
+        "preemptions": validation.replayed.preemptions,
+        "recomputed_tokens": validation.replayed.recomputed_tokens,
+        "kv_blocks": _blocks(validation),
+        "kv_blocks_source": _source(validation),
+        "kv_use_peak": peak(validation.replayed),
+        "mean_absolute_difference": {name: series.difference(name) for name in series.measured},
+        "scenario": validation.case.settings,
+        "set": list(validation.case.overrides),
+        "ablation": [
+            {
+                "name": entry.name,
+                "changes": entry.changes,
+                "errors": [_plain(part) for part in entry.scores],
+                "preemptions": entry.preemptions,
+                "steps": entry.steps,
+            }
+            for entry in validation.ablated
+        ],
+    }
+
+
+def _plain(scored: MetricScore) -> dict[str, Any]:
+    return {**scored._asdict(), "error": scored.error if isfinite(scored.error) else None}
+
+
+def peak(replayed: Replayed) -> float:
+    """Largest share of a rank's cache blocks in use."""
+    return max(int(table["used_blocks"].max()) for table in replayed.steps if len(table)) / replayed.total_blocks
+
+
+def _blocks(validation: Validation) -> int:
+    """KV blocks of a server, as its scheduler counts them."""
+    scenario = validation.scenario
+    return scenario.options(scenario.loop.mode).num_blocks
+
+
+def _source(validation: Validation) -> str:
+    """Where the number of blocks comes from."""
+    if validation.scenario.kv_cache.num_blocks != validation.case.settings["kv_cache"]["num_blocks"]:
+        return "given"
+    return "recorded" if validation.case.blocks_measured else "derived"
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _errors(validation: Validation) -> Table:
+    says = f"{len(validation.case.arrivals)} requests. TTFT and E2E count from when the engine took a request in."
+    return Table("Latencies", SCORED, [_row(scored) for scored in validation.scores], says)
+
+
+def _parts(validation: Validation) -> Table:
+    says = "In the queue, and from the first step that has the request to its first token."
+    return Table("The two parts of TTFT", SCORED, [_row(scored) for scored in validation.parts], says)
+
+
+def _row(scored: MetricScore) -> tuple[str, ...]:
+    name, unit, factor = UNITS[scored.metric]
+    shown = [f"{value * factor:,.2f}" for value in (scored.simulated_s, scored.measured_s)]
+    return (f"{name} {scored.statistic}".strip() + f", {unit}", *shown, f"{scored.error:+.2%}")
+
+
+def _run(validation: Validation) -> Table:
+    done, series = validation.replayed, validation.series
+    names = {"running": "requests running", "waiting": "requests waiting", "kv_use": "KV cache in use"}
+    rows = []
+    for name, text in names.items():
+        if name in series.measured:
+            means = [float(part[name].mean()) for part in (series.simulated, series.measured)]
+            form = "{:.1%}" if name == "kv_use" else "{:.2f}"
+            rows.append((f"{text}, mean", *map(form.format, (*means, series.difference(name)))))
+    rows.append(("KV blocks a server", f"{_blocks(validation):,}", _source(validation), ""))
+    rows.append(("KV cache in use, peak", f"{peak(done):.1%}", "", ""))
+    rows.append(("preemptions", f"{done.preemptions:,}", "not recorded", ""))
+    rows.append(("recomputed tokens", f"{done.recomputed_tokens:,}", "not recorded", ""))
+    rows.append(("steps", f"{sum(len(table) for table in done.steps):,}", "not recorded", ""))
+    header = ("once a second", "simulated", "measured", "mean difference")
+    return Table("The run", header, rows)
+
+
+def _ablation(ablated: Sequence[Ablated]) -> Table:
+    header = ("replayed with", "TTFT mean", "TPOT mean", "E2E mean", "makespan", "largest", "preemptions")
+    rows = [
+        (
+            entry.name,
+            *(f"{part:+.2%}" for part in _means(entry)),
+            f"{_largest(entry.scores):.2%}",
+            str(entry.preemptions),
+        )
+        for entry in ablated
+    ]
+    says = "Errors with one part changed at a time; `largest` is over all means and percentiles."
+    return Table("What carries the result", header, rows, says)
+
+
+def _means(ablated: Ablated) -> list[float]:
+    return [part.error for part in ablated.scores if part.statistic in ("mean", "")]
+
+
+def _largest(scores: Sequence[MetricScore]) -> float:
+    return max(abs(scored.error) for scored in scores if scored.statistic)
+
+
+# -- what it says -----------------------------------------------------------------------------------------------------
+
+
+def _findings(validation: Validation) -> list[str]:
+    means = {scored.metric: scored.error for scored in validation.scores if scored.statistic == "mean"}
+    worst = max((scored for scored in validation.scores if scored.statistic), key=lambda scored: abs(scored.error))
+    said = ", ".join(f"{UNITS[metric][0]} {error:+.2%}" for metric, error in means.items())
+    name = f"{UNITS[worst.metric][0]} {worst.statistic}"
+    return [
+        f"Errors of the means: {said}; the largest of all is that of {name}, {worst.error:+.2%}.",
+        *_caveats(validation),
+        _basis(validation),
+    ]
+
+
+def _basis(validation: Validation) -> str:
+    """What the answer rests on, and what was changed by hand."""
+    cost, workload = validation.scenario.cost, validation.scenario.workload
+    times = (
+        f"those of {'/'.join(Path(cost.path).parts[-4:])}"
+        if isinstance(cost, TableSettings)
+        else f"the cost model {cost.kind}'s"
+    )
+    taken = ["when its engine took each request in"] if getattr(workload, "recorded", None) else []
+    taken += ["the number of cache blocks"] if _source(validation) == "recorded" else []
+    text = f"Kernel times are {times}. Of the run itself: {' and '.join(taken) or 'nothing'}."
+    if isinstance(cost, TableSettings):
+        text += f" {ADDED.format(row_us=cost.row_s * 1e6)}"
+    changed = ", ".join(validation.case.overrides)
+    return f"{text} Changed: {changed}." if changed else text
+
+
+def _caveats(validation: Validation) -> list[str]:
+    caveats = []
+    share = peak(validation.replayed)
+    if share >= NEAR_LIMIT and _source(validation) == "derived":
+        caveats.append(
+            f"Capacity: KV use reaches {share:.0%} of {_blocks(validation):,} blocks, which are "
+            "derived from the memory and not measured. vLLM finds fewer: then more requests wait or are preempted."
+        )
+    if validation.case.link_assumed:
+        rate, latency = case.LINK["bytes_s"] / case.GIB, case.LINK["latency_s"] * 1e6
+        caveats.append(
+            f"config.json names no link between the GPUs: {rate:g} GiB/s and {latency:g} us a message are assumed."
+        )
+    version, scheduler = validation.case.version, validation.scenario.scheduler
+    rules = scheduler.version if isinstance(scheduler, VllmSettings) else scheduler.name
+    if not version.startswith(rules):
+        caveats.append(f"The run is of vLLM {version}; it was replayed by the rules of {rules}.")
+    return caveats
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+Floats = npt.NDArray[np.float64]
+SIMULATED, MEASURED = Style(BLUE, "solid"), Style(RED, "dashed")
+TITLES = {
+    "running": ("requests running", 1.0),
+    "waiting": ("requests waiting", 1.0),
+    "kv_use": ("KV cache in use, %", 100.0),
+}
+MOST_SHOWN = 30.0  # percent of error
+
+
+def series_chart(case: str, logged: Series) -> Chart:
+    """Running, waiting and KV use once a second."""
+    panels = []
+    for name in logged.measured:
+        title, factor = TITLES[name]
+        marks = [
+            Line("measured", logged.at_s, logged.measured[name] * factor, MEASURED),
+            Line("simulated", logged.at_s, logged.simulated[name] * factor, SIMULATED),
+        ]
+        panels.append(Panel(marks, x="seconds", y=title))
+    says = "Once a second, as the engine logged it, beside the replay at the same times."
+    if "kv_use" not in logged.measured:
+        says += " The run did not record how much of its cache was in use."
+    return Chart("series", f"{case}: the run over time", says, panels, share_x=True)
+
+
+def latency_chart(case: str, simulated: Served, measured: Served) -> Chart:
+    """Share of requests within a latency."""
+    panels = []
+    for metric, title in (("ttft_s", "TTFT, s"), ("tpot_s", "TPOT, ms"), ("e2e_s", "E2E, s")):
+        factor = 1000.0 if metric == "tpot_s" else 1.0
+        marks = [
+            _cumulative("measured", getattr(measured, metric) * factor, MEASURED),
+            _cumulative("simulated", getattr(simulated, metric) * factor, SIMULATED),
+        ]
+        panels.append(Panel(marks, x=title, y="share of requests"))
+    return Chart(
+        "latencies", f"{case}: latencies", "Share of the requests that took at most so long.", panels, columns=3
+    )
+
+
+def _cumulative(name: str, values: Floats, look: Style) -> Line:
+    ordered = np.sort(values)
+    return Line(name, ordered, np.arange(1, len(ordered) + 1) / len(ordered), look, step=True)
+
+
+def ablation_chart(case: str, ablated: Sequence[Ablated]) -> Chart:
+    """Errors of the means, one part changed at a time."""
+    errors = {
+        metric: np.array([100 * _mean_error(entry, metric) for entry in ablated]) for metric in ("ttft", "tpot", "e2e")
+    }
+    reach = max(5.0, min(MOST_SHOWN, 1.2 * max(float(np.abs(values).max()) for values in errors.values())))
+    bars = [
+        Bars(
+            metric.upper(),
+            np.arange(len(ablated)),
+            np.clip(values, -0.85 * reach, 0.85 * reach),
+            style(index),
+            [f"{value:+.1f}" for value in values],
+        )
+        for index, (metric, values) in enumerate(errors.items())
+    ]
+    says = "Error of the mean latency against the recorded run, with one part of the model changed at a time. "
+    says += f"Bars are cut at {0.85 * reach:.0f} %; their labels are the errors."
+    names = [entry.name for entry in ablated]
+    panel = Panel(bars, x="", y="error of the mean, %", categories=names, y_range=(-reach, reach))
+    return Chart("ablation", f"{case}: what carries the result", says, [panel])
+
+
+def _mean_error(ablated: Ablated, metric: str) -> float:
+    return next(part.error for part in ablated.scores if (part.metric, part.statistic) == (metric, "mean"))

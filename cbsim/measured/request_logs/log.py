@@ -1,0 +1,221 @@
+"""A folder of request logs: what a benchmark client noted of every request of every run.
+
+    requests.csv.gz        run, scenario, qps, launch_s, prompt_tokens, generation_tokens, ttft_s, generation_s
+    sharegpt_prefix.csv    index, input_chars, shares_prefix_with, shared_prefix_chars: of the prompts of `sharegpt`, in
+                           the order in which every run sends them; -1 where none before it starts alike
+
+Rows of a run stand together, in order of launch. Seconds are of the client's clock: `launch_s` from the first request,
+`ttft_s` from the launch, `generation_s` from the first token to the last.
+
+What the prompts of a run share, as chained ids of their blocks: two requests have an id in common where their texts,
+and all before, are the same.
+
+Every prompt begins with the chat template's head. `sharegpt`: then with what sharegpt_prefix.csv says, in characters,
+which count as tokens by the prompt's own ratio. `short_input`: a user's prompt is all that was said, and a question
+more. Users are not recorded; they ask in turns, so the oldest conversation that has the length goes on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cbsim.errors import ScenarioError
+from cbsim.policy.request import RequestSpec
+from cbsim.record.columns import NS
+from cbsim.scenario.fields import near
+from cbsim.scenario.rows import CsvTable, open_text
+
+Floats = npt.NDArray[np.float64]
+REQUESTS, PREFIXES = "requests.csv.gz", "sharegpt_prefix.csv"
+COLUMNS = ("run", "scenario", "qps", "launch_s", "prompt_tokens", "generation_tokens", "ttft_s", "generation_s")
+PREFIX_COLUMNS = ("index", "input_chars", "shares_prefix_with", "shared_prefix_chars")
+
+
+class Key(NamedTuple):
+    """Which run: `run` names its servers, `scenario` its prompts, `qps` the requests a second."""
+
+    run: str
+    scenario: str
+    qps: float
+
+    def __str__(self) -> str:
+        return f"{self.run} {self.scenario} {self.qps:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """The requests of a run in order of launch."""
+
+    key: Key
+    launch_s: Floats
+    prompt_tokens: Sequence[int]
+    output_tokens: Sequence[int]
+    ttft_s: Floats
+    generation_s: Floats
+
+    def __len__(self) -> int:
+        return len(self.launch_s)
+
+
+class Start(NamedTuple):
+    """A prompt of `sharegpt`: of its characters, how many are the start of the prompt number `of`; None of nobody's."""
+
+    characters: int
+    of: int | None
+    shared: int
+
+
+def is_one(folder: Path) -> bool:
+    """Does the folder hold request logs?"""
+    return (folder / REQUESTS).is_file()
+
+
+def read(folder: Path) -> list[Log]:
+    """All runs, in the order of the file. Raises ScenarioError."""
+    path = folder / REQUESTS
+    with open_text(path) as file:
+        table = CsvTable(path, file, COLUMNS)
+        rows = [(_key(table, cells), _numbers(table, cells)) for cells in table.rows(None)]
+    logs = [_log(key, [numbers for _, numbers in part]) for key, part in groupby(rows, key=itemgetter(0))]
+    if not logs:
+        raise ScenarioError(f"{path}: holds no requests")
+    twice = [log.key for at, log in enumerate(logs) if log.key in {other.key for other in logs[:at]}]
+    if twice:
+        raise ScenarioError(f"{path}: the rows of {twice[0]} do not stand together")
+    for log in logs:
+        if (np.diff(log.launch_s) < 0).any():
+            raise ScenarioError(f"{path}: {log.key}: launch_s goes back, expected rows in order of launch")
+    return logs
+
+
+def _key(table: CsvTable, cells: Sequence[str]) -> Key:
+    return Key(cells[0], cells[1], table.number(2, cells[2]))
+
+
+def _numbers(table: CsvTable, cells: Sequence[str]) -> list[float]:
+    values = [table.number(3 + at, cell) for at, cell in enumerate(cells[3:])]
+    for at in (1, 2):
+        if values[at] < 1 or values[at] != int(values[at]):
+            raise table.bad(3 + at, cells[3 + at], "a whole number >= 1")
+    return values
+
+
+def _log(key: Key, rows: Sequence[Sequence[float]]) -> Log:
+    launch, prompts, outputs, ttft, generation = (np.array(column) for column in zip(*rows, strict=True))
+    return Log(key, launch, [int(n) for n in prompts], [int(n) for n in outputs], ttft, generation)
+
+
+def starts(folder: Path) -> list[Start]:
+    """The prompts of `sharegpt`. Raises ScenarioError."""
+    path, prompts = folder / PREFIXES, list[Start]()
+    with open_text(path) as file:
+        table = CsvTable(path, file, PREFIX_COLUMNS)
+        for index, characters, of, shared in table.rows(None):
+            number, before = len(prompts), table.whole(2, of)
+            if table.whole(0, index) != number:
+                raise table.bad(0, index, f"{number}, the number of the row")
+            if not -1 <= before < number:
+                raise table.bad(2, of, f"-1, or the number of a row above, at most {number - 1}")
+            length, part = table.count(1, characters), table.number(3, shared)
+            if part > length:
+                raise table.bad(3, shared, f"at most input_chars ({length})")
+            prompts.append(Start(length, None if before < 0 else before, int(part)))
+    return prompts
+
+
+def chosen(logs: Sequence[Log], where: Mapping[str, str]) -> list[Log]:
+    """Those whose fields have the values of `where`; a run by its name or the end of it. Raises ScenarioError if none
+    has.
+    """
+    kept = list(logs)
+    for field, value in where.items():
+        if field not in Key._fields:
+            raise ScenarioError(f"--where: got {field!r}, expected fields of {', '.join(Key._fields)}")
+        known = list(dict.fromkeys(f"{getattr(log.key, field):{'g' if field == 'qps' else ''}}" for log in kept))
+        kept = [log for log in kept if _fits(log.key, field, value)]
+        if not kept:
+            bound = f"expected one of {', '.join(known)}{near(value, known)}"
+            raise ScenarioError(f"--where: {field}: got {value!r}, {bound}", field=field, value=value, bound=bound)
+    return kept
+
+
+def _fits(key: Key, field: str, value: str) -> bool:
+    if field == "qps":
+        return f"{key.qps:g}" == value or str(key.qps) == value
+    name = str(getattr(key, field))
+    return name == value or name.endswith(f"/{value}")
+
+
+BLOCK_TOKENS = 16
+HEAD_TOKENS, TAIL_TOKENS = 31, 5
+"""Of Llama 3.1's chat template, before and after a prompt's text."""
+GREETING_TOKENS = HEAD_TOKENS + 12
+"""`short_input`: what all users begin with, up to the user's number."""
+QUESTION_TOKENS = 29
+"""`short_input`: a turn's question with its part of the template."""
+
+Chain = tuple[int, ...]
+
+
+def specs(log: Log, starts: Sequence[Start], front_s: float) -> list[RequestSpec]:
+    """The requests as servers get them, `front_s` after their launch."""
+    chains = shared_starts(log, starts) if log.key.scenario == "sharegpt" else conversations(log)
+    rows = zip(log.launch_s.tolist(), log.prompt_tokens, log.output_tokens, chains, strict=True)
+    return [
+        RequestSpec(
+            index=index,
+            id=str(index),
+            arrival_ns=round((launch_s + front_s) * NS),
+            prompt_tokens=prompt,
+            output_tokens=output,
+            max_tokens=output,
+            prefix=chain,
+            prefix_block_tokens=BLOCK_TOKENS,
+            prefix_tokens=len(chain) * BLOCK_TOKENS,
+        )
+        for index, (launch_s, prompt, output, chain) in enumerate(rows)
+    ]
+
+
+def shared_starts(log: Log, starts: Sequence[Start]) -> list[Chain]:
+    """Of the full blocks of each prompt."""
+    ids, chains = count(), list[Chain]()
+    head = _new(ids, HEAD_TOKENS)
+    for prompt, start in zip(log.prompt_tokens, starts, strict=True):
+        before, tokens = head, HEAD_TOKENS
+        if start.of is not None:
+            before = chains[start.of]
+            tokens += max(0, prompt - HEAD_TOKENS - TAIL_TOKENS) * start.shared // start.characters
+        chains.append(_grown(before[: tokens // BLOCK_TOKENS], prompt, ids))
+    return chains
+
+
+def conversations(log: Log) -> list[Chain]:
+    """Of the full blocks of each prompt and its output: the next turn has both."""
+    ids, chains = count(), list[Chain]()
+    greeting = _new(ids, GREETING_TOKENS)
+    waiting: dict[int, deque[Chain]] = defaultdict(deque)  # conversations by the length of their next prompt
+    for prompt, output in zip(log.prompt_tokens, log.output_tokens, strict=True):
+        before = next((waiting[n].popleft() for n in (prompt, prompt - 1, prompt + 1) if waiting[n]), greeting)
+        chains.append(_grown(before[: prompt // BLOCK_TOKENS], prompt + output, ids))
+        waiting[prompt + output + QUESTION_TOKENS].append(chains[-1])
+    return chains
+
+
+def _new(ids: Iterator[int], tokens: int) -> Chain:
+    return _grown((), tokens, ids)
+
+
+def _grown(chain: Iterable[int], tokens: int, ids: Iterator[int]) -> Chain:
+    """The chain, and new ids up to the last full block."""
+    known = tuple(chain)[: tokens // BLOCK_TOKENS]
+    return (*known, *(next(ids) for _ in range(tokens // BLOCK_TOKENS - len(known))))

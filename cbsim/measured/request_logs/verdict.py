@@ -1,0 +1,226 @@
+"""`python -m cbsim score FOLDER`, FOLDER being one of request logs: all runs that can be built, scored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cbsim.draw.chart import GREY, Chart, Line, Panel, Points, Style, series
+from cbsim.draw.markdown import Table
+from cbsim.draw.report import Report
+from cbsim.errors import ScenarioError
+from cbsim.measured.recorded.score import METRICS
+from cbsim.measured.request_logs import log, replay
+from cbsim.measured.request_logs.deployments import BUILT, missing
+from cbsim.measured.request_logs.log import Key
+from cbsim.measured.request_logs.replay import DRAWS, Ranged, Scored
+
+SHOWN = (("ttft", "mean"), ("ttft", "median"), ("ttft", "p95"), ("tpot", "mean"), ("tpot", "p95"), ("e2e", "mean"))
+CALIBRATED = "*"
+SAYS = (
+    "Simulated over measured, relative. Of several servers the mean of the draws. "
+    f"{CALIBRATED}: something was chosen by looking at this run, see below; it is in no mean."
+)
+
+
+class Left(NamedTuple):
+    """A run that is not built."""
+
+    key: Key
+    requests: int
+    reason: str
+
+
+def study(folder: Path, where: Mapping[str, str], overrides: Sequence[str]) -> Report:
+    """Replay and score the runs of a folder. Raises ScenarioError if it holds none that can be built."""
+    logs = log.chosen(log.read(folder), where)
+    starts = log.starts(folder) if any(each.key.scenario == "sharegpt" for each in logs) else []
+    left, scored = list[Left](), list[Scored]()
+    for each in logs:
+        reason = missing(each.key, len(each), len(starts))
+        if reason is None:
+            scored.append(replay.score(folder, each, starts, overrides))
+        else:
+            left.append(Left(each.key, len(each), reason))
+    if not scored:
+        text = "; ".join(dict.fromkeys(f"{each.key.run}: {each.reason}" for each in left))
+        raise ScenarioError(f"{folder / log.REQUESTS}: run: none of those chosen can be built: {text}")
+    scored.sort(key=lambda each: (list(BUILT).index(each.key.run), each.key.scenario, each.key.qps))
+    tables = [_systems(scored), _runs(scored), _values(scored), *_calibration(scored), *([_left(left)] if left else [])]
+    return Report(
+        title=f"Request logs of {folder.resolve().name}, replayed",
+        question="How near does the simulator come to real servers, request by request, on rates it was not shown?",
+        findings=_findings(scored, left, overrides),
+        tables=tables,
+        charts=[_chart(scored)],
+        data=_data(scored, left, overrides),
+    )
+
+
+def _systems(scored: Sequence[Scored]) -> Table:
+    rows = []
+    for run, scenario in dict.fromkeys(each.key[:2] for each in scored):
+        of = [each for each in scored if each.key[:2] == (run, scenario) and not each.calibrated]
+        if of:
+            rows.append((f"{_short(run)} {scenario}", str(len(of)), *(_mape(of, *what) for what in SHOWN)))
+    header = ("runs", "rates", *(f"{metric.upper()} {statistic}" for metric, statistic in SHOWN))
+    return Table("Mean absolute errors of predictions", header, rows, "Over rates; runs that were looked at left out.")
+
+
+def _mape(scored: Sequence[Scored], metric: str, statistic: str) -> str:
+    return f"{fmean(abs(each.error(metric, statistic)) for each in scored):.1%}"
+
+
+def _runs(scored: Sequence[Scored]) -> Table:
+    header = ("run", "n", "servers", "hits", *(f"{metric.upper()} {statistic}" for metric, statistic in SHOWN))
+    rows = [
+        (_label(each), str(each.requests), str(each.servers), f"{each.hits:.0%}", *_errors(each)) for each in scored
+    ]
+    return Table("Errors by run", header, rows, SAYS)
+
+
+def _errors(each: Scored) -> list[str]:
+    return [f"{each.error(*what):+.1%}" for what in SHOWN]
+
+
+def _values(scored: Sequence[Scored]) -> Table:
+    """The two latencies themselves: errors of a queue say little without its length."""
+    header = ("run", "TTFT mean, ms", "measured", "draws", "TPOT mean, ms", "measured", "draws")
+    rows = [
+        (_label(each), *_shown(each.number("ttft", "mean")), *_shown(each.number("tpot", "mean"))) for each in scored
+    ]
+    says = f"Runs of several servers are drawn {DRAWS} times: which server a connection leads to is random."
+    return Table("Means", header, rows, says)
+
+
+def _shown(number: Ranged) -> tuple[str, str, str]:
+    simulated, measured, low, high = (
+        f"{seconds * 1e3:,.1f}"
+        for seconds in (number.score.simulated_s, number.score.measured_s, number.low_s, number.high_s)
+    )
+    return simulated, measured, f"{low} to {high}" if low != high else ""
+
+
+def _calibration(scored: Sequence[Scored]) -> list[Table]:
+    rows = [(_label(each), each.calibrated) for each in scored if each.calibrated]
+    return [Table("What was chosen by looking at a run", ("run", "chosen"), rows)] if rows else []
+
+
+def _left(left: Sequence[Left]) -> Table:
+    rows = [
+        (f"{_short(of[0].key.run)} {of[0].key.scenario}", str(len(of)), f"{_requests(of):,}", of[0].reason)
+        for of in _alike(left)
+    ]
+    return Table("Not built", ("runs", "rates", "requests", "why"), rows)
+
+
+def _alike(left: Sequence[Left]) -> list[list[Left]]:
+    """By run, scenario and reason, in order."""
+    groups: dict[tuple[str, str, str], list[Left]] = {}
+    for each in left:
+        groups.setdefault((each.key.run, each.key.scenario, each.reason), []).append(each)
+    return list(groups.values())
+
+
+def _requests(runs: Sequence[Scored | Left]) -> int:
+    return sum(each.requests for each in runs)
+
+
+def _findings(scored: Sequence[Scored], left: Sequence[Left], overrides: Sequence[str]) -> list[str]:
+    of = [each for each in scored if not each.calibrated]
+    means = ", ".join(f"{metric.upper()} {_mape(of, metric, 'mean')}" for metric in METRICS) if of else "none"
+    findings = [
+        f"{len(scored)} runs with {_requests(scored):,} requests were built, {len(left)} were not.",
+        f"Mean absolute errors of the means, over the {len(of)} runs that were not looked at: {means}.",
+        *_drawn([each for each in of if each.servers > 1]),
+        "Of a run itself nothing enters but when its client sent each request, how long prompt and output were.",
+    ]
+    return [*findings, f"Changed: {', '.join(overrides)}."] if overrides else findings
+
+
+def _drawn(scored: Sequence[Scored]) -> list[str]:
+    """How often the recorded run could be another draw: one of n + 1 is neither the least nor the largest of them."""
+    numbers = [each.number(metric, "mean") for each in scored for metric in METRICS]
+    inside = sum(number.low_s <= number.score.measured_s <= number.high_s for number in numbers)
+    expected = f"were they another draw, {(DRAWS - 1) / (DRAWS + 1):.0%} would"
+    said = f"{inside} of {len(numbers)} recorded means of several servers lie within the {DRAWS} draws; {expected}."
+    return [said] if numbers else []
+
+
+def _short(run: str) -> str:
+    return "/".join(part for part in run.split("/") if part != "openshift")
+
+
+def _label(each: Scored) -> str:
+    return f"{_short(each.key.run)} {each.key.scenario} {each.key.qps:g}{CALIBRATED if each.calibrated else ''}"
+
+
+def _data(scored: Sequence[Scored], left: Sequence[Left], overrides: Sequence[str]) -> dict[str, Any]:
+    return {
+        "set": list(overrides),
+        "runs": [
+            {
+                **each.key._asdict(),
+                "requests": each.requests,
+                "servers": each.servers,
+                "kv_blocks": each.blocks,
+                "hits": round(each.hits, 4),
+                "preemptions": each.preemptions,
+                "chosen_by_it": each.calibrated,
+                "errors": [_plain(number, each.servers) for number in each.numbers],
+            }
+            for each in scored
+        ],
+        "not_built": [
+            {
+                "run": of[0].key.run,
+                "scenario": of[0].key.scenario,
+                "qps": ", ".join(f"{each.key.qps:g}" for each in of),
+                "requests": _requests(of),
+                "reason": of[0].reason,
+            }
+            for of in _alike(left)
+        ],
+    }
+
+
+def _plain(number: Ranged, servers: int) -> dict[str, Any]:
+    """Seconds to the microsecond; the range of the draws where there are several."""
+    values = {**number.score._asdict(), "error": number.score.error if isfinite(number.score.error) else None}
+    if servers > 1:
+        values |= {"low_s": number.low_s, "high_s": number.high_s}
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
+
+
+def _chart(scored: Sequence[Scored]) -> Chart:
+    panels = [
+        _panel(scored, metric, statistic, title, factor)
+        for metric, statistic, title, factor in (
+            ("ttft", "mean", "TTFT mean, s", 1.0),
+            ("ttft", "p95", "TTFT p95, s", 1.0),
+            ("tpot", "mean", "TPOT mean, ms", 1e3),
+            ("e2e", "mean", "E2E mean, s", 1.0),
+        )
+    ]
+    says = "A point is a run at one rate; on the line, simulated and measured are equal. Runs looked at are drawn, too."
+    return Chart("runs", "Request logs: simulated against measured", says, panels, columns=2)
+
+
+def _panel(scored: Sequence[Scored], metric: str, statistic: str, title: str, factor: float) -> Panel:
+    marks: list[Line | Points] = []
+    ends = [float("inf"), 0.0]
+    for index, (run, scenario) in enumerate(dict.fromkeys(each.key[:2] for each in scored)):
+        of = [each for each in scored if each.key[:2] == (run, scenario)]
+        numbers = [each.number(metric, statistic).score for each in of]
+        x, y = (np.array([getattr(each, name) for each in numbers]) * factor for name in ("measured_s", "simulated_s"))
+        ends = [min(ends[0], *x, *y), max(ends[1], *x, *y)]
+        texts = [f"{each.key.qps:g}/s" for each in of]
+        marks.append(Points(f"{_short(run)} {scenario}", x, y, series(index), texts))
+    line = np.array(ends)
+    equal = Line("equal", line, line, Style(GREY, "dotted"))
+    return Panel([equal, *marks], x=f"{title}, measured", y="simulated", x_log=True, y_log=True)

@@ -1,0 +1,1 @@
+"""Metrics of a run: the catalogue, their computation, conditions on them, how they are shown."""

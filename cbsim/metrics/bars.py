@@ -1,0 +1,131 @@
+"""How near a simulated run has to be to a measured one: metrics, bounds, and the verdict on each.
+
+A bound is a share of what was measured, or points of a share. Where a workload was measured several times its runs lie
+apart by themselves: `spread` says how far, and what misses a bound by no more than that is undecided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from statistics import median
+from typing import Any, NamedTuple
+
+from cbsim.metrics.terminal import lookup, shown
+
+SATURATED = 0.95  # of the capacity: from there on the queue's length, and so TTFT, rests on what cannot be predicted
+SPEED_UP = "async speed-up"
+BOTH = "both"
+
+Summary = Mapping[str, Any]
+
+
+class Bar(NamedTuple):
+    """`bound` is a share of what was measured, or points (0.01 is one) where the metric is a share itself.
+
+    `metric` is its dotted name in summary.json; None: how much faster the asynchronous loop is.
+    """
+
+    label: str
+    metric: str | None
+    unit: str
+    bound: float
+    unsaturated: bool = False  # asked only of arrivals below saturation
+
+    @property
+    def points(self) -> bool:
+        return self.unit.endswith("share")
+
+    def error(self, simulated: float, measured: float) -> float:
+        """In the unit of the bound; NaN where nothing was measured to compare with."""
+        if self.points:
+            return simulated - measured
+        return simulated / measured - 1 if measured else float("nan")
+
+
+BARS = (
+    Bar(SPEED_UP, None, "fine share", 0.02),
+    Bar("makespan", "makespan_s", "s", 0.03),
+    Bar("output tokens/s", "output_tokens_per_s", "number", 0.03),
+    Bar("TPOT p50", "tpot_s.p50", "s", 0.05),
+    Bar("TPOT p99", "tpot_s.p99", "s", 0.05),
+    Bar("TTFT p50", "ttft_s.p50", "s", 0.10, unsaturated=True),
+    Bar("GPU active", "gpu_active", "fine share", 0.01),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One metric of one workload and loop (`both` for the speed-up). `counts`: does the bar count here? `spread`: how
+    far the measured runs lie apart, in the unit of the error; None if there is one.
+    """
+
+    loop: str
+    bar: Bar
+    simulated: float
+    measured: float
+    error: float
+    spread: float | None
+    counts: bool
+
+    @property
+    def met(self) -> bool:
+        """What is no number is not met."""
+        return isfinite(self.error) and abs(self.error) <= self.bar.bound
+
+    @property
+    def decidable(self) -> bool:
+        """Is the error beyond the bound by more than the measured runs lie apart?"""
+        return self.spread is None or not abs(self.error) <= self.bar.bound + self.spread
+
+    @property
+    def verdict(self) -> str:
+        """`met`, `missed`, `undecided` (missed by no more than the measured runs lie apart), `not asked`."""
+        if not self.counts:
+            return "not asked"
+        return "met" if self.met else "missed" if self.decidable else "undecided"
+
+    def shown(self) -> tuple[str, str, str]:
+        """Simulated, measured and error as text."""
+        error = f"{self.error * 100:+z.2f} pt" if self.bar.points else f"{self.error:+z.1%}"
+        return shown(self.simulated, self.bar.unit), shown(self.measured, self.bar.unit), error
+
+
+def scores(
+    simulated: Mapping[str, Summary], measured: Mapping[str, Sequence[Summary]], load: float | None
+) -> list[Score]:
+    """A score for every bar and loop of a workload. `simulated` and `measured` are summaries by loop, of several
+    measured runs the median counts; a loop that was not simulated is left out. `load` is the rate of arrivals as a
+    share of the capacity; None: all at once.
+    """
+    results = []
+    for bar in BARS:
+        counts = not bar.unsaturated or (load is not None and load < SATURATED)
+        if bar.metric is None:
+            if {"sync", "async"} <= measured.keys() & simulated.keys():
+                results.append(_score(BOTH, bar, speed_up(simulated), speed_ups(measured), counts=counts))
+            continue
+        for loop in sorted(measured.keys() & simulated.keys(), reverse=True):
+            runs = measured[loop]
+            ours, theirs = lookup(simulated[loop], bar.metric), [lookup(run, bar.metric) for run in runs]
+            if ours is not None and None not in theirs:
+                results.append(_score(loop, bar, float(ours), [float(value) for value in theirs], counts=counts))
+    return results
+
+
+def _score(loop: str, bar: Bar, simulated: float, measured: Sequence[float], *, counts: bool) -> Score:
+    middle, reach = median(measured), max(measured) - min(measured)
+    spread = None if len(measured) < 2 else reach if bar.points else reach / middle if middle else float("inf")
+    return Score(loop, bar, simulated, middle, bar.error(simulated, middle), spread, counts)
+
+
+def speed_up(summaries: Mapping[str, Summary]) -> float:
+    """How much faster the asynchronous loop is than the synchronous one: 0.22 is 22 %."""
+    return float(summaries["sync"]["makespan_s"]) / float(summaries["async"]["makespan_s"]) - 1
+
+
+def speed_ups(measured: Mapping[str, Sequence[Summary]]) -> list[float]:
+    """One for each pair of measured runs, in the order in which they were measured."""
+    pairs = zip(measured["sync"], measured["async"], strict=False)
+    return [speed_up({"sync": sync, "async": overlapped}) for sync, overlapped in pairs]

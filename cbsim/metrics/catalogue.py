@@ -1,0 +1,202 @@
+"""Every metric once: its name in summary.json, unit, label, which way is better, how it is shown, and its definition.
+
+The terminal, conditions, sweeps, `pareto`, `tune`, `contrast`, reports, pages and docs/metrics.md all read this list. A
+new metric is an entry here and its computation in `metrics.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cbsim.metrics.terminal import aligned, change, lookup, shown
+from cbsim.record.record import PHASES, STATUSES
+
+Better = Literal["more", "less"] | None
+MORE: Better = "more"
+LESS: Better = "less"
+SIGNS: Mapping[Better, int] = {MORE: 1, LESS: -1, None: 0}
+FORMS = {"s": "s", "share": "share", "tokens/s": "number", "1/s": "number", "USD": "number", "USD/h": "number"}
+FINE, REAL = "fine share", "number"  # a share with more digits; of a count that need not be whole
+MAIN = ("p50", "p99")
+PER_GPU, PER_USER = "output_tokens_per_s_per_gpu", "output_tokens_per_s_per_user"
+STATISTICS = ("mean", "std", "min", "max", "p50", "p90", "p95", "p99", "n")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number of a run. `name` is its dotted key in summary.json; `better` is None where neither direction is better.
+
+    `listed`: the table that a run prints has it. `style`: a form other than that of the unit.
+    """
+
+    name: str
+    unit: str
+    better: Better
+    label: str
+    definition: str
+    listed: bool = False
+    style: str = ""
+
+    @property
+    def sign(self) -> int:
+        """1 where more is better, -1 where less is, 0 where neither is."""
+        return SIGNS[self.better]
+
+    @property
+    def form(self) -> str:
+        """How `cbsim.metrics.terminal.shown` writes it."""
+        return self.style or FORMS.get(self.unit, "count")
+
+    @property
+    def is_share(self) -> bool:
+        return self.unit == "share"
+
+    def shown(self, value: float | None) -> str:
+        """A value with its unit; "-" if there is none."""
+        if value is None or math.isnan(value):
+            return "-"
+        return shown(value, self.form)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Values of each request, token gap or step: its STATISTICS are metrics in seconds, of which less is better."""
+
+    name: str
+    label: str
+    definition: str
+    listed: tuple[str, ...] = ()
+
+    def metrics(self) -> Iterator[Metric]:
+        """A metric for every statistic; the number of values is neither good nor bad."""
+        for statistic in STATISTICS:
+            unit, better = ("count", None) if statistic == "n" else ("s", LESS)
+            label, about = f"{self.label} {statistic}", f"{statistic} of {self.name}"
+            yield Metric(f"{self.name}.{statistic}", unit, better, label, about, listed=statistic in self.listed)
+
+
+# fmt: off
+_BEFORE = (
+    Metric("makespan_s", "s", LESS, "makespan", "the span", listed=True),
+    Metric("steps", "count", None, "steps", "rows of the step table, empty steps included", listed=True),
+    Metric("requests", "count", None, "requests", "requests that the server was sent, rejected ones included"),
+    Metric("input_tokens", "tokens", None, "input tokens", "prompt tokens of requests that are done"),
+    Metric("output_tokens", "tokens", None, "output tokens", "tokens delivered, also to requests that did not finish"),
+    Metric("gpu_active", "share", MORE, "GPU active", "busy time of the compute lane, over the span",
+           listed=True, style=FINE),
+    Metric("bubble_s", "s", LESS, "compute idle",
+           "idle time of the compute lane between its first and its last step with rows"),
+    Metric("cpu_busy", "share", None, "CPU busy",
+           "all CPU phases but `await`, over the span; planning that found nothing to run has no step and is not in it",
+           listed=True, style=FINE),
+    *(Metric(f"cpu_shares.{name}", "share", None, f"CPU in {name}", f"time of the phase `{name}` over the span",
+             style=FINE) for name in PHASES),
+    Metric("input_tokens_per_s", "tokens/s", MORE, "input tokens/s", "`input_tokens` over the span"),
+    Metric("output_tokens_per_s", "tokens/s", MORE, "output tokens/s", "`output_tokens` over the span", listed=True),
+    Metric("total_tokens_per_s", "tokens/s", MORE, "total tokens/s", "input and output tokens over the span"),
+    Metric("requests_per_s", "1/s", MORE, "requests/s", "requests that are done, over the span", listed=True),
+    Metric("steps_per_s", "1/s", MORE, "steps/s", "`steps` over the span"),
+)
+_DISTRIBUTIONS = (
+    Distribution("ttft_s", "TTFT", "first token - arrival", listed=MAIN),
+    Distribution("tpot_s", "TPOT", "(last token - first token) / (tokens - 1); requests of one token have none",
+                 listed=MAIN),
+    Distribution("e2e_s", "E2E", "last token - arrival", listed=MAIN),
+    Distribution("normalized_latency_s", "normalized latency", "`e2e_s` / tokens"),
+    Distribution("queue_s", "queue time", "start of planning the step that first ran it - the poll that took it in; "
+                 "0 if that poll was part of the planning"),
+    Distribution("prefill_s", "prefill time",
+                 "first token - start of planning the step that first ran it; preemptions stay inside"),
+    Distribution("decode_s", "decode time", "last token - first token; preemptions stay inside"),
+    Distribution("itl_s", "ITL", "every gap between two tokens of a request, pooled over all requests that got tokens, "
+                 "also unfinished ones"),
+    Distribution("step_time_s", "step time", "time on the compute lane of every step with rows"),
+)
+_AFTER = (
+    Metric("rows_per_step", "count", None, "rows per step", "mean over all steps; padding excluded", style=REAL),
+    Metric("tokens_per_step", "count", None, "tokens per step", "mean over all steps; padding excluded", style=REAL),
+    Metric("kv_utilisation.mean", "share", None, "KV used, mean", "blocks in use over all blocks, weighted by how long "
+           "it lasted; between steps with nothing to do it counts as 0", listed=True),
+    Metric("kv_utilisation.max", "share", None, "KV used, max", "largest share after planning a step"),
+    Metric("waiting.mean", "requests", LESS, "requests waiting, mean", "length of the queue, weighted likewise",
+           style=REAL),
+    Metric("computed_tokens", "tokens", LESS, "computed tokens", "query tokens computed, padding included"),
+    Metric("padding_tokens", "tokens", LESS, "padding tokens",
+           "of these, padding: CUDA graphs, left padding, rows that have ended"),
+    Metric("padding_share", "share", LESS, "padding computed", "`padding_tokens` / `computed_tokens`", listed=True),
+    Metric("prefix_hit_tokens", "tokens", MORE, "prefix hit tokens",
+           "found in the prefix cache at a request's first admission"),
+    Metric("prefix_hit_rate", "share", MORE, "prefix hits",
+           "`prefix_hit_tokens` / prompt tokens of requests that were admitted", listed=True),
+    Metric("preemptions", "count", LESS, "preemptions",
+           "preemptions, whether by recompute or by swapping, and soft resets", listed=True),
+    Metric("kv_moves.copied_blocks", "blocks", LESS, "KV blocks copied", "copied on the device; only of runs that move "
+           "KV, as all of `kv_moves`", listed=True),
+    Metric("kv_moves.out_blocks", "blocks", LESS, "KV blocks to the host", "moved to the host", listed=True),
+    Metric("kv_moves.in_blocks", "blocks", LESS, "KV blocks from the host", "moved from the host", listed=True),
+    Metric("kv_moves.out_busy", "share", LESS, "lane to the host, busy", "time that moves to the host took, over the "
+           "span"),
+    Metric("kv_moves.in_busy", "share", LESS, "lane from the host, busy", "time that moves from the host took, over "
+           "the span"),
+    Metric("recomputed_tokens", "tokens", LESS, "recomputed tokens", "query tokens that had been computed before a "
+           "preemption, and were lost: those of swapped requests are not", listed=True),
+    Metric("wasted_rows", "rows", LESS, "wasted rows",
+           "rows whose request had ended or been reset while they were in flight", listed=True),
+    *(Metric(f"requests_by_status.{status}", "requests", None if status in ("length", "stop") else LESS,
+             f"requests: {status}", f"requests with status `{status}` at the end") for status in STATUSES),
+    Metric("slo.met", "requests", MORE, "requests within SLO", "done, and within all bounds of the scenario's `slo`"),
+    Metric("slo.attainment", "share", MORE, "SLO attainment",
+           "`slo.met` over all requests sent; a request of one token has TPOT 0 here", listed=True),
+    Metric("slo.goodput_requests_per_s", "1/s", MORE, "goodput, requests/s", "`slo.met` over the span"),
+    Metric("cost.usd_per_million_output_tokens", "USD", LESS, "$ a million output tokens",
+           "price of the span over `output_tokens`", listed=True),
+    Metric("cost.usd_per_million_tokens", "USD", LESS, "$ a million tokens",
+           "price of the span over input and output tokens"),
+    Metric("cost.idle_usd_hour", "USD/h", LESS, "$ an hour for idle GPU", "price of an hour x (1 - `gpu_active`)",
+           listed=True),
+)
+_OF_SWEEPS = (
+    Metric(PER_GPU, "tokens/s", MORE, "output tokens/s per GPU", "`output_tokens_per_s` over the scenario's GPUs"),
+    Metric(PER_USER, "tokens/s", MORE, "output tokens/s per user", "1 / `tpot_s.mean`"),
+)
+# fmt: on
+DISTRIBUTIONS: Mapping[str, Distribution] = {each.name: each for each in _DISTRIBUTIONS}
+SINGLE: Mapping[str, Metric] = {each.name: each for each in (*_BEFORE, *_AFTER)}
+_STATISTICS = tuple(metric for distribution in _DISTRIBUTIONS for metric in distribution.metrics())
+METRICS: Mapping[str, Metric] = {each.name: each for each in (*_BEFORE, *_STATISTICS, *_AFTER)}
+OF_SWEEPS: Mapping[str, Metric] = {each.name: each for each in _OF_SWEEPS}
+SHORT = {"goodput": "slo.goodput_requests_per_s", "attainment": "slo.attainment", "throughput": "output_tokens_per_s"}
+
+
+def metric(name: str) -> Metric:
+    """The metric of that dotted name, of a run or of a sweep's table; for an unknown column, what its name tells."""
+    return METRICS.get(name) or OF_SWEEPS.get(name) or Metric(name, "", None, name, "", style=REAL)
+
+
+def quantities(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Every metric of a summary, by its dotted name."""
+    return {name: value for name, value in _flat(summary) if name in METRICS and isinstance(value, int | float)}
+
+
+def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
+    """The summaries of the loops side by side; with two, how the second differs from the first."""
+    loops = list(summaries)
+    header = ["", *loops, *(["change"] if len(loops) == 2 else [])]
+    rows = []
+    for each in METRICS.values():
+        values = [lookup(summaries[loop], each.name) for loop in loops] if each.listed else []
+        if any(value is not None for value in values):
+            cells = [each.shown(value) for value in values]
+            rows.append([each.label, *cells, *([change(values, each.unit)] if len(loops) == 2 else [])])
+    return aligned([header, *rows])

@@ -1,0 +1,140 @@
+"""Conditions on metrics, such as `ttft.p99<500ms` or `preemptions==0`, and objectives, such as `min:tpot.p99`."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cbsim.errors import CheckError
+from cbsim.metrics.catalogue import DISTRIBUTIONS, METRICS, OF_SWEEPS, SHORT, STATISTICS, Metric, metric
+from cbsim.metrics.terminal import lookup
+from cbsim.scenario.fields import near
+
+OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+UNITS = {"s": {"": 1.0, **TIMES}, "share": {"": 1.0, "%": 0.01}}  # by what the metric is in; anything else takes none
+METRIC = r"\s*([A-Za-z_][\w.]*)\s*(<=|>=|==|<|>)\s*"
+NUMBER = r"(inf|nan|[\d.][\d.eE+-]*?)\s*([A-Za-z%]*)\s*"  # and its unit
+DIRECTIONS = {"max:": 1, "min:": -1}
+FORM = re.compile(rf"{METRIC}([+-]?){NUMBER}")
+
+
+class Verdict(NamedTuple):
+    """What a condition says of a run: true if it holds. It prints as the line that the command prints."""
+
+    holds: bool
+    line: str
+
+    def __bool__(self) -> bool:
+        return self.holds
+
+    def __str__(self) -> str:
+        return self.line
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One condition; `text` is what the user wrote."""
+
+    text: str
+    metric: str
+    compare: str
+    bound: float
+
+    def value(self, summary: Mapping[str, Any]) -> float | None:
+        """The metric's value in a summary; None if the run has no sample of it."""
+        value = lookup(summary, self.metric)
+        return None if value is None else float(value)
+
+    def verdict(self, summary: Mapping[str, Any]) -> Verdict:
+        """Does it hold, and a line that says so. A metric without a sample fails."""
+        value = self.value(summary)
+        if value is None:
+            return Verdict(False, f"FAILED  {self.text}: the run has no {self.metric}")
+        holds = OPERATORS[self.compare](value, self.bound)
+        return Verdict(holds, f"{'ok    ' if holds else 'FAILED'}  {self.text}: {self.metric} is {value:.6g}")
+
+
+class Objective(NamedTuple):
+    """A metric to optimise, or to compare; `sign` is 1 where more is better, -1 where less is, 0 where neither is."""
+
+    metric: Metric
+    sign: int
+
+    @property
+    def name(self) -> str:
+        return self.metric.name
+
+    def shown(self, value: float | None) -> str:
+        return self.metric.shown(value)
+
+
+def parse(text: str, option: str = "--check", *, sweep: bool = False) -> Check:
+    """Understand a condition; messages begin with the `option` that it stands behind. Raises CheckError. Durations need
+    no `_s`, and without a unit are seconds; `%` is a hundredth of a share. No bound is infinite: such a condition would
+    hold of every run, or of none. `sweep`: metrics that only the table of a sweep has are known, too.
+    """
+    match, source = FORM.fullmatch(text), f"{option} {text!r}"
+    if not match:
+        expected = "expected METRIC<VALUE[UNIT], for example ttft.p99<500ms"
+        raise CheckError(f"{source}: {expected}", value=text, bound=expected)
+    name, compare, sign, number, unit = match.groups()
+    name = named(name, source, sweep=sweep)
+    allowed = UNITS.get(metric(name).unit, {"": 1.0})
+    return Check(text, name, compare, bounded(name, f"{sign}{number}", unit, allowed, source))
+
+
+def bounded(name: str, number: str, unit: str, allowed: Mapping[str, float], source: str) -> float:
+    """`number` in the unit of the metric. Raises CheckError unless its unit is allowed and the bound finite."""
+    if unit not in allowed:
+        takes = f"takes {', '.join(each or 'none' for each in allowed)}"
+        unexpected = f"unit {unit!r}" if unit else "no unit"
+        raise CheckError(f"{source}: {unexpected}, {name} {takes}", field=name, value=unit, bound=takes)
+    try:
+        value = float(number) * allowed[unit]
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        bound = "a finite number"
+        raise CheckError(f"{source}: {name}: {number!r} is not {bound}", field=name, value=number, bound=bound)
+    return value
+
+
+def objective(text: str, source: str, sign: int | None = None, *, directed: bool = True) -> Objective:
+    """A metric of a sweep with its direction: `sign`, else `min:` or `max:` before its name, else the catalogue's.
+
+    Raises CheckError, its message led by `source`, for an unknown metric, and if it has no direction but `directed`.
+    """
+    prefix = next((prefix for prefix in DIRECTIONS if text.startswith(prefix)), "")
+    found = metric(named(text.removeprefix(prefix), source, sweep=True))
+    sign = sign or DIRECTIONS.get(prefix) or found.sign
+    if directed and not sign:
+        bound = f"expected max:{found.name} or min:{found.name}"
+        raise CheckError(f"{source}: neither more nor less of it is better, {bound}", field=found.name, bound=bound)
+    return Objective(found, sign)
+
+
+def named(name: str, source: str, *, sweep: bool = False) -> str:
+    """The metric of that name, dotted or short; of a distribution `_s` may be left out. `sweep`: those that only the
+    table of a sweep has are known, too. Raises CheckError, its message led by `source`.
+    """
+    head, dot, tail = name.partition(".")
+    for candidate in (name, f"{head}_s{dot}{tail}", SHORT.get(name, "")):
+        if candidate in METRICS or (sweep and candidate in OF_SWEEPS):
+            return candidate
+    if head in DISTRIBUTIONS or f"{head}_s" in DISTRIBUTIONS:
+        each = [f"{head}.{statistic}" for statistic in STATISTICS]
+        bound = f"needs one of {', '.join(each)}"
+        raise CheckError(f"{source}: {head} {bound}{near(name, each) if tail else ''}", field=name, bound=bound)
+    hints = [known.replace("_s.", ".") for known in (*METRICS, *SHORT, *(OF_SWEEPS if sweep else ()))]
+    raise CheckError(f"{source}: unknown metric {name!r}{near(name, hints)}", field=name)

@@ -1,0 +1,107 @@
+"""Does a run stay within what its coefficients were measured on? Reasons not to trust it, each with its figures.
+
+A `fitted` cost model is a fit to measured steps. Beyond the largest of them it extrapolates, and for another model or
+scheduler it says nothing: it computes all the same, and here it is said. Terms of kernel tables were calibrated on
+published measurements of some servers; how sure predictions with them are is known for these, and said with each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from cbsim.record.tables import Steps
+from cbsim.scenario import terms
+from cbsim.scenario.costs import CalibratedTerms, TableSettings
+
+RANGE = (("rows", "rows"), ("tokens", "query tokens"), ("context_tokens", "KV tokens read"))  # columns of a step
+
+
+def warnings(scenario: Mapping[str, Any], steps: Steps) -> list[str]:
+    """What of a run, by its resolved scenario and its step table, the calibration of its cost model does not cover."""
+    calibrated = scenario["cost"].get("calibrated")
+    if not calibrated:
+        return []
+    if scenario["cost"]["kind"] == "table":
+        return _unlike(scenario)
+    texts = [
+        _other(name, calibrated[name], is_now) for name, is_now in _subject(scenario) if calibrated[name] != is_now
+    ]
+    return texts + [text for column, noun in RANGE if (text := _beyond(steps, column, noun, calibrated[column]))]
+
+
+def _subject(scenario: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    model = scenario["model"]
+    types = {"dtype": model["dtype"], "weights": model.get("weights_dtype"), "KV cache": model.get("kv_dtype")}
+    dtype = ", ".join(f"{kind} of {name}" if name != "dtype" else kind for name, kind in types.items() if kind)
+    return [("model", model["name"]), ("dtype", dtype), ("scheduler", scenario["scheduler"]["name"])]
+
+
+def _other(name: str, was: str, is_now: str) -> str:
+    return f"the coefficients were measured with {name} {was}, the scenario has {is_now}"
+
+
+def _beyond(steps: Steps, column: str, noun: str, most: int) -> str:
+    values = steps[column]
+    count = int((values > most).sum())
+    if not count:
+        return ""
+    largest = int(values.max())
+    return f"{count:,} of {len(values):,} steps have more than the {most:,} {noun} measured, up to {largest:,}"
+
+
+# -- terms of kernel tables -------------------------------------------------------------------------------------------
+
+
+def sureness(cost: TableSettings) -> list[str]:
+    """What is known of predictions with calibrated terms: the terms with their intervals, and how far measurements of
+    left-out servers lay from what was predicted of them.
+    """
+    calibrated = cost.calibrated
+    if calibrated is None:
+        return []
+    kept = {field: value for field, value in calibrated.values.items() if field not in _changed(cost, calibrated)}
+    values = [_term(field, value, calibrated.intervals[field]) for field, value in kept.items()]
+    said = [f"tables of {cost.engine} and terms {cost.terms}, with 80 % intervals: {', '.join(values)}"]
+    if terms.FRONT in kept:
+        said[0] += f"; {terms.FRONT} is the client's and not in the times below"
+    known = [(name, sure) for name, sure in (("TTFT", calibrated.ttft), ("TPOT", calibrated.tpot)) if sure]
+    if known:
+        spans = ", ".join(f"{name} {sure.low:+.1%} to {sure.high:+.1%}" for name, sure in known)
+        about = f"80 % of {known[-1][1].points} servers that were left out measured more or less than predicted by"
+        said.append(f"{about}: {spans} (means, {terms.FRONT} included)")
+    return said
+
+
+def _term(name: str, value: float, ends: Sequence[float]) -> str:
+    low, high = ends
+    return f"{name} {value:.3g} ({low:.3g} to {high:.3g})"
+
+
+def _changed(cost: TableSettings, calibrated: CalibratedTerms) -> dict[str, float]:
+    """What was calibrated of the terms that the scenario gives itself."""
+    return {field: value for field, value in calibrated.values.items() if getattr(cost, field, value) != value}
+
+
+def _unlike(scenario: Mapping[str, Any]) -> list[str]:
+    """How the server differs from those that the terms were calibrated on. Nothing is validated: a run of other code
+    may say more.
+    """
+    cost = TableSettings.model_construct(**scenario["cost"])
+    calibrated = CalibratedTerms.model_construct(**scenario["cost"]["calibrated"])
+    model, engine = scenario["model"], scenario["scheduler"]["name"].partition("_")[0]
+    system, weights = PurePath(cost.path).name, model["weights_dtype"] or model["dtype"]
+    users = (scenario["workload"].get("arrivals") or {}).get("users")
+    said = calibrated.outside(engine, system, model["name"], cost.tensor_parallel, users)
+    others = {
+        f"tables of {cost.engine}": cost.engine != calibrated.tables.get(system, cost.engine),
+        f"fastest {str(cost.fastest).lower()}": cost.fastest != calibrated.fastest,
+        f"routing {cost.routing}": model["experts"] and cost.routing != calibrated.routing,
+        f"weights in {weights}": weights not in calibrated.weights,
+        "a synchronous loop": scenario["loop"]["mode"] != "async",
+    }
+    said += [text for text, differs in others.items() if differs]
+    changed = _changed(cost, calibrated)
+    said += [f"{field} {getattr(cost, field):g} in place of {value:g}" for field, value in changed.items()]
+    return [f"{text}, unlike what the terms {cost.terms} were calibrated on" for text in said]

@@ -1,0 +1,228 @@
+"""From what happened to numbers: one definition of every metric, for simulated and measured runs alike.
+
+Percentiles are numpy's `linear`, of all values: those of one distribution at a time are sorted in memory, and of token
+gaps each distinct one and how often it occurs. Columns of long runs are read one after the other.
+
+A request's token times are the ends of the steps that delivered them. The span of a run is from the first arrival to
+the end of the last step. All results are plain numbers in seconds, tokens and shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cbsim.record.columns import NS
+from cbsim.record.record import PHASES, STATUSES, RequestRow
+from cbsim.record.tables import Floats, Ints, Requests, RequestTable, Steps, token_times
+
+PERCENTILE_METHOD = "linear"
+QUANTILES = (50, 90, 95, 99)
+SAMPLES_NEEDED = {"p95": 72, "p99": 368}  # below, the percentile is marked: its interval is too wide to be quoted
+
+
+def distribution(values: Floats, counts: Ints | None = None) -> dict[str, Any]:
+    """n, mean, std, min, max and percentiles of `values`, each occurring `counts` times; {"n": 0} if there are none."""
+    values, counts = _in_order(values, counts)
+    upto = None if counts is None else np.cumsum(counts)
+    total = len(values) if upto is None else int(upto[-1:].sum())
+    if not total:
+        return {"n": 0}
+    mean = float(np.average(values, weights=counts))
+    spread = float(np.sqrt(np.average((values - mean) ** 2, weights=counts)))
+    result: dict[str, Any] = {
+        "n": total,
+        "mean": mean,
+        "std": spread,
+        "min": float(values[0]),
+        "max": float(values[-1]),
+    }
+    for q in QUANTILES:
+        rank = q / 100 * (total - 1)
+        ranks = [int(rank), min(int(rank) + 1, total - 1)]
+        low, high = values[ranks if upto is None else np.searchsorted(upto, ranks, side="right")]
+        result[f"p{q}"] = float(low + (high - low) * (rank - int(rank)))
+    result["too_few_for"] = [name for name, needed in SAMPLES_NEEDED.items() if total < needed]
+    return result
+
+
+def _in_order(values: Floats, counts: Ints | None) -> tuple[Floats, Ints | None]:
+    if counts is None:
+        return np.sort(values), None
+    order = np.argsort(values, kind="stable")
+    return values[order], counts[order]
+
+
+def summarise(
+    rows: Sequence[RequestRow],
+    steps: Steps,
+    *,
+    total_blocks: int,
+    slo: Mapping[str, float] | None = None,
+    price_usd_hour: float | None = None,
+    window_s: tuple[float, float] | None = None,
+) -> dict[str, Any]:
+    """All metrics of a run. `slo` maps ttft_s, tpot_s, e2e_s to bounds.
+
+    Latencies and SLOs are those of requests arriving in `window_s`, everything else is the whole run's. The summary
+    names the window, null for an open end.
+    """
+    table = RequestTable.of(rows)
+    start = int(table.numbers("arrival_ns").min()) if len(table) else 0
+    end = max(int(steps["update_end_ns"].max()), start) if len(steps) else start
+    span_ns, counted_ns = end - start, float(end - start)
+    machine = _machine(steps, span_ns, total_blocks)  # before the requests' columns are in memory
+    requests = counted = token_times(table, steps)
+    if window_s is not None:
+        low, high = (edge * NS for edge in window_s)
+        inside = (requests.arrival_ns >= low) & (requests.arrival_ns < high)
+        counted = token_times(table.rows(inside), steps)
+        counted_ns = max(min(high, end) - max(low, start), 0.0)
+    latency = latencies(counted)
+    summary: dict[str, Any] = {"percentile_method": PERCENTILE_METHOD, "total_blocks": total_blocks}
+    summary |= {"window_s": named_window(window_s)}
+    summary |= {"makespan_s": span_ns / NS, "steps": len(steps)}
+    summary |= _counts(requests)
+    summary |= _throughput(requests, steps, span_ns / NS)
+    summary |= {name: distribution(values) for name, values in latency.items()}
+    summary["itl_s"] = distribution(counted.gaps_ns / NS, counted.gap_counts)
+    summary |= machine
+    summary |= _waste(requests, steps)
+    if slo:
+        summary["slo"] = attainment(counted, slo, counted_ns / NS)
+    if price_usd_hour is not None:
+        summary["cost"] = _price(summary, price_usd_hour)
+    return summary
+
+
+def named_window(window_s: tuple[float, float] | None) -> list[float | None] | None:
+    """A window as files have it: null for an open end."""
+    return window_s and [edge if np.isfinite(edge) else None for edge in window_s]
+
+
+def latencies(requests: Requests) -> dict[str, Floats]:
+    """Per request that ended with its last token: its latencies in seconds. A request of one token has no TPOT."""
+    done = requests.done
+    arrival, first, last = requests.arrival_ns[done], requests.first_token_ns[done], requests.last_token_ns[done]
+    queued, scheduled, tokens = requests.queued_ns[done], requests.scheduled_ns[done], requests.generated[done]
+    several = tokens > 1
+    return {
+        "ttft_s": (first - arrival) / NS,
+        "tpot_s": ((last - first)[several] / (tokens[several] - 1)) / NS,
+        "e2e_s": (last - arrival) / NS,
+        "normalized_latency_s": (last - arrival) / np.maximum(tokens, 1) / NS,
+        "queue_s": np.maximum(scheduled - queued, 0) / NS,
+        "prefill_s": (first - scheduled) / NS,
+        "decode_s": (last - first) / NS,
+    }
+
+
+def attainment(requests: Requests, slo: Mapping[str, float], span_s: float) -> dict[str, Any]:
+    """Goodput: requests a second that meet all bounds. Attainment: their share of all sent. TPOT of one token is 0."""
+    latency = latencies(requests)
+    values = dict(latency)
+    values["tpot_s"] = latency["decode_s"] / np.maximum(requests.generated[requests.done] - 1, 1)
+    met = np.ones(int(requests.done.sum()), dtype=bool)
+    for name, bound in slo.items():
+        met &= values[name] <= bound
+    count, sent = int(met.sum()), len(requests.rows)
+    share, rate = (count / sent if sent else 0.0), (count / span_s if span_s else 0.0)
+    return {"bounds": dict(slo), "met": count, "attainment": share, "goodput_requests_per_s": rate}
+
+
+def _counts(requests: Requests) -> dict[str, Any]:
+    """Requests that the server has got, by how they ended."""
+    by_status = {status: int(requests.rows.is_in((status,)).sum()) for status in STATUSES}
+    return {"requests": len(requests.rows), "requests_by_status": by_status}
+
+
+def _throughput(requests: Requests, steps: Steps, span_s: float) -> dict[str, Any]:
+    prompt = int(requests.rows.numbers("prompt_tokens")[requests.done].sum())
+    output = int(requests.generated.sum())
+    rate = 1 / span_s if span_s else 0.0
+    return {
+        "input_tokens": prompt,
+        "output_tokens": output,
+        "input_tokens_per_s": prompt * rate,
+        "output_tokens_per_s": output * rate,
+        "total_tokens_per_s": (prompt + output) * rate,
+        "requests_per_s": int(requests.done.sum()) * rate,
+        "steps_per_s": len(steps) * rate,
+    }
+
+
+def _machine(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
+    """Shares of the span. KV use lasts from one plan to the next, or to the end of the step if nothing follows it."""
+    if not len(steps) or not span_ns:
+        return {"gpu_active": 0.0, "cpu_busy": 0.0, "bubble_s": 0.0}
+    phases = {name: int(steps.lane(name).sum()) / span_ns for name in PHASES}
+    gpu_active, bubble_s, step_time = _compute(steps, span_ns)
+    return {
+        "gpu_active": gpu_active,
+        "bubble_s": bubble_s,
+        "cpu_busy": sum(share for name, share in phases.items() if name != "await"),
+        "cpu_shares": phases,
+        "step_time_s": step_time,
+        "rows_per_step": float(steps["rows"].mean()),
+        "tokens_per_step": float(steps["tokens"].mean()),
+        **_held(steps, span_ns, total_blocks),
+    }
+
+
+def _compute(steps: Steps, span_ns: int) -> tuple[float, float, dict[str, Any]]:
+    """Of the compute lane: its share of the span, seconds of bubbles, and the times of steps with rows."""
+    compute, ran = steps.lane("compute"), steps["rows"] > 0
+    active, bubble_s = int(compute.sum()) / span_ns, _idle_ns(steps, np.flatnonzero(ran)) / NS
+    return active, bubble_s, distribution(compute[ran] / NS)
+
+
+def _held(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
+    """What lasts from one plan to the next: blocks in use, and requests that wait."""
+    starts, ends = steps["schedule_start_ns"], steps["update_end_ns"]
+    lasted = np.minimum(np.append(starts[1:], ends[-1]), ends) - starts
+    del starts, ends
+    used = steps["used_blocks"] / max(total_blocks, 1)
+    return {
+        "kv_utilisation": {"mean": float(used @ lasted) / span_ns, "max": float(used.max())},
+        "waiting": {"mean": int(steps["waiting"] @ lasted) / span_ns},
+    }
+
+
+def _idle_ns(steps: Steps, ran: Ints) -> int:
+    """Of the compute lane from its first step with rows to its last: `ran` are those. An empty step between is busy."""
+    if not len(ran):
+        return 0
+    reach = np.ptp(np.append(steps["compute_end_ns"][ran], steps["compute_start_ns"][ran]))
+    return int(reach - steps.lane("compute")[ran[0] : ran[-1] + 1].sum())
+
+
+def _waste(requests: Requests, steps: Steps) -> dict[str, Any]:
+    """Work that produced nothing, and work that was spared."""
+    computed, useful = int(steps["padded_tokens"].sum()), int(steps["tokens"].sum())
+    table = requests.rows
+    prompts = int(table.numbers("prompt_tokens")[table.numbers("first_step") >= 0].sum())
+    hits = int(table.numbers("cached_tokens").sum())
+    return {
+        "computed_tokens": computed,
+        "padding_tokens": computed - useful,
+        "padding_share": (computed - useful) / computed if computed else 0.0,
+        "recomputed_tokens": int(steps["recomputed_tokens"].sum()),
+        "wasted_rows": int(steps["wasted_rows"].sum()),
+        "preemptions": int(steps["preempted"].sum()),
+        "prefix_hit_tokens": hits,
+        "prefix_hit_rate": hits / prompts if prompts else 0.0,
+    }
+
+
+def _price(summary: Mapping[str, Any], price_usd_hour: float) -> dict[str, Any]:
+    """What the span costs a million tokens, and what an hour pays for an idle GPU."""
+    spent = price_usd_hour * summary["makespan_s"] / 3600
+    output, total = summary["output_tokens"], summary["output_tokens"] + summary["input_tokens"]
+    return {
+        "price_usd_hour": price_usd_hour,
+        "usd_per_million_output_tokens": spent / output * 1e6 if output else None,
+        "usd_per_million_tokens": spent / total * 1e6 if total else None,
+        "idle_usd_hour": price_usd_hour * (1 - summary["gpu_active"]),
+    }

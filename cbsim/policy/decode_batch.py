@@ -1,0 +1,265 @@
+"""The requests that decode one token every step, advanced all at once.
+
+A decode step should cost what changed, not what runs. Members share two counters, the number of planned and of updated
+steps, and derive their progress from them. What will change is known ahead: the step at which a member needs a block,
+fills one, or produces its declared last token is kept in calendars by step. A request whose next row is not certain
+(a chunk, a stall, a preemption) is not a member and is planned one by one; joining and leaving are exact.
+
+In a step that rests nobody goes on. So steps have two numbers: that of the step, and the pace, which counts those that
+did not rest; progress and calendars go by the pace.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from operator import attrgetter
+from typing import Final
+
+from cbsim.policy.request import Pace, Request, RequestSpec
+from cbsim.policy.value import value
+
+Entry = tuple[int, int, Request]  # (its admission order, `since` of the stay that is meant, who): they sort in order
+Calendar = dict[int, list[Entry]]  # by pace
+by_order = attrgetter("order")
+
+
+@value(init=False)
+class Completion:
+    """A row in flight that will change more than a count when it comes back."""
+
+    request: Final[Request]
+    epoch: Final[int]  # the request's when the row was planned
+    outputs: Final[int]  # that it may yield
+    reach: Final[int]  # tokens computed once it has completed
+    fills: Final[int]  # blocks it fills, if it yields them all
+    short: Final[int]  # outputs that it did not yield
+    order: Final[int]  # the request's place in the admission order when it was noted
+
+    def __init__(
+        self,
+        request: Request,
+        epoch: int,
+        outputs: int,
+        reach: int = 0,
+        fills: int = 0,
+        short: int = 0,
+        order: int = -1,
+    ) -> None:
+        self.request = request
+        self.epoch = epoch
+        self.outputs = outputs
+        self.reach = reach
+        self.fills = fills
+        self.short = short
+        self.order = request.order if order < 0 else order
+
+
+Completions = tuple[
+    list[Completion], list[Completion], list[Completion]
+]  # of the chunks before the members, of them, and after
+
+
+def in_order(notes: Completions, late: list[Completion], stopped: list[Request]) -> list[Completion]:
+    """The rows of a step that do more than count: those noted, those of members that have left since, and those
+    that sampled a stop token. Chunks come as they were listed, members by admission.
+    """
+    before, middle, after = notes
+    if late:
+        noted = {completion.request for completion in middle}
+        middle += [completion for completion in late if completion.request not in noted]
+    if stopped:
+        noted = {completion.request for completion in (*before, *middle, *after)}
+        middle += [Completion(request, request.epoch, 1) for request in stopped if request not in noted]
+    if len(middle) > 1:
+        middle.sort(key=lambda completion: completion.order)
+    return [*before, *middle, *after]
+
+
+class DecodeBatch(Pace):
+    """Members and their calendars. `planned` and `updated` count steps and are the index of the next one of each."""
+
+    def __init__(self, block_size: int, *, long_tokens: int = 0) -> None:
+        """Members that have computed `long_tokens` or more are counted in `long`."""
+        super().__init__()
+        self.block_size = block_size
+        self.long_tokens = long_tokens
+        self.long = 0
+        self.max_order = -1  # no member has a larger admission order
+        self.held_blocks = 0  # blocks in the tables of the members
+        self._members: dict[Request, None] = {}
+        self._offset = 0  # sum over members of computed - pace
+        self._grow_at: Calendar = {}
+        self._fill_at: Calendar = {}
+        self._end_at: Calendar = {}
+        self._long_at: Calendar = {}
+        self._late: dict[int, list[Completion]] = {}  # by step: rows of members that have left since
+        self._due: list[Entry] = []  # those that `growing` named
+        self._always: list[Request] = []  # blocks of one token: who needs one in every step, in admission order
+        self._joins = 0
+        self._heads: list[tuple[int, int, int, Request]] = []  # heap: (pace - computed, number, since, who) of joins
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._members)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._members
+
+    @property
+    def oldest(self) -> int:
+        return next(iter(self._members)).since if self._members else 0
+
+    @property
+    def context(self) -> int:
+        """KV tokens that the members' next rows read, their own token not counted."""
+        return self._offset + len(self._members) * self.pace
+
+    @property
+    def longest(self) -> int:
+        """KV tokens that the longest member's next row reads, its own token not counted; 0 without members."""
+        heads = self._heads
+        while heads:
+            head, _, since, request = heads[0]
+            if request.batch is self and request.since == since:
+                return self.pace - head
+            heappop(heads)
+        return 0
+
+    def join(self, request: Request, blocks: int, *, fills: bool) -> None:
+        """Admit a request that holds `blocks` blocks, between two steps; with `fills`, `filling` will name it."""
+        request.join(self)
+        self._members[request] = None
+        computed, since, size = request.computed, self.pace, self.block_size
+        self._offset += computed - since
+        self._joins += 1
+        heappush(self._heads, (since - computed, self._joins, request.since, request))
+        self.held_blocks += blocks
+        self.max_order = max(self.max_order, request.order)
+        self._note(self._grow_at, since + blocks * size - computed, request)
+        if fills:
+            self._note(self._fill_at, since + size - 1 - computed % size, request)
+        if self.long_tokens:
+            self._watch_length(request)
+        if request.last > request.scheduled:
+            self._note(self._end_at, since + request.last - request.scheduled - 1, request)
+
+    def _watch_length(self, request: Request) -> None:
+        if request.computed >= self.long_tokens:
+            self.long += 1
+        else:
+            self._note(self._long_at, self.pace + self.long_tokens - request.computed, request)
+
+    def leave(self, request: Request, blocks: int) -> None:
+        """Take a member out that holds `blocks` blocks. Its rows in flight are delivered one by one (`completion`)."""
+        for step in range(max(self.updated, request.since), self.planned):
+            if not self.rests_in(step):
+                self._late.setdefault(step, []).append(Completion(request, request.epoch, 1))
+        self._offset -= request.computed - self.pace
+        if self.long_tokens:
+            self.long -= request.computed >= self.long_tokens
+        self.held_blocks -= blocks
+        if self._always and request in self._always:
+            self._always.remove(request)
+        del self._members[request]
+        request.leave()
+        if not self._members:
+            self.max_order = -1
+
+    def growing(self) -> list[Request]:
+        """Members that need one more block in the step being planned, in admission order."""
+        entries = self._grow_at.get(self.pace)
+        self._due = self._current(entries) if entries else []
+        due = [request for _, _, request in self._due]
+        if self.block_size > 1:
+            return due
+        self._grow_at.pop(self.pace, None)
+        for request in due:
+            insort(self._always, request, key=by_order)
+        return self._always
+
+    def grew(self) -> None:
+        """Those that `growing` has just named got a block each and need the next one `block_size` steps on."""
+        if self.block_size == 1:
+            self.held_blocks += len(self._always)
+            return
+        self.held_blocks += len(self._due)
+        self._grow_at.setdefault(self.pace + self.block_size, []).extend(self._due)
+
+    def filling(self) -> list[Request]:
+        """Members whose row in the step being planned fills a block, in admission order."""
+        entries = self._fill_at.get(self.pace)
+        if not entries:
+            return []
+        due = self._current(entries)
+        self._fill_at.setdefault(self.pace + self.block_size, []).extend(due)
+        return [request for _, _, request in due]
+
+    def ending(self) -> list[Request]:
+        """Members whose declared last token is sampled in the step being planned, in admission order."""
+        entries = self._end_at.get(self.pace)
+        return [request for _, _, request in self._current(entries)] if entries else []
+
+    def completion(self, step: int) -> list[Completion]:
+        """The rows of `step` that are not the decode batch's any more."""
+        return self._late.pop(step, None) or []
+
+    def commit(self, *, rests: bool = False) -> None:
+        """The step is planned."""
+        if not rests:
+            for calendar in (self._grow_at, self._fill_at, self._end_at):
+                calendar.pop(self.pace, None)
+        self.advance(rests=rests)
+        if self._long_at:
+            self.long += len(self._current(self._long_at.get(self.pace, [])))
+            self._long_at.pop(self.pace, None)
+
+    def _note(self, calendar: Calendar, step: int, request: Request) -> None:
+        calendar.setdefault(step, []).append((request.order, request.since, request))
+
+    def _current(self, entries: list[Entry]) -> list[Entry]:
+        """Those of members that have not left since they were noted, in admission order."""
+        current = [entry for entry in entries if entry[2].batch is self and entry[2].since == entry[1]]
+        if len(current) > 1:
+            current.sort()
+        return current
+
+    def check(self, blocks: dict[Request, int]) -> None:
+        """Raise AssertionError unless the running sums equal a recount. `blocks`: how many each member holds."""
+        assert self.context == sum(r.computed for r in self), (self.context, [r.computed for r in self])
+        held = sum(blocks[r] for r in self)
+        assert self.held_blocks == held, (self.held_blocks, held)
+        assert self.longest == max((r.computed for r in self), default=0), self.longest
+        assert not self.long_tokens or self.long == sum(r.computed >= self.long_tokens for r in self), self.long
+        assert all(r.order <= self.max_order and r.batch is self for r in self)
+
+
+@value(init=False)
+class Scheduled:
+    """Who decodes from now on, whose last token is sampled; query tokens, blocks of the tables, new ones among them."""
+
+    joined: Final[list[RequestSpec]]
+    ends: Final[list[RequestSpec]]
+    tokens: Final[int]
+    table_blocks: Final[int]
+    new_blocks: Final[int]
+
+    def __init__(
+        self,
+        joined: list[RequestSpec],
+        ends: list[RequestSpec],
+        tokens: int,
+        table_blocks: int,
+        new_blocks: int,
+    ) -> None:
+        self.joined = joined
+        self.ends = ends
+        self.tokens = tokens
+        self.table_blocks = table_blocks
+        self.new_blocks = new_blocks
+
+
+NOTHING = Scheduled([], [], 0, 0, 0)

@@ -1,1 +1,0 @@
-"""Scheduling policies, one file a family, and the registry that finds them by name."""

@@ -1,1 +1,0 @@
-"""What proves the rest: conformance, recorded runs, studies, bars, the benchmark. Only the command line imports it."""

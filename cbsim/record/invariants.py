@@ -1,0 +1,161 @@
+"""What must hold of every step table, simulated or measured, finished or cut short. Callable: `check(steps, ...)`.
+
+A failure is an AssertionError that names the rule and the step and prints both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from cbsim.record.record import LANES, PHASES
+from cbsim.record.tables import Steps
+
+AT_ONCE = 1 << 18  # steps
+NEVER_NS = (1 << 63) - 1
+Ints = npt.NDArray[np.int64]
+Checked = Ints | npt.NDArray[np.bool_]
+
+
+def check(steps: Steps, *, depth: int, overlap: bool, total_blocks: int) -> None:
+    """Raise AssertionError unless the table can be that of a server with `depth` steps in flight, as many I/O buffers,
+    and copies that run beside kernels only with `overlap`.
+    """
+    check_order(steps)
+    check_cpu(steps)
+    _lanes(steps, overlap)
+    _dependencies(steps)
+    _flight(steps, depth)
+    check_rows(steps)
+    check_blocks(steps, total_blocks)
+
+
+def check_read(steps: Steps, total_blocks: int) -> None:
+    """Raise AssertionError unless the table can be that of any server, simulated or on a real clock, finished or not:
+    steps and phases in order, one thing at a time on the CPU, rows, tokens and blocks that add up. What a device does
+    beside the CPU is left alone: a clock of its own has errors of its own.
+    """
+    check_order(steps)
+    check_cpu(steps)
+    check_rows(steps)
+    check_blocks(steps, total_blocks)
+
+
+def check_order(steps: Steps) -> None:
+    """Raise AssertionError unless steps come in order and nothing ends before it starts."""
+    _numbers(steps)
+    _intervals(steps)
+
+
+def _require(rule: str, left: Ints, right: Ints | int, holds: Checked) -> None:
+    """`holds` says for which steps the rule does; the first other one is shown with both of its sides."""
+    if not holds.all():
+        at = int(np.flatnonzero(~holds.astype(bool))[0])
+        sides = int(left[at]), int(np.broadcast_to(right, left.shape)[at])
+        raise AssertionError(f"{rule}: row {at} has {sides[0]} against {sides[1]}")
+
+
+def _at_most(rule: str, left: Ints, right: Ints | int) -> None:
+    _require(rule, left, right, left <= right)
+
+
+def _equal(rule: str, left: Ints, right: Ints | int) -> None:
+    _require(rule, left, right, left == right)
+
+
+def _numbers(steps: Steps) -> None:
+    _equal("steps are numbered 0, 1, 2 ...", steps["step"], np.arange(len(steps), dtype=np.int64))
+
+
+def _intervals(steps: Steps) -> None:
+    _at_most("steps begin at or after the run", np.zeros_like(steps["step"]), steps["schedule_start_ns"])
+    for name in (*PHASES, *LANES):
+        _at_most(f"{name} ends at or after its start", steps[f"{name}_start_ns"], steps[f"{name}_end_ns"])
+    for before, after in pairwise(PHASES):
+        _at_most(f"{after} follows {before}", steps[f"{before}_end_ns"], steps[f"{after}_start_ns"])
+
+
+def check_cpu(steps: Steps) -> None:
+    """Raise AssertionError unless the CPU, one lane for all phases, does one thing at a time."""
+    _lane(steps, PHASES)
+
+
+def _lanes(steps: Steps, overlap: bool) -> None:
+    """Without `overlap` copies and kernels are one lane."""
+    for names in [[lane] for lane in LANES] if overlap else [LANES]:
+        _lane(steps, names)
+
+
+def _lane(steps: Steps, names: Sequence[str]) -> None:
+    """Some steps at a time: what starts before all that follows them is in order and can be checked."""
+    rule = f"{' + '.join(names)}: one thing at a time, in order of start"
+    lows = np.arange(0, len(steps), AT_ONCE)
+    starts = ends = np.empty(0, dtype=np.int64)
+    for low, following in zip(lows, _following(steps, names, lows), strict=True):
+        block = steps.window(int(low), int(low) + AT_ONCE)
+        starts = np.concatenate([starts, *(block[f"{name}_start_ns"] for name in names)])
+        ends = np.concatenate([ends, *(block[f"{name}_end_ns"] for name in names)])
+        order = np.lexsort((ends, starts))
+        starts, ends = starts[order], ends[order]
+        known = int(np.searchsorted(starts, following))  # these, and the first of those after them
+        _at_most(rule, ends[: min(known, len(ends) - 1)], starts[1 : known + 1])
+        starts, ends = starts[max(known - 1, 0) :], ends[max(known - 1, 0) :]
+
+
+def _following(steps: Steps, names: Sequence[str], lows: Ints) -> Ints:
+    """For each block of steps, by its first, when the earliest of all that come after the block starts."""
+    if not len(lows):
+        return lows
+    firsts = np.min([np.minimum.reduceat(steps[f"{name}_start_ns"], lows) for name in names], axis=0)
+    earliest: Ints = np.minimum.accumulate(firsts[::-1])[::-1]
+    return np.append(earliest[1:], NEVER_NS)
+
+
+def _dependencies(steps: Steps) -> None:
+    compute_start, compute_end = steps["compute_start_ns"], steps["compute_end_ns"]
+    _at_most("the H2D copy waits for what it copies", steps["prepare_end_ns"], steps["h2d_start_ns"])
+    _at_most("compute waits for its inputs", steps["h2d_end_ns"], compute_start)
+    _at_most("compute waits for the step before", compute_end[:-1], compute_start[1:])
+    _at_most("the D2H copy waits for compute", compute_end, steps["d2h_start_ns"])
+    _at_most("the CPU waits for the outputs", steps["d2h_end_ns"], steps["await_end_ns"])
+
+
+def _flight(steps: Steps, depth: int) -> None:
+    """At most `depth` steps are in flight, so a buffer is written again only after the CPU has read it."""
+    later, earlier = slice(depth, None), slice(None, max(len(steps) - depth, 0))
+    h2d = steps["h2d_start_ns"][later]
+    _at_most("a buffer is written after its last outputs were copied", steps["d2h_end_ns"][earlier], h2d)
+    _at_most("a buffer is written after the CPU has read it", steps["await_end_ns"][earlier], h2d)
+    planned = steps["schedule_start_ns"][later]
+    _at_most(f"{depth} steps in flight at most", steps["update_end_ns"][earlier], planned)
+
+
+def check_rows(steps: Steps) -> None:
+    """Raise AssertionError unless the rows and tokens of each step add up."""
+    rows, decodes, prefill = steps["rows"], steps["decode_rows"], steps["prefill_tokens"]
+    for name in ("decode_rows", "prefill_tokens", "context_tokens", "waiting", "preempted", "cached_tokens"):
+        _at_most(f"{name} is not negative", np.zeros_like(rows), steps[name])
+    listed = rows - decodes
+    _at_most("decoding rows are rows", decodes, rows)
+    _at_most("a listed row has a token", listed, prefill)
+    _require("tokens are listed for rows only", prefill, listed, (prefill > 0) == (listed > 0))
+    _equal("tokens = prefill_tokens + decode_rows", steps["tokens"], prefill + decodes)
+    _at_most("padding is not negative", steps["tokens"], steps["padded_tokens"])
+    _at_most("every decoding row samples", decodes, steps["sampled_rows"])
+    _at_most("only rows sample", steps["sampled_rows"], rows)
+    _at_most("only running requests have rows", rows, steps["running"])
+    _at_most("only sampling ends a request", steps["finished"], steps["sampled_rows"])
+    _at_most("only rows are wasted", steps["wasted_rows"], rows)
+    _at_most("only listed tokens are recomputed", steps["recomputed_tokens"], prefill)
+
+
+def check_blocks(steps: Steps, total: int) -> None:
+    """Raise AssertionError unless the cache of so many blocks can have been used so."""
+    used, new, cached = steps["used_blocks"], steps["new_blocks"], steps["cached_blocks"]
+    _at_most("blocks in use are not negative", np.zeros_like(used), used)
+    _at_most("cached blocks are not negative", np.zeros_like(used), cached)
+    _at_most("blocks in use and cached blocks exist", used + cached, total)
+    _at_most("new blocks are in use", new, used)

@@ -1,0 +1,314 @@
+"""What happened in a run, as a driver reports it: one row a step, one row a request. Numbers come later (metrics.py).
+
+Both worlds fill the same record, so a simulated and a measured run have the same columns; columns.py says what each
+holds. All times are integer nanoseconds since the start of the run. Step rows are kept packed, because a run may have a
+million of them. A record that has a sink hands it the steps and the requests that are over, from time to time, and
+forgets them: then it holds no more than what runs and waits, and the steps since the last time.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple, Protocol
+
+from librt.strings import BytesWriter, write_i64_le
+
+from cbsim.policy.digest import digest
+from cbsim.policy.plan import Outcome, StepPlan
+from cbsim.policy.request import Finish, Request, RequestSpec
+from cbsim.policy.transfers import IN_ORDER, Transfer
+from cbsim.record import columns
+
+PHASES, LANES = columns.PHASES, columns.LANES
+STEP_COLUMNS = tuple(column.name for column in columns.STEPS)
+STEP_TIMES = tuple(column.name for column in columns.STEPS if column.unit == "ns")
+STEP_COUNTS = tuple(name for name in STEP_COLUMNS if name not in STEP_TIMES)
+FAILED = "failed"
+UNREPORTED = -1
+STATUSES = (*(finish.value for finish in Finish), FAILED, "unfinished", "waiting")
+
+
+class StepTimes:
+    """When a step's phases and lanes started and ended. Filled in by the driver while the step is under way."""
+
+    __slots__ = (*STEP_TIMES, "padded_tokens", "update_ns")
+    schedule_start_ns: int
+    schedule_end_ns: int
+    prepare_start_ns: int
+    prepare_end_ns: int
+    launch_start_ns: int
+    launch_end_ns: int
+    await_start_ns: int
+    await_end_ns: int
+    update_start_ns: int
+    update_end_ns: int
+    h2d_start_ns: int
+    h2d_end_ns: int
+    compute_start_ns: int
+    compute_end_ns: int
+    d2h_start_ns: int
+    d2h_end_ns: int
+    padded_tokens: int
+    update_ns: int  # CPU time that applying the result will take
+
+    def __init__(self, now_ns: int) -> None:
+        self.schedule_start_ns = now_ns
+
+
+class RequestRow(NamedTuple):
+    """A request at the end of the run. `token_runs` is [first step, steps, ...]: the steps whose token it received.
+
+    A row and step deliver one token at most: `Record` refuses plans whose rows may yield several.
+    """
+
+    index: int  # type: ignore[assignment]  # a column's name; tuple.index is not called
+    id: str
+    arrival_ns: int
+    queued_poll: int
+    queued_ns: int
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+    priority: int
+    first_step: int
+    status: str
+    reason: str
+    cancelled_poll: int
+    preemptions: int
+    cached_tokens: int
+    token_runs: list[int]
+
+
+class MoveLog:
+    """The KV transfers of a run, in the order in which plans list them: `rows` are the columns MOVES, row after row."""
+
+    def __init__(self) -> None:
+        self.rows = array("q")
+        self._of_job: dict[int, list[int]] = {}  # where the step is noted whose result names it
+
+    def moved(self, step: int, move: Transfer, start_ns: int, end_ns: int) -> None:
+        """A move that the plan of `step` lists, and when it began and ended, or will."""
+        index = -1 if move.spec is None else move.spec.index
+        row = (step, index, move.job, int(move.direction), len(move.sources), start_ns, end_ns, UNREPORTED)
+        self.rows.extend(row)
+        if move.job != IN_ORDER:
+            self._of_job.setdefault(move.job, []).append(len(self.rows) - 1)
+
+    def reported(self, jobs: tuple[int, ...], step: int) -> None:
+        """The result of `step` named these jobs."""
+        for job in jobs:
+            for at in self._of_job.pop(job, ()):
+                self.rows[at] = step
+
+
+class Sink(Protocol):
+    """Where the tables of a long run go while it works (pieces.py)."""
+
+    def take(self, steps: bytearray, rows: list[RequestRow]) -> None:
+        """The next steps, and requests as they are after them. A later row of a request takes the place of others."""
+
+
+NEVER_BYTES = 1 << 60
+STEP_BYTES = 8 * len(STEP_COLUMNS)
+
+
+class Record:
+    """The run so far, but for what its sink has taken. `total_blocks` is the size of the KV cache."""
+
+    def __init__(self, total_blocks: int) -> None:
+        self.total_blocks = total_blocks
+        self.steps = bytearray()  # rows of STEP_COLUMNS, each a little-endian 64-bit integer
+        self.refusals: dict[RequestSpec, str] = {}
+        self.failures: dict[RequestSpec, str] = {}
+        self.cancels: dict[RequestSpec, int] = {}
+        self.moves = MoveLog()
+        self.parents = array("q")  # rows of columns.PARENTS
+        self.polls = 0
+        self.sampled_tokens = 0  # output tokens that steps have delivered
+        self._queued: dict[RequestSpec, tuple[int, int]] = {}  # -> (poll, time)
+        self._first_step: dict[RequestSpec, int] = {}
+        self._requests: dict[RequestSpec, Request] = {}
+        self._sink: Sink | None = None
+        self._full_bytes = NEVER_BYTES  # of steps, from which on the sink takes them
+        self._taken_steps = 0  # by the sink
+        self._forgotten = 0  # requests that were over
+        self._passed_polls = 0  # polls whose requests the sink has heard of
+
+    @property
+    def step_count(self) -> int:
+        return self._taken_steps + len(self.steps) // STEP_BYTES
+
+    @property
+    def finished_count(self) -> int:
+        never_admitted = sum(spec not in self._requests for spec in {**self.refusals, **self.cancels})
+        return self._forgotten + sum(r.finish is not None for r in self._requests.values()) + never_admitted
+
+    def request(self, spec: RequestSpec) -> Request:
+        """How far a request has come that was admitted."""
+        return self._requests[spec]
+
+    def hand_to(self, sink: Sink, steps: int) -> None:
+        """From now on `sink` takes what is over, whenever there are so many steps."""
+        self._sink, self._full_bytes = sink, steps * STEP_BYTES
+
+    def hand_over(self) -> None:
+        """Give the sink the steps, and a row of every request that it does not know as it is; forget what is over."""
+        assert self._sink is not None
+        rows: list[RequestRow] = []
+        for spec, (poll, _) in list(self._queued.items()):
+            over, admitted = self._over(spec), spec in self._requests
+            if over or admitted or poll > self._passed_polls:
+                rows.append(self._row(spec))
+            if over:
+                self._forget(spec)
+        self._taken_steps, self._passed_polls = self.step_count, self.polls
+        steps, self.steps = self.steps, bytearray()
+        self._sink.take(steps, rows)
+
+    def _over(self, spec: RequestSpec) -> bool:
+        """Will the row of a request never change again? Asked between steps."""
+        request = self._requests.get(spec)
+        if request is None:
+            return spec in self.refusals or spec in self.cancels
+        return request.finish is not None
+
+    def _forget(self, spec: RequestSpec) -> None:
+        self._forgotten += 1
+        del self._queued[spec]
+        self._requests.pop(spec, None)
+        self._first_step.pop(spec, None)
+        self.refusals.pop(spec, None)
+        self.failures.pop(spec, None)
+        self.cancels.pop(spec, None)
+
+    def queued(self, spec: RequestSpec, now_ns: int) -> None:
+        """The scheduler got a request, in poll number `polls`."""
+        self._queued[spec] = (self.polls, now_ns)
+
+    def cancelled(self, spec: RequestSpec) -> bool:
+        """A client gave a request up, in poll number `polls`. False if it is over already, or has not come yet."""
+        request = self._requests.get(spec)
+        over = spec in self.refusals or spec in self.cancels or (request is not None and request.finish is not None)
+        if over or spec not in self._queued:
+            return False
+        self.cancels[spec] = self.polls
+        return True
+
+    def failed(self, spec: RequestSpec, reason: str) -> bool:
+        """The engine could not go on with a request. If it is not over, it is cancelled in poll number `polls`."""
+        self.failures[spec] = reason
+        return self.cancelled(spec)
+
+    def refused(self, spec: RequestSpec, reason: str) -> None:
+        self.refusals[spec] = reason
+
+    def admitted(self, request: Request, step: int) -> None:
+        """First row of a request since it was queued or preempted."""
+        self._first_step.setdefault(request.spec, step)
+        self._requests[request.spec] = request
+
+    def took_over(self, step: int, parents: tuple[tuple[RequestSpec, RequestSpec], ...]) -> None:
+        """The result of a step: these beams took over the text of their parents."""
+        for spec, parent in parents:
+            self.parents.extend((step, spec.index, parent.index))
+
+    def applied(self, plan: StepPlan, outcome: Outcome, times: StepTimes) -> None:
+        """A step is over."""
+        work, counts = plan.work, plan.counts
+        chunks, decodes = work.chunks, work.decodes
+        prefill, context = work.prefill_tokens, work.decode_context
+        sampled, recomputed, cached = decodes, 0, 0
+        for chunk in chunks:
+            assert chunk.outputs <= 1, (plan.step, "a row may yield several tokens, which no run table can hold")
+            sampled += chunk.outputs
+            recomputed += chunk.recomputed
+            cached += chunk.cached
+            context += chunk.start
+        self.sampled_tokens += sampled - outcome.wasted_rows
+        row = BytesWriter()
+        write_i64_le(row, plan.step)
+        write_i64_le(row, len(chunks) + decodes)
+        write_i64_le(row, decodes)
+        write_i64_le(row, prefill)
+        write_i64_le(row, prefill + decodes)
+        write_i64_le(row, times.padded_tokens)
+        write_i64_le(row, context + work.padding_context)
+        write_i64_le(row, sampled)
+        write_i64_le(row, counts.new_blocks)
+        write_i64_le(row, self.total_blocks - counts.free_blocks)
+        write_i64_le(row, counts.cached_blocks)
+        write_i64_le(row, counts.running)
+        write_i64_le(row, counts.waiting)
+        write_i64_le(row, len(plan.changes.preempted))
+        write_i64_le(row, recomputed)
+        write_i64_le(row, cached)
+        write_i64_le(row, len(outcome.finished))
+        write_i64_le(row, outcome.wasted_rows)
+        write_i64_le(row, digest(plan))
+        _write_times(row, times)
+        self.steps += row.getvalue()  # at once: an interrupt leaves whole rows
+        if len(self.steps) >= self._full_bytes:
+            self.hand_over()
+
+    def requests(self) -> list[RequestRow]:
+        """A row for every request that was queued or refused and is not forgotten, in order of index."""
+        rows = [self._row(spec) for spec in self._queued]
+        return sorted(rows)
+
+    def _row(self, spec: RequestSpec) -> RequestRow:
+        """Of steps that were cut short nothing shows: the tables of an interrupted run agree."""
+        request, (poll, queued_ns) = self._requests.get(spec), self._queued[spec]
+        runs, first_step = self._delivered(request), self._first_step.get(spec, -1)
+        status, reason = "waiting", self.refusals.get(spec) or self.failures.get(spec, "")
+        if spec in self.refusals:
+            status = Finish.REFUSED.value
+        elif spec in self.failures:
+            status = FAILED
+        elif spec in self.cancels:
+            status = Finish.ABORTED.value
+        elif request is not None:
+            whole = sum(runs[1::2]) == request.seen
+            status = request.finish.value if request.finish and whole else "unfinished"
+        return RequestRow(
+            spec.index,
+            spec.id,
+            spec.arrival_ns,
+            poll,
+            queued_ns,
+            spec.prompt_tokens,
+            spec.output_tokens,
+            spec.max_tokens,
+            spec.priority,
+            first_step if first_step < self.step_count else -1,
+            status,
+            reason,
+            self.cancels.get(spec, -1),
+            request.preemptions if request else 0,
+            (request.cached or 0) if request else 0,
+            runs,
+        )
+
+    def _delivered(self, request: Request | None) -> list[int]:
+        delivered = request.delivered() if request else []
+        within = ((first, min(count, self.step_count - first)) for first, count in delivered)
+        return [number for first, count in within if count > 0 for number in (first, count)]
+
+
+def _write_times(row: BytesWriter, times: StepTimes) -> None:
+    """The columns STEP_TIMES."""
+    write_i64_le(row, times.schedule_start_ns)
+    write_i64_le(row, times.schedule_end_ns)
+    write_i64_le(row, times.prepare_start_ns)
+    write_i64_le(row, times.prepare_end_ns)
+    write_i64_le(row, times.launch_start_ns)
+    write_i64_le(row, times.launch_end_ns)
+    write_i64_le(row, times.await_start_ns)
+    write_i64_le(row, times.await_end_ns)
+    write_i64_le(row, times.update_start_ns)
+    write_i64_le(row, times.update_end_ns)
+    write_i64_le(row, times.h2d_start_ns)
+    write_i64_le(row, times.h2d_end_ns)
+    write_i64_le(row, times.compute_start_ns)
+    write_i64_le(row, times.compute_end_ns)
+    write_i64_le(row, times.d2h_start_ns)
+    write_i64_le(row, times.d2h_end_ns)

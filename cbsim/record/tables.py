@@ -1,0 +1,214 @@
+"""The two tables of a run as columns: its steps and its requests, and when each request got its tokens.
+
+A run may have a million requests. As columns they take as many bytes as they have numbers; iteration gives rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cbsim.record import parquet
+from cbsim.record.record import STEP_COLUMNS, Record, RequestRow
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+TEXTS = ("id", "status", "reason")
+RUNS = "token_runs"
+NUMBERS = tuple(name for name in RequestRow._fields if name not in (*TEXTS, RUNS))
+ENDED = ("length", "stop")  # with their last token
+AT_ONCE = 1 << 14  # rows made together
+
+
+class Steps:
+    """The step table as columns."""
+
+    def __init__(self, table: Ints) -> None:
+        self._table = table
+
+    @classmethod
+    def of(cls, record: Record) -> Steps:
+        """The steps of a record until now, copied."""
+        return cls(np.frombuffer(bytes(record.steps), dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
+
+    @property
+    def table(self) -> Ints:
+        """All columns in the order of STEP_COLUMNS."""
+        return self._table
+
+    def __getitem__(self, column: str) -> Ints:
+        values: Ints = self._table[:, STEP_COLUMNS.index(column)]
+        return values
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def window(self, low: int, high: int) -> Steps:
+        """Steps low:high."""
+        return Steps(self._table[low:high])
+
+    def lane(self, name: str) -> Ints:
+        """Busy nanoseconds of a lane or phase, step by step."""
+        return self[f"{name}_end_ns"] - self[f"{name}_start_ns"]
+
+
+class RequestTable(Sequence[RequestRow]):
+    """Requests in order of index. `lengths` says how many numbers of `runs` are a request's token runs."""
+
+    def __init__(self, numbers: Mapping[str, Ints], texts: Mapping[str, pa.Array], lengths: Ints, runs: Ints) -> None:
+        self._numbers, self._texts = numbers, texts
+        self.lengths, self.runs = lengths, runs
+
+    @classmethod
+    def of(cls, rows: Sequence[RequestRow]) -> RequestTable:
+        """These rows as columns."""
+        if isinstance(rows, RequestTable):
+            return rows
+        values = dict(zip(RequestRow._fields, zip(*rows, strict=True) if rows else ((),) * 16, strict=True))
+        runs = values[RUNS]
+        return cls(
+            {name: np.array(values[name], dtype=np.int64) for name in NUMBERS},
+            {name: parquet.text_array(values[name]) for name in TEXTS},
+            np.array([len(numbers) for numbers in runs], dtype=np.int64),
+            np.fromiter(chain.from_iterable(runs), dtype=np.int64),
+        )
+
+    def numbers(self, name: str) -> Ints:
+        """A column of whole numbers."""
+        return self._numbers[name]
+
+    def texts(self, name: str) -> pa.Array:
+        """A column of texts."""
+        return self._texts[name]
+
+    def is_in(self, statuses: Sequence[str]) -> Mask:
+        """Which requests have one of these statuses?"""
+        return parquet.bool_mask(pc.is_in(self._texts["status"], parquet.text_array(statuses)))
+
+    def rows(self, chosen: npt.NDArray[np.integer] | Mask) -> RequestTable:
+        """The requests at these positions, in their order, or those that a mask leaves."""
+        at = np.flatnonzero(chosen) if chosen.dtype == bool else chosen
+        places = parquet.int_array(at)
+        lengths = self.lengths[at]
+        starts = (np.cumsum(self.lengths) - self.lengths)[at]
+        inside = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return RequestTable(
+            {name: values[at] for name, values in self._numbers.items()},
+            {name: values.take(places) for name, values in self._texts.items()},
+            lengths,
+            self.runs[np.repeat(starts, lengths) + inside],
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, at: int) -> RequestRow: ...
+    @overload
+    def __getitem__(self, at: slice) -> RequestTable: ...
+    def __getitem__(self, at: int | slice) -> RequestRow | RequestTable:
+        chosen = range(len(self))[at]
+        if isinstance(chosen, range):
+            return self.rows(np.array(chosen, dtype=np.int64))
+        return next(iter(self.rows(np.array([chosen]))))
+
+    def __iter__(self) -> Iterator[RequestRow]:
+        ends = np.cumsum(self.lengths)
+        for low in range(0, len(self), AT_ONCE):
+            part = slice(low, low + AT_ONCE)
+            columns: dict[str, Any] = {name: self._numbers[name][part].tolist() for name in NUMBERS}
+            columns |= {name: self._texts[name][part].to_pylist() for name in TEXTS}
+            spans = zip(ends[part].tolist(), self.lengths[part].tolist(), strict=True)
+            columns[RUNS] = [self.runs[end - length : end].tolist() for end, length in spans]
+            yield from map(RequestRow._make, zip(*(columns[name] for name in RequestRow._fields), strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        """The same rows as another table or sequence of rows?"""
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(ours == theirs for ours, theirs in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The request table with what follows from the steps, in order of index. Times that never happened are -1."""
+
+    rows: RequestTable
+    scheduled_ns: Ints
+    first_token_ns: Ints
+    last_token_ns: Ints
+    generated: Ints
+    ended_ns: Ints  # of every step
+
+    @property
+    def arrival_ns(self) -> Ints:
+        return self.rows.numbers("arrival_ns")
+
+    @property
+    def queued_ns(self) -> Ints:
+        return self.rows.numbers("queued_ns")
+
+    @property
+    def done(self) -> npt.NDArray[np.bool_]:
+        """Requests that ended with their last token."""
+        return self.rows.is_in(ENDED)
+
+    @cached_property
+    def gaps(self) -> tuple[Ints, Ints]:
+        """Distinct gaps between tokens of a request, and how often each occurred."""
+        return _gaps(self.rows, self.ended_ns)
+
+    @property
+    def gaps_ns(self) -> Ints:
+        return self.gaps[0]
+
+    @property
+    def gap_counts(self) -> Ints:
+        return self.gaps[1]
+
+
+def token_times(rows: Sequence[RequestRow], steps: Steps) -> Requests:
+    """Derive every time of a request from the steps whose tokens it received."""
+    return times(RequestTable.of(rows), steps["schedule_start_ns"], steps["update_end_ns"])
+
+
+def times(table: RequestTable, started: Ints, ended: Ints) -> Requests:
+    """The times of every request from when the steps started and ended."""
+    lengths, flat = table.lengths // 2, table.runs.reshape(-1, 2)
+    ends, has = np.cumsum(lengths), lengths > 0
+    column = np.full(len(table), -1, dtype=np.int64)
+    first, last, scheduled = column.copy(), column.copy(), column.copy()
+    first[has] = ended[flat[(ends - lengths)[has], 0]]
+    last[has] = ended[flat[ends[has] - 1].sum(axis=1) - 1]
+    admitted = table.numbers("first_step")
+    scheduled[admitted >= 0] = started[admitted[admitted >= 0]]
+    owner = np.repeat(np.arange(len(table)), lengths)
+    generated = np.bincount(owner, weights=flat[:, 1], minlength=len(table)).astype(np.int64)
+    return Requests(table, scheduled, first, last, generated, ended)
+
+
+def _gaps(table: RequestTable, ended: Ints) -> tuple[Ints, Ints]:
+    """Gaps between successive tokens: inside a run of steps by counting runs, between runs one by one."""
+    flat = table.runs.reshape(-1, 2)
+    first, last = flat[:, 0], flat.sum(axis=1) - 1
+    owner = np.repeat(np.arange(len(table)), table.lengths // 2)
+    change = np.zeros(len(ended) + 1, dtype=np.int64)
+    np.add.at(change, first + 1, 1)
+    np.add.at(change, last + 1, -1)
+    weight = np.cumsum(change)[: len(ended)]
+    inside = np.flatnonzero(weight)
+    same = np.flatnonzero(owner[1:] == owner[:-1])
+    between = ended[first[same + 1]] - ended[last[same]]
+    gaps = np.concatenate([ended[inside] - ended[inside - 1], between])
+    return gaps, np.concatenate([weight[inside], np.ones(len(between), dtype=np.int64)])

@@ -1,0 +1,63 @@
+"""A window of steps as a Chrome trace (opens in ui.perfetto.dev): one lane a tid, so that nothing overlaps."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cbsim.record.record import LANES, PHASES
+from cbsim.record.tables import Ints, Steps
+
+MOVING = ("kv copy", "kv out", "kv in")  # lanes of moves, by way
+MOVE_DETAILS = ("step", "request", "job", "blocks")
+DETAILS = ("rows", "decode_rows", "prefill_tokens", "padded_tokens", "context_tokens", "running", "waiting")
+
+
+def chrome_trace(steps: Steps, window: tuple[int, int], title: str, moves: Mapping[str, Ints] | None = None) -> bytes:
+    """Gzipped JSON of steps window[0]:window[1], and of the moves that their plans list. Times are microseconds, as
+    the format wants.
+    """
+    shown = steps.window(*window)
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": title}}]
+    for tid, lane in enumerate(("cpu", *LANES, *(MOVING if moves and len(moves["way"]) else ()))):
+        events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": lane}})
+        events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+    numbers = shown["step"].tolist()
+    details = {name: shown[name].tolist() for name in DETAILS}
+    for name in (*PHASES, *LANES):
+        tid = 0 if name in PHASES else 1 + LANES.index(name)
+        starts = shown[f"{name}_start_ns"].tolist()
+        ends = shown[f"{name}_end_ns"].tolist()
+        for i, step in enumerate(numbers):
+            if ends[i] == starts[i]:
+                continue
+            event: dict[str, Any] = {"ph": "X", "pid": 1, "tid": tid, "name": name, "ts": starts[i] / 1000}
+            event |= {"dur": (ends[i] - starts[i]) / 1000, "args": {"step": step}}
+            if name == "compute":
+                event["args"] |= {key: values[i] for key, values in details.items()}
+            events.append(event)
+    events += _moved(moves, window) if moves else []
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+    return gzip.compress(text.encode(), compresslevel=6, mtime=0)
+
+
+def _moved(moves: Mapping[str, Ints], window: tuple[int, int]) -> list[dict[str, Any]]:
+    """Moves of KV as events, on a lane for each way."""
+    seen = np.flatnonzero((moves["step"] >= window[0]) & (moves["step"] < window[1]))
+    rows = zip(*(moves[name][seen].tolist() for name in ("way", "start_ns", "end_ns", *MOVE_DETAILS)), strict=True)
+    return [
+        {
+            "ph": "X",
+            "pid": 1,
+            "tid": 1 + len(LANES) + way,
+            "name": MOVING[way],
+            "ts": start / 1000,
+            "dur": (end - start) / 1000,
+            "args": dict(zip(MOVE_DETAILS, details, strict=True)),
+        }
+        for way, start, end, *details in rows
+    ]

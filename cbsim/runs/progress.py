@@ -1,0 +1,93 @@
+"""What a user sees of work under way, a line on stderr, and how a run is ended."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cbsim.runs.running import Session
+
+SOON_S = 1.0  # before, an estimate of the time left is noise
+
+
+class ProgressLine:
+    """A line on stderr: rewritten in place on a terminal, else written every `pause_s` seconds."""
+
+    def __init__(self, pause_s: float) -> None:
+        self._live = sys.stderr.isatty()
+        self._pause_s = 0.1 if self._live else pause_s
+        self._begun_s = self._last_s = time.monotonic()
+
+    @property
+    def spent_s(self) -> float:
+        return time.monotonic() - self._begun_s
+
+    @property
+    def due(self) -> bool:
+        """Has the pause since the last line passed?"""
+        return time.monotonic() - self._last_s > self._pause_s
+
+    def write(self, message: str, done: int, total: int, *, last: bool = False) -> None:
+        """Write the message, and how long the rest of `total` will take."""
+        self._last_s, spent_s = time.monotonic(), self.spent_s
+        if 0 < done < total and spent_s > SOON_S:
+            message += f", {roughly(spent_s * (total - done) / done)} left"
+        end = "\n" if last or not self._live else ""
+        sys.stderr.write(f"\r{message}\x1b[K{end}" if self._live else f"{message}{end}")
+        sys.stderr.flush()
+
+
+class Progress:
+    """How far a run is, as a line on stderr, and how a user ends it."""
+
+    def __init__(self, session: Session, *, quiet: bool) -> None:
+        self._label, self._server, self._total, self._quiet = session.loop, session.server, session.requests, quiet
+        self._measured = session.server.measured
+        self._line = ProgressLine(2.0)
+        self._interrupted = False
+
+    def interrupt(self, *_: object) -> None:
+        """A signal handler: stop the run at the end of the step under way. The next signal ends the process."""
+        self._interrupted = True
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Ctrl-C, or a request to end, ends a run where its state is whole: after a step."""
+        before = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def __call__(self, now_ns: int) -> None:
+        """To be called after every step. Raises KeyboardInterrupt if the run is to stop."""
+        if self._interrupted:
+            raise KeyboardInterrupt
+        if not self._quiet and self._line.due:
+            self._write(now_ns)
+
+    def done(self, now_ns: int) -> None:
+        if not self._quiet:
+            self._write(now_ns, last=True)
+
+    def _write(self, now_ns: int, *, last: bool = False) -> None:
+        record, finished = self._server.record, self._server.record.finished_count
+        message = f"{self._label}: {finished:,} of {self._total:,} requests, {record.step_count:,} steps, "
+        if self._measured:
+            rate = record.sampled_tokens / (now_ns / 1e9) if now_ns else 0.0
+            message += f"{now_ns / 1e9:,.1f} s, {rate:,.0f} tokens/s"
+        else:
+            message += f"{now_ns / 1e9:,.1f} s simulated in {self._line.spent_s:.1f} s"
+        self._line.write(message, finished, self._total, last=last)
+
+
+def roughly(seconds: float) -> str:
+    """As far as an estimate goes: "40 s", "3 min", "2.5 h"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

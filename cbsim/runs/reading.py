@@ -1,0 +1,220 @@
+"""A run directory read again, and the checks that its files have what is read of them, and agree.
+
+Keys that are not read here may hold anything: a later version has more of them, and an engine has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cbsim import files
+from cbsim.errors import RunError
+from cbsim.metrics import metrics
+from cbsim.metrics.catalogue import DISTRIBUTIONS, METRICS, SINGLE
+from cbsim.metrics.terminal import lookup
+from cbsim.record import invariants, on_disk, parquet, pieces
+from cbsim.record.directory import MARKER, SCHEMA_VERSION, TERMS
+from cbsim.record.on_disk import Place
+from cbsim.record.record import STEP_COLUMNS
+from cbsim.record.tables import RequestTable, Steps
+from cbsim.scenario.fields import LARGEST_REAL, LARGEST_WHOLE, shown
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run directory that has been read. `incomplete` holds the marker's text. The files that only some runs have are
+    under `path`, or in `files` if the run is in none.
+    """
+
+    path: Path
+    scenario: str
+    environment: dict[str, Any]
+    summary: dict[str, Any]
+    steps: Steps
+    requests: RequestTable
+    incomplete: str | None
+    files: Mapping[str, bytes] | None = None
+
+    @property
+    def place(self) -> Place:
+        """Where its further files are."""
+        return self.path if self.files is None else self.files
+
+
+def load(path: Path, *, whole: bool = True) -> Run:
+    """Read a run directory; if not `whole`, its documents only. Raises RunError naming the file that is missing or
+    broken, and what is wrong with it.
+    """
+    if not path.is_dir():
+        raise RunError(f"{path}: no such run directory", file=path)
+    marker = path / MARKER
+    killed = marker.exists() and not (path / "summary.json").exists()
+    if killed and not pieces.any_piece(path):
+        raise RunError(f"{path}: incomplete, nothing to read yet: {_reason(marker)}", file=path)
+    steps, requests = Steps(np.empty((0, len(STEP_COLUMNS)), dtype=np.int64)), RequestTable.of(())
+    if killed:
+        steps, requests, terms = pieces.steps_so_far(path), pieces.requests_so_far(path), path / TERMS
+        summary = _summary_so_far(terms, files.read_json(terms, RunError), requests, steps)
+    else:
+        summary = files.read_json(path / "summary.json", RunError)
+    version = summary.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise RunError(
+            f"{path / 'summary.json'}: {parquet.refused_version(version)}",
+            file=path / "summary.json",
+            field="schema_version",
+            value=version,
+            bound=str(SCHEMA_VERSION),
+        )
+    if whole and not killed:
+        steps = on_disk.read_steps(path / "steps.parquet", check=True)
+        requests = on_disk.read_requests(path / "requests.parquet", len(steps))
+    return Run(
+        path,
+        files.read_text(path / "scenario.resolved.yaml", RunError),
+        files.read_json(path / "env.json", RunError),
+        summary,
+        steps,
+        requests,
+        _reason(marker) if marker.exists() else None,
+    )
+
+
+def _reason(marker: Path) -> str:
+    return files.read_text(marker, RunError).strip() or "no reason was written"
+
+
+def _summary_so_far(file: Path, terms: Mapping[str, Any], requests: RequestTable, steps: Steps) -> dict[str, Any]:
+    """What summary.json would say of these tables, had the run been interrupted here. `terms` are what `file`, TERMS,
+    holds. Raises RunError if they are not what a run writes.
+    """
+    try:
+        counted: dict[str, Any] = {**terms["counted"]}
+        if counted["window_s"] is not None:
+            low, high = counted["window_s"]
+            counted["window_s"] = (-np.inf if low is None else low, np.inf if high is None else high)
+        return {**terms["about"], **metrics.summarise(requests, steps, **counted)}
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{file}: not what a run writes: {type(error).__name__}: {error}", file=file) from error
+
+
+def check_documents(run: Run) -> None:
+    """Raises RunError if env.json or summary.json lack what is read of them."""
+    check(run.path / "env.json", run.environment, ENVIRONMENT)
+    check(run.path / "summary.json", run.summary, SUMMARY)
+
+
+def check_same(run: Run, loop: str, *, whole: bool = True) -> None:
+    """Raises RunError if the summary is not that of the scenario, whose loop this is, and of the tables beside it, if
+    these are read `whole`.
+    """
+    beside = (("steps", len(run.steps), "steps.parquet"), ("requests", len(run.requests), "requests.parquet"))
+    for key, value, file in (*(beside if whole else ()), ("loop", loop, "scenario.resolved.yaml")):
+        if run.summary[key] != value:
+            raise RunError(f"{run.path / 'summary.json'}: {key} is {run.summary[key]}, that of {file} is {value}")
+
+
+def check_possible(run: Run) -> None:
+    """Raises RunError if no server can have run these steps, on whatever clock."""
+    try:
+        invariants.check_read(run.steps, int(run.summary["total_blocks"]))
+    except AssertionError as error:
+        raise RunError(f"{run.path / 'steps.parquet'}: {error}") from None
+
+
+AT_MOST_NAMED = 3  # things that are wrong with a document
+
+
+class Kind(NamedTuple):
+    """What a value has to be, in words and as a test. It may be missing or null unless it is `needed`.
+
+    Nothing is needed inside of what is not there.
+    """
+
+    words: str
+    fits: Callable[[Any], bool]
+    needed: bool = True
+
+    def complaint(self, value: Any) -> str | None:
+        if value is None:
+            return f"is missing or null, expected {self.words}" if self.needed else None
+        return None if self.fits(value) else f"is {shown(value)}, expected {self.words}"
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_WHOLE
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_REAL
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(map(_is_number, value.values()))
+
+
+def _is_window(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(edge is None or _is_number(edge) for edge in value)
+
+
+TEXT = Kind("text", lambda value: isinstance(value, str))
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+WHOLE = Kind(f"a whole number from 0 to {LARGEST_WHOLE:,}", _is_whole)
+NUMBER = Kind(f"a number up to {LARGEST_REAL:g}", _is_number)
+AMOUNT = Kind(f"a number from 0 to {LARGEST_REAL:g}", lambda value: _is_number(value) and value >= 0)
+NUMBERS = Kind(f"names with numbers up to {LARGEST_REAL:g}", _are_numbers)
+FIELDS = Kind("fields", lambda value: isinstance(value, Mapping))
+LIST = Kind("a list", lambda value: isinstance(value, list))
+LOOP = Kind("sync or async", lambda value: value in ("sync", "async"))
+WINDOW = Kind("a list of two numbers or nulls", _is_window)
+
+
+def _optional(kind: Kind) -> Kind:
+    return kind._replace(needed=False)
+
+
+SUMMARY = (
+    {metric: _optional(AMOUNT) for metric in METRICS}
+    | {"makespan_s": AMOUNT, "gpu_active": AMOUNT, "preemptions": WHOLE}
+    | {"name": TEXT, "question": TEXT, "loop": LOOP, "complete": FLAG, "percentile_method": TEXT, "total_blocks": WHOLE}
+    | {"window_s": _optional(WINDOW), "requests": WHOLE, "steps": WHOLE, "requests_by_status": NUMBERS}
+    | {metric: AMOUNT for metric in SINGLE if "." not in metric and metric.endswith("_per_s")}
+    | dict.fromkeys(DISTRIBUTIONS, FIELDS)
+    | {"step_time_s": _optional(FIELDS)}  # a run without a step has none
+    | {f"{name}.n": WHOLE for name in DISTRIBUTIONS}
+    | {f"{name}.too_few_for": _optional(LIST) for name in DISTRIBUTIONS}
+    | {"slo": _optional(FIELDS), "cost": _optional(FIELDS), "cost.price_usd_hour": NUMBER}
+)
+ENVIRONMENT = (
+    {"device": TEXT, "git": _optional(FIELDS), "packages": _optional(FIELDS), "injected_ms": _optional(NUMBERS)}
+    | {name: _optional(TEXT) for name in ("command", "workload_hash", "engine", "git.commit")}
+    | {"notes": _optional(LIST)}
+)
+SCENARIO = (
+    {"name": TEXT, "loop.mode": LOOP, "scheduler.name": TEXT, "workload.kind": TEXT, "hardware.name": TEXT}
+    | dict.fromkeys(("loop", "scheduler", "workload", "hardware", "cost"), FIELDS)
+    | {"cost.kind": TEXT, "workload.arrivals": _optional(FIELDS), "workload.arrivals.kind": TEXT}
+    | {f"cost.{name}_efficiency": _optional(NUMBERS) for name in ("compute", "memory")}
+    | {f"scheduler.{name}": _optional(WHOLE) for name in ("max_num_batched_tokens", "max_batch_tokens")}
+)
+
+
+def check(file: object, document: Mapping[str, Any], declared: Mapping[str, Kind]) -> None:
+    """Raises RunError naming the file, and each key, its value and what it has to be."""
+    wrong = list(_complaints(document, declared))
+    if wrong:
+        more = [f"{len(wrong) - AT_MOST_NAMED} more"] if len(wrong) > AT_MOST_NAMED else []
+        raise RunError(f"{file}: {'; '.join([*wrong[:AT_MOST_NAMED], *more])}")
+
+
+def _complaints(document: Mapping[str, Any], declared: Mapping[str, Kind]) -> Iterator[str]:
+    for key, kind in declared.items():
+        inside = key.rpartition(".")[0]
+        text = None if inside and lookup(document, inside) is None else kind.complaint(lookup(document, key))
+        if text:
+            yield f"{key} {text}"

@@ -1,0 +1,229 @@
+"""Recorded polls in, the same plans out: the check that a run's decisions follow from what it was sent, and when.
+
+A run directory says in which poll each request arrived or was given up. The policy is run again on those polls, without
+a clock, and every plan must have the recorded digest: row by row, block by block. This holds for a simulated run and
+for one measured on hardware alike, and is how the two are shown to have run the same policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cbsim.errors import RunError
+from cbsim.policy.digest import digest
+from cbsim.policy.loop import Await, Completed, Launch, Poll, Polled, Scheduler, serve
+from cbsim.policy.plan import StepPlan, StepResult
+from cbsim.policy.request import Finish, RequestSpec
+from cbsim.record import optional_tables
+from cbsim.record.tables import Ints, RequestTable
+from cbsim.runs import assemble, reading
+from cbsim.runs.reading import Run
+from cbsim.scenario.scenario import Scenario, depth, load
+from cbsim.workload import generators
+from cbsim.workload.requests import Workload
+
+OWN = "cbengine"  # of the engines, the one that runs our policies; a simulated run names none
+Find = Callable[[int], RequestSpec | None]
+OnPlan = Callable[[Scheduler, StepPlan], None]
+READ_TOGETHER = 1 << 14  # steps
+NEVER = 1 << 63
+COMPARED = (
+    *("rows", "decode_rows", "prefill_tokens", "tokens", "new_blocks", "used_blocks"),
+    *("cached_blocks", "running", "waiting", "preempted", "plan_hash"),
+)
+
+
+class Replanned(NamedTuple):
+    """Steps whose plans were identical, and the first difference, or None."""
+
+    matched: int
+    steps: int
+    difference: str | None
+
+
+def rederive(path: Path) -> Replanned:
+    """Derive the plans of the run in `path` again. Raises RunError or ScenarioError if it cannot be read."""
+    run = reading.load(path)
+    scenario = load(path / "scenario.resolved.yaml")
+    return derived(run, scenario, generators.build(scenario))
+
+
+def derived(run: Run, scenario: Scenario, workload: Workload, on_plan: OnPlan | None = None) -> Replanned:
+    """Derive the plans of a run that has been read. `on_plan` is called after each plan that is identical."""
+    engine = run.environment.get("engine", OWN)
+    if engine != OWN:
+        raise RunError(f"{run.path / 'env.json'}: served by {engine}, which records no plans to derive again")
+    policy = assemble.scheduler(scenario, scenario.loop.mode)
+    _check_requests(run, workload)
+    return _compare(run, policy, depth(scenario.loop.mode), workload.find, on_plan)
+
+
+def _check_requests(run: Run, workload: Workload) -> None:
+    """Raise RunError unless all requests of the run are the workload's."""
+    for row in run.requests:
+        spec = workload.find(row.index)
+        recorded = (row.id, row.prompt_tokens, row.output_tokens, row.max_tokens, row.priority)
+        if spec is None or recorded != (
+            spec.id,
+            spec.prompt_tokens,
+            spec.output_tokens,
+            spec.max_tokens,
+            spec.priority,
+        ):
+            raise RunError(f"{run.path / 'requests.parquet'}: request {row.id} is not one of the scenario's workload")
+
+
+def _compare(run: Run, policy: Any, steps_in_flight: int, find: Find, on_plan: OnPlan | None = None) -> Replanned:
+    polls, steps = _Polls(run, find), len(run.steps)
+    total, step = policy.pool.num_blocks, 0
+    recorded, moved, parents = (
+        _recorded(run),
+        optional_tables.reported_jobs(run.place),
+        optional_tables.read_parents(run.place),
+    )
+    loop = serve(policy, steps_in_flight)
+    answer: Any = None
+    while True:
+        try:
+            effect = loop.send(answer)
+        except StopIteration:
+            return Replanned(step, steps, None if step >= steps else f"only {step} steps are planned")
+        answer = None
+        if isinstance(effect, Poll):
+            answer = polls.answer(effect.wait)
+        elif isinstance(effect, Launch):
+            if step == steps:
+                return Replanned(
+                    step, step, None if run.incomplete else f"step {step} is planned, but was not recorded"
+                )
+            if difference := _difference(effect.plan, total, next(recorded)):
+                return Replanned(step, steps, f"step {step}: {difference}")
+            if on_plan:
+                on_plan(policy, effect.plan)
+            polls.over(effect.plan.changes.ended)
+            step += 1
+        elif isinstance(effect, Await):
+            done = effect.plan.step
+            result = StepResult(
+                polls.stopped(done), moved=moved.get(done, ()), parents=polls.pairs(parents.get(done, ()))
+            )
+            answer = Completed(result, polls.answer().cancels if effect.cancels else ())
+
+
+def _recorded(run: Run) -> Iterator[dict[str, int]]:
+    """What is compared of each step, in order; read some at a time."""
+    for low in range(0, len(run.steps), READ_TOGETHER):
+        steps = run.steps.window(low, low + READ_TOGETHER)
+        for numbers in zip(*(steps[name].tolist() for name in COMPARED), strict=True):
+            yield dict(zip(COMPARED, numbers, strict=True))
+
+
+class _Numbered:
+    """Indices of requests by a number, a poll or a step; looked up in ascending order of it."""
+
+    def __init__(self, numbers: Ints, index: Ints) -> None:
+        """Indices of one number keep their order."""
+        order = np.argsort(numbers, kind="stable")
+        self._numbers, self._index = numbers[order], index[order]
+        self._next = int(self._numbers[0]) if len(order) else NEVER
+        self.last = int(self._numbers[-1]) if len(order) else 0
+
+    def at(self, number: int) -> list[int]:
+        if number < self._next:
+            return []
+        low, high = np.searchsorted(self._numbers, (number, number + 1))
+        self._next = int(self._numbers[high]) if high < len(self._numbers) else NEVER
+        indices: list[int] = self._index[low:high].tolist()
+        return indices
+
+
+class _Polls:
+    """The answers to the polls of a run, in order, and which requests sampled a stop token in which step, as declared
+    by the workload or found in the text. A request is made when it arrives and forgotten when it is over.
+    """
+
+    def __init__(self, run: Run, find: Find) -> None:
+        requests = RequestTable.of(run.requests)
+        arrival, index = requests.numbers("arrival_ns"), requests.numbers("index")
+        queued, cancelled = requests.numbers("queued_poll"), requests.numbers("cancelled_poll")
+        order = np.lexsort((index, arrival))
+        come, go = order[queued[order] >= 0], order[cancelled[order] >= 0]
+        self._arrivals, self._cancels = _Numbered(queued[come], come), _Numbered(cancelled[go], index[go])
+        stopped = np.flatnonzero(requests.is_in((Finish.STOP.value,)) & (requests.lengths > 0))
+        ends = np.cumsum(requests.lengths)[stopped]
+        last_steps = requests.runs[ends - 2] + requests.runs[ends - 1] - 1
+        self._stops = _Numbered(last_steps, index[stopped])
+        self._index, self._arrival, self._find = index, arrival, find
+        self._open: dict[int, RequestSpec] = {}
+        self._poll = 0
+        self._waits, self._file = 2 * len(requests), run.path / "requests.parquet"
+        self._last = max(self._arrivals.last, self._cancels.last, 0)
+
+    def answer(self, wait: bool = False) -> Polled:
+        """Raises RunError if more polls waited for nothing than there are arrivals and cancels to wait for."""
+        self._poll += 1
+        arrivals = [self._come(row) for row in self._arrivals.at(self._poll)]
+        cancels = self._known(self._cancels.at(self._poll))
+        self._waits -= wait and not arrivals and not cancels
+        if self._waits < 0:
+            problem = (
+                f"no request arrives or is cancelled for so long before poll {self._last:,} that no run gets there"
+            )
+            raise RunError(f"{self._file}: {problem}", file=self._file)
+        return Polled(arrivals, cancels, closed=self._poll >= self._last)
+
+    def stopped(self, step: int) -> tuple[RequestSpec, ...]:
+        return tuple(self._known(self._stops.at(step)))
+
+    def pairs(self, indices: Iterable[tuple[int, int]]) -> tuple[tuple[RequestSpec, RequestSpec], ...]:
+        """Requests by two indices, of those that have come and not ended."""
+        come = self._open
+        return tuple([(come[one], come[other]) for one, other in indices if one in come and other in come])
+
+    def over(self, ended: Sequence[RequestSpec]) -> None:
+        """These have ended."""
+        for spec in ended:
+            self._open.pop(spec.index, None)
+
+    def _come(self, row: int) -> RequestSpec:
+        """The request in this row of the table: content from the workload, arrival of a follower from the record."""
+        index, arrival_ns = int(self._index[row]), int(self._arrival[row])
+        spec = self._find(index)
+        assert spec is not None, index
+        of = self._open.get(spec.sample_of.index) if spec.sample_of else None
+        if spec.arrival_ns != arrival_ns or of is not spec.sample_of:
+            spec = replace(spec, arrival_ns=arrival_ns, sample_of=of)
+        self._open[index] = spec
+        return spec
+
+    def _known(self, indices: list[int]) -> list[RequestSpec]:
+        """The requests of these that have arrived and not ended."""
+        return [self._open[index] for index in indices if index in self._open]
+
+
+def _difference(plan: StepPlan, total_blocks: int, recorded: dict[str, int]) -> str | None:
+    """The first difference of a plan from the record, counts before the digest."""
+    work, counts = plan.work, plan.counts
+    derived = {
+        "rows": work.rows,
+        "decode_rows": work.decodes,
+        "prefill_tokens": work.prefill_tokens,
+        "tokens": work.tokens,
+        "new_blocks": counts.new_blocks,
+        "used_blocks": total_blocks - counts.free_blocks,
+        "cached_blocks": counts.cached_blocks,
+        "running": counts.running,
+        "waiting": counts.waiting,
+        "preempted": len(plan.changes.preempted),
+        "plan_hash": digest(plan),
+    }
+    for name, value in derived.items():
+        if value != recorded[name]:
+            detail = "" if name != "plan_hash" else " (the counts agree, the rows or blocks do not)"
+            return f"{name} is {value}, recorded {recorded[name]}{detail}"
+    return None

@@ -1,0 +1,298 @@
+"""What a run gives: its numbers, its tables, its picture. In memory, and on disk as a run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from cbsim.draw.lane_chart import lanes
+from cbsim.draw.render import Picture
+from cbsim.errors import RunError
+from cbsim.files import access
+from cbsim.metrics import catalogue, checks, coverage
+from cbsim.metrics.checks import Verdict
+from cbsim.record import columns, directory, optional_tables, parquet, timeline
+from cbsim.record.directory import RunWriter
+from cbsim.record.tables import Ints, Requests, RequestTable, Steps, token_times
+from cbsim.runs import binding, occupancy, reading
+from cbsim.runs.occupancy import Occupancy
+from cbsim.scenario import scenario as scenarios
+from cbsim.scenario.scenario import Scenario, solved_lines
+from cbsim.workload import csv_requests, generators
+
+SIMULATED = "simulated"  # the device of a run that was not measured
+TIMELINE = (0, 2000)  # steps
+BOTH = "figures/sync_above_async.png"
+TABLES = ("steps.parquet", "requests.parquet")
+OURS = (
+    "scenario.resolved.yaml",
+    "env.json",
+    *TABLES,
+    "summary.json",
+    "timeline.json.gz",
+    directory.MARKER,
+    optional_tables.TRANSFERS_FILE,
+    directory.TERMS,
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Result:
+    """One scenario under one loop, simulated or measured. It prints as the table that the command prints.
+
+    `summary` and `environment` are what summary.json and env.json hold. `incomplete` says why the run was cut short,
+    None if it was not. `path` is the run directory if there is one.
+    """
+
+    scenario: Scenario
+    environment: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    step_numbers: Steps
+    request_rows: RequestTable
+    resolved: str  # scenario.resolved.yaml
+    files: Mapping[str, bytes] = field(default_factory=dict)  # what else the directory holds
+    incomplete: str | None = None
+    path: Path | None = None
+    notices: tuple[str, ...] = ()  # what may not be meant or cannot be judged: a line each
+
+    @property
+    def loop(self) -> str:
+        return str(self.summary["loop"])
+
+    @property
+    def folder(self) -> Path:
+        """Its run directory. Raises RunError if it was never written."""
+        if self.path is None:
+            raise RunError(f"{self.summary['name']}: {self.loop}: is in memory only; save it first")
+        return self.path
+
+    @property
+    def measured(self) -> bool:
+        """On a real clock?"""
+        return self.environment.get("device") != SIMULATED
+
+    @property
+    def units(self) -> dict[str, str]:
+        """The unit of every number of `summary` that has one, by dotted name."""
+        return {name: catalogue.METRICS[name].unit for name in catalogue.quantities(self.summary)}
+
+    @property
+    def warnings(self) -> list[str]:
+        """Where a simulated run leaves what its cost model was calibrated on."""
+        return [] if self.measured else coverage.warnings(self.scenario.model_dump(mode="json"), self.step_numbers)
+
+    @property
+    def binds(self) -> list[str]:
+        """What limits the run, and what would change it: a sentence or two."""
+        return binding.binding(self.scenario, self.loop, self.step_numbers, self._times)
+
+    @cached_property
+    def steps(self) -> pa.Table:
+        """One row a step, the columns of steps.parquet."""
+        return parquet.table(columns.STEPS, directory.step_columns(self.step_numbers))
+
+    @cached_property
+    def requests(self) -> pa.Table:
+        """One row a request, the columns of requests.parquet."""
+        return parquet.table(columns.REQUESTS, directory.request_columns(self._times))
+
+    @cached_property
+    def moves(self) -> Mapping[str, Ints]:
+        """The moves of KV, the columns of moves.parquet; without rows if nothing moved. Raises RunError."""
+        return optional_tables.read_transfers(self.path or self.files)
+
+    @cached_property
+    def occupancy(self) -> Occupancy:
+        """What its KV cache held, step by step: its plans are derived again. Raises RunError, ScenarioError."""
+        path_or_name, rows = (
+            self.path or Path(f"{self.summary['name']} {self.loop}"),
+            self.files.get(csv_requests.file_of(self.scenario)),
+        )
+        documents = self.resolved, dict(self.environment), dict(self.summary)
+        files = self.files if self.path is None else None
+        run = reading.Run(path_or_name, *documents, self.step_numbers, self.request_rows, self.incomplete, files)
+        requests = None if rows is None else rows.decode()
+        return occupancy.of(run, self.scenario, generators.build(self.scenario, requests))
+
+    def check(self, condition: str) -> Verdict:
+        """Does a condition such as `gpu_active>=99%` hold? Raises CheckError if it cannot be understood."""
+        return checks.parse(condition).verdict(self.summary)
+
+    def figure(self) -> Picture:
+        """What the CPU and the GPU do over a few steps. Raises RunError if no step ran."""
+        return figure([self])
+
+    def save(self, path: Path | str, timeline_steps: tuple[int, int] = TIMELINE) -> Path:
+        """Write the run directory to `path`, a new or an empty folder. Raises RunError."""
+        writer = RunWriter.at(Path(path))
+        writer.scenario(self.resolved)
+        self.write(writer, timeline_steps)
+        return writer.path
+
+    def write(self, writer: RunWriter, timeline_steps: tuple[int, int]) -> None:
+        """Everything but the scenario, which is written before a run; then the directory is complete, if the run is."""
+        if self.incomplete is not None:
+            writer.note(self.incomplete)
+        writer.environment(self.environment)
+        with writer.writing(self.step_numbers, lambda: self._times):
+            title = f"{self.summary['name']} {self.loop}"
+            writer.file("timeline.json.gz", timeline.chrome_trace(self.step_numbers, timeline_steps, title, self.moves))
+        writer.summary({**self.summary, "complete": False})
+        writer.drop_pieces()
+        for name, content in self._beside().items():
+            writer.file(name, content)
+        if self.incomplete is None:
+            if len(self.step_numbers):
+                writer.file("figures/timeline.png", self.figure().png())
+            writer.summary(self.summary)
+            writer.complete()
+
+    @cached_property
+    def _times(self) -> Requests:
+        return token_times(self.request_rows, self.step_numbers)
+
+    def _beside(self) -> Mapping[str, bytes]:
+        """Further files of the directory, by name."""
+        if self.path is None:
+            return self.files
+        with access(self.path, RunError):
+            files = sorted(file for file in self.path.iterdir() if file.is_file() and not _ours(file))
+            return {file.name: file.read_bytes() for file in files}
+
+    def __str__(self) -> str:
+        return _printed([self])
+
+    def __repr__(self) -> str:
+        state = "" if self.incomplete is None else ", incomplete"
+        return f"<Result {self.summary['name']} {self.loop}: {self.summary['makespan_s']:.6g} s{state}>"
+
+
+class Results(Mapping[str, Result]):
+    """The loops of one scenario, by name. They print side by side."""
+
+    def __init__(self, results: Sequence[Result]) -> None:
+        self._by_loop = {result.loop: result for result in results}
+
+    def __getitem__(self, loop: str) -> Result:
+        return self._by_loop[loop]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_loop)
+
+    def __len__(self) -> int:
+        return len(self._by_loop)
+
+    def compare(self) -> Comparison:
+        """How the second loop differs from the first."""
+        first, *others = self.values()
+        return Comparison(first, others[-1] if others else first)
+
+    def check(self, condition: str) -> Verdict:
+        """Does a condition hold of every loop?"""
+        verdicts = {loop: result.check(condition) for loop, result in self.items()}
+        return Verdict(all(verdicts.values()), "\n".join(f"{loop:<6} {verdict}" for loop, verdict in verdicts.items()))
+
+    def figure(self) -> Picture:
+        """The loops on one time axis. Raises RunError if one of them ran no step."""
+        return figure(list(self.values()))
+
+    def save(self, path: Path | str, timeline_steps: tuple[int, int] = TIMELINE) -> list[Path]:
+        """Write a run directory for each loop, `path`/LOOP. Raises RunError."""
+        paths = [result.save(Path(path) / loop, timeline_steps) for loop, result in self.items()]
+        draw_together(self, paths[-1])
+        return paths
+
+    def __str__(self) -> str:
+        return _printed(list(self.values()))
+
+    def __repr__(self) -> str:
+        return f"<Results {', '.join(map(repr, self.values()))}>"
+
+
+class Change(NamedTuple):
+    """A number of two runs: what it was, what it is, and how far that is from it."""
+
+    before: float
+    after: float
+    difference: float
+    relative: float | None  # of `before`; None if that is 0
+    unit: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """How one run differs from another. It prints as the table of both."""
+
+    first: Result
+    second: Result
+
+    def __getitem__(self, metric: str) -> Change:
+        """A metric by its dotted name, as in `--check`. Raises CheckError, or KeyError if a run has no such number."""
+        name = checks.named(metric, "compare")
+        before, after = (catalogue.quantities(run.summary)[name] for run in (self.first, self.second))
+        relative = after / before - 1 if before else None
+        return Change(before, after, after - before, relative, catalogue.METRICS[name].unit)
+
+    def __str__(self) -> str:
+        return catalogue.table({run.loop: run.summary for run in (self.first, self.second)})
+
+
+def _ours(file: Path) -> bool:
+    return file.name in OURS or file.suffix == directory.PART
+
+
+def read(path: Path | str) -> Result:
+    """The result of a run directory. Raises RunError, ScenarioError."""
+    run = reading.load(Path(path))
+    scenario = scenarios.load(run.path / "scenario.resolved.yaml")
+    reading.check_documents(run)
+    reading.check_same(run, scenario.loop.mode)
+    reading.check_possible(run)
+    return Result(
+        scenario=scenario,
+        environment=run.environment,
+        summary=run.summary,
+        step_numbers=run.steps,
+        request_rows=run.requests,
+        resolved=run.scenario,
+        incomplete=run.incomplete,
+        path=run.path,
+    )
+
+
+def figure(results: Sequence[Result]) -> Picture:
+    """The lanes of one run, or of several on one time axis. Raises RunError if one ran no step."""
+    for result in results:
+        if not len(result.step_numbers):
+            raise RunError(f"{result.summary['name']}: {result.loop}: no step ran: there is nothing to draw")
+    steps = {result.loop: result.step_numbers for result in results}
+    moved = {result.loop: result.moves for result in results}
+    active = {result.loop: float(result.summary["gpu_active"]) for result in results}
+    return Picture(lanes(steps, as_given=True, active=active, moves=moved))
+
+
+def draw_together(results: Results, path: Path) -> None:
+    """Two loops on one time axis, into the second one's directory. Raises RunError."""
+    if len(results) != 2 or not all(len(result.step_numbers) for result in results.values()):
+        return
+    with access(path / BOTH, RunError, "written"):
+        directory.write_whole(path / BOTH, results.figure().png())
+
+
+def _printed(results: Sequence[Result]) -> str:
+    """The question, what the scenario left open, and the numbers."""
+    summary = results[0].summary
+    table = catalogue.table({result.loop: result.summary for result in results})
+    heading = [f"{summary['name']}: {summary['question']}", solved_lines(results[0].scenario)]
+    return "\n".join([*filter(None, heading), "", table, "", *_bound(results)])
+
+
+def _bound(results: Sequence[Result]) -> list[str]:
+    """What binds each loop."""
+    limits = [(result.loop, text) for result in results for text in result.binds]
+    return [f"{'binds' if not at else '':<8}{loop:<7}{text}" for at, (loop, text) in enumerate(limits)]

@@ -1,0 +1,180 @@
+"""What `cbsim run` and `cbengine replay` do with a run: write its directory, print its table, judge its checks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cbsim.errors import CHECK_FAILED, ERROR, OK, DeadlockError, RunError, ServerError
+from cbsim.metrics import checks
+from cbsim.record import pieces, timeline
+from cbsim.record.directory import RunWriter
+from cbsim.record.record import FAILED
+from cbsim.runs import running
+from cbsim.runs.guard import PolicyError
+from cbsim.runs.progress import Progress
+from cbsim.runs.result import BOTH, Result, Results, draw_together
+from cbsim.runs.running import Maker, OnStep, Session, Terms
+from cbsim.scenario import scenario as scenarios
+from cbsim.scenario.scenario import Scenario
+
+MOST_OF_NAME = 80  # letters of a folder's name for what --set gave
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What `cbsim run` and `cbengine replay` have in common, parsed."""
+
+    scenario: str
+    overrides: Sequence[str]
+    out: Path
+    window: tuple[int, int] = (0, 2000)  # steps of the timeline
+    span_s: tuple[float, float] | None = None  # requests that count, by arrival
+    conditions: Sequence[checks.Check] = ()
+    as_json: bool = False
+    quiet: bool = False
+    line: str = ""  # the command as a shell line, recorded and printed: it makes the run again
+
+
+def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario] = lambda scenario: scenario) -> int:
+    """Serve a scenario under each of its loops, write the run directories, print the results. Returns the exit status.
+
+    `adapt` changes the scenario to one that this server can run; that one is recorded.
+    """
+    scenario = adapt(scenarios.load(options.scenario, options.overrides))
+    results = Results([one_loop(scenario, loop, options, serve) for loop in scenarios.loops(scenario)])
+    draw_together(results, list(results.values())[-1].folder)
+    for notice in dict.fromkeys(notice for result in results.values() for notice in result.notices):
+        print(f"notice: {notice}", file=sys.stderr)
+    for loop, result in results.items():
+        for warning in result.warnings:
+            print(f"warning: {loop}: beyond the calibration: {warning}", file=sys.stderr)
+    if options.as_json:
+        print(json.dumps({loop: result.summary for loop, result in results.items()}, indent=2))
+    elif options.quiet:
+        for result in results.values():
+            print(result.path)
+    else:
+        print(f"{results}\n")
+        _print_paths(list(results.values()), options)
+    judged = _judge(options.conditions, results, sys.stderr if options.as_json else sys.stdout)
+    return ERROR if _print_failed(results) else judged
+
+
+def one_loop(scenario: Scenario, loop: str, options: RunOptions, serve: Maker) -> Result:
+    """One scenario under one loop: one directory. Raises RunError if it could not be finished or written."""
+    recorder = _Recorder(options)
+    try:
+        result = running.one_loop(scenario, loop, serve, Terms(options.line, options.span_s), recorder)
+        return recorder.write(result)
+    except KeyboardInterrupt:
+        recorder.note("interrupted while its files were written")
+        raise
+
+
+class _Recorder:
+    """Makes the run directory before a run, so that one that dies leaves it, and writes what there is after it."""
+
+    def __init__(self, options: RunOptions) -> None:
+        self._options = options
+        self._writer: RunWriter | None = None
+
+    @contextmanager
+    def __call__(self, session: Session) -> Iterator[OnStep]:
+        """Raises RunError if the run was cut short: what happened until then is in the directory."""
+        digest = hashlib.sha256(session.resolved.encode()).hexdigest()
+        name = "-".join(filter(None, (session.scenario.name, session.loop, settings(self._options.overrides))))
+        writer = self._writer = RunWriter(self._options.out, name, digest)
+        writer.scenario(session.resolved)
+        writer.environment(session.environment)
+        session.write_to(writer, partial(self._early, writer, session))
+        progress = Progress(session, quiet=self._options.quiet or self._options.as_json)
+        try:
+            with progress.interruptible():
+                yield progress
+        except (KeyboardInterrupt, DeadlockError, ServerError, PolicyError) as stop:
+            reason = "interrupted" if isinstance(stop, KeyboardInterrupt) else str(stop)
+            reason = f"stuck: {stop}" if isinstance(stop, DeadlockError) else reason
+            steps = session.server.record.step_count
+            self.write(session.result(f"{reason}, after {steps} steps"))
+            verb = "measured" if session.server.measured else "simulated"
+            raise RunError(f"{reason}: what was {verb} until then is in {writer.path}") from None
+        except RunError as error:
+            self.note(str(error))
+            raise
+        progress.done(session.server.now_ns)
+
+    def _early(self, writer: RunWriter, session: Session, steps: int) -> None:
+        """The timeline of a long run is there as soon as its steps are."""
+        low, high = self._options.window
+        if high <= steps < high + writer.group:
+            title, steps_by_now = f"{session.scenario.name} {session.loop}", pieces.steps_so_far(writer.path)
+            writer.file("timeline.json.gz", timeline.chrome_trace(steps_by_now, (low, high), title))
+
+    def write(self, result: Result) -> Result:
+        """Write it; a directory that could not be written says why. Returns the result with its path."""
+        assert self._writer is not None
+        try:
+            result.write(self._writer, self._options.window)
+        except RunError as error:
+            if result.incomplete is None:
+                self.note(str(error))
+            raise
+        return replace(result, path=self._writer.path)
+
+    def note(self, reason: str) -> None:
+        """Why the directory is incomplete, if there is one and room for a word."""
+        if self._writer is not None:
+            with suppress(RunError):
+                self._writer.note(reason)
+
+
+def settings(overrides: Sequence[str]) -> str:
+    """What `--set` gave, as part of a folder's name: fields by their last word, no longer than can be read."""
+    parts = (override.partition("=") for override in overrides)
+    text = "-".join(f"{key.rpartition('.')[2]}-{value}" for key, _, value in parts)
+    return re.sub(r"[^A-Za-z0-9._]+", "-", re.sub(r"\bname\W+", "", text))[:MOST_OF_NAME].strip("-.")
+
+
+def _print_paths(results: Sequence[Result], options: RunOptions) -> None:
+    for result in results:
+        print(f"{result.loop:<6} {result.path}")
+        for status, count in result.summary["requests_by_status"].items():
+            if count and status not in ("length", "stop"):
+                print(f"       {count} of {result.summary['requests']} requests {status}; see requests.parquet")
+    last = results[-1].folder
+    figure = last / (BOTH if len(results) == 2 else "figures/timeline.png")
+    print(f"\npicture   {figure}" if figure.exists() else "\nnothing ran: no picture")
+    print(f"timeline  {last / 'timeline.json.gz'} (open it in ui.perfetto.dev)")
+    print(f"again     {options.line}")
+
+
+def _print_failed(results: Results) -> bool:
+    """Print requests that a server failed of its own accord, and whether there are any."""
+    for loop, result in results.items():
+        requests = result.request_rows
+        if (failed := requests.is_in((FAILED,))).any():
+            of = f"{failed.sum()} of {len(requests)} requests failed"
+            print(
+                f"{loop}: {of}: {requests.rows(failed)[0].reason}; see {result.folder / 'requests.parquet'}",
+                file=sys.stderr,
+            )
+    return any(result.summary["requests_by_status"].get(FAILED) for result in results.values())
+
+
+def _judge(conditions: Sequence[checks.Check], results: Results, out: Any) -> int:
+    failed = False
+    for loop, result in results.items():
+        for condition in conditions:
+            verdict = condition.verdict(result.summary)
+            failed |= not verdict
+            print(f"{loop:<6} {verdict}", file=out)
+    return CHECK_FAILED if failed else OK

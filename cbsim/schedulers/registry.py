@@ -1,0 +1,82 @@
+"""The one place where schedulers are found: ours by name, a user's own by entry point or as `package.module:KIND`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from cbsim.policy.kind import SchedulerKind
+from cbsim.schedulers.sarathi.policies import FASTER_TRANSFORMER, ORCA, SARATHI, SIMPLE_CHUNKING, VLLM_V0
+from cbsim.schedulers.sglang.scheduler import SGLANG
+from cbsim.schedulers.simple.beam import BEAM
+from cbsim.schedulers.simple.contiguous import CONTIGUOUS
+from cbsim.schedulers.simple.dynamic_padded import DYNAMIC_PADDED
+from cbsim.schedulers.simple.static import STATIC
+from cbsim.schedulers.simple.tgi import TGI
+from cbsim.schedulers.transformers.scheduler_523 import TRANSFORMERS_FIFO, TRANSFORMERS_PREFILL_FIRST
+from cbsim.schedulers.trtllm.scheduler import TRTLLM
+from cbsim.schedulers.vllm.scheduler import VLLM
+
+Kind = SchedulerKind[Any, Any]
+OURS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        BEAM,
+        CONTIGUOUS,
+        DYNAMIC_PADDED,
+        FASTER_TRANSFORMER,
+        ORCA,
+        SARATHI,
+        SGLANG,
+        SIMPLE_CHUNKING,
+        STATIC,
+        TGI,
+        TRANSFORMERS_FIFO,
+        TRANSFORMERS_PREFILL_FIRST,
+        TRTLLM,
+        VLLM,
+        VLLM_V0,
+    )
+}
+GROUP = "cbsim.schedulers"
+"""Entry points of this group name a `SchedulerKind` each."""
+
+
+class KindError(ValueError):
+    """A scheduler that is not there, or is none. The text says what was looked for and what went wrong."""
+
+
+def find(name: str) -> Kind:
+    """The scheduler of that name. Raises KindError."""
+    if name in OURS:
+        return OURS[name]
+    if ":" in name:
+        return _loaded(EntryPoint(name, name, GROUP))
+    for entry in entry_points(group=GROUP, name=name):
+        return _loaded(entry)
+    raise KindError(f"no scheduler {name!r}")
+
+
+def names() -> list[str]:
+    """Every scheduler that has a name: ours, then those of installed packages."""
+    others = {entry.name for entry in entry_points(group=GROUP)}
+    return [*OURS, *sorted(others - OURS.keys())]
+
+
+def kinds() -> dict[str, Kind]:
+    """Every scheduler that has a name. Raises KindError for an installed one that cannot be loaded."""
+    return {name: find(name) for name in names()}
+
+
+def _loaded(entry: EntryPoint) -> Kind:
+    module, _, attribute = entry.value.partition(":")
+    try:
+        kind: Any = import_module(module)
+        for part in attribute.split("."):
+            kind = getattr(kind, part)
+    except Exception as error:  # it is somebody else's code
+        raise KindError(f"{entry.value!r} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(kind, SchedulerKind):
+        raise KindError(f"{entry.value!r} is a {type(kind).__name__}, expected a SchedulerKind")
+    return kind

@@ -1,0 +1,1 @@
+"""The five schedulers of Sarathi-Serve, and what they share."""

@@ -1,0 +1,211 @@
+"""The schedulers of Sarathi-Serve: Sarathi, and the baselines that its paper compares it with.
+
+Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve" (OSDI 2024). Each is a policy
+of `SarathiServe` (scheduler.py), which knows queues, blocks and preemption.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from cbsim.policy.kind import SchedulerKind
+from cbsim.policy.request import Request
+from cbsim.schedulers.sarathi.scheduler import SarathiServe, Step
+from cbsim.schedulers.sarathi.settings import (
+    FasterTransformerSettings,
+    OrcaSettings,
+    SarathiSettings,
+    ServeOptions,
+    SimpleChunkingSettings,
+    VllmV0Settings,
+    resolve_chunks,
+    resolve_sarathi,
+    resolve_vllm_v0,
+    resolve_whole,
+)
+
+
+class Sarathi:
+    """Chunks of prompts beside everybody who decodes.
+
+    A step has `chunk_size` tokens: those of decoding requests first, then of prompts half read, then of the queue. So
+    nobody who decodes ever waits for a prompt.
+    """
+
+    grows: Final = True
+
+    def __init__(self, settings: SarathiSettings) -> None:
+        self._sizes = settings.chunk_sizes
+        self._stage_tokens = settings.stage_tokens
+
+    def choose(self, serve: SarathiServe, step: Step) -> None:
+        serve.decode(step)
+        for begun in serve.unread():
+            tokens = self._chunk(serve, begun, step)
+            if tokens:
+                serve.read(begun, tokens, step)
+        if step.preempts:
+            return
+        while request := serve.head(step):
+            tokens = self._chunk(serve, request, step)
+            if not tokens:
+                break
+            serve.admit(request, tokens, step)
+
+    def _chunk(self, serve: SarathiServe, request: Request, step: Step) -> int:
+        """Tokens of a prompt that the step has room for; that may depend on how much of the prompt has been read."""
+        stage = min(serve.done(request) // self._stage_tokens, len(self._sizes) - 1)
+        return max(0, min(serve.left(request), self._sizes[stage] - step.tokens))
+
+
+class Orca:
+    """Iteration-level batching: whole prompts beside those who decode, the longest sequence reserved for each.
+
+    Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative Models" (OSDI 2022). No table grows,
+    so no request is preempted.
+    """
+
+    grows: Final = False
+
+    def choose(self, serve: SarathiServe, step: Step) -> None:
+        serve.decode(step)
+        while request := serve.head(step):
+            serve.admit(request, serve.left(request), step)
+
+
+class FasterTransformer:
+    """A batch decodes until its last request has ended, or the next one is admitted.
+
+    The longest sequence is reserved for each, nothing is padded, and the row of a request that has ended is not
+    computed on; `static` is a padded batch. With stages another batch is admitted while batches are in flight.
+    """
+
+    grows: Final = False
+
+    def choose(self, serve: SarathiServe, step: Step) -> None:
+        serve.decode(step)
+        if not step.empty or (serve.running and not serve.staged):
+            return
+        while request := serve.head(step):
+            serve.admit(request, serve.left(request), step)
+
+
+class VllmV0:
+    """vLLM as it began: steps of whole prompts go before steps that decode.
+
+    Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (SOSP 2023): blocks
+    are taken as they are needed, preemption is by recompute. While prompts fit, no request decodes. Prompts have
+    `step_tokens` tokens in a step at most.
+    """
+
+    grows: Final = True
+
+    def __init__(self, step_tokens: int) -> None:
+        self._most = step_tokens
+
+    def choose(self, serve: SarathiServe, step: Step) -> None:
+        tokens = 0
+        while request := serve.head(step):
+            tokens += request.target
+            if tokens > self._most:
+                break
+            serve.admit(request, serve.left(request), step)
+        if not step.taken:
+            serve.decode(step)
+
+
+class SimpleChunking:
+    """Chunks of prompts alone, in steps that take turns with steps that decode. `decodes`: the next step decodes."""
+
+    grows: Final = True
+
+    def __init__(self, settings: SimpleChunkingSettings) -> None:
+        self._size = settings.chunk_size
+        self.decodes = False
+
+    def choose(self, serve: SarathiServe, step: Step) -> None:
+        if not self.decodes:
+            self._read(serve, step)
+            if step.prompts or step.taken:
+                self.decodes = True
+                return
+        serve.decode(step)
+        step.again = step.again or self.decodes
+        self.decodes = False
+
+    def _read(self, serve: SarathiServe, step: Step) -> None:
+        """Prompts half read go on, or else the queue is admitted from."""
+        for begun in serve.unread():
+            tokens = self._chunk(serve, begun, step)
+            if tokens:
+                serve.read(begun, tokens, step)
+        if step.prompts:
+            return
+        while request := serve.head(step):
+            tokens = self._chunk(serve, request, step)
+            if not tokens:
+                break
+            serve.admit(request, tokens, step)
+
+    def _chunk(self, serve: SarathiServe, request: Request, step: Step) -> int:
+        return min(serve.left(request), self._size - step.tokens)
+
+
+# -- the kinds --------------------------------------------------------------------------------------------------------
+
+
+def make_sarathi(options: ServeOptions[SarathiSettings]) -> SarathiServe:
+    return SarathiServe(options, Sarathi(options.settings))
+
+
+def make_orca(options: ServeOptions[OrcaSettings]) -> SarathiServe:
+    return SarathiServe(options, Orca())
+
+
+def make_faster_transformer(options: ServeOptions[FasterTransformerSettings]) -> SarathiServe:
+    return SarathiServe(options, FasterTransformer())
+
+
+def make_vllm_v0(options: ServeOptions[VllmV0Settings]) -> SarathiServe:
+    return SarathiServe(options, VllmV0(options.max_batched_tokens or options.max_model_len))
+
+
+def make_simple_chunking(options: ServeOptions[SimpleChunkingSettings]) -> SarathiServe:
+    return SarathiServe(options, SimpleChunking(options.settings))
+
+
+SARATHI = SchedulerKind(
+    name="sarathi",
+    about="Sarathi-Serve: everybody decodes in every step, chunks of prompts fill it up",
+    settings=SarathiSettings,
+    resolve=resolve_sarathi,
+    make=make_sarathi,
+)
+ORCA = SchedulerKind(
+    name="orca",
+    about="Orca (Sarathi-Serve's): iteration-level batching, the longest sequence reserved for each",
+    settings=OrcaSettings,
+    resolve=resolve_whole,
+    make=make_orca,
+)
+FASTER_TRANSFORMER = SchedulerKind(
+    name="faster_transformer",
+    about="FasterTransformer (Sarathi-Serve's): nobody is admitted until the last of the batch has ended, unpadded",
+    settings=FasterTransformerSettings,
+    resolve=resolve_whole,
+    make=make_faster_transformer,
+)
+VLLM_V0 = SchedulerKind(
+    name="vllm_v0",
+    about="vLLM V0 (Sarathi-Serve's): steps of whole prompts before steps that decode, preemption by recompute",
+    settings=VllmV0Settings,
+    resolve=resolve_vllm_v0,
+    make=make_vllm_v0,
+)
+SIMPLE_CHUNKING = SchedulerKind(
+    name="simple_chunking",
+    about="simple chunking (Sarathi-Serve's): steps of prompt chunks and steps that decode, by turns",
+    settings=SimpleChunkingSettings,
+    resolve=resolve_chunks,
+    make=make_simple_chunking,
+)

@@ -1,0 +1,249 @@
+"""What the schedulers of Sarathi-Serve have in common: queues, blocks, preemption; a policy of each chooses.
+
+Rules as in microsoft/sarathi-serve, restated and checked line by line against traces of the real code. A request takes
+blocks for all of its known tokens when it is let in; who decodes takes a block when one is due, from the last in line
+if none is free. Or every request takes the blocks of the longest sequence, and nobody is ever preempted. With several
+pipeline stages a request with a row in flight is passed over.
+
+The original's defects are not shared; docs/policies.md lists them, and what proves the rules puts them back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import pairwise
+from typing import Any, Protocol
+
+from cbsim.kv.blocks import BlockPool, FreeQueue
+from cbsim.policy.decode_batch import by_order
+from cbsim.policy.decoding import Decoding
+from cbsim.policy.observer import NULL_OBSERVER, Observer
+from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
+from cbsim.policy.request import Finish, Request, RequestSpec, Status
+from cbsim.policy.value import mypyc_attr
+from cbsim.schedulers.sarathi.settings import ServeOptions, watermark_blocks
+
+
+class Step:
+    """A step while it is being planned."""
+
+    __slots__ = ("again", "batched", "decodes", "preempts", "prompts", "taken", "tokens")
+
+    def __init__(self) -> None:
+        self.prompts: dict[Request, Chunk] = {}  # rows that read prompts; they come first
+        self.decodes: dict[Request, Chunk] = {}
+        self.batched = 0  # rows of those who decode together
+        self.tokens = 0
+        self.taken = False  # somebody was taken from the queue
+        self.preempts = False
+        self.again = False  # if it stays without rows, another may have some
+
+    @property
+    def empty(self) -> bool:
+        return not (self.prompts or self.decodes or self.batched)
+
+
+class Policy(Protocol):
+    """Who runs, and how far. `grows`: blocks are taken as they are needed."""
+
+    @property
+    def grows(self) -> bool: ...
+
+    def choose(self, serve: SarathiServe, step: Step) -> None:
+        """Put rows into the step."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class SarathiServe:
+    """A scheduler of Sarathi-Serve."""
+
+    polls_before_update = False
+    awaits_when_idle = True
+
+    def __init__(self, options: ServeOptions[Any], policy: Policy, observer: Observer = NULL_OBSERVER) -> None:
+        self.options = o = options
+        self.limits = o.limits
+        self.policy = policy
+        self._grows = policy.grows
+        self.staged = o.settings.pipeline_stages > 1
+        self.pool = BlockPool(o.block_size, o.num_blocks, FreeQueue(range(o.num_blocks), unhashed_first=True), observer)
+        self.decoding = Decoding(self.pool, together=not self.staged, observer=observer)
+        self.requests = self.decoding.requests
+        self.running: dict[Request, None] = {}
+        self.waiting: deque[Request] = deque()
+        self._watermark = watermark_blocks(o.num_blocks) if self._grows else 0
+        self._in_line = True  # those that run stand in order of arrival and of admission
+        self._rows: dict[Request, int] = {}  # with stages: the step of a request's last row
+
+    @property
+    def idle(self) -> bool:
+        return not self.requests
+
+    def refusal(self, spec: RequestSpec) -> str | None:
+        longest, pool = self.options.max_model_len, self.pool
+        if spec.prompt_tokens >= longest:
+            return f"prompt of {spec.prompt_tokens} tokens, max_model_len is {longest}"
+        most = min(spec.prompt_tokens + spec.max_tokens, longest) - 1 if self._grows else longest
+        needed, there = pool.blocks_for(most), pool.num_blocks - self._watermark
+        return f"{most} tokens need {needed} blocks, admission may fill {there}" if needed > there else None
+
+    def add(self, spec: RequestSpec) -> None:
+        limit = min(spec.max_tokens, self.options.max_model_len - spec.prompt_tokens)
+        self.waiting.append(self.decoding.add(spec, limit))
+
+    def cancel(self, spec: RequestSpec) -> None:
+        request = self.requests.get(spec)
+        if request is not None:
+            self._finish(request, Finish.ABORTED)
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        step = self.attempt()
+        while step.empty and step.again:
+            step = self.attempt()
+        return None if step.empty else self.commit(step)
+
+    def attempt(self) -> Step:
+        """A pass of the policy, perhaps without rows."""
+        step = Step()
+        self.policy.choose(self, step)
+        return step
+
+    def commit(self, step: Step) -> StepPlan:
+        if not step.batched:
+            self.decoding.split()
+        rows = step.prompts | step.decodes
+        plan = self.decoding.plan(rows, running=len(self.running), waiting=len(self.waiting), lead=len(step.prompts))
+        if self.staged:
+            self._rows.update(dict.fromkeys(rows, plan.step))
+        return plan
+
+    def done(self, request: Request) -> int:
+        """Tokens of a request that have been read."""
+        return request.computed
+
+    def left(self, request: Request) -> int:
+        """Tokens that it has to read until its next output."""
+        return request.target - self.done(request)
+
+    def may_run(self, request: Request) -> bool:
+        """May it get a row: its last token is not in flight, and with stages nothing of it?"""
+        if self.staged and self._rows.get(request, -1) >= self.decoding.batched.updated:
+            return False
+        return request.scheduled < request.limit
+
+    def unread(self) -> list[Request]:
+        """Those that run and have prompt left, as they stand."""
+        found = [r for r in self.decoding.unbatched if r.status is Status.PREFILL and self.may_run(r)]
+        if self._in_line:
+            return sorted(found, key=by_order) if len(found) > 1 else found
+        return [request for request in self.running if request in found]
+
+    def decode(self, step: Step) -> None:
+        """A token for everybody who has read their prompt, first come, first served: one by one, unless nobody can lack
+        a block.
+        """
+        if self._undisturbed():
+            step.batched = self.decoding.go_on()
+            step.tokens += step.batched
+        else:
+            self.decoding.split()
+            self._walk(step)
+
+    def _undisturbed(self) -> bool:
+        """Would one by one give all members their rows, in their order, and leave everybody in place?"""
+        decoding, last = self.decoding, self.decoding.batched.max_order
+        if self.staged or not self._in_line or (self._grows and not decoding.has_blocks(spare=1)):
+            return False
+        for request in decoding.unbatched:
+            prefills = request.status is Status.PREFILL
+            if request.order < last if prefills else self.may_run(request):
+                return False
+        return True
+
+    def _walk(self, step: Step) -> None:
+        """Who runs, in order of arrival. Those with prompt left stand behind the others from now on."""
+        line = sorted(self.running, key=_arrival)
+        decoding: list[Request] = []
+        reading: list[Request] = []
+        first, end = 0, len(line)
+        while first < end:
+            request = line[first]
+            first += 1
+            if not self.may_run(request):
+                decoding.append(request)
+            elif request.status is Status.PREFILL:
+                reading.append(request)
+            else:
+                while self._grows and not self.pool.free and first < end:
+                    end -= 1
+                    self.preempt(line[end], step)
+                if self._grows and not self.pool.free:
+                    self.preempt(request, step)
+                    break
+                decoding.append(request)
+                blocks = self.pool.grow(request, self.pool.due(request, 1))
+                step.decodes[request] = self.decoding.row(request, 1, blocks)
+                step.tokens += 1
+        self.running = dict.fromkeys([*decoding, *reading])
+        self._in_line = all(a.order < b.order and _arrival(a) <= _arrival(b) for a, b in pairwise(self.running))
+
+    def preempt(self, request: Request, step: Step) -> None:
+        """It loses its blocks, and is the next to be let in. With stages it loses what is in flight; else that is
+        delivered before another step is planned, so this one is not tried again.
+        """
+        members = self.decoding.batched
+        step.preempts = True
+        step.again = self.staged or members.planned == members.updated
+        self.decoding.preempt(request, drop_in_flight=self.staged)
+        self._rows.pop(request, None)
+        self.waiting.appendleft(request)
+
+    def read(self, request: Request, tokens: int, step: Step) -> None:
+        """A row of so many tokens of a prompt, for which blocks are there."""
+        self._place(request, tokens, (), step)
+
+    def head(self, step: Step) -> Request | None:
+        """The head of the queue, if there is a seat and room for all that it has."""
+        if not self.waiting or len(self.running) >= self.options.max_num_seqs:
+            return None
+        request = self.waiting[0]
+        return request if self._needed(request) <= self.pool.free - self._watermark else None
+
+    def _needed(self, request: Request) -> int:
+        return self.pool.blocks_for(request.target if self._grows else self.options.max_model_len)
+
+    def admit(self, request: Request, tokens: int, step: Step) -> None:
+        """The head of the queue runs, with a row of its first tokens."""
+        step.taken = True
+        self.waiting.popleft()
+        self.decoding.admit(request)
+        last = next(reversed(self.running), None)
+        self._in_line = self._in_line and (last is None or _arrival(last) <= _arrival(request))
+        self.running[request] = None
+        self._place(request, tokens, self.pool.grow(request, self._needed(request)), step)
+
+    def _place(self, request: Request, tokens: int, blocks: list[int] | tuple[()], step: Step) -> None:
+        step.prompts[request] = self.decoding.row(request, tokens, blocks)
+        step.tokens += tokens
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def runs_ahead(self, plan: StepPlan) -> bool:
+        return True
+
+    def update(self, plan: StepPlan, result: StepResult) -> Outcome:
+        return self.decoding.complete(plan, result, self._finish)
+
+    def _finish(self, request: Request, reason: Finish) -> None:
+        if request.status is Status.WAITING:
+            self.waiting.remove(request)
+        else:
+            del self.running[request]
+        self._rows.pop(request, None)
+        self.decoding.end(request, reason)
+
+
+def _arrival(request: Request) -> int:
+    return request.spec.arrival_ns

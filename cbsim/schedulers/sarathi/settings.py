@@ -1,0 +1,219 @@
+"""Settings of the schedulers of Sarathi-Serve, and what becomes of them on a machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Generic, TypeVar
+
+from cbsim.policy.kind import (
+    DEFAULT_IN_PROBE,
+    SLOTS,
+    STEP_TOKENS,
+    Count,
+    InProbe,
+    Settings,
+    SettingsError,
+    Site,
+    Solved,
+)
+from cbsim.policy.loop import Limits
+
+PROFILE_TOKENS = 8192
+"""Query tokens of the step that sizes memory, where no option bounds a step."""
+WATERMARK = 0.01
+"""Share of the blocks that admission leaves free, where sequences grow."""
+SCHEDULE = ("low_chunk_size", "high_chunk_size", "chunk_schedule_max_tokens", "chunk_schedule_stages")
+ROUNDING = 32  # tokens: chunk sizes of a schedule are multiples of it, or of the smallest
+ProbeCount = Annotated[Count | None, DEFAULT_IN_PROBE]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings(Settings):
+    """What all schedulers of Sarathi-Serve may be told."""
+
+    max_num_seqs: Annotated[Count, SLOTS] = 128
+    """Requests that may run."""
+    max_model_len: Annotated[Count | None, Solved("the model's, or what the cache holds"), DEFAULT_IN_PROBE] = None
+    """Longest sequence, tokens; null: the model's, capped by what the cache holds of one."""
+    pipeline_stages: Count = 1
+    """Stages of a pipeline, each with a batch of its own; 1 in every run: of more, only the decisions are followed."""
+
+    @property
+    def step_tokens(self) -> int | None:
+        """Tokens that prompts may have in a step; None: any."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrcaSettings(ServeSettings):
+    """Orca: iteration-level batching of whole prompts, the longest sequence reserved for each."""
+
+    name: str = "orca"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FasterTransformerSettings(ServeSettings):
+    """FasterTransformer: a batch runs until its last request has ended, the longest sequence reserved for each."""
+
+    name: str = "faster_transformer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmV0Settings(ServeSettings):
+    """vLLM as it began (V0): steps of whole prompts before steps that decode."""
+
+    name: str = "vllm_v0"
+    max_batched_tokens: Annotated[Count | None, Solved("max_model_len"), DEFAULT_IN_PROBE] = None
+    """Prompt tokens in a step, and so the longest sequence; null, or more than that: max_model_len."""
+
+    @property
+    def step_tokens(self) -> int | None:
+        return self.max_batched_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimpleChunkingSettings(ServeSettings):
+    """Simple chunking: steps of prompt chunks and steps that decode, by turns."""
+
+    name: str = "simple_chunking"
+    chunk_size: Annotated[Count, STEP_TOKENS] = 512
+    """Prompt tokens in a step."""
+
+    @property
+    def step_tokens(self) -> int:
+        return self.chunk_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SarathiSettings(ServeSettings):
+    """Sarathi: everybody decodes in every step, and chunks of prompts fill it up."""
+
+    name: str = "sarathi"
+    chunk_size: Annotated[Count, STEP_TOKENS] = 512
+    """Tokens up to which chunks of prompts fill a step, decoding rows included."""
+    enable_dynamic_chunking_schedule: Annotated[bool, InProbe(False)] = False
+    """Chunks that become smaller the further a prompt has been read, in place of chunk_size."""
+    low_chunk_size: ProbeCount = None
+    """With the schedule: the last chunk size."""
+    high_chunk_size: ProbeCount = None
+    """With the schedule: the first chunk size."""
+    chunk_schedule_max_tokens: ProbeCount = None
+    """With the schedule: prompt tokens over which its stages stretch; what lies beyond belongs to the last."""
+    chunk_schedule_stages: ProbeCount = None
+    """With the schedule: how many chunk sizes it has."""
+
+    def __post_init__(self) -> None:
+        for name in SCHEDULE:
+            value = getattr(self, name)
+            if self.enable_dynamic_chunking_schedule and value is None:
+                raise SettingsError(name, "got null, must be given with enable_dynamic_chunking_schedule")
+            if not self.enable_dynamic_chunking_schedule and value is not None:
+                raise SettingsError(name, f"got {value}, must be left out without enable_dynamic_chunking_schedule")
+        low, high = self.low_chunk_size or 0, self.high_chunk_size or 0
+        if low > high:
+            raise SettingsError("low_chunk_size", f"got {low}, must be <= high_chunk_size ({high})")
+
+    @property
+    def step_tokens(self) -> int:
+        return max(self.chunk_sizes)
+
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """By stage: equally spaced from high to low, cut to whole tokens, rounded half to even; or the only one."""
+        low, high, stages = self.low_chunk_size, self.high_chunk_size, self.chunk_schedule_stages
+        if not self.enable_dynamic_chunking_schedule or low is None or high is None or stages is None:
+            return (self.chunk_size,)
+        unit = min(ROUNDING, low)
+        spaced = [low + (high - low) * i // max(1, stages - 1) for i in range(stages)]
+        return tuple(round(size / unit) * unit for size in reversed(spaced))
+
+    @property
+    def stage_tokens(self) -> int:
+        """Prompt tokens that a stage of the schedule stretches over."""
+        return -(-(self.chunk_schedule_max_tokens or 1) // (self.chunk_schedule_stages or 1))
+
+
+# -- on a machine -----------------------------------------------------------------------------------------------------
+
+S = TypeVar("S", bound=ServeSettings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions(Generic[S]):
+    """A scheduler of Sarathi-Serve with its sizes. All of `num_blocks` are usable; `max_batched_tokens` are those that
+    prompts may have in a step, None: any.
+    """
+
+    settings: S
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_batched_tokens: int | None
+
+    @classmethod
+    def of(cls, settings: S, *, block_size: int, num_blocks: int, max_model_len: int) -> ServeOptions[S]:
+        """The settings with these sizes."""
+        return cls(
+            settings=settings,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            max_batched_tokens=settings.step_tokens,
+        )
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.settings.max_num_seqs
+
+    @property
+    def limits(self) -> Limits:
+        """Prompts' tokens, or a token of everybody who runs. With any prompts the longest sequence is reserved."""
+        seats, tokens = self.max_num_seqs, self.max_batched_tokens
+        if tokens is None:
+            return Limits(slots=seats, longest=self.max_model_len, table=-(-self.max_model_len // self.block_size))
+        return Limits(slots=seats, tokens=max(tokens, seats), longest=self.max_model_len)
+
+
+def watermark_blocks(num_blocks: int) -> int:
+    """Blocks that admission leaves free where sequences grow."""
+    return int(WATERMARK * num_blocks)
+
+
+def _sized(settings: S, site: Site, tokens: int, *, grows: bool) -> ServeOptions[S]:
+    """A cache beside a step of so many query tokens, and the longest sequence. Raises SettingsError if that is reserved
+    for each and the cache does not hold it.
+    """
+    if settings.pipeline_stages != 1:
+        message = (
+            f"got {settings.pipeline_stages}, must be 1: neither the simulated machine nor the engine has a pipeline"
+        )
+        raise SettingsError("pipeline_stages", message)
+    blocks = site.blocks(max(tokens, settings.max_num_seqs), settings.max_num_seqs)
+    most = (blocks - watermark_blocks(blocks) * grows) * site.block_size
+    longest = settings.max_model_len or min(site.max_position, most)
+    if longest > most and not grows:
+        message = f"got {longest}, must be <= {most}: every request reserves it, and the cache has {blocks} blocks"
+        raise SettingsError("max_model_len", message)
+    return ServeOptions.of(settings, block_size=site.block_size, num_blocks=blocks, max_model_len=longest)
+
+
+def resolve_whole(settings: S, site: Site) -> ServeOptions[S]:
+    """Of a server that reserves the longest sequence for everybody; a step may have any prompts."""
+    return _sized(settings, site, PROFILE_TOKENS, grows=False)
+
+
+def resolve_chunks(settings: SimpleChunkingSettings, site: Site) -> ServeOptions[SimpleChunkingSettings]:
+    return _sized(settings, site, settings.chunk_size, grows=True)
+
+
+def resolve_sarathi(settings: SarathiSettings, site: Site) -> ServeOptions[SarathiSettings]:
+    return _sized(settings, site, max(settings.chunk_size, settings.high_chunk_size or 0), grows=True)
+
+
+def resolve_vllm_v0(settings: VllmV0Settings, site: Site) -> ServeOptions[VllmV0Settings]:
+    """A step has whole prompts. Who is preempted is read again in one step, so no sequence is longer than a step."""
+    longest = settings.max_model_len or site.max_position
+    tokens = min(settings.max_batched_tokens or longest, longest)
+    options = _sized(settings, site, tokens, grows=True)
+    longest = min(tokens, options.max_model_len)
+    return replace(options, max_model_len=longest, max_batched_tokens=longest)

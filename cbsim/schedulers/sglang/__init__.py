@@ -1,0 +1,1 @@
+"""SGLang's scheduler on a radix tree."""

@@ -1,0 +1,182 @@
+"""Who waits at SGLang's server, what admission knows of them, and in which order they are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from cbsim.kv.radix import Node, Text
+from cbsim.kv.radix_pool import RadixPool
+from cbsim.policy.request import Request
+from cbsim.schedulers.sglang.settings import SglangOptions
+
+CACHE_AWARE = ("lpm", "dfs-weight", "hrrn", "shortest-prefill-first")
+CLIP = 4096  # of the outputs that a request may write, so many count at most
+LOOKED_UP = 128  # most requests that wait for lpm and hrrn to look at them, or whose prefixes are kept recent
+LOOKS = 32  # from one look at the queue that keeps prefixes recent to the next
+SHARED = 32  # leading tokens from which on one request waits for another's KV
+
+
+class Entry:
+    """A request. `max_new` outputs are allowed; with 0 one is sampled all the same. The less `rank`, the more urgent.
+    `queued`: number of the last time that it was queued; `seen`: prefill tokens processed by then. `node` ends what
+    was matched of it last, `matched` tokens for the order of the queue. `late`: it waits for another one's KV.
+    `todo` tokens are to be computed before it decodes, `extent` of them in the batch. `whole`: all that it may write is
+    kept free for it.
+    """
+
+    __slots__ = (
+        "extent",
+        "late",
+        "matched",
+        "max_new",
+        "node",
+        "queued",
+        "rank",
+        "request",
+        "seen",
+        "text",
+        "todo",
+        "whole",
+    )
+
+    def __init__(self, request: Request, max_new: int, rank: int, *, whole: bool, root: Node) -> None:
+        self.request = request
+        self.text = Text(request.spec)
+        self.max_new = max_new
+        self.rank = rank
+        self.whole = whole
+        self.queued = self.seen = self.matched = self.todo = self.extent = 0
+        self.late = False
+        self.node = root
+
+    def owes(self, ratio: float) -> float:
+        """Tokens kept free for what it may still write."""
+        left = min(self.max_new - self.request.seen, CLIP)
+        return left if self.whole else left * ratio
+
+
+class WaitingQueue:
+    """The requests that wait, in the order in which they are looked at."""
+
+    def __init__(self, options: SglangOptions, pool: RadixPool) -> None:
+        self.entries: list[Entry] = []
+        self.processed = 0  # prefill tokens so far
+        self._options, self._pool = options, pool
+        self._queued = self._looks = 0
+        policy = options.schedule_policy
+        falls_back = options.disable_radix_cache and policy in ("lpm", "dfs-weight", "hrrn")
+        self._policy: str = "fcfs" if falls_back else policy
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter([entry.request for entry in self.entries])
+
+    def push(self, entry: Entry) -> None:
+        self._queued += 1
+        entry.queued, entry.seen = self._queued, self.processed
+        self.entries.append(entry)
+
+    def remove(self, request: Request) -> None:
+        self.entries = [entry for entry in self.entries if entry.request is not request]
+
+    def sort(self) -> None:
+        """Before each batch that may be a prefill."""
+        entries, policy, o = self.entries, self._policy, self._options
+        if policy in ("lpm", "hrrn") and len(entries) > LOOKED_UP:
+            policy = ""
+        if policy in CACHE_AWARE:
+            self._match_all()
+        if policy == "fcfs":
+            if o.enable_priority_scheduling:
+                entries.sort(key=lambda entry: (entry.rank, entry.queued))
+        elif policy == "lof":
+            ranked = o.enable_priority_scheduling
+            entries.sort(key=lambda entry: (entry.rank if ranked else 0, -entry.max_new))
+        elif policy == "lpm":
+            entries.sort(key=lambda entry: (entry.late, 0 if entry.late else -entry.matched))
+        elif policy == "hrrn":
+            entries.sort(key=self._response)
+        elif policy == "shortest-prefill-first":
+            entries.sort(key=lambda entry: (entry.late, _work(entry), entry.queued))
+        elif policy == "dfs-weight":
+            self.entries = self._depth_first()
+        if policy not in CACHE_AWARE and o.radix_eviction_policy == "lru" and not o.disable_radix_cache and entries:
+            self._keep_recent()
+
+    def _match_all(self) -> None:
+        """What the tree has of each, the last token included. Who has little, and shares much with one before it, is
+        late: it would compute what that one is about to.
+        """
+        size, noted = self._pool.block_size, set[int]()
+        for entry in self.entries:
+            tokens = entry.request.target
+            entry.node = self._pool.match(entry.text, tokens)
+            hit = entry.node.end * size
+            entry.matched, entry.late = min(hit, tokens - 1), False
+            if hit <= SHARED <= tokens:
+                start = entry.text.at(SHARED - 1)  # names all tokens up to it
+                entry.late = start in noted
+                noted.add(start)
+
+    def _keep_recent(self) -> None:
+        if self._looks % LOOKS == 0:
+            for entry in reversed(self.entries[:LOOKED_UP]):
+                self._pool.match(entry.text, entry.request.target)
+        self._looks += 1
+
+    def _response(self, entry: Entry) -> tuple[int, float, str]:
+        """hrrn: the tokens that it has waited for, a token of its own; nothing to compute, no time to wait."""
+        name, todo = entry.request.spec.id, entry.request.spec.prompt_tokens - entry.matched
+        if entry.late:
+            return 2, 0.0, name
+        return (1, -(self.processed - entry.seen) / todo, name) if todo > 0 else (0, 0.0, name)
+
+    def _depth_first(self) -> list[Entry]:
+        """Down the tree, into the child first under which most wait; whose text ends at a node comes after those."""
+        here: dict[Node, list[Entry]] = {}
+        weight: dict[Node, int] = {}
+        for entry in self.entries:
+            here.setdefault(entry.node, []).append(entry)
+            node: Node | None = entry.node
+            while node is not None:
+                weight[node] = weight.get(node, 0) + 1
+                node = node.parent
+        found: list[Entry] = []
+        ahead = [(self._pool.tree.root, False)]
+        while ahead:
+            at, below_done = ahead.pop()
+            if below_done:
+                found += here.get(at, [])
+                continue
+            below = sorted([n for n in at.children.values() if n in weight], key=lambda n: -weight[n])
+            ahead.append((at, True))
+            ahead += [(n, False) for n in reversed(below)]
+        return found
+
+    def reserve(self, todo: int, budget: int) -> int:
+        """shortest-prefill-first: most tokens of a chunk that has so many to go, beside the shorter ones that wait."""
+        size, kept = self._pool.block_size, 0
+        if self._options.schedule_policy != "shortest-prefill-first" or budget < 2 * size:
+            return budget
+        for entry in self.entries:
+            work = _work(entry)
+            paged = -(-work // size) * size
+            if work >= todo or kept + paged > budget - size:
+                break
+            kept += paged
+        return (budget - kept) // size * size if kept else budget
+
+
+def _work(entry: Entry) -> int:
+    return max(1, entry.request.target - entry.matched)
+
+
+def by_outputs(entries: Sequence[Entry], *, ranked: bool) -> list[Entry]:
+    """Who keeps its place longest when memory runs out, first."""
+    return sorted(
+        entries,
+        key=lambda e: (-e.rank if ranked else 0, e.request.seen, -e.request.spec.prompt_tokens),
+        reverse=True,
+    )

@@ -1,0 +1,410 @@
+"""SGLang 0.5.23's scheduler: prefill batches before decode batches, a radix tree for a cache, retraction.
+
+Rules as in the real scheduler (text, one group of full-attention layers, no speculation), restated and checked line by
+line against its traces. A request is let in if what it computes and may write fits beside what those that run are
+expected to write: a share of what they may, which falls as they decode, and rises when memory runs out and some are
+retracted. `full` shuts admission until somebody leaves. The original's defects are not shared; docs/policies.md lists
+them, and what proves the rules puts them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from cbsim.kv.keys import KeysOfPrefills
+from cbsim.kv.radix_pool import RadixPool
+from cbsim.policy.decoding import Decoding
+from cbsim.policy.kind import SchedulerKind
+from cbsim.policy.observer import NULL_OBSERVER, Observer
+from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
+from cbsim.policy.request import Finish, Request, RequestSpec, Status
+from cbsim.policy.value import mypyc_attr
+from cbsim.schedulers.sglang.prefill import NO_ROOM, NOT_NOW, Prefill, giving_way
+from cbsim.schedulers.sglang.queue import CLIP, Entry, WaitingQueue, by_outputs
+from cbsim.schedulers.sglang.settings import TOO_LONG, SglangOptions, SglangSettings, resolve
+
+RETRACT_STEPS = 20  # decode steps for which retraction makes room
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class SglangScheduler:
+    """SGLang as a policy. Depth 1 is its `event_loop_normal`, depth 2 `event_loop_overlap`."""
+
+    polls_before_update = False
+    awaits_when_idle = True
+
+    def __init__(self, options: SglangOptions, observer: Observer = NULL_OBSERVER) -> None:
+        self.options = o = options
+        self.limits = o.limits
+        self.pool = self.make_pool(observer)
+        self.keys = KeysOfPrefills(self.pool)
+        self.decoding = Decoding(self.pool, self.keys, together=True, observer=observer)
+        self.requests = self.decoding.requests
+        self.waiting = WaitingQueue(o, self.pool)
+        self.running: dict[Request, Entry] = {}  # from admission to release
+        self.batch: dict[Request, Entry] = {}  # those of them that decode, in order
+        self.chunked: Entry | None = None  # the one in the middle of its prompt
+        self._counted = [0, 0]  # output tokens that these may write, CLIP at most: of a share, and whole
+        self.full = False
+        self.ratio = o.first_ratio
+        self._least_ratio, self._ratio_decay = o.least_ratio, o.ratio_decay
+        self.hold = 0  # passes without a prefill to come
+        self.launched: list[Entry] = []  # of the pass before, if it was a prefill
+        self._departed = False  # has somebody left the batch since the pass before?
+
+    def make_pool(self, observer: Observer) -> RadixPool:
+        o = self.options
+        shares = not o.disable_radix_cache
+        return RadixPool(o.block_size, o.num_blocks, o.radix_eviction_policy, shares=shares, observer=observer)
+
+    def make_prefill(self) -> Prefill:
+        return Prefill(self.options, self.ratio, self.batch, self.most)
+
+    @property
+    def idle(self) -> bool:
+        return not self.requests
+
+    @property
+    def room(self) -> int:
+        """Tokens that the cache could hold beside what is read now."""
+        return self.pool.free * self.pool.block_size
+
+    # -- arrivals -----------------------------------------------------------------------------------------------------
+
+    def refusal(self, spec: RequestSpec) -> str | None:
+        o = self.options
+        if spec.prompt_tokens >= o.longest - TOO_LONG:
+            least = "context_length" if o.context_length <= o.pool_tokens else "the cache"
+            return f"prompt of {spec.prompt_tokens} tokens, {least} allows {o.longest - TOO_LONG - 1}"
+        if o.max_queued_requests is not None and len(self.waiting) >= o.max_queued_requests:
+            return f"{len(self.waiting)} requests wait, max_queued_requests is {o.max_queued_requests}"
+        return None
+
+    def add(self, spec: RequestSpec) -> None:
+        if not self.requests:
+            self.rest()
+        max_new = self.outputs(spec)
+        rank = spec.priority if self.options.schedule_low_priority_values_first else -spec.priority
+        request = self.decoding.add(spec, max(1, max_new))
+        self.waiting.push(Entry(request, max_new, rank, whole=self.reserves(spec), root=self.pool.tree.root))
+
+    def rest(self) -> None:
+        """All was over: passes went by without work."""
+        self.ratio, self.hold = self.options.first_ratio, 0
+
+    def outputs(self, spec: RequestSpec) -> int:
+        """Output tokens that a request may write."""
+        return self.options.outputs(spec.prompt_tokens, spec.max_tokens)
+
+    def reserves(self, spec: RequestSpec) -> bool:
+        """Is all that it may write kept free for it?"""
+        del spec
+        return self.options.ignore_eos
+
+    def cancel(self, spec: RequestSpec) -> None:
+        """Who decodes gets one more token; that its rows are of no use shows with their result."""
+        request = self.requests.get(spec)
+        if request is None:
+            return
+        if request.status is Status.WAITING:
+            self.waiting.remove(request)
+            self.decoding.end(request, Finish.ABORTED)
+        elif self.chunked is not None and self.chunked.request is request:
+            self.chunked = None
+            self._give_up(request)
+        else:
+            self.decoding.defer_abort(request)
+
+    def _give_up(self, request: Request) -> None:
+        """It ends, and nothing more of it enters the tree."""
+        del self.running[request]
+        self.pool.release(request, returns=True)
+        self.decoding.end(request, Finish.ABORTED, keeps_blocks=True)
+
+    # -- one pass -----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """With nothing in flight, what a pass leaves for the next ones to find is found at once."""
+        plan = self.one_pass()
+        more = self.hold + 1
+        while plan is None and more and not self.in_flight:
+            more -= 1
+            plan = self.one_pass()
+        return plan
+
+    @property
+    def in_flight(self) -> bool:
+        """Is there a batch whose result is not known?"""
+        members = self.decoding.batched
+        return members.planned > members.updated
+
+    def one_pass(self) -> StepPlan | None:
+        """What is found to do in one turn of the loop."""
+        if self.chunked is not None:
+            request = self.chunked.request
+            self.decoding.exchange(request, self.pool.merge(request, request.computed // self.pool.block_size))
+        self._merge()
+        plan = None
+        if self.hold:
+            self.hold -= 1
+        elif (plan := self._prefill()) is not None:
+            self.hold = self.options.prefill_decode_interval
+        if plan is None and any(entry.max_new for entry in self.batch.values()):
+            plan = self._decode()
+        return plan
+
+    def _merge(self) -> None:
+        """Those whose prompts the pass before computed decode from now on."""
+        launched, self.launched = self.launched, []
+        staying = [entry for entry in launched if entry.request.status is Status.DECODE]
+        if len(staying) < len(launched) or self._departed or (staying and not self.batch):
+            self.full = False
+        self._departed = False
+        for entry in staying:
+            self.batch[entry.request] = entry
+            self._counted[entry.whole] += min(entry.max_new, CLIP)
+
+    @property
+    def most(self) -> float:
+        """Tokens that those that decode are owed at most; one for rounding, because these are fractions."""
+        share, whole = self._counted
+        return share * self.ratio + whole + 1
+
+    # -- prefill ------------------------------------------------------------------------------------------------------
+
+    def _seats(self, held: int) -> int:
+        """Requests that a batch may take, of which so many have a place already."""
+        most = self.options.max_running_requests
+        return min(most - len(self.batch), max(0, most - len(self.running) + held))
+
+    def _prefill(self) -> StepPlan | None:
+        o, chunked = self.options, self.chunked
+        if o.preempts or not self.batch:
+            self.full = False
+        if chunked is None:
+            if self.full or not self.waiting:
+                return None
+            if not o.preempts and self._seats(0) <= 0:
+                self.full = True
+                return None
+        self.waiting.sort()
+        prefill = self.make_prefill()
+        if chunked is None or self._continue(chunked, prefill):
+            self._admit(prefill)
+        del self.waiting.entries[: len(prefill.taken) - (chunked is not None and bool(prefill.taken))]
+        for entry in prefill.preempted:
+            self.waiting.push(entry)
+        return self._launch(prefill) if prefill.taken else None
+
+    def _continue(self, entry: Entry, prefill: Prefill) -> bool:
+        """The next chunk of a prompt comes first, whatever is promised to others; False if there is no memory."""
+        request, size = entry.request, self.pool.block_size
+        entry.todo = request.uncomputed
+        tokens = min(entry.todo, prefill.next_chunk(self.room), self.waiting.reserve(entry.todo, prefill.chunk))
+        if tokens <= 0 or self.pool.missing(request, request.computed + tokens) * size > self.room:
+            return False
+        prefill.take(entry, tokens)
+        if tokens == entry.todo:
+            self.chunked = None
+        return True
+
+    def _admit(self, prefill: Prefill) -> None:
+        """The queue in order: nobody is passed over."""
+        o, taken, held = self.options, prefill.taken, len(prefill.taken)
+        for entry in self.waiting.entries:
+            if prefill.spent:
+                return
+            self.full |= len(taken) >= self._seats(held)
+            if self.full and not (o.preempts and self._preempt(entry, prefill)):
+                return
+            tokens = self._let_in(entry, prefill)
+            if tokens == NO_ROOM or (tokens > 0 and not prefill.fits(self.room)):
+                self.full = bool(taken or self.batch)
+                return
+            if tokens == NOT_NOW or prefill.spent:
+                return
+
+    def _let_in(self, entry: Entry, prefill: Prefill) -> int:
+        """Tokens of a request that the batch computes, or why it has to wait."""
+        pool, request = self.pool, entry.request
+        entry.node = pool.match(entry.text, request.target - 1)
+        entry.todo = request.target - entry.node.end * pool.block_size
+        pool.lock(entry.node)
+        tokens = prefill.extent(entry, self.batch.values(), self.room, cuts=self.chunked is None)
+        if tokens > 0:
+            prefill.take(entry, tokens)
+            pool.enter(request, entry.text, entry.node)
+            if tokens < entry.todo:
+                self.chunked = entry
+        pool.unlock(entry.node)
+        return tokens
+
+    def _preempt(self, entry: Entry, prefill: Prefill) -> bool:
+        """Less urgent ones, least urgent first, give way until a request fits; nobody does if that is not enough."""
+        needed = self.asked(entry) + min(entry.max_new, CLIP) - (self.room - prefill.total)
+        less = entry.rank + self.options.priority_scheduling_preemption_threshold
+        victims = giving_way([e for e in self.batch.values() if e.rank > less], needed, self.ratio)
+        if not victims:
+            return False
+        self.decoding.split()
+        for victim in [other for other in self.batch.values() if other in victims]:
+            prefill.returns(victim)
+            self._set_back(victim, len(self.batch) - 1)
+        return True
+
+    def asked(self, entry: Entry) -> int:
+        """Tokens that a request computes if it is let in."""
+        return entry.request.target - self.pool.match(entry.text, entry.request.target - 1).end * self.pool.block_size
+
+    def _launch(self, prefill: Prefill) -> StepPlan:
+        pool, decoding, taken = self.pool, self.decoding, prefill.taken
+        for entry in taken:
+            request = entry.request
+            if request in self.running:
+                decoding.renew(request)
+            else:
+                decoding.admit(request, request.target - entry.todo)
+                self.running[request] = entry
+        tokens = sum([entry.extent for entry in taken])
+        pool.make_room(tokens + (pool.block_size * len(taken) if pool.block_size > 1 else 0))
+        rows = {entry.request: self._row(entry.request, entry.extent) for entry in taken}
+        self.keys.prefilled = set(rows)
+        self.launched = taken
+        if self.options.mixes and self.batch:
+            self._mix(rows)
+        decoding.rest()
+        plan = self._plan(rows)
+        self.waiting.processed += plan.work.prefill_tokens
+        return plan
+
+    def _mix(self, rows: dict[Request, Chunk]) -> None:
+        """Those that decode ride along, if there is room for them; else they sit this step out."""
+        if self._take_out():
+            self.full = False
+        if self.batch and self._fits(self.batch):
+            self.pool.make_room(self.pool.block_size * len(self.batch))
+            self.decoding.split()
+            for request in self.batch:
+                self.decoding.renew(request)
+                rows[request] = self._row(request, 1)
+            self.launched = [*self.launched, *self.batch.values()]
+            self.batch, self._counted = {}, [0, 0]
+
+    # -- decode -------------------------------------------------------------------------------------------------------
+
+    def _decode(self) -> StepPlan | None:
+        pool, before = self.pool, len(self.batch)
+        ending = self._take_out()
+        fits = self._fits(self.batch)
+        if not self.batch or (ending and not fits):
+            self.full = False
+            return None  # the memory of those that end comes free with their result
+        if fits:
+            self.ratio = max(self.ratio - self._ratio_decay, self._least_ratio)
+        else:
+            self._retract()
+        self.full &= len(self.batch) == before
+        if not self.batch:
+            return None
+        pool.make_room(pool.block_size * len(self.batch))
+        decoding, self.keys.prefilled = self.decoding, set()
+        if len(decoding.batched) == len(self.batch):
+            decoding.go_on()
+            return self._plan({})
+        decoding.split()
+        return self._plan({request: self._row(request, 1) for request in self.batch})
+
+    def _take_out(self) -> bool:
+        """Those whose last token is in flight decode no more. Are there any?"""
+        ending = [r for r in self.decoding.unbatched if r in self.batch and r.scheduled >= r.limit]
+        for request in ending:
+            self.leave(request)
+        return bool(ending)
+
+    def leave(self, request: Request) -> None:
+        """It decodes no more."""
+        entry = self.batch.pop(request)
+        self._counted[entry.whole] -= min(entry.max_new, CLIP)
+
+    def _fits(self, requests: Collection[Request]) -> bool:
+        """Is there a page for each that needs one for its next token, if need be after evictions?"""
+        pool = self.pool
+        if len(self.decoding.batched) == len(requests):
+            pages = self.decoding.due_blocks()
+        else:
+            pages = sum([pool.missing(request, request.computed + 1) for request in requests])
+        pool.make_room(pages * pool.block_size)
+        return pages <= pool.available
+
+    def _retract(self) -> None:
+        """Those with the fewest outputs give their memory back, until the others have enough."""
+        self.decoding.split()
+        line = by_outputs(list(self.batch.values()), ranked=self.options.retraction_policy == "priority")
+        retracted: list[Entry] = []
+        while (not retracted or not self._fits([entry.request for entry in line])) and len(line) > 1:
+            retracted.append(line.pop())
+            self._set_back(retracted[-1], len(line))
+        if len(line) == 1 and not self._fits([line[0].request]):
+            retracted += self.stranded(line.pop())
+        self.batch = {entry.request: entry for entry in line}
+        for entry in line:
+            self.decoding.renew(entry.request)
+        seen, most = sum([entry.request.seen for entry in line]), sum([entry.max_new for entry in line])
+        self.ratio = min(1.0, (seen + RETRACT_STEPS * len(line)) / (most + 1))
+        for entry in retracted:
+            self.waiting.push(entry)
+
+    def stranded(self, entry: Entry) -> list[Entry]:
+        """The last one that decodes has no room, for a prompt in the middle holds it. It gives way to that."""
+        assert self.chunked is not None, (entry.request.spec.id, "does not fit an empty cache")
+        self._set_back(entry, 0)
+        return [entry]
+
+    def _set_back(self, entry: Entry, others: int) -> None:
+        """It loses its memory and has to wait again; there is to be room for the `others` that go on."""
+        self.leave(entry.request)
+        del self.running[entry.request]
+        self.decoding.preempt(entry.request, drop_in_flight=True)
+        self.pool.make_room(RETRACT_STEPS * others)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def _row(self, request: Request, tokens: int) -> Chunk:
+        return self.decoding.row(request, tokens, self.pool.fill(request, request.computed + tokens))
+
+    def _plan(self, rows: dict[Request, Chunk]) -> StepPlan:
+        return self.decoding.plan(rows, running=len(self.running), waiting=len(self.waiting))
+
+    def check(self) -> None:
+        """Raise AssertionError unless pages, members and places in the batch are accounted for."""
+        self.decoding.check()
+        assert len(self.running) + len(self.waiting) == len(self.requests), "requests that neither wait nor run"
+        assert self.batch.keys() <= self.running.keys(), "decodes and does not run"
+        assert len(self.running) <= self.options.max_running_requests, ("places", len(self.running))
+        assert self.pool.tables.keys() == self.running.keys(), "KV of requests that do not run"
+
+    def runs_ahead(self, plan: StepPlan) -> bool:
+        return True
+
+    def update(self, plan: StepPlan, result: StepResult) -> Outcome:
+        self.pool.collect()
+        outcome = self.decoding.complete(plan, result, self._end)
+        self.pool.put_back()
+        return outcome
+
+    def _end(self, request: Request, reason: Finish) -> None:
+        if request in self.batch:
+            self.leave(request)
+            self._departed = True
+        del self.running[request]
+        self.decoding.end(request, reason)
+
+
+SGLANG = SchedulerKind(
+    name="sglang",
+    about="SGLang 0.5.23: prefill before decode, a radix tree, retraction",
+    settings=SglangSettings,
+    resolve=resolve,
+    make=SglangScheduler,
+    block_size=1,
+)

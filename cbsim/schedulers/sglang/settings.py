@@ -1,0 +1,190 @@
+"""What SGLang's server may be told, and what it makes of what it is not told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from cbsim.policy.kind import (
+    DEFAULT_IN_PROBE,
+    SLOTS,
+    STEP_TOKENS,
+    AtLeast,
+    Count,
+    InProbe,
+    Natural,
+    Settings,
+    SettingsError,
+    Site,
+    Solved,
+    resolved,
+)
+from cbsim.policy.loop import Limits
+
+FIRST_RATIO, LEAST_RATIO, DECAY_STEPS = 0.7, 0.14, 600  # SGLANG_INIT_NEW_TOKEN_RATIO and its kin
+TOO_LONG = 5  # a prompt has to leave more of the longest sequence than this
+GIB = 1 << 30
+CHUNKS = ((20, 2048), (60, 4096), (160, 8192))  # GPUs with less than so many GiB, their chunk
+LARGEST_CHUNK = 16384
+
+
+def _chunk_source(settings: SglangSettings, site: Site) -> str:
+    del settings
+    return f"SGLang 0.5.23 on {site.gpu}, by its memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangSettings(Settings):
+    """SGLang 0.5.23. Names and defaults are those of its server's arguments."""
+
+    name: str = "sglang"
+    schedule_policy: Literal["fcfs", "lpm", "dfs-weight", "lof", "shortest-prefill-first", "hrrn"] = "fcfs"
+    """Order of the queue: first come, longest cached prefix, most requests under a cached prefix, longest output
+    allowed, shortest prefill, highest response ratio."""
+    schedule_conservativeness: Annotated[float, AtLeast(0)] = 1.0
+    """How much of what running requests may still write is kept free for them; 1: 0.7 of it at first, at least 0.098
+    after 600 decode steps."""
+    max_running_requests: Annotated[
+        Count | None, Solved("SGLang 0.5.23, from the size of the cache", pinned=True), SLOTS
+    ] = None
+    """Requests that may run; null: 2048, up to 4096 if the cache holds more than 4 of the longest sequences, never
+    more than half the tokens of the cache."""
+    max_prefill_tokens: Annotated[Count, STEP_TOKENS] = 16384
+    """Query tokens in a prefill batch; a first request may have more."""
+    chunked_prefill_size: Annotated[
+        Annotated[int, AtLeast(-1)] | None, Solved(_chunk_source, pinned=True), InProbe(-1)
+    ] = None
+    """Query tokens in a prefill batch beyond which a prompt is cut; -1: prompts are not cut; null: by the GPU's memory,
+    2048 to 16384."""
+    enable_mixed_chunk: bool = False
+    """With chunks: decoding requests ride with prefill batches."""
+    context_length: Annotated[Count | None, Solved("the model's"), DEFAULT_IN_PROBE] = None
+    """Longest sequence, tokens; null: the model's."""
+    disable_radix_cache: Annotated[bool, InProbe(True)] = False
+    """Keep nothing of requests that are over."""
+    radix_eviction_policy: Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority"] = "lru"
+    """Who leaves the cache first."""
+    enable_priority_scheduling: bool = False
+    """Requests have priorities; with fcfs and lof only."""
+    disable_priority_preemption: bool = False
+    """With priorities: nobody loses its place to a more urgent request."""
+    schedule_low_priority_values_first: bool = False
+    """With priorities: low values are urgent; else high ones."""
+    priority_scheduling_preemption_threshold: Natural = 10
+    """With priorities: by how much a request must be more urgent than those that it preempts."""
+    retraction_policy: Literal["length", "priority"] = "length"
+    """Who keeps its place when decoding runs out of memory: those with most outputs, or the most urgent before them."""
+    prefill_max_requests: Annotated[Count | None, DEFAULT_IN_PROBE] = None
+    """Requests in a prefill batch; null: no limit of its own."""
+    prefill_decode_interval: Annotated[Natural, DEFAULT_IN_PROBE] = 0
+    """Passes without a prefill after each prefill."""
+    max_queued_requests: Annotated[Count | None, DEFAULT_IN_PROBE] = None
+    """Requests that may wait; whoever comes then is refused. null: no limit."""
+    ignore_eos: bool = False
+    """Requests ask for their outputs to the limit (`ignore_eos`), so all of it is kept free for them. What the workload
+    declares does not change."""
+
+    def __post_init__(self) -> None:
+        if self.enable_priority_scheduling and self.schedule_policy not in ("fcfs", "lof"):
+            text = f"got {self.schedule_policy}, must be fcfs or lof with enable_priority_scheduling"
+            raise SettingsError("schedule_policy", text)
+        if self.chunked_prefill_size == 0:
+            raise SettingsError("chunked_prefill_size", "got 0, must be >= 1, or -1 for prompts that are not cut")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangOptions(SglangSettings):
+    """All sizes solved. A block is a page; every one of `num_blocks` can be used."""
+
+    block_size: int
+    num_blocks: int
+    max_running_requests: int
+    chunked_prefill_size: int
+    context_length: int
+
+    def __post_init__(self) -> None:
+        """Recorded schedulers have settings of their own."""
+
+    @property
+    def pool_tokens(self) -> int:
+        return self.block_size * self.num_blocks
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence, the last one not counted."""
+        return min(self.context_length, self.pool_tokens) - 1
+
+    def outputs(self, prompt_tokens: int, wanted: int) -> int:
+        """Output tokens that a request may write: as many as are wanted and fit a sequence and an empty cache."""
+        page = self.block_size
+        paged = -(-prompt_tokens // page) * page
+        most = max(0, min(wanted, self.longest - prompt_tokens - 1))
+        return max(0, min(most, self.pool_tokens - paged - page - 1))
+
+    @property
+    def chunks(self) -> bool:
+        return self.chunked_prefill_size > 0
+
+    @property
+    def mixes(self) -> bool:
+        return self.chunks and self.enable_mixed_chunk
+
+    @property
+    def preempts(self) -> bool:
+        return self.enable_priority_scheduling and not self.disable_priority_preemption
+
+    @property
+    def first_ratio(self) -> float:
+        return min(FIRST_RATIO * self.schedule_conservativeness, 1.0)
+
+    @property
+    def least_ratio(self) -> float:
+        return self.first_ratio * LEAST_RATIO
+
+    @property
+    def ratio_decay(self) -> float:
+        return (self.first_ratio - self.least_ratio) / DECAY_STEPS
+
+    @property
+    def limits(self) -> Limits:
+        most = self.chunked_prefill_size if self.chunks else max(self.max_prefill_tokens, self.longest)
+        if self.ignore_eos and self.disable_radix_cache:
+            most = self.max_prefill_tokens + self.longest
+        seats = self.max_running_requests
+        return Limits(seats, tokens=max(most, seats), longest=self.longest + 1)
+
+
+def _chunk(settings: SglangSettings, site: Site) -> int:
+    if settings.chunked_prefill_size is not None:
+        return settings.chunked_prefill_size
+    for gib, chunk in CHUNKS:
+        if site.memory_bytes < gib * GIB:
+            return chunk
+    return LARGEST_CHUNK
+
+
+def _seats(settings: SglangSettings, context: int, tokens: int) -> int:
+    wanted = settings.max_running_requests or max(min(int(tokens / context * 512), 4096), 2048)
+    return max(1, min(wanted, tokens // 2))
+
+
+def resolve(settings: SglangSettings, site: Site) -> SglangOptions:
+    """Chunk by the GPU, the cache beside a full step, seats by the cache. The cache is sized by vLLM's rule in place of
+    mem_fraction_static, for a step of the largest prefill batch.
+    """
+    chunk, size = _chunk(settings, site), site.block_size
+    if chunk > 0 and chunk % size:
+        text = f"got {chunk}, must be a multiple of the page, kv_cache.block_size ({size})"
+        raise SettingsError("chunked_prefill_size", text)
+    context = settings.context_length or site.max_position
+    step = chunk if chunk > 0 else max(settings.max_prefill_tokens, context)
+    blocks = site.blocks(step, settings.max_running_requests or 256)
+    return resolved(
+        settings,
+        SglangOptions,
+        block_size=size,
+        num_blocks=blocks,
+        max_running_requests=_seats(settings, context, blocks * size),
+        chunked_prefill_size=chunk,
+        context_length=context,
+    )

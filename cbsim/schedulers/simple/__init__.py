@@ -1,0 +1,1 @@
+"""Baselines: static and dynamic batching, TGI, contiguous caches, beam search."""

@@ -1,0 +1,305 @@
+"""Beam search with iteration-level batching, as `generate(num_beams=k)` searches, on paged blocks.
+
+A request is k texts. One of them reads the prompt but for its last token; then all compute that token and every one
+after it, side by side in each step, and the k best continuations of all k texts are what they go on with: a result says
+whose text each beam took over. What texts have in common lies in shared blocks; the last block of a text that several
+go on with is copied.
+
+Requests are admitted first come, first served, if the cache has room for k whole texts that share nothing: so none is
+preempted. The next step's tables follow from a result, so no step is planned ahead of one, in either loop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from cbsim.kv.blocks import BlockPool, FreeQueue
+from cbsim.policy.decoding import Decoding
+from cbsim.policy.kind import SchedulerKind
+from cbsim.policy.observer import NULL_OBSERVER, Observer
+from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
+from cbsim.policy.request import Finish, Request, RequestSpec, Status
+from cbsim.policy.transfers import Direction, Transfer
+from cbsim.policy.value import mypyc_attr
+from cbsim.schedulers.simple.settings import BeamOptions, BeamSettings, resolve_beam
+
+
+class Exchanged(NamedTuple):
+    """A beam with another text: the entries of its table that changed, and the block of which its last is a copy."""
+
+    request: Request
+    entries: list[tuple[int, int]]  # (index, block)
+    copied: int | None
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class BeamPool(BlockPool):
+    """A pool whose blocks may be in several tables, which are exchanged as the texts are; none has a content key.
+
+    All beams of a request are as long as each other. Full blocks are shared by reference; a block that is written to
+    belongs to one beam: of the beams that go on with the same text the first to keep it does so, and the others get a
+    copy of it.
+    """
+
+    def __init__(self, block_size: int, num_blocks: int, observer: Observer = NULL_OBSERVER) -> None:
+        super().__init__(block_size, num_blocks, FreeQueue(range(num_blocks), unhashed_first=True), observer)
+        self._users: dict[int, int] = {}
+
+    def grow(self, request: Request, count: int) -> list[int]:
+        blocks = super().grow(request, count)
+        for block in blocks:
+            self._users[block] = 1
+        return blocks
+
+    def release(self, request: Request, *, returns: bool = False) -> int:
+        assert not returns, "nobody is preempted"
+        table = self.tables.pop(request, [])
+        self._leave(table)
+        self._observer.released(request, table)
+        return len(table)
+
+    def fork(self, request: Request, beam: Request, computed: int) -> int | None:
+        """A beam gets a table of its own for what a request has computed. Returns the block that it has to copy."""
+        whole, table = computed // self.block_size, self.tables[request]
+        self.tables[beam] = table[:whole]
+        self._enter(table[:whole])
+        if computed % self.block_size == 0:
+            return None
+        self.grow(beam, 1)
+        return table[whole]
+
+    def exchange(self, beams: Sequence[Request], parents: Sequence[Request], computed: int) -> list[Exchanged]:
+        """Beam i goes on with the text of parents[i], of which `computed` tokens are computed: all tables hold just
+        these. Returns those whose tables hold something else now.
+        """
+        whole, rest = divmod(computed, self.block_size)
+        before = {beam: self.tables[beam] for beam in beams}
+        keeper: dict[Request, Request] = {}  # of a text: the beam that keeps the block that is written to
+        for i, beam in enumerate(beams):
+            if beam is parents[i] or parents[i] not in keeper:
+                keeper[parents[i]] = beam
+        for i, beam in enumerate(beams):
+            table = before[parents[i]]
+            self.tables[beam] = table[:] if keeper[parents[i]] is beam else table[:whole]
+            self._enter(self.tables[beam])
+        for table in before.values():
+            self._leave(table)
+        exchanged: list[Exchanged] = []
+        for i, beam in enumerate(beams):
+            copied: int | None = None
+            if rest and keeper[parents[i]] is not beam:
+                copied = before[parents[i]][whole]
+                self.grow(beam, 1)
+            own, now = before[beam], self.tables[beam]
+            entries = [(at, block) for at, block in enumerate(now) if block != own[at]]
+            if entries or copied is not None:  # the block to copy to may be the one that it had
+                exchanged.append(Exchanged(beam, entries, copied))
+        return exchanged
+
+    def _enter(self, blocks: Sequence[int]) -> None:
+        """These are in one table more."""
+        for block in blocks:
+            self._users[block] = self._users.get(block, 0) + 1
+
+    def _leave(self, blocks: Sequence[int]) -> None:
+        """These are in one table less; those that are in none are free."""
+        freed: list[int] = []
+        for block in blocks:
+            users = self._users[block] - 1
+            if users:
+                self._users[block] = users
+            else:
+                del self._users[block]
+                freed.append(block)
+        self._free.give(freed, 0)
+
+    def check(self) -> None:
+        users: dict[int, int] = {}
+        for table in self.tables.values():
+            assert len(set(table)) == len(table), ("a table names a block twice", table)
+            for block in table:
+                users[block] = users.get(block, 0) + 1
+        assert users == self._users, ("users of blocks", users, self._users)
+        free = self._free.order()
+        assert sorted([*users, *free]) == list(range(self.num_blocks)), ("blocks lost or double", users, free)
+        assert self.free == len(free), ("free blocks", self.free, len(free))
+
+
+class Search:
+    """The texts of one request. `beams[0]` reads the prompt; `forked`: the others have taken it over."""
+
+    def __init__(self, first: Request, blocks: int) -> None:
+        self.beams = [first]
+        self.blocks = blocks  # that all of them together can come to hold
+        self.forked = False
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class BeamScheduler:
+    """Beam search as a policy."""
+
+    polls_before_update = False
+    awaits_when_idle = True
+
+    def __init__(self, options: BeamOptions, observer: Observer = NULL_OBSERVER) -> None:
+        self.options = o = options
+        self.limits = o.limits
+        self.pool = BeamPool(o.block_size, o.num_blocks, observer)
+        self.decoding = Decoding(self.pool, observer=observer)
+        self.requests = self.decoding.requests
+        self.waiting: deque[Request] = deque()
+        self.searches: list[Search] = []  # that have been let in
+        self._search: dict[Request, Search] = {}
+        self._scheduled = 0  # blocks, to those let in
+
+    @property
+    def running(self) -> list[Request]:
+        return [beam for search in self.searches for beam in search.beams]
+
+    @property
+    def idle(self) -> bool:
+        return not self.requests
+
+    def refusal(self, spec: RequestSpec) -> str | None:
+        needed, have = self._whole(spec), self.pool.num_blocks
+        if needed > have:
+            return f"{self.options.num_beams} texts need up to {needed} blocks, the cache has {have}"
+        if spec.sample_of is not None and spec.max_tokens != spec.sample_of.max_tokens:
+            return f"max_tokens is {spec.max_tokens}, that of the other texts {spec.sample_of.max_tokens}"
+        return None
+
+    def _whole(self, spec: RequestSpec) -> int:
+        """Blocks of all texts of a request at their end; the last tokens are never computed."""
+        return self.options.num_beams * self.pool.blocks_for(spec.prompt_tokens + spec.max_tokens - 1)
+
+    def add(self, spec: RequestSpec) -> None:
+        request = self.decoding.add(spec, spec.max_tokens)
+        first = self.requests.get(spec.sample_of) if spec.sample_of is not None else None
+        search = self._search.get(first) if first is not None else None
+        if search is None:
+            search = Search(request, self._whole(spec))
+        else:
+            search.beams.append(request)
+        self._search[request] = search
+        self.waiting.append(request)
+
+    def cancel(self, spec: RequestSpec) -> None:
+        """The texts of a request are given up together."""
+        request = self.requests.get(spec)
+        if request is not None:
+            for beam in list(self._search[request].beams):
+                self._finish(beam, Finish.ABORTED)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        rows: dict[Request, Chunk] = {}
+        ranked: list[tuple[RequestSpec, ...]] = []
+        left = self.options.max_num_batched_tokens
+        for search in self.searches:
+            left -= self._go_on(search, left, rows, ranked)
+        while self.waiting and left and self._has_room(self._search[self.waiting[0]]):
+            search = self._search[self.waiting[0]]
+            self._let_in(search)
+            left -= self._go_on(search, left, rows, ranked)
+        if not rows:
+            return None
+        plan = self.decoding.plan(rows, running=len(self.running), waiting=len(self.waiting))
+        return replace(plan, ranked=tuple(ranked))
+
+    def _has_room(self, search: Search) -> bool:
+        seats = self.options.max_num_seqs - len(self.running)
+        return len(search.beams) <= seats and search.blocks <= self.pool.num_blocks - self._scheduled
+
+    def _let_in(self, search: Search) -> None:
+        self._scheduled += search.blocks
+        self.searches.append(search)
+        self.waiting = deque([request for request in self.waiting if self._search[request] is not search])
+        self.decoding.admit(search.beams[0])
+
+    def _go_on(
+        self, search: Search, left: int, rows: dict[Request, Chunk], ranked: list[tuple[RequestSpec, ...]]
+    ) -> int:
+        """Rows of a request, and so many tokens of the step: some of its prompt, or one of each text."""
+        first = search.beams[0]
+        tokens = min(first.uncomputed - 1, left)
+        if tokens:
+            self._add(first, tokens, rows)
+            return tokens
+        if len(search.beams) > left:
+            return 0
+        if not search.forked:
+            self._fork(search)
+        for beam in search.beams:
+            self._add(beam, 1, rows)
+        if self.options.num_beams > 1:
+            ranked.append(tuple([beam.spec for beam in search.beams]))
+        return len(search.beams)
+
+    def _add(self, request: Request, tokens: int, rows: dict[Request, Chunk]) -> None:
+        blocks = self.pool.grow(request, self.pool.missing(request, request.computed + tokens))
+        rows[request] = self.decoding.row(request, tokens, blocks)
+
+    def _fork(self, search: Search) -> None:
+        """The prompt is read but for its last token: every text begins with that."""
+        search.forked = True
+        first = search.beams[0]
+        for beam in search.beams[1:]:
+            copied = self.pool.fork(first, beam, first.computed) if first.computed else None
+            self.decoding.admit(beam, first.computed)
+            if copied is not None:
+                self._copy(copied, beam)
+
+    def _copy(self, block: int, beam: Request) -> None:
+        self.decoding.transfers.append(Transfer(Direction.COPY, (block,), (self.pool.tables[beam][-1],), beam.spec))
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def runs_ahead(self, plan: StepPlan) -> bool:
+        return False
+
+    def update(self, plan: StepPlan, result: StepResult) -> Outcome:
+        outcome = self.decoding.complete(plan, result, self._finish)
+        if result.parents:
+            self._exchange(plan, dict(result.parents))
+        return outcome
+
+    def _exchange(self, plan: StepPlan, parents: dict[RequestSpec, RequestSpec]) -> None:
+        """Texts that go on with another's."""
+        for group in plan.ranked:
+            if parents.keys().isdisjoint(group) or any(spec not in self.requests for spec in group):
+                continue  # all as they were, or over
+            beams = [self.requests[spec] for spec in group]
+            origins = [self.requests[parents.get(spec, spec)] for spec in group]
+            for exchanged in self.pool.exchange(beams, origins, beams[0].computed):
+                self.decoding.exchange(exchanged.request, exchanged.entries)
+                if exchanged.copied is not None:
+                    self._copy(exchanged.copied, exchanged.request)
+
+    def _finish(self, request: Request, reason: Finish) -> None:
+        search = self._search.pop(request)
+        search.beams.remove(request)
+        if search in self.searches and not search.beams:
+            self.searches.remove(search)
+            self._scheduled -= search.blocks
+        if request.status is Status.WAITING and request in self.waiting:
+            self.waiting.remove(request)
+        self.decoding.call_off(request)
+        self.decoding.end(request, reason)
+
+
+def _texts(settings: BeamSettings) -> int:
+    return settings.num_beams
+
+
+BEAM = SchedulerKind(
+    name="beam",
+    about="beam search: every request is the best of several texts that grow side by side on shared blocks",
+    settings=BeamSettings,
+    resolve=resolve_beam,
+    make=BeamScheduler,
+    samples=_texts,
+)

@@ -1,0 +1,1 @@
+"""TensorRT-LLM's Python schedulers: capacity, then micro-batches."""

@@ -1,0 +1,145 @@
+"""TensorRT-LLM's capacity schedulers: which of the active requests have cache for the next step.
+
+A request that was given a row has started: it holds the blocks of its prompt, and later those of what it has generated.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cbsim.policy.decode_batch import by_order
+from cbsim.policy.decoding import Decoding
+from cbsim.policy.request import Request, Status
+from cbsim.policy.value import mypyc_attr
+from cbsim.schedulers.trtllm.settings import TrtllmOptions
+
+
+class Fit(NamedTuple):
+    """Who has cache, in the order in which rows are given, and who has to give his up."""
+
+    requests: list[Request]
+    paused: list[Request]
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Capacity:
+    """GUARANTEED_NO_EVICT: the cache of a request is reserved to its end, so nobody who has started is paused.
+
+    STATIC_BATCH is the same, but nobody starts while somebody generates.
+    """
+
+    def __init__(self, options: TrtllmOptions, decoding: Decoding) -> None:
+        self.options = options
+        self.decoding = decoding
+        self.pool = decoding.pool
+        self._static = options.capacity_scheduler_policy == "STATIC_BATCH"
+        self._reserved = 0  # blocks that all who have started will hold at their ends
+
+    def whole(self, request: Request) -> int:
+        """Blocks that are reserved for a request: its prompt and all that it may generate."""
+        return self.pool.blocks_for(request.spec.prompt_tokens + request.limit)
+
+    def started(self, request: Request) -> None:
+        """It is about to get its first blocks."""
+        self._reserved += self.whole(request)
+
+    def stopped(self, request: Request) -> None:
+        """It is about to give them up."""
+        self._reserved -= self.whole(request)
+
+    def spares_members(self, contexts: dict[Request, None]) -> bool:
+        """Do all that generate have cache, in front of these requests that do not?"""
+        del contexts
+        return True
+
+    def behind(self, generating: int, contexts: dict[Request, None]) -> Fit:
+        """So many generate and fit; who else does? In order, until somebody does not."""
+        fits: list[Request] = []
+        if self._static and generating:
+            return Fit(fits, [])
+        available = self._available()
+        for request in contexts:
+            needed = self.whole(request) - self.pool.allocated(request)
+            if generating + len(fits) == self.options.max_num_requests or needed > available:
+                break
+            available -= needed
+            fits.append(request)
+        return Fit(fits, [])
+
+    def _available(self) -> int:
+        """Free blocks, less what all that generate will need."""
+        available = self.pool.num_blocks - self._reserved
+        for request in self.decoding.unbatched:
+            if request.status is Status.PREFILL:
+                available += self.whole(request) - self.pool.allocated(request)
+        return available
+
+    def one_by_one(self, generating: list[Request], contexts: dict[Request, None]) -> Fit:
+        """Those that generate, then the others, each in order of arrival."""
+        front = generating[: self.options.max_num_requests]
+        return Fit([*front, *self.behind(len(front), contexts).requests], [])
+
+
+class MaxUtilization(Capacity):
+    """MAX_UTILIZATION: a request needs room for its next step only; who lacks it takes it from the last started."""
+
+    def __init__(self, options: TrtllmOptions, decoding: Decoding) -> None:
+        super().__init__(options, decoding)
+        self._ahead = 2 if options.two_step_lookahead else 1
+
+    def one_step(self, request: Request) -> int:
+        """Blocks that a request needs beside those it has."""
+        pool = self.pool
+        if request.status is not Status.DECODE:
+            return 0 if pool.allocated(request) else pool.blocks_for(request.target)
+        ahead = min(self._ahead, request.limit - request.scheduled)
+        return pool.blocks_for(request.computed + ahead) - pool.blocks_for(request.computed)
+
+    def spares_members(self, contexts: dict[Request, None]) -> bool:
+        for first in contexts:
+            if first.order < self.decoding.batched.max_order:
+                return False
+            break
+        return self._members_need() <= self.pool.free
+
+    def _members_need(self) -> int:
+        if self._ahead > 1:
+            return sum([self.one_step(request) for request in self.decoding.batched])
+        return self.decoding.due_blocks()
+
+    def behind(self, generating: int, contexts: dict[Request, None]) -> Fit:
+        return self._walk(list(contexts), generating, self._members_need())
+
+    def one_by_one(self, generating: list[Request], contexts: dict[Request, None]) -> Fit:
+        return self._walk(sorted([*generating, *contexts], key=by_order), 0, 0)
+
+    def _walk(self, line: list[Request], seats: int, used: int) -> Fit:
+        """In order of arrival, behind those who take so many seats and blocks. For whom there is none, the last started
+        from him on is paused, perhaps himself, and nobody behind that one is looked at; if there is none, that is all.
+        """
+        fits: list[Request] = []
+        paused: list[Request] = []
+        free, end, at = self.pool.free, len(line), 0
+        while at < end:
+            request = line[at]
+            needed = self.one_step(request)
+            if seats + len(fits) < self.options.max_num_requests and used + needed <= free:
+                used += needed
+                fits.append(request)
+                at += 1
+                continue
+            last = end - 1
+            while last >= at and line[last].status is Status.WAITING:
+                last -= 1
+            if last < at:
+                break
+            free += self.pool.allocated(line[last])
+            paused.append(line[last])
+            end = last
+        return Fit(fits, paused)
+
+
+def capacity(options: TrtllmOptions, decoding: Decoding) -> Capacity:
+    """The one that the options name."""
+    kind = MaxUtilization if options.capacity_scheduler_policy == "MAX_UTILIZATION" else Capacity
+    return kind(options, decoding)

@@ -1,0 +1,276 @@
+"""TensorRT-LLM's in-flight batching, the Python schedulers of its PyTorch backend: who has cache, then who has a row.
+
+Requests are taken from the queue, as many as may be active, and stay in order of arrival. In every step the capacity
+scheduler (capacity.py) says which of them have cache, the micro batch which of those get rows. Rows are prompts, or
+parts of them, then one token for each that generates. A paused request gives up its blocks, keeps its position, and
+reads its prompt and what it has generated again.
+
+Rules as read, restated and checked line by line against traces of restated classes: docs/policies.md. No block reuse,
+one window, one beam, no drafts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from cbsim.kv.blocks import BlockPool, FreeQueue
+from cbsim.policy.decode_batch import by_order
+from cbsim.policy.decoding import Decoding
+from cbsim.policy.kind import SchedulerKind
+from cbsim.policy.observer import NULL_OBSERVER, Observer
+from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
+from cbsim.policy.request import Finish, Request, RequestSpec, Status
+from cbsim.policy.value import mypyc_attr
+from cbsim.schedulers.trtllm.capacity import capacity
+from cbsim.schedulers.trtllm.settings import TrtllmOptions, TrtllmSettings, resolve
+
+Part = tuple[Request, int]  # so many tokens of its prompt
+
+
+class Rows(NamedTuple):
+    """Of a step: parts of prompts, in order, and those that generate a token each."""
+
+    contexts: list[Part]
+    generating: list[Request]
+
+
+class MicroBatch:
+    """The rows of a step: which requests that have cache get one, and how many tokens of their prompts."""
+
+    def __init__(self, options: TrtllmOptions) -> None:
+        self.options = options
+        self._waited = 0  # steps for which prompts have waited
+
+    def rows(self, line: list[Request], decodes: int) -> Rows:
+        """Rows for requests that have cache, in their order, beside so many that go on generating in front of them.
+
+        Whole prompts, unless they may be cut, stop the batch where they are too many tokens.
+        """
+        o = self.options
+        generating: list[Request] = []
+        contexts: list[Part] = []
+        tokens = decodes
+        for request in line:
+            if decodes + len(generating) + len(contexts) >= o.max_batch_size:
+                break
+            generates = request.status is Status.DECODE
+            if generates and request.scheduled >= request.limit:
+                continue  # its last token is in flight
+            counted = 0 if o.enable_chunked_prefill and not generates else request.uncomputed
+            if tokens + counted > o.max_num_tokens:
+                break
+            tokens += counted
+            if generates:
+                generating.append(request)
+            else:
+                contexts.append((request, request.uncomputed))
+        if o.enable_chunked_prefill and contexts:
+            contexts = self._cut(contexts, o.max_num_tokens - tokens)
+        if contexts and self._waits(contexts, decodes + len(generating)):
+            contexts = []
+        return Rows(contexts, generating)
+
+    def _cut(self, contexts: list[Part], capacity: int) -> list[Part]:
+        """Parts that fit what is left of the step; whose prompt goes on after it comes first."""
+        wanted = [tokens for _, tokens in contexts]
+        if sum(wanted) <= capacity:
+            return contexts
+        equal = self.options.context_chunking_policy == "EQUAL_PROGRESS"
+        share = equal_progress if equal else first_come_first_served
+        parts = share(wanted, capacity, self.options.chunk_unit_size)
+        cut = [(request, part) for (request, want), part in zip(contexts, parts, strict=True) if 0 < part < want]
+        return cut + [(request, part) for (request, want), part in zip(contexts, parts, strict=True) if part == want]
+
+    def _waits(self, contexts: list[Part], generating: int) -> bool:
+        """Do the prompts wait for more of them? Never if nobody generates."""
+        o = self.options
+        if not (generating and o.batch_wait_timeout_iters):
+            return False
+        tokens = generating + sum([part for _, part in contexts])
+        waits = self._waited < o.batch_wait_timeout_iters and tokens < o.batch_wait_max_tokens_ratio * o.max_num_tokens
+        self._waited = self._waited + 1 if waits else 0
+        return waits
+
+
+def first_come_first_served(wanted: list[int], capacity: int, unit: int) -> list[int]:
+    """Each gets what is left; if that is not all, a multiple of `unit` of it."""
+    parts: list[int] = []
+    for want in wanted:
+        part = want if want <= capacity else capacity // unit * unit
+        parts.append(part)
+        capacity -= part
+    return parts
+
+
+def equal_progress(wanted: list[int], capacity: int, unit: int) -> list[int]:
+    """Round by round each gets up to `unit` more, if that is left, until nobody gets anything."""
+    parts = [0] * len(wanted)
+    grew = True
+    while grew and capacity:
+        grew = False
+        for i, want in enumerate(wanted):
+            more = min(unit, want - parts[i])
+            if 0 < more <= capacity:
+                parts[i] += more
+                capacity -= more
+                grew = True
+    return parts
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class TrtllmScheduler:
+    """TensorRT-LLM as a policy. Depth 1 is its plain executor loop, depth 2 the one with the overlap scheduler."""
+
+    polls_before_update = False
+    awaits_when_idle = True
+
+    def __init__(self, options: TrtllmOptions, observer: Observer = NULL_OBSERVER) -> None:
+        self.options = o = options
+        self.limits = o.limits
+        self.pool = BlockPool(o.block_size, o.num_blocks, FreeQueue(range(o.num_blocks), unhashed_first=True), observer)
+        self.decoding = Decoding(self.pool, together=True, by_arrival=True, observer=observer)
+        self.requests = self.decoding.requests
+        self.running: dict[Request, None] = {}  # have started: they hold blocks
+        self.contexts: dict[Request, None] = {}  # active, their prompts not read to the end, in order of arrival
+        self.queue: deque[Request] = deque()  # not active yet
+        self.capacity = capacity(o, self.decoding)
+        self.batch = MicroBatch(o)
+        self._observer = observer
+
+    @property
+    def idle(self) -> bool:
+        return not self.requests
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Active or not, who has no blocks."""
+        return [*[request for request in self.contexts if request.status is Status.WAITING], *self.queue]
+
+    @property
+    def generating(self) -> list[Request]:
+        """Whose prompt is read, in order of arrival."""
+        return sorted([request for request in self.running if request.status is Status.DECODE], key=by_order)
+
+    def refusal(self, spec: RequestSpec) -> str | None:
+        o = self.options
+        if spec.prompt_tokens >= o.max_seq_len:
+            return f"prompt of {spec.prompt_tokens} tokens, max_seq_len is {o.max_seq_len}"
+        most = min(spec.prompt_tokens + spec.max_tokens, o.max_seq_len)
+        needed = self.pool.blocks_for(most)
+        if needed > o.num_blocks:
+            return f"{most} tokens need {needed} blocks, the cache has {o.num_blocks}"
+        if o.enable_chunked_prefill:
+            return None
+        if spec.prompt_tokens > o.max_num_tokens:
+            return f"prompt of {spec.prompt_tokens} tokens, max_num_tokens is {o.max_num_tokens}"
+        if o.capacity_scheduler_policy == "MAX_UTILIZATION" and most - 1 > o.max_num_tokens:
+            return f"up to {most - 1} tokens to read after a pause, max_num_tokens is {o.max_num_tokens}"
+        return None
+
+    def add(self, spec: RequestSpec) -> None:
+        limit = min(spec.max_tokens, self.options.max_seq_len - spec.prompt_tokens)
+        self.queue.append(self.decoding.add(spec, limit))
+
+    def cancel(self, spec: RequestSpec) -> None:
+        request = self.requests.get(spec)
+        if request is not None:
+            self._finish(request, Finish.ABORTED)
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        while self.queue and len(self.requests) - len(self.queue) < self.options.max_active_requests:
+            self.contexts[self.queue.popleft()] = None
+        together = self._undisturbed()
+        rows, decodes = self._go_on() if together else (self._one_by_one(), 0)
+        chunks = self._chunks(rows)
+        if not (chunks or decodes or self.decoding.preempted):
+            return None
+        for request, _ in rows.contexts:
+            if chunks[request].outputs:
+                del self.contexts[request]
+        waiting = len(self.requests) - len(self.running)
+        return self.decoding.plan(chunks, running=len(self.running), waiting=waiting, lead=len(rows.contexts))
+
+    def _undisturbed(self) -> bool:
+        """Does everybody that generates get a row, whatever becomes of the others?"""
+        decoding, o = self.decoding, self.options
+        if len(decoding.batched) > min(o.max_batch_size, o.max_num_tokens):
+            return False
+        for request in decoding.unbatched:
+            if request.status is Status.DECODE and request.scheduled < request.limit:
+                return False
+        return self.capacity.spares_members(self.contexts)
+
+    def _go_on(self) -> tuple[Rows, int]:
+        """The members go on together; of the others, who has cache behind them."""
+        begun = sum([request.status is Status.PREFILL for request in self.decoding.unbatched])
+        fit = self.capacity.behind(len(self.running) - begun, self.contexts)
+        if self._observer is not NULL_OBSERVER:
+            self._observer.fitting([*self.generating, *fit.requests])
+        self._pause(fit.paused)
+        decodes = self.decoding.go_on()
+        return self.batch.rows(fit.requests, decodes), decodes
+
+    def _one_by_one(self) -> Rows:
+        self.decoding.split()
+        fit = self.capacity.one_by_one(self.generating, self.contexts)
+        self._observer.fitting(fit.requests)
+        self._pause(fit.paused)
+        return self.batch.rows(fit.requests, 0)
+
+    def _pause(self, paused: list[Request]) -> None:
+        """They give up their blocks and keep their places. Tokens in flight are delivered."""
+        if not paused:
+            return
+        for request in paused:
+            self.capacity.stopped(request)
+            self.decoding.preempt(request, drop_in_flight=False)
+            del self.running[request]
+        self.contexts = dict.fromkeys(sorted({**self.contexts, **dict.fromkeys(paused)}, key=by_order))
+
+    def _chunks(self, rows: Rows) -> dict[Request, Chunk]:
+        """Prompts first, then those that generate, which are given blocks before them."""
+        pool, decoding = self.pool, self.decoding
+        generating: dict[Request, Chunk] = {}
+        for request in rows.generating:
+            blocks = pool.grow(request, missing) if (missing := pool.missing(request, request.computed + 1)) else ()
+            generating[request] = decoding.row(request, 1, blocks)
+        chunks: dict[Request, Chunk] = {}
+        for request, tokens in rows.contexts:
+            blocks = ()
+            if request.status is Status.WAITING:
+                self.capacity.started(request)
+                decoding.admit(request)
+                self.running[request] = None
+                blocks = pool.grow(request, pool.blocks_for(request.target))
+            chunks[request] = decoding.row(request, tokens, blocks)
+        return chunks | generating
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def runs_ahead(self, plan: StepPlan) -> bool:
+        return True
+
+    def update(self, plan: StepPlan, result: StepResult) -> Outcome:
+        return self.decoding.complete(plan, result, self._finish)
+
+    def _finish(self, request: Request, reason: Finish) -> None:
+        if request.status is Status.WAITING and request not in self.contexts:
+            self.queue.remove(request)
+        self.contexts.pop(request, None)
+        if request in self.running:
+            del self.running[request]
+            self.capacity.stopped(request)
+        self.decoding.end(request, reason)
+
+
+TRTLLM = SchedulerKind(
+    name="trtllm",
+    about="TensorRT-LLM: cache to the end, or the last started is paused, or static; in-flight batching",
+    settings=TrtllmSettings,
+    resolve=resolve,
+    make=TrtllmScheduler,
+    block_size=32,
+)

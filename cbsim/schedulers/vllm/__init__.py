@@ -1,0 +1,1 @@
+"""vLLM V1's scheduler, its cache groups and KV connectors."""

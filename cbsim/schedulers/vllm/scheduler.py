@@ -1,0 +1,361 @@
+"""vLLM V1's scheduler: running requests first, then the queue, one token budget; preemption by recompute.
+
+Rules as in vLLM 0.19 and 0.33 (text only, no speculation, one pipeline stage), restated and checked line by line
+against traces of the real code (`cbsim conformance`). What windows change is the cache's (group_pool.py). Chunked
+prefill has no phase of its own: a request needs `target - computed` tokens and gets what the budget leaves, in
+admission order.
+
+Requests that decode go on together (decoding.py) while none can be refused; else every request is walked in order,
+so the rules are stated once, in `_run`.
+"""
+
+from __future__ import annotations
+
+from cbsim.kv.blocks import BlockPool, FreeQueue
+from cbsim.kv.group_pool import GroupPool
+from cbsim.kv.host_cache import Arc, HostBlocks, HostCache, Lru
+from cbsim.kv.keys import GroupKeys, Keys, KeysWhenKnown
+from cbsim.policy.decode_batch import by_order
+from cbsim.policy.decoding import Decoding
+from cbsim.policy.kind import SchedulerKind
+from cbsim.policy.observer import NULL_OBSERVER, Observer
+from cbsim.policy.plan import Outcome, StepPlan, StepResult
+from cbsim.policy.queues import ArrivalQueue, PriorityQueue, Queue
+from cbsim.policy.request import Finish, Request, RequestSpec, Status
+from cbsim.policy.swapping import Swapping
+from cbsim.policy.value import mypyc_attr
+from cbsim.schedulers.vllm.offload import EagerOffload, LazyOffload, NativeOffload
+from cbsim.schedulers.vllm.settings import VllmOptions, VllmSettings, resolve, sees_all
+from cbsim.schedulers.vllm.transfers import Connector, HandOff, Step, Transfers
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class VllmScheduler:
+    """vLLM V1 as a policy. Depth 1 is `EngineCore.step`, depth 2 `step_with_batch_queue`."""
+
+    polls_before_update = True
+    awaits_when_idle = True
+
+    def __init__(self, options: VllmOptions, observer: Observer = NULL_OBSERVER) -> None:
+        self.options = o = options
+        self.limits = o.limits
+        self._new = o.version == "0.33"
+        self.pool, keys = cache(o, observer)
+        self.decoding = Decoding(self.pool, keys, together=not o.groups, observer=observer)
+        self.requests = self.decoding.requests
+        self.running: dict[Request, None] = {}  # in admission order
+        self.waiting = self._queue()
+        self.swapping: Swapping | None = None
+        if o.preemption_mode == "swap":
+            self.waiting = self.swapping = Swapping(self.decoding, self.waiting, o.host_blocks)
+        self._caches = o.enable_prefix_caching
+        self._redoes = o.hands_on  # what is in flight of a victim is not delivered, but computed once more
+        self._watermark = int(o.watermark * o.num_blocks)
+        self._executed = 0
+        self._last_prefill = -o.prefill_schedule_interval
+        self._capacity_bound = False
+        self.transfers = connect(o, self.decoding, self._queue(), observer) if o.kv_connector != "none" else None
+
+    # -- the queue ----------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        if self.requests or self.decoding.ended:  # vLLM runs a step to report who has ended
+            return False
+        return self.transfers is None or not self.transfers.busy
+
+    def _queue(self) -> Queue:
+        return PriorityQueue() if self.options.policy == "priority" else ArrivalQueue()
+
+    def refusal(self, spec: RequestSpec) -> str | None:
+        o = self.options
+        if spec.prompt_tokens >= o.max_model_len:
+            return f"prompt of {spec.prompt_tokens} tokens, max_model_len is {o.max_model_len}"
+        if not o.enable_chunked_prefill and spec.prompt_tokens > o.max_num_batched_tokens:
+            return f"prompt of {spec.prompt_tokens} tokens, max_num_batched_tokens is {o.max_num_batched_tokens}"
+        most = min(spec.prompt_tokens + spec.max_tokens, o.max_model_len)
+        needed = self.pool.most_blocks(most - 1)
+        if needed > self.pool.num_blocks:
+            return f"{most} tokens need {needed} blocks, the cache has {self.pool.num_blocks}"
+        return None
+
+    def add(self, spec: RequestSpec) -> None:
+        limit = min(spec.max_tokens, self.options.max_model_len - spec.prompt_tokens)
+        request = self.decoding.add(spec, limit)
+        if self.transfers is not None:
+            request.name_all()  # connectors keep what nobody else can ask for, too
+        self.waiting.push(request)
+
+    def cancel(self, spec: RequestSpec) -> None:
+        request = self.requests.get(spec)
+        if request is not None:
+            self._finish(request, Finish.ABORTED)
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        step = Step(self.options.max_num_batched_tokens, self._threshold(), self._defers_prefill())
+        decoding, transfers = self.decoding, self.transfers
+        if self._undisturbed(step):
+            step.budget -= decoding.go_on()
+        else:
+            if transfers is not None:
+                transfers.dissolving()
+            decoding.split()
+        if decoding.unbatched:
+            self._run(step)
+        if decoding.preempted:
+            return self._commit(step)
+        if transfers is not None:
+            transfers.admit(self, step)
+        elif self.swapping is not None and self.swapping.out:
+            self._bring_in(self.swapping, step)
+        elif self.waiting:
+            self._admit(step)
+        if not step.defer_prefill:
+            self._capacity_bound = bool(self.waiting)
+        return self._commit(step)
+
+    def _threshold(self) -> int:
+        """Most tokens a request may prefill in this step, 0 for no limit."""
+        o = self.options
+        threshold = o.long_prefill_token_threshold
+        if not threshold or not self._new:
+            return threshold
+        present = len(self.running) + len(self.waiting)
+        if present <= 1:
+            return 0
+        return max(threshold, o.max_num_batched_tokens // present) if o.adaptive_long_prefill_threshold else threshold
+
+    def _defers_prefill(self) -> bool:
+        interval = self.options.prefill_schedule_interval
+        if interval <= 1 or self._capacity_bound or self._executed + 1 - self._last_prefill >= interval:
+            return False
+        return bool(self.decoding.batched) or any(r.status is Status.DECODE for r in self.running)
+
+    def _undisturbed(self, step: Step) -> bool:
+        """Can no request that goes on decoding be refused, stalled or preempted by what runs before or beside it?"""
+        decoding = self.decoding
+        if len(decoding.batched) > step.budget or not decoding.has_blocks():
+            return False
+        if not decoding.unbatched:
+            return True
+        active = [r.order for r in decoding.unbatched if self._demand(r, step)]
+        if not active:
+            return True
+        return self.options.policy == "fcfs" and min(active) > decoding.batched.max_order
+
+    def _demand(self, request: Request, step: Step) -> int:
+        """Query tokens that a running request wants, before the budget; 0 to be skipped in this step."""
+        if request.scheduled >= request.limit:
+            return 0  # its last token is in flight
+        if step.defer_prefill and request.status is Status.PREFILL:
+            return 0
+        return min(request.uncomputed, step.threshold) if step.threshold else request.uncomputed
+
+    def _run(self, step: Step) -> None:
+        """Running requests one by one, in admission order; whoever lacks a block takes it from the last."""
+        unbatched = self.decoding.unbatched
+        line = list(unbatched)
+        if len(line) > 1:
+            line.sort(key=by_order)
+        i = 0
+        while i < len(line) and step.budget:
+            request = line[i]
+            tokens = min(self._demand(request, step), step.budget)
+            if not tokens:
+                i += 1
+                continue
+            needed = self.pool.due(request, tokens)
+            while needed > self.pool.free and request in unbatched:
+                victim = line[-1] if self.options.policy == "fcfs" else max(line, key=_urgency)
+                if self.transfers is not None and self.transfers.in_flight(victim):
+                    return  # its blocks would not be free yet
+                i -= self._preempt(victim, line, i, step)
+            if request not in unbatched:
+                if self._new and self.options.policy == "priority":
+                    continue
+                break
+            step.prefill |= request.status is Status.PREFILL
+            self._place(request, tokens, needed, step)
+            i += 1
+
+    def _preempt(self, victim: Request, line: list[Request], index: int, step: Step) -> int:
+        """The victim has to wait again; returns by how much the walk's index moves back."""
+        at = line.index(victim)
+        del line[at]
+        taken_back = step.rows.pop(victim, None)
+        if taken_back:
+            step.budget += taken_back.tokens
+        del self.running[victim]
+        if self.swapping is None or not self.swapping.take_out(victim):
+            self.decoding.preempt(victim, drop_in_flight=self._redoes)
+            self.waiting.push_front(victim)
+        moved = at < index if self._new else taken_back is not None
+        return int(moved)
+
+    def _bring_in(self, swapping: Swapping, step: Step) -> None:
+        """Those who are out, as `_admit` would: head first, nobody passed over; and nobody new beside them."""
+        for request in list(swapping.out):
+            tokens = min(self._demand(request, step), step.budget)
+            deferred = step.defer_prefill and request.uncomputed > 1
+            if not tokens or deferred or len(self.running) == self.options.max_num_seqs:
+                break
+            if not swapping.has_room(request, tokens, self.kept_free):
+                break
+            swapping.bring_in(request)
+            self.running[request] = None
+            step.prefill |= request.uncomputed > 1
+            self._place(request, tokens, self.pool.missing(request, request.computed + tokens), step)
+
+    def _admit(self, step: Step) -> None:
+        """The queue, head first: nobody is passed over, nobody is preempted for it."""
+        while self.waiting and step.budget and len(self.running) < self.options.max_num_seqs:
+            hits = self.hits(self.waiting.head())
+            if not self.start(self.waiting, self.pool.tokens_in(hits), hits, step):
+                break
+
+    def hits(self, request: Request) -> list[int]:
+        """Cached blocks of a request that waits; its last token is computed in any case."""
+        return self.pool.find(request) if self._caches else []
+
+    def start(self, queue: Queue, computed: int, hits: list[int], step: Step) -> bool:
+        """Give the head of a queue its first row, behind the tokens that are computed; False if it does not fit."""
+        o, request = self.options, queue.head()
+        if step.defer_prefill and computed < request.target - 1:
+            return False
+        tokens = request.target - computed
+        if step.threshold:
+            tokens = min(tokens, step.threshold)
+        if not o.enable_chunked_prefill and tokens > step.budget:
+            return False
+        tokens = min(tokens, step.budget)
+        if not self.has_room(request, computed + tokens, hits):
+            return False
+        queue.pop()
+        self.decoding.admit(request, computed)
+        self.running[request] = None
+        if not self.pool.allocated(request):
+            self.pool.adopt(request, hits)
+        step.prefill |= computed < request.target - 1
+        self._place(request, tokens, self.pool.missing(request, computed + tokens), step)
+        return True
+
+    def has_room(self, request: Request, tokens: int, hits: list[int]) -> bool:
+        o, pool = self.options, self.pool
+        whole = min(request.target, o.max_model_len) if o.scheduler_reserve_full_isl else 0
+        needed = pool.needed(request, tokens, whole, hits)
+        if o.reserve_output:
+            needed = self._whole(request) - len(hits) + pool.idle(hits)
+            needed += sum([self._whole(other) - pool.allocated(other) for other in self.running])
+        return needed + self.kept_free <= pool.free
+
+    @property
+    def kept_free(self) -> int:
+        """Blocks that nobody who is admitted may take."""
+        return self._watermark if self._new and self.running else 0
+
+    def _whole(self, request: Request) -> int:
+        """Blocks that a request holds at its end; its last token is never computed."""
+        spec = request.spec
+        return self.pool.blocks_for(min(spec.prompt_tokens + spec.max_tokens, self.options.max_model_len) - 1)
+
+    def _place(self, request: Request, tokens: int, blocks: int, step: Step) -> None:
+        added = self.pool.fill(request, request.computed + tokens) if blocks else ()
+        step.rows[request] = self.decoding.row(request, tokens, added)
+        step.budget -= tokens
+
+    def _commit(self, step: Step) -> StepPlan:
+        self._executed += bool(step.rows or self.decoding.batched)
+        if step.prefill:
+            self._last_prefill = self._executed
+        transfers = self.transfers
+        if transfers is None:
+            return self.decoding.plan(step.rows, running=len(self.running), waiting=len(self.waiting))
+        transfers.order(self.running, step.rows)
+        waiting = len(self.waiting) + len(transfers.holding)
+        plan = self.decoding.plan(step.rows, running=len(self.running), waiting=waiting)
+        transfers.planned(plan)
+        return plan
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def runs_ahead(self, plan: StepPlan) -> bool:
+        return plan.work.rows > 0 or (self._new and not self.idle)
+
+    def update(self, plan: StepPlan, result: StepResult) -> Outcome:
+        transfers = self.transfers
+        if transfers is None:
+            return self.decoding.complete(plan, result, self._finish)
+        transfers.completing(plan, result)
+        outcome = self.decoding.complete(plan, result, self._finish)
+        transfers.completed(plan, result)
+        return outcome
+
+    def _finish(self, request: Request, reason: Finish) -> None:
+        transfers = self.transfers
+        if request.status is not Status.WAITING:
+            del self.running[request]
+        elif transfers is not None and request in transfers.loads:
+            transfers.holding.remove(request)
+        else:
+            self.waiting.remove(request)
+        keeps_blocks = transfers is not None and transfers.ended(request, reason)
+        self.decoding.end(request, reason, keeps_blocks=keeps_blocks)
+
+
+def _urgency(request: Request) -> tuple[int, int]:
+    return request.spec.priority, request.spec.arrival_ns
+
+
+# -- what it is composed of -------------------------------------------------------------------------------------------
+
+
+def cache(o: VllmOptions, observer: Observer) -> tuple[BlockPool, Keys | None]:
+    """The pool of a scheduler, and when its blocks get their keys. Block 0 is never handed out."""
+    free, blocks = FreeQueue(range(1, o.num_blocks), unhashed_first=o.version == "0.33"), o.num_blocks - 1
+    if sees_all(o.groups):
+        pool = BlockPool(o.block_size, blocks, free, observer)
+        return pool, KeysWhenKnown(pool) if o.enable_prefix_caching else None
+    grouped = GroupPool(
+        o.groups,
+        o.block_size,
+        blocks,
+        free,
+        observer,
+        retention=o.prefix_cache_retention_interval,
+        most_in_flight=o.most_in_flight,
+        longest=o.max_model_len,
+    )
+    return grouped, GroupKeys(grouped) if o.enable_prefix_caching else None
+
+
+def connect(options: VllmOptions, decoding: Decoding, holding: Queue, observer: Observer) -> Transfers:
+    """The connector of a scheduler, and what it adds to the rules. `holding` is a second queue, of the same kind."""
+    decoding.pool.host_blocks = options.host_blocks
+    ahead = options.async_scheduling and not (options.hands_on and options.kv_role == "kv_producer")
+    return Transfers(_connector(options, decoding), decoding, holding, observer, ahead=ahead)
+
+
+def _connector(o: VllmOptions, decoding: Decoding) -> Connector:
+    if o.kv_connector == "hand_off":
+        return HandOff(decoding)
+    if o.kv_connector == "offloading":
+        chunks = o.host_blocks // o.blocks_per_chunk
+        cache = HostCache(chunks, Arc(chunks) if o.eviction_policy == "arc" else Lru())
+        return NativeOffload(decoding, cache, o.blocks_per_chunk, prompts_only=o.offload_prompt_only)
+    host = HostBlocks(o.host_blocks)
+    if not o.lazy_offload:
+        return EagerOffload(decoding, host)
+    return LazyOffload(decoding, host, 2 * decoding.pool.blocks_for(o.max_num_batched_tokens))
+
+
+VLLM = SchedulerKind(
+    name="vllm",
+    about="vLLM V1 (0.33; 0.19 by option): running first, preemption by recompute",
+    settings=VllmSettings,
+    resolve=resolve,
+    make=VllmScheduler,
+    padding="vllm",
+    windows=True,
+)

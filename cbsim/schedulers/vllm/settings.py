@@ -1,0 +1,343 @@
+"""Settings of vLLM V1, and what its server makes of those left open: by GPU, model, version and layer groups."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal, NamedTuple
+
+from cbsim.kv.layer_groups import Grouping, LayerKind, grouped, rules
+from cbsim.policy.groups import FULL, LayerGroup, Sight
+from cbsim.policy.kind import (
+    DEFAULT_IN_PROBE,
+    SLOTS,
+    STEP_TOKENS,
+    AsText,
+    AtLeast,
+    Count,
+    InProbe,
+    Natural,
+    Settings,
+    SettingsError,
+    Share,
+    Site,
+    Solved,
+    resolved,
+)
+from cbsim.policy.loop import Limits
+
+VERSIONS = ("0.19", "0.33")  # whose rules these are
+CONNECTOR_OPTIONS = {  # and whose they are
+    "cpu_bytes_to_use": ("simple_cpu", "offloading"),
+    "lazy_offload": ("simple_cpu",),
+    "blocks_per_chunk": ("offloading",),
+    "eviction_policy": ("offloading",),
+    "offload_prompt_only": ("offloading",),
+}
+SIMPLE_CPU_BYTES = 8 << 30
+NEW_OPTIONS = (  # since 0.19
+    "adaptive_long_prefill_threshold",
+    "watermark",
+    "prefill_schedule_interval",
+    "prefix_cache_retention_interval",
+)
+
+
+def _server(settings: VllmSettings, site: Site) -> str:
+    return f"vLLM {settings.version} on {tier(settings.version, site).gpus}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings(Settings):
+    """vLLM V1. Defaults are those of its server on the scenario's GPU."""
+
+    name: str = "vllm"
+    version: Annotated[Literal["0.33", "0.19"], AsText()] = "0.33"
+    """Whose rules: 0.33 or 0.19."""
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of the queue."""
+    max_num_seqs: Annotated[Count | None, Solved(_server, pinned=True), SLOTS] = None
+    """Requests that may run; null: 1024, or 256 on a GPU with less than 70 GiB and on an A100."""
+    max_num_batched_tokens: Annotated[Count | None, Solved(_server, pinned=True), STEP_TOKENS] = None
+    """Query tokens in a step; null: 8192, or 2048 on a GPU with less than 70 GiB and on an A100; 0.33: 16384 on one
+    with 160 GiB or more."""
+    max_model_len: Annotated[Count | None, Solved("the model's, or what the cache holds"), DEFAULT_IN_PROBE] = None
+    """Longest sequence, tokens; null: the model's, capped by the cache."""
+    enable_chunked_prefill: Annotated[bool, DEFAULT_IN_PROBE] = True
+    """May a prompt be prefilled over several steps?"""
+    enable_prefix_caching: Annotated[bool, InProbe(False)] = True
+    """Reuse the blocks of known prefixes."""
+    long_prefill_token_threshold: Natural = 0
+    """Most tokens of one prompt in a step; 0: no limit of its own."""
+    adaptive_long_prefill_threshold: bool = False
+    """0.33: raise that limit when few requests are present."""
+    scheduler_reserve_full_isl: bool = True
+    """Admit a request only if its whole prompt fits the cache."""
+    watermark: Share = 0.0
+    """0.33: share of the blocks kept free when the queue is admitted from."""
+    prefill_schedule_interval: Count = 1
+    """0.33: executed steps from one prefill to the next."""
+    max_cudagraph_capture_size: Annotated[Count | None, Solved("twice the seats, up to vLLM's bound on this GPU")] = (
+        None
+    )
+    """Query tokens of the largest CUDA graph; null: twice the seats, at most 512 (0.33 on a B200 or B300: 1024) and
+    max_num_batched_tokens."""
+    disable_hybrid_kv_cache_manager: bool = False
+    """Keep what layers with windows no longer see as long as the rest, if other layers see everything."""
+    prefix_cache_retention_interval: Natural | None = 0
+    """0.33: which blocks of sliding layers later prompts may find. 0: those that the same prompt, or a known part of
+    it, would resume from. N: also a window before every N tokens, a multiple of the block. null: all."""
+    kv_connector: Annotated[Literal["none", "simple_cpu", "offloading", "hand_off"], DEFAULT_IN_PROBE] = "none"
+    """0.33: keep KV in the host's memory, too: by SimpleCPUOffloadConnector, or by OffloadingConnector. hand_off, from
+    a server that prefills to one that decodes, is followed in recorded traces only: a scenario has one server."""
+    cpu_bytes_to_use: Annotated[Count | None, Solved("SimpleCPUOffloadConnector"), DEFAULT_IN_PROBE] = None
+    """Memory of the host for it, bytes, all GPUs together; null: 8 GiB with simple_cpu; offloading has to be told."""
+    lazy_offload: Annotated[bool, DEFAULT_IN_PROBE] = False
+    """simple_cpu: store blocks only when they are about to be handed out again."""
+    blocks_per_chunk: Annotated[Count, DEFAULT_IN_PROBE] = 1
+    """offloading: blocks that are stored, found and evicted together."""
+    eviction_policy: Annotated[Literal["lru", "arc"], DEFAULT_IN_PROBE] = "lru"
+    """offloading: who leaves the host first."""
+    offload_prompt_only: Annotated[bool, DEFAULT_IN_PROBE] = True
+    """offloading: outputs are not stored."""
+    reserve_output: bool = False
+    """Not vLLM's: admit a request only if the cache could hold all outputs to their limits, so nobody is preempted."""
+    preemption_mode: Literal["recompute", "swap"] = "recompute"
+    """What becomes of a request that loses its blocks. swap: its KV waits on the host and comes back. V1 recomputes;
+    the rule of swapping is vLLM V0's."""
+    swap_space_gib: Annotated[float, AtLeast(0)] = 4.0
+    """With swap: GiB of host memory for that, a GPU. A request that finds no room there is recomputed."""
+
+    def __post_init__(self) -> None:
+        usual = {field.name: field.default for field in fields(self)}
+        self._check_connector({name for name in usual if getattr(self, name) != usual[name]})
+        if self.version == "0.19":
+            for name in NEW_OPTIONS:
+                if getattr(self, name) != usual[name]:
+                    raise SettingsError(name, "vLLM 0.19 has no such option; use version 0.33 or leave it out")
+        if self.max_num_batched_tokens is not None and self.max_num_seqs is not None:
+            _check_budget(self.max_num_batched_tokens, self.max_num_seqs)
+        if self.max_model_len is not None and self.long_prefill_token_threshold > self.max_model_len:
+            text = f"got {self.long_prefill_token_threshold}, must be <= max_model_len ({self.max_model_len})"
+            raise SettingsError("long_prefill_token_threshold", text)
+
+    def _check_connector(self, given: set[str]) -> None:
+        """A connector's options are for that connector, and what it needs is there. `given` are no defaults."""
+        connector = self.kv_connector
+        for name, connectors in CONNECTOR_OPTIONS.items():
+            if name in given and connector not in connectors:
+                text = f"got {getattr(self, name)}, must be left out unless kv_connector is {' or '.join(connectors)}"
+                raise SettingsError(name, text)
+        if connector == "none":
+            return
+        if self.version != "0.33":
+            raise SettingsError("kv_connector", f"got {connector}, must be none: only vLLM 0.33's are followed")
+        if not self.enable_prefix_caching:
+            raise SettingsError("kv_connector", f"got {connector}, must be none without enable_prefix_caching")
+        if self.reserve_output:
+            raise SettingsError("kv_connector", f"got {connector}, must be none with reserve_output")
+        if self.preemption_mode == "swap":
+            raise SettingsError("kv_connector", f"got {connector}, must be none with preemption_mode swap")
+        if connector == "offloading" and self.cpu_bytes_to_use is None:
+            raise SettingsError("cpu_bytes_to_use", "got null, must be given with kv_connector offloading")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOptions(VllmSettings):
+    """vLLM's own names. `num_blocks` includes block 0, the null block, which is never handed out; `host_blocks` are the
+    places of a connector's tier, with simple_cpu including its own block 0, or of the swap space. `groups`: those of
+    the layers, none if all see everything.
+    """
+
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    host_blocks: int = 0
+    kv_role: Literal["kv_consumer", "kv_producer", "kv_both"] = "kv_both"
+    async_scheduling: bool = True
+    groups: tuple[LayerGroup, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Recorded schedulers have sizes that their command line refuses."""
+
+    @property
+    def most_in_flight(self) -> int:
+        """Query tokens of all steps that may be in flight."""
+        return self.max_num_batched_tokens * (2 if self.async_scheduling else 1)
+
+    @property
+    def hands_on(self) -> bool:
+        """Does another server go on where this one ends?"""
+        return self.kv_connector == "hand_off" and self.kv_role != "kv_consumer"
+
+    @property
+    def limits(self) -> Limits:
+        graphs = self.max_cudagraph_capture_size
+        return Limits(self.max_num_seqs, tokens=self.max_num_batched_tokens, longest=self.max_model_len, graphs=graphs)
+
+
+class Tier(NamedTuple):
+    """What vLLM's server starts with on a class of GPUs (`EngineArgs.get_batch_defaults`)."""
+
+    seats: int
+    tokens: int
+    gpus: str
+
+
+BLACKWELL = re.compile(r"\bG?B[23]00\b")  # of compute capability 10
+SMALL = Tier(256, 2048, "a GPU with less than 70 GiB, or an A100")
+LARGE = Tier(1024, 8192, "a GPU with 70 GiB or more that is no A100")
+LARGEST = Tier(1024, 16384, "a GPU with 160 GiB or more")
+
+
+def tier(version: str, site: Site) -> Tier:
+    """The defaults on a GPU. That of 160 GiB came with vLLM 0.28; the A100 is told by its name, as there."""
+    memory_gib = site.memory_bytes / (1 << 30)
+    if version == "0.33" and memory_gib >= 160:
+        return LARGEST
+    return LARGE if memory_gib >= 70 and "a100" not in site.gpu.lower() else SMALL
+
+
+def _steps(settings: VllmSettings, site: Site) -> tuple[int, int]:
+    """Seats and tokens a step; a default gives way to what is given. Raises SettingsError."""
+    default, longest = tier(settings.version, site), settings.max_model_len or site.max_position
+    seats, tokens = settings.max_num_seqs or default.seats, settings.max_num_batched_tokens
+    if tokens is None:
+        tokens = default.tokens if settings.enable_chunked_prefill else max(default.tokens, longest)
+        tokens = min(tokens, seats * longest)
+    if settings.max_num_seqs is None:
+        seats = min(seats, tokens)
+    _check_budget(tokens, seats)
+    return seats, tokens
+
+
+def _check_budget(tokens: int, seats: int) -> None:
+    if tokens < seats:
+        raise SettingsError("max_num_batched_tokens", f"got {tokens}, must be >= max_num_seqs ({seats})")
+
+
+def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
+    """Seats and tokens by the GPU, the cache beside a full step, and the longest sequence that it can hold."""
+    if settings.kv_connector == "hand_off":
+        raise SettingsError("kv_connector", "got hand_off, which takes two servers, and a scenario has one")
+    seats, tokens = _steps(settings, site)
+    grouping = layer_groups(site, together=settings.disable_hybrid_kv_cache_manager)
+    blocks = site.blocks(tokens, seats, grouping.block_bytes)
+    if grouping.groups:
+        _check_groups(settings, site)
+        in_flight = tokens * site.depth
+        longest = longest_sequence(grouping.groups, in_flight, blocks - 1, settings.max_model_len, site.max_position)
+    else:
+        longest = settings.max_model_len or min(site.max_position, (blocks - 1) * site.block_size)
+    if not settings.enable_chunked_prefill and tokens < longest:
+        text = f"got {tokens}, must be >= max_model_len ({longest}) without chunked prefill"
+        raise SettingsError("max_num_batched_tokens", text)
+    return resolved(
+        settings,
+        VllmOptions,
+        block_size=site.block_size,
+        num_blocks=blocks,
+        max_num_seqs=seats,
+        max_num_batched_tokens=tokens,
+        max_model_len=longest,
+        max_cudagraph_capture_size=settings.max_cudagraph_capture_size or _largest_graph(settings, site, seats, tokens),
+        cpu_bytes_to_use=_host_bytes(settings),
+        host_blocks=_host_blocks(settings, site),
+        async_scheduling=site.depth > 1,
+        groups=grouping.groups,
+    )
+
+
+def _check_groups(settings: VllmSettings, site: Site) -> None:
+    """Refuse what is not followed for layers that see less than everything."""
+    for name, wanted in (
+        ("version", "0.33"),
+        ("kv_connector", "none"),
+        ("preemption_mode", "recompute"),
+        ("reserve_output", False),
+    ):
+        if (given := getattr(settings, name)) != wanted:
+            raise SettingsError(name, f"got {given}, must be {wanted} if layers have windows (model.attention)")
+    for attention in site.attention:
+        if attention.sight is Sight.CHUNKED and attention.span % site.block_size:
+            text = f"chunks of {attention.span} tokens (model.attention) must be whole blocks of {site.block_size}"
+            raise SettingsError("name", f"got {settings.name}: {text}")
+    interval = settings.prefix_cache_retention_interval
+    if interval and interval % site.block_size:
+        text = f"got {interval}, must be a multiple of kv_cache.block_size ({site.block_size})"
+        raise SettingsError("prefix_cache_retention_interval", text)
+
+
+def _host_bytes(settings: VllmSettings) -> int | None:
+    return settings.cpu_bytes_to_use or (SIMPLE_CPU_BYTES if settings.kv_connector == "simple_cpu" else None)
+
+
+def _host_blocks(settings: VllmSettings, site: Site) -> int:
+    """Blocks on the host: those of the swap space, or of a connector's tier. Raises SettingsError if that is none."""
+    if settings.preemption_mode != "swap":
+        return _tier(settings, site.block_bytes * site.gpus) if settings.kv_connector != "none" else 0
+    blocks = int(settings.swap_space_gib * (1 << 30)) // site.block_bytes
+    if not blocks:
+        least = site.block_bytes / (1 << 30)
+        raise SettingsError("swap_space_gib", f"got {settings.swap_space_gib:g}, must be >= {least:.6f}: one block")
+    return blocks
+
+
+def _tier(settings: VllmSettings, block_bytes: int) -> int:
+    """Places of a connector's tier: whole chunks, or blocks, of which simple_cpu never uses the first."""
+    given, unit = _host_bytes(settings) or 0, block_bytes * settings.blocks_per_chunk
+    least = unit if settings.kv_connector == "offloading" else 2 * unit
+    if given < least:
+        raise SettingsError(
+            "cpu_bytes_to_use", f"got {given:,}, must be >= {least:,}: a block has {block_bytes:,} bytes"
+        )
+    return given // unit * settings.blocks_per_chunk
+
+
+def _largest_graph(settings: VllmSettings, site: Site, seats: int, tokens: int) -> int:
+    """`VllmConfig._set_cudagraph_sizes`; 0.28 raised the bound for compute capability 10."""
+    raised = settings.version == "0.33" and BLACKWELL.search(site.gpu)
+    return min(2 * seats, 1024 if raised else 512, tokens)
+
+
+def sees_all(groups: Sequence[LayerGroup]) -> bool:
+    """One group of layers that see the whole sequence, or nothing said of any: a plain cache."""
+    return all(group.attention == FULL for group in groups) and len(groups) <= 1
+
+
+def layer_groups(site: Site, *, together: bool) -> Grouping:
+    """The groups of the site's model and the layers of a block; no groups if all layers see everything."""
+    pattern = site.attention
+    if all(one == FULL for one in pattern):
+        return Grouping((), site.layers)
+    layers = [LayerKind(pattern[layer % len(pattern)], 1) for layer in range(site.layers)]
+    return grouped(layers, site.block_size, together=together)
+
+
+def least_blocks(groups: Sequence[LayerGroup], in_flight: int, longest: int) -> int:
+    """Blocks without which a server does not start: what one request of `longest` tokens holds at most."""
+    return sum([rule.most for rule in rules(groups, retention=0, in_flight=in_flight, longest=longest)])
+
+
+def longest_sequence(groups: Sequence[LayerGroup], in_flight: int, blocks: int, given: int | None, most: int) -> int:
+    """The longest sequence: as given, or what so many blocks hold, at most `most`. Raises SettingsError."""
+    if given is not None:
+        needed = least_blocks(groups, in_flight, given)
+        if needed > blocks:
+            text = f"got {given}, which needs {needed:,} blocks in {len(groups)} layer groups, the cache has {blocks:,}"
+            raise SettingsError("max_model_len", text)
+        return given
+    low, high = 0, most  # tokens that fit, and the most that are asked for
+    while low < high:
+        middle = (low + high + 1) // 2
+        if least_blocks(groups, in_flight, middle) <= blocks:
+            low = middle
+        else:
+            high = middle - 1
+    if not low:
+        needed = least_blocks(groups, in_flight, 1)
+        raise SettingsError("max_model_len", f"one token needs {needed:,} blocks, the cache has {blocks:,}")
+    return low

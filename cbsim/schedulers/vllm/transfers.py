@@ -1,0 +1,385 @@
+"""What every KV connector of vLLM 0.33 brings into its scheduler: blocks that are filled from elsewhere and read by
+others. Composed with `VllmScheduler`, which has none of it without a connector.
+
+A request whose prefix lies elsewhere gets its blocks, no slot and no budget, and waits in `holding` until it is loaded;
+`holding` is admitted from before `waiting`. Another server may write into the blocks of a request next, so they are not
+free before its last row is back: until then an ended request keeps them, and nothing is preempted.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Protocol
+
+from cbsim.policy.decoding import Decoding
+from cbsim.policy.observer import Observer
+from cbsim.policy.plan import Chunk, StepPlan, StepResult
+from cbsim.policy.queues import Queue
+from cbsim.policy.request import Finish, Request, Status
+from cbsim.policy.transfers import Direction, Transfer
+from cbsim.schedulers.vllm.settings import VllmOptions
+
+Rows = list[tuple[Request, int]]  # who computes, and how many tokens
+
+
+class Step:
+    """A step while it is being planned."""
+
+    __slots__ = ("budget", "defer_prefill", "prefill", "rows", "threshold")
+
+    def __init__(self, budget: int, threshold: int, defer_prefill: bool) -> None:
+        self.budget = budget
+        self.threshold = threshold
+        self.defer_prefill = defer_prefill
+        self.rows: dict[Request, Chunk] = {}
+        self.prefill = False
+
+
+class Admission(Protocol):
+    """A scheduler as `Transfers` admits requests to it."""
+
+    @property
+    def options(self) -> VllmOptions: ...
+    @property
+    def running(self) -> dict[Request, None]: ...
+    @property
+    def waiting(self) -> Queue: ...
+    @property
+    def kept_free(self) -> int:
+        """Blocks that no admitted request may take."""
+
+    def hits(self, request: Request) -> list[int]:
+        """Cached blocks of a waiting request."""
+
+    def has_room(self, request: Request, tokens: int, hits: list[int]) -> bool:
+        """Are there blocks for so many of its tokens?"""
+
+    def start(self, queue: Queue, computed: int, hits: list[int], step: Step) -> bool:
+        """Give the head of a queue its first row; False if it does not fit."""
+
+
+class Ahead:
+    """The step that is being planned, for a connector to order its stores."""
+
+    def __init__(self, running: Rows, admitted: Rows, loading: list[Request], given: list[int], alone: bool) -> None:
+        self.running = running  # rows of those that ran before, in the order of their admission
+        self.admitted = admitted
+        self.loading = loading  # requests whose loads begin with it
+        self.given = given  # blocks that its running rows got
+        self.alone = alone  # no request is left
+
+
+class Connector(Protocol):
+    """One way to keep KV elsewhere. What it orders it appends to the transfers of the next plan."""
+
+    @property
+    def busy(self) -> bool:
+        """Are stores ordered, or about to be, whose end has not been reported?"""
+
+    def match(self, request: Request, local: int) -> int | None:
+        """Tokens that it has behind the first `local`, which the cache has; None: ask again in the next step."""
+
+    def load(self, request: Request, local: int, external: int) -> None:
+        """Fetch as many as `match` has just said. The blocks for them are in the request's table."""
+
+    def admitted(self, request: Request) -> None:
+        """A request has got blocks, for its first row or for a load."""
+
+    def order(self, step: int, ahead: Ahead) -> None:
+        """Step number `step` is planned but for the stores that go with it, and the jobs that it has to await."""
+
+    def ended(self, request: Request, reason: Finish, computed: int) -> bool:
+        """A request is over, and its table about to be given up. `computed` of its tokens are in it. Is the table kept
+        until `completed` names the request?
+        """
+
+    def completed(self, step: int, jobs: list[int]) -> list[Request]:
+        """A step is back, and these jobs are over. Returns whose loads are, then whose table is kept no longer."""
+
+    def check(self) -> None:
+        """Raise AssertionError unless every place of its tier is free or in use, exactly."""
+
+
+class Verdict(Enum):
+    """What becomes of the head of a queue."""
+
+    ADMITTED = "admitted"
+    SKIPPED = "skipped"
+    MISFIT = "misfit"
+
+
+class Load:
+    """A request that got blocks for `computed` tokens without computing them."""
+
+    def __init__(self, computed: int) -> None:
+        self.computed = computed
+        self.reported = False
+        self.named = False  # its blocks can be found
+        self.dead = False  # the request has ended meanwhile
+
+
+class Transfers:
+    """The requests that load or have loaded, and the tables that are not free yet."""
+
+    def __init__(
+        self, connector: Connector, decoding: Decoding, holding: Queue, observer: Observer, *, ahead: bool
+    ) -> None:
+        """`ahead`: steps are planned while others are in flight."""
+        self.connector = connector
+        self.holding = holding
+        self._ahead = ahead
+        self.loads: dict[Request, Load] = {}
+        self._decoding, self._observer = decoding, observer
+        self._loading: list[Request] = []  # since the plan before
+        self._planned = self._updated = 0  # steps with rows
+        self._last_row: dict[Request, int] = {}  # of those that do not decode with the others
+        self._deferred: list[tuple[int, Request]] = []  # ended: their tables are free once so many steps are back
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.loads) or self.connector.busy
+
+    # -- the queue ----------------------------------------------------------------------------------------------------
+
+    def admit(self, scheduler: Admission, step: Step) -> None:
+        """Holding requests, then the queue. Whoever waits for a load or an answer is passed over."""
+        skipped: list[Request] = []
+        while step.budget and len(scheduler.running) < scheduler.options.max_num_seqs:
+            queue = self.holding if len(self.holding) else scheduler.waiting
+            if not len(queue):
+                break
+            verdict = self._consider(scheduler, queue, step)
+            if verdict is Verdict.MISFIT:
+                break
+            if verdict is Verdict.SKIPPED:
+                skipped.append(queue.pop())
+        for request in reversed(skipped):
+            (self.holding if request in self.loads else scheduler.waiting).push_front(request)
+
+    def _consider(self, scheduler: Admission, queue: Queue, step: Step) -> Verdict:
+        request = queue.head()
+        load = self.loads.get(request)
+        if load is not None:
+            if not load.reported:
+                return Verdict.SKIPPED
+            self._loaded(request, load)
+            if load.computed:
+                return self._start(scheduler, queue, load.computed, [], step)
+        hits = scheduler.hits(request)
+        local = len(hits) * scheduler.options.block_size
+        external = self.connector.match(request, local)
+        self._observer.asked(request, local, external)
+        if external is None:
+            return Verdict.SKIPPED
+        if external:
+            return self._load(scheduler, request, hits, local, external)
+        return self._start(scheduler, queue, local, hits, step)
+
+    def _start(self, scheduler: Admission, queue: Queue, computed: int, hits: list[int], step: Step) -> Verdict:
+        request = queue.head()
+        if not scheduler.start(queue, computed, hits, step):
+            return Verdict.MISFIT
+        self.connector.admitted(request)
+        self.loads.pop(request, None)
+        return Verdict.ADMITTED
+
+    def _loaded(self, request: Request, load: Load) -> None:
+        """A request is loaded: its blocks can be found; its last token is computed in any case. If nothing has come, it
+        starts like any other.
+        """
+        pool = self._decoding.pool
+        if load.named:
+            return
+        load.named = True
+        if not load.computed:
+            pool.release(request)
+            return
+        pool.publish(request, load.computed // pool.block_size)
+        load.computed = min(load.computed, request.target - 1)
+
+    def _load(self, scheduler: Admission, request: Request, hits: list[int], local: int, external: int) -> Verdict:
+        """Blocks for what is found and what is fetched, if those who are under way need no others."""
+        pool, tokens = self._decoding.pool, local + external
+        needed = pool.blocks_for(tokens) - len(hits) + pool.idle(hits) + self._reserved(scheduler)
+        if needed > pool.free - scheduler.kept_free or not scheduler.has_room(request, tokens, hits):
+            return Verdict.MISFIT
+        pool.adopt(request, hits)
+        blocks = pool.blocks_for(tokens) - len(hits)
+        pool.grow(request, blocks)
+        self.loads[request] = Load(tokens)
+        self._loading.append(request)
+        self.connector.load(request, local, external)
+        self._observer.loading(request, external, pool.tables[request])
+        return Verdict.SKIPPED
+
+    def _reserved(self, scheduler: Admission) -> int:
+        """Blocks that requests still need for the tokens they have: those that load, and those in their prefill."""
+        loading = [request for request, load in self.loads.items() if not (load.reported or load.dead)]
+        prefilling = [request for request in scheduler.running if request.status is Status.PREFILL]
+        pool, longest = self._decoding.pool, scheduler.options.max_model_len
+        return sum([pool.missing(request, min(request.target, longest)) for request in [*loading, *prefilling]])
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def dissolving(self) -> None:
+        """Those that decode together are about to be planned one by one."""
+        for request in self._decoding.batched:
+            self._last_row[request] = self._planned
+
+    def order(self, running: dict[Request, None], rows: dict[Request, Chunk]) -> None:
+        """All rows of the step are known: what the connector does beside them."""
+        decoding = self._decoding
+        before: Rows = []
+        admitted: Rows = []
+        given = list(decoding.grown_blocks)
+        for request in running:
+            row = rows.get(request)
+            if row is None:
+                if request.batch is not None:
+                    before.append((request, 1))
+            elif row.admitted:
+                admitted.append((request, row.tokens))
+            else:
+                before.append((request, row.tokens))
+                given += row.blocks
+        loading, self._loading = self._loading, []
+        ahead = Ahead(before, admitted, loading, given, not decoding.requests)
+        self.connector.order(decoding.batched.planned, ahead)
+        if before or admitted:
+            self._planned += 1
+            for request in rows:
+                self._last_row[request] = self._planned
+
+    def planned(self, plan: StepPlan) -> None:
+        """Whose declared last row this was decodes with the others no more."""
+        for spec in plan.changes.ends:
+            self._last_row[self._decoding.requests[spec]] = self._planned
+
+    def in_flight(self, request: Request) -> bool:
+        """Is a row of this request planned and not back? Without plans ahead, whoever asks has its result already."""
+        if not self._ahead:
+            return False
+        last = self._planned if request.batch is not None else self._last_row.get(request, 0)
+        return last > self._updated
+
+    def completing(self, plan: StepPlan, result: StepResult) -> None:
+        """A step is back: tables that waited for it are free, loads end where they are broken."""
+        self._updated += plan.work.rows > 0
+        while self._deferred and self._deferred[0][0] <= self._updated:
+            self._decoding.pool.release(self._deferred.pop(0)[1])
+        if result.broken:
+            for request, load in self.loads.items():
+                self._break_off(request, load, result.broken)
+
+    def _break_off(self, request: Request, load: Load, broken: tuple[int, ...]) -> None:
+        """What was to be loaded ends before the first of these blocks."""
+        if load.reported or load.dead:
+            return
+        pool = self._decoding.pool
+        blocks = pool.tables[request][: pool.blocks_for(load.computed)]
+        bad = [i for i, block in enumerate(blocks) if block in broken]
+        if bad:
+            load.computed = bad[0] * pool.block_size
+
+    def completed(self, plan: StepPlan, result: StepResult) -> None:
+        """Its tokens are handed out: which loads and stores are over?"""
+        jobs = list(dict.fromkeys([*result.moved, *plan.awaited]))
+        for request in self.connector.completed(plan.step, jobs):
+            load = self.loads.get(request)
+            if load is not None and not load.dead:
+                load.reported = True
+                continue
+            self.loads.pop(request, None)
+            self._decoding.pool.release(request)
+
+    def ended(self, request: Request, reason: Finish) -> bool:
+        """A request is over and has left its queue. Does it keep its blocks for now?"""
+        load, keeps = self.loads.get(request), self.in_flight(request)
+        self._last_row.pop(request, None)
+        kept = self.connector.ended(request, reason, request.computed if load is None else load.computed)
+        if load is not None:
+            load.dead = not load.reported
+            if load.reported:
+                del self.loads[request]
+            return load.dead
+        if kept:
+            return True
+        if keeps:
+            self._deferred.append((self._planned, request))
+        return keeps
+
+    def check(self) -> None:
+        """Raise AssertionError unless those that hold blocks are those that load, and the tier's accounts are right."""
+        alive = {request for request, load in self.loads.items() if not load.dead}
+        assert {*self.holding} == alive, (len(self.holding), len(alive))
+        self.connector.check()
+
+
+class HandOff:
+    """Prefill and decode on different servers: vLLM's rules for a connector that pulls KV from one to the other.
+
+    Consumer: a request whose prompt was computed elsewhere loads all of it behind what is cached here; its last token
+    is computed again, and gives the first output. It asks once: after a preemption, or if the load fails, it prefills
+    here. Producer: a request that ends by itself keeps its blocks until they have been fetched. Every transfer is a
+    job of one request. Policy only: neither world has a second server, so each job names blocks of its own on the
+    other side.
+    """
+
+    def __init__(self, decoding: Decoding) -> None:
+        self.kept: dict[Request, int] = {}  # ended, with the job that fetches its blocks
+        self._decoding = decoding
+        self._loading: dict[int, Request] = {}
+        self._asked: set[Request] = set()  # have got what they asked for, be it broken
+        self._ordered: list[Transfer] = []  # since the plan before
+        self._jobs = self._places = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.kept)
+
+    def match(self, request: Request, local: int) -> int | None:
+        wishes = request.spec.computed_elsewhere and request not in self._asked
+        return request.spec.prompt_tokens - local if wishes else 0
+
+    def load(self, request: Request, local: int, external: int) -> None:
+        self._asked.add(request)
+        pool = self._decoding.pool
+        self._loading[self._jobs] = request
+        self._order(Direction.IN, request, pool.tables[request][local // pool.block_size :])
+
+    def admitted(self, request: Request) -> None:
+        pass
+
+    def order(self, step: int, ahead: Ahead) -> None:
+        self._decoding.transfers += self._ordered
+        self._ordered = []
+
+    def ended(self, request: Request, reason: Finish, computed: int) -> bool:
+        self._asked.discard(request)
+        if reason is Finish.ABORTED or not request.spec.fetched_later:
+            return False
+        pool = self._decoding.pool
+        self.kept[request] = self._jobs
+        self._order(Direction.OUT, request, pool.tables[request][: pool.blocks_for(computed)])
+        return True
+
+    def _order(self, way: Direction, request: Request, blocks: list[int]) -> None:
+        """A job, whose other side has places that no other job names."""
+        here, there = tuple(blocks), tuple(range(self._places, self._places + len(blocks)))
+        sources, targets = (here, there) if way is Direction.OUT else (there, here)
+        self._ordered.append(Transfer(way, sources, targets, request.spec, self._jobs))
+        self._jobs += 1
+        self._places += len(blocks)
+
+    def completed(self, step: int, jobs: list[int]) -> list[Request]:
+        loaded = [self._loading.pop(job) for job in jobs if job in self._loading]
+        fetched = [request for job in jobs for request, of in self.kept.items() if of == job]
+        for request in fetched:
+            del self.kept[request]
+        return loaded + fetched
+
+    def check(self) -> None:
+        """Raise AssertionError unless who is kept holds its blocks, and who loads has asked."""
+        tables = self._decoding.pool.tables
+        assert all(request in tables for request in self.kept), "who is kept has lost its blocks"
+        assert all(request in tables for request in self._loading.values()), "a load into blocks of nobody"

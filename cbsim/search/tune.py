@@ -1,0 +1,298 @@
+"""`cbsim tune`: the best settings of a scenario over a few knobs, by a search whose runs are kept in a store."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from cbsim.draw.markdown import Table
+from cbsim.draw.report import Report, text
+from cbsim.errors import ScenarioError
+from cbsim.metrics import catalogue
+from cbsim.scenario import documents
+from cbsim.scenario.documents import wording
+from cbsim.scenario.fields import cut
+from cbsim.scenario.overrides import parsed
+from cbsim.scenario.scenario import Scenario
+from cbsim.search.racing import BREAKS, FAILED, IN, WORSE, Goal, Measure, Numbers, Outcome, Trial, search
+from cbsim.stats.replicated import called
+from cbsim.sweeps import identity, sweep, sweep_file, table
+from cbsim.sweeps.executor import Executor
+from cbsim.sweeps.store import SILENT, SUMMARY, Progress, Runs, Store
+from cbsim.sweeps.sweep import Point
+from cbsim.sweeps.sweep_file import Ranged
+from cbsim.sweeps.work import Task
+
+FORM = "expected FIELD=A..B (doubling), FIELD=A..B:STEP, or FIELD=VALUE,VALUE"
+NUMBER = r"[+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
+RANGE = re.compile(rf"({NUMBER})\.\.({NUMBER})(?::({NUMBER}))?")
+
+
+MOST = 10_000
+EVEN, SURE = 0.5, 1 - 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class Tuned:
+    """What a search over settings found. `candidates` and the trials of `outcome` are in one order."""
+
+    scenario: str
+    fields: Sequence[str]
+    candidates: Sequence[Point]
+    outcome: Outcome
+
+    @property
+    def best(self) -> Mapping[str, Any] | None:
+        """The settings with the best mean of those that keep all conditions; None if nobody does."""
+        return None if self.outcome.best is None else self.settings(self.outcome.best)
+
+    @property
+    def won(self) -> bool:
+        """Are they the best with the confidence of the goal, and not only by their mean?"""
+        return self.outcome.won
+
+    def __str__(self) -> str:
+        return text(study(self))
+
+    def __repr__(self) -> str:
+        return f"<Tuned {self.scenario}: {self.best} of {len(self.candidates)} candidates>"
+
+    def called(self, candidate: int) -> str:
+        """What a candidate sets."""
+        return called(self.settings(candidate)) if self.fields else "as it is"
+
+    def settings(self, candidate: int) -> Mapping[str, Any]:
+        point = self.candidates[candidate]
+        return {name: point.loop if name == "loop.mode" else point.settings.get(name) for name in self.fields}
+
+
+def parse_knobs(texts: Sequence[str]) -> dict[str, Sequence[Any]]:
+    """Fields and their values, from `FIELD=A..B`, `FIELD=A..B:STEP` or `FIELD=VALUE,VALUE`. Raises ScenarioError."""
+    knobs: dict[str, Sequence[Any]] = {}
+    for knob in texts:
+        name, equals, values = (part.strip() for part in knob.partition("="))
+        where = f"--knob {cut(knob)}"
+        if not (equals and name and values):
+            raise ScenarioError(f"{where}: {FORM}", value=knob, bound=FORM)
+        if name in knobs:
+            raise ScenarioError(f"{where}: {name} has another knob, expected one of them", field=name)
+        knobs[name] = _values(name, values, where)
+    return knobs
+
+
+def _values(name: str, values: str, where: str) -> Sequence[Any]:
+    span = RANGE.fullmatch(values)
+    if span is None and ".." in values:
+        raise ScenarioError(f"{where}: {FORM}", field=name, value=values, bound=FORM)
+    if span is None:
+        listed = documents.parse(values if values[0] in "[{" else f"[{values}]", where, lines=False)
+        return list({repr(value): value for value in (listed if isinstance(listed, list) else [listed])}.values())
+    try:
+        low, high, step = (None if part is None else float(part) for part in span.groups())
+        rule = {"log": {"low": low, "high": high, "factor": 2}}
+        if step is not None:
+            rule = {"range": {"low": low, "high": high, "step": step}}
+        return Ranged.model_validate(rule).values()
+    except ValidationError as error:
+        entry: dict[str, Any] = dict(error.errors(include_url=False)[0])
+        raise ScenarioError(f"{where}: {wording(entry)}", field=name, value=values) from None
+    except ValueError:
+        raise ScenarioError(f"{where}: {FORM}", field=name, value=values, bound=FORM) from None
+
+
+def candidates(
+    scenario: str | Path | Mapping[str, Any] | Scenario,
+    changes: Sequence[str],
+    knobs: Mapping[str, Sequence[Any]],
+    goal: Goal,
+) -> list[Point]:
+    """Every value of a knob with every one of the others, under each loop of the scenario. Raises ScenarioError, that
+    tells of all that cannot be built, or of a metric that no run will have.
+    """
+    if "seed" in knobs:
+        raise ScenarioError("seed is no knob: replicates take seeds of their own", field="seed")
+    for name, value, least, most in (("replicates", goal.most, 2, MOST), ("confidence", goal.confidence, EVEN, SURE)):
+        if not least <= value <= most:
+            raise ScenarioError(f"{name}: got {value}, must be from {least} to {most}", field=name, value=value)
+    source: Any = scenario
+    if isinstance(scenario, Scenario):
+        source = scenario.model_dump(mode="json")
+    elif isinstance(scenario, Path):
+        source = str(scenario)
+    always = {".".join(map(str, path)): value for path, value in map(parsed, changes)}
+    file = sweep_file.parse({"name": "tune", "scenario": source, "set": always, "axes": dict(knobs)})
+    built = sweep.of(file, Path())
+    for point in {point.scenario.workload: point for point in built}.values():
+        sweep.check_workload(point)
+    _check(goal, [point.scenario for point in built])
+    return built
+
+
+def _check(goal: Goal, scenarios: Sequence[Scenario]) -> None:
+    for name in (goal.metric.name, *(check.metric for check in goal.slo)):
+        for scenario in scenarios:
+            slo = scenario.slo
+            if name.startswith("slo.") and slo.ttft_s is slo.tpot_s is slo.e2e_s is None:
+                bound = "needs a limit for requests, such as --set slo.ttft_s=2"
+                raise ScenarioError(f"{name}: {scenario.name} has no slo, {bound}", field="slo", bound=bound)
+            if name.startswith("cost.") and scenario.hardware.price_usd_hour is None:
+                bound = "needs --set hardware.price_usd_hour"
+                raise ScenarioError(f"{name}: {scenario.hardware.name} has no price, {bound}", field="hardware")
+
+
+def measure(candidates_: Sequence[Point], runs: Runs) -> Measure:
+    """The metrics of candidates' replicates: of runs that the store has, and of the rest, which are made and kept."""
+
+    def of(point: Point) -> Numbers | str:
+        if runs.store.holds(point.key, (SUMMARY,)):
+            return table.numbers(point, runs.store.summary(point.key))
+        return runs.store.reason(point.key) or "it was not made"
+
+    def measured(chosen: Sequence[int], replicates: range) -> Mapping[int, Sequence[Numbers | str]]:
+        asked = {i: [sweep.again(candidates_[i], replicate) for replicate in replicates] for i in chosen}
+        runs.make(Task(point.key, point.scenario, "summary") for made in asked.values() for point in made)
+        return {i: [of(point) for point in made] for i, made in asked.items()}
+
+    return measured
+
+
+def tune(of: Sequence[Point], goal: Goal, store: Path, executor: Executor, progress: Progress = SILENT) -> Tuned:
+    """Search among points for the best. `progress` hears of the runs of each round. Raises RunError, Interrupted."""
+    with closing(executor):
+        runs = Runs(Store(store, identity.code()), executor, progress)
+        outcome = search(len(of), measure(of, runs), goal)
+    loops = ["loop.mode"] if len({point.loop for point in of}) > 1 else []
+    fields = dict.fromkeys([*(name for point in of for name in point.settings), *loops])
+    return Tuned(of[0].scenario.name, list(fields), of, outcome)
+
+
+# -- what is said of it -----------------------------------------------------------------------------------------------
+
+
+def study(tuned: Tuned) -> Report:
+    """What was found, candidate by candidate."""
+    outcome, goal = tuned.outcome, tuned.outcome.goal
+    kept = f" with {' and '.join(check.text for check in goal.slo)}" if goal.slo else ""
+    most = "most" if goal.metric.sign > 0 else "least"
+    return Report(
+        title=f"Settings of {tuned.scenario} for {goal.metric.name}",
+        question=f"Which settings give {tuned.scenario} the {most} {goal.metric.name}{kept}?",
+        findings=_findings(tuned),
+        tables=[_table(tuned)],
+        data={
+            "metric": goal.metric.name,
+            "maximise": goal.metric.sign > 0,
+            "slo": [check.text for check in goal.slo],
+            "confidence": goal.confidence,
+            "confidence_each": outcome.confidence,
+            "best": tuned.best,
+            "sure_to_hold": outcome.sure,
+            "won": outcome.won,
+            "left": [tuned.settings(i) for i in outcome.left],
+            "candidates": [_facts(tuned, i) for i in range(len(outcome.trials))],
+        },
+    )
+
+
+def _findings(tuned: Tuned) -> list[str]:
+    outcome, goal = tuned.outcome, tuned.outcome.goal
+    intervals = f"all its intervals, each with {outcome.confidence:.6g}, hold at once with {goal.confidence:g}"
+    method = f"Means over a candidate's replicates; behind: paired differences to the best; {intervals} (Bonferroni)."
+    if outcome.best is None:
+        failed = all(trial.verdict == FAILED for trial in outcome.trials)
+        said = ["No candidate could be run." if failed else "No candidate keeps all conditions."]
+        return [*said, method]
+    said = [f"{tuned.called(outcome.best)}: {_verdict(tuned)}."]
+    if outcome.second is not None:
+        ahead = outcome.against(outcome.second)
+        said.append(
+            f"Against the second, {tuned.called(outcome.second)}: {_relative(ahead.mean, ahead.second)}, "
+            f"from {_relative(ahead.low, ahead.second)} to {_relative(ahead.high, ahead.second)}, "
+            f"by {ahead.pairs} pairs of replicates."
+        )
+    return [*said, method]
+
+
+def _verdict(tuned: Tuned) -> str:
+    outcome = tuned.outcome
+    kept = "that keeps the conditions" if outcome.goal.slo else "of them"
+    others = len(outcome.left) - 1
+    if outcome.won:
+        return f"the best {kept}, with a confidence of at least {outcome.goal.confidence:g}"
+    sure = "" if outcome.sure else "; that it keeps the conditions is not sure"
+    if not others:
+        return f"the only one left{sure}"
+    same = sum(outcome.against(i).none for i in outcome.left if i != outcome.best)
+    if same == others:
+        return f"the best {kept}, and {others} the same in every replicate{sure}"
+    these = f", {same} of them the same in every replicate" if same else ""
+    return f"the best mean {kept}, but {others} could not be told apart from it{these}{sure}"
+
+
+def _relative(value: float, whole: float) -> str:
+    return f"{value / abs(whole):+.2%}" if whole else f"{value:+.4g}"
+
+
+def _table(tuned: Tuned) -> Table:
+    goal, trials = tuned.outcome.goal, tuned.outcome.trials
+    order = sorted(range(len(trials)), key=lambda i: _rank(tuned, i))
+    metrics = list(dict.fromkeys([goal.metric.name, *(check.metric for check in goal.slo)]))
+    rows = []
+    for i in order:
+        values = [trials[i].values(name) for name in metrics]
+        cells = [
+            catalogue.metric(name).shown(sum(of) / len(of) if of else None)
+            for name, of in zip(metrics, values, strict=True)
+        ]
+        rows.append((tuned.called(i), *cells, *_behind(tuned, i), str(len(trials[i].runs)), _said(tuned, i)))
+    return Table("candidates", ("", *metrics, "behind", "from", "to", "replicates", "verdict"), rows)
+
+
+def _rank(tuned: Tuned, i: int) -> tuple[int, float]:
+    """The best one, those that are left, those that are worse, by how far they are behind; then the others."""
+    outcome, trial = tuned.outcome, tuned.outcome.trials[i]
+    if outcome.best is None or not trial.runs:
+        return (IN, WORSE, BREAKS, FAILED).index(trial.verdict), 0.0
+    return (IN, WORSE, BREAKS, FAILED).index(trial.verdict), -math.inf if i == outcome.best else outcome.behind(i)
+
+
+def _behind(tuned: Tuned, i: int) -> tuple[str, str, str]:
+    best = tuned.outcome.best
+    if best in (None, i) or len(tuned.outcome.trials[i].runs) < 2:
+        return "-", "-", "-"
+    ahead = tuned.outcome.against(i)
+    mean, low, high = (_relative(-end, ahead.first) for end in (ahead.mean, ahead.high, ahead.low))
+    return mean, low, high
+
+
+def _said(tuned: Tuned, i: int) -> str:
+    outcome = tuned.outcome
+    trial: Trial = outcome.trials[i]
+    if trial.verdict in (BREAKS, FAILED):
+        return f"{trial.verdict}: {trial.why}"
+    if trial.verdict == WORSE:
+        return "worse"
+    if i == outcome.best:
+        return "best" if outcome.won else "best mean"
+    if outcome.best is not None and outcome.against(i).none:
+        return "the same"
+    return "not told apart" if outcome.best is not None else "may break a condition"
+
+
+def _facts(tuned: Tuned, i: int) -> dict[str, Any]:
+    outcome = tuned.outcome
+    trial, goal = outcome.trials[i], outcome.goal
+    names = dict.fromkeys([goal.metric.name, *(check.metric for check in goal.slo)])
+    facts: dict[str, Any] = {"settings": tuned.settings(i), "verdict": _said(tuned, i), "replicates": len(trial.runs)}
+    facts["values"] = {name: trial.values(name) for name in names}
+    if outcome.best not in (None, i) and len(trial.runs) > 1:
+        ahead = outcome.against(i)
+        facts["behind_best"] = {"mean": -ahead.mean, "low": -ahead.high, "high": -ahead.low, "pairs": ahead.pairs}
+    return facts

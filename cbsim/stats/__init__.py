@@ -1,0 +1,1 @@
+"""Statistics of replicated runs: intervals, paired differences, Pareto frontiers."""

@@ -1,0 +1,151 @@
+"""`cbsim contrast`: what one field of a sweep changes, all else equal, by paired replicates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from cbsim.draw.markdown import Table
+from cbsim.draw.report import Report
+from cbsim.errors import ScenarioError
+from cbsim.metrics.checks import Objective
+from cbsim.scenario.fields import near
+from cbsim.stats import intervals, paired
+from cbsim.stats.paired import Paired
+from cbsim.stats.replicated import Place, Replicated, text
+
+HEADER = ("", "reference", "this", "difference", "from", "to", "verdict", "pairs", "needed", "gain")
+VERDICTS = {1: "better", -1: "worse", 0: "cannot be told"}
+DIRECTIONS = {1: "More is better.", -1: "Less is better.", 0: "Neither more nor less is better."}
+
+
+class Terms(NamedTuple):
+    """How to compare: the confidence with which all intervals hold at once, and the width that `needed` is for."""
+
+    confidence: float
+    precision: float
+
+
+class Compared(NamedTuple):
+    """A place against the one that differs from it in the field alone."""
+
+    metric: Objective
+    place: Place
+    difference: Paired
+    gain: float | None
+
+
+def study(sweep: Replicated, by: str, against: str | None, metrics: Sequence[Objective], terms: Terms) -> Report:
+    """All places against those whose `by` is `against`, by default the first value. Raises ScenarioError."""
+    sweep.check_field(by)
+    for metric in metrics:
+        sweep.check(metric.name)
+    reference = _reference(sweep, by, against)
+    couples = _couples(sweep, by, reference)
+    confidence = intervals.each(terms.confidence, len(couples) * len(metrics))
+    each_one = (_compared(metric, place, other, confidence) for metric in metrics for place, other in couples)
+    compared = [comparison for comparison in each_one if comparison is not None]
+    others = [name for name in sweep.changing if name != by]
+    return Report(
+        title=f"{by} against {text(reference)}",
+        question=f"What does {by} change, all else equal?",
+        findings=_findings(sweep, compared, terms, confidence),
+        tables=[_table(metric, by, compared, others, terms) for metric in metrics],
+        data={
+            "by": by,
+            "against": reference,
+            "confidence": terms.confidence,
+            "confidence_each": confidence,
+            "differences": [_facts(each, terms) for each in compared],
+        },
+    )
+
+
+def _reference(sweep: Replicated, by: str, against: str | None) -> Any:
+    values = {text(place.settings[by]): place.settings[by] for place in sweep.places}
+    if against is None:
+        return next(iter(values.values()))
+    if against not in values:
+        bound = f"expected one of {', '.join(values)}"
+        raise ScenarioError(
+            f"--against {against}: {by} is never that, {bound}{near(against, values)}", field=by, bound=bound
+        )
+    return values[against]
+
+
+def _couples(sweep: Replicated, by: str, reference: Any) -> list[tuple[Place, Place]]:
+    def elsewhere(place: Place) -> tuple[Any, ...]:
+        return tuple(value for name, value in place.settings.items() if name != by)
+
+    references = {elsewhere(place): place for place in sweep.places if place.settings[by] == reference}
+    return [
+        (place, references[elsewhere(place)])
+        for place in sweep.places
+        if place.settings[by] != reference and elsewhere(place) in references
+    ]
+
+
+def _compared(metric: Objective, place: Place, other: Place, confidence: float) -> Compared | None:
+    ours, theirs = (each.values(metric.name) for each in (place, other))
+    difference = paired.paired(ours, theirs, confidence)
+    return None if difference is None else Compared(metric, place, difference, paired.gain(ours, theirs))
+
+
+def _table(metric: Objective, by: str, compared: Sequence[Compared], others: Sequence[str], terms: Terms) -> Table:
+    rows = [_row(each, [by, *others], terms) for each in compared if each.metric == metric]
+    return Table(metric.name, HEADER, rows, DIRECTIONS[metric.sign])
+
+
+def _row(compared: Compared, fields: Sequence[str], terms: Terms) -> tuple[str, ...]:
+    metric, place, difference, gain = compared
+    needed = difference.needed(terms.precision, terms.confidence)
+    return (
+        place.called(fields),
+        metric.shown(difference.second),
+        metric.shown(difference.first),
+        *_relative(difference, metric),
+        _verdict(metric, difference),
+        str(difference.pairs),
+        "-" if needed is None else f"{needed:,}",
+        "-" if gain is None else f"{gain:.3g}",
+    )
+
+
+def _verdict(metric: Objective, difference: Paired) -> str:
+    """Without a direction that is better, only that there is a difference."""
+    if difference.none:
+        return "the same"
+    if difference.sign and not metric.sign:
+        return "more" if difference.sign > 0 else "less"
+    return VERDICTS[metric.sign * difference.sign]
+
+
+def _relative(difference: Paired, metric: Objective) -> list[str]:
+    """The difference and its interval: as shares of the reference, or in the metric's unit if that is 0."""
+    whole = abs(difference.second)
+    ends = (difference.mean, *((difference.low, difference.high) if difference.known else (None, None)))
+    return ["-" if end is None else f"{end / whole:+.2%}" if whole else metric.shown(end) for end in ends]
+
+
+def _findings(sweep: Replicated, compared: Sequence[Compared], terms: Terms, confidence: float) -> list[str]:
+    count = f"{len(compared)} intervals of paired differences"
+    said = [
+        f"{count}, each with {confidence:.6g}, hold at once with a confidence of {terms.confidence:g} (Bonferroni)."
+    ]
+    if any(not each.difference.known for each in compared):
+        said = ["A difference of one pair has no interval: give the sweep more replicates."]
+    else:
+        width = f"a {terms.confidence:g} interval of ± {terms.precision:.3g} of the reference"
+        said.append(f"needed: pairs for {width}; gain: the variance of unpaired differences over that of the pairs.")
+    if sweep.lacking:
+        said.append(f"{sweep.lacking} points of the sweep are not done and left out.")
+    return said
+
+
+def _facts(compared: Compared, terms: Terms) -> dict[str, Any]:
+    difference = compared.difference
+    facts = difference._asdict() | {"gain": compared.gain}
+    facts["needed"] = difference.needed(terms.precision, terms.confidence)
+    if not difference.known:
+        facts |= {"low": None, "high": None}
+    return {"metric": compared.metric.name, "settings": compared.place.settings, **facts}

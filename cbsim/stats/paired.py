@@ -1,0 +1,100 @@
+"""Two points of a sweep compared by the replicates that have the same random numbers.
+
+What a seed does to both goes out of their difference, so its interval is narrower than that of two runs that have
+nothing in common: by the gain, the variance that unpaired runs would have over that of the pairs. A difference of less
+than a millionth counts as none: runs of equal decisions differ by nanoseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import fmean, stdev, variance
+from typing import NamedTuple
+
+from cbsim.stats.intervals import half_width, t_interval
+
+MOST_NEEDED = 10_000_000
+NOTHING = 1e-6
+
+
+class Paired(NamedTuple):
+    """The first against the second: mean of their differences, and its interval, endless with a single pair."""
+
+    pairs: int
+    first: float
+    second: float
+    mean: float
+    low: float
+    high: float
+    deviation: float | None
+
+    @property
+    def sign(self) -> int:
+        """1 if the interval is above zero, -1 if it is below, 0 if that cannot be told."""
+        return (self.low > 0) - (self.high < 0)
+
+    @property
+    def none(self) -> bool:
+        """Is every difference none?"""
+        return self.deviation == self.mean == 0
+
+    @property
+    def known(self) -> bool:
+        """Has it an interval?"""
+        return math.isfinite(self.high - self.low)
+
+    def needed(self, precision: float, confidence: float) -> int | None:
+        """The pairs after which half the interval is no wider than this share of the second one's mean, if differences
+        go on to vary as they do; None if no number is known that is enough.
+        """
+        if self.deviation is None or not self.second:
+            return None
+        return enough(self.deviation, precision * abs(self.second), confidence)
+
+
+def paired(first: Mapping[int, float], second: Mapping[int, float], confidence: float) -> Paired | None:
+    """Compare the values of two points, by seed; None if they have no seed in common."""
+    seeds = sorted(first.keys() & second.keys())
+    if not seeds:
+        return None
+    ours, theirs = [first[seed] for seed in seeds], [second[seed] for seed in seeds]
+    differences = [_difference(a, b) for a, b in zip(ours, theirs, strict=True)]
+    interval = t_interval(differences, confidence)
+    deviation = stdev(differences) if len(seeds) > 1 else None
+    return Paired(len(seeds), fmean(ours), fmean(theirs), *interval, deviation)
+
+
+def gain(first: Mapping[int, float], second: Mapping[int, float]) -> float | None:
+    """The variance of differences of unpaired runs over that of the pairs; None if that is unknown or 0."""
+    seeds = sorted(first.keys() & second.keys())
+    if len(seeds) < 2:
+        return None
+    ours, theirs = [first[seed] for seed in seeds], [second[seed] for seed in seeds]
+    of_pairs = variance([_difference(a, b) for a, b in zip(ours, theirs, strict=True)])
+    return (variance(ours) + variance(theirs)) / of_pairs if of_pairs else None
+
+
+def _difference(a: float, b: float) -> float:
+    return 0.0 if math.isclose(a, b, rel_tol=NOTHING) else a - b
+
+
+def enough(deviation: float, half: float, confidence: float) -> int | None:
+    """The fewest values with this deviation whose mean has an interval no wider than twice `half`; None if more than
+    MOST_NEEDED.
+    """
+
+    def narrow(count: int) -> bool:
+        return half_width(deviation, count, confidence) <= half
+
+    if narrow(2):
+        return 2
+    low, high = 2, 4
+    while not narrow(high):
+        low, high = high, 2 * high
+        if high > MOST_NEEDED:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if narrow(middle) else (middle, high)
+    return high

@@ -1,0 +1,24 @@
+"""The simulated server behind the endpoint, on the wall clock, a scaled one, or a virtual one.
+
+`virtual(scenario)` is a server for clients in the same process, in virtual time (cbsim.virtual.server).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cbsim.virtual.clocks import VirtualTimeError
+    from cbsim.virtual.server import VirtualServer, virtual
+
+__all__ = ["VirtualServer", "VirtualTimeError", "virtual"]
+
+
+def __getattr__(name: str) -> Any:
+    """Nothing is imported before it is used."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from cbsim.virtual import clocks as virtual_loop
+    from cbsim.virtual import server as virtual_server
+
+    return getattr(virtual_loop if name == "VirtualTimeError" else virtual_server, name)

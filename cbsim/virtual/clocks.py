@@ -1,0 +1,346 @@
+"""An event loop whose time is virtual: when nobody has anything to do now, it jumps to the next moment.
+
+Sockets and threads work as on any loop, and take no virtual time: before it jumps the loop looks for what is on its way
+to it over the loopback interface, and waits for work that was handed to threads. What it was not made for is
+told: a sleep that is not asyncio's, a call that blocks the loop, a thread that waits for it.
+
+What time it is for a simulated server: the wall's, a multiple of it, or that of a virtual loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import resource
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from asyncio import Future, get_running_loop
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from types import FrameType
+from typing import Any, Protocol
+
+from cbsim.errors import RunError
+
+EPOCH_S = 1_700_000_000
+"""What time.time() says at the start: every run has the same dates."""
+SETTLING = 3
+"""Looks for what is on its way over a socket, before a jump."""
+PATIENCE_S = 10.0
+"""Real seconds that a call may block the loop, or a thread may work, before that counts as waiting for ever."""
+SHORT_S = 0.05
+RESOLUTION_S = 1e-9
+WATCH_S = 1.0
+FUNCTIONS = ("time", "monotonic", "perf_counter", "time_ns", "monotonic_ns", "perf_counter_ns", "sleep")
+REAL: dict[str, Callable[..., Any]] = {name: getattr(time, name) for name in FUNCTIONS}
+_now_s, _thread_s = time.perf_counter, time.thread_time
+
+
+class VirtualTimeError(RunError):
+    """Something that virtual time cannot be had with. The message says what and where."""
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose `time()` is virtual, in seconds from 0. `strays` lists calls it was not made for and their
+    effect; `deadlock` says what could not go on, whether or not the caller swallowed the error.
+    """
+
+    def __init__(self) -> None:
+        self._virtual_s = 0.0
+        self._resting: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._order = count()
+        self._threads: dict[asyncio.Future[Any], tuple[str, float]] = {}
+        self.strays: list[str] = []
+        self.deadlock: str | None = None
+        selector = selectors.DefaultSelector()
+        super().__init__(selector)
+        self._look = selector.select
+        selector.select = self._wait  # type: ignore[method-assign, assignment]
+        self._clock_resolution = RESOLUTION_S
+        self._echo, self._sound = _loopback()
+        self._leave()
+
+    def time(self) -> float:
+        return self._virtual_s
+
+    def run_forever(self) -> None:
+        self._leave()
+        super().run_forever()
+
+    def close(self) -> None:
+        self._echo.close()
+        self._sound.close()
+        super().close()
+
+    def at_rest(self, when_s: float, future: asyncio.Future[None]) -> None:
+        """Resolve a future at `when_s`, after everything that happens at that moment without it, if nobody has."""
+        heappush(self._resting, (when_s, next(self._order), future))
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = super().run_in_executor(executor, func, *args)
+        self._threads[future] = (_name(func), _now_s())
+        future.add_done_callback(lambda done: self._threads.pop(done, None))
+        return future
+
+    def _wait(self, timeout: float | None) -> list[Any]:
+        """In place of the selector's wait. Nothing is ready unless `timeout` is 0."""
+        self._check_blocked()
+        try:
+            return self._ready_or_later(timeout)
+        finally:
+            self._leave()
+
+    def _ready_or_later(self, timeout: float | None) -> list[Any]:
+        ready = self._look(0)
+        if ready or timeout == 0:
+            return ready
+        if self._threads:
+            self._check_threads()
+            return self._look(SHORT_S)
+        for _ in range(SETTLING):
+            self._hear_echo()
+            if ready := self._look(0):
+                return ready
+        return self._jump()
+
+    def _jump(self) -> list[Any]:
+        timer_s = self._scheduled[0]._when if self._scheduled else float("inf")  # type: ignore[attr-defined]
+        while self._resting and self._resting[0][2].done():
+            heappop(self._resting)
+        if self._resting and self._resting[0][0] < timer_s:
+            when_s, _, future = heappop(self._resting)
+            self._set(when_s)
+            future.set_result(None)
+            return []
+        if timer_s < float("inf"):
+            self._set(timer_s)
+            return []
+        return self._outside()
+
+    def _set(self, when_s: float) -> None:
+        """Jump. Timers are due within the clock's resolution, which is never finer than its numbers are."""
+        self._virtual_s = max(self._virtual_s, when_s)
+        self._clock_resolution = max(RESOLUTION_S, math.ulp(self._virtual_s))
+
+    def _outside(self) -> list[Any]:
+        """Only the outside world could wake it. Raises VirtualTimeError if it does not for a while."""
+        began = _now_s()
+        while not (ready := self._look(SHORT_S)):
+            if _now_s() - began > PATIENCE_S:
+                self.deadlock = "nothing is left to do, and the client waits for something that never comes"
+                raise VirtualTimeError(self.deadlock)
+        return ready
+
+    def _hear_echo(self) -> None:
+        """A byte to ourselves: what was sent before it has arrived when it does."""
+        self._sound.send(b".")
+        self._echo.recv(1)
+
+    # -- what virtual time cannot be had with
+
+    def _check_threads(self) -> None:
+        """Raise VirtualTimeError if a thread has been at work for too long."""
+        name, began = min(self._threads.values(), key=lambda thread: thread[1])
+        if (worked := _now_s() - began) > PATIENCE_S:
+            message = f"a thread has been in {name} for {worked:.0f} s of real time"
+            self.deadlock = f"{message}: virtual time waits for threads, so none of them can wait for it"
+            self._threads.clear()
+            raise VirtualTimeError(self.deadlock)
+
+    def _check_blocked(self) -> None:
+        """Note a callback that waited by itself for a while: a busy machine does not count."""
+        waited = _now_s() - self._left_at
+        if waited <= SHORT_S or self._threads or _waits() == self._left_waits:
+            return
+        if waited - (_thread_s() - self._left_cpu) > waited / 2:
+            self.strays.append(f"a callback kept the loop for {waited:.2f} s of real time, in which it did not compute")
+
+    def _leave(self) -> None:
+        """Callbacks are at work from here on."""
+        self._left_at, self._left_cpu, self._left_waits = _now_s(), _thread_s(), _waits()
+
+    def check_deadlock(self) -> None:
+        """Raise VirtualTimeError if somebody was."""
+        if self.deadlock is not None:
+            raise VirtualTimeError(self.deadlock)
+
+    def stray_sleep(self, seconds: float) -> None:
+        """In place of time.sleep: that time passes, and nobody else has it. Other threads may sleep: whether anybody
+        waits for them is not known.
+        """
+        if threading.get_ident() != self._thread_id:  # type: ignore[attr-defined]
+            self.strays.append(f"a thread slept for {seconds:g} s of real time, which took no virtual time")
+            REAL["sleep"](seconds)
+            return
+        where = _place(sys._getframe(1))
+        self.strays.append(f"time.sleep({seconds:g}) in {where} kept the loop: what was due meanwhile came late")
+        self._virtual_s += seconds
+
+    def blocked(self, signum: int, frame: FrameType | None) -> None:
+        """A signal handler: raise VirtualTimeError where the loop has been stuck for too long."""
+        del signum
+        waited = _now_s() - self._left_at
+        if self.is_running() and waited > PATIENCE_S and waited - (_thread_s() - self._left_cpu) > waited / 2:
+            self.deadlock = f"{_place(frame)} has blocked the loop for {waited:.0f} s: use an asynchronous call there"
+            raise VirtualTimeError(self.deadlock)
+
+
+@contextmanager
+def clocks(loop: VirtualLoop) -> Iterator[None]:
+    """The functions of the module `time` say the loop's time. Names imported from it before stay real."""
+    zero = {"time": EPOCH_S, "monotonic": 0, "perf_counter": 0}
+    patched: dict[str, Callable[..., Any]] = {}
+    for name, start in zero.items():
+        patched[name] = partial(_seconds, loop, start)
+        patched[f"{name}_ns"] = partial(_nanoseconds, loop, start)
+    patched["sleep"] = loop.stray_sleep
+    for name, function in patched.items():
+        setattr(time, name, function)
+    try:
+        yield
+    finally:
+        for name in FUNCTIONS:
+            setattr(time, name, REAL[name])
+
+
+@contextmanager
+def watched(loop: VirtualLoop) -> Iterator[None]:
+    """A loop that is stuck in a call is told. Only where signals are: in the main thread."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, loop.blocked)
+    signal.setitimer(signal.ITIMER_REAL, WATCH_S, WATCH_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _place(frame: FrameType | None) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else "unknown"
+
+
+def _waits() -> int:
+    """How often this thread has given up its core by itself; 0 where nobody counts."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if hasattr(resource, "RUSAGE_THREAD") else 0
+
+
+def _name(function: Any) -> str:
+    """Of what a thread was given; asyncio.to_thread wraps it."""
+    while isinstance(function, partial):
+        function = next(filter(callable, function.args[:1]), function.func)
+    return str(getattr(function, "__qualname__", function))
+
+
+def _seconds(loop: VirtualLoop, start: int) -> float:
+    return start + loop.time()
+
+
+def _nanoseconds(loop: VirtualLoop, start: int) -> int:
+    return start * 1_000_000_000 + round(loop.time() * 1e9)
+
+
+def _loopback() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a connection over the loopback interface, as clients' are."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return far, near
+
+
+NS = 1_000_000_000
+EARLY_S = 1.1e-3
+"""A selector wakes up to a millisecond late. From so long before a deadline on this thread takes naps between two looks
+at what is ready."""
+NAP_S = 2.5e-4
+
+
+class Clock(Protocol):
+    """Simulated nanoseconds since `start`."""
+
+    scale: float  # simulated seconds in one of the loop's
+
+    def start(self) -> None: ...
+
+    def now_ns(self) -> int: ...
+
+    async def until(self, at_ns: int, news: Future[None]) -> None:
+        """Return when it is `at_ns`, or soon after there is news."""
+
+    def lag_s(self, at_ns: int) -> float:
+        """How late it is for something that was due then, in seconds of this machine."""
+
+
+class RealClock:
+    """`scale` simulated seconds in one second of this machine. Deadlines count from the start: no lag is carried on."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+        self._start_s = 0.0
+
+    def start(self) -> None:
+        self._start_s = get_running_loop().time()
+
+    def now_ns(self) -> int:
+        return int((get_running_loop().time() - self._start_s) * self.scale * NS)
+
+    async def until(self, at_ns: int, news: Future[None]) -> None:
+        loop, at_s = get_running_loop(), self._start_s + at_ns / self.scale / NS
+        if at_s - loop.time() > EARLY_S:
+            timer = loop.call_at(at_s - EARLY_S, resolve, news)
+            await news
+            timer.cancel()
+            if loop.time() < at_s - EARLY_S:
+                return
+        await asyncio.sleep(0)
+        while (left_s := at_s - loop.time()) > 0:
+            time.sleep(min(left_s, NAP_S))
+            await asyncio.sleep(0)
+
+    def lag_s(self, at_ns: int) -> float:
+        return get_running_loop().time() - self._start_s - at_ns / self.scale / NS
+
+
+class VirtualClock:
+    """The time of a virtual loop. What is due happens when everybody else has done what they do at that moment."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        self._loop: VirtualLoop | None = None
+        self._start_s = 0.0
+
+    def start(self) -> None:
+        loop = get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        self._loop, self._start_s = loop, loop.time()
+
+    def now_ns(self) -> int:
+        return 0 if self._loop is None else round((self._loop.time() - self._start_s) * NS)
+
+    async def until(self, at_ns: int, news: Future[None]) -> None:
+        assert self._loop is not None
+        self._loop.at_rest(self._start_s + at_ns / NS, news)
+        await news
+
+    def lag_s(self, at_ns: int) -> float:
+        assert self._loop is not None
+        return max(0.0, self._loop.time() - self._start_s - at_ns / NS)
+
+
+def resolve(future: Future[None]) -> None:
+    """Wake whoever waits for it, unless somebody has."""
+    if not future.done():
+        future.set_result(None)

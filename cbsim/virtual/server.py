@@ -1,0 +1,270 @@
+"""Clients and a simulated server in one process, in virtual time: latencies are the model's, and nobody waits.
+
+    server = cbsim.virtual.virtual("8k_b32")
+
+    async def client():
+        async with server.openai() as openai:
+            return await openai.completions.create(model=server.model, prompt="hello", max_tokens=16)
+
+    print(server.run(client()))
+    print(server.result)
+
+What can join: whatever awaits on the event loop it is given. It is not asked to know of the clock: `time.time` and the
+others say virtual time, threads that it waits for take none.
+
+A transport for httpx and its successor that hands requests to an ASGI application in the same process, and streams
+what it answers. (Their own waits for the whole answer.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cbsim.http.app import build
+from cbsim.http.asgi import EXTENSION
+from cbsim.http.command import session_facts
+from cbsim.http.settings import Settings
+from cbsim.http.tokenizer import open_tokenizer
+from cbsim.runs.result import Result
+from cbsim.runs.served import result_of, with_one_loop
+from cbsim.scenario.scenario import Scenario, scenario_of
+from cbsim.virtual.clocks import VirtualClock, VirtualLoop, VirtualTimeError, clocks, watched
+from cbsim.virtual.simulated import Opened, open_session
+
+T = TypeVar("T")
+HOST = "http://simulated"
+PATIENCE_S = 60.0
+"""Virtual seconds for tasks to end that were told to."""
+IN_PROCESS = Settings(inline_characters=sys.maxsize)
+"""Threads end in any order, and virtual time waits for them anyhow: texts are encoded where they come in."""
+COMMAND = "python -m cbsim run scenario.resolved.yaml"  # in the run directory
+
+
+class VirtualServer:
+    """A simulated server for one `run` of clients. `model` is the name to ask it for."""
+
+    def __init__(self, scenario: Scenario, *, model: str | None = None, tokenizer: str | Path | None = None) -> None:
+        """Raises ScenarioError, and UserError for a tokenizer that cannot be read."""
+        self.session: Opened = open_session(scenario, VirtualClock(), open_tokenizer(tokenizer), model, COMMAND)
+        self.model = self.session.backend.model
+        self.app = build(self.session.backend, IN_PROCESS)
+        self.base_url = f"{HOST}/v1"
+        self._used = False
+        self.strays: tuple[str, ...] = ()  # what virtual time was not made for, of the run
+        self._result: Result | None = None
+
+    def transport(self, http: Any) -> Any:
+        """For an AsyncClient of `http`, the module httpx or httpx2: requests to any address come here."""
+        return transport(self.app, http)
+
+    def openai(self, **options: Any) -> Any:
+        """An `openai.AsyncOpenAI` that talks to this server."""
+        import openai
+
+        http = import_http()
+        options = {"base_url": self.base_url, "api_key": "none", "max_retries": 0, "timeout": None, **options}
+        return openai.AsyncOpenAI(http_client=http.AsyncClient(transport=self.transport(http), timeout=None), **options)
+
+    def run(self, client: Coroutine[Any, Any, T]) -> T:
+        """What `client` returns. Requests that it leaves behind are given up. Raises VirtualTimeError for what cannot
+        be had in virtual time, and whatever the client raises.
+        """
+        if self._used:
+            client.close()
+            raise VirtualTimeError("a virtual server is good for one run: make another")
+        self._used, loop = True, VirtualLoop()
+        try:
+            with clocks(loop), watched(loop):
+                try:
+                    return loop.run_until_complete(serve_while(self.session, client))
+                finally:
+                    loop.run_until_complete(end_others())
+        finally:
+            loop.close()
+            backend = self.session.backend
+            self._result = result_of(self.session.run, backend.log, session_facts(backend.timing), backend.dead)
+            self.strays = tuple(dict.fromkeys(loop.strays))
+            loop.check_deadlock()
+
+    @property
+    def result(self) -> Result:
+        """The run that the clients made. Raises VirtualTimeError before there is one."""
+        if self._result is None:
+            raise VirtualTimeError("nobody has run against this server yet")
+        return self._result
+
+
+def virtual(
+    scenario: str | Path | Mapping[str, Any] | Scenario,
+    *overrides: str,
+    model: str | None = None,
+    tokenizer: str | Path | None = None,
+) -> VirtualServer:
+    """A simulated server in virtual time, for the scenario that `cbsim.load` makes of its first arguments; of both
+    loops the asynchronous one. `tokenizer` is a folder with a tokenizer.json; without one texts are cut into tokens by
+    a small vocabulary of ours. Raises ScenarioError, UserError.
+    """
+    return VirtualServer(with_one_loop(scenario_of(scenario, overrides)), model=model, tokenizer=tokenizer)
+
+
+async def serve_while(session: Opened, client: Awaitable[T]) -> T:
+    """Serve until `client` is done."""
+    backend = session.backend
+    serving = asyncio.ensure_future(backend.run())
+    await asyncio.sleep(0)
+    try:
+        return await client
+    finally:
+        backend.abandon()
+        backend.close()
+        await serving
+
+
+async def end(task: asyncio.Task[Any]) -> None:
+    """Cancel it, and let it clean up."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=PATIENCE_S)
+    if task.done() and not task.cancelled():
+        task.exception()  # it is known
+
+
+async def end_others() -> None:
+    """What the client has started and not awaited. Whatever does not let itself be cancelled is left."""
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    if rest:
+        await asyncio.wait(rest, timeout=PATIENCE_S)
+    for task in rest:
+        if not task.done():
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+        elif not task.cancelled():
+            task.exception()
+
+
+def import_http() -> Any:
+    """The HTTP library that openai's client stands on."""
+    try:
+        import httpx2
+    except ModuleNotFoundError:
+        import httpx
+
+        return httpx
+    return httpx2
+
+
+Message = MutableMapping[str, Any]
+App = Callable[[Any, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+
+
+class Exchange:
+    """One request and its answer."""
+
+    def __init__(self, app: App, scope: Message, body: bytes) -> None:
+        self._waiting: Message | None = {"type": "http.request", "body": body, "more_body": False}
+        self._left = asyncio.Event()
+        self._started = asyncio.Event()
+        self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.status, self.headers = 500, list[tuple[bytes, bytes]]()
+        scope["extensions"] = {EXTENSION: {"writer": self}}
+        self._task = asyncio.ensure_future(self._answer(app, scope))
+
+    async def started(self) -> None:
+        """Return when status and headers are there. Raises what the application did before."""
+        await self._started.wait()
+        if self._task.done():
+            self._task.result()
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        while (part := await self._parts.get()) is not None:
+            yield part
+        await self._task
+
+    async def leave(self) -> None:
+        """The client wants no more: as if its connection had been closed."""
+        self._left.set()
+        if not self._task.done():
+            await asyncio.wait([self._task])
+
+    # -- the ResponseWriter of a streamed answer: the client buffers what it has not read
+
+    full = False
+
+    def write(self, body: bytes) -> None:
+        self._parts.put_nowait(body)
+
+    async def drain(self) -> None: ...
+
+    def abort(self) -> None:
+        self._left.set()
+
+    # -- the application
+
+    async def _answer(self, app: App, scope: Message) -> None:
+        try:
+            await app(scope, self._receive, self._send)
+        finally:
+            self._parts.put_nowait(None)
+            self._started.set()
+
+    async def _receive(self) -> Message:
+        if self._waiting is not None:
+            waiting, self._waiting = self._waiting, None
+            return waiting
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], list(message.get("headers", ()))
+            self._started.set()
+            return
+        if body := message.get("body"):
+            self._parts.put_nowait(bytes(body))
+
+
+def scope_of(request: Any) -> Message:
+    """The ASGI scope of a request of httpx."""
+    url = request.url
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": request.method,
+        "headers": [(name.lower(), value) for name, value in request.headers.raw],
+        "scheme": url.scheme,
+        "path": url.path,
+        "raw_path": url.raw_path.partition(b"?")[0],
+        "query_string": url.query,
+        "root_path": "",
+        "server": (url.host, url.port),
+        "client": ("127.0.0.1", 1),
+        "state": {},
+    }
+
+
+def transport(app: App, http: Any) -> Any:
+    """A transport for clients of the module `http`, httpx or httpx2."""
+
+    class Parts(http.AsyncByteStream):  # type: ignore[misc]
+        def __init__(self, exchange: Exchange) -> None:
+            self._exchange = exchange
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            async for part in self._exchange.parts():
+                yield part
+
+        async def aclose(self) -> None:
+            await self._exchange.leave()
+
+    class Transport(http.AsyncBaseTransport):  # type: ignore[misc]
+        async def handle_async_request(self, request: Any) -> Any:
+            exchange = Exchange(app, scope_of(request), bytes(await request.aread()))
+            await exchange.started()
+            return http.Response(exchange.status, headers=exchange.headers, stream=Parts(exchange))
+
+    return Transport()

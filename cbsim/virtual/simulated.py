@@ -1,0 +1,426 @@
+"""The simulated machine behind the endpoint: its environment is stepped by a task that keeps the clock's time.
+
+The machine is the one that `cbsim run` has. Its environment says that something is always due, so it lets the clock
+catch up at every poll and await; then the task takes in who has come, and steps it. Requests come through the inbox at
+the moment of the clock, but after the last moment at which the machine looked: so the same requests, given beforehand,
+lead to the same steps, whatever the clock was.
+
+How late things were, and how far apart: a distribution of durations, whatever their number, within 2 %.
+
+What a simulated model says, and for how long.
+
+A simulated session: its server, and the run that it becomes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from asyncio import Future, get_running_loop
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import simpy
+
+from cbsim.errors import DeadlockError, ScenarioError
+from cbsim.http.backend import ABORT, UNMETERED, Generation, Load, Meter, Stream, Timing
+from cbsim.http.tokenizer import Tokenizer
+from cbsim.machine import simulate
+from cbsim.policy.plan import StepPlan
+from cbsim.policy.request import Request, RequestSpec
+from cbsim.record.record import Record
+from cbsim.runs.guard import PolicyError
+from cbsim.runs.result import SIMULATED
+from cbsim.runs.running import Session
+from cbsim.runs.served import Contents, Log, session_of
+from cbsim.scenario.scenario import Scenario, loops
+from cbsim.virtual.clocks import NS, Clock, resolve
+from cbsim.workload import generators
+from cbsim.workload.requests import Workload
+
+NEVER = float("inf")
+ERROR = "error"
+
+
+class Live(simpy.Environment):
+    """An environment in which something may always happen before the next event."""
+
+    def peek(self) -> float:
+        return -1.0
+
+    @property
+    def due_ns(self) -> float:
+        """When the next event is; infinite if there is none."""
+        return super().peek()
+
+
+class Nobody(Workload):
+    """Clients that are not known before: who hears of the end of a request is told instead of them."""
+
+    def __init__(self, over: Callable[[RequestSpec], None]) -> None:
+        super().__init__([], 0)
+        self._over = over
+
+    def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
+        del now_ns
+        self._over(spec)
+        return []
+
+
+class Answer:
+    """A request that runs: how many of its tokens its stream was told."""
+
+    __slots__ = ("emitted", "request", "stream")
+
+    def __init__(self, stream: Stream, request: Request) -> None:
+        self.stream, self.request, self.emitted = stream, request, 0
+
+
+Said = tuple[Stream, int, int, str | None, str | None]
+"""Tokens of a stream from one number to another; how it ends, if it does, and the words of an error."""
+
+
+class SimulatedBackend:
+    """One session of a simulated server, as the endpoint wants it."""
+
+    def __init__(
+        self, scenario: Scenario, served: Scenario, loop: str, clock: Clock, tokenizer: Tokenizer, model: str
+    ) -> None:
+        """`served` is the scenario with the session in place of its workload. Raises ScenarioError."""
+        self.model, self.tokenizer = model, tokenizer
+        self.max_model_len = longest(scenario, loop)
+        self.meter: Meter = UNMETERED
+        self.dead: str | None = None
+        self.log = Log()
+        self._clock, self._speech, self._env = clock, Speech(scenario, tokenizer), Live()
+        self.machine = simulate.machine(served, loop, Nobody(self._over))
+        self.machine.on_plan = self._planned
+        self._inbox = self.machine.inbox
+        self._inbox.news = self._env.event()
+        pool = self.machine.scheduler.pool
+        self._contents = Contents(pool.block_size, pool.num_blocks)
+        self._streams: dict[RequestSpec, Stream] = {}
+        self._specs: dict[Stream, RequestSpec] = {}
+        self._running: dict[RequestSpec, Answer] = {}
+        self._plans: deque[tuple[int, int]] = deque()  # (query tokens, preempted) of the steps in flight
+        self._ended: list[RequestSpec] = []  # since the step before
+        self._pending: list[Said] = []
+        self._pending_ns = NEVER  # when that is visible
+        self._acted_ns = -1  # the last moment at which the machine looked
+        self._last_ns = 0  # when tokens were visible last
+        self._news: Future[None] | None = None
+        self._lags, self._gaps = Durations(), Durations()
+
+    # -- what the front end asks
+
+    @property
+    def now_s(self) -> float:
+        return self._clock.now_ns() / NS
+
+    @property
+    def load(self) -> Load:
+        scheduler, pool = self.machine.scheduler, self.machine.scheduler.pool
+        waiting = len(scheduler.waiting) + len(self._inbox)
+        usage = 1 - pool.free / pool.num_blocks
+        return Load(len(scheduler.running), waiting, usage, pool.block_size, pool.num_blocks)
+
+    @property
+    def timing(self) -> Timing:
+        lags, itl_s = self._lags, self._gaps.quantile(0.5) / self._clock.scale
+        timing = Timing(self._clock.scale, lags.last_s, lags.most_s, lags.quantile(0.99), lags.count, 0, itl_s)
+        late = lags.beyond(timing.bound_s)
+        return Timing(timing.scale, timing.lag_s, timing.lag_max_s, timing.lag_p99_s, lags.count, late, itl_s)
+
+    def submit(self, stream: Stream) -> None:
+        at_ns, generation = self._stamp(), stream.generation
+        stream.arrive(at_ns / NS)
+        if self.dead is not None or self._inbox.news is None:
+            stream.end(ERROR, at_ns / NS, self.dead or "the server takes nothing more in")
+            return
+        index = self.log.count
+        output = self._speech.tokens(index, generation)
+        prefix = self._contents.prefix([*generation.prompt, *self._speech.ids(0, output)], generation.cache_salt)
+        spec = RequestSpec(
+            index=index,
+            id=generation.id,
+            arrival_ns=at_ns,
+            prompt_tokens=len(generation.prompt),
+            output_tokens=output,
+            max_tokens=generation.max_tokens,
+            priority=generation.priority,
+            prefix=prefix,
+            prefix_block_tokens=self._contents.block_tokens,
+            prefix_tokens=len(prefix) * self._contents.block_tokens,
+        )
+        self.log.came(spec)
+        self._streams[spec], self._specs[stream] = stream, spec
+        self._inbox.put(spec)
+        self._tell(at_ns)
+
+    def cancel(self, stream: Stream) -> None:
+        if stream.finish is not None or (spec := self._specs.get(stream)) is None:
+            return
+        at_ns = self._stamp()
+        self.log.left(spec, at_ns)
+        self._inbox.give_up(at_ns, spec)
+        self._forget(stream)
+        stream.end(ABORT, at_ns / NS)
+
+    def forget_prefixes(self) -> None:
+        self._contents.forget()
+
+    def abandon(self) -> None:
+        """Give up every request that is under way."""
+        for stream in list(self._specs):
+            self.cancel(stream)
+
+    def close(self) -> None:
+        if self._inbox.news is not None:
+            self._tell(self._stamp(), last=True)
+
+    # -- the session
+
+    async def run(self) -> None:
+        self._clock.start()
+        over = self._env.process(self.machine.run(self._env, self._stepped))
+        try:
+            while over.is_alive or self._pending_ns < NEVER:
+                await self._next()
+        except (DeadlockError, PolicyError, OverflowError) as error:
+            self._die(f"stuck: {error}" if isinstance(error, DeadlockError) else str(error))
+
+    async def _next(self) -> None:
+        """Wait for whatever is next, and do it: tokens become visible, or the machine goes on."""
+        due = min(self._env.due_ns, self._pending_ns)
+        self._news = get_running_loop().create_future()
+        if due == NEVER:
+            await self._news
+            return
+        at_ns = int(due)
+        if self._clock.now_ns() <= at_ns:
+            await self._clock.until(at_ns, self._news)
+        else:
+            await asyncio.sleep(0)
+        if self._clock.now_ns() < at_ns or min(self._env.due_ns, self._pending_ns) < due:
+            return
+        if self._pending_ns <= due:
+            self._deliver(at_ns)
+        else:
+            self._acted_ns = max(self._acted_ns, at_ns)
+            self._env.step()
+
+    def _stamp(self) -> int:
+        """Now, but after the last moment at which the machine looked."""
+        return max(self._clock.now_ns(), self._acted_ns + 1)
+
+    def _tell(self, at_ns: int, *, last: bool = False) -> None:
+        """Somebody has come, or nobody will any more."""
+        news, env = self._inbox.news, self._env
+        self._inbox.news = None if last else env.event()
+        news._ok, news._value = True, None
+        env.schedule(news, delay=max(0, at_ns - env.now))
+        if self._news is not None:
+            resolve(self._news)
+
+    # -- what the machine tells
+
+    def _planned(self, plan: StepPlan) -> None:
+        self._plans.append((plan.work.tokens, len(plan.changes.preempted)))
+        requests, now_s = self.machine.scheduler.requests, self.machine.now_ns / NS
+        for chunk in plan.work.chunks:
+            stream = self._streams.get(chunk.spec) if chunk.admitted else None
+            if stream is not None and stream.scheduled_s is None:
+                answer = self._running[chunk.spec] = Answer(stream, requests[chunk.spec])
+                stream.schedule(now_s, answer.request.cached or 0)
+
+    def _stepped(self, cpu_ns: int) -> None:
+        """A step was applied: its tokens are visible from `cpu_ns` on."""
+        pending, going = self._pending, 0
+        for answer in self._running.values():
+            emitted = answer.emitted
+            if (seen := answer.request.seen) > emitted:
+                pending.append((answer.stream, emitted, seen, None, None))
+                answer.emitted = seen
+                going += emitted > 0
+        self._say_ends()
+        if going:
+            self._gaps.add((cpu_ns - self._last_ns) / NS, going)
+        self._pending_ns = self._last_ns = cpu_ns
+        self.meter.stepped(*self._plans.popleft())
+
+    def _say_ends(self) -> None:
+        refusals = self.machine.record.refusals
+        for spec in self._ended:
+            if (stream := self._streams.get(spec)) is None:
+                continue
+            if (reason := refusals.get(spec)) is not None:
+                self._pending.append((stream, 0, 0, ERROR, reason))
+            elif (answer := self._running.get(spec)) is not None and answer.request.finish is not None:
+                stream.preemptions = answer.request.preemptions
+                self._pending.append((stream, 0, 0, answer.request.finish.value, None))
+        self._ended.clear()
+
+    def _over(self, spec: RequestSpec) -> None:
+        """A request has ended. One that is refused is in no step."""
+        self._ended.append(spec)
+        if spec in self.machine.record.refusals:
+            self._say_ends()
+            self._pending_ns = min(self._pending_ns, self.machine.now_ns)
+
+    def _deliver(self, at_ns: int) -> None:
+        """What was said is visible now."""
+        pending, self._pending, self._pending_ns = self._pending, [], NEVER
+        at_s, ids = at_ns / NS, self._speech.ids
+        self._lags.add(max(0.0, self._clock.lag_s(at_ns)))
+        for stream, first, end, finish, error in pending:
+            if stream.finish is not None:
+                continue
+            if finish is None:
+                stream.put(ids(first, end), at_s)
+            else:
+                self._forget(stream)
+                stream.end(finish, at_s, error)
+
+    def _forget(self, stream: Stream) -> None:
+        spec = self._specs.pop(stream)
+        del self._streams[spec]
+        self._running.pop(spec, None)
+
+    def _die(self, reason: str) -> None:
+        """The machine cannot go on."""
+        self.dead = reason
+        for stream in list(self._specs):
+            self._forget(stream)
+            stream.end(ERROR, self.now_s, reason)
+
+
+def longest(scenario: Scenario, loop: str) -> int:
+    """Tokens of a prompt and its answer, at most: by the model, by the scheduler, by the cache."""
+    options = scenario.options(loop)
+    bounds = (scenario.model.max_position, options.limits.longest, options.num_blocks * options.block_size)
+    return min(bound for bound in bounds if bound is not None)
+
+
+LEAST_S, STEP = 1e-7, math.log(1.02)
+
+
+class Durations:
+    """Counts of durations in classes 2 % wide from 0.1 us on; shorter ones are 0."""
+
+    def __init__(self) -> None:
+        self.most_s = self.last_s = 0.0
+        self.count = 0
+        self._counts: dict[int, int] = {}
+
+    def add(self, seconds: float, times: int = 1) -> None:
+        self.last_s = seconds
+        self.most_s = max(self.most_s, seconds)
+        self.count += times
+        at = int(math.log(seconds / LEAST_S) / STEP) if seconds > LEAST_S else -1
+        self._counts[at] = self._counts.get(at, 0) + times
+
+    def quantile(self, share: float) -> float:
+        """The upper edge of the class that the least duration is in which `share` of all do not exceed; 0 of none."""
+        rank, passed = math.ceil(share * self.count), 0
+        for at in sorted(self._counts):
+            passed += self._counts[at]
+            if passed >= rank:
+                return min(self.most_s, LEAST_S * math.exp((at + 1) * STEP)) if at >= 0 else 0.0
+        return 0.0
+
+    def beyond(self, seconds: float) -> int:
+        """How many are longer, by classes that begin there or later."""
+        edge = math.ceil(math.log(seconds / LEAST_S) / STEP) if seconds > LEAST_S else 0
+        return sum(number for at, number in self._counts.items() if at >= edge)
+
+
+TEXT = (
+    " No model has read your prompt, and none has written this answer. Its words are always the same; what is computed"
+    " is the time at which each of them would have come from the server that the scenario describes, with its"
+    " scheduler, its cache, its CPU and its GPU, beside the requests of everybody else. Please do not mind the words."
+)
+MOST_LENGTHS = 10_000
+
+
+class Speech:
+    """Every answer is the same text, again and again. It ends where an answer of the scenario's workload would: its
+    length is drawn from those of the workload, by the number of the request and the seed of the scenario.
+    """
+
+    def __init__(self, scenario: Scenario, tokenizer: Tokenizer) -> None:
+        requests = islice(generators.build(scenario).arriving(), MOST_LENGTHS)
+        self._lengths = [spec.output_tokens for spec in requests]
+        self._seed = scenario.seed
+        self._ids = tokenizer.encode(TEXT)
+        self._alone = [(token,) for token in self._ids]
+
+    def tokens(self, index: int, generation: Generation) -> int:
+        """How many tokens the answer to this request has."""
+        if generation.ignore_eos or not self._lengths:
+            return generation.max_tokens
+        rng = np.random.default_rng((self._seed, index))
+        drawn = self._lengths[int(rng.integers(len(self._lengths)))]
+        return min(generation.max_tokens, max(generation.min_tokens, drawn, 1))
+
+    def ids(self, first: int, end: int) -> Sequence[int]:
+        """Tokens `first` to `end` of any answer."""
+        ids = self._ids
+        if end - first == 1:
+            return self._alone[first % len(ids)]
+        return [ids[at % len(ids)] for at in range(first, end)]
+
+
+class Simulated:
+    """The server of a session, as a run wants one: clients run it."""
+
+    measured = False
+
+    def __init__(self, backend: SimulatedBackend, scale: float) -> None:
+        self.backend = backend
+        self.facts: Mapping[str, Any] = {"device": SIMULATED, "time_scale": scale}
+
+    @property
+    def record(self) -> Record:
+        return self.backend.machine.record
+
+    @property
+    def now_ns(self) -> int:
+        return self.backend.machine.now_ns
+
+    def run(self, on_step: Callable[[int], None]) -> None:
+        del on_step
+        raise AssertionError("a session is run by its clients")
+
+    def files(self) -> Mapping[str, bytes]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A session that nobody has come to yet."""
+
+    run: Session
+    backend: SimulatedBackend
+
+
+def open_session(scenario: Scenario, clock: Clock, tokenizer: Tokenizer, model: str | None, command: str) -> Opened:
+    """The session of a scenario with one loop. Without a name of its own the `model` has the scenario's. Raises
+    ScenarioError.
+    """
+    loop, *rest = loops(scenario)
+    if rest:
+        raise ScenarioError("loop.mode: got both, expected sync or async: a session has one loop", field="loop.mode")
+    if scenario.kind.samples(scenario.scheduler) > 1:
+        raise ScenarioError("scheduler: searches with several texts a request cannot be served", field="scheduler")
+    made: list[SimulatedBackend] = []
+
+    def serve(served: Scenario, loop: str, workload: Workload) -> Simulated:
+        del workload
+        made.append(SimulatedBackend(scenario, served, loop, clock, tokenizer, model or scenario.name))
+        return Simulated(made[0], clock.scale)
+
+    return Opened(session_of(scenario, loop, serve, command), made[0])

@@ -1,0 +1,309 @@
+"""Requests as CSV: files whose columns may be called as they are elsewhere, and tables that a caller hands over, which
+become such a file of the run directory, so that the run's plans can be derived again from the directory alone.
+
+Which column holds what: the one that the scenario names, else the one of our own name, else the only one with a name
+that other tools use, whatever its case and separators.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isfinite
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from cbsim.errors import ScenarioError
+from cbsim.policy.request import RequestSpec
+from cbsim.scenario import catalog
+from cbsim.scenario.demand import Csv, CsvColumns, Served
+from cbsim.scenario.fields import bare, either, near, shown
+from cbsim.scenario.rows import CsvTable, open_text
+from cbsim.scenario.scenario import Scenario
+from cbsim.workload import served
+from cbsim.workload.requests import Streams, Workload, builds
+from cbsim.workload.traces import Arrival, not_empty, stamp_ns, timed
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+LONG_GAP_NS = 100_000_000_000
+"""Few servers wait longer for a request, and a log in milliseconds of one request in 0.1 s has such gaps."""
+UNNAMED = CsvColumns()
+NEEDED = ("arrival", "prompt", "output")
+NAMES = {
+    "arrival": ("arrival_s", "arrival", "arrival_time", "arrival_time_s", "arrived_at", "timestamp", "time", "time_s"),
+    "prompt": (
+        *("prefill_tokens", "prompt_tokens", "input_tokens", "ContextTokens", "Request tokens"),
+        *("num_prefill_tokens", "num_prompt_tokens", "prompt_len", "input_len", "input_length", "input_toks"),
+    ),
+    "output": (
+        *("decode_tokens", "output_tokens", "completion_tokens", "GeneratedTokens", "Response tokens"),
+        *("num_decode_tokens", "num_output_tokens", "output_len", "output_length", "output_toks"),
+    ),
+    "max_tokens": ("max_tokens",),
+    "priority": ("priority",),
+    "id": ("id", "request_id"),
+}
+"""By what the column holds; our own name first."""
+
+
+@builds(Csv)
+def _csv(form: Csv, streams: Streams) -> Workload:
+    del streams
+    path = catalog.data(form.path)
+    workload = timed(plain(path, form.limit, form.columns), form.time_scale)
+    columns = _renamed(plain_columns(path, form.columns))
+    notices = (columns, _slow(workload.open))
+    return replace(workload, notices=tuple(f"{path}: {notice}" for notice in notices if notice))
+
+
+def _slow(specs: Sequence[RequestSpec]) -> str | None:
+    """What to say of arrivals that are likely not in seconds."""
+    gap_ns = float(np.median(np.diff([spec.arrival_ns for spec in specs]))) if len(specs) > 1 else 0.0
+    if gap_ns <= LONG_GAP_NS:
+        return None
+    return (
+        f"the median gap of arrivals is {gap_ns / 1e9:.6g} s; if they are milliseconds, set workload.time_scale=0.001"
+    )
+
+
+def plain(path: Path, limit: int | None = None, chosen: CsvColumns = UNNAMED) -> list[Arrival]:
+    """When and how long, and if there max_tokens, priority and id; seconds count from the start of the run."""
+    with open_text(path) as file:
+        return plain_rows(path, file, limit, chosen)
+
+
+def plain_columns(path: Path, chosen: CsvColumns) -> dict[str, str]:
+    """The columns that `plain` reads, by what they hold."""
+    with open_text(path) as file:
+        return columns_of(path, CsvTable(path, file).header, chosen)
+
+
+def plain_rows(path: Path, file: IO[str], limit: int | None = None, chosen: CsvColumns = UNNAMED) -> list[Arrival]:
+    """The rows of an open file of that kind; `path` is what messages call it."""
+    rows: list[Arrival] = []
+    ids: set[str] = set()
+    table = CsvTable(path, file)
+    columns = columns_of(path, table.header, chosen)
+    table.pick(columns.values())
+    optional = list(columns)[3:]
+    clock = _Clock(table)
+    for arrival, prompt, output, *more in table.rows(limit):
+        at_ns, prompts, outputs = clock.ns(arrival), table.count(1, prompt), table.count(2, output)
+        row = Arrival(at_ns, prompts, outputs, **_optional(table, outputs, optional, more))
+        if row.id in ids or ("id" in columns and not row.id):
+            raise table.bad(len(columns) - 1, row.id, "an id that no row above has" if row.id else "an id")
+        if row.id:
+            ids.add(row.id)
+        rows.append(row)
+    not_empty(path, rows)
+    return rows
+
+
+def _optional(table: CsvTable, outputs: int, roles: Sequence[str], cells: Sequence[str]) -> dict[str, Any]:
+    """A row's max_tokens, priority and id, as far as the table has them."""
+    values: dict[str, Any] = {}
+    for column, (role, cell) in enumerate(zip(roles, cells, strict=True), 3):
+        if role == "max_tokens":
+            most = values[role] = table.count(column, cell)
+            if most < outputs:
+                raise table.bad(column, cell, f"at least {table.columns[2]} ({outputs})")
+        elif role == "priority":
+            values[role] = table.whole(column, cell)
+        else:
+            values[role] = cell
+    return values
+
+
+class _Clock:
+    """Reads arrivals, the first column of a table: seconds, or, if the first row has one, times of day."""
+
+    def __init__(self, table: CsvTable) -> None:
+        self._table = table
+        self._start_ns: int | None = None  # of times of day: the first
+        self._last_ns: int | None = None
+
+    def ns(self, cell: str) -> int:
+        """Time of the next row. Raises ScenarioError if it lies before the one above."""
+        if self._last_ns is None and _is_stamp(stamp := _plain_stamp(cell)):
+            self._start_ns = stamp_ns(stamp)
+        if self._start_ns is None:
+            now, unit = round(_seconds(self._table, cell) * 1e9), "seconds"
+        elif _is_stamp(stamp := _plain_stamp(cell)):
+            now, unit = stamp_ns(stamp) - self._start_ns, "a time"
+        else:
+            raise self._table.bad(0, cell, "a time such as 2023-11-16 18:17:03.9799600, as in the rows above")
+        if self._last_ns is not None and now < self._last_ns:
+            above = f"those of the row above ({self._last_ns / 1e9})" if unit == "seconds" else "the row above"
+            raise self._table.bad(0, cell, f"{unit} not before {above}")
+        self._last_ns = now
+        return now
+
+
+def _plain_stamp(cell: str) -> str:
+    return cell.strip().replace("T", " ").removesuffix("Z").removesuffix("+00:00")
+
+
+def _is_stamp(cell: str) -> bool:
+    try:
+        stamp_ns(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _seconds(table: CsvTable, cell: str) -> float:
+    try:
+        value = float(cell)
+    except ValueError:
+        value = float("nan")
+    if not isfinite(value) or not 0 <= value < 1e9:
+        raise table.bad(0, cell, "seconds >= 0, less than 30 years, or a time such as 2023-11-16 18:17:03.97")
+    return value
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+def columns_of(path: Path, header: Sequence[str], chosen: CsvColumns) -> dict[str, str]:
+    """Column by what it holds, those that are needed first. Raises ScenarioError."""
+    named = chosen.model_dump(exclude_none=True)
+    columns: dict[str, str] = {}
+    for role in NAMES:
+        column = _named(path, header, role, named[role]) if role in named else _known(path, header, role)
+        if column is None:
+            continue
+        for other, name in columns.items():
+            if name == column:
+                raise _wrong(path, header, f"column {column!r} cannot be both {other} and {role}", role)
+        columns[role] = column
+    return columns
+
+
+def _renamed(columns: dict[str, str]) -> str | None:
+    """What is read as what, or None if all columns have our own names."""
+    if all(column == NAMES[role][0] for role, column in columns.items()):
+        return None
+    return ", ".join(f"{role} from {column!r}" for role, column in columns.items())
+
+
+def _named(path: Path, header: Sequence[str], role: str, column: str) -> str:
+    if column not in header:
+        raise _wrong(path, header, f"no column {column!r}{near(column, header)}", role)
+    if header.count(column) > 1:
+        raise _wrong(path, header, f"there are {header.count(column)} columns {column!r}", role)
+    return column
+
+
+def _known(path: Path, header: Sequence[str], role: str) -> str | None:
+    own, *_ = NAMES[role]
+    names = {bare(name) for name in NAMES[role]}
+    candidates = [own] if own in header else [name for name in header if bare(name) in names]
+    if len(candidates) > 1:
+        raise _wrong(path, header, f"may be {either([repr(name) for name in candidates])}; say which", role)
+    if candidates or role not in NEEDED:
+        return next(iter(candidates), None)
+    raise _wrong(path, header, f"no column with a known name ({', '.join(NAMES[role])}); say which", role)
+
+
+def _wrong(path: Path, header: Sequence[str], reason: str, role: str) -> ScenarioError:
+    field, there = f"workload.columns.{role}", ", ".join(header) or "nothing"
+    return ScenarioError(f"{path}:1: {field}: {reason}; found {there}", file=path, line=1, field=field, bound=reason)
+
+
+# -- tables of a caller ------------------------------------------------------------------------------------------------
+
+FILE = "workload.csv"  # of a run directory
+SOURCE = "requests"  # what messages call the table
+WRITTEN = {"id": "id", "arrival_s": "arrival_s", "prompt_tokens": "prefill_tokens", "output_tokens": "decode_tokens"}
+WRITTEN |= {"max_tokens": "max_tokens", "priority": "priority"}  # column of the table -> column of FILE
+REQUIRED = ("arrival_s", "prompt_tokens", "output_tokens")
+
+
+def scenario_of(scenario: Scenario) -> Scenario:
+    """The scenario with its workload read from FILE, beside it in the run directory; a session's from its log."""
+    if isinstance(scenario.workload, Served):
+        return scenario
+    return scenario.model_copy(update={"workload": Csv(kind="csv", path=FILE)})
+
+
+def file_of(scenario: Scenario) -> str:
+    """What the file with the requests that were handed over is called in the run directory."""
+    return served.FILE if isinstance(scenario.workload, Served) else FILE
+
+
+def table_text(requests: Any) -> str:
+    """FILE's content for a data frame, a table of Arrow or a mapping of columns: arrival_s, prompt_tokens and
+    output_tokens, and max_tokens, priority and id if they are there. Rows are numbered from 0 in messages. Raises
+    ScenarioError.
+    """
+    table = _table(requests)
+    names = _names(table)
+    values = {name: table.column(name).to_pylist() for name in names}
+    if not table.num_rows:
+        raise ScenarioError(f"{SOURCE}: holds no requests", file=SOURCE)
+    for row, name in enumerate(values.setdefault("id", list(range(table.num_rows)))):
+        if not str(name).isprintable():
+            raise _wrong_row(row, "id", name, "a text that can be printed")
+    header = [name for name in WRITTEN if name in values]
+    columns = [[_cell(name, value) for value in values[name]] for name in header]
+    rows = io.StringIO()
+    csv.writer(rows, lineterminator="\n").writerows(zip(*columns, strict=True))
+    try:
+        plain_rows(Path(SOURCE), io.StringIO(f"{','.join(header)}\n{rows.getvalue()}", newline=""))
+    except ScenarioError as error:
+        if error.line is None or error.field is None:
+            raise
+        row = error.line - 2
+        raise _wrong_row(row, error.field, values[error.field][row], str(error.bound)) from None
+    return f"{','.join(map(WRITTEN.__getitem__, header))}\n{rows.getvalue()}"
+
+
+def _table(requests: Any) -> pa.Table:
+    import pyarrow as pa
+
+    if isinstance(requests, pa.Table):
+        return requests
+    try:
+        return pa.table(requests)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ScenarioError(f"{SOURCE}: is no table: {reason}", file=SOURCE, bound="a table") from None
+
+
+def _names(table: pa.Table) -> list[str]:
+    """Columns of a table, without the index of a data frame."""
+    names = [name for name in table.column_names if not name.startswith("__index_level_")]
+    for name in names:
+        if name not in WRITTEN:
+            raise _wrong_column(name, f"unknown column, expected {', '.join(WRITTEN)}{near(name, WRITTEN)}")
+        if names.count(name) > 1:
+            raise _wrong_column(name, "is there twice")
+    for name in REQUIRED:
+        if name not in names:
+            bound = f"no such column; expected {', '.join(REQUIRED)}, found {', '.join(names) or 'nothing'}"
+            raise _wrong_column(name, bound)
+    return names
+
+
+def _cell(name: str, value: Any) -> Any:
+    """A value as FILE has it: arrivals with a decimal point, other whole numbers without, as data frames give both.
+    Empty if it is no finite number, unless it is an id.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        return value if name == "id" and isinstance(value, str) else ""
+    return float(value) if name == "arrival_s" else int(value) if value == int(value) else value
+
+
+def _wrong_column(column: str, bound: str) -> ScenarioError:
+    return ScenarioError(f"{SOURCE}: {column}: {bound}", file=SOURCE, field=column, bound=bound)
+
+
+def _wrong_row(row: int, column: str, value: Any, bound: str) -> ScenarioError:
+    message = f"{SOURCE}: row {row}: {column}: got {shown(value)}, expected {bound}"
+    return ScenarioError(message, file=SOURCE, line=row, field=column, value=value, bound=bound)

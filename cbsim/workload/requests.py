@@ -1,0 +1,285 @@
+"""The requests of a run: those that arrive whatever the server does, those that follow the end of others, and whose
+text each beam of a search goes on with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import blake2b
+from itertools import chain
+from typing import NamedTuple, Protocol, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbsim.policy.plan import StepPlan
+from cbsim.policy.request import RequestSpec
+
+Ints = NDArray[np.int64]
+AT_ONCE = 1 << 12  # numbers made objects together
+
+
+class Streams(NamedTuple):
+    """The random generators of a run."""
+
+    arrivals: np.random.Generator
+    prompts: np.random.Generator
+    outputs: np.random.Generator
+    priorities: np.random.Generator
+    spread: np.random.Generator
+    users: np.random.Generator  # spawns one for each user
+
+    @classmethod
+    def of(cls, seed: int) -> Streams:
+        return cls(*map(np.random.default_rng, np.random.SeedSequence(seed).spawn(6)))
+
+
+@dataclass
+class Workload:
+    """What is sent to the server. One object is good for one run: it remembers what has been sent.
+
+    `open` holds the requests whose arrival does not depend on the server, by (arrival_ns, index). The others come out
+    of `on_finish`; `total` counts both. `cancels` are (time in ns, request) in order of time.
+    """
+
+    open: Sequence[RequestSpec]
+    total: int
+    cancels: list[tuple[int, RequestSpec]] = field(default_factory=list)
+    follow: Users | Sessions | None = None
+    terms: str = ""  # how requests follow others, as far as their delays do not say it
+    notices: tuple[str, ...] = ()  # what its user may not have meant, a line each
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.open, Drawn):
+            self.open = sorted(self.open, key=lambda spec: (spec.arrival_ns, spec.index))
+        self._later = tuple(self.follow.drafts()) if self.follow else ()
+        self._by_index: dict[int, RequestSpec] | None = None
+
+    def arriving(self) -> Iterator[RequestSpec]:
+        """The requests of `open` one by one, for a run that keeps none of them longer than it has to."""
+        return self.open.once() if isinstance(self.open, Drawn) else iter(self.open)
+
+    def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
+        """Requests that follow `spec`, which ended at `now_ns`. To be called once for every request that ends, for
+        whatever reason: one that is refused is followed too.
+        """
+        return self.follow.after(spec, now_ns) if self.follow else []
+
+    def find(self, index: int) -> RequestSpec | None:
+        """The request of this number as it was before the run, None if there is none. A drawn one is made anew."""
+        if isinstance(self.open, Drawn):
+            return self.open.one(index) if 0 <= index < len(self.open) else None
+        if self._by_index is None:
+            self._by_index = {spec.index: spec for spec in self.specs()}
+        return self._by_index.get(index)
+
+    def specs(self) -> list[RequestSpec]:
+        """All requests as they were before the run; those that follow others have no arrival time of their own yet."""
+        return [*self.open, *(spec for spec, _ in self._later)]
+
+    def fingerprint(self) -> str:
+        """SHA-256 over all fields of all requests as they were before the run; equal workloads have equal ones."""
+        digest = hashlib.sha256()
+        for spec, delay_ns in chain(((spec, -1) for spec in self.arriving()), self._later):
+            lengths = (spec.arrival_ns, spec.prompt_tokens, spec.output_tokens, spec.max_tokens, spec.priority)
+            shared = (spec.prefix, spec.prefix_block_tokens, spec.prefix_tokens)
+            of = f" of {spec.sample_of.index}" if spec.sample_of else ""
+            digest.update(f"{spec.index} {spec.id!r} {lengths} {shared} {delay_ns}{of}\n".encode())
+        digest.update(self.terms.encode())
+        for at_ns, spec in self.cancels:
+            digest.update(f"cancel {spec.index} {at_ns}\n".encode())
+        return digest.hexdigest()
+
+
+Builder = Callable[..., Workload]  # of a workload's part of the scenario, and Streams
+B = TypeVar("B", bound=Builder)
+BUILDERS: dict[type, Builder] = {}
+"""What makes the requests of each kind of workload; readers add theirs with `builds`."""
+
+
+def builds(kind: type) -> Callable[[B], B]:
+    """Marks the function that makes the requests of a kind of workload, given its part of the scenario."""
+
+    def register(builder: B) -> B:
+        BUILDERS[kind] = builder
+        return builder
+
+    return register
+
+
+# -- drawn requests ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn(Sequence[RequestSpec]):
+    """Requests in order of index and of arrival. Whoever looks at them gets the same objects each time; `once` makes
+    them one by one, and keeps none.
+    """
+
+    arrival_ns: Ints
+    prompt_tokens: Ints
+    output_tokens: Ints
+    max_tokens: Ints
+    priority: Ints
+    shared_tokens: int  # that all have in common
+    samples: int = 1  # so many in a row have one prompt
+
+    def __post_init__(self) -> None:
+        assert (np.diff(self.arrival_ns) >= 0).all()
+
+    def once(self) -> Iterator[RequestSpec]:
+        """Each of them once: those that somebody has looked at, or else made as they are asked for."""
+        if "specs" in self.__dict__:
+            yield from self.specs
+            return
+        columns = (self.arrival_ns, self.prompt_tokens, self.output_tokens, self.max_tokens, self.priority)
+        first: RequestSpec | None = None
+        for low in range(0, len(self), AT_ONCE):
+            parts = (column[low : low + AT_ONCE].tolist() for column in columns)
+            for index, numbers in enumerate(zip(*parts, strict=True), low):
+                if self.samples == 1:
+                    yield self._made(index, *numbers)
+                    continue
+                spec = self._sample(index, first if index % self.samples else None, *numbers)
+                first = spec.sample_of or spec
+                yield spec
+
+    def one(self, index: int) -> RequestSpec:
+        """One of them, made anew."""
+        columns = (self.arrival_ns, self.prompt_tokens, self.output_tokens, self.max_tokens, self.priority)
+        numbers = (int(column[index]) for column in columns)
+        if self.samples == 1:
+            return self._made(index, *numbers)
+        first = index - index % self.samples
+        return self._sample(index, self.one(first) if index > first else None, *numbers)
+
+    def _made(self, index: int, at_ns: int, prompt: int, output: int, most: int, priority: int) -> RequestSpec:
+        if not (shared := self.shared_tokens):
+            return RequestSpec(index, str(index), at_ns, prompt, output, most, priority)
+        return RequestSpec(index, str(index), at_ns, prompt, output, most, priority, (0,), shared, min(shared, prompt))
+
+    def _sample(
+        self, index: int, first: RequestSpec | None, at_ns: int, prompt: int, output: int, most: int, priority: int
+    ) -> RequestSpec:
+        """One of several with a prompt that is named in whole: what all have in common, then the request's own."""
+        number, sample = divmod(index, self.samples)
+        shared = self.shared_tokens or prompt
+        own = number + 1
+        ids = (0 if self.shared_tokens else own, *[own] * (-(-prompt // shared) - 1))
+        name = f"{sample}_{number}"
+        return RequestSpec(index, name, at_ns, prompt, output, most, priority, ids, shared, prompt, first)
+
+    @cached_property
+    def specs(self) -> list[RequestSpec]:
+        """All of them."""
+        return list(self.once())
+
+    def __len__(self) -> int:
+        return len(self.arrival_ns)
+
+    @overload
+    def __getitem__(self, at: int) -> RequestSpec: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[RequestSpec]: ...
+    def __getitem__(self, at: int | slice) -> RequestSpec | list[RequestSpec]:
+        return self.specs[at]
+
+    def __iter__(self) -> Iterator[RequestSpec]:
+        return iter(self.specs)
+
+
+# -- clients whose next request follows the end of their last one ------------------------------------------------------
+
+
+class Draw(Protocol):
+    """A client's own random numbers."""
+
+    def exponential(self, scale: float) -> float: ...
+
+
+class Users:
+    """A closed loop: whoever's request ends sends the next one of the list, after thinking, unless that is after
+    `until_ns`. The first users are those of the requests that are sent at the start, by their index.
+
+    Thinking takes `think_ns`; where users have `draws` of their own, one each, it is exponential with that mean. So how
+    long a user thinks before its nth request depends on the two alone, not on who else has ended before.
+
+    A request of several `samples` is so many in a row of the list; it ends when all of them have.
+    """
+
+    def __init__(
+        self,
+        waiting: Sequence[RequestSpec],
+        think_ns: int,
+        draws: Sequence[Draw] = (),
+        until_ns: int | None = None,
+        samples: int = 1,
+    ) -> None:
+        self._waiting = list(waiting)[::-1]
+        self._think_ns, self._draws, self._until_ns, self._samples = think_ns, draws, until_ns, samples
+        self._user: dict[int, int] = {}  # by the number of a request that is not a first one
+        self._ended: dict[int, int] = {}  # samples of a request, by its number, while there are others
+
+    def after(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
+        number = spec.index // self._samples
+        if not self._waiting or not self._is_over(number):
+            return []
+        user = self._user.pop(number, number)
+        at_ns = now_ns + (round(self._draws[user].exponential(self._think_ns)) if self._draws else self._think_ns)
+        if self._until_ns is not None and at_ns > self._until_ns:
+            return []
+        first = replace(self._waiting.pop(), arrival_ns=at_ns)
+        self._user[first.index // self._samples] = user
+        samples = [replace(self._waiting.pop(), arrival_ns=at_ns, sample_of=first) for _ in range(1, self._samples)]
+        return [first, *samples]
+
+    def _is_over(self, number: int) -> bool:
+        """One more sample of a request has ended. Was it the last one?"""
+        ended = self._ended.pop(number, 0) + 1
+        if ended < self._samples:
+            self._ended[number] = ended
+        return ended == self._samples
+
+    def drafts(self) -> Iterator[tuple[RequestSpec, int]]:
+        return ((spec, self._think_ns) for spec in reversed(self._waiting))
+
+
+class Sessions:
+    """Conversations: the end of a turn is followed by the next turn of its session, after the delay of that turn."""
+
+    def __init__(self, following: dict[int, tuple[RequestSpec, int]]) -> None:
+        self._following = following  # index of a turn -> the next turn, its delay in ns
+
+    def after(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
+        following = self._following.pop(spec.index, None)
+        return [replace(following[0], arrival_ns=now_ns + following[1])] if following else []
+
+    def drafts(self) -> Iterator[tuple[RequestSpec, int]]:
+        return iter(self._following.values())
+
+
+# -- lineage of beams --------------------------------------------------------------------------------------------------
+
+
+Parents = tuple[tuple[RequestSpec, RequestSpec], ...]
+
+
+def parents(plan: StepPlan) -> Parents:
+    """The declared answer to the ranked rows of a plan."""
+    starts = {chunk.spec: chunk.start for chunk in plan.work.chunks}
+    replaced: list[tuple[RequestSpec, RequestSpec]] = []
+    for group in plan.ranked:
+        start = starts[group[0]]
+        if start < group[0].prompt_tokens:
+            continue
+        drawn = [(spec, group[_draw(spec.index, start, len(group))]) for spec in group]
+        replaced += [(spec, parent) for spec, parent in drawn if parent is not spec]
+    return tuple(replaced)
+
+
+def _draw(index: int, start: int, count: int) -> int:
+    seed = index.to_bytes(8, "little") + start.to_bytes(8, "little")
+    return int.from_bytes(blake2b(seed, digest_size=8).digest(), "little") % count

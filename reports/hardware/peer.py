@@ -1,0 +1,155 @@
+"""Hugging Face transformers' own continuous batching beside the engine: same requests, weights and prompts, greedy.
+
+    python reports/hardware/peer.py [SCENARIO] [--set FIELD=VALUE] [--loop sync] [--device cuda] [--out DIR]
+
+Both serve the requests of a scenario that are all there at once (8k_b32 with 512 tokens an output). The result,
+OUT/peer-<loop>.json, has seconds, output tokens a second, the ratio, and how many texts are the same; in bfloat16 near
+ties may differ.
+
+With a `flash_attn` package the library takes its fast paths: paged decode, CUDA graphs and asynchronous batches.
+Without one it runs paged SDPA with a mask, synchronous only: an asynchronous comparison is skipped, with a reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
+from transformers.utils.import_utils import is_flash_attn_2_available
+
+from cbengine import build
+from cbengine.build import Setup
+from cbengine.content import Prompts
+from cbengine.model import weights
+from cbsim.record.environment import code_version
+from cbsim.scenario import scenario as scenarios
+from cbsim.scenario.scenario import Scenario
+from cbsim.workload import generators
+
+FLASH, SDPA = "paged|flash_attention_2", "paged|sdpa"
+OPTIONS = ("max_batch_tokens", "max_requests_per_batch", "max_blocks_per_request")
+SMALL = ["workload.output_tokens=16", "scheduler={name: transformers_fifo, max_batch_tokens: 64}"]
+LIMIT_S = 480.0  # the longest wait for an answer
+Texts = dict[int, list[int]]  # by the request's index
+
+
+def engine(scenario: Scenario, loop: str, setup: Setup) -> tuple[float, Texts]:
+    """Seconds that the engine takes, and its texts."""
+    served, _ = build.engine(scenario, loop, generators.build(scenario), setup)
+    try:
+        served.run()
+    finally:
+        served.close()
+    return served.now_ns / 1e9, {spec.index: sequence.outputs for spec, sequence in served.sequences.items()}
+
+
+def peer(scenario: Scenario, loop: str, setup: Setup, attention: str) -> tuple[float, Texts]:
+    """Seconds that transformers takes, warm, and its texts."""
+    specs = generators.build(scenario).specs()
+    plan = build.executor_plan(scenario, loop, specs, setup)
+    model: Any = weights.to_transformers(plan.architecture, plan.tensors())
+    model.set_attn_implementation(attention)
+    prompts = Prompts(scenario.seed, plan.architecture.vocab)
+    config = ContinuousBatchingConfig(
+        block_size=plan.block_size,
+        num_blocks=plan.num_blocks,
+        use_async_batching=loop == "async",
+        use_cuda_graph=attention == FLASH,
+        **{name: value for name in OPTIONS if (value := getattr(scenario.scheduler, name, None)) is not None},
+    )
+    greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    manager = model.init_continuous_batching(generation_config=greedy, continuous_batching_config=config)
+    if model.device.type == "cpu":  # the library asks psutil, which few have, and takes no answer for no memory
+        PagedAttentionMemoryHandler.get_available_memory = lambda _: build.host_memory()
+    manager.start()
+    try:
+        answers(manager, {"warm": ([1, 2, 3], 4)})
+        requests = {str(spec.index): (prompts.of(spec).tolist(), spec.output_tokens) for spec in specs}
+        began = time.perf_counter()
+        texts = answers(manager, requests)
+        return time.perf_counter() - began, {spec.index: texts[str(spec.index)] for spec in specs}
+    finally:
+        manager.stop(block=True)
+
+
+def answers(manager: Any, requests: dict[str, tuple[list[int], int]]) -> dict[str, list[int]]:
+    """The tokens of every answer. Raises RuntimeError if the library's loop has died or is silent."""
+    for name, (prompt, count) in requests.items():
+        manager.add_request(prompt, request_id=name, max_new_tokens=count, eos_token_id=-1)
+    texts: dict[str, list[int]] = {}
+    until = time.monotonic() + LIMIT_S
+    while len(texts) < len(requests):
+        answer = manager.get_result(timeout=1.0)
+        if answer is not None and answer.is_finished():
+            texts[answer.request_id] = list(answer.generated_tokens)
+        elif answer is not None and answer.error:
+            raise RuntimeError(f"transformers: {answer.error}")
+        elif answer is None and (not manager.is_running() or time.monotonic() > until):
+            raise RuntimeError(f"transformers has answered {len(texts)} of {len(requests)} requests and no more")
+    return texts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scenario", nargs="?")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
+    parser.add_argument("--loop", choices=("sync", "async"), default="sync")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, default=Path("runs/peer"), metavar="DIR")
+    args = parser.parse_args(argv)
+    gpu = args.device == "cuda"
+    if gpu and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device here")
+    attention = FLASH if gpu and is_flash_attn_2_available() else SDPA
+    if args.loop == "async" and attention != FLASH:
+        print("skipped: transformers batches asynchronously on a GPU with a flash_attn package only")
+        return 0
+    torch.set_num_threads(1)  # on a CPU, as the engine's own devices
+    short = ["workload.output_tokens=512"] if gpu else SMALL
+    short = [] if args.scenario else short
+    name = args.scenario or ("8k_b32" if gpu else "tiny_cpu")
+    setup = Setup(device="cuda" if gpu else "inline")
+    scenario = build.adapted(scenarios.load(name, [*short, *args.set]), setup)
+    specs = generators.build(scenario).specs()
+    if any(spec.arrival_ns for spec in specs):
+        parser.error(f"{name}: its requests must all arrive at once")
+    tokens = sum(spec.output_tokens for spec in specs)
+    ours_s, ours = engine(scenario, args.loop, setup)
+    gc.collect()
+    if gpu:
+        torch.cuda.empty_cache()
+    theirs_s, theirs = peer(scenario, args.loop, setup, attention)
+    result = {
+        "scenario": scenario.name,
+        "loop": args.loop,
+        "device": build.device_name(setup),
+        "commit": code_version(),
+        "transformers": transformers.__version__,
+        "attention": attention,
+        "requests": len(specs),
+        "output_tokens": tokens,
+        "cbengine_s": ours_s,
+        "transformers_s": theirs_s,
+        "cbengine_tokens_per_s": tokens / ours_s,
+        "transformers_tokens_per_s": tokens / theirs_s,
+        "ratio": theirs_s / ours_s,
+        "same_texts": sum(ours[index] == theirs[index] for index in ours),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"peer-{args.loop}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,331 @@
+"""Our policies against what real schedulers decided, and the check itself: it can fail, and it says where."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Callable
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbsim.conformance.check import TraceResult, compare, run, traces
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+Line = dict[str, Any]
+SARATHI, STAGED = "sarathi/96f9911/sa3_pressure", "sarathi/96f9911/ft6_pipeline2"
+VLLM, TRANSFORMERS = "vllm/0.33.0/w23_watermark_alone.sync", "transformers/5.17.0/w11_cancel_fifo_bs16"
+GROUPED = "vllm/0.33.0/h10_five_to_one.async"
+TRTLLM = "trtllm/002f3cc/t03_max_utilization"
+SECTORS, SECTORS_HOST = "transformers/5.23.0/w03_softreset_fifo_share_bs16", "transformers/5.23.0/o03_cpu_async_share"
+FORKED, OFFLOADED = "transformers/5.17.0/f05_fork_edges_prefill_first", "transformers/5.17.0/o03_cpu_async_share"
+
+
+def sample() -> list[Path]:
+    """Forty traces, drawn with a seed: of every family and version in turn. `.ci/run` compares all of them."""
+    drawn = random.Random(0)
+    folders = [traces(folder) for folder in sorted({trace.parent for trace in traces(GOLDEN)})]
+    turns = zip_longest(*(drawn.sample(folder, len(folder)) for folder in folders))
+    return [trace for turn in turns for trace in turn if trace is not None][:40]
+
+
+@pytest.mark.parametrize("trace", sample(), ids=lambda p: str(p.relative_to(GOLDEN)).removesuffix(".jsonl.gz"))
+def test_golden(trace: Path) -> None:
+    """Every line of a recorded trace is ours too, and pool and decode batch are consistent after each."""
+    result = compare(trace, invariants=True)
+    assert str(result).endswith("ok"), f"{result}"
+    assert result.matched == result.total > 0
+
+
+def lines(name: str) -> list[Line]:
+    return [json.loads(line) for line in gzip.open(GOLDEN / f"{name}.jsonl.gz", "rt")]
+
+
+def workload(name: str) -> Line:
+    folder, file = (GOLDEN / name).parent.parent / "workloads", name.rsplit("/", 1)[1].split(".", maxsplit=1)[0]
+    read: Line = json.loads(gzip.decompress((folder / f"{file}.json.gz").read_bytes()))
+    return read
+
+
+def written(folder: Path, name: str, trace: list[Line], given: Line) -> Path:
+    """A trace and its workload beside it, neither of them gzipped."""
+    path = folder / f"{name.rsplit('/', 1)[1]}.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in trace))
+    (folder / f"{path.name.split('.')[0]}.json").write_text(json.dumps(given))
+    return path
+
+
+def ran(*paths: Path) -> tuple[int, str]:
+    said: list[str] = []
+    return run(paths, said.append), "\n".join(said)
+
+
+def table(said: str) -> list[list[str]]:
+    """The rows of the table at the end, the header's first; what there is no version of is the sum."""
+    lines = said.splitlines()
+    return [line.split() for line in lines[lines.index(next(line for line in lines if "scheduler  " in line)) :]]
+
+
+def test_directories_are_searched_and_counted() -> None:
+    """A directory stands for all traces below it; each is reported in a line that begins with its name, and a table at
+    the end counts traces, their lines and the lines that matched, by scheduler and version.
+    """
+    status, said = ran(GOLDEN / "transformers")
+    listed = traces(GOLDEN / "transformers")
+    assert status == 0
+    told = said.splitlines()[: len(listed)]
+    assert [line.split()[0] for line in told] == [path.name.removesuffix(".jsonl.gz") for path in listed]
+    header, rule, *rows = table(said)
+    assert header == ["scheduler", "version", "traces", "lines", "matched"]
+    assert len(rule) == 1
+    assert [row[:2] for row in rows[:-1]] == [["transformers", "5.17.0"], ["transformers", "5.23.0"]]
+    assert rows[-1][0] == "all"
+    assert sum(int(row[2]) for row in rows[:-1]) == int(rows[-1][1]) == len(listed)
+    for place in (-1, -2):
+        assert sum(int(row[place]) for row in rows[:-1]) == int(rows[-1][place]) > 10_000
+    assert len(said.splitlines()) == len(listed) + len(rows) + 2
+
+
+def test_the_table_counts_what_differs(tmp_path: Path) -> None:
+    """Lines before the first difference have matched, the others of the trace have not; skipped traces have none."""
+    trace = lines(VLLM)
+    trace[9]["extra"] = 1
+    path = written(tmp_path, VLLM, trace, workload(VLLM))
+    skipped = tmp_path / "other.sync.jsonl"
+    skipped.write_text(json.dumps(trace[0] | {"vllm": "0.21.0"}))
+    status, said = ran(path, skipped)
+    assert status == 1
+    counts = ["1", f"{len(trace) - 1}", "8"]
+    assert table(said)[2:] == [["vllm", "0.33.0", *counts], ["all", *counts]]
+
+
+def test_a_trace_without_a_mode_is_a_line_too() -> None:
+    """What begins a line is the trace's name; schedulers of one loop say no mode."""
+    assert f"{TraceResult('a01', 'any', '1.0', '', 5, 5)}" == "a01  any 1.0  5/5 lines  ok"
+
+
+def _deeper(line: Line) -> None:
+    line["reqs"][0]["computed"] += 1
+
+
+def _preempted(line: Line) -> None:
+    line["preempted"].append(["r9", 1, 1])
+
+
+def _free_order(line: Line) -> None:
+    line["after_schedule"]["uninit_order"].reverse()
+
+
+def _batch(line: Line) -> None:
+    line["batch"][-1]["past"] += 1
+
+
+def _forked(line: Line) -> None:
+    line["after_update"]["block_tables"]["r0__child#0"][-1] += 1
+
+
+def _host(line: Line) -> None:
+    line["after_schedule"]["cpu"]["free"].pop()
+
+
+def _loose(line: Line) -> None:
+    trees = line["after_schedule"]["free_block_trees"]["full_attention"]
+    line["after_schedule"]["free_block_trees"]["full_attention"] = dict(reversed(trees.items())) | {"5": []}
+
+
+def _remembered(line: Line) -> None:
+    del next(event for event in line["schedule_events"] if event.get("no_cache"))["no_cache"]
+
+
+def _on_the_host(line: Line) -> None:
+    line["after_schedule"]["cpu"]["held"]["r5"]["full_attention"][0] -= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "alter", "field"),
+    [
+        (VLLM, 1, _deeper, "reqs[0].computed"),
+        (VLLM, 100, lambda line: line.update(t=line["t"] + 1), "t"),
+        (VLLM, 101, _preempted, "preempted"),
+        (VLLM, -1, lambda line: line.update(prefix_cache_final_cached_blocks=0), "prefix_cache_final_cached_blocks"),
+        (VLLM, -1, lambda line: line["requests"]["r000"].update(n_out=0), "requests.r000.n_out"),
+        (VLLM, 7, lambda line: line.update(extra=1), "extra"),
+        (GROUPED, 40, lambda line: line["reqs"][0]["live"].append(1), "reqs[0].live"),
+        (TRANSFORMERS, 3, _free_order, "after_schedule.uninit_order"),
+        (TRANSFORMERS, 5, _batch, "batch[2].past"),
+        (TRANSFORMERS, -1, lambda line: line["outputs"].popitem(), "outputs"),
+        (FORKED, 3, _forked, "after_update.block_tables.r0__child#0"),
+        (OFFLOADED, 40, _host, "after_schedule.cpu.free"),
+        (SECTORS, 6, _loose, "after_schedule.free_block_trees.full_attention.5"),
+        (SECTORS, 6, _remembered, "schedule_events[3].no_cache"),
+        (SECTORS, 6, lambda line: line["schedule_events"][0].update(tokens=2), "schedule_events[0].tokens"),
+        (SECTORS_HOST, 13, _on_the_host, "after_schedule.cpu.held.r5.full_attention"),
+        (SARATHI, 287, lambda line: line["reqs"][0].update(done=0), "reqs[0].done"),
+        (SARATHI, 288, lambda line: line["tokens"].pop(), "tokens"),
+        (STAGED, 60, lambda line: line["finished"].append("r000"), "finished"),
+        (STAGED, -1, lambda line: line["lost_outputs"].append(1), "lost_outputs"),
+        (TRTLLM, 53, lambda line: line.update(blocks=5), "blocks"),
+        (TRTLLM, 53, lambda line: line.update(left=47), "left"),
+        (TRTLLM, 54, lambda line: line["fitting"].reverse(), "fitting"),
+        (TRTLLM, 54, lambda line: line["reqs"][-1].update(held=5), "reqs[6].held"),
+        (TRTLLM, 55, lambda line: line["tokens"].reverse(), "tokens"),
+        (TRTLLM, -1, lambda line: line.update(end_us=0), "end_us"),
+    ],
+)
+def test_one_altered_field_is_found(
+    tmp_path: Path, name: str, at: int, alter: Callable[[Line], None], field: str
+) -> None:
+    """The check can fail: the altered line and field are named, status 1, and the lines before it count as matched."""
+    trace = lines(name)
+    at = at % len(trace)
+    while name in (VLLM, GROUPED) and at < len(trace) - 1 and not trace[at].get("reqs"):
+        at += 1
+    alter(trace[at])
+    status, said = ran(written(tmp_path, name, trace, workload(name)))
+    assert status == 1
+    assert f"{at - 1}/{len(trace) - 1} lines  MISMATCH" in said
+    assert f"line {at + 1}" in said
+    assert f"\n    {field}" in said
+
+
+def test_another_chunk_size_in_a_header_is_found(tmp_path: Path) -> None:
+    """Which sizes a schedule of chunks has is compared, before any line."""
+    name = "sarathi/96f9911/sa8_dynamic"
+    trace = lines(name)
+    trace[0]["effective"]["_chunk_sizes"][1] -= 32
+    status, said = ran(written(tmp_path, name, trace, workload(name)))
+    assert status == 1
+    assert "line 1: not the same\n    effective._chunk_sizes" in said
+
+
+def test_other_groups_in_a_header_are_found(tmp_path: Path) -> None:
+    """Which groups are made of the layers is compared, before any line."""
+    trace = lines(GROUPED)
+    trace[0]["effective"]["groups"][0]["layers"] = [0, 7]
+    status, said = ran(written(tmp_path, GROUPED, trace, workload(GROUPED)))
+    assert status == 1
+    assert "line 1: not the same\n    effective.groups[0].layers" in said
+
+
+@pytest.mark.parametrize("name", [VLLM, TRANSFORMERS, SARATHI, TRTLLM])
+def test_a_shortened_or_lengthened_trace_is_found(tmp_path: Path, name: str) -> None:
+    """A trace has to end where our replay ends."""
+    trace = lines(name)
+    status, said = ran(written(tmp_path, name, trace[:-1], workload(name)))
+    assert status == 1
+    assert "the trace ends, our replay goes on" in said
+    status, said = ran(written(tmp_path, name, [*trace, trace[-1]], workload(name)))
+    assert status == 1
+    assert "our replay has ended, the trace goes on" in said
+
+
+def test_a_null_is_an_absent_field(tmp_path: Path) -> None:
+    """Recorders may write null for a time that never came; the order of ids in `finished` is a set's."""
+    trace = lines(VLLM)
+    trace[-1]["requests"]["r000"]["aborted_ts"] = None
+    for line in trace:
+        if line["ev"] == "schedule":
+            line["finished"].reverse()
+    assert ran(written(tmp_path, VLLM, trace, workload(VLLM)))[0] == 0
+
+
+def test_a_failing_replay_is_a_mismatch(tmp_path: Path) -> None:
+    """A workload that our policy cannot finish is reported with the reason, not with a traceback."""
+    trace, given = lines(VLLM), workload(VLLM)
+    trace[0]["config"]["num_blocks"] = 3
+    status, said = ran(written(tmp_path, VLLM, trace, given))
+    assert status == 1
+    assert "MISMATCH" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "line 1: expected a JSON object"),
+        ("no json\n", "line 1: expected a JSON object"),
+        ("[1]\n", "line 1: expected a JSON object, got [1]"),
+        ('{"a": 1}\n', "line 1: expected a trace header that names its scheduler and version"),
+        ('{"ev": "header", "vllm": 1}\n', "expected field vllm to be a str, got 1"),
+        ('{"ev": "header", "sarathi": "1", "config": {}}\n', "expected field scheduler to be a str, got None"),
+        ('{"ev": "header", "tensorrt_llm_commit": 1}\n', "expected field tensorrt_llm_commit to be a str, got 1"),
+        ('{"ev": "header", "tensorrt_llm_commit": "", "config": {}}\n', "no field 'policy'"),
+        ('{"header": true}\n', "expected field resolved to be a dict"),
+        ('{"ev": "header", "vllm": "0.33.0", "mode": "sync", "config": {}}\n', "its workload is missing, expected"),
+    ],
+)
+def test_garbage_is_refused(tmp_path: Path, text: str, expected: str) -> None:
+    """Input that is no trace: status 2, with the file and what was expected."""
+    path = tmp_path / "x.jsonl"
+    path.write_text(text)
+    status, said = ran(path)
+    assert status == 2
+    assert said.startswith("x  unreadable: ")
+    assert f"{path}" in said
+    assert expected in said.splitlines()[0]
+    assert table(said)[2:] == [["all", "0", "0", "0"]]
+
+
+def test_broken_files_are_refused(tmp_path: Path) -> None:
+    """A cut gzip, a broken line, a bad header and a missing path are named as such; nothing compared is status 2."""
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes((GOLDEN / f"{VLLM}.jsonl.gz").read_bytes()[:200])
+    assert ran(cut)[0] == 2
+    assert "gzipped" in ran(cut)[1]
+    path = written(tmp_path, VLLM, lines(VLLM), workload(VLLM))
+    path.write_text(path.read_text().replace('{"ev": "update"', "{ev", 1))
+    assert ran(path)[0] == 2
+    assert "line 3: expected a JSON object" in ran(path)[1]
+    trace = lines(VLLM)
+    del trace[0]["config"]["policy"]
+    status, said = ran(written(tmp_path, VLLM, trace, workload(VLLM)))
+    assert status == 2
+    assert "no field 'policy'" in said
+    assert ran(tmp_path / "nowhere")[0] == 2
+    assert ran(tmp_path / f"{VLLM.rsplit('/', 1)[1].split('.', maxsplit=1)[0]}.json")[0] == 2
+    (tmp_path / "empty").mkdir()
+    status, said = ran(tmp_path / "empty")
+    assert (status, table(said)[2:]) == (2, [["all", "0", "0", "0"]])
+    assert ran(cut, GOLDEN / f"{VLLM}.jsonl.gz")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (VLLM, "version 0.21.0 is not followed, only 0.19, 0.33"),
+        (VLLM, "option max_num_active_seqs is not modelled"),
+        (VLLM, "speculation"),
+        (TRANSFORMERS, "version 5.20.0 is not followed, only 5.17, 5.23"),
+        (TRANSFORMERS, "layers with chunked_attention are not modelled"),
+        (SARATHI, "commit 1234567 is not followed, only 96f9911"),
+        (SARATHI, "option max_num_active_seqs is not modelled"),
+        (TRTLLM, "option beams is not modelled"),
+        (TRTLLM, "policy MAX_REQUESTS is not modelled"),
+        (TRTLLM, "chunking FORCE_CHUNK is not modelled"),
+    ],
+)
+def test_what_is_outside_the_model_is_named(tmp_path: Path, name: str, reason: str) -> None:
+    """Such a trace is listed with the reason and fails nothing; but if nothing else was compared, the status is 2."""
+    trace, given = lines(name), workload(name)
+    if "version" in reason:
+        version = reason.split()[1]
+        trace[0]["vllm"] = trace[0].setdefault("resolved", {})["transformers"] = version
+    if "commit" in reason:
+        trace[0]["sarathi"] = reason.split()[1]
+    config = trace[0].setdefault("config", {})
+    if name == TRTLLM:
+        what, value = reason.split()[:2]
+        config |= {"option": {"beams": 2}, "policy": {"policy": value}, "chunking": {"chunking": [value, 4]}}[what]
+    if "max_num_active_seqs" in reason:
+        trace[0]["config"]["max_num_active_seqs"] = 4
+    if reason == "speculation":
+        trace[0]["config"]["spec"] = {"method": "eagle", "k": 3}
+    given.setdefault("model", {})["layer_types"] = ["chunked_attention"] * ("chunked" in reason)
+    path = written(tmp_path, name, trace, given)
+    status, said = ran(path)
+    assert status == 2
+    assert said.splitlines()[0].endswith(f"not compared: {reason}")
+    assert ran(path, GOLDEN / f"{VLLM}.jsonl.gz")[0] == 0

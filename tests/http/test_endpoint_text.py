@@ -1,0 +1,175 @@
+"""Tokens become text as they come: nothing is lost, nothing is told too early."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from endpoint_calls import answer_to, words
+from hypothesis import given
+from hypothesis import strategies as st
+from make_tokenizer import train, write
+
+from cbsim.http.choice import Stops
+from cbsim.http.errors import ConversationError, EndpointError
+from cbsim.http.tokenizer import EMBEDDED, open_tokenizer
+from cbsim.http.vocabulary import PLAIN_TEMPLATE, plain
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé <s>\n {{ x }}"}]
+
+
+@given(st.lists(st.integers(0, 4095), max_size=60))
+def test_fed_text_is_the_decoded_text(ids: list[int]) -> None:
+    """Whatever the tokens are; but bytes at the end that are no character yet are not told."""
+    decoder = words().decoder()
+    fed = "".join(decoder.feed(token) for token in ids)
+    whole = words().decode(ids)
+    assert whole.startswith(fed)
+    assert whole == fed or whole.endswith("\ufffd")
+
+
+@given(st.text(max_size=80))
+def test_a_text_comes_back(text: str) -> None:
+    if "<s>" in text or "</s>" in text:
+        return  # special tokens have no text
+    ids = words().encode(text)
+    decoder = words().decoder()
+    assert words().decode(ids) == text == "".join(decoder.feed(token) for token in ids)
+    assert all(0 <= token < words().vocab for token in ids)
+
+
+def naive(text: str, stops: list[str], include: bool) -> tuple[str, bool]:
+    """The prefix that ends first with a stop string; of two, the longer one."""
+    for end in range(1, len(text) + 1):
+        hits = [stop for stop in stops if text[:end].endswith(stop)]
+        if hits:
+            return text[: end if include else end - len(max(hits, key=len))], True
+    return text, False
+
+
+LETTERS = st.text("ab", min_size=1, max_size=4)
+
+
+@given(
+    st.lists(st.text("abc", max_size=4), max_size=12),
+    st.lists(LETTERS, min_size=1, max_size=4),
+    st.booleans(),
+    st.integers(0, 4),
+)
+def test_stop_strings_are_found_over_any_split(
+    pieces: list[str], stops: list[str], include: bool, min_tokens: int
+) -> None:
+    """What the first tokens say stops nothing. What has been told is never taken back."""
+    finder, emitted, hit = Stops(stops, include, min_tokens), "", False
+    for count, piece in enumerate(pieces, 1):
+        text, hit = finder.feed(piece, count)
+        emitted += text
+        if hit:
+            break
+    emitted += finder.rest()
+    first = "".join(pieces[:min_tokens])
+    rest, expected = naive("".join(pieces[min_tokens:]), stops, include)
+    assert (emitted, hit) == (first + rest, expected)
+
+
+def test_only_what_may_become_a_stop_string_is_withheld() -> None:
+    finder = Stops(["stop"], include=False)
+    assert [finder.feed(text, count)[0] for count, text in enumerate(["a s", "to", "x", "st"], 1)] == [
+        "a ",
+        "",
+        "stox",
+        "",
+    ]
+    assert finder.rest() == "st" and finder.rest() == ""
+
+
+def test_our_template_is_the_one_that_others_read() -> None:
+    jinja2 = pytest.importorskip("jinja2")
+    config = json.loads((EMBEDDED / "tokenizer_config.json").read_text())
+    assert config["chat_template"] == PLAIN_TEMPLATE
+    rendered = jinja2.Template(PLAIN_TEMPLATE, keep_trailing_newline=True).render(
+        messages=MESSAGES, add_generation_prompt=True
+    )
+    assert rendered == plain(MESSAGES)
+    assert words().chat(MESSAGES) == words().encode(plain(MESSAGES))
+
+
+@pytest.mark.slow
+def test_transformers_reads_our_folder() -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(EMBEDDED))
+    assert theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False) == words().chat(MESSAGES)
+    assert theirs.encode("Hé there") == words().encode("Hé there")
+    assert frozenset({theirs.eos_token_id}) == words().ends
+
+
+def test_training_is_the_same_every_time(tmp_path: Path) -> None:
+    texts = ["the blocks of the cache, the steps of the loop"] * 3
+    for name in ("a", "b"):
+        write(tmp_path / name, train(texts, 300))
+    first, second = ((tmp_path / name / "tokenizer.json").read_bytes() for name in ("a", "b"))
+    assert first == second
+    assert open_tokenizer(tmp_path / "a").vocab <= 300 < words().vocab == 4096
+
+
+def test_a_folder_of_a_users_own(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    write(tmp_path, train(["user assistant hello"], 280))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["eos_token"] = {"content": "</s>", "lstrip": False}
+    config["chat_template"] = (
+        "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
+    tokenizer = open_tokenizer(tmp_path)
+    assert tokenizer.ends == {1, 7}
+    assert tokenizer.chat([{"role": "user", "content": "hello"}]) == tokenizer.encode("<s>[user]hello[assistant]")
+    with pytest.raises(ConversationError, match="no tools"):
+        tokenizer.chat([{"role": "tool", "content": "hello"}])
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")  # a file of its own counts more
+    assert open_tokenizer(tmp_path).chat([{"role": "user", "content": "hello"}]) == tokenizer.encode("hello")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", None),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "["),
+        ("tokenizer_config.json", "[]"),
+        ("generation_config.json", "\x00"),
+        ("chat_template.jinja", "{% for %}"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, text: str | None) -> None:
+    if name.endswith(".jinja"):
+        pytest.importorskip("jinja2")
+    write(tmp_path, train(["a"], 258))
+    if text is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(EndpointError, match=name.replace(".", r"\.")) as raised:
+        open_tokenizer(tmp_path)
+    assert raised.value.file == str(tmp_path / name)
+
+
+def test_tokens_are_told_as_strings_if_asked_for() -> None:
+    """As the vocabulary writes them, which is what vLLM tells: a space is a letter of its own, so are bytes."""
+    assert answer_to("/tokenize", {"prompt": "a b"}).json["token_strs"] is None
+    answer = answer_to("/tokenize", {"prompt": "Hello, world", "return_token_strs": True}).json
+    assert len(answer["token_strs"]) == answer["count"] and answer["token_strs"][-2:] == [",", "Ġworld"]
+    conversation = {"messages": [{"role": "user", "content": "👣"}], "return_token_strs": True}
+    strings = answer_to("/tokenize", conversation).json["token_strs"]
+    assert strings[0] == "<s>" and strings[5:9] == ["ð", "Ł", "ĳ", "£"]
+
+
+def test_ids_beyond_the_vocabulary_have_no_text() -> None:
+    last = words().vocab - 1
+    assert answer_to("/detokenize", {"tokens": [last]}).status == 200
+    assert answer_to("/detokenize", {"tokens": []}).json == {"prompt": ""}
+    error = answer_to("/detokenize", {"tokens": [5, last + 1]}).error
+    assert error["param"] == "tokens" and error["message"] == f"`tokens`: token ids have to be from 0 to {last}"

@@ -1,0 +1,134 @@
+"""How streamed texts leave: by rounds, past clients that are behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from endpoint_calls import Feeding, Instant, ask, events, listening, read_answer, request, scripted, text_of, words
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from cbsim.http.admission import Backlog, ClientStream
+from cbsim.http.app import build
+from cbsim.http.backend import UNMETERED, Generation
+from cbsim.http.choice import BATCH, Choice
+from cbsim.http.settings import Settings
+from cbsim.http.sse import DONE, Chunks, FlushRound, StreamWriter
+
+
+class Narrow:
+    """A way that is full after some of the writes, until it is drained."""
+
+    def __init__(self, full_after: Iterator[bool]) -> None:
+        self._full_after = full_after
+        self.full = False
+        self.body = b""
+
+    def write(self, body: bytes) -> None:
+        assert not self.full
+        self.body += body
+        self.full = next(self._full_after, False)
+
+    async def drain(self) -> None:
+        while self.full:
+            await asyncio.sleep(0)
+            self.full = False
+
+    def abort(self) -> None: ...
+
+
+@given(
+    st.lists(st.integers(1, 2 * BATCH), min_size=1, max_size=12),
+    st.lists(st.booleans(), max_size=12),
+    st.lists(st.integers(0, 3), max_size=12),
+)
+@example([300, 300], [], [1, 0])  # more comes, and the end, while what is told is behind
+@example([300, 300], [], [2, 0])
+def test_a_text_is_whole_however_its_client_reads(puts: list[int], full: list[bool], turns: list[int]) -> None:
+    """Nothing is written to a way that is full, and at the end nothing is kept."""
+    tokens = sum(puts)
+    backlog = Backlog(Settings(max_unread_tokens=tokens + 1), lambda _: None)
+    stream = ClientStream(Generation("a", [1], max_tokens=tokens), UNMETERED, backlog, lambda: None)
+    writer, settled = Narrow(iter(full)), list[Choice]()
+    ids = [300 + at % 3000 for at in range(tokens)]
+
+    async def session() -> None:
+        choice = Choice(0, stream, words().decoder(), None)
+        telling = StreamWriter(
+            Chunks(choice, {"id": "a"}, chat=False, continuous=False), writer, FlushRound(), settled.append
+        )
+        emitted, rest = asyncio.ensure_future(telling.run()), ids
+        for at, count in enumerate(puts):
+            stream.put(rest[:count], float(at))
+            rest = rest[count:]
+            for _ in range(turns[at % len(turns)] if turns else 0):
+                await asyncio.sleep(0)
+        stream.end("length", float(len(puts)))
+        await emitted
+
+    asyncio.run(session())
+    parts = writer.body.split(b"\n\n")
+    assert parts.pop() == b""
+    assert len(parts) in (tokens, tokens + 1)  # one a token, and the end if it came alone
+    assert text_of(events(writer.body + DONE)) == words().decode(ids)
+    assert (backlog.unread, stream.buffered, len(settled)) == (0, 0, 1)
+
+
+def test_a_round_is_written_when_the_step_is_over() -> None:
+    """Not from within the step that has the tokens: the server is not held up, and may be asked to cancel."""
+
+    async def session() -> list[str]:
+        order = list[str]()
+        round_ = FlushRound()
+        for name in "abc":
+            round_.join(lambda name=name: order.append(name))  # type: ignore[misc]
+        order.append("step")
+        await asyncio.sleep(0)
+        return order
+
+    assert asyncio.run(session()) == ["step", "a", "b", "c"]
+
+
+def test_what_fails_in_a_round_is_one_answers_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """A tokenizer that cannot decode a token: that client hears of it, the others of the round have their texts."""
+
+    def broken(token: int) -> str:
+        raise LookupError(token)
+
+    feeds = iter([broken, words().decoder().feed])
+
+    async def body(port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request("/v1/completions", {"prompt": "a b c", "max_tokens": 6, "stream": True}))
+        answer = await read_answer(reader)
+        writer.transport.abort()
+        return answer.body
+
+    async def session() -> list[bytes]:
+        backend = scripted()
+        backend.tokenizer = Feeding(lambda: next(feeds))
+        async with listening(backend) as server:
+            return await asyncio.gather(body(server.port), body(server.port))
+
+    with caplog.at_level(logging.ERROR):
+        failed, whole = asyncio.run(session())
+    assert b'"the answer could not be written"' in failed and failed.endswith(DONE)
+    assert whole.count(b'"text":') == 6 and whole.endswith(DONE)
+    assert [record.message for record in caplog.records] == ["an answer could not be written"]
+
+
+@pytest.mark.parametrize("prompts", [["a b c"], ["a", "b c"]])
+def test_any_asgi_server_can_send_it(prompts: list[str]) -> None:
+    """One that knows nothing of our way of writing: by ASGI's own messages."""
+
+    async def session() -> Any:
+        fields = {"prompt": prompts, "max_tokens": 6, "stream": True}
+        return await ask(build(Instant()), "/v1/completions", fields)
+
+    answer = asyncio.run(session())
+    for index in range(len(prompts)):
+        assert text_of(answer.events, index) == words().decode(range(300, 306))

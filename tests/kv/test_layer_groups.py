@@ -1,0 +1,343 @@
+"""vLLM's cache of several layer groups: layers to groups, rules in closed form, and, by plans alone, what lies in every
+block: each row finds its own tokens wherever a group sees any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from contents import Token, said
+from helpers import Ask, Drive, Executor
+from hypothesis import given
+from hypothesis import strategies as st
+from schedulers.test_schedulers import DEPTHS, MOST_TOKENS, asks, check_ends
+
+from cbsim.kv.group_pool import GroupPool
+from cbsim.kv.layer_groups import GroupIndex, GroupRule, LayerKind, grouped, rules, units
+from cbsim.policy.groups import FULL, Attention, LayerGroup, Sight
+from cbsim.policy.kind import SettingsError
+from cbsim.policy.plan import Row, StepPlan
+from cbsim.policy.request import RequestSpec
+from cbsim.scenario import shapes
+from cbsim.scenario.sizing import Place
+from cbsim.schedulers.vllm.scheduler import VllmScheduler
+from cbsim.schedulers.vllm.settings import VllmOptions, VllmSettings, least_blocks, longest_sequence, resolve
+from cbsim.workload.scheduler_tests import ChainedKeys
+
+
+def sliding(span: int) -> Attention:
+    return Attention(Sight.SLIDING, span)
+
+
+def chunked(span: int) -> Attention:
+    return Attention(Sight.CHUNKED, span)
+
+
+# -- layers to groups -------------------------------------------------------------------------------------------------
+
+
+def group_layers(layers: Sequence[Attention], **given: Any) -> list[tuple[int, ...]]:
+    return [group.layers for group in grouped([LayerKind(one, 1) for one in layers], 16, **given).groups]
+
+
+def test_kinds_make_groups_of_one_size() -> None:
+    """As many layers as the rarer kind has; kinds that are about as frequent make one group each, and pages stay
+    unused. Every layer is in exactly one group.
+    """
+    five_to_one = [sliding(64)] * 5 + [FULL]
+    assert group_layers(five_to_one * 2) == [(0, 6), (1, 7), (2, 8), (3, 9), (4, 10), (5, 11)]
+    assert group_layers([FULL] * 2 + [sliding(64)] * 3) == [(0, 1), (2, 4), (3,)]
+    assert group_layers([FULL] * 3 + [sliding(64)] * 4) == [(0, 1, 2), (3, 4, 5, 6)]
+    assert group_layers([sliding(64)] * 4) == [(0, 1, 2, 3)]
+    assert group_layers(five_to_one, together=True) == [(0, 1, 2, 3, 4, 5)]
+    assert grouped([LayerKind(one, 8) for one in five_to_one * 8], 16).block_bytes == 8 * 8
+
+
+def test_smaller_pages_hold_more_tokens() -> None:
+    """All pages have the bytes of the largest; hits are multiples of all blocks, content is named by the smallest."""
+    made = grouped([LayerKind(FULL, 64), LayerKind(sliding(96), 32)], 16)
+    assert [group.block_size for group in made.groups] == [16, 32]
+    assert made.block_bytes == 64
+    assert units(made.groups) == (32, 16)
+    with pytest.raises(ValueError, match="no multiple"):
+        grouped([LayerKind(FULL, 64), LayerKind(sliding(96), 48)], 16)
+
+
+@given(
+    span=st.integers(1, 40),
+    size=st.sampled_from([1, 2, 4]),
+    flight=st.integers(1, 30),
+    tokens=st.integers(1, MOST_TOKENS),
+)
+def test_no_request_holds_more_than_its_cap(span: int, size: int, flight: int, tokens: int) -> None:
+    """Blocks between what left the window, with `flight` tokens unsettled, and the last token planned."""
+    rule = GroupRule(LayerGroup(sliding(span), (0,), size), size, 0, flight, MOST_TOKENS)
+    for settled in range(MOST_TOKENS):
+        end = min(settled + flight, MOST_TOKENS)
+        assert rule.blocks_for(end) - rule.gone(settled) <= rule.most
+    assert rule.goes_at(rule.gone(tokens)) > tokens
+    assert rule.gone(rule.goes_at(3)) == 4
+
+
+def test_the_longest_sequence_that_fits() -> None:
+    """It fits and one token more does not; what is given and does not fit is refused with both numbers."""
+    groups = grouped([LayerKind(one, 1) for one in (FULL, sliding(64))], 16).groups
+    most = longest_sequence(groups, 128, 60, None, 4096)
+    assert least_blocks(groups, 128, most) <= 60 < least_blocks(groups, 128, most + 1)
+    assert longest_sequence(groups, 128, 60, None, 100) == 100
+    with pytest.raises(ValueError, match="got 4096, which needs 269 blocks in 2 layer groups, the cache has 60"):
+        longest_sequence(groups, 128, 60, 4096, 8192)
+
+
+WINDOWED = shapes.model("tiny").model_copy(update={"attention": ("sliding 64", "full")})
+H100 = shapes.hardware("h100-sxm")
+
+
+def place(blocks: int | None) -> Place:
+    return Place(WINDOWED, H100, depth=2, block_size=16, memory_fraction=0.9, num_blocks=blocks)
+
+
+def test_a_block_is_of_one_group_s_layers() -> None:
+    """Where half the layers slide, blocks are half as large and the memory has twice as many."""
+    options = resolve(VllmSettings(), place(None))
+    assert [len(group.layers) for group in options.groups] == [WINDOWED.layers // 2] * 2
+    whole = resolve(VllmSettings(disable_hybrid_kv_cache_manager=True), place(None))
+    assert [group.attention for group in whole.groups] == [FULL]
+    assert options.num_blocks // 2 == whole.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "words"),
+    [
+        ({"version": "0.19"}, "version", "got 0.19, must be 0.33 if layers have windows"),
+        ({"preemption_mode": "swap"}, "preemption_mode", "got swap, must be recompute"),
+        ({"kv_connector": "simple_cpu"}, "kv_connector", "got simple_cpu, must be none"),
+        ({"reserve_output": True}, "reserve_output", "got True, must be False"),
+        ({"prefix_cache_retention_interval": 24}, "prefix_cache_retention_interval", "got 24, must be a multiple of"),
+        ({"max_model_len": 100_000}, "max_model_len", r"got 100000, which needs 7,\d+ blocks in 2 layer groups"),
+    ],
+)
+def test_what_is_not_followed_is_refused(given: dict[str, Any], field: str, words: str) -> None:
+    """One line that names field, value and bound."""
+    with pytest.raises(SettingsError, match=words) as raised:
+        resolve(VllmSettings(**given), place(2000))
+    assert raised.value.field == field
+
+
+# -- contents ---------------------------------------------------------------------------------------------------------
+
+
+class GroupExecutor(Executor):
+    """An executor with blocks, which knows tables from plans: rows write their tokens into every group, and find there
+    what the group sees. `groups` are the true ones, whatever a scheduler takes them for.
+    """
+
+    def __init__(self, workload: Sequence[Ask], groups: Sequence[LayerGroup]) -> None:
+        super().__init__(workload)
+        self.groups = groups
+        self.group_tables: dict[tuple[RequestSpec, int], list[int | None]] = {}
+        self.asks = {ask.spec: ask for ask in workload}
+        self.held: dict[int, dict[int, tuple[int, Token]]] = {}  # block -> place in it -> group and token
+        self.passed = 0
+
+    def rows(self, plan: StepPlan) -> list[Row]:
+        for spec in [*plan.changes.ended, *(lost.spec for lost in plan.changes.preempted)]:
+            for group in range(len(self.groups)):
+                self.group_tables.pop((spec, group), None)
+        for change in plan.tables:
+            table = self.group_tables.setdefault((change.spec, change.group), [None] * change.passed)
+            table[: change.passed] = [None] * change.passed
+            table += change.blocks
+            self.passed += change.passed
+        rows = super().rows(plan)
+        assert not any(row.blocks for row in rows), "rows list no blocks"
+        for row in rows:
+            self._each(row, self._write)
+        for row in rows:
+            self._each(row, self._read)
+        return rows
+
+    def _each(self, row: Row, act: Any) -> None:
+        for number, group in enumerate(self.groups):
+            act(row, number, group, self.group_tables[row.spec, number])
+
+    def _write(self, row: Row, number: int, group: LayerGroup, table: list[int | None]) -> None:
+        for place in range(row.start, row.start + row.tokens):
+            block = table[place // group.block_size]
+            assert block is not None
+            held = self.held.setdefault(block, {})
+            held[place % group.block_size] = number, said(self.asks, row.spec, place)
+
+    def _read(self, row: Row, number: int, group: LayerGroup, table: list[int | None]) -> None:
+        for place in range(group.attention.gone(row.start), row.start + row.tokens):
+            block = table[place // group.block_size]
+            found = None if block is None else self.held[block].get(place % group.block_size)
+            wanted = number, said(self.asks, row.spec, place)
+            assert found == wanted, (row.spec.id, f"group {number}, place {place}, block {block}", found, wanted)
+
+
+class GroupDrive(Drive):
+    """A run whose rows look into the blocks; accounts are checked after every effect."""
+
+    def __init__(
+        self, scheduler: VllmScheduler, workload: Sequence[Ask], depth: int, groups: Sequence[LayerGroup] | None = None
+    ) -> None:
+        super().__init__(scheduler, workload, depth)
+        self.inside = self.executor = GroupExecutor(workload, groups or scheduler.pool.groups)
+        self.on_step = self._counted
+
+    def _counted(self, plan: StepPlan, rows: list[Row]) -> None:
+        pool, counts = self.scheduler.pool, plan.counts
+        held = sum(pool.allocated(self.scheduler.requests[row.spec]) for row in rows)
+        assert counts.table_blocks == held
+        for row in rows:
+            tables = [self.inside.group_tables[row.spec, g] for g in range(len(self.inside.groups))]
+            lengths = [sum(block is not None for block in table) for table in tables]
+            assert sum(lengths) == pool.allocated(self.scheduler.requests[row.spec])
+
+
+@st.composite
+def layers(draw: st.DrawFn, size: int) -> tuple[LayerGroup, ...]:
+    """Groups of a few layers of up to three kinds, not one of full ones; some with larger blocks."""
+    mixed = draw(st.booleans())
+    spans = st.builds(sliding, st.integers(1, 14))
+    chunks = st.builds(chunked, st.sampled_from([4 * size, 8 * size]))
+    pool = draw(st.lists(st.one_of(st.just(FULL), spans, chunks), min_size=1, max_size=3))
+    kinds = [LayerKind(one, draw(st.sampled_from([1, 2])) if mixed else 1) for one in pool]
+    kinds = list({kind.attention: kind for kind in kinds}.values())
+    made = grouped([*draw(st.lists(st.sampled_from(kinds), max_size=5)), *kinds], size).groups
+    return made if any(group.attention != FULL for group in made) else (*made, LayerGroup(sliding(5), (9,), size))
+
+
+@st.composite
+def cases(draw: st.DrawFn, depth: int) -> tuple[VllmOptions, list[Ask]]:
+    size, is_chunked = draw(st.sampled_from([1, 2, 4])), draw(st.booleans())
+    groups = draw(layers(size))
+    tokens = draw(st.integers(1, 30)) if is_chunked else draw(st.integers(MOST_TOKENS, 40))
+    least = least_blocks(groups, tokens * depth, MOST_TOKENS)
+    made = VllmOptions(
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        block_size=size,
+        num_blocks=1 + least + draw(st.integers(0, 2 * least)),
+        max_model_len=MOST_TOKENS,
+        max_num_seqs=draw(st.integers(1, 8)),
+        max_num_batched_tokens=tokens,
+        enable_chunked_prefill=is_chunked,
+        enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
+        prefix_cache_retention_interval=draw(st.sampled_from([0, 0, None, 8 * size])),
+        long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3])),
+        scheduler_reserve_full_isl=draw(st.booleans()),
+        watermark=draw(st.sampled_from([0.0, 0.0, 0.2])),
+        async_scheduling=depth > 1,
+        groups=groups,
+    )
+    return made, draw(asks(size))
+
+
+@DEPTHS
+def test_rows_find_what_their_layers_see(depth: int) -> None:
+    """Any mix of windows, on tight caches, with prefixes shared and requests cancelled: contents, accounts, ends."""
+
+    @given(case=cases(depth))
+    def check(case: tuple[VllmOptions, list[Ask]]) -> None:
+        made, workload = case
+        drive = GroupDrive(VllmScheduler(made), workload, depth)
+        drive.run()
+        check_ends(drive)
+        assert not drive.refused, "a server that starts can serve any request"
+
+    check()
+
+
+def told(index: int, text: Sequence[int], outputs: int, arrives: int) -> Ask:
+    """A request with this prompt, which says the same whatever came before."""
+    whole = [*text, *[500 + index] * outputs]
+    keys = KEYS.of(whole)
+    spec = RequestSpec(index, f"r{index}", 0, len(text), outputs, outputs, 0, keys, 1, len(whole))
+    return Ask(spec, arrives, None, None, whole)
+
+
+KEYS = ChainedKeys(1)
+GROUPS = grouped([LayerKind(FULL, 1), LayerKind(sliding(8), 1)], 2).groups
+
+
+def options(depth: int, **given: Any) -> VllmOptions:
+    usual = {"block_size": 2, "num_blocks": 200, "max_model_len": 64, "max_num_seqs": 8, "groups": GROUPS}
+    usual |= {"max_num_batched_tokens": 16, "async_scheduling": depth > 1}
+    return VllmOptions(**usual | given)
+
+
+@DEPTHS
+def test_the_second_sibling_pins_what_the_third_finds(depth: int) -> None:
+    """Three prompts with 20 tokens in common and a window of 8: the first keeps the window's blocks at its end only, so
+    the second finds nothing but learns where texts part; its own pass keeps the run before that, and the third hits.
+    """
+    texts = [[*range(20), *range(100 * (i + 1), 100 * (i + 1) + 13)] for i in range(3)]
+    workload = [told(i, text, 3, 12 * i) for i, text in enumerate(texts)]
+    drive = GroupDrive(VllmScheduler(options(depth)), workload, depth)
+    drive.run()
+    check_ends(drive)
+    assert [drive.requests[ask.spec].cached for ask in workload] == [0, 0, 20]
+
+
+@DEPTHS
+def test_a_window_is_all_that_a_long_answer_holds(depth: int) -> None:
+    """40 tokens on, the full group has all 20 blocks of it and the sliding group those of its window; kept as one full
+    group, nothing leaves.
+    """
+    scheduler = VllmScheduler(options(depth))
+    pool = scheduler.pool
+    assert isinstance(pool, GroupPool)
+    held: list[list[int]] = []
+    drive = GroupDrive(scheduler, [told(0, range(4), 40, 0)], depth)
+    drive.on_step = lambda plan, rows: held.extend(
+        [len(table.live) for table in pool.holding(scheduler.requests[row.spec])] for row in rows
+    )
+    drive.run()
+    assert max(full for full, _ in held) == 22
+    assert max(window for _, window in held[8:]) <= 4 + depth
+    assert drive.inside.passed > 0
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+@DEPTHS
+def test_a_block_freed_a_step_too_early_is_found(depth: int) -> None:
+    """A scheduler that takes the window for one step's tokens less than it is frees a block that is still seen."""
+    short = tuple(replaced(group, -depth) for group in GROUPS)
+    workload = [told(i, range(50 * i, 50 * i + 9), 30, i) for i in range(2)]
+    GroupDrive(VllmScheduler(options(depth)), workload, depth, GROUPS).run()
+    with pytest.raises(AssertionError, match="group 1, place"):
+        GroupDrive(VllmScheduler(options(depth, groups=short)), workload, depth, GROUPS).run()
+
+
+@DEPTHS
+def test_a_hit_that_ignores_the_window_is_found(depth: int) -> None:
+    """A lookup that is content with the last block of a window: the rest of it is nowhere."""
+    text = range(33)
+    workload = [told(0, text, 3, 0), told(1, [*text[:30], 400, 401, 402], 3, 12)]
+    GroupDrive(VllmScheduler(options(depth)), workload, depth).run()
+    scheduler = VllmScheduler(options(depth))
+    pool = scheduler.pool
+    assert isinstance(pool, GroupPool)
+    narrow = [replaced(group, 3 - group.attention.span) for group in GROUPS]
+    pool._finder = GroupIndex(rules(narrow, retention=0, in_flight=16, longest=64), pool._index)
+    with pytest.raises(AssertionError, match="a hit without a block that is seen"):
+        GroupDrive(scheduler, workload, depth).run()
+
+
+def replaced(group: LayerGroup, more: int) -> LayerGroup:
+    """The group with another window."""
+    attention = group.attention
+    return group._replace(attention=attention if attention == FULL else sliding(attention.span + more))
+
+
+def test_options_without_groups_are_a_plain_cache() -> None:
+    """Nothing of this is in the way of layers that see everything."""
+    assert not VllmScheduler(replace(options(1), groups=())).pool.groups
+    together = grouped([LayerKind(FULL, 1), LayerKind(sliding(8), 1)], 2, together=True).groups
+    assert not VllmScheduler(options(1, groups=together)).pool.groups

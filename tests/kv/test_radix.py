@@ -1,0 +1,394 @@
+"""The radix tree and its pool against texts that are written out, in random calls; and faults that must be noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from naive_radix import NaiveRadix, Words, specs, written
+
+from cbsim.kv.radix import RANKS, Inserted, Node, RadixTree, Text
+from cbsim.kv.radix_pool import RadixPool
+from cbsim.policy.request import Request, RequestSpec
+
+SIZES = (1, 2, 16)
+PAGES = 24
+
+
+@dataclass
+class Live:
+    """A request as the simplest cache knows it."""
+
+    spec: RequestSpec
+    words: Words
+    table: list[int]
+    reads: Words
+    counted: int = 0
+
+
+class Radix(RuleBasedStateMachine):
+    """Random legal calls, in any order, on the pool and on the simplest cache."""
+
+    make: Callable[[int, int, str], RadixPool] = staticmethod(RadixPool)
+
+    @initialize(size=st.sampled_from(SIZES), strategy=st.sampled_from(list(RANKS)))
+    def start(self, size: int, strategy: str) -> None:
+        self.size = size
+        self.pool, self.naive = self.make(size, PAGES, strategy), NaiveRadix(size, PAGES, strategy)
+        self.live: dict[Request, Live] = {}
+        self.specs: list[RequestSpec] = []
+        self.words: dict[Text, Words] = {}
+
+    def _text(self, spec: RequestSpec) -> Text:
+        text = Text(spec)
+        self.specs.append(spec)
+        self.words[text] = written(spec)
+        return text
+
+    @rule(data=st.data())
+    def admit(self, data: st.DataObject) -> None:
+        """A request reads what is cached of all its prompt but the last token, and computes the rest."""
+        spec = data.draw(specs(len(self.specs), self.size, self.specs), label="request")
+        text, asked = self._text(spec), spec.prompt_tokens - 1
+        node, reads = self.pool.match(text, asked), self.naive.match(self.words[text][:asked])
+        assert node.end * self.size == len(reads)
+        missing = self.pool.blocks_for(spec.prompt_tokens) - node.end
+        self.pool.lock(node)
+        self.naive.readers.append(reads)
+        if missing <= self.pool.free:
+            assert self.pool.make_room(missing * self.size) == self.naive.make_room(missing * self.size)
+            self._enter(spec, text, node, reads, missing)
+        else:
+            self.naive.readers.remove(reads)
+        self.pool.unlock(node)
+
+    def _enter(self, spec: RequestSpec, text: Text, node: Node, reads: Words, missing: int) -> None:
+        request = Request(spec, spec.max_tokens, self.size)
+        request.admit(0, len(reads))
+        self.pool.enter(request, text, node)
+        new = self.naive.take(missing)
+        assert self.pool.grow(request, missing) == new
+        request.advance(spec.prompt_tokens - len(reads), 1)
+        request.receive(0)
+        ends = range(self.size, len(reads) + 1, self.size)
+        table = [self.naive.pages[reads[:end]] for end in ends] + new
+        self.live[request] = Live(spec, self.words[text], table, reads)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def decode(self, data: st.DataObject) -> None:
+        """One token more, and a page where one is due."""
+        request = data.draw(st.sampled_from(list(self.live)), label="request")
+        full = request.computed % self.size == 0
+        if request.seen == request.limit or (full and not self.pool.free):
+            return
+        if full:
+            assert self.pool.make_room(self.size) == self.naive.make_room(self.size)
+            new = self.naive.take(1)
+            assert self.pool.grow_each([request]) == new
+            self.live[request].table += new
+        request.advance(1, 1)
+        request.receive(1)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        """What a request has computed goes into the tree; what the tree had takes the place of its own."""
+        request = data.draw(st.sampled_from(list(self.live)), label="request")
+        before, blocks = list(self.live[request].table), request.computed // self.size
+        changed = self.pool.merge(request, blocks)
+        self._naive_keep(request)
+        after = self.live[request].table
+        assert changed == [(i, page) for i, page in enumerate(after) if page != before[i]]
+
+    def _naive_keep(self, request: Request) -> None:
+        live, size = self.live[request], self.size
+        words, prompt = self.naive.whole(live.words[: request.computed]), live.spec.prompt_tokens // size
+        self.naive.insert(words, live.table, live.spec.priority, live.counted, len(live.reads) // size)
+        if 0 < prompt < len(words) // size:
+            self.naive.insert(words[: prompt * size], live.table, live.spec.priority + 1, prompt, prompt)
+        self.naive.readers.remove(live.reads)
+        self.naive.readers.append(words)
+        live.reads, live.counted = words, max(live.counted, len(words) // size)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), returns=st.booleans(), result=st.booleans())
+    def release(self, data: st.DataObject, returns: bool, result: bool) -> None:
+        """Some end while a result is processed, or outside of one; those that return leave nothing of their own."""
+        ending = data.draw(st.lists(st.sampled_from(list(self.live)), min_size=1, max_size=3, unique=True))
+        if result:
+            self.pool.collect()
+            self.naive.collected = []
+        for request in ending:
+            held = len(self.live[request].table)
+            assert self.pool.release(request, returns=returns) == held
+            if not returns:
+                self._naive_keep(request)
+            live = self.live.pop(request)
+            self.naive.give(live.table[len(live.reads) // self.size :])
+            self.naive.readers.remove(live.reads)
+        if result:
+            self.pool.put_back()
+            self.naive.put_back()
+
+    @rule(data=st.data())
+    def ask(self, data: st.DataObject) -> None:
+        """Who waits may look at the cache, all of its text: that counts as use, and may split."""
+        spec = data.draw(specs(len(self.specs), self.size, self.specs), label="request")
+        text, tokens = self._text(spec), data.draw(st.integers(0, spec.prompt_tokens), label="tokens")
+        found = self.naive.match(self.words[text][:tokens])
+        assert self.pool.match(text, tokens).end * self.size == len(found)
+
+    @rule(pages=st.integers(0, PAGES))
+    def room(self, pages: int) -> None:
+        """Leaves go by rank until there is room, and nobody's who reads."""
+        assert self.pool.make_room(pages * self.size) == self.naive.make_room(pages * self.size)
+
+    @invariant()
+    def agree(self) -> None:
+        """The same nodes, used in the same order, with the same pages; the same tables; the same free list."""
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check()
+        nodes = {self.words[node.text][: node.end * self.size]: node for node in self.pool.tree.nodes()}
+        assert nodes.keys() == self.naive.ends.keys()
+        for end, held in self.naive.ends.items():
+            assert (nodes[end].hits, nodes[end].priority) == (held.hits, held.priority)
+            assert nodes[end].lock == sum(text[: len(end)] == end for text in self.naive.readers)
+        by_time = sorted(nodes, key=lambda end: nodes[end].time)
+        assert by_time == sorted(nodes, key=lambda end: self.naive.ends[end].time)
+        paths = [self.pool.tree.path(node) for node in nodes.values()]
+        size = self.size
+        assert {
+            end[: (i + 1) * size]: p for end, path in zip(nodes, paths, strict=True) for i, p in enumerate(path)
+        } == (self.naive.pages)
+        assert self.pool.free_order() == self.naive.free
+        assert {request: self.pool.table(request) for request in self.live} == {
+            request: live.table for request, live in self.live.items()
+        }
+        assert self.pool.tables.keys() == self.live.keys()
+        assert self.pool.cached == self.naive.unread
+        assert self.pool.free == self.naive.unread + len(self.naive.free)
+        tables = [page for live in self.live.values() for page in live.table]
+        assert self.pool.saved == len(tables) - len(set(tables))
+
+
+TestRadix = Radix.TestCase
+TestRadix.settings = settings(max_examples=150, stateful_step_count=40)
+
+
+# -- faults that must be noticed --------------------------------------------------------------------------------------
+
+
+class EvictsWhatIsRead(RadixTree):
+    def evict(self) -> list[int]:
+        leaves = [node for node in self.nodes() if not node.children and node.lock]
+        for node in leaves[:1]:
+            self.unlock(node)
+        return super().evict()
+
+
+class LosesTheLock(RadixTree):
+    def split(self, node: Node, at: int) -> Node:
+        upper = super().split(node, at)
+        upper.lock = 0
+        return upper
+
+
+class LosesTheHits(RadixTree):
+    def split(self, node: Node, at: int) -> Node:
+        upper = super().split(node, at)
+        upper.hits = 1
+        return upper
+
+
+class SplitsInAnotherPlace(RadixTree):
+    def match(self, text: Text, tokens: int) -> Node:
+        return super().match(text, tokens - self.page_size)
+
+
+class ForgetsParents(RadixTree):
+    def evict(self) -> list[int]:
+        pages = super().evict()
+        for node in self.nodes():
+            if node.evictable and node.hits > 1:
+                node.queued = None
+        return pages
+
+
+class ForgetsDuplicates(RadixTree):
+    def insert(self, text: Text, own: list[int], *, first: int, priority: int, counted: int) -> Inserted:
+        inserted = super().insert(text, own, first=first, priority=priority, counted=counted)
+        return Inserted(inserted.node, [], inserted.kept)
+
+
+class CountsTwice(RadixTree):
+    def insert(self, text: Text, own: list[int], *, first: int, priority: int, counted: int) -> Inserted:
+        return super().insert(text, own, first=first, priority=priority, counted=0)
+
+
+TREES = (
+    EvictsWhatIsRead,
+    LosesTheLock,
+    LosesTheHits,
+    SplitsInAnotherPlace,
+    ForgetsParents,
+    ForgetsDuplicates,
+    CountsTwice,
+)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_broken_tree_is_noticed(tree: type[RadixTree]) -> None:
+    """The comparison can fail: locks, counts, splits, evictions, duplicates."""
+
+    class Pool(RadixPool):
+        def make_tree(self, strategy: str) -> RadixTree:
+            return tree(self.block_size, strategy)
+
+    noticed(Pool)
+
+
+def test_another_order_of_free_pages_is_noticed() -> None:
+    class Pool(RadixPool):
+        def _give(self, blocks: list[int]) -> None:
+            super()._give(blocks[::-1])
+
+    noticed(Pool)
+
+
+def test_pages_that_come_free_during_a_result_and_are_not_kept_together_are_noticed() -> None:
+    class Pool(RadixPool):
+        def collect(self) -> None:
+            pass
+
+        def put_back(self) -> None:
+            pass
+
+    noticed(Pool)
+
+
+def noticed(pool: type[RadixPool]) -> None:
+    class Broken(Radix):
+        make = staticmethod(pool)
+
+    few = settings(max_examples=400, stateful_step_count=40, database=None, derandomize=True, phases=[Phase.generate])
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Broken, settings=few)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (lambda pool, request, node: pool.tables[request].pop(), "blocks"),
+        (lambda pool, request, node: pool.tables[request].__setitem__(0, 7), "blocks"),
+        (lambda pool, request, node: pool.tree.lock(node), "locks"),
+        (lambda pool, request, node: setattr(node, "lock", 0), "pages evictable"),
+        (lambda pool, request, node: setattr(pool.tree, "evictable", 5), "pages evictable"),
+        (lambda pool, request, node: node.parent.children.update({99: node}), "wrong key"),
+        (lambda pool, request, node: setattr(node, "pages", []), "empty node"),
+        (lambda pool, request, node: setattr(pool, "cached", 1), "cached blocks"),
+    ],
+)
+def test_check_notices(break_it: Callable[[RadixPool, Request, Node], None], said: str) -> None:
+    pool = RadixPool(2, 10)
+    request, node = admitted(pool, RequestSpec(0, "r0", 0, 7, 4, 4))
+    pool.check()
+    break_it(pool, request, node)
+    with pytest.raises(AssertionError, match=said):
+        pool.check()
+
+
+def admitted(pool: RadixPool, spec: RequestSpec) -> tuple[Request, Node]:
+    """A request whose prompt is computed and in the tree."""
+    text, size = Text(spec), pool.block_size
+    node = pool.match(text, spec.prompt_tokens - 1)
+    request = Request(spec, spec.max_tokens, size)
+    request.admit(0, node.end * size)
+    pool.enter(request, text, node)
+    pool.grow(request, pool.blocks_for(spec.prompt_tokens) - node.end)
+    request.advance(spec.prompt_tokens - request.computed, 1)
+    request.receive(0)
+    pool.merge(request, spec.prompt_tokens // size)
+    return request, pool.places[request].node
+
+
+# -- what the rules come to -------------------------------------------------------------------------------------------
+
+
+def test_outputs_are_evicted_without_their_prompt() -> None:
+    """A request of 5 and 4 tokens in pages of 2: the prompt's two pages are one node, the pages behind it another."""
+    pool = RadixPool(2, 10)
+    request, _ = admitted(pool, RequestSpec(0, "r0", 0, 5, 4, 4))
+    for step in range(1, 4):
+        pool.grow(request, pool.missing(request, request.computed + 1))
+        request.advance(1, 1)
+        request.receive(step)
+    assert request.computed == 8
+    pool.release(request)
+    assert [node.pages for node in pool.tree.nodes()] == [[0, 1], [2, 3]]
+    assert pool.make_room(14) == [[2, 3]]
+    assert pool.free_order() == [2, 3, 4, 5, 6, 7, 8, 9]
+    pool.check()
+
+
+def test_duplicates_are_freed_node_by_node() -> None:
+    """A request that has computed what two nodes hold already gives up two pieces, the later one in front."""
+    pool = RadixPool(2, 12)
+    shared = (0, 1, 2, 3, 4, 5)
+    texts = [RequestSpec(i, f"r{i}", 0, 6, 1, 1, 0, shared, 1, 6) for i in range(2)]
+    requests = []
+    for spec in texts:  # both match before either is in the tree
+        request = Request(spec, 1, 2)
+        request.admit(0, 0)
+        pool.enter(request, Text(spec), pool.match(Text(spec), 5))
+        pool.grow(request, 3)
+        request.advance(6, 1)
+        request.receive(0)
+        requests.append(request)
+    pool.merge(requests[0], 3)
+    pool.match(Text(texts[0]), 4)
+    assert [node.pages for node in pool.tree.nodes()] == [[0, 1], [2]]
+    assert pool.merge(requests[1], 3) == [(0, 0), (1, 1), (2, 2)]
+    assert pool.free_order()[:3] == [5, 3, 4]
+    assert pool.saved == 3
+    pool.check()
+
+
+def test_without_sharing_nothing_is_kept() -> None:
+    pool = RadixPool(1, 8, shares=False)
+    request, _ = admitted(pool, RequestSpec(0, "r0", 0, 3, 2, 2, 0, (1, 2, 3), 1, 3))
+    assert pool.release(request) == 3
+    assert pool.free_order() == [3, 4, 5, 6, 7, 0, 1, 2]
+    assert pool.keyed == 0
+    pool.check()
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_texts_have_in_common_what_is_equal_when_written_out(data: st.DataObject) -> None:
+    """Whatever is declared: leading pages are equal as far as the tokens are, and pages have equal numbers so far."""
+    size = data.draw(st.sampled_from((1, 2, 3, 4, 7)))
+    first = data.draw(specs(0, 4, []))
+    other = data.draw(specs(1, 4, [first]))
+    written_out = [written(spec) for spec in (first, other)]
+    one, two = Text(first), Text(other)
+    pages = min(map(len, written_out)) // size
+    equal = 0
+    while equal < pages and len({words[: (equal + 1) * size] for words in written_out}) == 1:
+        equal += 1
+    known = data.draw(st.integers(0, equal))
+    assert one.common(two, size, known, pages) == two.common(one, size, known, pages) == equal
+    assert [one.page(i, size) == two.page(i, size) for i in range(pages)] == [i < equal for i in range(pages)]
+    assert one.common(one, size, 0, 10**9) == 10**9

@@ -1,0 +1,61 @@
+"""The tables of docs/ are those that `python -m reports.doc_tables` makes of the reports; the README quotes them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cbsim.errors import ScenarioError
+from cbsim.measured.recorded import case
+from cbsim.measured.recorded.reenactment import recorded, replay
+from cbsim.measured.recorded.score import scores
+from cbsim.scenario import catalog
+from reports import doc_tables
+from reports.doc_tables import POINTS, cases, errors, facts, largest, title
+from reports.page import MARK
+
+
+@pytest.mark.parametrize("name", doc_tables.PAGES)
+def test_the_pages_have_the_tables_of_the_reports(name: str) -> None:
+    page = (catalog.ROOT / name).read_text()
+    assert [mark[1] for mark in MARK.finditer(page)] == list(doc_tables.PAGES[name])
+    assert page == doc_tables.page_of(name), "run `python -m reports.doc_tables`"
+
+
+@pytest.mark.parametrize("name", cases())
+def test_the_readme_quotes_the_recorded_runs(name: str) -> None:
+    """Its row of a recorded run has the largest error that was published."""
+    text = (catalog.ROOT / "README.md").read_text()
+    (row,) = re.findall(rf"^\| .* {re.escape(title(name))} \|.*$", text, re.MULTILINE)
+    assert f"largest error {100 * largest(errors(facts(name)['errors'])):.2f} %" in row
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ("published servers, dense, vLLM on H100 and H200", "dense, vLLM, H100 and H200"),
+        ("dense, TensorRT-LLM on H200", "dense, TensorRT-LLM, H200"),
+        ("mixture of experts, vLLM on H100 and H200", "experts, H100 and H200"),
+    ],
+)
+def test_the_readme_quotes_the_points(row: str, name: str) -> None:
+    """Mean errors and the number of points, as the report has them."""
+    numbers = facts(POINTS)["classes"][name]
+    text = (catalog.ROOT / "README.md").read_text()
+    (line,) = re.findall(rf"^\| {re.escape(row)} \|.*$", text, re.MULTILINE)
+    quoted = f"TPOT {100 * numbers['tpot']['mape']:.1f} %, TTFT {100 * numbers['ttft']['mape']:.1f} %"
+    assert quoted in line and f"| {numbers['points']} points" in line
+
+
+@pytest.mark.parametrize("name", cases())
+def test_the_reports_say_what_the_code_computes(name: str) -> None:
+    """The committed errors are those of a replay now: a change of policy, tables or priors has to publish its own."""
+    try:
+        folder = catalog.data(f"measured_vllm/cases/{name}/meta.json").parent
+    except ScenarioError as missing:
+        pytest.skip(str(missing))
+    of = case.read(folder)
+    now = scores(replay(of, of.scenario()).served, recorded(of))
+    published = errors(facts(name)["errors"])
+    assert {(one.metric, one.statistic): pytest.approx(one.error, abs=1e-12) for one in now} == published

@@ -1,0 +1,229 @@
+"""Published points: read as they are, built with the flags of their servers, or a reason given why not."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cbsim.errors import ScenarioError
+from cbsim.measured.points import build, published, score
+from cbsim.measured.points.build import CannotBuildError
+from cbsim.measured.points.predict import Means
+from cbsim.measured.points.published import Point
+from cbsim.measured.points.score import Predicted
+
+HEADER = (
+    "id,curve,first_of_duplicates,source,measured,system,backend,backend_version,model_path,precision,mode,isl,osl,"
+    "concurrency,batch_size,tp_size,attention_dp_size,moe_tp_size,moe_ep_size,silicon_ttft_ms,silicon_tpot_ms"
+)
+PEERS = b"id,aic_ttft_ms,aic_tpot_ms\n"
+LLAMA = "a,c1,True,inferencex-x,2025-10-29,h200_sxm,vllm,,meta-llama/Llama-3.1-70B,fp8,agg,1024,1024,8,,2,1,2,1,150,14"
+POINT = Point(
+    id="a",
+    curve="c1",
+    source="inferencex-x",
+    measured="2025-10-29",
+    system="h200_sxm",
+    backend="vllm",
+    version="",
+    model="meta-llama/Llama-3.1-70B",
+    precision="fp8",
+    disaggregated=False,
+    prompt=1024,
+    output=1024,
+    concurrency=8,
+    tensor=2,
+    attention_ranks=1,
+    experts_tensor=2,
+    experts_ranks=1,
+    stages=0,
+    ttft_ms=150.0,
+    tpot_ms=14.0,
+)
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A data folder with made-up tables of an H200 and an H100, and the folder for points."""
+    import engine_folder
+
+    monkeypatch.setenv("CBSIM_DATA", str(tmp_path))
+    for system, engine in (("h200_sxm", "vllm_0.18.0"), ("h100_sxm", "vllm_0.19.0")):
+        engine_folder.make(tmp_path / build.TABLES / system, engine)
+    build.tables_of.cache_clear()
+    yield tmp_path
+    build.tables_of.cache_clear()
+
+
+def folder(place: Path, *rows: str, name: str = "measured.csv") -> Path:
+    text = "\n".join([HEADER, *rows]) + "\n"
+    place.mkdir(exist_ok=True)
+    (place / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    return place
+
+
+@pytest.mark.parametrize("name", ["measured.csv", "measured.csv.gz"])
+def test_a_point_is_read_as_it_is(tmp_path: Path, name: str) -> None:
+    assert published.read(folder(tmp_path, LLAMA, name=name)) == [POINT]
+
+
+def test_duplicates_and_other_columns_are_left_out(tmp_path: Path) -> None:
+    rows = [
+        LLAMA,
+        LLAMA.replace("a,", "b,", 1).replace("True", "False"),
+        LLAMA.replace("a,", "c,", 1).replace(",8,,", ",16,,"),
+    ]
+    place = folder(tmp_path, *rows)
+    assert [point.id for point in published.read(place)] == ["a", "c"]
+    assert [point.id for point in published.read(place, {"concurrency": "16"})] == ["c"]
+    with pytest.raises(ScenarioError, match=r"--where: .* has no point with system=b200_sxm"):
+        published.read(place, {"system": "b200_sxm"})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("measured.csv", b"\xe9\xff,\n", r"measured\.csv: is not UTF-8 text"),
+        ("measured.csv.gz", gzip.compress(b"id,curve\n" * 99, mtime=0)[:12], r"measured\.csv\.gz: cannot be read"),
+        ("measured.csv", HEADER.encode() + b"\na,b\n", r"measured\.csv:2: got 2 cells, expected 21"),
+        ("predictions.csv", b"\xe9\xff,\n", r"predictions\.csv: is not UTF-8 text"),
+        ("predictions.csv", b"id,aic_ttft_ms\n", r"predictions\.csv:1: no column aic_tpot_ms"),
+        ("predictions.csv", PEERS + b"a,1,soon\n", r"predictions\.csv:2: aic_tpot_ms: got 'soon'"),
+        ("predictions.csv", PEERS + b"b,,\na,nan,1\n", r"predictions\.csv:3: aic_ttft_ms: got 'nan'"),
+        ("predictions.csv", PEERS + b"a,0,0\n", r"predictions\.csv:2: aic_ttft_ms: got '0', expected a number > 0"),
+    ],
+)
+def test_a_damaged_file_is_told(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    """By its name and line; an error relative to no number, or to 0, would be none."""
+    if name == "predictions.csv":
+        folder(tmp_path, LLAMA)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ScenarioError, match=message):
+        published.read(tmp_path)
+
+
+def test_the_other_tools_predictions_stand_beside(tmp_path: Path) -> None:
+    place = folder(tmp_path, LLAMA)
+    (place / "predictions.csv").write_text("id,aic_ttft_ms,aic_tpot_ms\na,300,12\nb,,\n")
+    assert published.read(place)[0].peer == (300.0, 12.0)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            LLAMA.replace(",150,", ",soon,"),
+            r"measured\.csv:2: silicon_ttft_ms: got 'soon', expected a number from 0 to",
+        ),
+        (LLAMA.replace(",150,", ",-1,"), r"silicon_ttft_ms: got '-1', expected a number from 0 to"),
+        (LLAMA.replace(",14", ",0"), r"measured\.csv:2: silicon_tpot_ms: got 0, must be > 0"),
+        (LLAMA.replace(",agg,1024,", ",agg,1024.5,"), r"isl: got '1024\.5', expected a whole number"),
+        (LLAMA.replace(",agg,1024,1024", ",agg,1024,1"), r"osl: got 1, must be >= 2"),
+        (LLAMA.replace(",8,,2,", ",8,,0,"), r"tp_size: got 0, must be >= 1"),
+        (LLAMA.replace(",agg,", ",both,"), r"mode: got 'both', expected one of agg, disagg"),
+        (LLAMA.replace("True", "False"), r"measured\.csv: holds no points"),
+        (f"{LLAMA}\n{LLAMA}", r"id: got 'a' 2 times"),
+    ],
+)
+def test_a_bad_row_is_told_with_file_and_line(tmp_path: Path, row: str, message: str) -> None:
+    with pytest.raises(ScenarioError, match=message):
+        published.read(folder(tmp_path, row))
+
+
+def test_a_folder_without_measurements_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError, match=r"holds neither measured\.csv nor measured\.csv\.gz"):
+        published.read(tmp_path)
+    with pytest.raises(ScenarioError, match=r"--where sistem: is no column .*did you mean system"):
+        published.read(folder(tmp_path, LLAMA), {"sistem": "x"})
+
+
+# -- scenarios --------------------------------------------------------------------------------------------------------
+
+
+def test_a_point_becomes_the_closed_loop_that_was_run(tables: Path) -> None:
+    """InferenceX: as many users as the concurrency, ten requests each, lengths from 0.8 of the nominal one to all."""
+    made = build.build(POINT, {})
+    workload = made.workload
+    assert (workload.requests, workload.arrivals.users) == (80, 8)
+    assert (workload.prompt_tokens.uniform.low, workload.prompt_tokens.uniform.high) == (819, 1024)
+    assert (made.scheduler.max_num_seqs, made.scheduler.max_num_batched_tokens) == (8, 8192)
+    assert (made.model.weights_dtype, made.model.kv_dtype, made.gpus) == ("fp8", "fp8", 2)
+    assert made.loop.mode == "async"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"disaggregated": True}, "prefill and decode are apart"),
+        ({"system": "gb300"}, "no kernel tables of gb300"),
+        ({"backend": "sglang"}, "no kernel tables of sglang on h200_sxm"),
+        ({"model": "deepseek-ai/DeepSeek-R1"}, "DeepSeek-R1 has multi-head latent attention"),
+        ({"model": "somebody/New-1B"}, "no model file of New-1B"),
+        ({"attention_ranks": 4}, r"attention is data-parallel \(4 ranks\)"),
+        (
+            {"model": "Qwen/Qwen3-235B-A22B-FP8", "experts_tensor": 4},
+            r"attention is data-parallel \(2 ranks\)",
+        ),
+        ({"tensor": 64}, "64 GPUs share a layer"),
+        ({"model": "meta-llama/Llama-3.1-405B", "tensor": 1}, "too little for a cache"),
+    ],
+)
+def test_what_cannot_be_built_has_a_reason(tables: Path, change: dict[str, object], reason: str) -> None:
+    with pytest.raises(CannotBuildError, match=reason):
+        build.build(replace(POINT, **change), {})
+
+
+def test_experts_are_spread_where_a_block_cannot_be_split(tables: Path) -> None:
+    """MiniMax-M2.5's experts are 1,536 wide: an eighth is 192, no multiple of a block of 128, so 8 GPUs spread them."""
+    point = replace(POINT, model="MiniMaxAI/MiniMax-M2.5", version="0.18.0", tensor=8, experts_tensor=8)
+    assert build.build(point, {}).cost.expert_parallel == 8
+    assert build.build(replace(point, tensor=4, experts_tensor=4), {}).cost.expert_parallel == 1
+    doubled = replace(point, system="h100_sxm", tensor=4, attention_ranks=4, experts_tensor=1, experts_ranks=16)
+    assert build.build(doubled, {}).cost.expert_parallel == 4
+
+
+# -- scores -----------------------------------------------------------------------------------------------------------
+
+
+def predicted(tpot_ms: float, **change: object) -> Predicted:
+    return Predicted(replace(POINT, **change), Means(150.0, tpot_ms), {}, "t", True, (), False)
+
+
+def test_errors_are_relative_to_what_was_measured() -> None:
+    group = score.Group("g", [predicted(14.0 * factor) for factor in (0.9, 1.0, 1.1, 1.2)])
+    found = group.errors("tpot")
+    assert (found.points, found.median, found.mape) == (4, pytest.approx(0.05), pytest.approx(0.1))
+    assert found.p90 == pytest.approx(0.17)
+    assert group.errors("ttft").mape == 0.0
+
+
+def test_throughput_is_littles_law() -> None:
+    """8 users, each 921.6 tokens in 150 ms + 920.6 x 14 ms."""
+    assert Means(150.0, 14.0).tokens_s(POINT) == pytest.approx(8 * 921.6 / (0.150 + 920.6 * 0.014))
+
+
+def test_strata_differ_in_all_but_concurrency() -> None:
+    several = [
+        predicted(14.0),
+        predicted(14.0, concurrency=16),
+        predicted(14.0, tensor=4),
+        predicted(14.0, source="gap"),
+    ]
+    names = [group.name for group in score.strata(several)]
+    assert names == [
+        "h200_sxm vllm Llama-3.1-70B TP2 1024/1024",
+        "h200_sxm vllm Llama-3.1-70B TP4 1024/1024",
+        "h200_sxm vllm Llama-3.1-70B TP2 1024/1024, flags unknown",
+    ]
+
+
+def test_a_stratum_beyond_its_bar_is_named() -> None:
+    points = [predicted(14.0 * 1.09, concurrency=users) for users in (4, 8, 16, 32, 64)]
+    ((judged, group),) = score.classes(points)
+    assert judged.name == "dense, vLLM, H100 and H200"
+    assert score.misses(judged, group) == ["h200_sxm vllm Llama-3.1-70B TP2 1024/1024: +9.0%"]
+    assert score.misses(judged, score.Group("few", points[:4])) == []

@@ -1,0 +1,151 @@
+"""Calibration: terms that made the points are found again, bounds and priors hold, a curve does not teach itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import exp, log
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cbsim.measured.points import fit
+from cbsim.measured.points.fit import Prior
+from cbsim.scenario import terms
+from cbsim.scenario.terms import Curve, Residual, TermsFile
+
+TRUTH = {"base": 2.0, "slope": 0.5}
+PRIORS = {"base": Prior(1.7, 2.0, 0.1), "slope": Prior(0.6, 0.5, 0.02)}
+AT = np.arange(1.0, 21.0)
+CURVES = [str(int(at) % 4) for at in AT]
+
+
+def errors(terms: Mapping[str, float], measured: np.ndarray | None = None) -> fit.Floats:
+    """Two metrics of servers that take base + slope x, and base + 2 slope x."""
+    truth = times(TRUTH) if measured is None else measured
+    return np.log(times(terms) / truth)
+
+
+def times(terms: Mapping[str, float]) -> np.ndarray:
+    return np.stack([terms["base"] + terms["slope"] * AT, terms["base"] + 2 * terms["slope"] * AT], axis=1)
+
+
+def test_terms_that_made_the_points_are_found_again() -> None:
+    """The priors' pull is what TRUST says: far less than 20 points of exact data."""
+    found = fit.solve(PRIORS, errors, errors, rounds=8)
+    assert found.terms == {name: pytest.approx(value, rel=0.01) for name, value in TRUTH.items()}
+    assert np.abs(found.errors).max() < 0.01
+
+
+def test_one_wild_point_hardly_moves_them() -> None:
+    measured = times(TRUTH)
+    measured[3] *= 3.0
+    found = fit.solve(PRIORS, lambda terms: errors(terms, measured), errors, rounds=8)
+    assert found.terms == {name: pytest.approx(value, rel=0.1) for name, value in TRUTH.items()}
+
+
+def test_a_term_is_never_below_its_least() -> None:
+    """The truth is a base of 2, and 2.5 is the least allowed: it is held there, and the slope makes up for it."""
+    priors = {**PRIORS, "base": Prior(3.0, 2.0, 0.1, 2.5)}
+    found = fit.solve(priors, errors, errors, rounds=8)
+    assert found.terms["base"] == 2.5
+    assert 0.4 < found.terms["slope"] < 0.5
+
+
+def test_a_term_without_data_keeps_its_prior() -> None:
+    priors = {**PRIORS, "unseen": Prior(7.0, 1.0, 1.0)}
+    assert fit.solve(priors, errors, errors).terms["unseen"] == pytest.approx(7.0)
+
+
+def test_a_left_out_curve_teaches_nothing() -> None:
+    """Curve 2's points are a fifth too slow: without it the truth is found, with it, not quite."""
+    measured = times(TRUTH)
+    measured[[name == "2" for name in CURVES]] *= 1.2
+    evaluate = lambda terms: errors(terms, measured)  # noqa: E731
+    found = fit.solve(PRIORS, evaluate, evaluate, rounds=8)
+    left_out = fit.left_out(found, PRIORS, CURVES)
+    assert sorted(left_out) == ["0", "1", "2", "3"]
+    assert left_out["2"] == {name: pytest.approx(value, rel=0.03) for name, value in TRUTH.items()}
+    slow, right = (times(left_out[name]).mean() for name in ("1", "2"))
+    assert slow > right
+
+
+# -- how sure ---------------------------------------------------------------------------------------------------------
+
+
+def terms_file(curves: Mapping[str, list[float]], prompt: int = 1024, output: int = 1024) -> TermsFile:
+    """Curves with these residuals of both metrics."""
+    made = {
+        name: Curve(
+            prompt=prompt, output=output, terms={}, residuals=tuple(Residual(users=4, ttft=r, tpot=r) for r in values)
+        )
+        for name, values in curves.items()
+    }
+    return TermsFile(
+        backend="vllm",
+        systems=("card",),
+        models=("m",),
+        tensor_parallel=(1,),
+        users=(4, 64),
+        name="made-up",
+        about="",
+        experts=False,
+        tables={"card": "vllm_0.1.0"},
+        weights=("fp8",),
+        routing="balanced",
+        fastest=True,
+        calibrated="2026-11-23",
+        terms={},
+        curves=made,
+    )
+
+
+def test_an_interval_is_two_order_statistics() -> None:
+    """Of 19 residuals the 2nd smallest and largest: floor(0.1 x 20) = 2."""
+    values = [i / 100 for i in range(-9, 10)]
+    found = terms.interval(terms_file({"a": values}), "tpot", (1024, 1024))
+    assert found == (pytest.approx(exp(-0.08)), pytest.approx(exp(0.08)), 19)
+    assert found.holds(1.0) and not found.holds(exp(0.085))
+
+
+def test_too_few_residuals_give_no_interval() -> None:
+    assert terms.interval(terms_file({"a": [0.0] * 8}), "ttft", (1024, 1024)) is None
+    assert terms.interval(terms_file({"a": [0.0] * 9}), "ttft", (1024, 1024)) is not None
+
+
+def test_a_curve_does_not_vouch_for_itself() -> None:
+    file = terms_file({"a": [0.0] * 10, "b": [1.0] * 10})
+    assert terms.interval(file, "tpot", (1024, 1024), without="b") == (1.0, 1.0, 10)
+    assert terms.coverage(file, "tpot") == (0, 20)
+
+
+def test_residuals_of_like_lengths_count_where_there_are_enough() -> None:
+    file = terms_file({"a": [0.0] * 15})
+    longer = terms_file({"b": [0.5] * 15}, prompt=8192)
+    both = file.model_copy(update={"curves": {**file.curves, **longer.curves}})
+    assert terms.interval(both, "tpot", (8192, 1024)) == (pytest.approx(exp(0.5)), pytest.approx(exp(0.5)), 15)
+    assert terms.interval(both, "tpot", (1024, 8192)) == (1.0, pytest.approx(exp(0.5)), 30)
+    assert terms.interval(both, "tpot") == (1.0, pytest.approx(exp(0.5)), 30), "of lengths that nobody told"
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_coverage_is_what_is_promised(seed: int) -> None:
+    """Theory: with exchangeable residuals an end is passed with probability k / (n + 1). 400 new residuals beside 59
+    old ones fall inside with probability 1 - 2 x 6 / 60 = 0.8 in the mean over draws of the old ones; five draws of
+    these have a standard error near 0.023.
+    """
+    random = np.random.default_rng(seed)
+    shares = []
+    for _ in range(5):
+        found = terms.interval(terms_file({"a": random.normal(size=59).tolist()}), "tpot", (1, 1))
+        assert found is not None
+        new = np.exp(random.normal(size=400))
+        shares.append(np.mean((new >= found.low) & (new <= found.high)))
+    assert abs(np.mean(shares) - 0.8) < 5 * 0.023
+
+
+def test_logarithms_are_measured_over_predicted() -> None:
+    """A server that is slower than predicted has a positive residual, so an interval above 1."""
+    found = terms.interval(terms_file({"a": [log(1.2)] * 10}), "tpot", (1024, 1024))
+    assert found is not None and found.low == pytest.approx(1.2)

@@ -1,0 +1,199 @@
+"""A run directory that is broken: it is refused by the name of the file, and of the column or request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cbsim.errors import RunError
+from cbsim.machine.driver import Machine
+from cbsim.record import columns
+from cbsim.record.record import STATUSES, RequestRow
+from cbsim.runs import reading
+
+FILES = ("scenario.resolved.yaml", "env.json", "summary.json", "steps.parquet", "requests.parquet")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_named(complete: Path, name: str) -> None:
+    """Whichever file is gone, the message has its path and why it cannot be read."""
+    (complete / name).unlink()
+    with pytest.raises(RunError, match="cannot be read: No such file") as caught:
+        reading.load(complete)
+    assert str(complete / name) in str(caught.value)
+
+
+@pytest.mark.parametrize("keep", [0, 40])
+@pytest.mark.parametrize("name", FILES[1:])
+def test_a_file_that_was_cut_short_is_named(complete: Path, name: str, keep: int) -> None:
+    """Emptied, or cut in the middle, as a full disk leaves it."""
+    content = (complete / name).read_bytes()
+    (complete / name).write_bytes(content[: len(content) // 2] if keep else b"")
+    with pytest.raises(RunError, match=r"not valid JSON|not a parquet table") as caught:
+        reading.load(complete)
+    assert str(complete / name) in str(caught.value)
+
+
+def test_no_directory_and_other_versions_are_refused(complete: Path, tmp_path: Path) -> None:
+    """What is not there, what is no object, and what another version wrote."""
+    with pytest.raises(RunError, match="no such run directory"):
+        reading.load(tmp_path / "nowhere")
+    (complete / "summary.json").write_text('{"schema_version": 99}')
+    with pytest.raises(
+        RunError, match=r"summary\.json: schema_version 99, this version reads 4: make the run again.*$"
+    ):
+        reading.load(complete)
+    (complete / "summary.json").write_text("[]")
+    with pytest.raises(RunError, match=r"summary\.json: got .*, expected a JSON object"):
+        reading.load(complete)
+
+
+@pytest.mark.parametrize(("name", "column"), [("steps.parquet", "plan_hash"), ("requests.parquet", "token_runs")])
+def test_a_missing_column_is_named(complete: Path, name: str, column: str) -> None:
+    """A table of an older or a foreign writer."""
+    pq.write_table(pq.read_table(complete / name).drop_columns([column]), complete / name)
+    with pytest.raises(RunError, match=rf"{name}: column {column} is missing"):
+        reading.load(complete)
+
+
+def replace_column(path: Path, column: str, values: pa.Array) -> None:
+    """Write a table again with other values in a column; everything else stays as it was, its metadata too."""
+    table = pq.read_table(path)
+    at = table.column_names.index(column)
+    pq.write_table(table.set_column(at, pa.field(column, values.type), values), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "kind", "said"),
+    [
+        ("steps.parquet", "rows", pa.int32(), "column rows is int32, expected int64"),
+        ("steps.parquet", "compute_end_ns", pa.float64(), "column compute_end_ns is double, expected int64"),
+        ("requests.parquet", "prompt_tokens", pa.string(), "column prompt_tokens is string, expected int64"),
+        ("requests.parquet", "status", pa.int64(), "column status is int64, expected string"),
+        ("requests.parquet", "scheduled_ns", pa.string(), "column scheduled_ns is string, expected int64"),
+        ("requests.parquet", "token_runs", pa.int64(), "column token_runs is int64, expected list<int64>"),
+        ("requests.parquet", "token_runs", pa.list_(pa.string()), "is list<string>, expected list<int64>"),
+    ],
+)
+@pytest.mark.parametrize("rows", ["as many", "none"])
+def test_a_column_of_another_type_is_named(
+    complete: Path, name: str, column: str, kind: pa.DataType, said: str, rows: str
+) -> None:
+    """Of any declared column, also of one that this reader does not use, and whether the table has rows or not."""
+    table = pq.read_table(complete / name)
+    table = table if rows == "as many" else table.slice(0, 0)
+    pq.write_table(table, complete / name)
+    values = pa.array([["1"]] * len(table), kind) if pa.types.is_list(kind) else pa.array(["1"] * len(table)).cast(kind)
+    replace_column(complete / name, column, values)
+    with pytest.raises(RunError, match=rf"{name}: .*{said}"):
+        reading.load(complete)
+
+
+@pytest.mark.parametrize(("name", "column"), [("steps.parquet", "waiting"), ("requests.parquet", "prompt_tokens")])
+def test_nothing_is_counted_below_0(complete: Path, name: str, column: str) -> None:
+    """Tokens, blocks, rows and requests; a hash or a mark such as -1 may be below."""
+    values = pq.read_table(complete / name)[column].to_pylist()
+    replace_column(complete / name, column, pa.array([-1, *values[1:]]))
+    with pytest.raises(RunError, match=rf"{name}: column {column} has -1, expected 0 or more"):
+        reading.load(complete)
+
+
+@pytest.mark.parametrize(("name", "column"), [("steps.parquet", "rows"), ("requests.parquet", "reason")])
+def test_a_column_with_nulls_is_named(complete: Path, name: str, column: str) -> None:
+    """Null is for times that never happened, nothing else."""
+    table = pq.read_table(complete / name)
+    replace_column(complete / name, column, pa.array([None] * 2 + table[column].to_pylist()[2:], table[column].type))
+    with pytest.raises(RunError, match=rf"{name}: column {column} has 2 nulls, expected none"):
+        reading.load(complete)
+
+
+RUN, MOST = "token_runs of request NAME has", (1 << 63) - 1
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("token_runs", [1, 2, 3], "token_runs of request NAME has 3 numbers, expected pairs"),
+        ("token_runs", [1, 0], f"{RUN} 0 steps from step 1 on, expected 1 or more between 0 and LAST"),
+        ("token_runs", [-1, 1], f"{RUN} 1 steps from step -1 on, expected 1 or more between 0 and LAST"),
+        ("token_runs", [0, 1 << 40], f"{RUN} {1 << 40} steps from step 0 on, expected 1 or more between 0 and LAST"),
+        ("token_runs", [MOST, 1], f"{RUN} 1 steps from step {MOST} on, expected 1 or more between 0 and LAST"),
+        ("token_runs", [3, MOST], f"{RUN} {MOST} steps from step 3 on, expected 1 or more between 0 and LAST"),
+        ("token_runs", [5, 2, 6, 1], f"{RUN} 1 steps from step 6 on, expected 1 or more between 7 and LAST"),
+        ("token_runs", [5, 2, 3, 1], f"{RUN} 1 steps from step 3 on, expected 1 or more between 7 and LAST"),
+        ("token_runs", [None, 2], "column token_runs has 1 nulls in its lists, expected none"),
+        ("token_runs", None, "column token_runs has 1 nulls, expected none"),
+        ("first_step", 1 << 40, f"first_step of request NAME is {1 << 40}, expected -1 to LAST"),
+        ("first_step", -2, "first_step of request NAME is -2, expected -1 to LAST"),
+        ("status", "lost", f"status of request NAME is 'lost', expected one of {', '.join(STATUSES)}"),
+    ],
+)
+def test_requests_that_contradict_the_steps_are_named(complete: Path, column: str, value: Any, said: str) -> None:
+    """What would end in a wrong number, or in the middle of somebody's computation, ends here."""
+    file, last = complete / "requests.parquet", pq.read_metadata(complete / "steps.parquet").num_rows - 1
+    table = pq.read_table(file)
+    values = table[column].to_pylist()
+    values[7] = value
+    replace_column(file, column, pa.array(values, table[column].type))
+    with pytest.raises(RunError) as caught:
+        reading.load(complete)
+    assert str(caught.value) == f"{file}: {said}".replace("NAME", table["id"][7].as_py()).replace("LAST", str(last))
+
+
+def test_what_is_not_declared_is_ignored(complete: Path, server: Machine) -> None:
+    """Somebody's own column, and columns in another order, do no harm."""
+    for name in ("steps.parquet", "requests.parquet"):
+        table = pq.read_table(complete / name)
+        table = table.select(table.column_names[::-1]).append_column("own", pa.array(["x"] * len(table)))
+        pq.write_table(table, complete / name)
+    run = reading.load(complete)
+    assert run.requests == server.record.requests()
+    assert run.steps.table.tobytes() == bytes(server.record.steps)
+
+
+def test_the_rows_of_a_record_are_the_declared_columns() -> None:
+    """The declaration names each column of a record once; the request table has what follows from the steps as well."""
+    derived = {"scheduled_ns", "first_token_ns", "last_token_ns", "generated_tokens"}
+    assert [column.name for column in columns.REQUESTS if column.name not in derived] == list(RequestRow._fields)
+    for declared in (columns.STEPS, columns.REQUESTS):
+        names = [column.name for column in declared]
+        assert len(set(names)) == len(names)
+    assert {column.name for column in columns.REQUESTS if column.nullable} == derived - {"generated_tokens"}
+
+
+def test_a_table_of_another_version_is_named(complete: Path) -> None:
+    """Each table says which version it is of: none can be put into a directory of another."""
+    for name in ("steps.parquet", "requests.parquet"):
+        content = (complete / name).read_bytes()
+        table = pq.read_table(complete / name)
+        assert table.schema.metadata[b"schema_version"] == b"4"
+        pq.write_table(table.replace_schema_metadata({"schema_version": "3"}), complete / name)
+        with pytest.raises(RunError, match=rf"{name}: schema_version 3, this version reads 4"):
+            reading.load(complete)
+        (complete / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["steps.parquet", "requests.parquet"])
+@given(data=st.data())
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_damaged_byte_changes_no_number(complete: Path, server: Machine, name: str, data: st.DataObject) -> None:
+    """Whichever byte of a table has become another, in its pages or in its footer: what is read is what was written, or
+    the file is refused by name. The pages have checksums for that."""
+    whole = bytearray((complete / name).read_bytes())
+    at, flip = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(1, 255))
+    (complete / name).write_bytes(bytes([*whole[:at], whole[at] ^ flip, *whole[at + 1 :]]))
+    try:
+        run = reading.load(complete)
+        same = run.requests == server.record.requests()
+        found = "the same" if same and run.steps.table.tobytes() == bytes(server.record.steps) else "other numbers"
+    except RunError as error:
+        found = str(error)
+    finally:
+        (complete / name).write_bytes(whole)
+    assert found == "the same" or found.startswith(str(complete / name))

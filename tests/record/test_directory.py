@@ -1,0 +1,168 @@
+"""The run directory: what is written comes back, and the marker tells the truth."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from written import CLOCK, scenario, simulated, write
+
+from cbsim.errors import RunError
+from cbsim.machine import simulate
+from cbsim.machine.driver import Machine
+from cbsim.metrics import metrics
+from cbsim.record import directory
+from cbsim.record.directory import MARKER, RunWriter
+from cbsim.runs import reading
+from cbsim.scenario.scenario import dump
+from cbsim.workload import generators
+
+# -- round trip -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_comes_back(complete: Path, server: Machine) -> None:
+    """Tables, scenario, facts and numbers are read as they were; the run has preemptions, refusals and prefix hits, so
+    that no column is empty. The directory is named after time, run and hash."""
+    run = reading.load(complete)
+    assert complete.name == "20260504T030201Z-scenario-01234567"
+    assert run.incomplete is None
+    assert run.scenario == dump(scenario())
+    assert run.environment == {"command": "none"}
+    assert run.requests == server.record.requests()
+    assert run.steps.table.tobytes() == bytes(server.record.steps)
+    for name in ("preemptions", "prefix_hit_tokens", "output_tokens"):
+        assert run.summary[name] > 0, name
+    assert {row.status for row in run.requests} == {"length", "refused"}
+
+
+def test_metrics_of_a_run_that_was_read_are_those_that_were_written(complete: Path, server: Machine) -> None:
+    """Analysis needs nothing but the directory: the summary follows from its tables."""
+    run = reading.load(complete)
+    again = metrics.summarise(run.requests, run.steps, total_blocks=server.record.total_blocks)
+    assert {"schema_version": directory.SCHEMA_VERSION} | json.loads(json.dumps(again)) == run.summary
+
+
+def test_times_that_never_happened_are_null(complete: Path) -> None:
+    """A refused request was never scheduled: its row says null, not -1 or 0."""
+    table = pq.read_table(complete / "requests.parquet").to_pylist()
+    refused = [row for row in table if row["status"] == "refused"]
+    assert refused
+    for row in refused:
+        assert row["scheduled_ns"] is row["first_token_ns"] is row["last_token_ns"] is None
+        assert row["generated_tokens"] == 0
+        assert row["reason"]
+
+
+def test_a_run_without_steps_or_requests_can_be_written(tmp_path: Path) -> None:
+    """All requests refused, or none sent yet when it was stopped: the tables are there, and empty."""
+    refusing = simulated(scenario(kv_cache={"num_blocks": 2, "block_size": 8}, scheduler={"name": "static"}))
+    run = reading.load(write(tmp_path, refusing, scenario()).path)
+    assert (len(run.steps), {row.status for row in run.requests}) == (0, {"refused"})
+    asked = scenario()
+    unsent = simulate.machine(asked, "sync", generators.build(asked))
+    run = reading.load(write(tmp_path, unsent, asked).path)
+    assert (len(run.steps), run.requests) == (0, [])
+
+
+def test_names_do_not_collide(tmp_path: Path) -> None:
+    """Two runs of a second get two directories; neither is written into."""
+    paths = [RunWriter(tmp_path, "a", "feedbeef00", CLOCK).path.name for _ in range(3)]
+    assert paths == [f"20260504T030201Z-a-feedbeef{suffix}" for suffix in ("", "-2", "-3")]
+
+
+HASHES = """
+import hashlib, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import written
+for loop in ("sync", "async"):
+    asked = written.scenario()
+    writer = written.write(Path(sys.argv[2]), written.simulated(asked, loop), asked)
+    for name in ("steps.parquet", "requests.parquet", "summary.json"):
+        print(loop, name, hashlib.sha256((writer.path / name).read_bytes()).hexdigest())
+"""
+
+
+def test_the_same_scenario_and_seed_write_the_same_bytes(tmp_path: Path) -> None:
+    """In two processes whose string hashes differ: tables and summary are the same files, the hash of every plan
+    included."""
+    outputs = []
+    for seed in ("1", "4242"):
+        words = [sys.executable, "-c", HASHES, str(Path(__file__).parent), str(tmp_path / seed)]
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(words, capture_output=True, text=True, env=environment, check=True)
+        outputs.append(done.stdout)
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0].splitlines()) == 6
+
+
+# -- the marker -------------------------------------------------------------------------------------------------------
+
+
+def test_the_marker_is_there_from_the_first_moment_to_the_last(server: Machine, tmp_path: Path) -> None:
+    """A directory is marked before anything else is in it, says so when read, and is unmarked by `complete` alone."""
+    first = RunWriter(tmp_path, "under-way", "0" * 8, CLOCK)
+    assert [file.name for file in first.path.iterdir()] == [MARKER]
+    assert "under way" in (first.path / MARKER).read_text()
+    writer = write(tmp_path, server, scenario())
+    assert "under way" in (reading.load(writer.path).incomplete or "")
+    writer.note("interrupted after 12 steps")
+    assert reading.load(writer.path).incomplete == "interrupted after 12 steps"
+    writer.complete()
+    assert reading.load(writer.path).incomplete is None
+    writer.complete()
+
+
+def test_a_run_that_fails_stays_marked(server: Machine, tmp_path: Path) -> None:
+    """An error half-way leaves the marker and whatever was written: nobody has to tidy up for that."""
+    writer = RunWriter(tmp_path, "fails", "0" * 8, CLOCK)
+    writer.tables(server.record)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        writer.summary({"ttft_s": float("nan")})
+    assert sorted(file.name for file in writer.path.iterdir()) == [MARKER, "requests.parquet", "steps.parquet"]
+
+
+@pytest.mark.parametrize("files", range(6))
+def test_a_full_disk_leaves_a_marked_directory(
+    server: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int
+) -> None:
+    """The disk is full after `files` files, and what is written then is cut short, two tables at a time: RunError names
+    one of them, and the directory is marked. Where not even the marker could be written, no run pretends to be
+    complete: nothing else is there.
+    """
+    whole, written = Path.write_bytes, []
+
+    def until_full(path: Path, content: bytes) -> int:
+        written.append(path)
+        if len(written) <= files:
+            return whole(path, content)
+        whole(path, content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", until_full)
+    with pytest.raises(RunError, match="No space left on device") as caught:
+        write(tmp_path, server, scenario())
+    cut = [str(path).replace("/.", "/").removesuffix(directory.PART) for path in written[files:]]
+    assert any(path in str(caught.value) for path in cut)
+    (path,) = tmp_path.iterdir()
+    assert (path / MARKER).exists()
+
+
+def test_a_marker_that_was_cut_short_still_marks(complete: Path) -> None:
+    """A full disk may leave an empty marker. It is a marker."""
+    (complete / MARKER).write_bytes(b"")
+    assert reading.load(complete).incomplete
+
+
+@pytest.mark.parametrize("out", ["file", "file/below", "/dev/null/x"])
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, out: str) -> None:
+    """A file is in the way of the folder."""
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RunError, match=r"cannot be created: Not a directory"):
+        RunWriter(tmp_path / out, "run", "0" * 8, CLOCK)

@@ -1,0 +1,108 @@
+"""The table of moves: what a driver says is what a reader finds, and what is drawn."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cbsim.draw import lane_chart
+from cbsim.errors import RunError
+from cbsim.policy.request import RequestSpec
+from cbsim.policy.transfers import Direction, Transfer
+from cbsim.record import optional_tables, timeline
+from cbsim.record.record import STEP_COLUMNS, MoveLog
+from cbsim.record.tables import Steps
+
+A = RequestSpec(7, "a", 0, 4, 4, 4)
+
+
+@pytest.fixture
+def log() -> MoveLog:
+    """A copy in step 0, a job of two stores that the result of step 3 names, a load that is under way at the end."""
+    log = MoveLog()
+    log.moved(0, Transfer(Direction.COPY, (1,), (2,), A), 100, 110)
+    log.moved(1, Transfer(Direction.OUT, (3, 4), (0, 1), job=5), 200, 400)
+    log.moved(1, Transfer(Direction.OUT, (6,), (2,), job=5), 400, 500)
+    log.moved(2, Transfer(Direction.IN, (0, 1, 2), (8, 9, 10), A, job=6), 450, 750)
+    log.reported((5,), 3)
+    return log
+
+
+def test_a_table_comes_back_as_it_was(log: MoveLog, tmp_path: Path) -> None:
+    for name, content in optional_tables.transfer_files(log).items():
+        (tmp_path / name).write_bytes(content)
+    read = optional_tables.read_transfers(tmp_path)
+    assert {name: values.tolist() for name, values in read.items()} == {
+        "step": [0, 1, 1, 2],
+        "request": [7, -1, -1, 7],
+        "job": [-1, 5, 5, 6],
+        "way": [0, 1, 1, 2],
+        "blocks": [1, 2, 1, 3],
+        "start_ns": [100, 200, 400, 450],
+        "end_ns": [110, 400, 500, 750],
+        "reported_step": [-1, 3, 3, -1],
+    }
+    assert optional_tables.reported_jobs(tmp_path) == {3: (5,)}
+
+
+def test_a_run_without_moves_has_no_table(tmp_path: Path) -> None:
+    assert optional_tables.transfer_files(MoveLog()) == {} == optional_tables.reported_jobs(tmp_path)
+    assert all(len(values) == 0 for values in optional_tables.read_transfers(tmp_path).values())
+
+
+def test_a_damaged_table_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / optional_tables.TRANSFERS_FILE).write_bytes(b"PAR1")
+    with pytest.raises(RunError, match=r"moves\.parquet: not a parquet table"):
+        optional_tables.reported_jobs(tmp_path)
+
+
+def test_numbers(log: MoveLog) -> None:
+    """Blocks by way; each direction is busy for what its moves took, of a span of a microsecond."""
+    assert optional_tables.summarise_transfers(log, 1e-6) == {
+        "copied_blocks": 1,
+        "out_blocks": 3,
+        "in_blocks": 3,
+        "out_busy": pytest.approx(0.3),
+        "in_busy": pytest.approx(0.3),
+    }
+
+
+def steps() -> Steps:
+    """Four steps of 200 ns, whose compute lane is busy all the time."""
+    rows = np.zeros((4, len(STEP_COLUMNS)), dtype=np.int64)
+    for at, name in enumerate(STEP_COLUMNS):
+        if name.endswith("_ns"):
+            rows[:, at] = np.arange(4) * 200 + (200 if name in ("compute_end_ns", "update_end_ns") else 0)
+    rows[:, 0] = np.arange(4)
+    return Steps(rows)
+
+
+def test_moves_have_lanes_in_the_timeline(log: MoveLog) -> None:
+    """A thread for each way, and the moves that the plans of the window list."""
+    text = gzip.decompress(timeline.chrome_trace(steps(), (1, 3), "run", optional_tables.transfer_table(log)))
+    events = json.loads(text)["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    moved = [event for event in events if event["name"] in timeline.MOVING]
+    assert all(names[event["tid"]] == event["name"] for event in moved)
+    assert [(event["name"], event["ts"], event["args"]["job"]) for event in moved] == [
+        ("kv out", 0.2, 5),
+        ("kv out", 0.4, 5),
+        ("kv in", 0.45, 6),
+    ]
+
+
+def test_moves_have_lanes_in_the_figure(log: MoveLog) -> None:
+    """Two rows more, where something moves; copies lie on the compute lane."""
+    plain = lane_chart.lanes({"run": steps()}, (0, 4))
+    (panel,) = lane_chart.lanes({"run": steps()}, (0, 4), moves={"run": optional_tables.transfer_table(log)}).panels
+    assert panel.rows == (*plain.panels[0].rows, *lane_chart.MOVING)
+    drawn = {mark.name: mark.row.tolist() for mark in panel.marks if mark.name.startswith("KV")}
+    assert drawn == {"KV copy": [2], "KV out": [4, 4], "KV in": [5]}
+    (still,) = lane_chart.lanes(
+        {"run": steps()}, (0, 4), moves={"run": optional_tables.transfer_table(MoveLog())}
+    ).panels
+    assert still.rows == plain.panels[0].rows

@@ -1,0 +1,36 @@
+"""The line that a person sees while a run works."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cbsim.runs import progress
+from cbsim.runs.progress import Progress
+
+
+def line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], finished: int, spent_s: float) -> str:
+    """What is said of a run of a thousand requests after so many seconds."""
+    clock = [100.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    record = SimpleNamespace(finished_count=finished, step_count=1234, sampled_tokens=0)
+    server = SimpleNamespace(record=record, measured=False)
+    session: Any = SimpleNamespace(loop="sync", server=server, requests=1000)
+    said = Progress(session, quiet=False)
+    clock[0] += spent_s
+    said(5_000_000_000)
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("finished", "spent_s", "left"),
+    [(0, 10.0, None), (500, 10.0, "10 s"), (100, 40.0, "6 min"), (1, 40.0, "11.1 h"), (1000, 10.0, None)],
+)
+def test_what_is_left_follows_from_what_is_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], finished: int, spent_s: float, left: str | None
+) -> None:
+    """In proportion to the requests that are over; nothing before the first and after the last of them."""
+    begin = f"sync: {finished:,} of 1,000 requests, 1,234 steps, 5.0 s simulated in {spent_s:.1f} s"
+    assert line(monkeypatch, capsys, finished, spent_s) == f"{begin}{f', {left} left' if left else ''}\n"

@@ -1,0 +1,275 @@
+"""Replay: from a run directory alone the same plans follow, for every scheduler, loop and kind of workload; and what
+was altered afterwards is noticed, as the first difference or as a clear refusal.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from recordings import GOLDEN, SESSIONS, WORKLOADS, column, golden_run, recorded, replayed
+
+from cbsim.cli.parser import main
+from cbsim.record import directory
+from cbsim.runs import reading, replan
+from cbsim.runs.replan import rederive
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+SERVE = ("faster_transformer", "orca", "sarathi", "simple_chunking", "vllm_v0")
+SCHEDULERS = (
+    "contiguous",
+    "dynamic_padded",
+    "static",
+    "tgi",
+    "transformers_fifo",
+    "transformers_prefill_first",
+    "trtllm",
+    "vllm",
+    *SERVE,
+)
+LOOPS = ("sync", "async")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("kind", WORKLOADS)
+def test_a_recorded_run_follows_from_its_record(kind: str, scheduler: str, loop: str, tmp_path: Path) -> None:
+    """Every scheduler under every loop, with open and closed loops, sessions, shared prefixes, stop tokens, refusals
+    and a cache too small for its requests: all plans hash to what was recorded, and there is no plan more.
+    """
+    path = recorded(tmp_path, kind, f"scheduler.name={scheduler}", f"loop.mode={loop}")
+    run = reading.load(path)
+    assert rederive(path) == (len(run.steps), len(run.steps), None)
+    assert len(run.steps) > 20
+    statuses = [row.status for row in run.requests]
+    assert "length" in statuses
+    if kind == "sessions":
+        assert len(statuses) == len(SESSIONS)
+        assert "refused" in statuses
+    if kind == "tight" and scheduler == "vllm":
+        assert run.summary["preemptions"] > 0
+    if kind == "poisson":
+        assert "stop" in statuses
+
+
+GOLDENS = {
+    "w11_cancel_fifo_bs16": "transformers_fifo",
+    "x0096_cancel_prefill_first_async_noshare_bs32": "transformers_prefill_first",
+    "x0104_tinycancel_fifo_sync_share_bs4": "transformers_fifo",
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("name", "scheduler"), GOLDENS.items())
+def test_a_golden_workload_with_cancels(name: str, scheduler: str, loop: str, tmp_path: Path) -> None:
+    """Requests given up while they wait and while they run, in polls of their own, on a pool as small as recorded. A
+    pass takes 10 ms, as the workload's step_s has it, so that cancels meet their requests.
+    """
+    packed = GOLDEN / "transformers" / "workloads" / f"{name}.json.gz"
+    given = json.loads(gzip.decompress(packed.read_bytes()))
+    pool = f"block_size: {given['cb']['block_size']}, num_blocks: {given['cb']['num_blocks']}"
+    settings = f"scheduler: {{name: {scheduler}}}\nkv_cache: {{{pool}}}\nloop: {{mode: {loop}}}\n"
+    path = golden_run(tmp_path, packed, settings)
+    run = reading.load(path)
+    assert sum(row.status == "aborted" for row in run.requests) > 0
+    assert rederive(path) == (len(run.steps), len(run.steps), None)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", ["p004", "p011", "r036"])
+def test_a_vllm_workload_with_aborts(name: str, loop: str, tmp_path: Path) -> None:
+    """The same for vLLM, whose workloads say in microseconds when a client goes away."""
+    packed = GOLDEN / "vllm" / "workloads" / f"{name}.json.gz"
+    path = golden_run(tmp_path, packed, f"kv_cache: {{block_size: 16, num_blocks: 60}}\nloop: {{mode: {loop}}}\n")
+    run = reading.load(path)
+    assert sum(row.status == "aborted" for row in run.requests) > 0
+    assert rederive(path) == (len(run.steps), len(run.steps), None)
+
+
+# -- what was altered -------------------------------------------------------------------------------------------------
+
+
+def alter(file: Path, name: str, row: int, change: Callable[[Any], Any]) -> None:
+    """Change one cell of a table."""
+    table = pq.read_table(file)
+    place = table.column_names.index(name)
+    cells = table[name].to_pylist()
+    cells[row] = change(cells[row])
+    pq.write_table(table.set_column(place, name, pa.array(cells, table[name].type)), file)
+
+
+def test_untouched(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The copy itself is identical: what the tests below find is what they altered."""
+    steps = len(reading.load(run).steps)
+    assert replayed(run, capsys) == (0, f"{run}: {steps} of {steps} plans identical\n", "")
+
+
+@pytest.mark.parametrize("name", replan.COMPARED)
+def test_an_altered_step(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One number of step 17 altered: 17 plans are identical, and the difference names step, column and both values."""
+    before = column(run / "steps.parquet", name)[17]
+    alter(run / "steps.parquet", name, 17, lambda value: value + 1)
+    status, out, err = replayed(run, capsys)
+    steps = len(reading.load(run).steps)
+    assert (status, err) == (1, "")
+    assert out.startswith(
+        f"{run}: 17 of {steps} plans identical, then step 17: {name} is {before}, recorded {before + 1}"
+    )
+
+
+def test_a_step_too_few(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A complete run from which the last step was cut: it is planned, but was not recorded."""
+    table = pq.read_table(run / "steps.parquet")
+    pq.write_table(table.slice(0, len(table) - 1), run / "steps.parquet")
+    status, out, _ = replayed(run, capsys)
+    assert status == 1
+    assert f"step {len(table) - 1} is planned, but was not recorded" in out
+
+
+def test_a_step_too_many(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step appended to the record: it is not planned."""
+    table = pq.read_table(run / "steps.parquet")
+    pq.write_table(pa.concat_tables([table, table.slice(len(table) - 1)]), run / "steps.parquet")
+    status, out, _ = replayed(run, capsys)
+    assert status == 1
+    assert f"only {len(table)} steps are planned" in out
+
+
+@pytest.mark.parametrize("name", ["prompt_tokens", "output_tokens", "max_tokens", "priority", "id"])
+def test_an_altered_request_is_refused(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A request that is not the workload's any more is refused by name, before anything is derived."""
+    alter(run / "requests.parquet", name, 3, lambda value: f"{value}x" if name == "id" else value + 1000)
+    status, out, err = replayed(run, capsys)
+    assert (status, out) == (1, "")
+    assert err.startswith(f"cbsim: {run / 'requests.parquet'}: request 3")
+    assert err.endswith(" is not one of the scenario's workload\n")
+
+
+def test_an_altered_number_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers tell requests apart, and ascend: one out of order is no table, a strange one is of another workload."""
+    last = len(reading.load(run).requests) - 1
+    alter(run / "requests.parquet", "index", last, lambda value: value + 1000)
+    assert replayed(run, capsys)[2].endswith(f"request {last} is not one of the scenario's workload\n")
+    alter(run / "requests.parquet", "index", 3, lambda value: value + 10)
+    assert "index of request 4 is 4, expected more than 13" in replayed(run, capsys)[2]
+
+
+def test_a_request_that_came_later(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A request said to have been queued ten polls later than it was: the plans differ from where it is missed."""
+    alter(run / "requests.parquet", "queued_poll", 0, lambda poll: poll + 10)
+    status, out, _ = replayed(run, capsys)
+    assert status == 1
+    assert " plans identical, then step " in out
+
+
+def test_a_request_that_was_given_up(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A request said to have been cancelled in the fifth poll: it is missed in the steps after."""
+    alter(run / "requests.parquet", "cancelled_poll", 0, lambda _: 5)
+    status, out, _ = replayed(run, capsys)
+    assert status == 1
+    assert " plans identical, then step " in out
+
+
+def test_a_request_less(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row removed from the request table: the plans are others without it."""
+    table = pq.read_table(run / "requests.parquet")
+    pq.write_table(table.filter(pc.not_equal(table["index"], 2)), run / "requests.parquet")
+    status, out, _ = replayed(run, capsys)
+    assert status == 1
+    assert " plans identical, then " in out
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("max_num_seqs: 8", "max_num_seqs: 7", "plans identical, then step "),
+        ("max_num_batched_tokens: 64", "max_num_batched_tokens: 65", "plans identical, then step "),
+        ("num_blocks: 40", "num_blocks: 41", "plans identical, then step "),
+        ("mode: async", "mode: sync", "plans identical, then step "),
+        ("seed: 0", "seed: 1", "is not one of the scenario's workload"),
+        ("requests: 30", "requests: 29", "is not one of the scenario's workload"),
+        ("seed: 0", "seed: -1", "seed: got -1, must be >= 0"),
+        ("question:", "questions:", "unknown field"),
+        ("seed: 0", "seed: [", "not valid YAML"),
+    ],
+)
+def test_an_altered_scenario(
+    run: Path, before: str, after: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another policy, loop or workload than the one that ran: a difference, or a refusal that names it."""
+    file = run / "scenario.resolved.yaml"
+    text = file.read_text()
+    assert text.count(before) == 1, text
+    file.write_text(text.replace(before, after))
+    status, out, err = replayed(run, capsys)
+    assert status in (1, 2)
+    assert words in out + err
+
+
+# -- what is no run ---------------------------------------------------------------------------------------------------
+
+
+def cut_short(run: Path, steps: int) -> None:
+    """Leave as many steps in both tables, as a run does that was interrupted then."""
+    table = pq.read_table(run / "steps.parquet")
+    pq.write_table(table.slice(0, steps), run / "steps.parquet")
+    table = pq.read_table(run / "requests.parquet")
+    rows = table.to_pylist()
+    for row in rows:
+        pairs = zip(row["token_runs"][::2], row["token_runs"][1::2], strict=True)
+        row["token_runs"] = [n for first, count in pairs if first < steps for n in (first, min(count, steps - first))]
+        row["first_step"] = row["first_step"] if row["first_step"] < steps else -1
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), run / "requests.parquet")
+
+
+def test_an_interrupted_run_is_compared_as_far_as_it_goes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A directory marked as incomplete has fewer steps than the policy would plan: no difference, and that is said."""
+    cut_short(run, 20)
+    (run / directory.MARKER).write_text("interrupted after 20 steps\n")
+    status, out, err = replayed(run, capsys)
+    said = "20 of 20 plans identical; the run is incomplete: interrupted after 20 steps"
+    assert (status, out, err) == (0, f"{run}: {said}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("summary.json", b"[1]", "expected a JSON object"),
+        ("env.json", b"\xff\xfe", "not UTF-8"),
+        ("scenario.resolved.yaml", b"hello", "expected fields"),
+        ("steps.parquet", b"garbage", "not a parquet table"),
+        ("requests.parquet", None, "cannot be read"),
+    ],
+)
+def test_a_broken_directory(
+    run: Path, name: str, content: bytes | None, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that is missing or broken is named with what is wrong with it, in one line."""
+    (run / name).unlink()
+    if content is not None:
+        (run / name).write_bytes(content)
+    status, out, err = replayed(run, capsys)
+    assert status in (1, 2)
+    assert not out
+    assert len(err.splitlines()) == 1
+    assert str(run / name) in err
+    assert words in err
+
+
+def test_several_runs(run: Path, original: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each run has its line; one that differs makes the status 1, and those after it are still looked at."""
+    alter(run / "steps.parquet", "plan_hash", 0, lambda value: value + 1)
+    status = main(["replan", str(run), str(original)])
+    first, second = capsys.readouterr().out.splitlines()
+    assert status == 1
+    assert first.startswith(f"{run}: 0 of ")
+    assert first.endswith("(the counts agree, the rows or blocks do not)")
+    assert second.endswith("plans identical")

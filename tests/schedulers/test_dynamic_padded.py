@@ -1,0 +1,115 @@
+"""Dynamic batching on padded tensors: what an insertion costs, in closed form; and what holds of any run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers import Ask, Drive
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedulers.test_schedulers import DEPTHS, MOST_TOKENS, asks, check_ends
+
+from cbsim.policy.plan import StepPlan
+from cbsim.policy.request import RequestSpec
+from cbsim.schedulers.simple.dynamic_padded import make
+from cbsim.schedulers.simple.settings import PaddedOptions
+
+
+def padding(plan: StepPlan) -> int:
+    return plan.work.computed_tokens - plan.work.tokens
+
+
+def served(workload: list[Ask], seats: int, depth: int = 1, num_blocks: int = 1000) -> list[StepPlan]:
+    options = PaddedOptions(name="dynamic_padded", filled=True, batch_size=seats, block_size=4, num_blocks=num_blocks)
+    drive, plans = Drive(make(options), workload, depth), list[StepPlan]()
+    drive.on_step = lambda plan, rows: plans.append(plan)
+    drive.run()
+    check_ends(drive)
+    return plans
+
+
+def ask(index: int, prompt: int, outputs: int, arrives: int) -> Ask:
+    return Ask(RequestSpec(index, f"r{index}", 0, prompt, outputs, outputs), arrives, None, None)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("batch", "prompt", "cost"), [(8, 100, 693), (1, 100, 0), (8, 1, 0), (2, 3, 2), (33, 12, 352)])
+def test_a_prompt_that_joins_costs_its_others_its_length(batch: int, prompt: int, cost: int, depth: int) -> None:
+    """B rows with its own, n tokens: (n - 1)(B - 1) tokens of padding, and none in any step of decoding alone."""
+    workload = [*[ask(i, 1, 40, 0) for i in range(batch - 1)], ask(batch - 1, prompt, 3, 9)]
+    plans = served(workload, batch, depth)
+    assert cost == (prompt - 1) * (batch - 1)
+    assert [padding(plan) for plan in plans if padding(plan)] == [cost] * bool(cost)
+    assert sum(padding(plan) for plan in plans) == cost
+
+
+@settings(max_examples=30)
+@given(data=st.data(), seats=st.integers(1, 9))
+def test_random_insertions_cost_the_sum(data: st.DataObject, seats: int) -> None:
+    """Requests that come one by one: each costs (n - 1)(B - 1), with B the rows of its step."""
+    count = data.draw(st.integers(1, 20))
+    drawn = [data.draw(st.tuples(st.integers(1, 60), st.integers(1, 30), st.integers(0, 4))) for _ in range(count)]
+    at, workload = 0, list[Ask]()
+    for i, (prompt, outputs, gap) in enumerate(drawn):
+        at += 2 + gap  # two polls a step: nobody comes together
+        workload.append(ask(i, prompt, outputs, at))
+    plans, expected = served(workload, seats), 0
+    for plan in plans:
+        joins = [chunk for chunk in plan.work.chunks if chunk.admitted]
+        if len(joins) == 1:
+            expected += (joins[0].tokens - 1) * (plan.work.rows - 1)
+        else:  # several places came free at once, or none
+            width = max((chunk.tokens for chunk in plan.work.chunks), default=1)
+            expected += sum(width - chunk.tokens for chunk in plan.work.chunks)
+        assert joins or not padding(plan)
+    assert sum(padding(plan) for plan in plans) == expected
+
+
+def test_a_batch_formed_at_once_is_padded_as_a_static_one() -> None:
+    """Every row up to the longest prompt."""
+    first = served([ask(i, prompt, 2, 0) for i, prompt in enumerate((3, 9, 5))], 3)[0]
+    assert [(chunk.tokens, chunk.padding) for chunk in first.work.chunks] == [(3, 6), (9, 0), (5, 4)]
+
+
+@DEPTHS
+def test_any_run_is_a_rectangle_and_nobody_is_passed_over(depth: int) -> None:
+    """Random requests, equal arrivals, cancels at any moment, tiny caches: all rows of a step have one width, places
+    and cache are not exceeded, tables do not grow, and requests are let in in the order of their arrival: with room
+    for the first of the queue it is let in at once, so nobody starves.
+    """
+
+    @given(data=st.data(), seats=st.integers(1, 8))
+    def check(data: st.DataObject, seats: int) -> None:
+        size = data.draw(st.sampled_from([1, 2, 4]))
+        blocks = data.draw(st.integers(MOST_TOKENS // size, 3 * MOST_TOKENS // size))
+        options = PaddedOptions(
+            name="dynamic_padded", filled=True, batch_size=seats, block_size=size, num_blocks=blocks
+        )
+        scheduler = make(options)
+        drive = Drive(scheduler, data.draw(asks(size)), depth)
+        admitted: list[RequestSpec] = []
+
+        def seen(plan: StepPlan, rows: list[Any]) -> None:
+            width = max((row.tokens for row in rows), default=1)
+            assert plan.work.computed_tokens == width * plan.work.rows
+            assert not plan.changes.grown and not plan.changes.preempted
+            assert len(scheduler.running) <= seats
+            admitted.extend(row.spec for row in rows if row.chunk is not None and row.chunk.admitted)
+            if scheduler.waiting and len(scheduler.running) < seats:
+                spec = scheduler.waiting[0].spec
+                assert -(-(spec.prompt_tokens + spec.max_tokens - 1) // size) > scheduler.pool.free
+
+        drive.on_step = seen
+        drive.run()
+        check_ends(drive)
+        assert admitted == [spec for spec in drive.requests if spec in {*admitted}]
+
+    check()
+
+
+def test_what_never_fits_is_refused() -> None:
+    options = PaddedOptions(name="dynamic_padded", filled=True, batch_size=2, block_size=4, num_blocks=3)
+    scheduler = make(options)
+    assert scheduler.refusal(RequestSpec(0, "r0", 0, 5, 1, 8)) is None
+    assert scheduler.refusal(RequestSpec(0, "r0", 0, 6, 1, 8)) == "14 tokens need 4 blocks, the cache has 3"

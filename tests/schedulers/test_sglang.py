@@ -1,0 +1,203 @@
+"""SGLang's scheduler: who waits for whom, who is overtaken for ever, what a client's change of mind leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from helpers import Ask, Drive
+from hypothesis import given, settings
+from schedulers.test_schedulers import DEPTHS, Case, check_ends, sglang_cases
+
+from cbsim.policy.kind import SettingsError
+from cbsim.policy.plan import Row, StepPlan
+from cbsim.policy.request import Finish, RequestSpec
+from cbsim.schedulers.sglang.scheduler import SglangScheduler
+from cbsim.schedulers.sglang.settings import SglangOptions, SglangSettings
+
+OPTIONS = SglangOptions(
+    block_size=1,
+    num_blocks=400,
+    max_running_requests=2,
+    chunked_prefill_size=-1,
+    context_length=200,
+)
+OTHERS = 40
+
+
+def scheduler(**more: Any) -> SglangScheduler:
+    return SglangScheduler(replace(OPTIONS, **more))
+
+
+def spec(index: int, prompt: int, outputs: int, **fields: Any) -> RequestSpec:
+    return RequestSpec(index, f"r{index:03}", 0, prompt, outputs, outputs, **fields)
+
+
+def begun(drive: Drive) -> list[str]:
+    """Ids in the order of their first rows."""
+    seen: dict[str, None] = {}
+
+    def note(plan: StepPlan, rows: list[Row]) -> None:
+        del plan
+        seen.update(dict.fromkeys(row.spec.id for row in rows))
+
+    drive.on_step = note
+    drive.run()
+    check_ends(drive)
+    return list(seen)
+
+
+def overtaken(victim: RequestSpec, others: list[RequestSpec], *, apart: int = 1, **more: Any) -> int:
+    """How many of a steady stream, so many polls apart, get in before one that comes at its beginning."""
+    asks = [Ask(victim, 2, None, None), *(Ask(other, apart * i, None, None) for i, other in enumerate(others))]
+    order = begun(Drive(scheduler(max_running_requests=1, **more), asks, 1))
+    return order.index(victim.id)
+
+
+SHARED: dict[str, Any] = {"prefix": tuple(range(40)), "prefix_block_tokens": 1, "prefix_tokens": 40}
+
+
+@pytest.mark.parametrize(
+    ("victim", "other", "more"),
+    [
+        (spec(0, 40, 3), spec(1, 40, 4), {"schedule_policy": "lof"}),
+        (spec(0, 41, 3), spec(1, 41, 3, **SHARED), {"schedule_policy": "lpm"}),
+        (spec(0, 41, 3), spec(1, 41, 3, **SHARED), {"schedule_policy": "dfs-weight"}),
+        (spec(0, 50, 3), spec(1, 10, 3), {"schedule_policy": "shortest-prefill-first"}),
+        (spec(0, 40, 3), spec(1, 40, 3, priority=1), {"enable_priority_scheduling": True}),
+    ],
+    ids=["lof", "lpm", "dfs-weight", "shortest-prefill-first", "priorities"],
+)
+def test_who_is_overtaken_for_ever(victim: RequestSpec, other: RequestSpec, more: dict[str, Any]) -> None:
+    """As long as better ones come, faster than they are served, it does not begin; first come, first served it would
+    be among the first.
+    """
+    others = [replace(other, index=i, id=f"r{i:03}") for i in range(1, OTHERS)]
+    assert overtaken(victim, others, **more) == OTHERS - 1
+    assert overtaken(victim, others) <= 3
+
+
+def test_a_long_prompt_has_its_turn_under_hrrn() -> None:
+    """The more others have processed, the sooner it is its turn, if they do not pile up; shortest first it has none."""
+    victim, others = spec(0, 50, 3), [spec(i, 10, 3) for i in range(1, OTHERS)]
+    assert overtaken(victim, others, apart=4, schedule_policy="hrrn") < OTHERS // 2
+    assert overtaken(victim, others, apart=4, schedule_policy="shortest-prefill-first") > OTHERS // 2
+
+
+@DEPTHS
+def test_first_come_first_served(depth: int) -> None:
+    """Under fcfs without priorities requests begin in the order in which they came, whatever the budgets."""
+
+    @given(case=sglang_cases("fcfs"))
+    @settings(max_examples=60)
+    def check(case: Case) -> None:
+        build, workload = case
+        built = build()
+        assert isinstance(built, SglangScheduler)
+        options = replace(built.options, enable_priority_scheduling=False)
+        drive = Drive(SglangScheduler(options), [ask for ask in workload if ask.cancelled is None], depth)
+        came: list[str] = []
+        add = drive.overridden["add"]
+
+        def adding(spec: RequestSpec) -> None:
+            came.append(spec.id)
+            add(spec)
+
+        drive.overridden["add"] = adding
+        assert begun(drive) == came
+
+    check()
+
+
+@DEPTHS
+def test_prefills_and_decodes_do_not_mix(depth: int) -> None:
+    """Decoding requests sit prefill batches out, and go on where they were; with mixed chunks they ride along."""
+    asks = [Ask(spec(i, 30, 20), 4 * i, None, None) for i in range(4)]
+    mixed = []
+    for mixes in (False, True):
+        more = {"max_running_requests": 4, "chunked_prefill_size": 8, "enable_mixed_chunk": mixes}
+        drive = Drive(scheduler(**more), asks, depth)
+        kinds: list[tuple[bool, bool]] = []
+        drive.on_step = lambda plan, rows, kinds=kinds: kinds.append(  # type: ignore[misc]
+            (any(row.start < row.spec.prompt_tokens for row in rows), any(row.start >= 30 for row in rows))
+        )
+        drive.run()
+        check_ends(drive)
+        mixed.append((True, True) in kinds)
+    assert mixed == [False, True]
+
+
+@DEPTHS
+def test_a_cancelled_request_ends_with_its_next_token(depth: int) -> None:
+    """Its client is gone, so nobody is told of that end; its KV stays in the tree."""
+    request = spec(0, 10, 20)
+    drive = Drive(scheduler(), [Ask(request, 0, 5, None), Ask(spec(1, 5, 30), 0, None, None)], depth)
+    drive.run()
+    check_ends(drive)
+    assert drive.finished == [(next(s for s in drive.asks if s.index == 1), Finish.LENGTH)]
+    assert drive.requests[request].finish is Finish.ABORTED
+    assert 0 < drive.requests[request].seen < 20
+    assert drive.scheduler.pool.keyed >= 10
+
+
+@DEPTHS
+def test_a_prompt_in_the_middle_and_a_decode_in_its_way(depth: int) -> None:
+    """Decode rounds between the chunks of a long prompt fill the cache: the original aborts the one that decodes, here
+    it gives way and ends later.
+    """
+    more = {
+        "num_blocks": 60,
+        "chunked_prefill_size": 8,
+        "prefill_decode_interval": 6,
+        "schedule_conservativeness": 0.02,
+    }
+    asks = [Ask(spec(0, 8, 40), 0, None, None), Ask(spec(1, 36, 2), 0, None, None)]
+    drive = Drive(scheduler(**more), asks, depth)
+    drive.run()
+    check_ends(drive)
+    assert drive.requests[asks[0].spec].preemptions > 0
+    assert {reason for _, reason in drive.finished} == {Finish.LENGTH}
+
+
+def test_after_a_rest_the_share_kept_free_is_the_first_one_again() -> None:
+    """It falls with every decode step; when all is over and a request arrives, passes have gone by without work."""
+    idle = scheduler(prefill_decode_interval=3)
+    drive = Drive(idle, [Ask(spec(0, 10, 20), 0, None, None)], 1)
+    drive.run()
+    assert idle.ratio < idle.options.first_ratio
+    idle.add(spec(1, 10, 20))
+    assert (idle.ratio, idle.hold) == (idle.options.first_ratio, 0)
+
+
+@pytest.mark.parametrize(("room", "lasts"), [(32, False), (33, True)])
+def test_memory_until_all_have_written_what_they_may(room: int, lasts: bool) -> None:
+    """A prompt of 10 with a page beside it, 20 outputs, and a token that has to stay free: more than 32 of room."""
+    waiting = scheduler(ignore_eos=True, disable_radix_cache=True)
+    waiting.add(spec(0, 10, 20))
+    entry = waiting.waiting.entries[0]
+    entry.todo = 10
+    assert waiting.make_prefill().lasts(entry, [], room) is lasts
+
+
+def test_refusals_name_the_limit() -> None:
+    """A prompt that leaves no room in a sequence or an empty cache, and a queue that is full."""
+    assert scheduler().refusal(spec(0, 193, 1)) is None
+    assert scheduler().refusal(spec(0, 194, 1)) == "prompt of 194 tokens, context_length allows 193"
+    assert scheduler(num_blocks=100).refusal(spec(0, 94, 1)) == "prompt of 94 tokens, the cache allows 93"
+    full = scheduler(max_queued_requests=1)
+    full.add(spec(0, 5, 5))
+    assert full.refusal(spec(1, 5, 5)) == "1 requests wait, max_queued_requests is 1"
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("schedule_policy", {"schedule_policy": "lpm", "enable_priority_scheduling": True}),
+        ("chunked_prefill_size", {"chunked_prefill_size": 0}),
+    ],
+)
+def test_settings_that_contradict_each_other(field: str, given: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError) as error:
+        SglangSettings(**given)
+    assert error.value.field == field

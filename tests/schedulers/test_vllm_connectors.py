@@ -1,0 +1,384 @@
+"""vLLM with a connector that keeps KV on the host: what a block holds is what its reader expects, whatever is evicted,
+preempted or cancelled on the way; no block is handed out under a move; nothing is lost or left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from helpers import Ask, Drive, Executor, Overridden
+from hypothesis import given
+from hypothesis import strategies as st
+from schedulers.test_schedulers import DEPTHS, MOST_TOKENS, asks, check_ends
+
+from cbsim.kv.host_cache import Arc, HostCache, Lru, Visitor
+from cbsim.policy.plan import Row, StepPlan, StepResult, Underway
+from cbsim.policy.request import RequestSpec
+from cbsim.policy.transfers import DEVICE, HOST, IN_ORDER, Place, Transfer
+from cbsim.schedulers.vllm.scheduler import VllmScheduler
+from cbsim.schedulers.vllm.settings import VllmOptions
+
+Token = tuple[int, int]  # (content of everything up to it, its position), or (minus a request's number, its position)
+
+
+def token(spec: RequestSpec, position: int) -> Token:
+    """What the KV at a position of a request comes from; equal where content is declared to be."""
+    unit = position // spec.prefix_block_tokens
+    declared = unit < len(spec.prefix) and position < spec.prefix_tokens
+    return (spec.prefix[unit] if declared else -1 - spec.index), position
+
+
+class Tiers(Executor):
+    """An executor that has blocks: rows write them and find in them what they read, moves copy them. A job copies when
+    it is over, so that nobody may touch its blocks before.
+    """
+
+    def __init__(self, asks: list[Ask], block_size: int, latency: Callable[[], int]) -> None:
+        super().__init__(asks)
+        self.block_size = block_size
+        self.held: dict[Place, dict[int, Token]] = {}
+        self.underway = Underway(block_size)
+        self.moved = {DEVICE: 0, HOST: 0}  # blocks by where they went
+        self._latency = latency
+        self._left: dict[int, int] = {}  # job -> results until it is over
+        self._ordered: dict[int, int] = {}  # job -> the step that ordered it
+
+    def rows(self, plan: StepPlan) -> list[Row]:
+        for job in plan.awaited:
+            self._copy_all(job)
+        self.underway.planned(plan)
+        for move in plan.transfers:
+            if move.job == IN_ORDER:
+                self._copy(move)
+            elif move.job not in self._left:
+                self._left[move.job], self._ordered[move.job] = self._latency(), plan.step
+        rows = super().rows(plan)
+        for row in rows:
+            self._compute(row)
+        return rows
+
+    def _compute(self, row: Row) -> None:
+        table, size = self.tables[row.spec], self.block_size
+        for position in range(row.start):
+            found = self.held.get((DEVICE, table[position // size]), {}).get(position % size)
+            assert found == token(row.spec, position), (row.spec.id, position, found, "not what was computed")
+        for position in range(row.start, row.start + row.tokens):
+            content = self.held.setdefault((DEVICE, table[position // size]), {})
+            content[position % size] = token(row.spec, position)
+
+    def _copy_all(self, job: int) -> None:
+        for move in self.underway.jobs.get(job, ()):
+            self._copy(move)
+        if job in self._left:
+            self._left[job] = 0
+
+    def _copy(self, move: Transfer) -> None:
+        for source, target in zip(move.read, move.written, strict=True):
+            self.held[target] = dict(self.held[source])
+            self.moved[target[0]] += 1
+
+    def result(self, step: int) -> StepResult:
+        over = [job for job, left in self._left.items() if left <= 0 and self._ordered[job] <= step]
+        for job in over:
+            self._copy_all(job)
+            del self._left[job], self._ordered[job]
+        self._left = {job: left - 1 for job, left in self._left.items()}
+        self.underway.completed(tuple(over))
+        return StepResult(super().result(step).stopped, moved=tuple(over))
+
+
+class OffloadDrive(Drive):
+    """A run with tiers, whose accounts are checked after every effect."""
+
+    def __init__(
+        self, scheduler: VllmScheduler, workload: list[Ask], depth: int, latency: Callable[[], int] = lambda: 1
+    ) -> None:
+        super().__init__(scheduler, workload, depth)
+        self.tiers = self.executor = Tiers(workload, scheduler.pool.block_size, latency)
+
+    def check(self) -> None:
+        super().check()
+        assert isinstance(self.scheduler, VllmScheduler)
+        assert self.scheduler.transfers is not None
+        self.scheduler.transfers.check()
+
+
+def options(depth: int, **given: Any) -> VllmOptions:
+    usual = {"block_size": 2, "num_blocks": 13, "max_model_len": MOST_TOKENS, "max_num_seqs": 8}
+    usual |= {"max_num_batched_tokens": 16, "host_blocks": 9, "async_scheduling": depth > 1}
+    return VllmOptions(**usual | given)
+
+
+@st.composite
+def cases(draw: st.DrawFn, depth: int) -> tuple[VllmOptions, list[Ask]]:
+    size, kind = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from(["simple_cpu", "offloading"]))
+    per_chunk = draw(st.sampled_from([1, 2, 3])) if kind == "offloading" else 1
+    places = draw(st.integers(1, 4 * MOST_TOKENS // size)) * per_chunk
+    made = options(
+        depth,
+        policy=draw(st.sampled_from(["fcfs", "fcfs", "priority"])),
+        block_size=size,
+        num_blocks=1 + draw(st.integers(MOST_TOKENS // size, 2 * MOST_TOKENS // size)),
+        max_num_seqs=draw(st.integers(1, 8)),
+        max_num_batched_tokens=draw(st.sampled_from([1, 3, 8, 16, 30])),
+        long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3])),
+        scheduler_reserve_full_isl=draw(st.booleans()),
+        watermark=draw(st.sampled_from([0.0, 0.0, 0.2])),
+        prefill_schedule_interval=draw(st.sampled_from([1, 1, 3])),
+        kv_connector=kind,
+        host_blocks=places + (kind == "simple_cpu"),
+        lazy_offload=kind == "simple_cpu" and draw(st.booleans()),
+        blocks_per_chunk=per_chunk,
+        eviction_policy=draw(st.sampled_from(["lru", "arc"])),
+        offload_prompt_only=draw(st.booleans()),
+    )
+    return made, draw(asks(size))
+
+
+def run(made: VllmOptions, workload: list[Ask], depth: int, latency: Callable[[], int]) -> None:
+    scheduler = VllmScheduler(made)
+    drive = OffloadDrive(scheduler, workload, depth, latency)
+    drive.run()
+    check_ends(drive)
+    assert scheduler.transfers is not None
+    assert not scheduler.transfers.busy
+    assert not drive.tiers.underway.jobs
+
+
+@DEPTHS
+def test_long_runs_on_tight_caches(depth: int) -> None:
+    """The same where nearly every request loads something, and many are cancelled while they do."""
+
+    @given(seed=st.integers(0, 2**32))
+    def check(seed: int) -> None:
+        made, workload, dice = busy(depth, seed)
+        run(made, workload, depth, lambda: dice.randint(0, 6))
+
+    check()
+
+
+@DEPTHS
+def test_blocks_hold_what_is_expected_and_nothing_is_left(depth: int) -> None:
+    """Loads that take a while, stores that take longer, cancellations in either: every row reads what was computed for
+    it, every request gets its tokens, all blocks and places come back."""
+
+    @given(case=cases(depth), data=st.data())
+    def check(case: tuple[VllmOptions, list[Ask]], data: st.DataObject) -> None:
+        run(*case, depth, lambda: data.draw(st.integers(0, 6)))
+
+    check()
+
+
+def busy(depth: int, seed: int) -> tuple[VllmOptions, list[Ask], random.Random]:
+    """A long run on a tight cache: three texts come back after the device has lost them; some requests are cancelled
+    soon after they have come."""
+    dice = random.Random(seed)
+    size, kind = dice.choice([1, 2, 4]), dice.choice(["simple_cpu", "offloading"])
+    per_chunk = dice.choice([1, 2]) if kind == "offloading" else 1
+    made = options(
+        depth,
+        policy=dice.choice(["fcfs", "priority"]),
+        block_size=size,
+        num_blocks=1 + dice.randint(MOST_TOKENS // size, 2 * MOST_TOKENS // size),
+        max_num_seqs=dice.randint(2, 8),
+        max_num_batched_tokens=dice.choice([4, 8, 16, 30]),
+        scheduler_reserve_full_isl=dice.random() < 0.5,
+        kv_connector=kind,
+        host_blocks=dice.randint(8, 4 * MOST_TOKENS // size + 8) * per_chunk,
+        lazy_offload=kind == "simple_cpu" and dice.random() < 0.4,
+        blocks_per_chunk=per_chunk,
+        eviction_policy=dice.choice(["lru", "arc"]),
+        offload_prompt_only=dice.random() < 0.3,
+    )
+    return made, [_turn(dice, index) for index in range(30)], dice
+
+
+def _turn(dice: random.Random, index: int) -> Ask:
+    prompt, outputs = dice.randint(4, 16), dice.randint(1, 8)
+    text, common = dice.randint(0, 2), dice.choice([dice.randint(0, prompt), prompt + outputs])
+    content = tuple((1000 * text if i < common else 1000 * (10 + index)) + i for i in range(prompt + outputs))
+    priority = dice.randint(0, 2)
+    spec = RequestSpec(index, f"r{index}", 0, prompt, outputs, outputs, priority, content, 1, prompt + outputs)
+    arrives = dice.randint(0, 150)
+    cancelled = arrives + dice.randint(0, 15) if dice.random() < 0.25 else None
+    return Ask(spec, arrives, cancelled, dice.randint(1, outputs) if dice.random() < 0.3 else None)
+
+
+def told(index: int, prompt: int, outputs: int, arrives: int, first: int = 0) -> Ask:
+    """A request whose tokens all have declared content: those of the requests with the same `first`."""
+    content = tuple(1000 * first + i for i in range(prompt + outputs))
+    spec = RequestSpec(index, f"r{index}", 0, prompt, outputs, outputs, 0, content, 1, prompt + outputs)
+    return Ask(spec, arrives, None, None)
+
+
+KINDS = pytest.mark.parametrize(
+    "kind",
+    [
+        {"kv_connector": "simple_cpu"},
+        {"kv_connector": "simple_cpu", "lazy_offload": True},
+        {"kv_connector": "offloading"},
+        {"kv_connector": "offloading", "eviction_policy": "arc", "blocks_per_chunk": 2},
+    ],
+    ids=["eager", "lazy", "lru", "arc"],
+)
+
+
+@KINDS
+@DEPTHS
+def test_what_the_device_has_lost_comes_back(depth: int, kind: dict[str, Any]) -> None:
+    """A prompt, others that need all blocks, the prompt again: it is loaded, not computed a second time."""
+    workload = [told(0, 12, 2, 0), *[told(i, 20, 2, 20 * i, first=i) for i in (1, 2)], told(3, 12, 2, 80)]
+    scheduler = VllmScheduler(options(depth, host_blocks=60, **kind))
+    drive = OffloadDrive(scheduler, workload, depth)
+    drive.run()
+    check_ends(drive)
+    again = drive.requests[workload[3].spec]
+    assert again.cached is not None
+    assert again.cached >= 8
+    assert drive.tiers.moved[DEVICE] >= 4
+
+
+def careless(scheduler: VllmScheduler) -> Any:
+    """The simple connector on a pool that does not hold what is being stored."""
+    transfers = scheduler.transfers
+    assert transfers is not None
+    inner, decoding = transfers.connector, scheduler.decoding
+
+    def order(step: int, ahead: Any) -> None:
+        before = len(decoding.transfers)
+        inner.order(step, ahead)
+        for move in decoding.transfers[before:]:
+            scheduler.pool.let_go(list(move.sources))
+
+    return Overridden(inner, order=order)
+
+
+def hasty(scheduler: VllmScheduler) -> Any:
+    """The native connector without its flushes."""
+    transfers = scheduler.transfers
+    assert transfers is not None
+    inner, decoding = transfers.connector, scheduler.decoding
+
+    def order(step: int, ahead: Any) -> None:
+        inner.order(step, ahead)
+        decoding.awaited.clear()
+
+    return Overridden(inner, order=order)
+
+
+@pytest.mark.parametrize(("kind", "fault"), [("simple_cpu", careless), ("offloading", hasty)])
+@DEPTHS
+def test_a_block_handed_out_under_a_store_is_caught(depth: int, kind: str, fault: Callable[..., Any]) -> None:
+    """Slow stores, and a second request that needs the blocks of the first: with the connector's rule it waits or the
+    store is flushed; without, `Underway` sees the block handed out."""
+    workload = [told(0, 12, 1, 0), *[told(i, 22, 1, 6, first=i) for i in (1, 2)]]
+    build = partial(VllmScheduler, options(depth, kv_connector=kind, host_blocks=60))
+    drive = OffloadDrive(build(), workload, depth, lambda: 12)
+    drive.run()
+    check_ends(drive)
+    assert drive.tiers.moved[HOST] >= 6
+
+    scheduler = build()
+    assert scheduler.transfers is not None
+    scheduler.transfers.connector = fault(scheduler)
+    with pytest.raises(AssertionError, match="handed out under a transfer"):
+        OffloadDrive(scheduler, workload, depth, lambda: 12).run()
+
+
+@DEPTHS
+def test_a_lazy_connector_comes_to_rest(depth: int) -> None:
+    """With fewer places than the device caches it has always something to store; left alone, it stops after a while."""
+    workload = [told(i, 20, 2, 10 * i, first=i) for i in range(3)]
+    given = {"kv_connector": "simple_cpu", "lazy_offload": True, "host_blocks": 9, "max_num_batched_tokens": 4}
+    drive = OffloadDrive(VllmScheduler(options(depth, **given)), workload, depth, lambda: 2)
+    drive.run()
+    check_ends(drive)
+    assert drive.tiers.moved[HOST] > 24
+
+
+# -- the host's cache -------------------------------------------------------------------------------------------------
+
+
+def test_lru_evicts_the_tail_of_the_oldest_request_first() -> None:
+    """Chunks of a request leave from its end; what another request has asked for since stays longer."""
+    cache, first, second = HostCache(6, Lru()), Visitor(), Visitor()
+    assert cache.store(first, 0, [10, 11, 12]) == [10, 11, 12]
+    assert cache.store(second, 0, [20, 21]) == [20, 21]
+    assert cache.places([10, 11, 12, 20, 21]) == [0, 1, 2, 3, 4]
+    cache.has_written([10, 11, 12, 20, 21])
+    third = Visitor()
+    assert cache.read(third, 0, [10]) == [0]
+    assert cache.store(third, 1, [31, 32, 33]) == [31, 32, 33]
+    assert [cache.has(key) for key in (10, 11, 12, 20, 21)] == [True, False, False, True, True]
+    assert cache.places([31, 32, 33]) == [5, 1, 2]
+    cache.check()
+
+
+def test_what_is_read_or_written_is_not_evicted() -> None:
+    """A store that would need such chunks is refused, and nothing has changed."""
+    for eviction in (Lru(), Arc(3)):
+        cache, visitor = HostCache(3, eviction), Visitor()
+        assert cache.store(visitor, 0, [1, 2, 3]) == [1, 2, 3]
+        cache.has_written([1, 2])
+        cache.read(visitor, 0, [1])
+        assert cache.store(Visitor(), 0, [7, 8]) is None
+        assert cache.store(Visitor(), 0, [2, 8]) is None, "what is offered stays"
+        assert (cache.free, cache.resting, cache.writing) == (0, 1, 1)
+        cache.has_read([1])
+        assert cache.store(Visitor(), 0, [7, 8]) == [7, 8]
+        cache.check()
+
+
+def test_a_ghost_moves_the_goal_of_arc() -> None:
+    """A chunk that was evicted from those seen once and is wanted again: they should have been more."""
+    arc = Arc(2)
+    cache = HostCache(2, arc)
+    for key in (1, 2, 3):
+        cache.store(Visitor(), 0, [key])
+        cache.has_written([key])
+    assert list(arc.once_ghosts) == [1]
+    cache.store(Visitor(), 0, [1])
+    assert arc.goal == 1
+    assert list(arc.once_ghosts) == [2]
+    cache.has_written([1])
+    found = Visitor()
+    cache.has_read([key for key in (3,) if cache.read(found, 0, [key])])
+    cache.eviction.left(found)
+    assert (list(arc.once), list(arc.often)) == ([1], [3])
+
+
+@given(data=st.data())
+def test_lru_follows_its_ranks(data: st.DataObject) -> None:
+    """Any stores, reads and ends: victims are always those of least rank among the resting."""
+    lru = Lru()
+    cache, last = HostCache(5, lru), 0
+    ranks: dict[int, tuple[int, int]] = {}  # of what the cache holds
+    visitors = [Visitor() for _ in range(4)]
+    for _ in range(data.draw(st.integers(1, 30))):
+        at = data.draw(st.integers(0, 3))
+        visitor, first = visitors[at], data.draw(st.integers(0, 4))
+        keys = [100 * (at % 2) + first + i for i in range(data.draw(st.integers(1, 3)))]
+        lacking = len([key for key in keys if not cache.has(key)]) - cache.free
+        last += not visitor.rank
+        rank = visitor.rank or last
+        for i, key in enumerate(keys):
+            if key in ranks:
+                ranks[key] = max(ranks[key], (rank, -first - i))
+        victims = sorted(ranks.keys() - {*keys}, key=lambda key: ranks[key])[: max(0, lacking)]
+        new = cache.store(visitor, first, keys)
+        assert new is not None
+        assert [key for key in ranks if not cache.has(key)] == [key for key in ranks if key in victims]
+        ranks = {key: ranked for key, ranked in ranks.items() if key not in victims}
+        ranks |= {key: (rank, -first - keys.index(key)) for key in new}
+        cache.has_written(new)
+        cache.check()
+        if data.draw(st.booleans()):
+            lru.left(visitor)
+            visitors[at] = Visitor()
+            for key, number in sorted(visitor.numbers.items(), key=lambda entry: -entry[1]):
+                last += key in ranks
+                ranks |= {key: (last, -number)} if key in ranks else {}

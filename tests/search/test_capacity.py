@@ -1,0 +1,236 @@
+"""The search for a capacity, over servers whose answers are known."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from holding import base
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbsim.runs import binding
+from cbsim.scenario.scenario import Scenario
+from cbsim.search import capacity
+from cbsim.search import probe as terms
+from cbsim.search.capacity import WORDS, Capacity
+from cbsim.search.probe import MOST_PROBES, RATE, Over, Terms
+from cbsim.sweeps.store import Run, Runs
+
+LIMIT = ["ttft.mean<=1s"]
+Answers = Callable[[float, int], float]
+
+
+class Named(Over):
+    """Loads that are only named: a value and a seed in place of a scenario."""
+
+    def scenario(self, value: float, replicate: int) -> Any:
+        return value, replicate
+
+
+class Known(Runs):
+    """Runs of a server whose mean TTFT follows from its load and the run's seed. Nothing is simulated."""
+
+    def __init__(self, answer: Answers, lost: float = math.inf) -> None:
+        self.answer, self.lost = answer, lost
+        self.asked: list[tuple[float, int]] = []
+
+    def of(self, scenarios: Sequence[Any], warmup: float) -> list[Run]:
+        return [self.run(value, seed) for value, seed in scenarios]
+
+    def run(self, value: float, seed: int) -> Run:
+        self.asked.append((value, seed))
+        answer = self.answer(value, seed)
+        ttft = {"n": 18, "mean": answer, "p99": answer, "too_few_for": ["p95", "p99"]}
+        failed = 3 if value > self.lost else 0
+        by_status = {"refused": 0, "failed": failed, "unfinished": 0, "waiting": 0, "length": 20 - failed}
+        summary = {
+            "requests": 20,
+            "requests_by_status": by_status,
+            "ttft_s": ttft,
+            "e2e_s": {"n": 18},
+            "slo": {"attainment": 1.0},
+        }
+        return Run(summary, ["seats: all are taken", "GPU bandwidth: few tokens"])
+
+
+def noise(seed: int) -> float:
+    """Standard normal, the same at all loads."""
+    return float(np.random.default_rng(seed).normal())
+
+
+def sought(runs: Runs, scenario: Scenario | None = None, field: str = RATE, slo: Sequence[str] = LIMIT) -> Capacity:
+    scenario = base() if scenario is None else scenario
+    with pytest.MonkeyPatch.context() as patch:
+        if isinstance(runs, Known):
+            patch.setattr(capacity, "Over", Named)
+        return capacity.search(scenario, field, terms.terms(scenario, slo, None), runs)
+
+
+# -- the search -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(capacity=st.floats(0.1, 200), start=st.floats(0.5, 100))
+def test_the_answer_stands_round_the_capacity(capacity: float, start: float) -> None:
+    """Where a metric knows no chance, both ends are decided, the capacity lies between, and they are near enough."""
+    found = sought(Known(lambda value, _: value / capacity), base(arrivals={"kind": "poisson", "rate_per_s": start}))
+    assert found.holds is not None
+    assert found.fails is not None
+    assert found.holds <= capacity * (1 + 1e-5)
+    assert found.fails >= capacity * (1 - 1e-5)
+    assert found.width == pytest.approx(found.fails / found.holds - 1)
+    assert found.width <= 0.05
+    assert not found.disorder
+    assert len(found.probes) <= MOST_PROBES + 2
+
+
+@settings(max_examples=40)
+@given(first=st.integers(0, 10**6), spread=st.floats(0.001, 0.3))
+def test_ends_are_decided_and_undecided_loads_lie_between(first: int, spread: float) -> None:
+    """With noise a load near the capacity may stay open. It is never an end, and whoever says so says it in a note."""
+    found = sought(Known(lambda value, at: value / 20 * (1 + spread * noise(first + at))))
+    by_value = {each.value: each.holds for each in found.probes}
+    assert found.holds is not None
+    assert found.fails is not None
+    assert (by_value[found.holds], by_value[found.fails]) == (True, False)
+    between = [each.holds for each in found.probes if found.holds < each.value < found.fails]
+    assert set(between) <= {None}
+    assert found.width is not None
+    if found.width > found.terms.width:
+        assert any("undecided" in notice for notice in found.notices)
+
+
+def test_a_search_is_as_often_wrong_as_it_says_or_less() -> None:
+    """Independent normal noise of 20 % a run at every load, 80 searches at 95 %: at most 5 % of their intervals
+    miss the capacity, give or take three standard errors."""
+    missed = 0
+    for number in range(80):
+        at = np.random.default_rng(number)
+        found = sought(Known(lambda value, _, at=at: value / 20 * (1 + 0.2 * float(at.normal()))))  # type: ignore[misc]
+        missed += not (found.holds or 0) <= 20 <= (found.fails or 0)
+    assert missed <= 80 * 0.05 + 3 * math.sqrt(80 * 0.05 * 0.95)
+
+
+def test_replicates_have_the_same_seeds_at_all_loads_and_grow_by_looks() -> None:
+    """Common random numbers; and a load that is clear is looked at with the first batch alone."""
+    runs = Known(lambda value, seed: value / 20 * (1 + 0.05 * noise(seed)))
+    found = sought(runs)
+    for each in found.probes:
+        assert [seed for value, seed in runs.asked if value == each.value] == list(range(each.replicates))
+        assert each.replicates in found.terms.looks
+    assert min(each.replicates for each in found.probes) == terms.FIRST
+    assert max(each.replicates for each in found.probes) > terms.FIRST
+
+
+def test_looks_double_up_to_the_most() -> None:
+    checks = terms.terms(base(), LIMIT, None).conditions
+    assert Terms(checks, replicates=32).looks == (4, 8, 16, 32)
+    assert Terms(checks, replicates=20).looks == (4, 8, 16, 20)
+    assert Terms(checks, replicates=3).looks == (3,)
+
+
+def test_the_error_is_shared_by_loads_looks_and_conditions() -> None:
+    two = terms.terms(base(), [*LIMIT, "e2e.mean<=9s"], None, replicates=8)
+    assert two.tail * MOST_PROBES * 2 * 2 == pytest.approx(0.05)
+
+
+def test_whole_numbers_end_side_by_side() -> None:
+    """Users are counted: between 23 and 24 there is none, whatever the width."""
+    users = {"kind": "closed_loop", "users": 5}
+    runs = Known(lambda value, _: value / 23.5)
+    found = sought(runs, base(arrivals=users), "workload.arrivals.users")
+    assert (found.holds, found.fails) == (23, 24)
+    assert all(isinstance(each.value, int) for each in found.probes)
+
+
+def test_a_field_that_means_less_load_is_searched_downwards() -> None:
+    """Thinking longer, users ask less: more than 8 s hold, less do not."""
+    closed = base(arrivals={"kind": "closed_loop", "users": 5, "think_s": 1.0})
+    runs = Known(lambda value, _: 8 / value)
+    found = sought(runs, closed, "workload.arrivals.think_s")
+    assert found.fails is not None
+    assert found.holds is not None
+    assert found.fails < 8 <= found.holds * (1 + 1e-5)
+    assert found.width == pytest.approx(found.holds / found.fails - 1)
+
+
+def test_what_always_holds_has_no_end_and_says_so() -> None:
+    found = sought(Known(lambda *_: 0.5))
+    assert (found.holds, found.fails, found.width, found.binds) == (16 * 2**10, None, None, None)
+    assert found.notices[0] == "no more load than 16384 was tried: 11 loads were tried"
+    assert "fails     none of the loads that were tried, from 16 to 16384" in str(found)
+
+
+def test_what_never_holds_has_no_beginning() -> None:
+    found = sought(Known(lambda *_: 2.0))
+    assert (found.holds, found.fails) == (None, 16 / 2**10)
+    assert found.binds is not None
+
+
+def test_lost_requests_fail_a_load_and_say_so() -> None:
+    """Whatever the metric is: who was not served has none."""
+    found = sought(Known(lambda *_: 0.5, lost=40))
+    assert found.holds is not None
+    assert found.holds <= 40 <= (found.fails or 0)
+    assert found.binds is not None
+    assert (found.binds.word, found.binds.sentences[0]) == ("refused", "12 of 80 requests failed")
+
+
+def test_disorder_is_a_warning() -> None:
+    """16 fails and 32 holds: the answer stands below the first that fails, and the rest is said."""
+    found = sought(Known(lambda value, _: 2.0 if 10 < value < 20 else value / 100))
+    assert found.holds is not None
+    assert found.holds < 10 < (found.fails or 0)
+    assert not found.numbers()["monotone"]
+    assert "16 fails and 32, which is more load, holds" in found.disorder
+    assert "WARNING   not monotone: " in str(found)
+
+
+def test_a_metric_in_the_wrong_order_is_a_warning() -> None:
+    """All loads below 20 hold, but at less load the metric is worse, which no noise explains."""
+    found = sought(Known(lambda value, _: 2.0 if value > 20 else 0.9 if value < 15 else 0.1))
+    assert any(text.startswith("ttft_s.mean is 0.9 at ") for text in found.disorder)
+
+
+def test_all_within_the_slo_needs_enough_requests() -> None:
+    """18 requests count of each run: four runs of which all keep the limit do not show 99 %."""
+    runs, scenario = Known(lambda *_: 0.5), base()
+    wanted = terms.terms(scenario, [], "99%")
+    looks = list(terms.looked_at(Named(scenario, RATE), 16.0, wanted, runs))
+    assert [each.holds for each in looks] == [None, None, None, None]
+    assert looks[-1].intervals[0].low == pytest.approx(wanted.tail ** (1 / (32 * 18)))
+    easier = terms.terms(scenario, [], "85%")
+    assert next(terms.looked_at(Named(scenario, RATE), 16.0, easier, runs)).holds
+
+
+def test_short_runs_and_equal_ones_are_said() -> None:
+    """18 requests are too few for a p99; and where all runs are the same there is nothing to be sure of."""
+    found = sought(Known(lambda value, _: value / 20), slo=["ttft.p99<=1s"])
+    assert "ttft_s.p99 needs 368 requests that count, runs have 18" in found.notices
+    assert any(notice.startswith("replicates are equal") for notice in found.notices)
+    found = sought(Known(lambda value, seed: value / 20 * (1 + 0.01 * noise(seed))))
+    assert found.notices == ()
+
+
+def test_words_for_what_binds_are_those_of_the_sentences() -> None:
+    """Every cause that binding.py can begin a sentence with is a key here, or one of the queue's."""
+    source = Path(binding.__file__).read_text()
+    assert [cause for cause in WORDS if f"{cause}: " not in source and f'"{cause}"' not in source] == []
+    found = sought(Known(lambda value, _: value / 20))
+    assert found.binds is not None
+    assert (found.binds.word, found.binds.sentences[1]) == ("queue", "GPU bandwidth: few tokens")
+
+
+def test_the_numbers_are_json() -> None:
+    found = sought(Known(lambda value, seed: value / 20 * (1 + 0.02 * noise(seed))), slo=LIMIT)
+    made = json.loads(json.dumps(found.numbers(), allow_nan=False))
+    keys = {"field", "holds", "fails", "confidence", "replicates", "requests", "width", "conditions", "binds"}
+    assert keys | {"monotone", "probes", "notices", "name", "loop"} == set(made)
+    assert made["replicates"] == sum(each["replicates"] for each in made["probes"])
+    assert made["probes"][0].keys() == {"value", "replicates", "requests", "holds", "reason", "values"}

@@ -1,0 +1,204 @@
+"""`cbsim tune`: knobs as they are written, and searches whose answer is known from the scenario."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calls import SMALL, call, out, refused, small  # noqa: F401
+
+import cbsim
+from cbsim.errors import ScenarioError
+from cbsim.metrics.checks import objective, parse
+from cbsim.search import tune
+from cbsim.search.racing import Goal
+from cbsim.search.tune import Tuned
+from cbsim.sweeps.executor import Here
+from cbsim.sweeps.store import Silent
+
+# -- knobs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("512..4096", [512, 1024, 2048, 4096]),
+        ("512..4000", [512, 1024, 2048]),
+        ("0.1..0.5", [0.1, 0.2, 0.4]),
+        ("1..4:1", [1, 2, 3, 4]),
+        ("0.5..1:0.25", [0.5, 0.75, 1]),
+        ("1e2..4e2", [100, 200, 400]),
+        ("vllm,sglang", ["vllm", "sglang"]),
+        ("8, 16 ,8", [8, 16]),
+        ("true,false", [True, False]),
+        ("16", [16]),
+        ("[null, 4]", [None, 4]),
+        ("[{name: vllm}, {name: tgi}]", [{"name": "vllm"}, {"name": "tgi"}]),
+    ],
+)
+def test_knobs_are_ranges_or_lists(text: str, values: list[Any]) -> None:
+    assert list(tune.parse_knobs([f"scheduler.x={text}"])["scheduler.x"]) == values
+
+
+@pytest.mark.parametrize(
+    ("texts", "says"),
+    [
+        (["x"], "--knob x: expected FIELD=A..B"),
+        (["=1..2"], "expected FIELD=A..B"),
+        (["x="], "expected FIELD=A..B"),
+        (["x=8..2"], "--knob x=8..2: got 2, must be > 8"),
+        (["x=0..2"], "must be > 0"),
+        (["x=1..2:0"], "must be > 0"),
+        (["x=1..9e9:1"], "more than 100,000 values"),
+        (["x=1.2.3..4"], "expected FIELD=A..B"),
+        (["x=[1, 2"], "not valid YAML"),
+        (["x=1,2", "x=3"], "x has another knob"),
+    ],
+)
+def test_knobs_that_are_none(texts: list[str], says: str) -> None:
+    with pytest.raises(ScenarioError, match="--knob") as error:
+        tune.parse_knobs(texts)
+    assert says in str(error.value)
+
+
+# -- searches ---------------------------------------------------------------------------------------------------------
+
+CONSTANT = """\
+question: A step takes as long whatever is in it, so more seats are more tokens; which is known without a run.
+model: llama-3.1-8b
+hardware: h200-sxm
+workload:
+  kind: synthetic
+  requests: 12
+  prompt_tokens: 16
+  output_tokens: {uniform: {low: 8, high: 16}}
+  arrivals: {kind: at_once}
+scheduler: {name: vllm}
+loop: {mode: sync}
+cost: {kind: constant, step_s: 0.01}
+slo: {ttft_s: 1}
+"""
+
+
+@pytest.fixture
+def constant(tmp_path: Path) -> Path:
+    path = tmp_path / "constant.yaml"
+    path.write_text(CONSTANT)
+    return path
+
+
+def tuned(scenario: Path, store: Path, knob: str, goal: Goal) -> Tuned:
+    return tune.tune(tune.candidates(scenario, [], tune.parse_knobs([knob]), goal), goal, store, Here())
+
+
+def goal(name: str = "throughput", *conditions: str, most: int = 5) -> Goal:
+    return Goal(objective(name, ""), [parse(text, "--slo") for text in conditions], 0.95, most)
+
+
+def test_more_seats_win_where_steps_cost_the_same(constant: Path, tmp_path: Path) -> None:
+    """12 seats hold all; 24 seats are the same, and the search says so."""
+    found = tuned(constant, tmp_path / "store", "scheduler.max_num_seqs=1,4,12,24", goal())
+    outcome = found.outcome
+    assert outcome.best is not None and found.settings(outcome.best) == {"scheduler.max_num_seqs": 12}
+    assert [found.settings(i)["scheduler.max_num_seqs"] for i in outcome.left] == [12, 24]
+    assert outcome.against(3).none and not outcome.won
+    said = tune.study(found)
+    assert "max_num_seqs=12: the best of them, and 1 the same in every replicate." in said.findings
+    assert [row[-1] for row in said.tables[0].rows] == ["best mean", "the same", "worse", "worse"]
+
+
+def test_a_condition_takes_the_best_away(constant: Path, tmp_path: Path) -> None:
+    """Whoever waits for a seat breaks a limit on TTFT; of the others the fewest seats are best for nothing but this."""
+    found = tuned(
+        constant, tmp_path / "store", "scheduler.max_num_seqs=1,4,12", goal("min:throughput", "ttft.max<=15ms")
+    )
+    assert found.outcome.won and found.called(2) == "max_num_seqs=12" and found.outcome.best == 2
+    assert {trial.why for trial in found.outcome.trials[:2]} == {"ttft.max<=15ms"}
+
+
+def test_loops_are_candidates(constant: Path, tmp_path: Path) -> None:
+    """A scenario with both loops is tuned over them; where the CPU costs nothing they are the same."""
+    of = tune.candidates(constant, ["loop.mode=both"], tune.parse_knobs(["scheduler.max_num_seqs=12"]), goal())
+    found = tune.tune(of, goal("requests_per_s"), tmp_path / "store", Here())
+    assert [found.called(i) for i in range(2)] == ["max_num_seqs=12, loop=sync", "max_num_seqs=12, loop=async"]
+
+
+def test_a_search_goes_on_where_it_stopped(constant: Path, tmp_path: Path) -> None:
+    """The second search runs nothing; one with more replicates runs what is new. The numbers are the same."""
+    begun: list[int] = []
+
+    class Begun(Silent):
+        def begin(self, total: int) -> None:
+            begun.append(total)
+
+    of = tune.candidates(constant, [], tune.parse_knobs(["scheduler.max_num_seqs=4,6"]), goal())
+    results = [tune.tune(of, goal(most=most), tmp_path / "store", Here(), Begun()) for most in (3, 3, 5)]
+    assert begun == [6, 0, 4]
+    assert results[0].outcome.trials == results[1].outcome.trials
+    assert results[2].outcome.trials[0].runs[:3] == results[0].outcome.trials[0].runs
+
+
+def test_from_python(constant: Path, tmp_path: Path) -> None:
+    """The same search: an answer with the settings, and one that prints as the command does."""
+    knob = {"scheduler.max_num_seqs": [1, 4]}
+    found = cbsim.tune(constant, knob, "throughput", slo=["ttft.p99<=9s"], replicates=3, store=tmp_path / "store")
+    assert found.best == {"scheduler.max_num_seqs": 4} and found.won
+    assert "max_num_seqs=4: the best that keeps the conditions, with a confidence of at least 0.95." in str(found)
+    with pytest.raises(ScenarioError, match="replicates: got 1, must be from 2"):
+        cbsim.tune(constant, knob, "throughput", replicates=1)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_tune_says_what_it_found(constant: Path, tmp_path: Path) -> None:
+    words = ("--knob", "scheduler.max_num_seqs=1..4", "--maximise", "throughput", "--slo", "ttft.p99<=9s")
+    more = ("--replicates", "3", "--store", tmp_path / "store", "--jobs", "1", "--json")
+    said = call("tune", constant, *words, *more)
+    assert said.status == 0
+    found = json.loads(said.out)
+    assert found["best"] == {"scheduler.max_num_seqs": 4}
+    assert found["won"] and found["sure_to_hold"]
+    assert [len(each["values"]["output_tokens_per_s"]) for each in found["candidates"]] == [3, 3, 3]
+    assert found["candidates"][0]["behind_best"]["high"] < 0
+    nobody = call("tune", constant, *words[:-1], "ttft.p99<=1us", *more[:-1], "--out", tmp_path / "report")
+    assert nobody.status == 3
+    assert "No candidate keeps all conditions." in nobody.out
+    assert "--slo 'ttft.p99<=1us'" in (tmp_path / "report" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--knob", "scheduler.max_num_seq=1..4"), ("max_num_seq: unknown field", "did you mean max_num_seqs?")),
+        (("--knob", "scheduler.max_num_seqs=4..1"), ("got 1, must be > 4",)),
+        (("--knob", "scheduler.name=vllm", "--slo", "tttf.p99<=1s"), ("--slo 'tttf.p99<=1s'", "did you mean")),
+        (("--knob", "scheduler.name=vllm", "--set", "slo=null"), ("slo",)),
+        (("--knob", "seed=1,2"), ("seed is no knob", "replicates take seeds of their own")),
+        (("--knob", "scheduler.name=vllm", "--replicates", "1"), ("'1': expected a whole number from 2 to 10,000",)),
+        (("--knob", "scheduler.name=vllm", "--confidence", "10%"), ("'10%': expected a share from 0.5",)),
+    ],
+)
+def test_mistakes_run_nothing(constant: Path, tmp_path: Path, words: tuple[str, ...], says: tuple[str, ...]) -> None:
+    said = call("tune", constant, "--maximise", "goodput", "--store", tmp_path / "store", *words)
+    assert said.status == 2 and not said.out and "Traceback" not in said.err
+    assert [word for word in says if word not in said.err] == []
+    assert not (tmp_path / "store").exists()
+
+
+def test_all_that_cannot_be_built_are_told(constant: Path) -> None:
+    words = ("--knob", "scheduler.max_num_seqs=-1,0,4", "--maximise", "throughput")
+    said = call("tune", constant, *words)
+    assert said.status == 2
+    assert "2 points cannot be built; nothing was run" in said.err
+    assert "max_num_seqs=-1" in said.err and "max_num_seqs=0" in said.err
+
+
+def test_metrics_that_no_run_will_have_are_refused(small: Path, tmp_path: Path) -> None:  # noqa: F811
+    words = ("--knob", "scheduler.max_num_seqs=1..4", "--store", tmp_path / "store")
+    refused(call("tune", small, *words, "--maximise", "goodput"), 2, "small has no slo", "--set slo.ttft_s=2")
+    unpriced = ("--set", "hardware.price_usd_hour=null")
+    cost = "cost.usd_per_million_tokens"
+    refused(call("tune", small, *words, *unpriced, "--minimise", cost), 2, "has no price")

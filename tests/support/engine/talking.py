@@ -1,0 +1,120 @@
+"""Clients of a served engine: a backend of the tests' small model, and what its streams said."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from support.engine.served import INLINE, VOCAB
+
+from cbengine.build import Setup, adapted
+from cbengine.serving.backend import EngineBackend
+from cbsim.http.backend import Generation, Stream
+from cbsim.record import environment
+from cbsim.runs import replan
+from cbsim.runs.reading import Run, load
+from cbsim.runs.served import SessionDirectory
+from cbsim.scenario.scenario import Scenario
+
+PLACE = cache(environment.place)
+
+
+def placed() -> Any:
+    """Inside, git is asked once where we are."""
+    return mock.patch.object(environment, "place", PLACE)
+
+
+class Numbers:
+    """A tokenizer whose tokens nobody reads: clients of these tests send and get ids."""
+
+    vocab = VOCAB
+
+    def __init__(self, ends: frozenset[int] = frozenset()) -> None:
+        self.ends = ends
+
+
+@dataclass
+class Said:
+    """A stream, and what its client read of it."""
+
+    stream: Stream
+    tokens: list[int] = field(default_factory=list)
+
+
+class Server:
+    """A session. `prompt`s are ids; a request is greedy and ends at its limit, unless `more` says otherwise."""
+
+    def __init__(self, asked: Scenario, loop: str, ends: frozenset[int] = frozenset(), setup: Setup = INLINE) -> None:
+        with placed():
+            self.backend = EngineBackend(adapted(asked, setup), loop, setup, Numbers(ends))  # type: ignore[arg-type]
+        self.said: list[Said] = []
+        self.read: Run | None = None
+
+    @property
+    def engine(self) -> Any:
+        return self.backend._server.engine
+
+    def send(self, prompt: Sequence[int], tokens: int, **more: Any) -> Said:
+        """Submit, and read nothing yet."""
+        wanted = {"temperature": 0.0, "ignore_eos": True, **more}
+        stream = Stream(Generation(f"r{len(self.said)}", list(prompt), tokens, **wanted))
+        self.said.append(Said(stream))
+        self.backend.submit(stream)
+        return self.said[-1]
+
+    async def ask(self, prompt: Sequence[int], tokens: int, leave_after: int | None = None, **more: Any) -> Said:
+        """Read to the end, or give up once so many tokens are there."""
+        said = self.send(prompt, tokens, **more)
+        while new := await said.stream.take():
+            said.tokens += new
+            if leave_after is not None and len(said.tokens) >= leave_after:
+                self.backend.cancel(said.stream)
+        return said
+
+    def talk(self, conversation: Callable[[Server], Awaitable[Any]]) -> Any:
+        """What the conversation gives, once the server has drained after it."""
+
+        async def session() -> Any:
+            running = asyncio.create_task(self.backend.run())
+            await asyncio.sleep(0)  # it has begun
+            try:
+                return await conversation(self)
+            finally:
+                self.backend.close()
+                await running
+
+        return asyncio.run(session())
+
+    def written(self, folder: Path, incomplete: str | None = None) -> Path:
+        """Its run directory."""
+        place = SessionDirectory(self.backend.session, self.backend.log, folder)
+        place.write({}, incomplete)
+        return place.path
+
+    def check(self, folder: Path) -> Run:
+        """The run directory as it was read: the same plans follow from it, and its rows say what the streams say."""
+        path = self.written(folder)
+        verdict, run = replan.rederive(path), load(path)
+        assert verdict == (len(run.steps), len(run.steps), None), verdict
+        rows = {row.id: row for row in run.requests}
+        logged = [said for said in self.said if said.stream.generation.id in rows]
+        assert len(rows) == len(logged)
+        for said in logged:
+            row, stream = rows[said.stream.generation.id], said.stream
+            delivered = sum(row.token_runs[1::2])
+            if stream.finish in ("stop", "length"):
+                assert row.status == stream.finish
+                assert len(said.tokens) == stream.tokens == delivered
+                assert row.preemptions == stream.preemptions
+            else:
+                assert {"error": "refused", "abort": "aborted"}[str(stream.finish)] == row.status or (
+                    stream.finish == "abort" and row.status in ("length", "stop", "refused")  # it was over by then
+                )
+                assert len(said.tokens) <= delivered + 1
+            assert stream.cached_tokens in (0, row.cached_tokens)
+        return run

@@ -1,0 +1,199 @@
+"""`python -m cbsim serve`, from its first line to its exit status, talked to by openai's client and by curl."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+
+from cbsim.cli.parser import main
+from cbsim.runs import reading
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVE = (sys.executable, "-m", "cbsim", "serve", "tiny_cpu", "--port", "0")
+FAST = ("--set", "cost={kind: constant, step_s: 0.002}")
+LONG = ("--set", "cost={kind: constant, step_s: 0.5}")
+
+
+class Session:
+    """A server in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        assert process.stdout is not None
+        session_facts = process.stdout.readline()
+        where = re.search(r"http://127\.0\.0\.1:\d+/v1", session_facts)
+        assert where, session_facts or process.communicate()[1]
+        self.address = where[0]
+
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.address, api_key="key", max_retries=0)
+
+    def end(self, *signals: int) -> tuple[int, str, str]:
+        for number in signals:
+            self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out, err
+
+
+@contextmanager
+def serving(out: Path, *words: str, **environment: str) -> Iterator[Session]:
+    process = subprocess.Popen(
+        [*SERVE, "--out", str(out), *words],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield Session(process)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def test_a_session_from_its_first_line_to_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(tmp_path, *FAST) as session, session.openai() as client:
+        model = client.models.list().data[0]
+        assert model.id == "tiny_cpu"
+        whole = client.chat.completions.create(
+            model=model.id,
+            messages=[{"role": "user", "content": "hello"}],
+            max_completion_tokens=7,
+            extra_body={"ignore_eos": True},
+        )
+        assert whole.choices[0].finish_reason == "length"
+        assert whole.usage
+        assert whole.usage.completion_tokens == 7
+        parts = list(
+            client.completions.create(
+                model=model.id,
+                prompt="hello",
+                max_tokens=5,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True},
+            )
+        )
+        assert sum(bool(part.choices) for part in parts) == 5, "a chunk a token"
+        assert parts[-1].usage
+        assert parts[-1].usage.completion_tokens == 5
+        status, session_facts, complaint = session.end(signal.SIGTERM)
+    assert status == 0, complaint
+    assert "Traceback" not in complaint
+    (run,) = tmp_path.iterdir()
+    assert f"run       {run}" in session_facts
+    loaded = reading.load(run)
+    assert loaded.incomplete is None
+    assert [row.output_tokens for row in loaded.requests] == [7, 5]
+    assert {"faithful", "lag_p99_s", "late_steps"} <= set(loaded.summary["served"])
+    assert main(["replan", str(run)]) == 0
+    assert f"{len(loaded.steps)} of {len(loaded.steps)} plans identical" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_curl_streams(tmp_path: Path) -> None:
+    body = json.dumps({"model": "tiny_cpu", "prompt": "hi", "max_tokens": 3, "stream": True, "ignore_eos": True})
+    with serving(tmp_path, *FAST) as session:
+        words = ["curl", "-sN", f"{session.address}/completions", "-H", "Content-Type: application/json", "-d", body]
+        session_facts = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+    events = session_facts.strip().split("\n\n")
+    assert len(events) == 4
+    assert all(event.startswith("data: ") for event in events)
+    assert events[-1] == "data: [DONE]"
+
+
+def test_answers_under_way_end_before_it_goes(tmp_path: Path) -> None:
+    """The door is closed; who is inside gets all tokens."""
+    with serving(tmp_path, *FAST, "--set", "cost.step_s=0.02") as session, session.openai() as client:
+        stream = client.completions.create(
+            model="tiny_cpu", prompt="hello", max_tokens=30, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        session.process.send_signal(signal.SIGTERM)
+        assert 1 + sum(bool(part.choices) for part in stream) == 30
+        status, _, _ = session.end()
+    assert status == 0
+    (run,) = tmp_path.iterdir()
+    assert not (run / "INCOMPLETE").exists()
+
+
+@pytest.mark.parametrize("hurry", [("--grace", "0.1"), ()])
+def test_answers_that_are_cut_off_make_an_incomplete_run(tmp_path: Path, hurry: tuple[str, ...]) -> None:
+    """Out of time, or told twice. What happened until then can be read."""
+    with serving(tmp_path, *LONG, *hurry) as session, session.openai() as client:
+        stream = client.completions.create(
+            model="tiny_cpu", prompt="hello", max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        status, _, complaint = session.end(signal.SIGTERM, *(() if hurry else (signal.SIGINT,)))
+        stream.close()
+    assert status == 1
+    assert "incomplete: 1 answer was cut off" in complaint
+    assert "Traceback" not in complaint
+    (run,) = tmp_path.iterdir()
+    loaded = reading.load(run)
+    assert loaded.incomplete
+    assert [row.status for row in loaded.requests] == ["aborted"]
+
+
+def test_a_scale_that_nobody_keeps_is_told(tmp_path: Path) -> None:
+    """A thousand times as fast: everything comes late, the model's times stay, and the figures are marked."""
+    with serving(tmp_path, *FAST, "--clock", "scale=1000") as session, session.openai() as client:
+        client.completions.create(model="tiny_cpu", prompt="hello", max_tokens=64, extra_body={"ignore_eos": True})
+        with urllib.request.urlopen(session.address.replace("/v1", "/metrics")) as answer:
+            metrics = answer.read().decode()
+        status, _, complaint = session.end(signal.SIGINT)
+    assert status == 0
+    assert "cbsim_time_scale" in metrics
+    (run,) = tmp_path.iterdir()
+    served = reading.load(run).summary["served"]
+    assert served["time_scale"] == 1000
+    assert served["faithful"] == ("not faithful" not in complaint)
+    late = float(re.search(r"^cbsim_late_steps_total(?:\{.*\})? (\S+)$", metrics, re.MULTILINE)[1])  # type: ignore[index]
+    assert late <= served["late_steps"]
+
+
+def test_a_key_is_asked_for(tmp_path: Path) -> None:
+    with serving(tmp_path, *FAST, CBSIM_API_KEY="secret") as session, session.openai() as client:
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        assert client.with_options(api_key="secret").models.list().data
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["nothing"], "unknown scenario 'nothing'"),
+        (["tiny_cpu", "--host", "0.0.0.0"], "host 0.0.0.0 is open to other machines"),
+        (["tiny_cpu", "--tokenizer", "nowhere"], "nowhere"),
+        (["tiny_cpu", "--api-key-file", "nowhere"], "nowhere: API keys cannot be read"),
+    ],
+)
+def test_what_cannot_be_served(
+    words: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *words, "--out", str(tmp_path / "runs")]) == 2
+    assert complaint in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("words", [["--port", "70000"], ["--clock", "scale=0"], ["--clock", "fast"], ["--grace", "-1"]])
+def test_arguments_that_are_none(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["serve", "tiny_cpu", *words])
+    assert stop.value.code == 2
+    assert words[1] in capsys.readouterr().err

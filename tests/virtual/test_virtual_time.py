@@ -1,0 +1,332 @@
+"""Virtual time: what happens at a moment is over before the next, repeats are alike, and what cannot join is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cbsim.virtual
+from cbsim.cli.parser import main
+from cbsim.virtual import clocks as virtual_loop
+from cbsim.virtual.clocks import VirtualLoop, VirtualTimeError, clocks, watched
+
+SCENARIO = "rates"
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def loop() -> Any:
+    made: VirtualLoop = VirtualLoop()
+    yield made
+    made.close()
+
+
+def test_sleeping_takes_virtual_time_only(loop: VirtualLoop) -> None:
+    async def day() -> tuple[float, float, int]:
+        await asyncio.sleep(86_400)
+        return time.time(), time.perf_counter(), time.monotonic_ns()
+
+    began = time.monotonic()
+    with clocks(loop):
+        session_facts = loop.run_until_complete(day())
+    assert session_facts == (virtual_loop.EPOCH_S + 86_400, 86_400, 86_400 * 10**9)
+    assert time.monotonic() - began < 3600, "the clocks are the machine's again"
+
+
+def test_rest_is_after_all_that_happens_at_its_moment(loop: VirtualLoop) -> None:
+    """However many turns of the loop that takes."""
+    order: list[str] = []
+
+    async def client() -> None:
+        await asyncio.sleep(1)
+        for turn in range(5):
+            await asyncio.sleep(0)
+            order.append(f"client {turn} at {loop.time():g}")
+
+    async def machine() -> None:
+        rest = loop.create_future()
+        loop.at_rest(1.0, rest)
+        await rest
+        order.append(f"machine at {loop.time():g}")
+
+    async def together() -> None:
+        await asyncio.gather(machine(), client())
+
+    loop.run_until_complete(together())
+    assert order == [*(f"client {turn} at 1" for turn in range(5)), "machine at 1"]
+
+
+def test_bytes_on_their_way_take_no_time(loop: VirtualLoop) -> None:
+    """A reader hears what was written before the clock goes on, though a timer is due sooner than it is read."""
+    heard: list[tuple[bytes, float]] = []
+
+    async def server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(100):
+            heard.append((data, loop.time()))
+            writer.write(data.upper())
+        writer.close()
+
+    async def talk() -> list[float]:
+        listening = await asyncio.start_server(server, "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+        answered = []
+        for turn in range(50):
+            await asyncio.sleep(1e-6)
+            sent = loop.time()
+            writer.write(b"%d" % turn)
+            assert await reader.read(100) == b"%d" % turn
+            answered.append(loop.time() - sent)
+        writer.close()
+        await asyncio.sleep(1)
+        listening.close()
+        return answered
+
+    assert set(loop.run_until_complete(talk())) == {0.0}
+
+
+def test_a_thread_takes_no_virtual_time(loop: VirtualLoop) -> None:
+    async def work() -> float:
+        ticking = asyncio.ensure_future(asyncio.sleep(0.001))
+        await asyncio.to_thread(sum, range(10**6))
+        at = loop.time()
+        await ticking
+        return at
+
+    assert loop.run_until_complete(work()) == 0.0
+
+
+def test_a_thread_that_waits_for_the_loop_is_told(loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual_loop, "PATIENCE_S", 0.1)
+    held = asyncio.Event()
+
+    def waits() -> None:
+        asyncio.run_coroutine_threadsafe(asyncio.wait_for(held.wait(), 5), loop).result()
+
+    async def blocked() -> None:
+        await asyncio.to_thread(waits)
+
+    with pytest.raises(VirtualTimeError, match=r"a thread has been in .*waits.* virtual time waits for threads"):
+        loop.run_until_complete(blocked())
+    monkeypatch.undo()
+    held.set()
+    loop.run_until_complete(asyncio.sleep(0.1))
+
+
+def test_a_stray_sleep_takes_time_and_is_told(loop: VirtualLoop) -> None:
+    async def naps() -> float:
+        time.sleep(86_400)
+        return time.perf_counter()
+
+    with clocks(loop):
+        assert loop.run_until_complete(naps()) == 86_400
+    (session_facts,) = loop.strays
+    assert session_facts.startswith("time.sleep(86400) in ")
+    assert session_facts.endswith("(naps) kept the loop: what was due meanwhile came late")
+
+
+def test_a_sleep_that_escaped_is_noticed(loop: VirtualLoop) -> None:
+    """Its name was imported before: it cannot be stopped, but the loop sees that nothing was computed meanwhile."""
+    real = time.sleep
+
+    async def naps() -> None:
+        real(0.2)
+        await asyncio.sleep(1)
+
+    with clocks(loop):
+        loop.run_until_complete(naps())
+    (session_facts,) = loop.strays
+    assert "in which it did not compute" in session_facts
+
+
+def test_a_call_that_blocks_the_loop_is_told(loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A synchronous client would wait for a server that waits for it."""
+    monkeypatch.setattr(virtual_loop, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(virtual_loop, "WATCH_S", 0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = "http://{}:{}".format(*silent.getsockname())
+
+        async def asks() -> None:
+            urllib.request.urlopen(address)
+
+        with watched(loop), pytest.raises(VirtualTimeError, match="has blocked the loop"):
+            loop.run_until_complete(asks())
+    with pytest.raises(VirtualTimeError, match="has blocked the loop"):
+        loop.check_deadlock()
+
+
+def run_openai(streams: int) -> tuple[Any, Any]:
+    server = cbsim.virtual.virtual(SCENARIO)
+
+    async def ask(client: Any, at: int) -> list[float]:
+        await asyncio.sleep(at / 40)
+        began = time.perf_counter()
+        stream = await client.chat.completions.create(
+            model=server.model, messages=[{"role": "user", "content": f"hello {at % 3}"}], max_tokens=20, stream=True
+        )
+        return [time.perf_counter() - began async for part in stream if part.choices[0].delta.content]
+
+    async def everybody() -> list[list[float]]:
+        async with server.openai() as client:
+            return await asyncio.gather(*(ask(client, at) for at in range(streams)))
+
+    return server.run(everybody()), server.result
+
+
+def test_what_a_client_measures_is_what_the_model_says() -> None:
+    """Neither HTTP nor the client takes time: first and last tokens come when the record has them."""
+    emitted, result = run_openai(30)
+    table = result.requests.to_pydict()
+    assert len(emitted) == len(table["id"]) == 30
+    for times, arrival, first, last, count in zip(
+        emitted,
+        *(table[name] for name in ("arrival_ns", "first_token_ns", "last_token_ns", "generated_tokens")),
+        strict=True,
+    ):
+        assert len(times) == count
+        assert times[0] == pytest.approx((first - arrival) / 1e9, abs=2e-9)
+        assert times[-1] == pytest.approx((last - arrival) / 1e9, abs=2e-9)
+    assert result.summary["served"]["faithful"] is True
+
+
+def test_two_runs_of_a_client_are_alike_to_the_byte() -> None:
+    (emitted, result), (again, other) = run_openai(20), run_openai(20)
+    assert emitted == again
+    assert result.steps.equals(other.steps)
+    assert result.requests.equals(other.requests)
+    assert result.files == other.files
+
+
+def test_a_client_that_leaves_is_given_up() -> None:
+    server = cbsim.virtual.virtual(SCENARIO)
+
+    async def leaves() -> None:
+        async with server.openai() as client:
+            stream = await client.completions.create(model=server.model, prompt="hello", max_tokens=500, stream=True)
+            async for _ in stream:
+                break
+            await stream.close()
+            await asyncio.sleep(1)
+            load = server.session.backend.load
+            assert (load.running, load.waiting) == (0, 0)
+
+    server.run(leaves())
+    assert server.result.summary["requests_by_status"]["aborted"] == 1
+
+
+def test_a_server_is_good_for_one_run() -> None:
+    server = cbsim.virtual.virtual(SCENARIO)
+    with pytest.raises(VirtualTimeError, match="nobody has run"):
+        server.result  # noqa: B018
+    server.run(asyncio.sleep(1))
+    assert server.result.summary["requests"] == 0
+    with pytest.raises(VirtualTimeError, match="good for one run"):
+        server.run(asyncio.sleep(1))
+
+
+# -- drive
+
+
+def drive(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> int:
+    monkeypatch.chdir(HERE)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    return main(["drive", SCENARIO, "--loop", "async", "--out", str(out), "--quiet", *words])
+
+
+def test_a_driven_client_repeats_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over sockets, with its own clock and its own arguments; what it prints and what is recorded are the same."""
+    session_facts = []
+    for run in ("one", "two"):
+        assert drive(monkeypatch, tmp_path / run, "my_client:main", "12") == 0
+        session_facts.append(capsys.readouterr().out.splitlines()[0])
+    assert session_facts[0] == session_facts[1]
+    assert session_facts[0].count("(9, ") + session_facts[0].count("(") > 12
+    (first,), (second,) = ([*(tmp_path / run).iterdir()] for run in ("one", "two"))
+    for name in ("steps.parquet", "requests.parquet", "arrivals.jsonl"):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+
+
+def test_a_client_may_be_told_where(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert drive(monkeypatch, tmp_path, "my_client:told_where") == 0
+    assert "at http://127.0.0.1" in capsys.readouterr().out
+
+
+def test_a_client_that_keeps_the_loop_makes_a_run_that_is_not_faithful(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The steps that were due while it slept came late: their times are the model's, the client's are not."""
+    assert drive(monkeypatch, tmp_path, "my_client:sleeps") == 0
+    session_facts = capsys.readouterr()
+    assert float(session_facts.out.splitlines()[0]) > 0.5
+    assert "warning: time.sleep(0.5) in" in session_facts.err
+    assert "not faithful: 1 % of its steps came" in session_facts.err
+    (run,) = tmp_path.iterdir()
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["served"]["faithful"] is False
+    assert summary["served"]["lag_max_s"] > 0.4
+
+
+@pytest.mark.parametrize(
+    ("client", "status", "words"),
+    [
+        ("my_client:fails", 1, "the client failed: KeyError: 'no such thing'"),
+        ("my_client:waits", 1, "waits for something that never comes"),
+        ("my_client:plain", 2, "is not asynchronous"),
+        ("my_client:nothing", 2, "has no function nothing"),
+        ("my_client", 2, "expected MODULE:FUNCTION"),
+        ("no_such_module:main", 2, "there is no module no_such_module"),
+    ],
+)
+def test_what_cannot_be_driven(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    client: str,
+    status: int,
+    words: str,
+) -> None:
+    monkeypatch.setattr(virtual_loop, "PATIENCE_S", 0.2)
+    assert drive(monkeypatch, tmp_path / "runs", client) == status
+    session_facts = capsys.readouterr().err
+    assert words in session_facts
+    assert "Traceback" not in session_facts
+    if status == 1:
+        (run,) = (tmp_path / "runs").iterdir()
+        assert (run / "INCOMPLETE").exists()
+    else:
+        assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("seconds", [1.7e7, 1e12])
+def test_years_can_be_slept(loop: VirtualLoop, seconds: float) -> None:
+    """The clock is a number like others: from some size on, its steps are coarser than a nanosecond."""
+
+    async def sleeps() -> float:
+        await asyncio.sleep(seconds)
+        await asyncio.sleep(1)
+        return loop.time()
+
+    assert loop.run_until_complete(sleeps()) == pytest.approx(seconds + 1)
+
+
+def test_a_thread_that_is_refused_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(virtual_loop, "PATIENCE_S", 0.2)
+    assert drive(monkeypatch, tmp_path, "my_client:in_a_thread") == 1
+    assert "a thread has been in" in capsys.readouterr().err
+    assert "Traceback" not in caplog.text
