@@ -11,10 +11,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-from calls import out, small  # noqa: F401 - fixtures
 from hypothesis import HealthCheck, Phase, settings
-from pictures import drawn, sketched  # noqa: F401 - fixtures
-from sweeping import sweep, trapped  # noqa: F401 - fixtures
+from support.calls import out, small  # noqa: F401 - fixtures
+from support.pictures import drawn, sketched  # noqa: F401 - fixtures
+from support.sweeping import sweep, trapped  # noqa: F401 - fixtures
 
 MOST_WORKERS = 4  # each imports and collects everything, ten seconds, and takes a gigabyte if torch is there
 

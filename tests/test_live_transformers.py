@@ -97,7 +97,8 @@ def test_the_real_scheduler_decides_the_same(
     version = installed()
     record_property("transformers", version)
     print(f"transformers {version}")
-    record = import_module("live_transformers_523" if version.startswith("5.23.") else "live_transformers").record
+    recorder = "live_transformers_523" if version.startswith("5.23.") else "live_transformers"
+    record = import_module(f"support.{recorder}").record
     trace = tmp_path / f"{drawn['name']}.jsonl"
     trace.write_text("".join(json.dumps(line) + "\n" for line in record(drawn)))
     (tmp_path / f"{drawn['name']}.json").write_text(json.dumps(drawn))

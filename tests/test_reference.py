@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reference import ran
+from support.reference import ran
 
 import cbsim
 from cbsim.policy.captures import CAPTURED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from reference import Ran, ran
+from support.reference import Ran, ran
 
 from cbsim.scenario import demand, scenario
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
-from reference import ran
+from support.reference import ran
 
 from cbsim.scenario import catalog
 

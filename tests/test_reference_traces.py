@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference import data, ran
+from support.reference import data, ran
 
 from cbsim.errors import ScenarioError
 from cbsim.record.tables import token_times

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from calls import call, refused, runs
 from own_policy import TEXT
+from support.calls import call, refused, runs
 
 from analysis.cli.parser import main as analysis
 from cbsim.runs.replan import rederive

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from calls import process
+from support.calls import process
 
 from cbsim import bench
 from cbsim.bench import CASES

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from calls import ROOT, call, environment
+from support.calls import ROOT, call, environment
 
 from cbsim.scenario import catalog, scenario
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from calls import ROOT, Said, call, refused, runs
+from support.calls import ROOT, Said, call, refused, runs
 
 from cbsim.draw.render import Picture
 from cbsim.record import directory, optional_tables

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from calls import SMALL, call, refused
+from support.calls import SMALL, call, refused
 
 from cbsim.scenario import rows
 from cbsim.workload import generators

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mutations
 import pytest
-from calls import SMALL, Said, call
-from mutations import SEED, as_json, as_json_lines, edited, shuffled, with_a_cell
+from support import mutations
+from support.calls import SMALL, Said, call
+from support.mutations import SEED, as_json, as_json_lines, edited, shuffled, with_a_cell
 
 from cbsim.draw import render
 from cbsim.errors import ScenarioError

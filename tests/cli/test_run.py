@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 import pytest
-from calls import ROOT, SMALL, Said, call, process, read, refused, runs
-from pictures import really
+from support.calls import ROOT, SMALL, Said, call, process, read, refused, runs
+from support.pictures import really
 
 from cbsim.record import directory
 from cbsim.record import environment as sources

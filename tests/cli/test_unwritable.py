@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from calls import ROOT, call, process, refused, runs
+from support.calls import ROOT, call, process, refused, runs
 
 from cbsim.record import directory
 from cbsim.scenario import scenario

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import SPEC, padded, plan
+from support.plans import SPEC, padded, plan
 
 import cbsim
 from cbsim.cost.base import Cost, CpuCost, PhaseCost

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
-import engine_folder
 import pytest
-from engine_folder import decode_ms, gather_ms, gemm_ms, moe_ms, prompt_ms, reduce_ms
-from plans import plan as a_plan
+from support import engine_folder
+from support.engine_folder import decode_ms, gather_ms, gemm_ms, moe_ms, prompt_ms, reduce_ms
+from support.plans import plan as a_plan
 
 from cbsim.cost import engine_tables
 from cbsim.cost.base import CpuCost

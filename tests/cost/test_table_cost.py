@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import packs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import padded, plan
+from support import packs
+from support.plans import padded, plan
 
 from cbsim.cost.base import CpuCost
 from cbsim.cost.bundle import Bundle, Experts

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from scripts import script
+from support.scripts import script
 
 from cbsim.draw import folder
 from cbsim.errors import RunError

@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 import pytest
-from endpoint_calls import JSON, Answer, Instant, answer_to, ask, chat, completion, saying, text_of, words
-from scripted import Scripted
+from support.endpoint_calls import JSON, Answer, Instant, answer_to, ask, chat, completion, saying, text_of, words
+from support.scripted import Scripted
 
 from cbsim.http.app import build
 from cbsim.http.backend import Stream, Unmetered

@@ -11,7 +11,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from endpoint_calls import Answer, Feeding, Session, listening, read_answer, request, scripted
+from support.endpoint_calls import Answer, Feeding, Session, listening, read_answer, request, scripted
 
 from cbsim.http.connection import Connection
 from cbsim.http.listen import files_for

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from endpoint_calls import Answer, Session, listening, read_answer, request, scripted
+from support.endpoint_calls import Answer, Session, listening, read_answer, request, scripted
 
 from cbsim.http.errors import EndpointError
 from cbsim.http.listen import Ending, check_host, listen
@@ -202,7 +202,7 @@ import asyncio
 from cbsim.http.listen import listen
 import sys
 sys.path.insert(0, sys.argv[1])
-from scripted import Scripted
+from support.scripted import Scripted
 from cbsim.http.tokenizer import open_tokenizer
 backend = Scripted(open_tokenizer(), 0.001)
 print(asyncio.run(listen(backend, port=0, ready=lambda host, port: print(port, flush=True))))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import schemathesis
-from endpoint_calls import Instant
 from hypothesis import settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
+from support.endpoint_calls import Instant
 
 from cbsim.http.app import build
 

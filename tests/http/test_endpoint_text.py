@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from endpoint_calls import answer_to, words
 from hypothesis import given
 from hypothesis import strategies as st
 from make_tokenizer import train, write
+from support.endpoint_calls import answer_to, words
 
 from cbsim.http.choice import Stops
 from cbsim.http.errors import ConversationError, EndpointError

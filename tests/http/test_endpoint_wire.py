@@ -8,9 +8,9 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from endpoint_calls import Answer, Session, listening, read_answer, request, scripted, text_of, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.endpoint_calls import Answer, Session, listening, read_answer, request, scripted, text_of, words
 
 from cbsim.http import connection
 from cbsim.http.connection import MOST_PIPELINED

@@ -14,7 +14,7 @@ pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
-from scripted import Scripted
+from support.scripted import Scripted
 
 from cbsim.http.admission import AdmissionController
 from cbsim.http.backend import ABORT, Generation, Load, Stream, Timing

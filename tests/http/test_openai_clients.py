@@ -7,8 +7,8 @@ import shutil
 
 import openai
 import pytest
-from endpoint_calls import events, listening, saying, scripted, text_of, words
 from openai import AsyncOpenAI, OpenAI
+from support.endpoint_calls import events, listening, saying, scripted, text_of, words
 
 from cbsim.http.settings import Settings, read_keys
 

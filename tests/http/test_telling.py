@@ -8,9 +8,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from endpoint_calls import Feeding, Instant, ask, events, listening, read_answer, request, scripted, text_of, words
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.endpoint_calls import (
+    Feeding,
+    Instant,
+    ask,
+    events,
+    listening,
+    read_answer,
+    request,
+    scripted,
+    text_of,
+    words,
+)
 
 from cbsim.http.admission import Backlog, ClientStream
 from cbsim.http.app import build

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from contents import Token, said
-from helpers import Ask, Drive, Executor
 from hypothesis import given
 from hypothesis import strategies as st
 from schedulers.test_schedulers import DEPTHS, MOST_TOKENS, asks, check_ends
+from support.contents import Token, said
+from support.helpers import Ask, Drive, Executor
 
 from cbsim.kv.group_pool import GroupPool
 from cbsim.kv.layer_groups import GroupIndex, GroupRule, LayerKind, grouped, rules, units

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from naive_radix import NaiveRadix, Words, specs, written
+from support.naive_radix import NaiveRadix, Words, specs, written
 
 from cbsim.kv.radix import RANKS, Inserted, Node, RadixTree, Text
 from cbsim.kv.radix_pool import RadixPool

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from contents import Token, said
-from helpers import Ask, Drive, Executor
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
+from support.contents import Token, said
+from support.helpers import Ask, Drive, Executor
 from test_schedulers import DEPTHS, MOST_TOKENS, asks, check_ends
 
 from cbsim.kv.sectors import HostKinds

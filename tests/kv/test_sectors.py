@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers import Ask, Drive
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.helpers import Ask, Drive
 
 from cbsim.kv.sectors import HostSectors, SectorPool, Sectors
 from cbsim.policy.plan import Row, StepPlan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from machines import DEPTHS, NAMES, STEP, load, run, server, spec, statuses
+from support.machines import DEPTHS, NAMES, STEP, load, run, server, spec, statuses
 
 from cbsim.workload.requests import Sessions, Users
 

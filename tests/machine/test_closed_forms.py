@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import COSTS, Fixed, load, run, server, spec, table, vllm_options
+from support.machines import COSTS, Fixed, load, run, server, spec, table, vllm_options
 
 from cbsim.machine.device import Lane, Slots, Stream
 from cbsim.machine.graphs import Graphs, vllm_buckets

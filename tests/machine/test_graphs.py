@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers import step_plan
 from hypothesis import given
 from hypothesis import strategies as st
+from support.helpers import step_plan
 
 from cbsim.machine.graphs import Graphs, Shape, engine_buckets, transformers_buckets, unpadded, vllm_buckets
 from cbsim.policy.captures import up_to_multiple, up_to_power, vllm_sizes

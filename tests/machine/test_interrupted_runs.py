@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from helpers import Overridden
-from machines import DEPTHS, NAMES, STEP, check_tokens, load, run, server, spec, table, vllm_options
+from support.helpers import Overridden
+from support.machines import DEPTHS, NAMES, STEP, check_tokens, load, run, server, spec, table, vllm_options
 
 from cbsim.machine.driver import Machine
 from cbsim.policy.plan import StepPlan

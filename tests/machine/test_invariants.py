@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import COSTS, DEPTHS, LONGEST, NAMES, Fixed, check_tokens, load, run, server, spec
+from support.machines import COSTS, DEPTHS, LONGEST, NAMES, Fixed, check_tokens, load, run, server, spec
 
 from cbsim.cost.base import PHASES, Cost, CpuCost, PhaseCost
 from cbsim.cost.fitted import ConstantCost, Curve, FittedCost

@@ -12,7 +12,7 @@ import pytest
 import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import DEPTHS, LONGEST, check_tokens, load, spec, table, vllm_options
+from support.machines import DEPTHS, LONGEST, check_tokens, load, spec, table, vllm_options
 
 from cbsim.cost.base import CpuCost, PhaseCost
 from cbsim.machine.device import Device, OneGpu

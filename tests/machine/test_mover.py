@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from machines import Fixed, spec
+from support.machines import Fixed, spec
 
 from cbsim.cost.base import Copies
 from cbsim.machine.device import Mover, OneGpu

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from scoring import elsewhere, pack  # noqa: F401 - fixtures
+from support.scoring import elsewhere, pack  # noqa: F401 - fixtures

@@ -49,7 +49,7 @@ POINT = Point(
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A data folder with made-up tables of an H200 and an H100, and the folder for points."""
-    import engine_folder
+    from support import engine_folder
 
     monkeypatch.setenv("CBSIM_DATA", str(tmp_path))
     for system, engine in (("h200_sxm", "vllm_0.18.0"), ("h100_sxm", "vllm_0.19.0")):

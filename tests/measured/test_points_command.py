@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import engine_folder
 import pytest
+from support import engine_folder
 from test_points_built import HEADER, POINT
 
 from analysis.statistics import loading, trust

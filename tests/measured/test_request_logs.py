@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import request_folders
-from calls import call, refused
 from hypothesis import given
 from hypothesis import strategies as st
-from request_folders import PAIR, RUN
-from scoring import numbers
+from support import request_folders
+from support.calls import call, refused
+from support.request_folders import PAIR, RUN
+from support.scoring import numbers
 
 from cbsim.measured.request_logs import log, replay
 from cbsim.measured.request_logs.deployments import BUILT, CALIBRATED, missing

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import packs
 import pytest
-from calls import call, refused
-from packs import Pack
-from scoring import numbers, real
+from support import packs
+from support.calls import call, refused
+from support.packs import Pack
+from support.scoring import numbers, real
 
 from cbsim.measured.recorded import case, reenactment, score, verdict
 from cbsim.measured.recorded.reenactment import Served

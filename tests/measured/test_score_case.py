@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import packs
 import pytest
-from calls import call, refused
-from packs import Pack
-from scoring import real
+from support import packs
+from support.calls import call, refused
+from support.packs import Pack
+from support.scoring import real
 
 from cbsim.errors import ScenarioError
 from cbsim.measured.recorded import case, reenactment

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import packs
 import pytest
-from calls import call, refused
-from packs import Pack
+from support import packs
+from support.calls import call, refused
+from support.packs import Pack
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 

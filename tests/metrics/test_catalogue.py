@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from sweep_tables import row, written
+from support.sweep_tables import row, written
 
 from analysis.figures import sweeps as sweep_curves
 from analysis.page import explorer, sweep_report

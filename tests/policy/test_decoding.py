@@ -6,9 +6,9 @@ from functools import partial
 
 import own_policy
 import pytest
-from helpers import Ask, Drive, token_steps
 from hypothesis import given
 from hypothesis import strategies as st
+from support.helpers import Ask, Drive, token_steps
 
 from cbsim.kv.blocks import BlockPool, FreeQueue
 from cbsim.policy.decoding import Decoding

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from written import complete, server  # noqa: F401 - fixtures
+from support.written import complete, server  # noqa: F401 - fixtures

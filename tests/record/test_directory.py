@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from written import CLOCK, scenario, simulated, write
+from support.written import CLOCK, scenario, simulated, write
 
 from cbsim.errors import RunError
 from cbsim.machine import simulate
@@ -80,7 +80,7 @@ HASHES = """
 import hashlib, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-import written
+from support import written
 for loop in ("sync", "async"):
     asked = written.scenario()
     writer = written.write(Path(sys.argv[2]), written.simulated(asked, loop), asked)

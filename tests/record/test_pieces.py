@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from written import scenario
+from support.written import scenario
 
 from cbsim.errors import RunError
 from cbsim.machine.simulate import Simulation

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from written import scenario, simulated
+from support.written import scenario, simulated
 
 from cbsim.draw import lane_chart, render
 from cbsim.draw.chart import Panel, Spans

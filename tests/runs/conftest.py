@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from recordings import no_pictures, original, run  # noqa: F401 - fixtures
+from support.recordings import no_pictures, original, run  # noqa: F401 - fixtures

@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from calls import ROOT, SMALL, call, environment, read, runs
+from support.calls import ROOT, SMALL, call, environment, read, runs
 
 import cbsim
 from cbsim.runs import replan

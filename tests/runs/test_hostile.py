@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from calls import ROOT, SMALL, call, environment, refused
-from recordings import GOLDEN, golden_run, replayed
+from support.calls import ROOT, SMALL, call, environment, refused
+from support.recordings import GOLDEN, golden_run, replayed
 
 from cbsim.runs import reading
 from cbsim.runs.replan import rederive

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recordings import WORKLOADS, recorded
+from support.recordings import WORKLOADS, recorded
 
 import cbsim
 from cbsim.cli.parser import main

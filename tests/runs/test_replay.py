@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from recordings import GOLDEN, SESSIONS, WORKLOADS, column, golden_run, recorded, replayed
+from support.recordings import GOLDEN, SESSIONS, WORKLOADS, column, golden_run, recorded, replayed
 
 from cbsim.cli.parser import main
 from cbsim.record import directory

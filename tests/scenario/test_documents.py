@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from calls import SMALL, Said, call
+from support.calls import SMALL, Said, call
 
 from cbsim.errors import UserError
 from cbsim.scenario import documents

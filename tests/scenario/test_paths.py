@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from calls import SMALL, call, refused, runs
+from support.calls import SMALL, call, refused, runs
 
 LONG = "x" * 5000
 TOO_LONG = "a path has at most 1,000 characters, each name in it at most 255 bytes"

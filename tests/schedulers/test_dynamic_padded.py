@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers import Ask, Drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedulers.test_schedulers import DEPTHS, MOST_TOKENS, asks, check_ends
+from support.helpers import Ask, Drive
 
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers import Ask, Drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.helpers import Ask, Drive
 from test_schedulers import DEPTHS, FAMILIES, Case, check_ends, sector_cases, transformers_cases
 
 from cbsim.kv.blocks import BlockPool, CachedLast

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from helpers import Ask, Drive, Executor
 from hypothesis import event, given
 from hypothesis import strategies as st
+from support.helpers import Ask, Drive, Executor
 
 from cbsim.kv.blocks import BlockPool, FreeQueue
 from cbsim.kv.keys import KeysWhenKnown

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Ask, Drive, token_steps
 from hypothesis import given
 from hypothesis import strategies as st
+from support.helpers import Ask, Drive, token_steps
 
 from cbsim.conformance.sarathi_traces import requests
 from cbsim.errors import ScenarioError

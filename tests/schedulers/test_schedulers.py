@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from helpers import AnyScheduler, Ask, Drive, again, token_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.helpers import AnyScheduler, Ask, Drive, again, token_steps
 
 from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec

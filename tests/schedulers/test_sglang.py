@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers import Ask, Drive
 from hypothesis import given, settings
 from schedulers.test_schedulers import DEPTHS, Case, check_ends, sglang_cases
+from support.helpers import Ask, Drive
 
 from cbsim.policy.kind import SettingsError
 from cbsim.policy.plan import Row, StepPlan

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from helpers import Ask, Drive
 from hypothesis import given
 from hypothesis import strategies as st
 from schedulers.test_schedulers import DEPTHS, MOST_TOKENS, asks, check_ends
+from support.helpers import Ask, Drive
 
 from cbsim.policy.plan import Outcome, StepPlan
 from cbsim.policy.request import RequestSpec

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from contents import Contents
-from helpers import Ask, Drive
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from support.contents import Contents
+from support.helpers import Ask, Drive
 from test_schedulers import DEPTHS, MOST_TOKENS, Case, Watch, check_ends, trtllm_cases
 
 from cbsim.policy.kind import SettingsError, for_probe

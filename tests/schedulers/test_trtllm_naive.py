@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from helpers import Drive
 from hypothesis import event, given, settings
+from support.helpers import Drive
 from test_schedulers import Case, check_ends, trtllm_cases
 
 from cbsim.policy.plan import Row, StepPlan

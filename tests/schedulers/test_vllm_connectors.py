@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from helpers import Ask, Drive, Executor, Overridden
 from hypothesis import given
 from hypothesis import strategies as st
 from schedulers.test_schedulers import DEPTHS, MOST_TOKENS, asks, check_ends
+from support.helpers import Ask, Drive, Executor, Overridden
 
 from cbsim.kv.host_cache import Arc, HostCache, Lru, Visitor
 from cbsim.policy.plan import Row, StepPlan, StepResult, Underway

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from holding import base
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.holding import base
 
 from cbsim.runs import binding
 from cbsim.scenario.scenario import Scenario

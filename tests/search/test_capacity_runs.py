@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calls import call, refused
-from holding import SLOW, base, slow
+from support.calls import call, refused
+from support.holding import SLOW, base, slow
 
 import cbsim
 from cbsim.errors import CheckError, RunError, ScenarioError

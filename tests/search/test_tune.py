@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calls import SMALL, call, out, refused, small  # noqa: F401
+from support.calls import SMALL, call, out, refused, small  # noqa: F401
 
 import cbsim
 from cbsim.errors import ScenarioError

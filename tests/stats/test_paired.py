@@ -8,8 +8,8 @@ import random
 from pathlib import Path
 
 import pytest
-from calls import call, refused
-from contrast_tables import Row, written
+from support.calls import call, refused
+from support.contrast_tables import Row, written
 
 from cbsim.stats import intervals
 from cbsim.stats.intervals import half_width, t_quantile

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calls import call, refused
-from contrast_tables import Row, written
 from hypothesis import given
 from hypothesis import strategies as st
+from support.calls import call, refused
+from support.contrast_tables import Row, written
 
 from cbsim.metrics.checks import Objective, objective, parse
 from cbsim.stats import pareto

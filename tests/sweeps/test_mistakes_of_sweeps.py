@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from calls import call, refused
+from support.calls import call, refused
 
 import cbsim
 from cbsim.errors import UserError

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from calls import environment
-from sweeping import seats
+from support.calls import environment
+from support.sweeping import seats
 
 from cbsim.sweeps import sweep_file
 from cbsim.sweeps.executor import DIED, Here, Processes

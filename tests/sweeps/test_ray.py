@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from calls import ROOT, SMALL, Said, call, process, refused
 from own_policy import TEXT
+from support.calls import ROOT, SMALL, Said, call, process, refused
 
 from cbsim.errors import RunError
 from cbsim.sweeps import identity, ray_cluster, sweep_file

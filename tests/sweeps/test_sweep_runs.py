@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from calls import call, refused
-from sweeping import SWEEP, seats
+from support.calls import call, refused
+from support.sweeping import SWEEP, seats
 
 import cbsim
 from cbsim.errors import ScenarioError

@@ -7,7 +7,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from calls import call, refused
+from support.calls import call, refused
 
 from cbsim.scenario import rows
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import packs
 import pytest
+from support import packs
 
 from cbsim.errors import ScenarioError
 from cbsim.scenario import scenario

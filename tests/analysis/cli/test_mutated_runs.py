@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import mutations
 import pytest
-from calls import SMALL, Said
-from mutations import SEED, as_json, damaged, edited, rewritten, table_changed
+from support import mutations
+from support.calls import SMALL, Said
+from support.mutations import SEED, as_json, damaged, edited, rewritten, table_changed
 
 import cbsim
 from analysis.cli import parser as reports

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from scripts import script
+from support.scripts import script
 
 from cbsim.cli import parser as simulator
 from cbsim.scenario import catalog

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sessions import FILES
+from support.sessions import FILES
 
 from analysis.clients import files
 from analysis.clients.files import MEASURES, STATISTICS

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mutations
 import numpy as np
 import pytest
-from calls import Said
-from mutations import as_json, as_json_lines, edited, shuffled, with_a_cell
-from sessions import FILES, STEP_S, session
+from support import mutations
+from support.calls import Said
+from support.mutations import as_json, as_json_lines, edited, shuffled, with_a_cell
+from support.sessions import FILES, STEP_S, session
 
 from analysis.cli.parser import main
 from analysis.clients import files

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sweep_tables import rates, row, written
+from support.sweep_tables import rates, row, written
 
 from analysis.figures import sweeps
 from analysis.statistics import sweep_table

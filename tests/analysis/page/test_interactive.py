@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import costs, lanes, latencies, report, tokens
 from hypothesis import given
 from hypothesis import strategies as st
+from support.browser import costs, lanes, latencies, report, tokens
 
 from analysis.page import interactive
 from cbsim.draw.chart import Area, Bars, Cells, Chart, Edge, Level, Line, Panel, Points, Spans, Style, Whiskers

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from browser import chromium, needs_browser, show, window
+from support.browser import chromium, needs_browser, show, window
 
 from analysis.cli.parser import main as analysis
 from analysis.page import report

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from browser import report
+from support.browser import report
 
 from cbsim.draw import markdown
 from cbsim.draw import report as reports

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import chromium, needs_browser, report, requested, show, window
+from support.browser import chromium, needs_browser, report, requested, show, window
 
 from analysis.page import webpage
 

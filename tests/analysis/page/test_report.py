@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from scripts import script
+from support.scripts import script
 
 from analysis.cli import parser
 from analysis.page import report, webpage

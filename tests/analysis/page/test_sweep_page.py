@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import chromium, needs_browser, requested, show, window
-from scripts import script
-from sweep_tables import RATE, REASON, rates, row, written
+from support.browser import chromium, needs_browser, requested, show, window
+from support.scripts import script
+from support.sweep_tables import RATE, REASON, rates, row, written
 
 from analysis.cli.parser import main
 from analysis.figures import sweeps

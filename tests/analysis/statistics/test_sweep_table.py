@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sweep_tables import RATE, rates, row, written
+from support.sweep_tables import RATE, rates, row, written
 
 import cbsim
 from analysis.statistics import sweep_table

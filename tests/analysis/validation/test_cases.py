@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from validations import case, edited, put
+from support.validations import case, edited, put
 
 from analysis.cli import parser
 from analysis.statistics.comparable import Incomparable

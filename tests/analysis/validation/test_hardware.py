@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from scripts import script
-from validations import GPU, case
+from support.scripts import script
+from support.validations import GPU, case
 
 from analysis.cli import parser
 from analysis.statistics.pairing import ReplayOutcome

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from scripts import script
-from validations import case, edited
+from support.scripts import script
+from support.validations import case, edited
 
 from analysis.cli import parser
 from analysis.statistics.loading import VERDICT

@@ -17,7 +17,7 @@ from cbsim.runs import reading
 pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
 
-from calls import ROOT, Said, read, runs
+from support.calls import ROOT, Said, read, runs
 from support.engine.calls import call, derived, refused
 from support.engine.served import LOOPS
 

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="folders are written, and texts read,
 
 import safetensors.torch as safetensors_torch
 import torch
-from calls import ROOT
+from support.calls import ROOT
 from support.engine import folders
 from support.engine.calls import call, refused
 

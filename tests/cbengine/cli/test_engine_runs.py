@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
 
-from calls import ROOT, Said, read, runs
+from support.calls import ROOT, Said, read, runs
 from support.engine.calls import call, derived
 from support.engine.served import LOOPS, SCHEDULERS, named
 

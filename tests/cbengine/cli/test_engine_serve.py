@@ -20,8 +20,8 @@ from cbsim.runs import reading
 pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
 
-from calls import ROOT, runs
 from openai import OpenAI
+from support.calls import ROOT, runs
 from support.engine.calls import call, refused
 
 from cbsim.http.tokenizer import EMBEDDED

@@ -8,14 +8,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import mutations
 import pytest
+from support import mutations
 
 torch = pytest.importorskip("torch", reason="the engine needs torch")
 
-from mutations import SEED, as_json, damaged, edited, rewritten
 from safetensors.torch import save_file
 from support.engine.calls import call
+from support.mutations import SEED, as_json, damaged, edited, rewritten
 
 from cbengine.model import weights
 from cbsim.draw import render

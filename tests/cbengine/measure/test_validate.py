@@ -20,7 +20,7 @@ from cbsim.errors import ServerError
 
 pytest.importorskip("torch", reason="the engine needs torch")
 
-import calls
+from support import calls
 from support.engine.served import asked
 
 from cbengine import build

@@ -16,8 +16,8 @@ from cbsim.runs import reading
 pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
 
-from calls import runs
 from openai import AsyncOpenAI
+from support.calls import runs
 from support.engine import folders
 from support.engine.served import LOOPS
 from support.engine.talking import placed

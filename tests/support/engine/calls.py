@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calls import Said
 
 from cbengine.cli.parser import main
 from cbsim.cli import parser as simulator
+from support.calls import Said
 
 SMALL = """\
 question: Does the engine's command line work?

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from helpers import step_plan
-from support.engine.served import asked
 
 from cbengine.measure import calibrate
 from cbengine.measure.probes import ProbeStep, ProbeTable
@@ -15,6 +13,8 @@ from cbsim.cost.fitted import Curve
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.runs import assemble
 from cbsim.scenario.scenario import Scenario
+from support.engine.served import asked
+from support.helpers import step_plan
 
 KERNELS = {  # seconds
     "per_chunk_s": 3e-4,

@@ -13,8 +13,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from helpers import Executor as PlanExecutor
-from support.engine.served import VOCAB, Case, Run
 
 from cbengine import build
 from cbengine.batch import Capacity, Ints
@@ -29,6 +27,8 @@ from cbsim.policy.groups import FULL, Attention
 from cbsim.policy.plan import Row, StepPlan, Underway
 from cbsim.policy.request import RequestSpec
 from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
+from support.engine.served import VOCAB, Case, Run
+from support.helpers import Executor as PlanExecutor
 
 MARK = 1000  # what a group writes differs from what others do by so much
 

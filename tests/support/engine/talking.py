@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from support.engine.served import INLINE, VOCAB
-
 from cbengine.build import Setup, adapted
 from cbengine.serving.backend import EngineBackend
 from cbsim.http.backend import Generation, Stream
@@ -20,6 +18,7 @@ from cbsim.runs import replan
 from cbsim.runs.reading import Run, load
 from cbsim.runs.served import SessionDirectory
 from cbsim.scenario.scenario import Scenario
+from support.engine.served import INLINE, VOCAB
 
 PLACE = cache(environment.place)
 

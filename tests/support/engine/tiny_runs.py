@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from support.engine.served import MS, SHAPE, Run, asked, spec
 
 from cbengine.batch import Capacity
 from cbengine.build import Setup
@@ -19,6 +18,7 @@ from cbengine.model.ops import TorchOps
 from cbengine.sampling import Sampling
 from cbengine.settings import SamplingSettings
 from cbsim.workload.requests import Workload
+from support.engine.served import MS, SHAPE, Run, asked, spec
 
 TINY = Architecture(name="tiny", tied_embeddings=False, max_position=256, **SHAPE)
 SAMPLED = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=3)

@@ -15,7 +15,7 @@ import pytest
 
 from cbsim.cli.parser import main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SMALL = """\
 question: What does a small run cost?
 model: llama-3.1-8b

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from live_transformers import Live, Recorder, _model_config, _module, _on_a_cpu
-
 from cbsim.workload.scheduler_tests import Line
+from support.live_transformers import Live, Recorder, _model_config, _module, _on_a_cpu
 
 KIND = "full_attention"
 

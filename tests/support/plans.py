@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from helpers import step_plan
-
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.policy.request import RequestSpec
+from support.helpers import step_plan
 
 SPEC = RequestSpec(0, "0", 0, 4096, 8, 8)
 Chunks = tuple[tuple[int, int], ...]

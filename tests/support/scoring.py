@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import packs
 import pytest
-from calls import Said
-from packs import Pack
 
 from cbsim.scenario import catalog
+from support import packs
+from support.calls import Said
+from support.packs import Pack
 
 
 @pytest.fixture

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from helpers import Ask
-
 from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.policy.transfers import DEVICE, IN_ORDER, Direction, Place, Transfer
+from support.helpers import Ask
 
 Token = tuple[int, ...]  # a token, and all before it
 OWN = 1000  # and the index of a request: what it says where its text has ended

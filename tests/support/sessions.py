@@ -8,7 +8,7 @@ from pathlib import Path
 import cbsim
 from analysis.clients.files import Measured
 
-FILES = Path(__file__).parent / "files"
+FILES = Path(__file__).parents[1] / "analysis/clients/files"
 STEP_S = 0.01
 BASE = cbsim.load("tiny_cpu", "loop.mode=sync", f"cost={{kind: constant, step_s: {STEP_S}}}")
 

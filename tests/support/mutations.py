@@ -19,7 +19,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from calls import Said
+
+from support.calls import Said
 
 SEED = 20261122
 CASE_S = 5

@@ -11,13 +11,12 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from scripted import Script, Scripted, counting
-
 from cbsim.http.app import App, build
 from cbsim.http.backend import Generation, Stream
 from cbsim.http.listen import Ending, Stop, serve
 from cbsim.http.settings import Settings
 from cbsim.http.tokenizer import Tokenizer, open_tokenizer
+from support.scripted import Script, Scripted, counting
 
 ITL_S = 0.001
 JSON = ("content-type", "application/json")

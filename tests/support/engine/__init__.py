@@ -1,0 +1,1 @@
+"""What tests of the engine share: oracles, executors and calls of its command line."""
