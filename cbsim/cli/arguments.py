@@ -29,6 +29,7 @@ EXTRAS = {  # package -> the extra of this project that installs it
     **dict.fromkeys(("torch", "transformers", "safetensors", "triton"), "engine"),
     "ray": "ray",
 }
+RESUMED = ("sweep", "capacity", "tune", "score-points")  # commands whose runs are kept in a --store
 
 
 class Verb(NamedTuple):
@@ -113,7 +114,7 @@ def _explained(error: BaseException, command: str, run_error: int) -> tuple[str,
     """The message and the exit status of an error that a user or the system can cause; None for a defect of ours."""
     match error:
         case KeyboardInterrupt():
-            return "interrupted", ERROR
+            return f"interrupted{'; the same command goes on where it stopped' if command in RESUMED else ''}", ERROR
         case BrokenPipeError():
             _drop_stdout()
             return "", ERROR

@@ -28,8 +28,8 @@ from cbsim.scenario.scenario import scenario_of
 from cbsim.virtual.clocks import RealClock
 from cbsim.virtual.simulated import open_session
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "http"))
-from scripted import Scripted
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from support.scripted import Scripted
 
 HEAD = (
     b'data: {"id":"cmpl-0","object":"text_completion","created":1700000000,"model":"bare",'

@@ -134,7 +134,7 @@ class Quick(Over):
 def test_searches_cover_the_exact_capacity_as_often_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty searches, on the recursion: nine of ten at least hold the capacity, and half of them
     are at most 5 % of it wide."""
-    monkeypatch.setattr(search, "Over", Quick)
+    monkeypatch.setattr("cbsim.search.capacity.Over", Quick)
     ends = [(made.holds or 0.0, made.fails or inf) for made in (answer(n, Recursion()) for n in range(20))]
     assert sum(holds <= EXACT <= fails for holds, fails in ends) >= 18
     assert median(fails - holds for holds, fails in ends) <= 0.05 * EXACT
