@@ -14,7 +14,6 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from cbengine import refusals
 from cbengine.batch import Batcher, Capacity
 from cbengine.content import Prompts
 from cbengine.device.base import EngineDevice, Inline, Modelled
@@ -31,6 +30,7 @@ from cbengine.model.decoder import Model
 from cbengine.model.host_tier import HostTier
 from cbengine.model.kvcache import DeviceMemoryError, KvCache
 from cbengine.model.ops import Ops, TorchOps
+from cbengine.refusals import beams, check_gpus, check_model, check_search, check_windows
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
 from cbengine.settings import SamplingSettings
@@ -105,9 +105,9 @@ def adapted(scenario: Scenario, setup: Setup) -> Scenario:
     if shape.experts and setup.device != "modelled":
         raise UsageError(f"model.experts: got {shape.experts}, must be 0: the engine computes dense models only")
     if setup.device != "modelled":
-        refusals.check_model(shape)
-        refusals.check_gpus(scenario)
-        refusals.check_search(scenario, greedy=setup.greedy, end_tokens=setup.end_tokens)
+        check_model(shape)
+        check_gpus(scenario)
+        check_search(scenario, greedy=setup.greedy, end_tokens=setup.end_tokens)
     ready = scenario.model_copy(update={"model": shape})
     if setup.device == "modelled":
         return ready
@@ -118,7 +118,7 @@ def _with_graphs(scenario: Scenario, setup: Setup) -> Scenario:
     """What is replayed as a graph here: decoding steps on a GPU; elsewhere every step is launched in one go."""
     graphs: dict[str, Any] = {"padding": "none"}
     if setup.device == "cuda":
-        captured = not (scenario.kind.padded or refusals.beams(scenario))
+        captured = not (scenario.kind.padded or beams(scenario))
         allowed = setup.cuda_graphs and scenario.loop.cuda_graphs.enabled and captured
         graphs = {"padding": "cbengine", "enabled": allowed}
     loop = scenario.loop.model_copy(update={"cuda_graphs": scenario.loop.cuda_graphs.model_copy(update=graphs)})
@@ -293,7 +293,7 @@ def executor_plan(
     Raises ScenarioError if the model is not made for so long prompts.
     """
     options = scenario.options(loop)
-    sizes = (load or Load.of(specs)).capacity(options)._replace(beams=refusals.beams(scenario))
+    sizes = (load or Load.of(specs)).capacity(options)._replace(beams=beams(scenario))
     architecture = architecture_of(scenario, setup)
     prompts = [spec.prompt_tokens for spec in specs]
     longest = max((tokens for tokens in prompts if tokens < (options.limits.longest or math.inf)), default=0)
@@ -378,7 +378,7 @@ def assembled(
     """An engine whose device is made by `plan`, as `driver.Engine` takes the rest."""
     policy = assemble.scheduler(scenario, loop)
     if setup.device != "modelled":
-        refusals.check_windows(scenario)
+        check_windows(scenario)
     sizes = plan.capacity._replace(groups=policy.pool.groups)
     plan = replace(plan, capacity=sizes, host_blocks=policy.pool.host_blocks)
     clock = clock or (CpuClock() if setup.device == "modelled" else WallClock())

@@ -8,10 +8,12 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from cbengine import build, settings, tokens
-from cbengine.build import Setup
+from cbengine.build import Setup, engine
 from cbengine.device import gpu
 from cbengine.device.profile import Profile
+from cbengine.settings import FILE as SETTINGS_FILE
+from cbengine.tokens import FILE as TOKENS_FILE
+from cbengine.tokens import table
 from cbsim.runs.running import Maker
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.workload.requests import Workload
@@ -23,7 +25,7 @@ class Measured:
     measured = True
 
     def __init__(self, setup: Setup, profiled: int, scenario: Scenario, loop: str, workload: Workload) -> None:
-        self._engine, device = build.engine(scenario, loop, workload, setup)
+        self._engine, device = engine(scenario, loop, workload, setup)
         self._device_facts = device.facts  # a device adds to them when it is closed
         self._saves, self._requests = setup.saves_tokens, setup.requests
         self._profile = Profile(self._engine.record, profiled, depth(loop)) if profiled else None
@@ -66,9 +68,9 @@ class Measured:
         files = self._profile.files() if self._profile else {}
         if self._saves:
             texts = ((s.spec, s.prompt.tolist(), s.outputs) for s in self._engine.sequences.values())
-            files[tokens.FILE] = tokens.table(texts)
+            files[TOKENS_FILE] = table(texts)
         if self._requests.by_id:
-            files[settings.FILE] = self._requests.file()
+            files[SETTINGS_FILE] = self._requests.file()
         return files
 
 

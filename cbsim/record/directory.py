@@ -29,8 +29,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from cbsim import files
 from cbsim.errors import RunError
+from cbsim.files import access
 from cbsim.record import columns, parquet
 from cbsim.record.record import STEP_COLUMNS, Record
 from cbsim.record.tables import NUMBERS, RUNS, TEXTS, Requests, RequestTable, Steps, token_times
@@ -139,7 +139,7 @@ class RunWriter:
 
     def _whole(self, name: str, write: Callable[[Path], object]) -> Path:
         path = self.path / name
-        with files.access(path, RunError, "written"):
+        with access(path, RunError, "written"):
             path.parent.mkdir(exist_ok=True)
             if name == MARKER:
                 path.touch()  # an empty marker is one, too, where there is no room for a reason
@@ -186,7 +186,7 @@ def _fresh(path: Path) -> Path:
 
 def _empty(path: Path) -> Path:
     """`path`, made if need be, if nothing is in it."""
-    with files.access(path, RunError, "created"):
+    with access(path, RunError, "created"):
         path.mkdir(parents=True, exist_ok=True)
         present = sorted(entry.name for entry in path.iterdir())
     if present:

@@ -14,8 +14,8 @@ from typing import TypeVar
 import numpy as np
 import pyarrow as pa
 
-from cbsim import files
 from cbsim.errors import RunError
+from cbsim.files import access
 from cbsim.record import columns, parquet
 from cbsim.record.columns import Column
 from cbsim.record.parquet import ParquetTable, TableError
@@ -76,7 +76,7 @@ class TableFiles:
 
     def _read(self, path: Path, make: Callable[[ParquetTable], T]) -> T:
         try:
-            with files.access(path, RunError), path.open("rb") as file:
+            with access(path, RunError), path.open("rb") as file:
                 return make(ParquetTable(file, self._declared))
         except TableError as error:
             raise RunError(f"{path}: {error}", file=path) from error

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cbsim import files
 from cbsim.errors import RunError
+from cbsim.files import read_json, read_text
 from cbsim.metrics import metrics
 from cbsim.metrics.catalogue import DISTRIBUTIONS, METRICS, SINGLE
 from cbsim.metrics.terminal import lookup
@@ -59,9 +59,9 @@ def load(path: Path, *, whole: bool = True) -> Run:
     steps, requests = Steps(np.empty((0, len(STEP_COLUMNS)), dtype=np.int64)), RequestTable.of(())
     if killed:
         steps, requests, terms = pieces.steps_so_far(path), pieces.requests_so_far(path), path / TERMS
-        summary = _summary_so_far(terms, files.read_json(terms, RunError), requests, steps)
+        summary = _summary_so_far(terms, read_json(terms, RunError), requests, steps)
     else:
-        summary = files.read_json(path / "summary.json", RunError)
+        summary = read_json(path / "summary.json", RunError)
     version = summary.get("schema_version")
     if version != SCHEMA_VERSION:
         raise RunError(
@@ -76,8 +76,8 @@ def load(path: Path, *, whole: bool = True) -> Run:
         requests = on_disk.read_requests(path / "requests.parquet", len(steps))
     return Run(
         path,
-        files.read_text(path / "scenario.resolved.yaml", RunError),
-        files.read_json(path / "env.json", RunError),
+        read_text(path / "scenario.resolved.yaml", RunError),
+        read_json(path / "env.json", RunError),
         summary,
         steps,
         requests,
@@ -86,7 +86,7 @@ def load(path: Path, *, whole: bool = True) -> Run:
 
 
 def _reason(marker: Path) -> str:
-    return files.read_text(marker, RunError).strip() or "no reason was written"
+    return read_text(marker, RunError).strip() or "no reason was written"
 
 
 def _summary_so_far(file: Path, terms: Mapping[str, Any], requests: RequestTable, steps: Steps) -> dict[str, Any]:
