@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
+from support.cases import DEPTHS, MOST_TOKENS, asks, check_ends
 from support.contents import Token, said
 from support.helpers import Ask, Drive, Executor
-from test_schedulers import DEPTHS, MOST_TOKENS, asks, check_ends
 
 from cbsim.kv.sectors import HostKinds
 from cbsim.kv.table_pools import RingPool, TablePool

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from support.cases import DEPTHS, MOST_TOKENS, Case, Watch, check_ends, vllm_cases
 from support.contents import Contents, said
 from support.helpers import Ask, Drive
-from test_schedulers import DEPTHS, MOST_TOKENS, Case, Watch, check_ends, vllm_cases
 
 from cbsim.policy.kind import SettingsError
 from cbsim.policy.plan import Row, StepPlan, Underway

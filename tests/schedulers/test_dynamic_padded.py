@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedulers.test_schedulers import DEPTHS, MOST_TOKENS, asks, check_ends
+from support.cases import DEPTHS, MOST_TOKENS, asks, check_ends
 from support.helpers import Ask, Drive
 
 from cbsim.policy.plan import StepPlan

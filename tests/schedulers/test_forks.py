@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import DEPTHS, FAMILIES, Case, check_ends, sector_cases, transformers_cases
 from support.helpers import Ask, Drive
-from test_schedulers import DEPTHS, FAMILIES, Case, check_ends, sector_cases, transformers_cases
 
 from cbsim.kv.blocks import BlockPool, CachedLast
 from cbsim.policy.plan import Row, StepPlan, Underway

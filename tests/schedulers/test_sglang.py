@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from schedulers.test_schedulers import DEPTHS, Case, check_ends, sglang_cases
+from support.cases import DEPTHS, Case, check_ends, sglang_cases
 from support.helpers import Ask, Drive
 
 from cbsim.policy.kind import SettingsError

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from support.cases import DEPTHS, MOST_TOKENS, Case, Watch, check_ends, trtllm_cases
 from support.contents import Contents
 from support.helpers import Ask, Drive
-from test_schedulers import DEPTHS, MOST_TOKENS, Case, Watch, check_ends, trtllm_cases
 
 from cbsim.policy.kind import SettingsError, for_probe
 from cbsim.policy.plan import Row, StepPlan

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 from hypothesis import event, given, settings
+from support.cases import Case, check_ends, trtllm_cases
 from support.helpers import Drive
-from test_schedulers import Case, check_ends, trtllm_cases
 
 from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import Request, Status

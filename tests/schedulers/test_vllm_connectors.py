@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedulers.test_schedulers import DEPTHS, MOST_TOKENS, asks, check_ends
+from support.cases import DEPTHS, MOST_TOKENS, asks, check_ends
 from support.helpers import Ask, Drive, Executor, Overridden
 
 from cbsim.kv.host_cache import Arc, HostCache, Lru, Visitor

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedulers.test_schedulers import DEPTHS, MOST_TOKENS, asks, check_ends
 from schedulers.test_vllm_connectors import Token, token
+from support.cases import DEPTHS, MOST_TOKENS, asks, check_ends
 from support.helpers import Ask, Drive, Executor
 
 from cbsim.policy.plan import Row, StepPlan, StepResult, Underway
