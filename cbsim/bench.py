@@ -3,35 +3,25 @@
 A case is timed from its scenario to its run directory: reading or drawing the workload, simulating, computing every
 metric, writing every table and the timeline. Only the picture is left out, and so is the interpreter's start.
 `million` takes minutes and is run only by its name, after the cases that it is compared with.
-
-`--peers` runs one case beside another simulator that can be installed: 19,366 chat requests, 512 seats, 512 tokens a
-step, 29,696 blocks of 16 tokens; whole processes in turn, best of ROUNDS.
-
-- DynoSim (`pip install ai-dynamo==1.4.2`, Rust): its own rules and its own cost model; a fresh hash for every 512
-  prompt tokens, so no prefix is shared. It writes a summary and no tables.
-- Ours, as Python and, where it is compiled, compiled: every metric, both tables and the timeline are written.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cbsim.errors import OK, RunError, ScenarioError
 from cbsim.machine import simulate
 from cbsim.machine.driver import Machine
 from cbsim.metrics import metrics
-from cbsim.policy.request import RequestSpec
 from cbsim.policy.value import running
 from cbsim.record import directory, timeline
 from cbsim.record.pieces import Pieces
@@ -115,13 +105,8 @@ MOST_TIMES, MOST_MB = 55, 1000  # goals of the long case: times the seconds of S
 
 
 def bench(arguments: argparse.Namespace) -> int:
-    """The command: the named cases, all by default, or those that can be compared with a peer."""
+    """The command: the named cases, by default all but the long ones."""
     names = arguments.cases
-    if arguments.peers:
-        if names:
-            raise ScenarioError(f"bench --peers has one case of its own, got {', '.join(names)}")
-        compare_peers(as_json=arguments.json)
-        return OK
     for name in names:
         if name not in ALL:
             raise ScenarioError(f"unknown case {name!r}{near(name, ALL)} (known: {', '.join(ALL)})")
@@ -150,16 +135,16 @@ def _compare(results: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _in_fresh_process(name: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(_printed(_python(PROGRAM.format(case=name)), f"bench case {name}"))
+    result: dict[str, Any] = json.loads(printed(python(PROGRAM.format(case=name)), f"bench case {name}"))
     return result
 
 
-def _python(program: str) -> list[str]:
+def python(program: str) -> list[str]:
     """A program as a command."""
     return [sys.executable, "-c", program]
 
 
-def _printed(command: Sequence[str], what: str) -> str:
+def printed(command: Sequence[str], what: str) -> str:
     """What a command prints. Raises RunError with the last line of its errors if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -176,7 +161,7 @@ def measure(name: str) -> dict[str, Any]:
         begun, begun_cpu = time.perf_counter(), time.process_time()
         writer = directory.RunWriter(Path(folder), scenario.name, "0" * 8)
         writer.scenario(scenarios.dump(scenario))
-        server, simulated = _simulate(scenario, pieces := Pieces(writer, {}, _no_more))
+        server, simulated = _simulate(scenario, pieces := Pieces(writer, {}, lambda steps: None))
         simulated = min(simulated, *warm_up) if warm_up else simulated
         rows, steps = pieces.tables(server.record)
         with writer.writing(steps, lambda: token_times(rows, steps)):
@@ -210,105 +195,8 @@ def _simulate(scenario: scenarios.Scenario, pieces: Pieces | None = None) -> tup
     return server, time.perf_counter() - begun
 
 
-def _no_more(steps: int) -> None:
-    """After a piece nothing else is written."""
-
-
 def _line(name: str, result: dict[str, Any]) -> str:
     counts = f"{result['requests']:,} requests, {result['steps']:,} steps"
     rates = f"{result['steps_per_s']:,.0f} steps/s, {result['requests_per_s']:,.0f} requests/s"
     which = f"{result['core']} core"
     return f"{name:<15} {result['seconds']:6.2f} s  {counts}; {rates}; peak {result['peak_mb']:.0f} MB; {which}"
-
-
-# -- peers ------------------------------------------------------------------------------------------------------------
-
-ROUNDS, HASHED = 3, 512  # times that each runs; tokens of a hash
-DYNOSIM = "DynoSim"
-ENGINE = {"block_size": 16, "num_gpu_blocks": 29696, "max_num_seqs": 512, "max_num_batched_tokens": 512}
-SOURCES_ONLY = """
-import sys
-from importlib.machinery import FileFinder, PathFinder, SOURCE_SUFFIXES, SourceFileLoader
-class Sources(PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        places = [place for place in path or () if name.startswith("cbsim.")]
-        specs = (FileFinder(place, (SourceFileLoader, SOURCE_SUFFIXES)).find_spec(name) for place in places)
-        return next(filter(None, specs), None)
-sys.meta_path.insert(0, Sources)
-"""
-"""Before anything of ours is imported: modules of cbsim come from their sources, compiled or not."""
-
-
-class Peer(NamedTuple):
-    """A simulator as a command of its own. `simulated` reads the seconds of its simulation in what it prints."""
-
-    name: str
-    command: Sequence[str]
-    simulated: Callable[[str], float]
-
-
-def compare_peers(*, as_json: bool) -> None:
-    """Run all in turn and print them; ratios are against the first. Raises RunError if one fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        peers = _peers(Path(folder))
-        times: dict[str, list[Mapping[str, float]]] = {peer.name: [] for peer in peers}
-        for _ in range(ROUNDS):
-            for peer in peers:
-                times[peer.name].append(_timed(peer))
-    best = {name: {key: min(run[key] for run in runs) for key in runs[0]} for name, runs in times.items()}
-    if as_json:
-        print(json.dumps(best, indent=2))
-        return
-    if peers[0].name != DYNOSIM:
-        print("DynoSim is not installed here: pip install ai-dynamo==1.4.2", file=sys.stderr)
-    first = best[peers[0].name]
-    print(f"{SHORT}, best of {ROUNDS}: seconds (times those of {peers[0].name})")
-    for name, run in best.items():
-        cells = [f"{what} {run[what]:.2f} ({run[what] / first[what]:.2f})" for what in run]
-        print(f"{name:<16} {', '.join(cells)}")
-
-
-def _peers(folder: Path) -> list[Peer]:
-    ours = PROGRAM.format(case=SHORT)
-    kinds = {"python": SOURCES_ONLY + ours} | ({"compiled": ours} if running() == "compiled" else {})
-    peers = [Peer(f"cbsim, {name}", _python(program), _ours) for name, program in kinds.items()]
-    if find_spec("dynamo") is None:
-        return peers
-    trace = folder / "trace.jsonl"
-    trace.write_text("".join(f"{json.dumps(line)}\n" for line in _mooncake()))
-    options = ["--replay-mode", "offline", "--trace-block-size", str(HASHED), "--num-workers", "1"]
-    options += ["--extra-engine-args", json.dumps(ENGINE), "--report-json", str(folder / "dynosim.json")]
-    return [Peer(DYNOSIM, [sys.executable, "-m", "dynamo.replay", str(trace), *options], _dynosims), *peers]
-
-
-def _ours(printed: str) -> float:
-    result = json.loads(printed)
-    return float(result["us_per_step"] * result["steps"] / 1e6)
-
-
-def _dynosims(printed: str) -> float:
-    """Seconds of its replay, without the reading of the trace."""
-    return float(re.findall(r"Wall Time \(ms\): ([0-9.,]+)", printed)[0].replace(",", "")) / 1e3
-
-
-def _mooncake() -> list[dict[str, Any]]:
-    """The case's requests in Mooncake's form; no two share a hash."""
-    fresh = 0
-    lines = []
-    for spec in _requests():
-        hashes = -(-spec.prompt_tokens // HASHED)
-        line = {"input_length": spec.prompt_tokens, "output_length": spec.output_tokens}
-        lines.append({"timestamp": spec.arrival_ns / 1e6, **line, "hash_ids": [*range(fresh, fresh + hashes)]})
-        fresh += hashes
-    return lines
-
-
-def _requests() -> Sequence[RequestSpec]:
-    return generators.build(scenarios.Scenario.model_validate(CASES[SHORT]())).open
-
-
-def _timed(peer: Peer) -> Mapping[str, float]:
-    begun = time.perf_counter()
-    output = _printed(peer.command, peer.name)
-    return {"whole process": time.perf_counter() - begun, "simulation": peer.simulated(output)}

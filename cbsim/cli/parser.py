@@ -57,13 +57,7 @@ def _no_arguments(_: argparse.ArgumentParser) -> None:
 
 
 def _bench_arguments(bench: argparse.ArgumentParser) -> None:
-    bench.add_argument(
-        "cases",
-        nargs="*",
-        metavar="CASE",
-        help="cases to run (all but million)",
-    )
-    bench.add_argument("--peers", action="store_true", help="beside other simulators that are installed, in turn")
+    bench.add_argument("cases", nargs="*", metavar="CASE", help="cases to run (all but million)")
     option(bench, "--json", help="print one JSON object, a case a key")
 
 

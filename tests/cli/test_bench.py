@@ -1,4 +1,4 @@
-"""`bench` and `bench --peers`: what they print. Speed depends on the machine; no test asserts a time."""
+"""`bench` and reports/speed/peers.py: what they print. Speed depends on the machine; no test asserts a time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import sys
 
 import pytest
 from support.calls import process
+from support.scripts import script
 
 from cbsim import bench
 from cbsim.bench import CASES
 from cbsim.cli.parser import main
 from cbsim.errors import RunError
+
+peers = script("speed/peers")
 
 
 def test_json_has_the_promised_keys() -> None:
@@ -94,9 +97,9 @@ def test_a_case_that_fails_is_one_line(capsys: pytest.CaptureFixture[str], monke
 
 
 def test_the_peer_gets_the_requests_of_the_case_and_nobody_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = list(bench._requests())[:50]
-    monkeypatch.setattr(bench, "_requests", lambda: requests)
-    lines = bench._mooncake()
+    requests = list(peers._requests())[:50]
+    monkeypatch.setattr(peers, "_requests", lambda: requests)
+    lines = peers._mooncake()
     assert [(line["input_length"], line["output_length"]) for line in lines] == [
         (spec.prompt_tokens, spec.output_tokens) for spec in requests
     ]
@@ -104,14 +107,9 @@ def test_the_peer_gets_the_requests_of_the_case_and_nobody_shares(monkeypatch: p
     assert len(set(hashes)) == len(hashes) == sum(-(-spec.prompt_tokens // 512) for spec in requests)
 
 
-def test_peers_have_a_case_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "decode_64", "--peers"]) == 2
-    assert capsys.readouterr().err == "cbsim: bench --peers has one case of its own, got decode_64\n"
-
-
 def test_the_python_core_is_read_from_its_sources() -> None:
     """Whatever is installed: of modules that are compiled, too."""
-    program = bench.SOURCES_ONLY + "from cbsim.policy import request, value; import numpy; "
+    program = peers.SOURCES_ONLY + "from cbsim.policy import request, value; import numpy; "
     program += "print(value.running(), request.__file__)"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert said[0] == "python"
@@ -119,16 +117,16 @@ def test_the_python_core_is_read_from_its_sources() -> None:
 
 
 def test_times_are_what_each_prints() -> None:
-    assert bench._dynosims("a table\nWall Time (ms): 1,500.25\nSaved") == 1.50025
-    assert bench._ours('{"us_per_step": 50.0, "steps": 20000}') == 1.0
+    assert peers._dynosims("a table\nWall Time (ms): 1,500.25\nSaved") == 1.50025
+    assert peers._ours('{"us_per_step": 50.0, "steps": 20000}') == 1.0
 
 
 def test_ratios_are_against_the_first(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"a": 2.0, "b": 3.0}
-    made = [bench.Peer(name, [], float) for name in times]
-    monkeypatch.setattr(bench, "_peers", lambda folder: made)
-    monkeypatch.setattr(bench, "_timed", lambda peer: {"whole process": times[peer.name]})
-    assert main(["bench", "--peers"]) == 0
+    made = [peers.Peer(name, [], float) for name in times]
+    monkeypatch.setattr(peers, "_peers", lambda folder: made)
+    monkeypatch.setattr(peers, "_timed", lambda peer: {"whole process": times[peer.name]})
+    peers.compare_peers(as_json=False)
     said = capsys.readouterr()
     assert [line.split() for line in said.out.splitlines()[1:]] == [
         ["a", "whole", "process", "2.00", "(1.00)"],
