@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -15,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from cbsim.errors import ERROR, OK, USAGE, RunError, UserError
 from cbsim.files import PATH_BOUND, too_long
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from cbsim.draw.report import Report
     from cbsim.runs.run_command import RunOptions
 
+N = TypeVar("N", int, float)
 EXTRAS = {  # package -> the extra of this project that installs it
     **dict.fromkeys(("starlette", "uvicorn", "httptools", "prometheus_client", "tokenizers"), "serve"),
     **dict.fromkeys(("torch", "transformers", "safetensors", "triton"), "engine"),
@@ -72,8 +74,8 @@ def run_verb(program: str, parser: Parser, verbs: Sequence[Verb], argv: Sequence
 class Parser(argparse.ArgumentParser):
     """Says what is wrong and how the command is used; exits 2. Its help ends with a complete `example`."""
 
-    def __init__(self, *words: Any, example: str = "", **options: Any) -> None:
-        super().__init__(*words, **options)
+    def __init__(self, *names: Any, example: str = "", **options: Any) -> None:
+        super().__init__(*names, **options)
         self.example = example
 
     def format_help(self) -> str:
@@ -146,11 +148,39 @@ def _innermost(error: BaseException) -> str:
     return next((name for name in reversed(names) if name.startswith(("cbsim.", "cbengine.", "analysis."))), names[-1])
 
 
-def a_path(text: str) -> Path:
+def a_path(value: str) -> Path:
     """A path of the command line; the option is named if no system can look it up."""
-    if too_long(text):
-        raise argparse.ArgumentTypeError(f"got {text[:40]!r}..., {PATH_BOUND}")
-    return Path(text)
+    if too_long(value):
+        raise argparse.ArgumentTypeError(f"got {value[:40]!r}..., {PATH_BOUND}")
+    return Path(value)
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """The type of an option that takes a whole number between two bounds."""
+
+    def parse(value: str) -> int:
+        number = int(value) if value.isdecimal() and len(value) < 20 else -1
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{value!r}: expected a whole number from {least} to {most:,}")
+        return number
+
+    return parse
+
+
+def real(value: str) -> float:
+    """The number that is written; NaN, which is within no bounds, if it is none."""
+    try:
+        return float(value)
+    except ValueError:
+        return math.nan
+
+
+def share(value: str) -> float:
+    """`5%` or 0.05."""
+    number = real(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
+    if math.isnan(number):
+        raise argparse.ArgumentTypeError(f"{value!r}: expected a share, such as 5% or 0.05")
+    return number
 
 
 OPTIONS: dict[str, dict[str, Any]] = {  # declared once; a command may change what it says of one
@@ -162,17 +192,25 @@ OPTIONS: dict[str, dict[str, Any]] = {  # declared once; a command may change wh
         "metavar": "FIELD=VALUE",
         "help": "override any field (repeatable)",
     },
+    "table": {"type": a_path, "metavar": "TABLE", "help": "the .parquet file that a sweep wrote"},
+    "--confidence": {"type": share, "default": 0.95, "metavar": "P"},
     "--seed": {"type": int, "help": "root of all random numbers"},
     "--loop": {"choices": ("sync", "async", "both"), "help": "serving loop; both writes two directories"},
     "--out": {"type": a_path, "metavar": "DIR", "help": "also write report.md and figures to this folder"},
+    "--check": {
+        "action": "append",
+        "default": [],
+        "metavar": "COND",
+        "help": "e.g. 'ttft.p99<500ms' (repeatable)",
+    },
     "--json": {"action": "store_true", "help": "print the numbers as one object instead of tables"},
     "--quiet": {"action": "store_true", "help": "print nothing but where the results are"},
 }
 
 
-def option(parser: argparse.ArgumentParser, name: str, **changes: Any) -> None:
-    """An argument of OPTIONS, with `changes` to its declaration."""
-    parser.add_argument(name, **OPTIONS[name] | changes)
+def option(parser: argparse.ArgumentParser, like: str, name: str = "", **changes: Any) -> None:
+    """An argument of OPTIONS, or another of that form called `name`, with `changes` to its declaration."""
+    parser.add_argument(name or like, **OPTIONS[like] | changes)
 
 
 def common_options(parser: argparse.ArgumentParser, *names: str) -> None:
@@ -202,7 +240,7 @@ def run_options(arguments: argparse.Namespace, *more: str) -> RunOptions:
         out=arguments.out,
         window=arguments.trace_steps,
         span_s=arguments.window,
-        conditions=[checks.parse(text) for text in arguments.check],
+        conditions=[checks.parse(condition) for condition in arguments.check],
         as_json=arguments.json,
         quiet=arguments.quiet,
         line=" ".join([arguments.line, *([shlex.join(more)] if more else [])]),
@@ -214,15 +252,22 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
     common_options(parser, "scenario", "--set")
     option(parser, "--out", default=Path("runs"), help="where run directories go (runs)")
     common_options(parser, "--seed", "--loop")
-    text = "steps that the timeline shows (0:2000)"
-    parser.add_argument("--trace-steps", type=_steps, default=(0, 2000), metavar="A:B", help=text)
-    text = "latencies of requests arriving between these seconds only"
-    parser.add_argument("--window", type=_seconds, metavar="A:B", help=text)
-    text = "e.g. 'ttft.p99<500ms' (repeatable)"
-    parser.add_argument("--check", action="append", default=[], metavar="COND", help=text)
+    shown = "steps that the timeline shows (0:2000)"
+    parser.add_argument("--trace-steps", type=_steps, default=(0, 2000), metavar="A:B", help=shown)
+    counted = "latencies of requests arriving between these seconds only"
+    parser.add_argument("--window", type=_seconds, metavar="A:B", help=counted)
+    option(parser, "--check")
     option(parser, "--json", help="print one object: loop name -> that run's summary.json")
     option(parser, "--quiet", help="nothing but the run directories, a line each, and verdicts of --check")
     parser.set_defaults(line="")
+
+
+def check_out(out: Path | None) -> None:
+    """To be called before the work, not after it. Raises RunError unless a report can be written to that folder."""
+    from cbsim.draw import folder
+
+    if out is not None:
+        folder.check(out)
 
 
 def answer(report: Report, arguments: argparse.Namespace, kind: str, out: Path | None = None) -> int:
@@ -238,23 +283,21 @@ def answer(report: Report, arguments: argparse.Namespace, kind: str, out: Path |
     return OK
 
 
-def _steps(text: str) -> tuple[int, int]:
-    low, high = _bounds(text, int, "0", str(sys.maxsize), "two step numbers")
-    return low, high
+def _steps(value: str) -> tuple[int, int]:
+    return _bounds(value, int, "0", str(sys.maxsize), "two step numbers")
 
 
-def _seconds(text: str) -> tuple[float, float]:
-    low, high = _bounds(text, float, "0", "inf", "two times in seconds")
-    return low, high
+def _seconds(value: str) -> tuple[float, float]:
+    return _bounds(value, float, "0", "inf", "two times in seconds")
 
 
-def _bounds(text: str, number: Callable[[str], Any], least: str, most: str, kind: str) -> tuple[Any, Any]:
+def _bounds(value: str, number: Callable[[str], N], least: str, most: str, expected: str) -> tuple[N, N]:
     """`A:B`; either may be left out."""
-    low, colon, high = text.partition(":")
+    low, colon, high = value.partition(":")
     try:
         first, last = number(low or least), number(high or most)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected A:B, {kind}") from None
+        raise argparse.ArgumentTypeError(f"{value!r}: expected A:B, {expected}") from None
     if not colon or not 0 <= first < last:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected A:B with 0 <= A < B")
+        raise argparse.ArgumentTypeError(f"{value!r}: expected A:B with 0 <= A < B")
     return first, last

@@ -120,7 +120,7 @@ def drive(arguments: argparse.Namespace) -> int:
 
     return drive.run(
         scenario_of(arguments),
-        [arguments.client, *arguments.words],
+        [arguments.client, *arguments.client_arguments],
         arguments.out,
         model=arguments.served_model_name,
         tokenizer=arguments.tokenizer,

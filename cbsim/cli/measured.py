@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from cbsim.cli.arguments import a_path, answer, common_options, option
+from cbsim.cli.arguments import a_path, answer, check_out, common_options, option
 from cbsim.cli.many_runs import executor, jobs, store_arguments
 from cbsim.errors import ERROR, OK, ScenarioError
 
@@ -43,59 +43,48 @@ def terms_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _data_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--data", type=a_path, metavar="DIR", help="folder of measured.csv[.gz] (aiconfigurator_silicon of the data)"
-    )
+    about = "folder of measured.csv[.gz] (aiconfigurator_silicon of the data)"
+    parser.add_argument("--data", type=a_path, metavar="DIR", help=about)
 
 
 def where_argument(parser: argparse.ArgumentParser, about: str) -> None:
-    """Values by field; none by default."""
+    """Values by field; none by default. Of several all hold."""
     parser.add_argument("--where", type=_values, action=_Joined, default={}, metavar="FIELD=VALUE,...", help=about)
 
 
 class _Joined(argparse.Action):
-    """Given several times, all hold."""
-
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
         before = getattr(namespace, self.dest)
-        twice = sorted(before.keys() & values.keys())
-        if twice:
+        if twice := sorted(before.keys() & values.keys()):
             parser.error(f"argument --where: {twice[0]} is given twice")
         setattr(namespace, self.dest, before | values)
 
 
-def _values(text: str) -> dict[str, str]:
-    chosen: dict[str, str] = {}
-    for part in text.split(","):
+def _values(argument: str) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for part in argument.split(","):
         field, equal, value = (word.strip() for word in part.partition("="))
-        if not (equal and field) or field in chosen:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected FIELD=VALUE,FIELD=VALUE, each field once")
-        chosen[field] = value
-    return chosen
+        if not (equal and field) or field in values:
+            raise argparse.ArgumentTypeError(f"{argument!r}: expected FIELD=VALUE,FIELD=VALUE, each field once")
+        values[field] = value
+    return values
 
 
 def score(arguments: argparse.Namespace) -> int:
     """Replay a recorded run, or all of a folder of request logs, and print how far off the simulator is."""
-    from cbsim.draw import folder
     from cbsim.measured.recorded import verdict as validation
     from cbsim.measured.request_logs import log
 
     out: Path | None = arguments.out
     if out is None and not arguments.json:
         out = Path("runs") / "score" / arguments.case.resolve().name
-    if out is not None:
-        folder.check(out)  # before the work, not after it
+    check_out(out)
     if log.is_one(arguments.case):
         return _score_logs(arguments, out)
     if arguments.where:
         raise ScenarioError(f"--where: chooses runs of request logs; {arguments.case} holds no {log.REQUESTS}")
-    validated = validation.validate(
-        arguments.case,
-        pack=arguments.data,
-        hardware=arguments.hardware,
-        overrides=arguments.set,
-        ablate=arguments.ablate,
-    )
+    changes = {"hardware": arguments.hardware, "overrides": arguments.set, "ablate": arguments.ablate}
+    validated = validation.validate(arguments.case, pack=arguments.data, **changes)
     return answer(validation.study(validated), arguments, "simulated against a recorded run", out)
 
 
@@ -114,12 +103,12 @@ def score_points(arguments: argparse.Namespace) -> int:
     from cbsim.draw import folder
     from cbsim.measured.points import published, report
 
-    place = published.folder(arguments.data)
-    points = published.read(place, arguments.where)
-    if arguments.out is not None:  # before the work, not after it
-        folder.check(arguments.out)
-        folder.write(arguments.out, {})
-    study, complete = report.run(place, points, executor(arguments), arguments.store, silent=arguments.json)
+    data = published.folder(arguments.data)
+    points = published.read(data, arguments.where)
+    check_out(arguments.out)
+    if arguments.out is not None:
+        folder.write(arguments.out, {})  # before the work, not after it
+    study, complete = report.run(data, points, executor(arguments), arguments.store, silent=arguments.json)
     answer(study, arguments, "simulated against published measurements")
     return OK if complete else ERROR
 
@@ -137,7 +126,7 @@ def calibrate_terms(arguments: argparse.Namespace) -> int:
         print(f"{name}:", file=sys.stderr)
         try:
             with closing(Processes(arguments.jobs or os.cpu_count() or 1)) as workers:
-                made = calibration.calibrate(name, points, workers, lambda text: print(f"  {text}", file=sys.stderr))
+                made = calibration.calibrate(name, points, workers, lambda line: print(f"  {line}", file=sys.stderr))
         except KeyboardInterrupt:
             print(f"cbsim: interrupted; {name} is not written, and begins again", file=sys.stderr)
             return ERROR

@@ -28,9 +28,8 @@ def _parser() -> Parser:
 def _sweep_arguments(sweep: argparse.ArgumentParser) -> None:
     sweep.add_argument("file", type=a_path, metavar="FILE", help="a sweep file: a scenario and the axes of its fields")
     store_arguments(sweep)
-    sweep.add_argument(
-        "--shard", type=a_shard, default=(1, 1), metavar="I/N", help="only every N-th point, from the I-th on"
-    )
+    part = "only every N-th point, from the I-th on"
+    sweep.add_argument("--shard", type=a_shard, default=(1, 1), metavar="I/N", help=part)
     option(sweep, "--json", help="print one object: the points with all their metrics")
     option(sweep, "--quiet", help="print nothing but the path of the table")
 
@@ -39,26 +38,14 @@ def _conformance_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="+", type=a_path, metavar="PATH", help="a trace, or a folder of traces")
 
 
-def _replan_arguments(parser: argparse.ArgumentParser) -> None:
-    common_options(parser, "runs")
-
-
 def _occupancy_arguments(parser: argparse.ArgumentParser) -> None:
     common_options(parser, "runs")
     option(parser, "--json", help="print one object: run -> steps -> shares")
 
 
-def _schema_arguments(parser: argparse.ArgumentParser) -> None:
-    option(parser, "--out", default=Path("schemas"), help="folder (schemas)")
-
-
-def _no_arguments(_: argparse.ArgumentParser) -> None:
-    """The command takes none."""
-
-
-def _bench_arguments(bench: argparse.ArgumentParser) -> None:
-    bench.add_argument("cases", nargs="*", metavar="CASE", help="cases to run (all but million)")
-    option(bench, "--json", help="print one JSON object, a case a key")
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="cases to run (all but million)")
+    option(parser, "--json", help="print one JSON object, a case a key")
 
 
 VERBS = (
@@ -107,7 +94,7 @@ VERBS = (
         "replan",
         "derive the plans of recorded runs again: identical, or the difference",
         "runs/20261122T120000Z-8k_b32-async-92a9494b",
-        _replan_arguments,
+        lambda parser: common_options(parser, "runs"),
     ),
     Verb(
         "occupancy",
@@ -115,12 +102,17 @@ VERBS = (
         "runs/20261122T120000Z-fragmentation-sync-92a9494b --json",
         _occupancy_arguments,
     ),
-    Verb("schema", "write the JSON schemas of scenario files, for editors", "--out schemas", _schema_arguments),
+    Verb(
+        "schema",
+        "write the JSON schemas of scenario files, for editors",
+        "--out schemas",
+        lambda parser: option(parser, "--out", default=Path("schemas"), help="folder (schemas)"),
+    ),
     Verb(
         "list",
         "schedulers, cost models, hardware, models, scenarios",
         "",
-        _no_arguments,
+        common_options,
         "cbsim.cli.commands:catalogue",
     ),
     Verb(

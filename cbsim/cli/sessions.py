@@ -7,13 +7,11 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbsim.cli.arguments import a_path, common_options, option, overrides_of
+from cbsim.cli.arguments import a_path, common_options, option, overrides_of, real, whole
 
 if TYPE_CHECKING:
     from cbsim.http.command import ServeOptions
     from cbsim.scenario.scenario import Scenario
-
-GREATEST_PORT = 65_535
 
 
 def session_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,9 +19,8 @@ def session_arguments(parser: argparse.ArgumentParser) -> None:
     common_options(parser, "scenario", "--set", "--seed")
     option(parser, "--loop", choices=("sync", "async"), help="serving loop (the scenario's; of both async)")
     option(parser, "--out", default=Path("runs"), help="where its directory goes (runs)")
-    parser.add_argument(
-        "--served-model-name", type=a_name, metavar="NAME", help="what clients ask for (the scenario's name)"
-    )
+    served = "what clients ask for (the scenario's name)"
+    parser.add_argument("--served-model-name", type=a_name, metavar="NAME", help=served)
     parser.add_argument("--tokenizer", type=a_path, metavar="DIR", help="folder of a tokenizer.json (ours)")
     option(parser, "--quiet", help="say where it serves, and nothing else")
 
@@ -31,7 +28,7 @@ def session_arguments(parser: argparse.ArgumentParser) -> None:
 def door_arguments(parser: argparse.ArgumentParser) -> None:
     """Of a session on a socket."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    parser.add_argument("--port", type=_port, default=8000, help="0 for any free one (8000)")
+    parser.add_argument("--port", type=whole(0, 65_535), default=8000, help="0 for any free one (8000)")
     parser.add_argument("--api-key-file", type=a_path, metavar="FILE", help="keys, one a line; also CBSIM_API_KEY")
     parser.add_argument("--insecure", action="store_true", help="no key, and yet a host that others can reach")
     parser.add_argument("--grace", type=_grace, default=30.0, metavar="S", help="seconds for answers to end (30)")
@@ -62,45 +59,25 @@ def serve_arguments(parser: argparse.ArgumentParser) -> None:
 def drive_arguments(parser: argparse.ArgumentParser) -> None:
     session_arguments(parser)
     parser.add_argument("client", metavar="MODULE:FUNCTION", help="an asynchronous function; or: vllm bench serve")
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
+    parser.add_argument("client_arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
 
 
-def _port(text: str) -> int:
-    try:
-        port = int(text)
-    except ValueError:
-        port = -1
-    if not 0 <= port <= GREATEST_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a port, 0 to {GREATEST_PORT}")
-    return port
-
-
-def _grace(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds >= 0")
+def _grace(value: str) -> float:
+    if not 0 <= (seconds := real(value)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{value!r}: expected seconds >= 0")
     return seconds
 
 
-def a_name(text: str) -> str:
+def a_name(value: str) -> str:
     """A name that can be read in a line."""
-    if not text or not text.isprintable():
-        raise argparse.ArgumentTypeError(f"{text!r}: expected letters that can be printed, at least one")
-    return text
+    if not value or not value.isprintable():
+        raise argparse.ArgumentTypeError(f"{value!r}: expected letters that can be printed, at least one")
+    return value
 
 
-def _clock(text: str) -> float:
+def _clock(value: str) -> float:
     """Simulated seconds in a real one."""
-    name, equals, number = text.partition("=")
-    if text == "real":
-        return 1.0
-    try:
-        scale = float(number)
-    except ValueError:
-        scale = math.nan
-    if name != "scale" or not equals or not 0 < scale <= 1000:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected real, or scale=X with 0 < X <= 1000")
+    scale = 1.0 if value == "real" else real(value.removeprefix("scale=")) if value.startswith("scale=") else math.nan
+    if not 0 < scale <= 1000:
+        raise argparse.ArgumentTypeError(f"{value!r}: expected real, or scale=X with 0 < X <= 1000")
     return scale
