@@ -161,7 +161,7 @@ def measure(name: str) -> dict[str, Any]:
         begun, begun_cpu = time.perf_counter(), time.process_time()
         writer = directory.RunWriter(Path(folder), scenario.name, "0" * 8)
         writer.scenario(scenarios.dump(scenario))
-        server, simulated = _simulate(scenario, pieces := Pieces(writer, {}, lambda steps: None))
+        server, simulated = _simulate(scenario, pieces := Pieces(writer, {}))
         simulated = min(simulated, *warm_up) if warm_up else simulated
         rows, steps = pieces.tables(server.record)
         with writer.writing(steps, lambda: token_times(rows, steps)):

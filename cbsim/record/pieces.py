@@ -26,14 +26,17 @@ from cbsim.record.on_disk import StepsOnDisk, TableFiles, read_requests, read_st
 from cbsim.record.record import STEP_COLUMNS, Record, RequestRow
 from cbsim.record.tables import Ints, RequestTable, Steps, times
 
+OnSteps = Callable[[int], None]
+
 
 class Pieces:
     """Takes the tables of a record piece by piece. `terms` are those of `summary`.
 
-    `early` is told after each piece how many steps there are, for whatever else can be written before the end.
+    `early`, if there is one, is called after each piece with the number of steps until then: what else can be written
+    before the end is written by it.
     """
 
-    def __init__(self, writer: RunWriter, terms: Mapping[str, Any], early: Callable[[int], None]) -> None:
+    def __init__(self, writer: RunWriter, terms: Mapping[str, Any], early: OnSteps | None = None) -> None:
         self._writer, self._terms, self._early = writer, terms, early
         self._count = self._steps = 0
 
@@ -49,7 +52,8 @@ class Pieces:
         values = directory.recorded_columns(RequestTable.of(rows))
         writer.file(f"{directory.REQUEST_PIECES}/{name}", parquet.encoded(columns.RECORDED, values, len(rows) or 1))
         self._count += 1
-        self._early(self._steps)
+        if self._early is not None:
+            self._early(self._steps)
 
     def tables(self, record: Record) -> tuple[RequestTable, Steps]:
         """Both tables of a record that has come to its end. If there are pieces they are joined to files first."""

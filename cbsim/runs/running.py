@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from cbsim.metrics import coverage, metrics
 from cbsim.record import directory, environment, optional_tables
 from cbsim.record.directory import RunWriter
-from cbsim.record.pieces import Pieces
+from cbsim.record.pieces import OnSteps, Pieces
 from cbsim.record.record import Record
 from cbsim.runs.result import Result, Results
 from cbsim.scenario import scenario as scenarios
@@ -90,7 +90,7 @@ class Session:
         """What env.json holds, by now."""
         return self._facts | dict(self.server.facts)
 
-    def write_to(self, writer: RunWriter, early: Callable[[int], None]) -> None:
+    def write_to(self, writer: RunWriter, early: OnSteps | None = None) -> None:
         """Write the tables there piece by piece, should the run become a long one. A measured run is written when it
         is over: nothing may keep its CPU from it.
         """

@@ -159,7 +159,7 @@ class SessionDirectory:
         self._writer.scenario(session.resolved)
         self._writer.environment(session.environment)
         log.write_to(self._writer.path / served.FILE)
-        session.write_to(self._writer, lambda _: None)
+        session.write_to(self._writer)
 
     @property
     def path(self) -> Path:

@@ -50,7 +50,7 @@ def run(
         writer.scenario(session.resolved)
         writer.environment(session.environment)
         if pieces:
-            session.write_to(writer, lambda steps: None)
+            session.write_to(writer)
         done = session.server.record
 
         def on_step(now_ns: int) -> None:
@@ -140,7 +140,7 @@ def test_a_record_forgets_what_is_over(tmp_path: Path) -> None:
     session = Session(asked, "sync", Simulation, Terms("none"))
     writer = RunWriter.at(tmp_path / "run")
     writer.group = 5
-    session.write_to(writer, lambda steps: None)
+    session.write_to(writer)
     now = session.server.record
 
     def on_step(now_ns: int) -> None:
@@ -164,7 +164,7 @@ def test_what_is_over_is_counted_whoever_has_it(name: str, tmp_path: Path) -> No
         writer = RunWriter.at(tmp_path / str(way))
         writer.group = 3
         if way:
-            session.write_to(writer, lambda steps: None)
+            session.write_to(writer)
         now = session.server.record
         session.server.run(lambda _, now=now, heard=heard: heard.append((now.finished_count, now.step_count)))
         counts.append(heard)
