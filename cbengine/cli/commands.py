@@ -6,7 +6,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,9 @@ import torch
 from cbengine import build, servers, settings
 from cbengine.build import Setup
 from cbengine.errors import MissingError, UsageError
-from cbengine.measure import calibrate, predict, provenance, scores
+from cbengine.measure import calibrate as calibrating
+from cbengine.measure import predict as predicting
+from cbengine.measure import provenance
 from cbengine.measure.probes import CPU_REACH, GPU_REACH, Reach
 from cbengine.sampling import Sampling
 from cbengine.settings import SamplingSettings
@@ -56,7 +58,7 @@ def serve(arguments: argparse.Namespace) -> int:
     return command.serve(scenario_of(arguments), setup, options, options_of(arguments))
 
 
-def calibration(arguments: argparse.Namespace) -> int:
+def calibrate(arguments: argparse.Namespace) -> int:
     """Measure the coefficients of a model on a device and write them where the simulator can read them."""
     setup = _setup(arguments)
     name, usual = ("validation", GPU_REACH) if setup.device in ("cuda", "modelled") else ("tiny_cpu", CPU_REACH)
@@ -64,9 +66,9 @@ def calibration(arguments: argparse.Namespace) -> int:
     sizes = (arguments.rows, arguments.longest, arguments.tokens, arguments.context)
     reach = Reach(*(size or default for size, default in zip(sizes, usual, strict=True)))
     scenario = build.adapted(scenarios.load(name, arguments.set), setup)
-    calibrate.check_writable(arguments.out)
-    measured = calibrate.calibrate(scenario, setup, progress, reach=reach, quick=arguments.quick)
-    content = calibrate.write(arguments.out, measured, scenario, build.device_name(setup))
+    calibrating.check_writable(arguments.out)
+    measured = calibrating.calibrate(scenario, setup, progress, reach=reach, quick=arguments.quick)
+    content = calibrating.write(arguments.out, measured, scenario, build.device_name(setup))
     if (most := content["calibrated"]["tokens"]) < FEW_TOKENS:
         progress(f"warning: the largest step probed has {most} query tokens: what larger ones cost is a guess")
     if (error := measured.fits["kernels"].median_error) > FAR_OFF:
@@ -78,15 +80,15 @@ def calibration(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def prediction(arguments: argparse.Namespace) -> int:
+def predict(arguments: argparse.Namespace) -> int:
     """Compare simulated and measured runs; 3 if a bar is missed. With --again nothing is measured."""
     if arguments.again is not None:
         if arguments.set or arguments.repeat > 1 or arguments.device or arguments.quick:
             raise UsageError("--again: measures nothing, and takes no --set, --repeat, --device or --quick")
         shared_cores = arguments.again.resolve().name == provenance.slug("process")
-        cases = predict.again(arguments.cases, arguments.again, progress)
+        cases = predicting.again(arguments.cases, arguments.again, progress)
         return _print_scores(cases, absurd_only=shared_cores)
-    options = predict.PredictOptions(
+    options = predicting.PredictOptions(
         device=arguments.device or build.default_device(),
         out=arguments.out,
         overrides=arguments.set,
@@ -97,12 +99,12 @@ def prediction(arguments: argparse.Namespace) -> int:
         raise MissingError("--device cuda: torch finds no CUDA device here")
     # A shared CPU for a few seconds is too noisy for the bars.
     rough = options.device == "process" or (options.quick and options.device != "cuda")
-    return _print_scores(predict.predict(arguments.cases, options, servers.maker, progress), absurd_only=rough)
+    return _print_scores(predicting.predict(arguments.cases, options, servers.maker, progress), absurd_only=rough)
 
 
-def _print_scores(cases: Sequence[scores.ScoredCase], *, absurd_only: bool) -> int:
-    print(scores.table(cases))
-    failed = scores.failures(cases, absurd_only=absurd_only)
+def _print_scores(cases: Sequence[predicting.ScoredCase], *, absurd_only: bool) -> int:
+    print(predicting.table(cases))
+    failed = predicting.failures(cases, absurd_only=absurd_only)
     for case, score in failed:
         print(f"missed: {case}, {score.loop}, {score.bar.label}: {score.shown()[-1]}", file=sys.stderr)
     return CHECK_FAILED if failed else OK
@@ -127,11 +129,3 @@ def _setup(arguments: argparse.Namespace) -> Setup:
         saves_tokens=arguments.save_tokens,
         spin=arguments.wait == "spin",
     )
-
-
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "replay": replay,
-    "serve": serve,
-    "calibrate": calibration,
-    "predict": prediction,
-}

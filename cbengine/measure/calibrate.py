@@ -15,21 +15,18 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import ValidationError
 
-from cbengine import build
 from cbengine.build import Setup
 from cbengine.errors import UsageError
-from cbengine.measure import probes
-from cbengine.measure.equal_steps import EqualStepTimes
+from cbengine.measure import probes, provenance
 from cbengine.measure.fit import Fit, fit
-from cbengine.measure.probes import ProbeTable, Reach
+from cbengine.measure.probes import EqualStepTimes, ProbeTable, Reach
 from cbsim.cost.base import PHASES, PhaseCost
 from cbsim.errors import ScenarioError
+from cbsim.files import access
 from cbsim.record import environment
-from cbsim.record.directory import write_whole
 from cbsim.scenario import documents
-from cbsim.scenario.costs import Calibrated, Coefficients, read_whole, sealed
+from cbsim.scenario.costs import Coefficients, read_whole, sealed
 from cbsim.scenario.scenario import Scenario
 
 Floats = npt.NDArray[np.float64]
@@ -37,6 +34,7 @@ GPU_TERMS = ("per_chunk_s", "per_cached_token_s", "per_prefill_attention_s", "pe
 COUNTED = ("chunks", "cached", "pairs", "decodes")  # columns of these terms
 SIZED = ("requests", "query_tokens", "blocks", "chunks", "changes")  # columns of the CPU's terms, as Size has them
 CPU_TERMS = tuple(f"{term}_s" for term in PhaseCost._fields)
+EQUAL_TIMES = ("sync_s", "async_s", "difference_s")
 SIZES = (1, 2, 4, *range(8, 128, 8), *range(128, 256, 32), *(size << i for i in range(7) for size in (256, 384)))
 CONTEXTS = tuple(size << i for i in range(18) for size in (256, 384))
 """Where a curve may have points: dense where captured batch sizes lie, then two to an octave."""
@@ -53,29 +51,31 @@ class Calibration:
     table: ProbeTable
 
 
-def calibrate(base: Scenario, setup: Setup, say: Callable[[str], None], *, reach: Reach, quick: bool) -> Calibration:
+def calibrate(
+    base: Scenario, setup: Setup, progress: Callable[[str], None], *, reach: Reach, quick: bool
+) -> Calibration:
     """Probe and fit, up to `reach`. Raises UsageError."""
-    for option, given in (("--longest", reach.longest), ("--tokens", reach.tokens)):
-        if given < probes.SHORTEST:
-            raise UsageError(f"{option}: got {given}, must be >= {probes.SHORTEST}: shorter steps all cost the same")
+    for option, tokens in (("--longest", reach.longest), ("--tokens", reach.tokens)):
+        if tokens < probes.SHORTEST:
+            raise UsageError(f"{option}: got {tokens}, must be >= {probes.SHORTEST}: shorter steps all cost the same")
     if reach.longest > base.model.max_position:
         raise UsageError(f"--longest: got {reach.longest}, must be <= {base.model.max_position}, model.max_position")
     room = probes.room(base)
     if setup.device != "cuda" and room < reach.longest:
-        text = f"holds {room:,} tokens, less than the longest sequence probed, {reach.longest:,}"
-        say(f"warning: the scenario's cache {text}: the probes have caches of their own")
+        short = f"holds {room:,} tokens, less than the longest sequence probed, {reach.longest:,}"
+        progress(f"warning: the scenario's cache {short}: the probes have caches of their own")
     if setup.device == "cuda" and room < reach.context:
-        say(f"the cache holds {room:,} tokens: probing up to that instead of {reach.context:,}")
+        progress(f"the cache holds {room:,} tokens: probing up to that instead of {reach.context:,}")
         reach = reach._replace(context=room, longest=min(reach.longest, room))
-    table = probes.measure(base, setup, probes.probes(reach, quick=quick), say)
+    table = probes.measure(base, setup, probes.probes(reach, quick=quick), progress)
     return calibration(table, base.model.layers)
 
 
 def calibration(table: ProbeTable, layers: int) -> Calibration:
     """Fit everything. Raises UsageError if the probes were too short for it."""
     if len(table.lines) < ENOUGH:
-        text = f"{len(table.lines)} steps are too few, {ENOUGH} would do"
-        raise UsageError(f"calibrate: {text}: give a larger --rows or --longest")
+        few = f"{len(table.lines)} steps are too few, {ENOUGH} would do"
+        raise UsageError(f"calibrate: {few}: give a larger --rows or --longest")
     coefficients, kernels = _kernels(table)
     alone = table.alone()
     coefficients |= {f"{lane}_s": _rounded(float(np.median(alone.column(lane)))) for lane in ("h2d", "d2h")}
@@ -106,8 +106,8 @@ def _kernels(table: ProbeTable) -> tuple[dict[str, Any], Fit]:
     compute = np.maximum(table.column("compute") - waited * alone, 1.0)
     if np.median(compute[free]) <= 1:
         short = f"kernels of {np.median(table.column('compute')[free]) / 1e3:,.1f} us"
-        text = f"{short} cannot be told from the {waited / 1e3:,.1f} us that they wait for their launch"
-        raise UsageError(f"calibrate: {text}: give a larger --rows or --tokens, on a machine that does nothing else")
+        reason = f"{short} cannot be told from the {waited / 1e3:,.1f} us that they wait for their launch"
+        raise UsageError(f"calibrate: {reason}: give a larger --rows or --tokens, on a machine that does nothing else")
     gpu_fit = fit(columns[free], compute[free], kinds(tokens, context, table.column("chunks"))[free])
     values = iter(map(_rounded, gpu_fit.coefficients))
     coefficients: dict[str, Any] = {"query_tokens": [{"tokens": size, "s": next(values)} for size in sizes]}
@@ -148,20 +148,11 @@ def _rounded(nanoseconds: float) -> float:
     return float(f"{nanoseconds / 1e9:.6g}")
 
 
-def _recorded(equal: EqualStepTimes | None) -> dict[str, Any] | None:
-    """As a file records it, with six digits."""
-    return (
-        {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in equal._asdict().items()}
-        if equal
-        else None
-    )
-
-
 def write(path: Path, measured: Calibration, base: Scenario, device: str) -> dict[str, Any]:
     """Write the coefficient file, and the steps that it rests on beside it; returns what the file holds. Raises
     UsageError if that cannot be done.
     """
-    git = environment.git_state()
+    git, equal = environment.git_state(), measured.table.equal
     origin = {
         "device": device,
         "model": base.model.name,
@@ -171,14 +162,11 @@ def write(path: Path, measured: Calibration, base: Scenario, device: str) -> dic
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "settings": settings(base, device),
         "capture_s": round(measured.table.capture_s, 6),
-        "equal_steps": _recorded(measured.table.equal),
+        "equal_steps": equal and {"steps": equal.steps, **{n: float(f"{getattr(equal, n):.6g}") for n in EQUAL_TIMES}},
     }
     raw = io.BytesIO()
     pq.write_table(measured.table.arrow(), raw, compression="zstd", compression_level=19)
-    try:
-        write_whole(steps_of(path), raw.getvalue())
-    except OSError as error:
-        raise _unwritable(path, error) from None
+    provenance.write(steps_of(path), raw.getvalue())
     return _written(path, origin, measured)
 
 
@@ -186,16 +174,15 @@ def refit(path: Path, layers: int) -> dict[str, Any]:
     """Derive a coefficient file again from the steps beside it; returns what it holds. Raises UsageError."""
     try:
         steps = ProbeTable.of(pq.read_table(steps_of(path)))
-        before = read_whole(path).data
-        coefficients = Coefficients.model_validate(before)
-        steps.gap_s = float(coefficients.gap_s)
-        if (recorded := coefficients.calibrated) and recorded.equal_steps:
-            steps.equal = EqualStepTimes(**recorded.equal_steps.model_dump())
-        known = Calibrated.model_validate(before["calibrated"]).model_dump(exclude={*RANGE, "fits"})
+        coefficients = read_whole(path).checked(Coefficients)
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
-        reason = build.first_complaint(error) if isinstance(error, ValidationError) else error
-        raise UsageError(f"{path}, {steps_of(path).name}: not a calibration: {reason}") from None
-    return _written(path, known, calibration(steps, layers))
+        raise UsageError(f"{path}, {steps_of(path).name}: not a calibration: {error}") from None
+    if (origin := coefficients.calibrated) is None:
+        raise UsageError(f"{path}: not a calibration: calibrated: is required")
+    steps.gap_s = float(coefficients.gap_s)
+    if origin.equal_steps:
+        steps.equal = EqualStepTimes(**origin.equal_steps.model_dump())
+    return _written(path, origin.model_dump(exclude={*RANGE, "fits"}), calibration(steps, layers))
 
 
 def settings(base: Scenario, device: str) -> str:
@@ -227,11 +214,8 @@ def _written(path: Path, origin: dict[str, Any], measured: Calibration) -> dict[
         "fits": {name: fitted.errors() for name, fitted in measured.fits.items()},
     }
     content = {"calibrated": calibrated, **measured.coefficients}
-    said = "# Measured with `python -m cbengine calibrate`. Errors are shares of a step's time.\n"
-    try:
-        write_whole(path, (said + sealed(documents.write(content))).encode())
-    except OSError as error:
-        raise _unwritable(path, error) from None
+    comment = "# Measured with `python -m cbengine calibrate`. Errors are shares of a step's time.\n"
+    provenance.write(path, (comment + sealed(documents.write(content))).encode())
     return content
 
 
@@ -251,15 +235,9 @@ def steps_of(path: Path) -> Path:
 
 def check_writable(path: Path) -> None:
     """Make the folder of a file that is to be written when all is measured. Raises UsageError if it could not be."""
-    try:
+    with access(path, UsageError, "written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()
         path.open("ab").close()
         if new:
             path.unlink()
-    except OSError as error:
-        raise _unwritable(path, error) from None
-
-
-def _unwritable(path: Path, error: OSError) -> UsageError:
-    return UsageError(f"{path}: cannot be written: {error.strerror or error}")

@@ -25,15 +25,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from cbengine import build
 from cbengine.build import Setup
 from cbengine.errors import UsageError
 from cbengine.measure import calibrate, probes, provenance, suite
-from cbengine.measure.scores import ScoredCase
 from cbengine.measure.suite import SuiteCase
 from cbsim.errors import ScenarioError, ServerError
+from cbsim.files import read_json
 from cbsim.metrics import bars
 from cbsim.metrics.bars import BARS, Score
 from cbsim.metrics.terminal import lookup
@@ -43,11 +43,14 @@ from cbsim.runs.run_command import RunOptions
 from cbsim.runs.running import Maker
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.demand import Synthetic
+from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, Real, shown
 from cbsim.scenario.scenario import Scenario
 
 CAPACITY_REQUESTS = 4  # times the case's: all at once, so long a queue that its ends do not matter
 LEFT_OUT = ("timeline.json.gz", "figures")  # of a run: both can be drawn again from its tables
+ABSURD = 0.25  # on a CPU whose own speed wanders a makespan off by more is an error of ours
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class PredictOptions:
     quick: bool
 
 
-class About(Frozen):
+class CaseFile(Frozen):
     """case.json: what a case is, and what was decided for it when it was measured."""
 
     name: str
@@ -76,48 +79,57 @@ class About(Frozen):
     predicted: dict[str, float] = Field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredCase:
+    """A case and how near its runs are."""
+
+    case: str
+    scores: Sequence[Score]
+
+
 def predict(
-    names: Sequence[str], options: PredictOptions, maker: Callable[[Setup], Maker], say: Callable[[str], None]
+    names: Sequence[str], options: PredictOptions, maker: Callable[[Setup], Maker], progress: Progress
 ) -> list[ScoredCase]:
     """Predict and run every case of these names and groups. Raises UsageError, ScenarioError, ServerError, RunError."""
-    wanted = suite.chosen(names, options.device)
-    place = options.out / provenance.slug(options.device)
-    session = _Session(options, place, maker, say)
-    for case in wanted:  # what cannot be is refused before anything is measured
+    chosen = suite.chosen(names, options.device)
+    folder = options.out / provenance.slug(options.device)
+    session = _Session(options, folder, maker, progress)
+    for case in chosen:  # what cannot be is refused before anything is measured
         session.scenario(*case.overrides)
-    provenance.begin(place / "provenance.json", options.device)
-    return [ScoredCase(case.name, session.case(case)) for case in wanted]
+    provenance.begin(folder / "provenance.json", options.device)
+    return [ScoredCase(case.name, session.case(case)) for case in chosen]
 
 
-def again(names: Sequence[str], place: Path, say: Callable[[str], None]) -> list[ScoredCase]:
+def again(names: Sequence[str], folder: Path, progress: Progress) -> list[ScoredCase]:
     """Predict the cases that were measured into this folder once more, from what lies there. Raises UsageError for one
     that is no such folder, and for a name that is none of its cases or groups.
     """
-    folders = sorted(path for path in (place / "validation").glob("*/") if path.is_dir())
-    cases = {folder.name: about for folder in folders if (about := _about(folder / "case.json"))}
-    known = {word for name, about in cases.items() for word in (name, about.group)}
-    for name in names:
-        if name not in known:
-            raise UsageError(f"case {name!r}: {place} has {', '.join(cases) or 'none'}")
-    if not cases:
-        packed = (place / "runs.parquet").exists()
-        hint = (
-            f"; `python reports/hardware/packed.py unpack {place}` writes them from the packed runs" if packed else ""
-        )
-        raise UsageError(f"{place}: holds no validation/CASE/case.json{hint}")
-    done = []
-    for name, about in cases.items():
-        if names and not {name, about.group} & set(names):
-            continue
-        say(name)
-        folder = place / "validation" / name
-        measured = {summary["loop"]: path for path, summary in _runs(folder / "measured")}
+    scored = []
+    for name, case in _measured_cases(names, folder).items():
+        progress(name)
+        own = folder / "validation" / name
+        measured = {summary["loop"]: path for path, summary in _runs(own / "measured")}
         for loop in sorted({"sync", "async"} - measured.keys()):
-            say(f"  the {loop} loop was not measured: left out")
+            progress(f"  the {loop} loop was not measured: left out")
         if measured:
             ready = _both(next(iter(measured.values())) / "scenario.resolved.yaml")
-            done.append(ScoredCase(name, _predict(folder, about, ready, _refitted(place, ready), say)))
-    return done
+            scored.append(ScoredCase(name, _predict(own, case, ready, _refitted(folder, ready), progress)))
+    return scored
+
+
+def _measured_cases(names: Sequence[str], folder: Path) -> dict[str, CaseFile]:
+    """The cases in a folder, of these names and groups if there are any. Raises UsageError."""
+    folders = sorted(path for path in (folder / "validation").glob("*/") if path.is_dir())
+    cases = {path.name: case for path in folders if (case := _case_file(path / "case.json"))}
+    known = {key for name, case in cases.items() for key in (name, case.group)}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"case {name!r}: {folder} has {', '.join(cases) or 'none'}")
+    if not cases:
+        unpack = f"; `python reports/hardware/packed.py unpack {folder}` writes them from the packed runs"
+        packed = (folder / "runs.parquet").exists()
+        raise UsageError(f"{folder}: holds no validation/CASE/case.json{unpack if packed else ''}")
+    return {name: case for name, case in cases.items() if not names or {name, case.group} & set(names)}
 
 
 def _both(file: Path) -> Scenario:
@@ -129,23 +141,23 @@ def _both(file: Path) -> Scenario:
 
 
 def _predict(
-    place: Path, about: About, ready: Scenario, coefficients: Mapping[str, Any], say: Callable[[str], None]
+    folder: Path, case: CaseFile, ready: Scenario, coefficients: Mapping[str, Any], progress: Progress
 ) -> list[Score]:
     """Simulate a case, and the other points of its curve; how near it is to what was measured."""
     curve = {}
-    if about.curve is not None and not about.injected_ms:
+    if case.curve is not None and not case.injected_ms:
         curve = {f"{ms:g}": round(_gain(predictable(ready, coefficients, ms)), 6) for ms in suite.PREDICTED_MS}
-    _tell(place, about.model_copy(update={"predicted": curve}))
-    summaries = simulated(predictable(ready, coefficients, about.injected_ms), place / "simulated", say)
-    return bars.scores(summaries, _summaries(place / "measured"), about.load)
+    _write_case(folder, case.model_copy(update={"predicted": curve}))
+    summaries = simulated(predictable(ready, coefficients, case.injected_ms), folder / "simulated", progress)
+    return bars.scores(summaries, _summaries(folder / "measured"), case.load)
 
 
-def _tell(place: Path, about: About) -> None:
-    _write(place / "case.json", json.dumps(about.model_dump(), indent=2) + "\n")
+def _write_case(folder: Path, case: CaseFile) -> None:
+    provenance.write_json(folder / "case.json", case.model_dump(), ServerError)
 
 
 def _gain(scenario: Scenario) -> float:
-    """What the asynchronous loop gains, simulated and forgotten; warnings have been said of the case itself."""
+    """What the asynchronous loop gains, simulated and forgotten; warnings have been shown for the case itself."""
     with TemporaryDirectory() as folder:
         return bars.speed_up(simulated(scenario, Path(folder) / "run", lambda _: None))
 
@@ -154,29 +166,30 @@ class _Session:
     """One call of `predict`: its options, and the coefficients fitted so far."""
 
     def __init__(
-        self, options: PredictOptions, place: Path, maker: Callable[[Setup], Maker], say: Callable[[str], None]
+        self, options: PredictOptions, folder: Path, maker: Callable[[Setup], Maker], progress: Progress
     ) -> None:
-        self._options, self._place, self._maker, self._say = options, place, maker, say
+        self._options, self._folder, self._maker, self._progress = options, folder, maker, progress
         self._setup = Setup(device=options.device)
         self._fitted: dict[str, dict[str, Any]] = {}
 
     def case(self, case: SuiteCase) -> list[Score]:
-        place = self._place / "validation" / case.name
-        self._say(f"{case.name}: {case.about}")
-        known, ready = _about(place / "case.json"), self.scenario(*case.overrides)
+        folder = self._folder / "validation" / case.name
+        self._progress(f"{case.name}: {case.about}")
+        known, ready = _case_file(folder / "case.json"), self.scenario(*case.overrides)
         rate = known.rate_per_s if known and case.load is not None else None
         if rate is not None:  # what was measured with before
             case, ready = self._arriving(case, rate)
         for loop in scenarios.loops(ready):  # runs of another scenario are refused before anything is written
-            _complete(place / "measured", loop, ready)
+            _complete(folder / "measured", loop, ready)
         coefficients = self._coefficients(ready)
         if case.load is not None and rate is None:
-            rate = self._rate(case, ready, coefficients, place)
+            rate = self._rate(case, ready, coefficients, folder)
             case, ready = self._arriving(case, rate)
-        about = _facts(case, ready, rate)
-        _tell(place, about.model_copy(update={"predicted": known.predicted if known else {}}))
-        self._measure(case, ready, place / "measured")
-        return _predict(place, about, ready, coefficients, self._say)
+        facts = {name: value for name, value in asdict(case).items() if name != "overrides"}
+        described = CaseFile(**facts, model=ready.model.name, scheduler=ready.scheduler.name, rate_per_s=rate)
+        _write_case(folder, described.model_copy(update={"predicted": known.predicted if known else {}}))
+        self._measure(case, ready, folder / "measured")
+        return _predict(folder, described, ready, coefficients, self._progress)
 
     def _arriving(self, case: SuiteCase, rate: float) -> tuple[SuiteCase, Scenario]:
         """The case with random arrivals at so many requests a second."""
@@ -190,7 +203,7 @@ class _Session:
 
     def _coefficients(self, ready: Scenario) -> dict[str, Any]:
         """Coefficients of the model and the family of schedulers; probes that were run before are used again."""
-        file = _coefficient_file(self._place, ready)
+        file = _coefficient_file(self._folder, ready)
         if file.name not in self._fitted:
             self._fitted[file.name] = self._calibrated(file, ready)
         return self._fitted[file.name]
@@ -205,13 +218,14 @@ class _Session:
             return calibrate.refit(file, ready.model.layers)
         calibrate.check_writable(file)
         name, small = suite.base(self._options.device), self._options.device == "process"
-        changes = [f"model={_model(ready)}", f"scheduler={{name: {ready.scheduler.name}}}"]
+        shape = json.dumps(ready.model.model_dump(mode="json"))  # with every field, so that any model will do
+        changes = [f"model={shape}", f"scheduler={{name: {ready.scheduler.name}}}"]
         probed = build.adapted(scenarios.load(name, [*changes, *self._options.overrides]), self._setup)
         reach = probes.CPU_REACH if small else probes.GPU_REACH
-        measured = calibrate.calibrate(probed, self._setup, self._say, reach=reach, quick=self._options.quick)
+        measured = calibrate.calibrate(probed, self._setup, self._progress, reach=reach, quick=self._options.quick)
         return calibrate.write(file, measured, probed, device)
 
-    def _rate(self, case: SuiteCase, ready: Scenario, coefficients: dict[str, Any], place: Path) -> float:
+    def _rate(self, case: SuiteCase, ready: Scenario, coefficients: dict[str, Any], folder: Path) -> float:
         """Requests a second of a case under load: its share of the capacity, simulated."""
         assert case.load is not None
         if not isinstance(ready.workload, Synthetic):
@@ -220,7 +234,8 @@ class _Session:
             )
         count = ready.workload.requests * CAPACITY_REQUESTS
         flood = self.scenario(*case.overrides, f"workload.requests={count}", "loop.mode=sync")
-        summary = simulated(predictable(flood, coefficients, case.injected_ms), place / "capacity", self._say)["sync"]
+        flooded = predictable(flood, coefficients, case.injected_ms)
+        summary = simulated(flooded, folder / "capacity", self._progress)["sync"]
         return float(f"{case.load * summary['requests_per_s']:.4g}")
 
     def _measure(self, case: SuiteCase, ready: Scenario, out: Path) -> None:
@@ -233,32 +248,22 @@ class _Session:
             for loop in loops if turn % 2 == 0 else loops[::-1]:
                 if len(_complete(out, loop, ready)) > turn:
                     continue
-                self._say(f"  measuring {loop}")
+                self._progress(f"  measuring {loop}")
                 options = _options(self._options.device, case, self._options.overrides, out)
                 _trim(run_command.one_loop(ready, loop, options, self._maker(setup)).folder)
 
 
-def _coefficient_file(place: Path, ready: Scenario) -> Path:
-    """One for each model and family of schedulers."""
-    words = re.findall(r"[a-z0-9.]+", f"{ready.model.name} {ready.scheduler.name.partition('_')[0]}".lower())
-    return place / "calibration" / f"{'-'.join(words)}.fitted.yaml"
+def _coefficient_file(folder: Path, ready: Scenario) -> Path:
+    """The file of a model and a family of schedulers."""
+    parts = re.findall(r"[a-z0-9.]+", f"{ready.model.name} {ready.scheduler.name.partition('_')[0]}".lower())
+    return folder / "calibration" / f"{'-'.join(parts)}.fitted.yaml"
 
 
-def _refitted(place: Path, ready: Scenario) -> dict[str, Any]:
-    file = _coefficient_file(place, ready)
+def _refitted(folder: Path, ready: Scenario) -> dict[str, Any]:
+    file = _coefficient_file(folder, ready)
     if not calibrate.steps_of(file).exists():
         raise UsageError(f"{calibrate.steps_of(file)}: no such file: nothing has been probed there")
     return calibrate.refit(file, ready.model.layers)
-
-
-def _model(ready: Scenario) -> str:
-    """The model as an override's value, with every field, so that any model will do."""
-    return json.dumps(ready.model.model_dump(mode="json"))
-
-
-def _facts(case: SuiteCase, ready: Scenario, rate: float | None) -> About:
-    facts = {name: value for name, value in asdict(case).items() if name != "overrides"}
-    return About(**facts, model=ready.model.name, scheduler=ready.scheduler.name, rate_per_s=rate)
 
 
 def _options(device: str, case: SuiteCase, overrides: Sequence[str], out: Path) -> RunOptions:
@@ -302,7 +307,7 @@ def _runs(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 def _summary(file: Path) -> dict[str, Any]:
     """The summary of a run, as far as it is scored. Raises UsageError."""
-    summary = _read(file)
+    summary = read_json(file, UsageError)
     if summary.get("loop") not in ("sync", "async"):
         raise UsageError(f"{file}: loop is {shown(summary.get('loop'))}, expected sync or async")
     for bar in BARS:
@@ -313,14 +318,11 @@ def _summary(file: Path) -> dict[str, Any]:
     return summary
 
 
-def _about(file: Path) -> About | None:
-    """What case.json says; None if there is none. Raises UsageError."""
+def _case_file(file: Path) -> CaseFile | None:
+    """The content of a case.json; None if there is none. Raises UsageError."""
     if not file.exists():
         return None
-    try:
-        return About.model_validate(_read(file))
-    except ValidationError as error:
-        raise UsageError(f"{file}: {build.first_complaint(error)}") from None
+    return Document(str(file), None, read_json(file, UsageError), error_type=UsageError).checked(CaseFile)
 
 
 def _summaries(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -338,32 +340,6 @@ def _trim(path: Path) -> None:
         shutil.rmtree(rest) if rest.is_dir() else rest.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises UsageError."""
-    try:
-        content = json.loads(_text(path))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{path}: is {shown(content)}, expected a JSON object")
-    return content
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from None
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        directory.write_whole(path, text.encode())
-    except OSError as error:
-        raise ServerError(f"{path}: cannot be written: {error.strerror or error}") from error
-
-
 # -- predicting -------------------------------------------------------------------------------------------------------
 
 
@@ -376,18 +352,45 @@ def predictable(scenario: Scenario, coefficients: Mapping[str, Any], injected_ms
     return Scenario.model_validate(data)
 
 
-def simulated(scenario: Scenario, out: Path, say: Callable[[str], None]) -> dict[str, Any]:
+def simulated(scenario: Scenario, out: Path, progress: Progress) -> dict[str, Any]:
     """Summaries by loop, from `python -m cbsim run` on a scenario file that stays beside `out`. What was there goes."""
     file = out.with_name(f"{out.name}.yaml")
     shutil.rmtree(out, ignore_errors=True)
-    _write(file, scenarios.dump(scenario))
-    words = [sys.executable, "-m", "cbsim", "run", str(file), "--out", str(out), "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    provenance.write(file, scenarios.dump(scenario).encode(), ServerError)
+    command = [sys.executable, "-m", "cbsim", "run", str(file), "--out", str(out), "--json"]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     if done.returncode:
         raise ServerError(f"the simulator failed: {done.stderr.strip()}")
     for line in done.stderr.splitlines():
-        say(f"  {line}")
+        progress(f"  {line}")
     for path, _ in _runs(out):
         _trim(path)
     summaries: dict[str, Any] = json.loads(done.stdout)
     return summaries
+
+
+# -- scores -----------------------------------------------------------------------------------------------------------
+
+
+def failures(cases: Sequence[ScoredCase], *, absurd_only: bool) -> list[tuple[str, Score]]:
+    """The bars that were missed; of a CPU under real timing only an absurd makespan."""
+    scores = [(scored.case, score) for scored in cases for score in scored.scores]
+    if absurd_only:
+        return [
+            (case, score) for case, score in scores if score.bar.label == "makespan" and not abs(score.error) <= ABSURD
+        ]
+    return [(case, score) for case, score in scores if score.verdict == "missed"]
+
+
+def table(cases: Sequence[ScoredCase]) -> str:
+    """The scores as a Markdown table."""
+    rows = [
+        "| workload | loop | metric | simulated | measured | error | repeats | bar |",
+        "|---|---|---|---:|---:|---:|---:|---|",
+    ]
+    for scored in cases:
+        for score in scored.scores:
+            apart = "" if score.spread is None else f"{score.spread * 100:.1f} {'pt' if score.bar.points else '%'}"
+            cells = (scored.case, score.loop, score.bar.label, *score.shown(), apart, score.verdict)
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)

@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import ValidationError
 
 from cbengine import build
 from cbengine.build import Setup
 from cbengine.errors import UsageError
 from cbengine.load import Load
-from cbengine.measure.equal_steps import SETTLING, EqualStepTimes, equal_steps, launched_ahead
 from cbsim.cost.base import PHASES, size
 from cbsim.cost.fitted import work
 from cbsim.errors import ScenarioError
@@ -30,14 +28,18 @@ from cbsim.policy.kind import SettingsError, for_probe
 from cbsim.policy.plan import StepPlan
 from cbsim.record.record import STEP_COLUMNS
 from cbsim.record.tables import Steps
+from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import LARGEST_WHOLE
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.schedulers import plain
 from cbsim.workload import generators
 
+SETTLING = 3  # first steps of a run, which find caches cold
+KEYS = ("padded_tokens", "rows", "context_tokens")  # steps that are equal in these are of one kind
 SHORTEST = 8  # tokens of the longest sequence and of the largest step, at least
 SPREAD = 1.2  # of the logarithm of prompts: many short ones and some as long as may be
 Ints = npt.NDArray[np.int64]
+Kinds = dict[tuple[int, ...], list[int]]
 
 
 class Reach(NamedTuple):
@@ -57,7 +59,7 @@ class Probe(NamedTuple):
 
     about: str
     requests: int
-    seats: int
+    slots: int
     low: int
     prompt: int
     output: int
@@ -92,6 +94,27 @@ class ProbeStep(NamedTuple):
     ahead: bool = False  # launched while the step before it computed: only its kernels' time is used
 
 
+class EqualStepTimes(NamedTuple):
+    """Kinds of decode steps that both loops ran, and the median over them of the kernels' seconds in each.
+
+    A step's time begins at an event before its kernels. If the GPU is idle there, as with one step in flight, it waits,
+    within that time, for the CPU to hand over the rest of the launch; if a step is launched while the one before it
+    runs, nothing is waited for. So the difference is what synchronous kernel times are too long by.
+    """
+
+    steps: int
+    sync_s: float
+    async_s: float
+    difference_s: float  # median of the differences; above 0: synchronous steps are measured as longer
+
+    def __str__(self) -> str:
+        share = self.difference_s / self.async_s if self.async_s else 0.0
+        both = f"{self.sync_s * 1e6:,.1f} us synchronous, {self.async_s * 1e6:,.1f} us asynchronous"
+        return (
+            f"kernels of {self.steps} equal steps: {both}, difference {self.difference_s * 1e6:+,.1f} us ({share:+.2%})"
+        )
+
+
 @dataclass(slots=True)
 class ProbeTable:
     """A line for each step of all probes, the gaps between steps that followed each other at once, how long a graph
@@ -122,9 +145,8 @@ class ProbeTable:
     @classmethod
     def of(cls, table: pa.Table) -> ProbeTable:
         """From what `arrow` made. Raises KeyError for a missing column, ValueError for what is no count or time."""
-        names = [
-            name for name in ProbeStep._fields if name != "ahead" or name in table.column_names
-        ]  # older files lack it
+        older = {"ahead"} - set(table.column_names)  # files lack it
+        names = [name for name in ProbeStep._fields if name not in older]
         columns = [table.column(name).to_pylist() for name in names]
         for name, values in zip(names, columns, strict=True):
             numbers = np.array(values, dtype=np.float64)
@@ -185,13 +207,13 @@ def probes(reach: Reach, *, quick: bool) -> list[Probe]:
     assert min(longest, tokens) >= SHORTEST
     output = min(longest // 2, 48 if quick else 192)
     prompt = longest - output
-    seats = max(1, min(rows, reach.context // prompt))
-    short, few, half = max(4, prompt // 32), max(1, seats // 4), max(1, rows // 2)
+    slots = max(1, min(rows, reach.context // prompt))
+    short, few, half = max(4, prompt // 32), max(1, slots // 4), max(1, rows // 2)
     least, long = max(1, prompt // 64), max(1, 15 * prompt // 16)
     return [
         Probe("prompts, one a step", 16, 1, least, min(prompt, tokens), 4, tokens),
-        Probe("long prompts, then a batch that shrinks", seats, seats, long, prompt, output, tokens, ahead=True),
-        Probe("prompts half as long, likewise", seats, seats, long // 2 or 1, prompt // 2, output, tokens),
+        Probe("long prompts, then a batch that shrinks", slots, slots, long, prompt, output, tokens, ahead=True),
+        Probe("prompts half as long, likewise", slots, slots, long // 2 or 1, prompt // 2, output, tokens),
         Probe("chunks of long prompts beside decodes", 2 * few, few, least, prompt, output // 4, tokens // 16),
         Probe("small chunks beside many decodes", 2 * half, half, 1, max(1, prompt // 8), output // 2, tokens // 4),
         Probe("a large batch of short requests that shrinks", rows, rows, 1, short, output, tokens, ahead=True),
@@ -199,12 +221,12 @@ def probes(reach: Reach, *, quick: bool) -> list[Probe]:
     ]
 
 
-def measure(base: Scenario, setup: Setup, runs: Sequence[Probe], say: Callable[[str], None]) -> ProbeTable:
+def measure(base: Scenario, setup: Setup, runs: Sequence[Probe], progress: Callable[[str], None]) -> ProbeTable:
     """Run all probes on the device of `setup`, with the model and the scheduler of `base`."""
     table, gaps = ProbeTable(), []
     equal: list[tuple[Steps, Steps]] = []
     for number, probe in enumerate(runs, start=1):
-        say(f"probe {number} of {len(runs)}: {probe.about}{', in both loops' if probe.ahead else ''}")
+        progress(f"probe {number} of {len(runs)}: {probe.about}{', in both loops' if probe.ahead else ''}")
         ready = build.adapted(_scenario(base, probe), setup)
         load = Load.of(generators.build(ready).specs())
         rows = load.capacity(ready.options("sync")).rows
@@ -213,15 +235,15 @@ def measure(base: Scenario, setup: Setup, runs: Sequence[Probe], say: Callable[[
         table.add(plans, steps, sizes)
         table.capture_s = max(table.capture_s, facts.get("capture_s", 0.0))
         if probe.ahead:
-            plans, others, _ = _run(ready, "async", setup)
-            table.add_ahead(plans, others, sizes)
-            gaps.append(_gaps(others))
-            equal.append((steps, others))
+            plans, ahead, _ = _run(ready, "async", setup)
+            table.add_ahead(plans, ahead, sizes)
+            gaps.append(_gaps(ahead))
+            equal.append((steps, ahead))
     followed = np.concatenate([*gaps, np.zeros(0)])
     table.gap_s = float(np.median(followed)) / 1e9 if len(followed) else 0.0
     table.equal = equal_steps(equal)
     if table.equal:
-        say(str(table.equal))
+        progress(str(table.equal))
     return table
 
 
@@ -249,7 +271,7 @@ def _scenario(base: Scenario, probe: Probe) -> Scenario:
     UsageError for a probe beyond what a scenario may be.
     """
     size = base.block_size
-    blocks = probe.seats * (-(-(probe.prompt + probe.output) // size) + 2) + 2
+    blocks = probe.slots * (-(-(probe.prompt + probe.output) // size) + 2) + 2
     data = base.model_dump(mode="json")
     data["kv_cache"] |= {"num_blocks": blocks, "block_size": size}
     mean = max(1.0, (probe.low + probe.prompt) / 2)
@@ -259,11 +281,45 @@ def _scenario(base: Scenario, probe: Probe) -> Scenario:
         "prompt_tokens": {"lognormal": {"mean": mean, "sigma": SPREAD, "low": probe.low, "high": probe.prompt}},
         "output_tokens": {"uniform": {"low": max(1, probe.output // 3), "high": max(1, probe.output)}},
     }
+    too_large = "calibrate: --rows, --longest or --tokens is too large"
     try:
-        data["scheduler"] = plain(for_probe(base.scheduler, probe.seats, probe.chunk))
-        ready = Scenario.model_validate(data)
+        data["scheduler"] = plain(for_probe(base.scheduler, probe.slots, probe.chunk))
+        ready = Document(too_large, None, data, error_type=UsageError).checked(Scenario)
         ready.options("sync")
-    except (ScenarioError, SettingsError, ValidationError) as error:
-        reason = build.first_complaint(error) if isinstance(error, ValidationError) else error
-        raise UsageError(f"calibrate: --rows, --longest or --tokens is too large: {reason}") from None
+    except (ScenarioError, SettingsError) as error:
+        raise UsageError(f"{too_large}: {error}") from None
     return ready
+
+
+# -- equal steps of both loops ----------------------------------------------------------------------------------------
+
+
+def equal_steps(runs: Sequence[tuple[Steps, Steps]]) -> EqualStepTimes | None:
+    """Compare runs of the same scenarios, (synchronous, asynchronous); None if they have no decode step in common."""
+    of_sync: Kinds = {}
+    of_async: Kinds = {}
+    for synchronous, asynchronous in runs:
+        _add_decodes(of_sync, synchronous, np.ones(len(synchronous), dtype=bool))
+        _add_decodes(of_async, asynchronous, launched_ahead(asynchronous))
+    both = sorted(of_sync.keys() & of_async.keys())
+    if not both:
+        return None
+    times = np.array([(np.median(of_sync[key]), np.median(of_async[key])) for key in both]) / 1e9
+    sync_s, async_s = np.median(times, axis=0)
+    return EqualStepTimes(len(both), float(sync_s), float(async_s), float(np.median(times[:, 0] - times[:, 1])))
+
+
+def launched_ahead(steps: Steps) -> npt.NDArray[np.bool_]:
+    """Which steps had been launched as a whole before the kernels of the one before them ended."""
+    ahead = np.zeros(len(steps), dtype=bool)
+    ahead[1:] = steps["launch_end_ns"][1:] < steps["compute_end_ns"][:-1]
+    return ahead
+
+
+def _add_decodes(kinds: Kinds, steps: Steps, which: npt.NDArray[np.bool_]) -> None:
+    """Nanoseconds of the kernels of decode steps, by what the steps computed."""
+    decodes = (steps["prefill_tokens"] == 0) & (steps["rows"] > 0) & (np.arange(len(steps)) >= SETTLING)
+    chosen = decodes & which
+    keys = zip(*(steps[name][chosen].tolist() for name in KEYS), strict=True)
+    for key, took in zip(keys, steps.lane("compute")[chosen].tolist(), strict=True):
+        kinds.setdefault(key, []).append(took)

@@ -13,6 +13,8 @@ import torch
 
 from cbengine.device import gpu
 from cbengine.errors import UsageError
+from cbsim.errors import UserError
+from cbsim.files import access
 from cbsim.record.directory import write_whole
 from cbsim.record.environment import git_state, packages
 
@@ -20,16 +22,19 @@ from cbsim.record.environment import git_state, packages
 def begin(path: Path, device: str) -> None:
     """Record where something is measured, unless there is a record. Raises UsageError."""
     if not path.exists():
-        write(path, {**facts(device), "commands": []})
+        write_json(path, {**facts(device), "commands": []})
 
 
-def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a record whole, since a later call rests on it. Raises UsageError."""
-    try:
+def write_json(path: Path, content: Mapping[str, Any], error: type[UserError] = UsageError) -> None:
+    """Write a record. Raises `error`."""
+    write(path, (json.dumps(content, indent=2) + "\n").encode(), error)
+
+
+def write(path: Path, content: bytes, error: type[UserError] = UsageError) -> None:
+    """Write a file whole, since a later call rests on it, and make its folder. Raises `error`."""
+    with access(path, error, "written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from error
+        write_whole(path, content)
 
 
 def facts(device: str) -> Mapping[str, Any]:
@@ -48,5 +53,5 @@ def slug(device: str) -> str:
     """The folder of a device: `h100-80gb-hbm3`, or `cpu-process`."""
     if device != "cuda":
         return f"cpu-{device}"
-    words = re.findall(r"[a-z0-9]+", torch.cuda.get_device_name(0).lower())
-    return "-".join(word for word in words if word != "nvidia")
+    parts = re.findall(r"[a-z0-9]+", torch.cuda.get_device_name(0).lower())
+    return "-".join(part for part in parts if part != "nvidia")

@@ -28,24 +28,14 @@ class SuiteCase:
     curve: str | None = None
 
 
-SEATS = "scheduler.max_num_seqs={}".format
+SLOTS = "scheduler.max_num_seqs={}".format
 CHUNK = "scheduler.max_num_batched_tokens={}".format
 BLOCKS = "kv_cache.num_blocks={}".format
 REQUESTS = "workload.requests={}".format
 FIFO = "scheduler={{name: transformers_fifo, max_requests_per_batch: {}, max_batch_tokens: {}}}".format
 SMALL = "model=llama-3.2-1b"
 INJECTED_MS = (0, 2, 5, 10)
-PREDICTED_MS = (
-    0.5,
-    1,
-    1.5,
-    3,
-    4,
-    6,
-    7,
-    8,
-    9,
-)  # of a curve, simulated only: where it turns need not be where it is measured
+PREDICTED_MS = (0.5, 1, 1.5, 3, 4, 6, 7, 8, 9)  # of a curve, simulated only: it may turn between measured points
 
 
 def _load(share: float, *overrides: str, prefix: str = "", group: str = "load") -> SuiteCase:
@@ -70,31 +60,27 @@ def _uniform(low: int, high: int) -> str:
 
 def _gpu() -> list[SuiteCase]:
     published = "scheduler={name: transformers_fifo, max_blocks_per_request: 34, max_batch_tokens: 8192}"
-    long, short = _workload(48, _uniform(1024, 8000), _uniform(16, 128)), _workload(32, "64", "512")
+    decoding, short = _workload(32, "16", "8192"), _workload(32, "64", "512")
+    long = _workload(48, _uniform(1024, 8000), _uniform(16, 128))
     prefix = _workload(96, _uniform(2176, 4096), _uniform(16, 128), ", shared_prefix_tokens: 2048")
     few, many = (_workload(32, _uniform(64, 1024), _uniform(32, 256)), _workload(384, _uniform(16, 512), "256"))
     return [
-        SuiteCase(
-            "8k_b32",
-            "reference",
-            "the published comparison: batch 32, 8K tokens",
-            (_workload(32, "16", "8192"), published),
-        ),
+        SuiteCase("8k_b32", "reference", "the published comparison: batch 32, 8K tokens", (decoding, published)),
         *(_load(share) for share in (0.6, 0.85, 1.0)),
         _load(0.85, FIFO(64, 2048), prefix="transformers-"),
         *(
             SuiteCase(
-                f"chunk-{size}", "chunk", f"prompts of 1K to 8K in chunks of {size}", (long, SEATS(32), CHUNK(size))
+                f"chunk-{size}", "chunk", f"prompts of 1K to 8K in chunks of {size}", (long, SLOTS(32), CHUNK(size))
             )
             for size in (512, 2048, 8192)
         ),
         SuiteCase("preemptions", "memory", "a cache for a third of the seats: vLLM preempts", (BLOCKS(1000),)),
         SuiteCase("soft-resets", "memory", "the same for transformers, which resets", (FIFO(64, 2048), BLOCKS(64))),
         SuiteCase("prefix-shared", "prefix", "2,048 tokens of every prompt are the same", (prefix,)),
-        SuiteCase("batch-8", "batch", "8 seats", (few, SEATS(8))),
-        SuiteCase("batch-256", "batch", "256 seats", (many, SEATS(256))),
-        *_cpu("8B, batch 32", short, SEATS(32)),
-        *_cpu("1B, batch 32", short, SEATS(32), SMALL, prefix="1b-", group="1b"),
+        SuiteCase("batch-8", "batch", "8 seats", (few, SLOTS(8))),
+        SuiteCase("batch-256", "batch", "256 seats", (many, SLOTS(256))),
+        *_cpu("8B, batch 32", short, SLOTS(32)),
+        *_cpu("1B, batch 32", short, SLOTS(32), SMALL, prefix="1b-", group="1b"),
         _load(0.85, SMALL, prefix="1b-", group="1b"),
     ]
 
@@ -116,8 +102,8 @@ def _tiny() -> list[SuiteCase]:
             "soft-resets", "memory", "the same for transformers, which resets", (mixed, FIFO(16, 128), BLOCKS(40))
         ),
         SuiteCase("prefix-shared", "prefix", "80 tokens of every prompt are the same", (prefix, room)),
-        SuiteCase("batch-2", "batch", "2 seats", (REQUESTS(16), SEATS(2))),
-        SuiteCase("batch-32", "batch", "32 seats", (mixed, SEATS(32), room)),
+        SuiteCase("batch-2", "batch", "2 seats", (REQUESTS(16), SLOTS(2))),
+        SuiteCase("batch-32", "batch", "32 seats", (mixed, SLOTS(32), room)),
         *_cpu("tiny, batch 16", short, room),
     ]
 

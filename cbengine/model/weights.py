@@ -195,7 +195,7 @@ def _opened(path: Path) -> Iterator[Any]:
 def _check_regular(path: Path) -> None:
     """What is no file may never end, or never begin."""
     if path.exists() and not path.is_file():
-        raise WeightsError(f"{path}: cannot be read: is not a regular file")
+        raise WeightsError(f"{path}: cannot be read: it is not a regular file")
 
 
 def read_json(path: Path) -> dict[str, Any]:

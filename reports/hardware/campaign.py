@@ -125,7 +125,7 @@ class Ledger:
         self._write()
 
     def _write(self) -> None:
-        provenance.write(self._path, {**self._facts, "commands": self._commands})
+        provenance.write_json(self._path, {**self._facts, "commands": self._commands})
 
 
 def ended_well(command: str, code: int) -> bool:

@@ -114,9 +114,10 @@ def prompts(replay: Any, workload: dict[str, Any]) -> dict[RequestSpec, list[int
 def executed(trace: Path, monkeypatch: pytest.MonkeyPatch, made: Made) -> tuple[check.TraceResult, Executed]:
     """Compare a trace while its plans are executed."""
     done: list[Executed] = []
+    known = check.reader_of
 
     def reader_of(header: dict[str, Any]) -> Reader:
-        reader = check.reader_of(header)
+        reader = known(header)
         assert reader is not None
 
         def case(trace: Path, header: dict[str, Any]) -> Case:

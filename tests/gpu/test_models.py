@@ -19,7 +19,7 @@ from cbengine import build
 from cbengine.build import Setup
 from cbengine.device import profile
 from cbengine.driver import Engine
-from cbengine.measure.equal_steps import equal_steps
+from cbengine.measure.probes import equal_steps
 from cbengine.model import weights
 from cbengine.sampling import Sampling
 from cbengine.servers import Measured

@@ -43,6 +43,7 @@ from cbengine.cli.parser import DEVICES
         ),
         (("--profile=0",), ("argument --profile", "'0'", ">= 1")),
         (("--profile=5",), ("--profile: needs --device cuda",)),
+        (("--wait", "spin"), ("--wait spin: needs --device cuda",)),
         (("--device=tpu",), ("argument --device", "'tpu'", *DEVICES)),
         (("--weights=nowhere",), ("nowhere/config.json: cannot be read",)),
         (("--set", "model.head_dim=7"), ("model.head_dim: got 7, must be even",)),

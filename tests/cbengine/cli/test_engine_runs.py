@@ -26,6 +26,7 @@ from support.engine.served import LOOPS, SCHEDULERS, named
 from cbengine import build, settings, tokens
 from cbsim.cli import parser as simulator
 from cbsim.record import directory
+from cbsim.runs import reading
 from cbsim.scenario import scenario
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -207,3 +208,15 @@ def test_clients_that_give_up(out: Path, small: Path, scheduler: str, device: st
         assert {rows[one]["status"] for one in "cd"} <= {"length", "stop"}, "d's client had nothing to give up yet"
         assert {row["status"] for row in rows.values()} <= {"length", "stop", "aborted"}
     derived(*runs(out))
+
+
+def test_a_run_keeps_its_tokens_when_asked(out: Path) -> None:
+    """As many as the requests declare, beside the prompts; the same in both loops."""
+    fields = ("--set", "workload.requests=3", "--set", "workload.output_tokens=4")
+    words = ("replay", "tiny_cpu", "--device", "inline", "--save-tokens", "--quiet", "--out", out)
+    assert call(*words, *fields).status == 0
+    first, second = (pq.read_table(run / tokens.FILE).to_pydict() for run in runs(out))
+    assert first == second
+    rows = reading.load(runs(out)[0]).requests
+    assert [len(prompt) for prompt in first["prompt"]] == [row.prompt_tokens for row in rows]
+    assert [len(output) for output in first["output"]] == [4, 4, 4]

@@ -23,8 +23,7 @@ from cbengine.cli import parser
 from cbengine.errors import UsageError
 from cbengine.measure import calibrate
 from cbengine.measure.calibrate import CPU_TERMS, GPU_TERMS
-from cbengine.measure.equal_steps import EqualStepTimes
-from cbengine.measure.probes import ProbeTable
+from cbengine.measure.probes import EqualStepTimes, ProbeTable
 from cbsim.cli import parser as simulator
 from cbsim.cost.base import PHASES
 from cbsim.cost.fitted import Curve

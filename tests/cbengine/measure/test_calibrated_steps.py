@@ -11,8 +11,7 @@ from support.engine.made_up_steps import LAYERS, made_up, plan
 from support.engine.served import spec
 
 from cbengine.measure import calibrate, probes
-from cbengine.measure.equal_steps import EqualStepTimes, equal_steps
-from cbengine.measure.probes import ProbeTable
+from cbengine.measure.probes import EqualStepTimes, ProbeTable, equal_steps
 from cbsim.policy.plan import Chunk
 from cbsim.record.record import STEP_COLUMNS
 from cbsim.record.tables import Steps

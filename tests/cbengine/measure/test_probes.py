@@ -47,13 +47,13 @@ def test_probes_are_scenarios(scheduler: str, rows: int, longest: int, tokens: i
     for probe in probes.probes(Reach(rows, longest, tokens, context), quick=quick):
         assert 1 <= probe.low <= probe.prompt
         assert probe.prompt + probe.output <= longest
-        assert probe.seats <= rows
+        assert probe.slots <= rows
         ready = probes._scenario(base, probe)
         assert Scenario.model_validate(ready.model_dump(mode="json")) == ready
         options: Any = ready.options("sync")
-        assert options.num_blocks * options.block_size >= probe.seats * (probe.prompt + probe.output)
+        assert options.num_blocks * options.block_size >= probe.slots * (probe.prompt + probe.output)
         sizes = Load.of(generators.build(ready).specs()).capacity(options)
-        assert sizes.slots <= max(probe.seats, probe.requests)
+        assert sizes.slots <= max(probe.slots, probe.requests)
 
 
 BASES = {one: asked(one, *HOSTILE, *(VLLM if one.startswith("vllm ") else ())) for one in SCHEDULERS}
@@ -63,12 +63,12 @@ def test_probes_cover_what_was_asked_for() -> None:
     """All seats, whole prompts, chunks, one request alone, as much context as asked for; `quick` shortens outputs."""
     for quick in (False, True):
         found = probes.probes(Reach(16, 160, 128, 1000), quick=quick)
-        assert max(probe.seats for probe in found) == 16
-        assert min(probe.seats for probe in found) == 1
+        assert max(probe.slots for probe in found) == 16
+        assert min(probe.slots for probe in found) == 1
         assert max(probe.prompt + probe.output for probe in found) == 160
         assert any(probe.chunk >= probe.prompt for probe in found)
         assert any(probe.chunk < probe.prompt for probe in found)
-        assert max(probe.seats * probe.low for probe in found) >= 0.8 * 1000
+        assert max(probe.slots * probe.low for probe in found) >= 0.8 * 1000
 
 
 @pytest.mark.parametrize("loop", LOOPS)

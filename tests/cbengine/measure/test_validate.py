@@ -27,7 +27,7 @@ from cbengine import build
 from cbengine.build import Setup
 from cbengine.cli import parser
 from cbengine.errors import UsageError
-from cbengine.measure import calibrate, predict, probes, scores, suite
+from cbengine.measure import calibrate, predict, probes, suite
 from cbengine.measure.suite import SuiteCase
 from cbsim.cost.base import PHASES
 from cbsim.metrics import bars
@@ -327,24 +327,12 @@ def test_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
         (0.3, "process", 3),
     ):
         ours, theirs = summary | {"makespan_s": 1 + error}, summary | {"makespan_s": 1.0}
-        found = [scores.ScoredCase("plain", bars.scores({"sync": ours}, {"sync": [theirs]}, None))]
+        found = [predict.ScoredCase("plain", bars.scores({"sync": ours}, {"sync": [theirs]}, None))]
         monkeypatch.setattr(predict, "predict", lambda *_, found=found: found)
         assert parser.main(["predict", "--device", device, "--out", str(tmp_path)]) == status
         said = capsys.readouterr()
-        assert said.out == scores.table(found) + "\n"
+        assert said.out == predict.table(found) + "\n"
         assert said.err == (f"missed: plain, sync, makespan: {error:+.1%}\n" if status else "")
-
-
-def test_a_calibration_that_is_broken(
-    small: None, whole: Measured, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It is named, and not measured over."""
-    copied(whole, tmp_path, "plain")
-    (fitted,) = tmp_path.rglob("*.fitted.yaml")
-    fitted.write_text("base_s: 1\n")
-    capsys.readouterr()
-    assert call(tmp_path, "plain") == 2
-    assert f"{fitted}, {calibrate.steps_of(fitted).name}: not a calibration: " in capsys.readouterr().err
 
 
 def test_the_modelled_device_captures_and_launches_as_a_gpu_does() -> None:
@@ -369,10 +357,10 @@ def test_the_modelled_device_captures_and_launches_as_a_gpu_does() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("case.json", "[]", "case.json: is [], expected a JSON object"),
-        ("case.json", "{", "case.json: not JSON: "),
-        ("case.json", "{}", "case.json: name: Field required"),
-        ("case.json", {"injected_ms": -5}, "case.json: injected_ms: Input should be greater than or equal to 0"),
+        ("case.json", "[]", "case.json: got [], expected a JSON object"),
+        ("case.json", "{", "case.json: not valid JSON: "),
+        ("case.json", "{}", "case.json: name: is required"),
+        ("case.json", {"injected_ms": -5}, "case.json: injected_ms: got -5, must be >= 0"),
         ("case.json", {"injected_ms": None}, "case.json: injected_ms: "),
         ("case.json", {"load": "x"}, "case.json: load: "),
         ("summary.json", "{}", "summary.json: loop is nothing, expected sync or async"),

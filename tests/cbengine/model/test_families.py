@@ -1,4 +1,4 @@
-"""Folders as transformers saves them, one of each family: the engine and the peer say what `generate` says."""
+"""Folders as transformers saves them, one of each family: the engine says what `generate` says."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ pytest.importorskip("transformers", reason="folders are written, and texts said,
 
 import torch
 import transformers
-from support.engine.served import LOOPS, VOCAB, Run, asked, plain_cache, server, spec
+from support.engine.served import LOOPS, VOCAB, Run, asked, server, spec
 
-from cbengine import build, servers
+from cbengine import build
 from cbengine.build import Setup
 from cbengine.measure import calibrate
-from cbsim.policy.request import RequestSpec
 from cbsim.workload.requests import Workload
 
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -91,21 +90,6 @@ def test_the_engine_says_what_generate_says(folder: Path, loop: str) -> None:
     assert run.total("preempted") > 0 or not whole
     for one, text in run.engine.sequences.items():
         assert text.outputs == generated(folder, text.prompt.tolist(), one.output_tokens), one.id
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_the_peer_says_what_generate_says(folder: Path, loop: str) -> None:
-    """The folder's weights, read by us and lent to transformers' own batching."""
-    setup = Setup(device="inline", weights=folder)
-    with plain_cache():
-        ready = build.adapted(server("transformers_fifo", 4, 200, 64, 6, sharing=False), setup)
-    peer = servers.maker(setup, peer=True)(ready, loop, Workload(list(SPECS), len(SPECS)))
-    peer.run(lambda _: None)
-    said: dict[RequestSpec, list[int]] = peer.outputs  # type: ignore[attr-defined]
-    prompts = servers.Prompts(ready.seed, VOCAB)
-    assert len(said) == len(SPECS)
-    for one, outputs in said.items():
-        assert outputs == generated(folder, prompts.of(one).tolist(), one.output_tokens), one.id
 
 
 def test_calibrations_of_models_without_biases_stay_valid() -> None:

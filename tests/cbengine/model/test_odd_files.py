@@ -30,7 +30,7 @@ def test_only_regular_files_are_read(name: str, tmp_path: Path) -> None:
     for make in (os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")):
         file.rename(tmp_path / "kept")
         make(file)
-        assert refused(tmp_path) == f"{name}: cannot be read: is not a regular file"
+        assert refused(tmp_path) == f"{name}: cannot be read: it is not a regular file"
         file.rename(tmp_path / f"odd{len(list(tmp_path.iterdir()))}")
         (tmp_path / "kept").rename(file)
     weights.load(tmp_path, torch.float32, torch.device("cpu"))
@@ -39,10 +39,10 @@ def test_only_regular_files_are_read(name: str, tmp_path: Path) -> None:
 def test_a_description_has_a_length_that_it_can_have(tmp_path: Path) -> None:
     folders.write(tmp_path)
     (tmp_path / "config.json").write_bytes(b" " * (weights.MOST_JSON_BYTES + 1))
-    assert refused(tmp_path) == "config.json: got 67,108,865 bytes, must be <= 67,108,864"
+    assert refused(tmp_path) == "config.json: is too large, must be <= 67,108,864 bytes"
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     os.mkfifo(tmp_path / "generation_config.json")
-    with pytest.raises(WeightsError, match=r"generation_config\.json: cannot be read: is not a regular file"):
+    with pytest.raises(WeightsError, match=r"generation_config\.json: cannot be read: it is not a regular file"):
         weights.end_tokens(tmp_path)
 
 

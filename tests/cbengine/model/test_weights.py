@@ -236,7 +236,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"quantization_config": {"bits": 4}}, "quantization_config: got {'bits': 4}, expected nothing"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, expected 1.0"),
-    ({"rope_parameters": [1]}, "rope_parameters: got [1], expected a JSON object"),
+    ({"rope_parameters": [1]}, "rope_parameters: got [1], expected an object"),
     (
         {"rope_parameters": {"rope_type": "yarn"}},
         "rope_parameters: rope_type: got 'yarn', expected 'default' or 'llama3'",
