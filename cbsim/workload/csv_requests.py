@@ -11,6 +11,8 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
+from functools import lru_cache
 from math import isfinite
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -20,13 +22,13 @@ import numpy as np
 from cbsim.errors import ScenarioError
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog
-from cbsim.scenario.demand import Csv, CsvColumns, Served
+from cbsim.scenario.demand import Azure, Csv, CsvColumns, Served
 from cbsim.scenario.fields import bare, either, near, shown
 from cbsim.scenario.rows import CsvTable, open_text
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import served
-from cbsim.workload.requests import Streams, Workload, builds
-from cbsim.workload.traces import Arrival, not_empty, stamp_ns, timed
+from cbsim.workload.requests import Workload
+from cbsim.workload.traces import Arrival, check_not_empty, timed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -35,6 +37,8 @@ LONG_GAP_NS = 100_000_000_000
 """Few servers wait longer for a request, and a log in milliseconds of one request in 0.1 s has such gaps."""
 UNNAMED = CsvColumns()
 NEEDED = ("arrival", "prompt", "output")
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+LENGTH_COLUMNS = ("num_prefill_tokens", "num_decode_tokens")
 NAMES = {
     "arrival": ("arrival_s", "arrival", "arrival_time", "arrival_time_s", "arrived_at", "timestamp", "time", "time_s"),
     "prompt": (
@@ -52,9 +56,7 @@ NAMES = {
 """By what the column holds; our own name first."""
 
 
-@builds(Csv)
-def _csv(form: Csv, streams: Streams) -> Workload:
-    del streams
+def workload(form: Csv) -> Workload:
     path = catalog.data(form.path)
     workload = timed(plain(path, form.limit, form.columns), form.time_scale)
     columns = _renamed(plain_columns(path, form.columns))
@@ -86,22 +88,25 @@ def plain_columns(path: Path, chosen: CsvColumns) -> dict[str, str]:
 
 def plain_rows(path: Path, file: IO[str], limit: int | None = None, chosen: CsvColumns = UNNAMED) -> list[Arrival]:
     """The rows of an open file of that kind; `path` is what messages call it."""
-    rows: list[Arrival] = []
-    ids: set[str] = set()
     table = CsvTable(path, file)
     columns = columns_of(path, table.header, chosen)
     table.pick(columns.values())
-    optional = list(columns)[3:]
+    return _arrivals(table, list(columns), limit)
+
+
+def _arrivals(table: CsvTable, roles: Sequence[str], limit: int | None) -> list[Arrival]:
+    """The rows of a table, of which `roles` says what the columns hold; the first three are those that are needed."""
+    rows: list[Arrival] = []
+    ids: set[str] = set()
     clock = _Clock(table)
     for arrival, prompt, output, *more in table.rows(limit):
         at_ns, prompts, outputs = clock.ns(arrival), table.count(1, prompt), table.count(2, output)
-        row = Arrival(at_ns, prompts, outputs, **_optional(table, outputs, optional, more))
-        if row.id in ids or ("id" in columns and not row.id):
-            raise table.bad(len(columns) - 1, row.id, "an id that no row above has" if row.id else "an id")
-        if row.id:
-            ids.add(row.id)
+        row = Arrival(at_ns, prompts, outputs, **_optional(table, outputs, roles[3:], more))
+        if "id" in roles and (row.id in ids or not row.id):
+            raise table.bad(len(roles) - 1, row.id, "an id that no row above has" if row.id else "an id")
+        ids.add(row.id)
         rows.append(row)
-    not_empty(path, rows)
+    check_not_empty(table.path, rows)
     return rows
 
 
@@ -130,12 +135,12 @@ class _Clock:
 
     def ns(self, cell: str) -> int:
         """Time of the next row. Raises ScenarioError if it lies before the one above."""
-        if self._last_ns is None and _is_stamp(stamp := _plain_stamp(cell)):
-            self._start_ns = stamp_ns(stamp)
+        if self._last_ns is None:
+            self._start_ns = _stamp_ns(cell)
         if self._start_ns is None:
             now, unit = round(_seconds(self._table, cell) * 1e9), "seconds"
-        elif _is_stamp(stamp := _plain_stamp(cell)):
-            now, unit = stamp_ns(stamp) - self._start_ns, "a time"
+        elif (stamp := _stamp_ns(cell)) is not None:
+            now, unit = stamp - self._start_ns, "a time"
         else:
             raise self._table.bad(0, cell, "a time such as 2023-11-16 18:17:03.9799600, as in the rows above")
         if self._last_ns is not None and now < self._last_ns:
@@ -145,16 +150,21 @@ class _Clock:
         return now
 
 
-def _plain_stamp(cell: str) -> str:
-    return cell.strip().replace("T", " ").removesuffix("Z").removesuffix("+00:00")
-
-
-def _is_stamp(cell: str) -> bool:
+def _stamp_ns(cell: str) -> int | None:
+    """A time of day such as 2023-11-16 18:17:03.9799600, exact; None if the cell holds none."""
+    stamp = cell.strip().replace("T", " ").removesuffix("Z").removesuffix("+00:00")
+    fraction = stamp[20:]
+    if stamp[19:20] not in ("", ".") or (fraction and not fraction.isdecimal()):
+        return None
     try:
-        stamp_ns(cell)
+        return _second(stamp[:19]) * 10**9 + int(fraction.ljust(9, "0")[:9])
     except ValueError:
-        return False
-    return True
+        return None
+
+
+@lru_cache(maxsize=4096)
+def _second(stamp: str) -> int:
+    return int(datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp())
 
 
 def _seconds(table: CsvTable, cell: str) -> float:
@@ -165,6 +175,37 @@ def _seconds(table: CsvTable, cell: str) -> float:
     if not isfinite(value) or not 0 <= value < 1e9:
         raise table.bad(0, cell, "seconds >= 0, less than 30 years, or a time such as 2023-11-16 18:17:03.97")
     return value
+
+
+# -- files of fixed columns --------------------------------------------------------------------------------------------
+
+
+def azure(path: Path, limit: int | None = None) -> list[Arrival]:
+    """Azure's LLM inference traces of 2023; arrivals count from the first request, exact to the 100 ns in the file."""
+    with open_text(path) as file:
+        return _arrivals(CsvTable(path, file, AZURE_COLUMNS), NEEDED, limit)
+
+
+def azure_workload(form: Azure) -> Workload:
+    return timed(azure(catalog.data(form.path), form.limit), form.time_scale)
+
+
+def lengths(path: Path, limit: int | None = None) -> list[list[int]]:
+    """Lengths of prompts and outputs without times."""
+    return _counts(path, LENGTH_COLUMNS, limit)
+
+
+def column(path: Path, name: str) -> list[int]:
+    """One column of lengths."""
+    return [length for (length,) in _counts(path, (name,))]
+
+
+def _counts(path: Path, columns: Sequence[str], limit: int | None = None) -> list[list[int]]:
+    with open_text(path) as file:
+        table = CsvTable(path, file, columns)
+        rows = [[table.count(at, cell) for at, cell in enumerate(row)] for row in table.rows(limit)]
+    check_not_empty(path, rows)
+    return rows
 
 
 # -- columns -----------------------------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ scheduler, or only in their arrivals, share the others' numbers exactly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,27 +20,25 @@ from cbsim.scenario import catalog, demand
 from cbsim.scenario.rows import check_memory
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import csv_requests, scheduler_tests, served, traces, vllm_bench
-from cbsim.workload.requests import BUILDERS, Drawn, Ints, Streams, Users, Workload, builds
+from cbsim.workload.requests import Drawn, Ints, Streams, Users, Workload
 
-READERS = (csv_requests, scheduler_tests, served, traces, vllm_bench)  # their builders are in BUILDERS
 LATEST_S = 4.6e9
 """No arrival is later. No run gets there: the machine's clock ends before."""
-LONG_GAP_NS = 100_000_000_000
-"""Few servers wait longer for a request, and a log in milliseconds of one request in 0.1 s has such gaps."""
 
 
 def build(scenario: Scenario, supplied: str | None = None) -> Workload:
     """The workload of a scenario; `supplied` is the text of a `csv` workload's file that is not written yet. Raises
     ScenarioError if a trace is missing or has a bad row.
     """
-    if supplied is not None and isinstance(scenario.workload, demand.Served):
+    form = scenario.workload
+    if supplied is not None and isinstance(form, demand.Served):
         return served.workload_of(served.parse(Path(served.FILE), supplied.splitlines()))
     if supplied is not None:
-        return traces.timed(csv_requests.plain_rows(Path("requests"), StringIO(supplied, newline="")), 1.0)
+        return traces.timed(csv_requests.plain_rows(Path("requests"), StringIO(supplied, newline="")))
     streams = Streams.of(scenario.seed)
     if (texts := scenario.kind.samples(scenario.scheduler)) > 1:
-        return _searched(scenario.workload, streams, texts)
-    return BUILDERS[type(scenario.workload)](scenario.workload, streams)
+        return _searched(form, streams, texts)
+    return DRAWN[type(form)](form, streams) if type(form) in DRAWN else RECORDED[type(form)](form)
 
 
 # -- synthetic --------------------------------------------------------------------------------------------------------
@@ -85,15 +84,11 @@ def _lognormal(shape: demand.Lognormal, count: int, rng: np.random.Generator) ->
 def _sample(sample: demand.Sample, name: str) -> Sequence[int]:
     if sample.path is None or sample.column is None:
         return sample.values
-    return traces.column(catalog.data(sample.path, f"{name}.empirical.path"), sample.column)
+    return csv_requests.column(catalog.data(sample.path, f"{name}.empirical.path"), sample.column)
 
 
-def arrival_times(arrivals: object, count: int, rng: np.random.Generator) -> list[int]:
+def arrival_times(arrivals: object, count: int, rng: np.random.Generator) -> Ints:
     """Arrival times in ns of open-loop arrivals; all 0 for those that come at once or depend on the server."""
-    return [int(at_ns) for at_ns in _arrival_ns(arrivals, count, rng)]
-
-
-def _arrival_ns(arrivals: object, count: int, rng: np.random.Generator) -> Ints:
     if isinstance(arrivals, demand.Constant):
         times = np.arange(count) / arrivals.rate_per_s
     elif isinstance(arrivals, demand.Poisson):
@@ -113,7 +108,6 @@ def _searched(form: object, streams: Streams, texts: int) -> Workload:
     return _synthetic(form, streams, texts)
 
 
-@builds(demand.Synthetic)
 def _synthetic(form: demand.Synthetic, streams: Streams, texts: int = 1) -> Workload:
     """`texts` of each request have the same length, `samples` lengths of their own."""
     count, samples = form.requests, max(form.samples, texts)
@@ -129,7 +123,7 @@ def _synthetic(form: demand.Synthetic, streams: Streams, texts: int = 1) -> Work
     outputs = np.minimum(outputs, most)
     priorities = streams.priorities.choice(form.priorities, count) if form.priorities else np.zeros(count, np.int64)
     drawn = Drawn(
-        arrival_ns=np.repeat(_arrival_ns(form.arrivals, count, streams.arrivals), samples),
+        arrival_ns=np.repeat(arrival_times(form.arrivals, count, streams.arrivals), samples),
         prompt_tokens=prompts,
         output_tokens=outputs,
         max_tokens=np.full(count * samples, most) if form.stop_early else outputs,
@@ -153,9 +147,24 @@ def _arriving(specs: list[RequestSpec], arrivals: object, rng: np.random.Generat
     return Workload(users, len(specs), follow=follow, terms=terms)
 
 
-@builds(demand.Lengths)
 def _lengths(form: demand.Lengths, streams: Streams) -> Workload:
-    rows = traces.lengths(catalog.data(form.path), form.limit)
-    times = arrival_times(form.arrivals, len(rows), streams.arrivals)
+    rows = csv_requests.lengths(catalog.data(form.path), form.limit)
+    times = arrival_times(form.arrivals, len(rows), streams.arrivals).tolist()
     specs = [traces.spec_of(i, traces.Arrival(times[i], prompt, output)) for i, (prompt, output) in enumerate(rows)]
     return _arriving(specs, form.arrivals, streams.users)
+
+
+RECORDED: dict[type, Callable[[Any], Workload]] = {
+    demand.Azure: csv_requests.azure_workload,
+    demand.Csv: csv_requests.workload,
+    demand.Golden: scheduler_tests.workload,
+    demand.Agentic: traces.agentic_workload,
+    demand.VllmBench: vllm_bench.workload,
+    demand.Served: lambda form: served.workload_of(served.read(catalog.data(form.path), form.limit)),
+}
+DRAWN: dict[type, Callable[[Any, Streams], Workload]] = {
+    demand.Synthetic: _synthetic,
+    demand.Lengths: _lengths,
+    demand.Mooncake: traces.mooncake_workload,
+}
+"""What makes the requests of each kind of workload: from a file alone, or with random numbers."""

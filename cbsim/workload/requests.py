@@ -5,12 +5,12 @@ text each beam of a search goes on with.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import chain
-from typing import NamedTuple, Protocol, TypeVar, overload
+from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,22 +92,6 @@ class Workload:
         for at_ns, spec in self.cancels:
             digest.update(f"cancel {spec.index} {at_ns}\n".encode())
         return digest.hexdigest()
-
-
-Builder = Callable[..., Workload]  # of a workload's part of the scenario, and Streams
-B = TypeVar("B", bound=Builder)
-BUILDERS: dict[type, Builder] = {}
-"""What makes the requests of each kind of workload; readers add theirs with `builds`."""
-
-
-def builds(kind: type) -> Callable[[B], B]:
-    """Marks the function that makes the requests of a kind of workload, given its part of the scenario."""
-
-    def register(builder: B) -> B:
-        BUILDERS[kind] = builder
-        return builder
-
-    return register
 
 
 # -- drawn requests ----------------------------------------------------------------------------------------------------

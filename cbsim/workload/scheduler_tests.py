@@ -20,7 +20,7 @@ from cbsim.scenario import catalog, demand
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Form, complaint, shown
 from cbsim.scenario.rows import document, open_text
-from cbsim.workload.requests import Streams, Workload, builds
+from cbsim.workload.requests import Workload
 
 Line = dict[str, Any]
 STOP_TOKEN = 2
@@ -336,8 +336,6 @@ def _distinct(ids: list[str]) -> set[str]:
     return known
 
 
-@builds(demand.Golden)
-def _golden(form: demand.Golden, streams: Streams) -> Workload:
-    del streams
+def workload(form: demand.Golden) -> Workload:
     recorded = golden(catalog.data(form.path), form.step_s, form.limit)
     return Workload(recorded.specs, len(recorded.specs), cancels=recorded.cancels)

@@ -18,10 +18,9 @@ from typing import Annotated, NamedTuple
 from pydantic import AfterValidator, Field, model_validator
 
 from cbsim.policy.request import RequestSpec
-from cbsim.scenario import catalog, demand
 from cbsim.scenario.fields import Count, Form, Natural, Pair, complaint, shown
-from cbsim.scenario.rows import bounded, json_line, open_text
-from cbsim.workload.requests import Streams, Workload, builds
+from cbsim.scenario.rows import JsonLine, bounded, json_line, open_text
+from cbsim.workload.requests import Workload
 
 FILE = "arrivals.jsonl"  # of a run directory
 MOST = 1 << 62
@@ -65,36 +64,44 @@ def read(path: Path, limit: int | None = None) -> Session:
 
 
 def parse(path: Path, lines: Iterable[str], limit: int | None = None) -> Session:
-    """Likewise of its lines; `path` is what messages call it."""
-    specs: list[RequestSpec] = []
-    cancels: list[tuple[int, RequestSpec]] = []
+    """The session in the lines of a log; `path` is what messages call it. Raises ScenarioError."""
+    session = Session([], [])
     known: set[str] = set()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        if not line.endswith("\n") and not line.endswith("}"):  # whoever wrote it was killed
-            return Session(specs, cancels, torn=True)
+        if not line.endswith(("\n", "}")):  # whoever wrote it was killed
+            return session._replace(torn=True)
         row = json_line(path, number, line)
         if "cancel" in row.values:
-            gone = row.checked(Left)
-            if gone.cancel >= len(specs):
-                if limit is not None:
-                    continue
-                raise row.bad("cancel", f"the index of a request above, less than {len(specs)}")
-            if cancels and gone.at_ns < cancels[-1][0]:
-                raise row.bad("at_ns", f"a whole number >= {cancels[-1][0]}")
-            cancels.append((gone.at_ns, specs[gone.cancel]))
-        elif limit is None or len(specs) < limit:
-            request = row.checked(Came)
-            if request.index != len(specs):
-                raise row.bad("index", str(len(specs)))
-            if specs and request.arrival_ns < specs[-1].arrival_ns:
-                raise row.bad("arrival_ns", f"a whole number >= {specs[-1].arrival_ns}")
-            if request.id in known:
-                raise row.bad("id", "an id that no line above has")
-            known.add(request.id)
-            specs.append(request.spec())
-    return Session(specs, cancels)
+            _add_cancel(session, row, limit is not None)
+        elif limit is None or len(session.specs) < limit:
+            _add_request(session, row, known)
+    return session
+
+
+def _add_cancel(session: Session, row: JsonLine, limited: bool) -> None:
+    """The request that is given up is one above, unless only the first requests are read."""
+    gone, (specs, cancels, _) = row.checked(Left), session
+    if gone.cancel >= len(specs):
+        if limited:
+            return
+        raise row.bad("cancel", f"the index of a request above, less than {len(specs)}")
+    if cancels and gone.at_ns < cancels[-1][0]:
+        raise row.bad("at_ns", f"a whole number >= {cancels[-1][0]}")
+    cancels.append((gone.at_ns, specs[gone.cancel]))
+
+
+def _add_request(session: Session, row: JsonLine, known: set[str]) -> None:
+    request, specs = row.checked(Came), session.specs
+    if request.index != len(specs):
+        raise row.bad("index", str(len(specs)))
+    if specs and request.arrival_ns < specs[-1].arrival_ns:
+        raise row.bad("arrival_ns", f"a whole number >= {specs[-1].arrival_ns}")
+    if request.id in known:
+        raise row.bad("id", "an id that no line above has")
+    known.add(request.id)
+    specs.append(request.spec())
 
 
 def _printable(name: str) -> str:
@@ -159,12 +166,6 @@ def _runs(ids: Sequence[int]) -> list[list[int]]:
         else:
             runs.append([number, 1])
     return runs
-
-
-@builds(demand.Served)
-def _served(form: demand.Served, streams: Streams) -> Workload:
-    del streams
-    return workload_of(read(catalog.data(form.path), form.limit))
 
 
 def workload_of(session: Session) -> Workload:

@@ -1,19 +1,15 @@
-"""Readers of recorded workloads. A row that cannot be used is an error that names file, line and field; none is dropped
-and none repaired. Blank lines say nothing and are passed over. Rows must be in order of time.
+"""Recorded workloads: rows in order of time, and readers of Mooncake's and aiperf's JSON lines.
 
-A request that generated nothing (0 output tokens) is refused too: it would have no first token to wait for. The public
+A request that generated nothing (0 output tokens) is refused: it would have no first token to wait for. The public
 traces that we know have none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import model_validator
@@ -22,18 +18,18 @@ from cbsim.errors import ScenarioError
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, demand
 from cbsim.scenario.fields import Count, Form, Milliseconds, Natural, complaint
-from cbsim.scenario.rows import CsvTable, lines, open_text
-from cbsim.workload.requests import Sessions, Streams, Workload, builds
+from cbsim.scenario.rows import lines, open_text
+from cbsim.workload.requests import Sessions, Streams, Workload
 
 BLOCK_TOKENS = 512
 """Tokens that one hash id stands for, in Mooncake's and aiperf's files."""
 MS = 1_000_000  # ns
-AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-LENGTH_COLUMNS = ("num_prefill_tokens", "num_decode_tokens")
 
 
 class Arrival(NamedTuple):
-    """One row: when, how long, and for traces that say so the ids of its prefix's blocks of 512 tokens."""
+    """A row: when it arrives, how long it is, and the ids of its prompt's blocks of `block_tokens` if a trace has them;
+    the last block may be short.
+    """
 
     arrival_ns: int
     prompt_tokens: int
@@ -42,10 +38,10 @@ class Arrival(NamedTuple):
     id: str = ""
     max_tokens: int | None = None  # None: output_tokens
     priority: int = 0
+    block_tokens: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """One turn of a session: tokens new to the conversation, and how long after the end of the turn before it comes."""
 
     new_tokens: int
@@ -54,8 +50,7 @@ class Turn:
     delay_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(NamedTuple):
     """A conversation. Its first turn arrives at `arrival_ns`."""
 
     id: str
@@ -63,62 +58,9 @@ class Conversation:
     turns: tuple[Turn, ...]
 
 
-def not_empty(path: Path, rows: list[Any]) -> None:
+def check_not_empty(path: Path, rows: Sequence[object], noun: str = "requests") -> None:
     if not rows:
-        raise ScenarioError(f"{path}: holds no requests")
-
-
-# -- CSV --------------------------------------------------------------------------------------------------------------
-
-
-def azure(path: Path, limit: int | None = None) -> list[Arrival]:
-    """Azure's LLM inference traces of 2023; arrivals count from the first request, exact to the 100 ns given."""
-    rows: list[Arrival] = []
-    with open_text(path) as file:
-        table = CsvTable(path, file, AZURE_COLUMNS)
-        first = last = None
-        for stamp, prompt, output in table.rows(limit):
-            try:
-                now = stamp_ns(stamp)
-            except ValueError:
-                raise table.bad(0, stamp, "a time such as 2023-11-16 18:17:03.9799600") from None
-            first = now if first is None else first
-            if last is not None and now < last:
-                raise table.bad(0, stamp, "a time not before the row above")
-            last = now
-            rows.append(Arrival(now - first, table.count(1, prompt), table.count(2, output)))
-    not_empty(path, rows)
-    return rows
-
-
-def stamp_ns(stamp: str) -> int:
-    fraction = stamp[20:]
-    if stamp[19:20] not in ("", ".") or (fraction and not fraction.isdecimal()):
-        raise ValueError(stamp)
-    return _second(stamp[:19]) * 10**9 + int(fraction.ljust(9, "0")[:9])
-
-
-@lru_cache(maxsize=4096)
-def _second(stamp: str) -> int:
-    return int(datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp())
-
-
-def lengths(path: Path, limit: int | None = None) -> list[tuple[int, int]]:
-    """num_prefill_tokens, num_decode_tokens: prompt and output lengths without times."""
-    with open_text(path) as file:
-        table = CsvTable(path, file, LENGTH_COLUMNS)
-        rows = [(table.count(0, prompt), table.count(1, output)) for prompt, output in table.rows(limit)]
-    not_empty(path, rows)
-    return rows
-
-
-def column(path: Path, name: str) -> list[int]:
-    """One column of lengths."""
-    with open_text(path) as file:
-        table = CsvTable(path, file, (name,))
-        rows = [table.count(0, cell) for (cell,) in table.rows(None)]
-    not_empty(path, rows)
-    return rows
+        raise ScenarioError(f"{path}: holds no {noun}")
 
 
 # -- JSON lines -------------------------------------------------------------------------------------------------------
@@ -143,14 +85,8 @@ class Hashed(Form):
         return Turn(self.input_length, self.output_length, tuple(self.hash_ids), round(delay_ms * MS))
 
 
-class MooncakeLine(Hashed):
-    """A request of Mooncake's."""
-
-    timestamp: Milliseconds
-
-
-class FirstTurn(Hashed):
-    """The first turn of a session."""
+class Stamped(Hashed):
+    """A request of Mooncake's, or the first turn of a session."""
 
     timestamp: Milliseconds
 
@@ -166,12 +102,13 @@ def mooncake(path: Path, limit: int | None = None) -> list[Arrival]:
     rows: list[Arrival] = []
     with open_text(path) as file:
         for line in islice(lines(path, file), limit):
-            request = line.checked(MooncakeLine)
+            request = line.checked(Stamped)
             now = round(request.timestamp * MS)
             if rows and now < rows[-1].arrival_ns:
                 raise line.bad("timestamp", f"not less than in the row above ({rows[-1].arrival_ns // MS})")
-            rows.append(Arrival(now, request.input_length, request.output_length, tuple(request.hash_ids)))
-    not_empty(path, rows)
+            ids = tuple(request.hash_ids)
+            rows.append(Arrival(now, request.input_length, request.output_length, ids, block_tokens=BLOCK_TOKENS))
+    check_not_empty(path, rows)
     return rows
 
 
@@ -194,13 +131,13 @@ def agentic(path: Path, limit: int | None = None) -> list[Conversation]:
             if name not in firsts:
                 if len(firsts) == limit:
                     continue
-                first = line.checked(FirstTurn)
+                first = line.checked(Stamped)
                 firsts[name], turns[name] = round(first.timestamp * MS), [first.turn(0.0)]
             else:
                 later = line.checked(LaterTurn)
                 turns[name].append(later.turn(later.delay))
     sessions = [Conversation(name, arrival, tuple(turns[name])) for name, arrival in firsts.items()]
-    not_empty(path, sessions)
+    check_not_empty(path, sessions)
     return sessions
 
 
@@ -237,33 +174,25 @@ def spec_of(index: int, row: Arrival) -> RequestSpec:
         max_tokens=row.output_tokens if row.max_tokens is None else row.max_tokens,
         priority=row.priority,
         prefix=row.hash_ids,
-        prefix_block_tokens=BLOCK_TOKENS if row.hash_ids else 1,
-        prefix_tokens=row.prompt_tokens if row.hash_ids else 0,
+        prefix_block_tokens=row.block_tokens,
+        prefix_tokens=min(row.prompt_tokens, len(row.hash_ids) * row.block_tokens),
     )
 
 
-def timed(rows: Iterable[Arrival], scale: float) -> Workload:
+def timed(rows: Iterable[Arrival], scale: float = 1.0) -> Workload:
+    """The workload of a trace whose times are multiplied by `scale`."""
     scaled = rows if scale == 1 else (row._replace(arrival_ns=round(row.arrival_ns * scale)) for row in rows)
     specs = [spec_of(index, row) for index, row in enumerate(scaled)]
     return Workload(specs, len(specs))
 
 
-@builds(demand.Azure)
-def _azure(form: demand.Azure, streams: Streams) -> Workload:
-    del streams
-    return timed(azure(catalog.data(form.path), form.limit), form.time_scale)
-
-
-@builds(demand.Mooncake)
-def _mooncake(form: demand.Mooncake, streams: Streams) -> Workload:
+def mooncake_workload(form: demand.Mooncake, streams: Streams) -> Workload:
     rows = mooncake(catalog.data(form.path), form.limit)
     return timed(spread(rows, streams.spread) if form.spread else rows, form.time_scale)
 
 
-@builds(demand.Agentic)
-def _agentic(form: demand.Agentic, streams: Streams) -> Workload:
+def agentic_workload(form: demand.Agentic) -> Workload:
     """Turns are numbered through, session by session; a session's turns share all of what was said before."""
-    del streams
     sessions = agentic(catalog.data(form.path), form.limit)
     own = 1 + max(max(turn.hash_ids) for session in sessions for turn in session.turns)
     first: list[RequestSpec] = []

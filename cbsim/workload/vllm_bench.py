@@ -17,12 +17,11 @@ from typing import Annotated, NamedTuple
 from pydantic import Field, model_validator
 
 from cbsim.errors import ScenarioError
-from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, demand
 from cbsim.scenario.fields import Count, Form, Pair, complaint
 from cbsim.scenario.rows import CsvTable, JsonLine, lines, open_text
-from cbsim.workload.requests import Streams, Workload, builds
-from cbsim.workload.traces import Arrival
+from cbsim.workload.requests import Workload
+from cbsim.workload.traces import Arrival, check_not_empty, timed
 
 BLOCK_TOKENS = 16
 TIMES = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
@@ -51,8 +50,7 @@ def requests(path: Path, limit: int | None = None) -> list[Arrival]:
     """The first `limit` requests of the file, or all. Ids count from 0, in order. Raises ScenarioError."""
     with open_text(path) as file:
         rows = [_arrival(line, number) for number, line in enumerate(islice(lines(path, file), limit))]
-    if not rows:
-        raise ScenarioError(f"{path}: holds no requests")
+    check_not_empty(path, rows)
     return rows
 
 
@@ -91,7 +89,8 @@ def _arrival(line: JsonLine, number: int) -> Arrival:
     if request.id != number:
         raise line.bad("id", f"{number}, the number of the row")
     ids = tuple(block for first, count in request.prompt_block_runs for block in range(first, first + count))
-    return Arrival(round(request.arrival_ns), request.input_toks, request.output_toks, ids, str(number))
+    at_ns = round(request.arrival_ns)
+    return Arrival(at_ns, request.input_toks, request.output_toks, ids, str(number), block_tokens=BLOCK_TOKENS)
 
 
 def recorded(path: Path, arrivals: Sequence[Arrival]) -> list[Taken]:
@@ -132,33 +131,16 @@ def series(path: Path) -> list[Second]:
     with open_text(path) as file:
         table = CsvTable(path, file, SERIES)
         rows = [[table.number(i, cell) for i, cell in enumerate(row)] for row in table.rows(None)]
-    if not rows:
-        raise ScenarioError(f"{path}: holds no rows")
+    check_not_empty(path, rows, "rows")
     seconds = [Second(at, running, waiting, percent / 100) for at, running, waiting, percent in rows]
     if any(after.at_s < before.at_s for before, after in pairwise(seconds)):
         raise ScenarioError(f"{path}: t: goes back, expected rows in order of time")
     return seconds
 
 
-@builds(demand.VllmBench)
-def _vllm_bench(form: demand.VllmBench, streams: Streams) -> Workload:
-    del streams
+def workload(form: demand.VllmBench) -> Workload:
     rows = requests(catalog.data(form.path), form.limit)
     if form.recorded is not None:
         taken = recorded(catalog.data(form.recorded, "workload.recorded"), rows)
         rows = [row._replace(arrival_ns=times.queued_ns) for row, times in zip(rows, taken, strict=True)]
-    specs = [
-        RequestSpec(
-            index=index,
-            id=row.id,
-            arrival_ns=round(row.arrival_ns * form.time_scale),
-            prompt_tokens=row.prompt_tokens,
-            output_tokens=row.output_tokens,
-            max_tokens=row.output_tokens,
-            prefix=row.hash_ids,
-            prefix_block_tokens=BLOCK_TOKENS,
-            prefix_tokens=len(row.hash_ids) * BLOCK_TOKENS,
-        )
-        for index, row in enumerate(rows)
-    ]
-    return Workload(specs, len(specs))
+    return timed(rows, form.time_scale)

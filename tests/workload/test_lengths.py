@@ -10,7 +10,7 @@ import pytest
 import cbsim
 from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog, demand
-from cbsim.workload import generators, traces
+from cbsim.workload import csv_requests, generators
 from cbsim.workload.requests import Streams
 
 SHAREGPT = "traces/sharegpt_lengths/sharegpt_8k_filtered_stats_llama2_tokenizer.csv"
@@ -23,7 +23,7 @@ def sharegpt() -> np.ndarray:
         path = catalog.data(SHAREGPT)
     except ScenarioError as error:
         pytest.skip(f"public trace not present: {error}")
-    return np.array(traces.lengths(path)).T
+    return np.array(csv_requests.lengths(path)).T
 
 
 def fitted(prompts: np.ndarray, outputs: np.ndarray) -> tuple[list[int], list[list[int]]]:

@@ -35,7 +35,7 @@ def test_azure_counts_and_published_medians(
     part: str, rows: int, prompt: tuple[int, int], output: tuple[int, int], rate: float
 ) -> None:
     """Medians 1,469/13 and 1,020/129 are those of the Splitwise paper. No row has 0 tokens: those would be refused."""
-    trace = traces.azure(real(f"traces/azure2023/AzureLLMInferenceTrace_{part}.csv"))
+    trace = csv_requests.azure(real(f"traces/azure2023/AzureLLMInferenceTrace_{part}.csv"))
     assert len(trace) == rows and trace[0].arrival_ns == 0
     assert (round(mean(r.prompt_tokens for r in trace)), median(r.prompt_tokens for r in trace)) == prompt
     assert (round(mean(r.output_tokens for r in trace)), median(r.output_tokens for r in trace)) == output
@@ -58,7 +58,7 @@ def test_mooncake_hash_ids_are_chained() -> None:
 
 
 def test_sharegpt_lengths() -> None:
-    rows = traces.lengths(real("traces/sharegpt_lengths/sharegpt_8k_filtered_stats_llama2_tokenizer.csv"))
+    rows = csv_requests.lengths(real("traces/sharegpt_lengths/sharegpt_8k_filtered_stats_llama2_tokenizer.csv"))
     assert len(rows) == 30_731
     assert [median(p for p, _ in rows), median(o for _, o in rows)] == [1730, 415]
 
@@ -94,7 +94,7 @@ def test_agentic_sessions() -> None:
 
 def test_limit_reads_the_first_rows() -> None:
     path = real("traces/azure2023/AzureLLMInferenceTrace_conv.csv")
-    assert traces.azure(path, 10) == traces.azure(path)[:10]
+    assert csv_requests.azure(path, 10) == csv_requests.azure(path)[:10]
     path = real("traces/agentic/aiperf_agentic_code_200s_seed42.jsonl")
     assert traces.agentic(path, 3) == traces.agentic(path)[:3]
 
@@ -119,42 +119,42 @@ def test_azure_times_are_exact(tmp_path: Path) -> None:
     path.write_text(
         AZURE + "2023-11-16 23:59:59.9999999,5,1\r\n2023-11-17 00:00:00.0000001,6,2\r\n2023-11-17 00:00:01,7,3"
     )
-    assert [row.arrival_ns for row in traces.azure(path)] == [0, 200, 1_000_000_100]
+    assert [row.arrival_ns for row in csv_requests.azure(path)] == [0, 200, 1_000_000_100]
 
 
 @pytest.mark.parametrize(
     ("read", "text", "expected"),
     [
         (
-            traces.azure,
+            csv_requests.azure,
             AZURE + "2023-11-16 18:17:03.97,5,1\n2023-11-16 18:17:04,5.5,1\n",
             ":3: ContextTokens: got '5.5', expected a whole",
         ),
-        (traces.azure, AZURE + "2023-11-16 18:17:03.97,-5,1\n", ":2: ContextTokens: got '-5'"),
+        (csv_requests.azure, AZURE + "2023-11-16 18:17:03.97,-5,1\n", ":2: ContextTokens: got '-5'"),
         (
-            traces.azure,
+            csv_requests.azure,
             AZURE + "2023-11-16 18:17:03.97,5,0\n",
             ":2: GeneratedTokens: got '0', expected a whole number >= 1",
         ),
-        (traces.azure, AZURE + "2023-11-16 18:17:03.97,5\n", ":2: got 2 cells, expected 3"),
-        (traces.azure, AZURE + "2023-11-16 18:17:03.97,5,\n", ":2: GeneratedTokens: got ''"),
+        (csv_requests.azure, AZURE + "2023-11-16 18:17:03.97,5\n", ":2: got 2 cells, expected 3"),
+        (csv_requests.azure, AZURE + "2023-11-16 18:17:03.97,5,\n", ":2: GeneratedTokens: got ''"),
         (
-            traces.azure,
+            csv_requests.azure,
             AZURE + "2023-13-16 18:17:03.97,5,1\n",
-            ":2: TIMESTAMP: got '2023-13-16 18:17:03.97', expected a time",
+            ":2: TIMESTAMP: got '2023-13-16 18:17:03.97', expected seconds >= 0, less than 30 years, or a time",
         ),
-        (traces.azure, AZURE + "2023-11-16 18:17:03.9x,5,1\n", ":2: TIMESTAMP: got"),
-        (traces.azure, AZURE + "2023-11-16 18:17:03,5,1\n2023-11-16 18:17:02,5,1\n", ":3: TIMESTAMP: got"),
-        (traces.azure, "TIMESTAMP,ContextTokens\n", ":1: no column GeneratedTokens; expected TIMESTAMP,"),
-        (traces.azure, "", ":1: no column TIMESTAMP"),
-        (traces.azure, AZURE, "holds no requests"),
+        (csv_requests.azure, AZURE + "2023-11-16 18:17:03.9x,5,1\n", ":2: TIMESTAMP: got"),
+        (csv_requests.azure, AZURE + "2023-11-16 18:17:03,5,1\n2023-11-16 18:17:02,5,1\n", ":3: TIMESTAMP: got"),
+        (csv_requests.azure, "TIMESTAMP,ContextTokens\n", ":1: no column GeneratedTokens; expected TIMESTAMP,"),
+        (csv_requests.azure, "", ":1: no column TIMESTAMP"),
+        (csv_requests.azure, AZURE, "holds no requests"),
         (csv_requests.plain, PLAIN + "a,nan,1,1\n", ":2: arrival_s: got 'nan', expected seconds >= 0"),
         (csv_requests.plain, PLAIN + "a,-1,1,1\n", ":2: arrival_s: got '-1'"),
         (csv_requests.plain, PLAIN + "a,1e999,1,1\n", ":2: arrival_s: got '1e999'"),
         (csv_requests.plain, PLAIN + "a,2,1,1\nb,1,1,1\n", ":3: arrival_s: got '1', expected seconds not before"),
         (csv_requests.plain, PLAIN + "a,2,1,1\n\na,3,1,1\n", ":4: id: got 'a', expected an id that no row above has"),
-        (traces.lengths, LENGTHS + "1_0,1\n", ":2: num_prefill_tokens: got '1_0'"),
-        (traces.lengths, LENGTHS + "\u0663,1\n", ":2: num_prefill_tokens: got"),
+        (csv_requests.lengths, LENGTHS + "1_0,1\n", ":2: num_prefill_tokens: got '1_0'"),
+        (csv_requests.lengths, LENGTHS + "\u0663,1\n", ":2: num_prefill_tokens: got"),
         (traces.mooncake, "{", ":1: not valid JSON"),
         (traces.mooncake, "[1]", ":1: row: got [1], expected a JSON object"),
         (traces.mooncake, '{"timestamp": 0}', ":1: input_length: is required"),
@@ -204,9 +204,9 @@ def test_bad_rows_are_named(read: Callable[[Path], Any], text: str, expected: st
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "t").write_bytes(b"\xff\xff")
     with pytest.raises(ScenarioError, match="is not UTF-8 text"):
-        traces.lengths(tmp_path / "t")
+        csv_requests.lengths(tmp_path / "t")
     with pytest.raises(ScenarioError, match="cannot be read: No such file"):
-        traces.lengths(tmp_path / "none")
+        csv_requests.lengths(tmp_path / "none")
 
 
 # -- recorded scheduler tests -----------------------------------------------------------------------------------------

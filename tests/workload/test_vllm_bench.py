@@ -31,14 +31,14 @@ TAKEN: dict[str, Any] = {
     "first_token_ts": 101.0,
     "last_token_ts": 102.25,
 }
-ROW = Arrival(5, 50, 7, (3, 8, 9), "0")
+ROW = Arrival(5, 50, 7, (3, 8, 9), "0", block_tokens=16)
 
 
 def test_a_request_is_lengths_and_the_blocks_of_its_prompt(tmp_path: Path) -> None:
     """50 tokens have 3 full blocks of 16; runs are (first, how many). An empty run and no full block are fine."""
     short = ASKED | {"id": 1, "input_toks": 15, "prompt_block_runs": [[4, 0]]}
     packs.lines(tmp_path / "a.jsonl", [ASKED, short])
-    assert vllm_bench.requests(tmp_path / "a.jsonl") == [ROW, Arrival(5, 15, 7, (), "1")]
+    assert vllm_bench.requests(tmp_path / "a.jsonl") == [ROW, Arrival(5, 15, 7, (), "1", block_tokens=16)]
     assert vllm_bench.requests(tmp_path / "a.jsonl", 1) == [ROW]
 
 
