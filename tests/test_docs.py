@@ -1,8 +1,4 @@
-"""What is written down is true: commands parse, paths exist, all fields, metrics and columns are documented, no others.
-
-Tables of docs/scenario_reference.md are the schema's, those of columns in docs/run_directory.md the declaration's, and
-those of docs/metrics.md the catalogue's; when one has changed, `python tests/test_docs.py` writes them again.
-"""
+"""What is written down is true: commands parse, paths exist, fields, metrics and columns are documented, no others."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import gzip
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -28,12 +24,13 @@ from cbsim.cli import parser
 from cbsim.conformance.check import traces
 from cbsim.metrics import catalogue, checks
 from cbsim.metrics.metrics import SAMPLES_NEEDED
-from cbsim.record import columns, optional_tables, parquet
-from cbsim.record.columns import Column
+from cbsim.record import optional_tables, parquet
 from cbsim.record.record import MoveLog
 from cbsim.scenario import catalog, scenario
 from cbsim.scenario.serving import PRESETS
 from cbsim.schedulers.registry import OURS
+from reports import reference_tables
+from reports.reference_tables import COLUMNS, MARK
 
 ROOT = catalog.ROOT
 README = ROOT / "README.md"
@@ -127,74 +124,19 @@ def test_every_path_mentioned_exists(page: Path) -> None:
     assert not missing
 
 
-# -- scenario fields --------------------------------------------------------------------------------------------------
-
-MARK = re.compile(r"^<!-- fields: (\w+) -->\n(?:\|.*\n)*", re.MULTILINE)
+# -- generated tables -------------------------------------------------------------------------------------------------
 
 
-def parts() -> dict[str, Table]:
-    """JSON schema of every part of a scenario, by class name, and `Scenario` itself."""
-    schema = scenario.json_schema()
-    return {"Scenario": schema, **schema["$defs"]}
+@pytest.mark.parametrize("name", reference_tables.PAGES)
+def test_the_tables_are_the_code_s(name: str) -> None:
+    """Fields, bounds and defaults of the schema; declared columns; the catalogue of metrics."""
+    page = (ROOT / "docs" / name).read_text()
+    assert page == reference_tables.page(name), "run `python -m reports.reference_tables`"
 
 
-def field_table(name: str) -> str:
-    """A part's fields as a Markdown table."""
-    part = parts()[name]
-    required = part.get("required", ())
-    rows = ["| field | value | default | meaning |", "|---|---|---|---|"]
-    tags_first = sorted(part["properties"].items(), key=lambda item: item[0] not in ("kind", "name"))
-    for field, about in tags_first:
-        default = "required" if field in required else _default(about.get("default"))
-        meaning = "" if "const" in about else " ".join(about["description"].split())
-        rows.append(f"| `{field}` | {_value(about)} | {default} | {meaning} |".replace("|  |", "| |"))
-    return "\n".join(rows) + "\n"
-
-
-def _value(about: Table) -> str:
-    options = about.get("anyOf") or about.get("oneOf")
-    if options:
-        return " or ".join(dict.fromkeys(_value(option) for option in options))
-    if "const" in about or "enum" in about:
-        return ", ".join(f"`{name}`" for name in about.get("enum", [about.get("const")]))
-    if "$ref" in about:
-        return "fields"
-    kinds = {"integer": "whole number", "number": "number", "boolean": "true, false", "string": "text", "null": "null"}
-    if about["type"] == "object":
-        return f"by name: {_value(about['additionalProperties'])}"
-    if "prefixItems" in about:
-        return f"pair of: {_value(about['prefixItems'][0])}"
-    text = f"list of: {_value(about['items'])}" if about["type"] == "array" else kinds[about["type"]]
-    signs = {">=": ("ge", "minimum"), ">": ("gt", "exclusiveMinimum")}
-    signs |= {"<=": ("le", "maximum"), "<": ("lt", "exclusiveMaximum")}
-    for sign, keys in signs.items():
-        text += "".join(f", {sign} {about[key]:g}" for key in keys if key in about)
-    return text.replace(",", "", 1)
-
-
-def _default(value: Any) -> str:
-    if isinstance(value, dict):
-        kind = value.get("name") or value.get("kind")
-        if kind:
-            return f"`{kind}`"
-        flat = all(not isinstance(v, dict | list | str) for v in value.values())
-        given = {k: v for k, v in value.items() if v is not None and v != 0.0} if flat else {}
-        return f"`{{{', '.join(f'{k}: {v:g}' for k, v in sorted(given.items()))}}}`" if given else "its defaults"
-    if isinstance(value, list) and len(value) > 6:
-        return f"`{', '.join(map(str, value[:4]))} ... {value[-1]}` ({len(value)} of them)"
-    return "empty" if value in ("", []) else f"`{json.dumps(value)}`".replace('"', "")
-
-
-def rewritten(text: str) -> str:
-    """docs/scenario_reference.md with every table as the schema has it."""
-    return MARK.sub(lambda match: f"<!-- fields: {match[1]} -->\n{field_table(match[1])}", text)
-
-
-def test_the_scenario_fields_are_the_schema_s() -> None:
-    """Every part has its table, once, and each table says what the schema says: fields, bounds, defaults, meaning."""
-    text = REFERENCE.read_text()
-    assert sorted(MARK.findall(text)) == sorted(parts())
-    assert text == rewritten(text), "run `python tests/test_docs.py`"
+def test_every_part_has_one_table() -> None:
+    marks = [mark for name in reference_tables.PAGES for mark in MARK.findall((ROOT / "docs" / name).read_text())]
+    assert sorted(marks) == sorted(reference_tables.tables())
 
 
 def test_names_that_a_scenario_can_use_are_documented() -> None:
@@ -306,62 +248,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-DECLARED = {
-    "steps.parquet": columns.STEPS,
-    "requests.parquet": columns.REQUESTS,
-    optional_tables.TRANSFERS_FILE: columns.MOVES,
-    optional_tables.PARENTS_FILE: columns.PARENTS,
-    tokens.FILE: tokens.COLUMNS,
-}
-COLUMN_MARK = re.compile(r"^<!-- columns: (\S+) -->\n(?:\|.*\n)*", re.MULTILINE)
-
-
-def column_table(declared: Sequence[Column]) -> str:
-    """Declared columns as a Markdown table."""
-    rows = ["| column | type | unit | definition |", "|---|---|---|---|"]
-    for column in declared:
-        kind = f"{column.type} or null" if column.nullable else column.type
-        rows.append(f"| `{column.name}` | {kind} | {column.unit} | {column.definition} |")
-    return "\n".join(rows) + "\n"
-
-
-def redeclared(text: str) -> str:
-    """docs/run_directory.md with every table of columns as it is declared."""
-    return COLUMN_MARK.sub(lambda m: f"<!-- columns: {m[1]} -->\n{column_table(DECLARED[m[1]])}", text)
-
-
-def test_the_column_tables_are_the_declaration_s() -> None:
-    text = DIRECTORY.read_text()
-    assert COLUMN_MARK.findall(text) == list(DECLARED)
-    assert text == redeclared(text), "run `python tests/test_docs.py`"
-
-
-METRICS_MARK = re.compile(r"^<!-- metrics: (\S+) -->\n(?:\|.*\n)*", re.MULTILINE)
-
-
-def metrics_table(name: str) -> str:
-    """Distributions or metrics of the catalogue as a Markdown table."""
-    if name == "distributions":
-        rows = ["| key | label | definition |", "|---|---|---|"]
-        rows += [f"| `{d.name}` | {d.label} | {d.definition} |" for d in catalogue.DISTRIBUTIONS.values()]
-    else:
-        rows = ["| key | unit | better | definition |", "|---|---|---|---|"]
-        metrics = catalogue.SINGLE if name == "numbers" else catalogue.OF_SWEEPS
-        rows += [f"| `{m.name}` | {m.unit} | {m.better or '-'} | {m.definition} |" for m in metrics.values()]
-    return "\n".join(rows) + "\n"
-
-
-def recatalogued(text: str) -> str:
-    """docs/metrics.md with every table of metrics as the catalogue has it."""
-    return METRICS_MARK.sub(lambda m: f"<!-- metrics: {m[1]} -->\n{metrics_table(m[1])}", text)
-
-
-def test_the_tables_of_metrics_are_the_catalogue_s() -> None:
-    text = METRICS.read_text()
-    assert METRICS_MARK.findall(text) == ["distributions", "numbers", "sweeps"]
-    assert text == recatalogued(text), "run `python tests/test_docs.py`"
-
-
 def in_file(path: Path) -> list[list[str]]:
     """Name, type, unit and definition of every column, from the file alone."""
     found = pq.read_schema(path)
@@ -386,7 +272,7 @@ def test_a_file_s_own_columns_are_the_page_s(runs: list[Path], measured: Path) -
 
 def test_units_are_those_that_the_page_explains() -> None:
     """A column in ns says so in its name; every unit is one of a closed list."""
-    for declared in DECLARED.values():
+    for declared in COLUMNS.values():
         for column in declared:
             assert column.unit in ("ns", "tokens", "blocks", "rows", "requests", "count", "id", "text")
             assert (column.unit == "ns") == column.name.endswith("_ns")
@@ -449,9 +335,3 @@ def test_the_readme_shows_what_the_command_prints() -> None:
 
 def test_the_sizes_of_a_sufficient_sample_are_documented() -> None:
     assert all(f"{needed} values for {name}" in METRICS.read_text() for name, needed in SAMPLES_NEEDED.items())
-
-
-if __name__ == "__main__":
-    REFERENCE.write_text(rewritten(REFERENCE.read_text()))
-    DIRECTORY.write_text(redeclared(DIRECTORY.read_text()))
-    METRICS.write_text(recatalogued(METRICS.read_text()))
