@@ -92,6 +92,12 @@ class SettingsError(ValueError):
         self.field = field
 
 
+def require(holds: bool, field: str, text: str) -> None:
+    """Raise SettingsError unless a rule about a setting holds."""
+    if not holds:
+        raise SettingsError(field, text)
+
+
 # -- options ----------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from support.helpers import Ask, Drive
 
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.schedulers.simple.dynamic_padded import make
+from cbsim.schedulers.simple.dynamic_padded import DYNAMIC_PADDED
 from cbsim.schedulers.simple.settings import PaddedOptions
 
 
@@ -22,7 +22,7 @@ def padding(plan: StepPlan) -> int:
 
 def served(workload: list[Ask], seats: int, depth: int = 1, num_blocks: int = 1000) -> list[StepPlan]:
     options = PaddedOptions(name="dynamic_padded", filled=True, batch_size=seats, block_size=4, num_blocks=num_blocks)
-    drive, plans = Drive(make(options), workload, depth), list[StepPlan]()
+    drive, plans = Drive(DYNAMIC_PADDED.make(options), workload, depth), list[StepPlan]()
     drive.on_step = lambda plan, rows: plans.append(plan)
     drive.run()
     check_ends(drive)
@@ -86,7 +86,7 @@ def test_any_run_is_a_rectangle_and_nobody_is_passed_over(depth: int) -> None:
         options = PaddedOptions(
             name="dynamic_padded", filled=True, batch_size=seats, block_size=size, num_blocks=blocks
         )
-        scheduler = make(options)
+        scheduler = DYNAMIC_PADDED.make(options)
         drive = Drive(scheduler, data.draw(asks(size)), depth)
         admitted: list[RequestSpec] = []
 
@@ -110,6 +110,6 @@ def test_any_run_is_a_rectangle_and_nobody_is_passed_over(depth: int) -> None:
 
 def test_what_never_fits_is_refused() -> None:
     options = PaddedOptions(name="dynamic_padded", filled=True, batch_size=2, block_size=4, num_blocks=3)
-    scheduler = make(options)
+    scheduler = DYNAMIC_PADDED.make(options)
     assert scheduler.refusal(RequestSpec(0, "r0", 0, 5, 1, 8)) is None
     assert scheduler.refusal(RequestSpec(0, "r0", 0, 6, 1, 8)) == "14 tokens need 4 blocks, the cache has 3"

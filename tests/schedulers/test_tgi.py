@@ -18,7 +18,7 @@ from cbsim.policy.plan import Outcome, StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.schedulers.simple.fcfs import Fcfs
 from cbsim.schedulers.simple.settings import TgiOptions
-from cbsim.schedulers.simple.tgi import make
+from cbsim.schedulers.simple.tgi import TGI
 
 Said = tuple[str, list[RequestSpec]]
 
@@ -138,7 +138,7 @@ def cases(draw: st.DrawFn) -> tuple[TgiOptions, list[Ask]]:
 @given(case=cases())
 def test_every_step_is_the_routers(case: tuple[TgiOptions, list[Ask]]) -> None:
     """Random requests, equal arrivals, cancels at any moment, bounds of every kind."""
-    drive = Beside(make(case[0]), case[1])
+    drive = Beside(TGI.make(case[0]), case[1])
     drive.run()
     check_ends(drive)
 
@@ -150,7 +150,7 @@ def test_bounds_hold_and_nobody_is_passed_over(depth: int) -> None:
     @given(case=cases())
     def check(case: tuple[TgiOptions, list[Ask]]) -> None:
         made, workload = case
-        scheduler = make(made)
+        scheduler = TGI.make(made)
         drive = Drive(scheduler, workload, depth)
         admitted: list[RequestSpec] = []
 
@@ -201,14 +201,14 @@ def test_a_single_request_waits_no_longer_than_said(waits: int, decodes: int) ->
     since its last stop, that stop counted, or until it is over. So nobody starves.
     """
     workload = [*[ask(i, 4, 18, 0) for i in range(4)], ask(4, 4, 2, 2)]
-    steps = told(make(usual(waiting_served_ratio=1.2, max_waiting_tokens=waits)), workload)
+    steps = told(TGI.make(usual(waiting_served_ratio=1.2, max_waiting_tokens=waits)), workload)
     assert steps[: decodes + 2] == ["p4", *["d4"] * decodes, "p1"]
 
 
 def test_enough_prompts_stop_the_batch_at_once() -> None:
     """Four run; one waits for a second one, at a ratio of a half; then both are prefilled, and all decode."""
     workload = [*[ask(i, 4, 18, 0) for i in range(4)], ask(4, 4, 2, 2), ask(5, 4, 2, 9)]
-    steps = told(make(usual(waiting_served_ratio=0.5, max_waiting_tokens=99)), workload)
+    steps = told(TGI.make(usual(waiting_served_ratio=0.5, max_waiting_tokens=99)), workload)
     first = steps.index("p2")
     assert steps[: first + 2] == ["p4", *["d4"] * (first - 1), "p2", "d6"]
     assert first > 2
@@ -217,7 +217,7 @@ def test_enough_prompts_stop_the_batch_at_once() -> None:
 def test_what_is_reserved_is_given_back_by_who_stops_early() -> None:
     """A limit far beyond the output keeps the second request out until the first one stops."""
     first = Ask(RequestSpec(0, "r0", 0, 4, 3, 300), 0, None, None)
-    steps = told(make(usual(waiting_served_ratio=0.0)), [first, ask(1, 4, 97, 0)])
+    steps = told(TGI.make(usual(waiting_served_ratio=0.0)), [first, ask(1, 4, 97, 0)])
     assert steps[:4] == ["p1", "d1", "d1", "p1"]
 
 
@@ -230,6 +230,6 @@ def test_what_is_reserved_is_given_back_by_who_stops_early() -> None:
     ],
 )
 def test_what_can_never_run_is_refused(prompt: int, most: int, reason: str | None) -> None:
-    assert make(usual()).refusal(RequestSpec(0, "r0", 0, prompt, 1, most)) == reason
-    tight = make(usual(num_blocks=99)).refusal(RequestSpec(0, "r0", 0, 64, 1, 336))
+    assert TGI.make(usual()).refusal(RequestSpec(0, "r0", 0, prompt, 1, most)) == reason
+    tight = TGI.make(usual(num_blocks=99)).refusal(RequestSpec(0, "r0", 0, 64, 1, 336))
     assert tight == "400 tokens need 100 blocks, the cache has 99"

@@ -6,7 +6,7 @@ of `SarathiServe` (scheduler.py), which knows queues, blocks and preemption.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Protocol
 
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.request import Request
@@ -15,24 +15,42 @@ from cbsim.schedulers.sarathi.settings import (
     FasterTransformerSettings,
     OrcaSettings,
     SarathiSettings,
-    ServeOptions,
     SimpleChunkingSettings,
     VllmV0Settings,
-    resolve_chunks,
-    resolve_sarathi,
+    resolve,
     resolve_vllm_v0,
-    resolve_whole,
 )
 
 
+class Chunking(Protocol):
+    """How many tokens of a prompt a step takes."""
+
+    def chunk(self, serve: SarathiServe, request: Request, step: Step) -> int: ...
+
+
+def read_begun(policy: Chunking, serve: SarathiServe, step: Step) -> None:
+    """Chunks of the prompts that are half read."""
+    for request in serve.unread():
+        tokens = policy.chunk(serve, request, step)
+        if tokens:
+            serve.read(request, tokens, step)
+
+
+def admit_chunks(policy: Chunking, serve: SarathiServe, step: Step) -> None:
+    """Requests from the queue, each with the first chunk of its prompt."""
+    while request := serve.head(step):
+        tokens = policy.chunk(serve, request, step)
+        if not tokens:
+            break
+        serve.admit(request, tokens, step)
+
+
 class Sarathi:
-    """Chunks of prompts beside everybody who decodes.
+    """Chunks of prompts beside all requests that decode.
 
     A step has `chunk_size` tokens: those of decoding requests first, then of prompts half read, then of the queue. So
-    nobody who decodes ever waits for a prompt.
+    no request that decodes ever waits for a prompt.
     """
-
-    grows: Final = True
 
     def __init__(self, settings: SarathiSettings) -> None:
         self._sizes = settings.chunk_sizes
@@ -40,19 +58,11 @@ class Sarathi:
 
     def choose(self, serve: SarathiServe, step: Step) -> None:
         serve.decode(step)
-        for begun in serve.unread():
-            tokens = self._chunk(serve, begun, step)
-            if tokens:
-                serve.read(begun, tokens, step)
-        if step.preempts:
-            return
-        while request := serve.head(step):
-            tokens = self._chunk(serve, request, step)
-            if not tokens:
-                break
-            serve.admit(request, tokens, step)
+        read_begun(self, serve, step)
+        if not step.preempts:
+            admit_chunks(self, serve, step)
 
-    def _chunk(self, serve: SarathiServe, request: Request, step: Step) -> int:
+    def chunk(self, serve: SarathiServe, request: Request, step: Step) -> int:
         """Tokens of a prompt that the step has room for; that may depend on how much of the prompt has been read."""
         stage = min(serve.done(request) // self._stage_tokens, len(self._sizes) - 1)
         return max(0, min(serve.left(request), self._sizes[stage] - step.tokens))
@@ -64,8 +74,6 @@ class Orca:
     Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative Models" (OSDI 2022). No table grows,
     so no request is preempted.
     """
-
-    grows: Final = False
 
     def choose(self, serve: SarathiServe, step: Step) -> None:
         serve.decode(step)
@@ -79,8 +87,6 @@ class FasterTransformer:
     The longest sequence is reserved for each, nothing is padded, and the row of a request that has ended is not
     computed on; `static` is a padded batch. With stages another batch is admitted while batches are in flight.
     """
-
-    grows: Final = False
 
     def choose(self, serve: SarathiServe, step: Step) -> None:
         serve.decode(step)
@@ -97,8 +103,6 @@ class VllmV0:
     are taken as they are needed, preemption is by recompute. While prompts fit, no request decodes. Prompts have
     `step_tokens` tokens in a step at most.
     """
-
-    grows: Final = True
 
     def __init__(self, step_tokens: int) -> None:
         self._most = step_tokens
@@ -117,15 +121,15 @@ class VllmV0:
 class SimpleChunking:
     """Chunks of prompts alone, in steps that take turns with steps that decode. `decodes`: the next step decodes."""
 
-    grows: Final = True
-
     def __init__(self, settings: SimpleChunkingSettings) -> None:
         self._size = settings.chunk_size
         self.decodes = False
 
     def choose(self, serve: SarathiServe, step: Step) -> None:
         if not self.decodes:
-            self._read(serve, step)
+            read_begun(self, serve, step)  # or else the queue is admitted from
+            if not step.prompts:
+                admit_chunks(self, serve, step)
             if step.prompts or step.taken:
                 self.decodes = True
                 return
@@ -133,79 +137,44 @@ class SimpleChunking:
         step.again = step.again or self.decodes
         self.decodes = False
 
-    def _read(self, serve: SarathiServe, step: Step) -> None:
-        """Prompts half read go on, or else the queue is admitted from."""
-        for begun in serve.unread():
-            tokens = self._chunk(serve, begun, step)
-            if tokens:
-                serve.read(begun, tokens, step)
-        if step.prompts:
-            return
-        while request := serve.head(step):
-            tokens = self._chunk(serve, request, step)
-            if not tokens:
-                break
-            serve.admit(request, tokens, step)
-
-    def _chunk(self, serve: SarathiServe, request: Request, step: Step) -> int:
+    def chunk(self, serve: SarathiServe, request: Request, step: Step) -> int:
         return min(serve.left(request), self._size - step.tokens)
 
 
 # -- the kinds --------------------------------------------------------------------------------------------------------
 
-
-def make_sarathi(options: ServeOptions[SarathiSettings]) -> SarathiServe:
-    return SarathiServe(options, Sarathi(options.settings))
-
-
-def make_orca(options: ServeOptions[OrcaSettings]) -> SarathiServe:
-    return SarathiServe(options, Orca())
-
-
-def make_faster_transformer(options: ServeOptions[FasterTransformerSettings]) -> SarathiServe:
-    return SarathiServe(options, FasterTransformer())
-
-
-def make_vllm_v0(options: ServeOptions[VllmV0Settings]) -> SarathiServe:
-    return SarathiServe(options, VllmV0(options.max_batched_tokens or options.max_model_len))
-
-
-def make_simple_chunking(options: ServeOptions[SimpleChunkingSettings]) -> SarathiServe:
-    return SarathiServe(options, SimpleChunking(options.settings))
-
-
 SARATHI = SchedulerKind(
     name="sarathi",
-    about="Sarathi-Serve: everybody decodes in every step, chunks of prompts fill it up",
+    about="Sarathi-Serve: every request decodes in every step, chunks of prompts fill it up",
     settings=SarathiSettings,
-    resolve=resolve_sarathi,
-    make=make_sarathi,
+    resolve=resolve,
+    make=lambda options: SarathiServe(options, Sarathi(options.settings)),
 )
 ORCA = SchedulerKind(
     name="orca",
     about="Orca (Sarathi-Serve's): iteration-level batching, the longest sequence reserved for each",
     settings=OrcaSettings,
-    resolve=resolve_whole,
-    make=make_orca,
+    resolve=resolve,
+    make=lambda options: SarathiServe(options, Orca()),
 )
 FASTER_TRANSFORMER = SchedulerKind(
     name="faster_transformer",
     about="FasterTransformer (Sarathi-Serve's): nobody is admitted until the last of the batch has ended, unpadded",
     settings=FasterTransformerSettings,
-    resolve=resolve_whole,
-    make=make_faster_transformer,
+    resolve=resolve,
+    make=lambda options: SarathiServe(options, FasterTransformer()),
 )
 VLLM_V0 = SchedulerKind(
     name="vllm_v0",
     about="vLLM V0 (Sarathi-Serve's): steps of whole prompts before steps that decode, preemption by recompute",
     settings=VllmV0Settings,
     resolve=resolve_vllm_v0,
-    make=make_vllm_v0,
+    make=lambda options: SarathiServe(options, VllmV0(options.max_batched_tokens or options.max_model_len)),
 )
 SIMPLE_CHUNKING = SchedulerKind(
     name="simple_chunking",
     about="simple chunking (Sarathi-Serve's): steps of prompt chunks and steps that decode, by turns",
     settings=SimpleChunkingSettings,
-    resolve=resolve_chunks,
-    make=make_simple_chunking,
+    resolve=resolve,
+    make=lambda options: SarathiServe(options, SimpleChunking(options.settings)),
 )

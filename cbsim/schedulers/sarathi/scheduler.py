@@ -14,13 +14,13 @@ from collections import deque
 from itertools import pairwise
 from typing import Any, Protocol
 
-from cbsim.kv.blocks import BlockPool, FreeQueue
 from cbsim.policy.decode_batch import by_order
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.observer import NULL_OBSERVER, Observer
-from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
+from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.value import mypyc_attr
+from cbsim.schedulers.base import SchedulerBase, plain_pool
 from cbsim.schedulers.sarathi.settings import ServeOptions, watermark_blocks
 
 
@@ -44,40 +44,28 @@ class Step:
 
 
 class Policy(Protocol):
-    """Who runs, and how far. `grows`: blocks are taken as they are needed."""
-
-    @property
-    def grows(self) -> bool: ...
+    """Who runs, and how far."""
 
     def choose(self, serve: SarathiServe, step: Step) -> None:
         """Put rows into the step."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class SarathiServe:
+class SarathiServe(SchedulerBase):
     """A scheduler of Sarathi-Serve."""
 
-    polls_before_update = False
-    awaits_when_idle = True
-
     def __init__(self, options: ServeOptions[Any], policy: Policy, observer: Observer = NULL_OBSERVER) -> None:
+        self.pool = plain_pool(options, observer)
+        self.staged = options.settings.pipeline_stages > 1
+        super().__init__(options, Decoding(self.pool, together=not self.staged, observer=observer))
         self.options = o = options
-        self.limits = o.limits
         self.policy = policy
-        self._grows = policy.grows
-        self.staged = o.settings.pipeline_stages > 1
-        self.pool = BlockPool(o.block_size, o.num_blocks, FreeQueue(range(o.num_blocks), unhashed_first=True), observer)
-        self.decoding = Decoding(self.pool, together=not self.staged, observer=observer)
-        self.requests = self.decoding.requests
+        self._grows = o.settings.grows
         self.running: dict[Request, None] = {}
         self.waiting: deque[Request] = deque()
         self._watermark = watermark_blocks(o.num_blocks) if self._grows else 0
         self._in_line = True  # those that run stand in order of arrival and of admission
         self._rows: dict[Request, int] = {}  # with stages: the step of a request's last row
-
-    @property
-    def idle(self) -> bool:
-        return not self.requests
 
     def refusal(self, spec: RequestSpec) -> str | None:
         longest, pool = self.options.max_model_len, self.pool
@@ -90,11 +78,6 @@ class SarathiServe:
     def add(self, spec: RequestSpec) -> None:
         limit = min(spec.max_tokens, self.options.max_model_len - spec.prompt_tokens)
         self.waiting.append(self.decoding.add(spec, limit))
-
-    def cancel(self, spec: RequestSpec) -> None:
-        request = self.requests.get(spec)
-        if request is not None:
-            self._finish(request, Finish.ABORTED)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -229,12 +212,6 @@ class SarathiServe:
         step.tokens += tokens
 
     # -- results ------------------------------------------------------------------------------------------------------
-
-    def runs_ahead(self, plan: StepPlan) -> bool:
-        return True
-
-    def update(self, plan: StepPlan, result: StepResult) -> Outcome:
-        return self.decoding.complete(plan, result, self._finish)
 
     def _finish(self, request: Request, reason: Finish) -> None:
         if request.status is Status.WAITING:

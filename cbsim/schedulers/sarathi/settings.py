@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, ClassVar, Generic, TypeVar
 
 from cbsim.policy.kind import (
     DEFAULT_IN_PROBE,
@@ -12,9 +12,9 @@ from cbsim.policy.kind import (
     Count,
     InProbe,
     Settings,
-    SettingsError,
     Site,
     Solved,
+    require,
 )
 from cbsim.policy.loop import Limits
 
@@ -23,14 +23,16 @@ PROFILE_TOKENS = 8192
 WATERMARK = 0.01
 """Share of the blocks that admission leaves free, where sequences grow."""
 SCHEDULE = ("low_chunk_size", "high_chunk_size", "chunk_schedule_max_tokens", "chunk_schedule_stages")
+SWITCH = "enable_dynamic_chunking_schedule"
 ROUNDING = 32  # tokens: chunk sizes of a schedule are multiples of it, or of the smallest
 ProbeCount = Annotated[Count | None, DEFAULT_IN_PROBE]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings(Settings):
-    """What all schedulers of Sarathi-Serve may be told."""
+    """What all schedulers of Sarathi-Serve have in common."""
 
+    grows: ClassVar[bool] = True  # blocks are taken as they are needed; else the longest sequence is reserved for each
     max_num_seqs: Annotated[Count, SLOTS] = 128
     """Requests that may run."""
     max_model_len: Annotated[Count | None, Solved("the model's, or what the cache holds"), DEFAULT_IN_PROBE] = None
@@ -43,11 +45,17 @@ class ServeSettings(Settings):
         """Tokens that prompts may have in a step; None: any."""
         return None
 
+    @property
+    def probe_tokens(self) -> int:
+        """Query tokens of the step that sizes memory."""
+        return self.step_tokens or PROFILE_TOKENS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrcaSettings(ServeSettings):
     """Orca: iteration-level batching of whole prompts, the longest sequence reserved for each."""
 
+    grows: ClassVar[bool] = False
     name: str = "orca"
 
 
@@ -55,6 +63,7 @@ class OrcaSettings(ServeSettings):
 class FasterTransformerSettings(ServeSettings):
     """FasterTransformer: a batch runs until its last request has ended, the longest sequence reserved for each."""
 
+    grows: ClassVar[bool] = False
     name: str = "faster_transformer"
 
 
@@ -103,19 +112,21 @@ class SarathiSettings(ServeSettings):
     """With the schedule: how many chunk sizes it has."""
 
     def __post_init__(self) -> None:
+        scheduled = self.enable_dynamic_chunking_schedule
         for name in SCHEDULE:
             value = getattr(self, name)
-            if self.enable_dynamic_chunking_schedule and value is None:
-                raise SettingsError(name, "got null, must be given with enable_dynamic_chunking_schedule")
-            if not self.enable_dynamic_chunking_schedule and value is not None:
-                raise SettingsError(name, f"got {value}, must be left out without enable_dynamic_chunking_schedule")
+            require(not scheduled or value is not None, name, f"got null, must be given with {SWITCH}")
+            require(scheduled or value is None, name, f"got {value}, must be left out without {SWITCH}")
         low, high = self.low_chunk_size or 0, self.high_chunk_size or 0
-        if low > high:
-            raise SettingsError("low_chunk_size", f"got {low}, must be <= high_chunk_size ({high})")
+        require(low <= high, "low_chunk_size", f"got {low}, must be <= high_chunk_size ({high})")
 
     @property
     def step_tokens(self) -> int:
         return max(self.chunk_sizes)
+
+    @property
+    def probe_tokens(self) -> int:
+        return max(self.chunk_size, self.high_chunk_size or 0)
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
@@ -167,11 +178,11 @@ class ServeOptions(Generic[S]):
 
     @property
     def limits(self) -> Limits:
-        """Prompts' tokens, or a token of everybody who runs. With any prompts the longest sequence is reserved."""
-        seats, tokens = self.max_num_seqs, self.max_batched_tokens
+        """Prompts' tokens, or a token of every request that runs. With any prompts the longest sequence is reserved."""
+        slots, tokens = self.max_num_seqs, self.max_batched_tokens
         if tokens is None:
-            return Limits(slots=seats, longest=self.max_model_len, table=-(-self.max_model_len // self.block_size))
-        return Limits(slots=seats, tokens=max(tokens, seats), longest=self.max_model_len)
+            return Limits(slots=slots, longest=self.max_model_len, table=-(-self.max_model_len // self.block_size))
+        return Limits(slots=slots, tokens=max(tokens, slots), longest=self.max_model_len)
 
 
 def watermark_blocks(num_blocks: int) -> int:
@@ -179,41 +190,29 @@ def watermark_blocks(num_blocks: int) -> int:
     return int(WATERMARK * num_blocks)
 
 
-def _sized(settings: S, site: Site, tokens: int, *, grows: bool) -> ServeOptions[S]:
-    """A cache beside a step of so many query tokens, and the longest sequence. Raises SettingsError if that is reserved
-    for each and the cache does not hold it.
+def resolve(settings: S, site: Site) -> ServeOptions[S]:
+    """A cache beside a step of `probe_tokens`, and the longest sequence. Raises SettingsError if that is reserved for
+    each and the cache does not hold it.
     """
-    if settings.pipeline_stages != 1:
-        message = (
-            f"got {settings.pipeline_stages}, must be 1: neither the simulated machine nor the engine has a pipeline"
-        )
-        raise SettingsError("pipeline_stages", message)
+    return _sized(settings, site, settings.probe_tokens)
+
+
+def _sized(settings: S, site: Site, tokens: int) -> ServeOptions[S]:
+    stages, grows = settings.pipeline_stages, settings.grows
+    message = f"got {stages}, must be 1: neither the simulated machine nor the engine has a pipeline"
+    require(stages == 1, "pipeline_stages", message)
     blocks = site.blocks(max(tokens, settings.max_num_seqs), settings.max_num_seqs)
     most = (blocks - watermark_blocks(blocks) * grows) * site.block_size
     longest = settings.max_model_len or min(site.max_position, most)
-    if longest > most and not grows:
-        message = f"got {longest}, must be <= {most}: every request reserves it, and the cache has {blocks} blocks"
-        raise SettingsError("max_model_len", message)
+    message = f"got {longest}, must be <= {most}: every request reserves it, and the cache has {blocks} blocks"
+    require(longest <= most or grows, "max_model_len", message)
     return ServeOptions.of(settings, block_size=site.block_size, num_blocks=blocks, max_model_len=longest)
-
-
-def resolve_whole(settings: S, site: Site) -> ServeOptions[S]:
-    """Of a server that reserves the longest sequence for everybody; a step may have any prompts."""
-    return _sized(settings, site, PROFILE_TOKENS, grows=False)
-
-
-def resolve_chunks(settings: SimpleChunkingSettings, site: Site) -> ServeOptions[SimpleChunkingSettings]:
-    return _sized(settings, site, settings.chunk_size, grows=True)
-
-
-def resolve_sarathi(settings: SarathiSettings, site: Site) -> ServeOptions[SarathiSettings]:
-    return _sized(settings, site, max(settings.chunk_size, settings.high_chunk_size or 0), grows=True)
 
 
 def resolve_vllm_v0(settings: VllmV0Settings, site: Site) -> ServeOptions[VllmV0Settings]:
     """A step has whole prompts. Who is preempted is read again in one step, so no sequence is longer than a step."""
     longest = settings.max_model_len or site.max_position
     tokens = min(settings.max_batched_tokens or longest, longest)
-    options = _sized(settings, site, tokens, grows=True)
+    options = _sized(settings, site, tokens)
     longest = min(tokens, options.max_model_len)
     return replace(options, max_model_len=longest, max_batched_tokens=longest)

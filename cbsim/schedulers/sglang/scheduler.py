@@ -19,6 +19,7 @@ from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.value import mypyc_attr
+from cbsim.schedulers.base import SchedulerBase
 from cbsim.schedulers.sglang.prefill import NO_ROOM, NOT_NOW, Prefill, giving_way
 from cbsim.schedulers.sglang.queue import CLIP, Entry, WaitingQueue, by_outputs
 from cbsim.schedulers.sglang.settings import TOO_LONG, SglangOptions, SglangSettings, resolve
@@ -27,19 +28,14 @@ RETRACT_STEPS = 20  # decode steps for which retraction makes room
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class SglangScheduler:
+class SglangScheduler(SchedulerBase):
     """SGLang as a policy. Depth 1 is its `event_loop_normal`, depth 2 `event_loop_overlap`."""
-
-    polls_before_update = False
-    awaits_when_idle = True
 
     def __init__(self, options: SglangOptions, observer: Observer = NULL_OBSERVER) -> None:
         self.options = o = options
-        self.limits = o.limits
         self.pool = self.make_pool(observer)
         self.keys = KeysOfPrefills(self.pool)
-        self.decoding = Decoding(self.pool, self.keys, together=True, observer=observer)
-        self.requests = self.decoding.requests
+        super().__init__(o, Decoding(self.pool, self.keys, together=True, observer=observer))
         self.waiting = WaitingQueue(o, self.pool)
         self.running: dict[Request, Entry] = {}  # from admission to release
         self.batch: dict[Request, Entry] = {}  # those of them that decode, in order
@@ -59,10 +55,6 @@ class SglangScheduler:
 
     def make_prefill(self) -> Prefill:
         return Prefill(self.options, self.ratio, self.batch, self.most)
-
-    @property
-    def idle(self) -> bool:
-        return not self.requests
 
     @property
     def room(self) -> int:
@@ -383,16 +375,13 @@ class SglangScheduler:
         assert len(self.running) <= self.options.max_running_requests, ("places", len(self.running))
         assert self.pool.tables.keys() == self.running.keys(), "KV of requests that do not run"
 
-    def runs_ahead(self, plan: StepPlan) -> bool:
-        return True
-
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
         self.pool.collect()
-        outcome = self.decoding.complete(plan, result, self._end)
+        outcome = super().update(plan, result)
         self.pool.put_back()
         return outcome
 
-    def _end(self, request: Request, reason: Finish) -> None:
+    def _finish(self, request: Request, reason: Finish) -> None:
         if request in self.batch:
             self.leave(request)
             self._departed = True

@@ -1,4 +1,4 @@
-"""What SGLang's server may be told, and what it makes of what it is not told."""
+"""Settings of SGLang's server, and what it makes of those left open."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cbsim.policy.kind import (
     InProbe,
     Natural,
     Settings,
-    SettingsError,
     Site,
     Solved,
+    require,
     resolved,
 )
 from cbsim.policy.loop import Limits
@@ -85,11 +85,10 @@ class SglangSettings(Settings):
     declares does not change."""
 
     def __post_init__(self) -> None:
-        if self.enable_priority_scheduling and self.schedule_policy not in ("fcfs", "lof"):
-            text = f"got {self.schedule_policy}, must be fcfs or lof with enable_priority_scheduling"
-            raise SettingsError("schedule_policy", text)
-        if self.chunked_prefill_size == 0:
-            raise SettingsError("chunked_prefill_size", "got 0, must be >= 1, or -1 for prompts that are not cut")
+        policy, chunk = self.schedule_policy, self.chunked_prefill_size
+        message = f"got {policy}, must be fcfs or lof with enable_priority_scheduling"
+        require(not self.enable_priority_scheduling or policy in ("fcfs", "lof"), "schedule_policy", message)
+        require(chunk != 0, "chunked_prefill_size", "got 0, must be >= 1, or -1 for prompts that are not cut")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +113,11 @@ class SglangOptions(SglangSettings):
         """Tokens of a sequence, the last one not counted."""
         return min(self.context_length, self.pool_tokens) - 1
 
-    def outputs(self, prompt_tokens: int, wanted: int) -> int:
-        """Output tokens that a request may write: as many as are wanted and fit a sequence and an empty cache."""
+    def outputs(self, prompt_tokens: int, max_tokens: int) -> int:
+        """Output tokens that a request may write: as many of its limit as fit a sequence and an empty cache."""
         page = self.block_size
         paged = -(-prompt_tokens // page) * page
-        most = max(0, min(wanted, self.longest - prompt_tokens - 1))
+        most = max(0, min(max_tokens, self.longest - prompt_tokens - 1))
         return max(0, min(most, self.pool_tokens - paged - page - 1))
 
     @property
@@ -150,8 +149,8 @@ class SglangOptions(SglangSettings):
         most = self.chunked_prefill_size if self.chunks else max(self.max_prefill_tokens, self.longest)
         if self.ignore_eos and self.disable_radix_cache:
             most = self.max_prefill_tokens + self.longest
-        seats = self.max_running_requests
-        return Limits(seats, tokens=max(most, seats), longest=self.longest + 1)
+        slots = self.max_running_requests
+        return Limits(slots, tokens=max(most, slots), longest=self.longest + 1)
 
 
 def _chunk(settings: SglangSettings, site: Site) -> int:
@@ -163,28 +162,24 @@ def _chunk(settings: SglangSettings, site: Site) -> int:
     return LARGEST_CHUNK
 
 
-def _seats(settings: SglangSettings, context: int, tokens: int) -> int:
-    wanted = settings.max_running_requests or max(min(int(tokens / context * 512), 4096), 2048)
-    return max(1, min(wanted, tokens // 2))
-
-
 def resolve(settings: SglangSettings, site: Site) -> SglangOptions:
-    """Chunk by the GPU, the cache beside a full step, seats by the cache. The cache is sized by vLLM's rule in place of
+    """Chunk by the GPU, the cache beside a full step, slots by the cache. The cache is sized by vLLM's rule in place of
     mem_fraction_static, for a step of the largest prefill batch.
     """
     chunk, size = _chunk(settings, site), site.block_size
-    if chunk > 0 and chunk % size:
-        text = f"got {chunk}, must be a multiple of the page, kv_cache.block_size ({size})"
-        raise SettingsError("chunked_prefill_size", text)
+    message = f"got {chunk}, must be a multiple of the page, kv_cache.block_size ({size})"
+    require(chunk < 0 or not chunk % size, "chunked_prefill_size", message)
     context = settings.context_length or site.max_position
     step = chunk if chunk > 0 else max(settings.max_prefill_tokens, context)
     blocks = site.blocks(step, settings.max_running_requests or 256)
+    tokens = blocks * size
+    slots = settings.max_running_requests or max(min(int(tokens / context * 512), 4096), 2048)
     return resolved(
         settings,
         SglangOptions,
         block_size=size,
         num_blocks=blocks,
-        max_running_requests=_seats(settings, context, blocks * size),
+        max_running_requests=max(1, min(slots, tokens // 2)),
         chunked_prefill_size=chunk,
         context_length=context,
     )

@@ -24,6 +24,7 @@ from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.transfers import Direction, Transfer
 from cbsim.policy.value import mypyc_attr
+from cbsim.schedulers.base import SchedulerBase
 from cbsim.schedulers.simple.settings import BeamOptions, BeamSettings, resolve_beam
 
 
@@ -138,18 +139,13 @@ class Search:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class BeamScheduler:
+class BeamScheduler(SchedulerBase):
     """Beam search as a policy."""
 
-    polls_before_update = False
-    awaits_when_idle = True
-
     def __init__(self, options: BeamOptions, observer: Observer = NULL_OBSERVER) -> None:
-        self.options = o = options
-        self.limits = o.limits
-        self.pool = BeamPool(o.block_size, o.num_blocks, observer)
-        self.decoding = Decoding(self.pool, observer=observer)
-        self.requests = self.decoding.requests
+        self.pool = BeamPool(options.block_size, options.num_blocks, observer)
+        super().__init__(options, Decoding(self.pool, observer=observer))
+        self.options = options
         self.waiting: deque[Request] = deque()
         self.searches: list[Search] = []  # that have been let in
         self._search: dict[Request, Search] = {}
@@ -158,10 +154,6 @@ class BeamScheduler:
     @property
     def running(self) -> list[Request]:
         return [beam for search in self.searches for beam in search.beams]
-
-    @property
-    def idle(self) -> bool:
-        return not self.requests
 
     def refusal(self, spec: RequestSpec) -> str | None:
         needed, have = self._whole(spec), self.pool.num_blocks
@@ -262,7 +254,7 @@ class BeamScheduler:
         return False
 
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
-        outcome = self.decoding.complete(plan, result, self._finish)
+        outcome = super().update(plan, result)
         if result.parents:
             self._exchange(plan, dict(result.parents))
         return outcome

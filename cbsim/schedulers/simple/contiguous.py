@@ -67,14 +67,10 @@ def _turn(request: Request) -> tuple[bool, int]:
     return request.status is Status.PREFILL, request.order
 
 
-def make(options: ContiguousOptions) -> Fcfs:
-    return Fcfs(options, Contiguous(options))
-
-
 CONTIGUOUS = SchedulerKind(
     name="contiguous",
     about="iteration-level batching, all that a request may need reserved in one piece (Orca, FasterTransformer)",
     settings=ContiguousSettings,
     resolve=resolve_contiguous,
-    make=make,
+    make=lambda options: Fcfs(options, Contiguous(options)),
 )

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cbsim.kv.blocks import BlockPool, FreeQueue
 from cbsim.policy.decode_batch import by_order
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.plan import Chunk
 from cbsim.policy.request import Request, RequestSpec
+from cbsim.schedulers.base import plain_pool, too_large
 from cbsim.schedulers.simple.fcfs import Fcfs, blocks_to_end
 from cbsim.schedulers.simple.settings import DynamicPaddedSettings, PaddedOptions, resolve_padded
 
@@ -24,15 +24,11 @@ class DynamicPadded:
 
     def __init__(self, options: PaddedOptions) -> None:
         self._slots = options.batch_size
-        blocks = FreeQueue(range(options.num_blocks), unhashed_first=True)
-        self.pool = BlockPool(options.block_size, options.num_blocks, blocks)
+        self.pool = plain_pool(options)
 
     def refusal(self, spec: RequestSpec) -> str | None:
-        needed = blocks_to_end(self.pool, spec)
-        if needed > self.pool.num_blocks:
-            tokens = spec.prompt_tokens + spec.max_tokens
-            return f"{tokens} tokens need {needed} blocks, the cache has {self.pool.num_blocks}"
-        return None
+        tokens = spec.prompt_tokens + spec.max_tokens
+        return too_large(tokens, blocks_to_end(self.pool, spec), self.pool.num_blocks)
 
     def rows(self, fcfs: Fcfs) -> dict[Request, Chunk]:
         decoding = fcfs.decoding
@@ -59,14 +55,10 @@ class DynamicPadded:
         return joining
 
 
-def make(options: PaddedOptions) -> Fcfs:
-    return Fcfs(options, DynamicPadded(options))
-
-
 DYNAMIC_PADDED = SchedulerKind(
     name="dynamic_padded",
     about="dynamic batching: who waits joins at once, every row padded to the longest of its step",
     settings=DynamicPaddedSettings,
     resolve=resolve_padded,
-    make=make,
+    make=lambda options: Fcfs(options, DynamicPadded(options)),
 )

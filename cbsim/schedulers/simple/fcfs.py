@@ -12,9 +12,10 @@ from typing import Protocol
 from cbsim.kv.blocks import BlockPool
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.kind import Options
-from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
+from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.value import mypyc_attr
+from cbsim.schedulers.base import SchedulerBase
 
 
 class Rule(Protocol):
@@ -32,26 +33,17 @@ class Rule(Protocol):
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Fcfs:
+class Fcfs(SchedulerBase):
     """A queue, the requests that run in order of admission, and a rule."""
 
-    polls_before_update = False
-    awaits_when_idle = True
-
     def __init__(self, options: Options, rule: Rule) -> None:
+        super().__init__(options, Decoding(rule.pool, together=True))
         self.options = options
-        self.limits = options.limits
         self.rule = rule
         self.pool = rule.pool
-        self.decoding = Decoding(self.pool, together=True)
-        self.requests = self.decoding.requests
         self.running: dict[Request, None] = {}
         self.waiting: deque[Request] = deque()
         self.decodes = 0  # rows of the step being planned that are counted, not listed
-
-    @property
-    def idle(self) -> bool:
-        return not self.requests
 
     def refusal(self, spec: RequestSpec) -> str | None:
         return self.rule.refusal(spec)
@@ -60,11 +52,6 @@ class Fcfs:
         longest = self.limits.longest
         limit = spec.max_tokens if longest is None else min(spec.max_tokens, longest - spec.prompt_tokens)
         self.waiting.append(self.decoding.add(spec, limit))
-
-    def cancel(self, spec: RequestSpec) -> None:
-        request = self.requests.get(spec)
-        if request is not None:
-            self._finish(request, Finish.ABORTED)
 
     def schedule(self) -> StepPlan | None:
         self.decodes = 0
@@ -84,12 +71,6 @@ class Fcfs:
         self.decoding.admit(request)
         self.running[request] = None
         return self.decoding.row(request, tokens, blocks)
-
-    def runs_ahead(self, plan: StepPlan) -> bool:
-        return True
-
-    def update(self, plan: StepPlan, result: StepResult) -> Outcome:
-        return self.decoding.complete(plan, result, self._finish)
 
     def _finish(self, request: Request, reason: Finish) -> None:
         if request.status is Status.WAITING:

@@ -16,9 +16,9 @@ from cbsim.policy.kind import (
     InProbe,
     Natural,
     Settings,
-    SettingsError,
     Site,
     Solved,
+    require,
     resolved,
 )
 from cbsim.policy.loop import Limits
@@ -113,9 +113,9 @@ def resolve_tgi(settings: TgiSettings, site: Site) -> TgiOptions:
     """The cache beside a step of prompts, and as many tokens as it has. Raises SettingsError."""
     blocks = site.blocks(settings.max_batch_prefill_tokens, settings.max_batch_size)
     total = settings.max_batch_total_tokens or blocks * site.block_size
-    if settings.max_batch_total_tokens and total < settings.max_batch_prefill_tokens:
-        message = f"got {total}, must be >= max_batch_prefill_tokens ({settings.max_batch_prefill_tokens})"
-        raise SettingsError("max_batch_total_tokens", message)
+    prompts = settings.max_batch_prefill_tokens
+    message = f"got {total}, must be >= max_batch_prefill_tokens ({prompts})"
+    require(not settings.max_batch_total_tokens or total >= prompts, "max_batch_total_tokens", message)
     return resolved(settings, TgiOptions, block_size=site.block_size, num_blocks=blocks, max_batch_total_tokens=total)
 
 
@@ -136,9 +136,8 @@ class BeamSettings(Settings):
 
     def __post_init__(self) -> None:
         for field in ("max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, field) < self.num_beams:
-                message = f"got {getattr(self, field)}, must be >= num_beams ({self.num_beams})"
-                raise SettingsError(field, message)
+            value = getattr(self, field)
+            require(value >= self.num_beams, field, f"got {value}, must be >= num_beams ({self.num_beams})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,25 +211,20 @@ class ContiguousOptions(ContiguousSettings):
 
 def resolve_contiguous(settings: ContiguousSettings, site: Site) -> ContiguousOptions:
     """A cache beside a full step. Raises SettingsError for sizes with which a request or a prompt could never run."""
-    seats, whole = settings.max_num_seqs, not settings.enable_chunked_prefill
+    slots, whole = settings.max_num_seqs, not settings.enable_chunked_prefill
     tokens = settings.max_num_batched_tokens
     if tokens is None:
-        tokens = max(DEFAULT_TOKENS, seats, (settings.max_model_len or site.max_position) if whole else 0)
-    if tokens < seats:
-        message = f"got {tokens}, must be >= max_num_seqs ({seats}): all that run decode in every step"
-        raise SettingsError("max_num_batched_tokens", message)
-    blocks = site.blocks(tokens, seats)
+        tokens = max(DEFAULT_TOKENS, slots, (settings.max_model_len or site.max_position) if whole else 0)
+    message = f"got {tokens}, must be >= max_num_seqs ({slots}): all that run decode in every step"
+    require(tokens >= slots, "max_num_batched_tokens", message)
+    blocks = site.blocks(tokens, slots)
     largest = free_pieces(settings.placement, blocks).most
     longest = settings.max_model_len or min(site.max_position, largest * site.block_size)
-    if whole and tokens < longest:
-        message = f"got {tokens}, must be >= max_model_len ({longest}) without chunked prefill"
-        raise SettingsError("max_num_batched_tokens", message)
+    message = f"got {tokens}, must be >= max_model_len ({longest}) without chunked prefill"
+    require(tokens >= longest or not whole, "max_num_batched_tokens", message)
     needed = -(-longest // site.block_size)
-    if settings.reserve == "max_model_len" and needed > largest:
-        message = (
-            f"got {longest}, reserved by every request: {needed} blocks, the largest piece has {largest} of {blocks}"
-        )
-        raise SettingsError("max_model_len", message)
+    message = f"got {longest}, reserved by every request: {needed} blocks, the largest piece has {largest} of {blocks}"
+    require(needed <= largest or settings.reserve != "max_model_len", "max_model_len", message)
     return resolved(
         settings,
         ContiguousOptions,

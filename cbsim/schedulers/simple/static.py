@@ -10,30 +10,24 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from cbsim.kv.blocks import BlockPool, FreeQueue
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.value import mypyc_attr
+from cbsim.schedulers.base import SchedulerBase, plain_pool, too_large
 from cbsim.schedulers.simple.settings import PaddedOptions, StaticSettings, resolve_padded
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class StaticScheduler:
+class StaticScheduler(SchedulerBase):
     """Batched generation as a policy."""
 
-    polls_before_update = False
-    awaits_when_idle = True
-
     def __init__(self, options: PaddedOptions, observer: Observer = NULL_OBSERVER) -> None:
-        self.options = o = options
-        self.limits = o.limits
-        free = FreeQueue(range(o.num_blocks), unhashed_first=True)
-        self.pool = BlockPool(o.block_size, o.num_blocks, free, observer)
-        self.decoding = Decoding(self.pool, together=True, observer=observer)
-        self.requests = self.decoding.requests
+        self.pool = plain_pool(options, observer)
+        super().__init__(options, Decoding(self.pool, together=True, observer=observer))
+        self.options = options
         self.waiting: deque[Request] = deque()
         self._batch: list[Request] = []
         self._length = 0  # positions of every row, padding included
@@ -42,25 +36,16 @@ class StaticScheduler:
     def running(self) -> list[Request]:
         return [request for request in self._batch if request.status is not Status.FINISHED]
 
-    @property
-    def idle(self) -> bool:
-        return not self.requests
-
     def refusal(self, spec: RequestSpec) -> str | None:
         tokens = spec.prompt_tokens + spec.max_tokens
-        needed = self.pool.blocks_for(tokens)
-        if needed > self.pool.num_blocks:
-            return f"{tokens} tokens need {needed} blocks, the cache has {self.pool.num_blocks}"
-        return None
+        return too_large(tokens, self.pool.blocks_for(tokens), self.pool.num_blocks)
 
     def add(self, spec: RequestSpec) -> None:
         self.waiting.append(self.decoding.add(spec, spec.max_tokens))
 
     def cancel(self, spec: RequestSpec) -> None:
-        request = self.requests.get(spec)
-        if request is not None:
-            self._finish(request, Finish.ABORTED)
-            self._disband()
+        super().cancel(spec)
+        self._disband()
 
     def schedule(self) -> StepPlan | None:
         if not self._batch:
@@ -103,11 +88,8 @@ class StaticScheduler:
         plan = self.decoding.plan(rows, running=len(self.running), waiting=len(self.waiting))
         return replace(plan, counts=replace(plan.counts, table_blocks=self.pool.num_blocks - self.pool.free))
 
-    def runs_ahead(self, plan: StepPlan) -> bool:
-        return True
-
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
-        outcome = self.decoding.complete(plan, result, self._finish)
+        outcome = super().update(plan, result)
         self._disband()
         return outcome
 

@@ -9,11 +9,11 @@ preempted.
 
 from __future__ import annotations
 
-from cbsim.kv.blocks import BlockPool, FreeQueue
 from cbsim.policy.decode_batch import by_order
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.plan import Chunk
 from cbsim.policy.request import Request, RequestSpec
+from cbsim.schedulers.base import plain_pool, too_large
 from cbsim.schedulers.simple.fcfs import Fcfs, blocks_to_end
 from cbsim.schedulers.simple.settings import TgiOptions, TgiSettings, resolve_tgi
 
@@ -23,8 +23,7 @@ class Tgi:
 
     def __init__(self, options: TgiOptions) -> None:
         self.options = options
-        blocks = FreeQueue(range(options.num_blocks), unhashed_first=True)
-        self.pool = BlockPool(options.block_size, options.num_blocks, blocks)
+        self.pool = plain_pool(options)
         self._steps = 0  # since the batch stopped for prompts last, that stop included
         self._joined = False  # prompts have just joined a batch, which decodes next
 
@@ -34,10 +33,7 @@ class Tgi:
             return f"prompt of {spec.prompt_tokens} tokens, max_batch_prefill_tokens is {o.max_batch_prefill_tokens}"
         if tokens > o.max_batch_total_tokens:
             return f"{tokens} tokens with its limit, max_batch_total_tokens is {o.max_batch_total_tokens}"
-        needed = blocks_to_end(self.pool, spec)
-        if needed > self.pool.num_blocks:
-            return f"{tokens} tokens need {needed} blocks, the cache has {self.pool.num_blocks}"
-        return None
+        return too_large(tokens, blocks_to_end(self.pool, spec), self.pool.num_blocks)
 
     def rows(self, fcfs: Fcfs) -> dict[Request, Chunk]:
         decoding = fcfs.decoding
@@ -91,14 +87,10 @@ def _tokens(spec: RequestSpec) -> int:
     return spec.prompt_tokens + spec.max_tokens
 
 
-def make(options: TgiOptions) -> Fcfs:
-    return Fcfs(options, Tgi(options))
-
-
 TGI = SchedulerKind(
     name="tgi",
     about="text-generation-inference v3: prompts by themselves, then joined to the batch; all reserved",
     settings=TgiSettings,
     resolve=resolve_tgi,
-    make=make,
+    make=lambda options: Fcfs(options, Tgi(options)),
 )

@@ -25,6 +25,7 @@ from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.swapping import Host, LowestFirst
 from cbsim.policy.transfers import Direction, Transfer
 from cbsim.policy.value import mypyc_attr
+from cbsim.schedulers.base import SchedulerBase, too_large
 from cbsim.schedulers.transformers.settings import PREFILL_FIRST, TransformersOptions
 
 
@@ -157,18 +158,16 @@ class Step:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class TransformersScheduler:
+class TransformersScheduler(SchedulerBase):
     """transformers 5.17 as a policy. Depth 1 is its synchronous loop, depth 2 `use_async_batching`."""
 
-    polls_before_update = False
     awaits_when_idle = False
 
     def __init__(self, options: TransformersOptions, observer: Observer = NULL_OBSERVER) -> None:
         self.options = o = options
-        self.limits = o.limits
         self.pool = self.make_pool(observer)
         self._fast_tokens = o.max_blocks_per_request * o.block_size
-        self.decoding = Decoding(
+        decoding = Decoding(
             self.pool,
             self.make_keys() if o.allow_block_sharing else None,
             together=not o.groups,
@@ -177,7 +176,7 @@ class TransformersScheduler:
             long_tokens=self._fast_tokens,
             observer=observer,
         )
-        self.requests = self.decoding.requests
+        super().__init__(o, decoding)
         self.running: dict[Request, None] = {}
         self.waiting: dict[Request, None] = {}
         self.forks = Forks(self.decoding)
@@ -213,10 +212,7 @@ class TransformersScheduler:
 
     def refusal(self, spec: RequestSpec) -> str | None:
         most = spec.prompt_tokens + spec.max_tokens - 1
-        needed = self._most_blocks(most)
-        if needed > self.options.num_blocks:
-            return f"{most} tokens need {needed} blocks, the cache has {self.options.num_blocks}"
-        return None
+        return too_large(most, self._most_blocks(most), self.options.num_blocks)
 
     def _most_blocks(self, tokens: int) -> int:
         """Blocks that a request of so many tokens holds in the end."""
@@ -474,9 +470,6 @@ class TransformersScheduler:
         if step.held_back and self.options.allow_block_sharing:
             silent = [(request, request.epoch) for request in step.held_back if request in self.returned]
             self._silent[self.decoding.batched.planned] = silent
-
-    def runs_ahead(self, plan: StepPlan) -> bool:
-        return True
 
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
         outcome = self.decoding.complete(plan, result, self._end)

@@ -1,4 +1,4 @@
-"""What transformers' continuous batching may be told, and what it makes of it on a machine."""
+"""Settings of transformers' continuous batching, and what it makes of them on a machine."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from cbsim.policy.kind import (
     Model,
     Natural,
     Settings,
-    SettingsError,
     Share,
     Site,
     Solved,
+    require,
     resolved,
 )
 from cbsim.policy.loop import Limits
@@ -146,14 +146,11 @@ def layer_groups(site: Site, version: str) -> Cut:
     """Those of the site's model. Raises SettingsError for layers that transformers has not."""
     pattern = site.attention
     windows = sorted({attention.span for attention in pattern if attention != FULL})
-    if any(attention.sight is Sight.CHUNKED for attention in pattern):
-        raise SettingsError(
-            "name", "chunked layers (model.attention) are not for transformers: it has full and sliding"
-        )
-    if len(windows) > 1:
-        raise SettingsError(
-            "name", f"windows of {windows} tokens (model.attention): transformers has one for all layers"
-        )
+    chunked = any(attention.sight is Sight.CHUNKED for attention in pattern)
+    message = "chunked layers (model.attention) are not for transformers: it has full and sliding"
+    require(not chunked, "name", message)
+    message = f"windows of {windows} tokens (model.attention): transformers has one for all layers"
+    require(len(windows) <= 1, "name", message)
     return cut([pattern[layer % len(pattern)] for layer in range(site.layers)], site.block_size, version)
 
 

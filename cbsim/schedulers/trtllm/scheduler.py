@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from cbsim.kv.blocks import BlockPool, FreeQueue
 from cbsim.policy.decode_batch import by_order
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.observer import NULL_OBSERVER, Observer
-from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
+from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.value import mypyc_attr
+from cbsim.schedulers.base import SchedulerBase, plain_pool, too_large
 from cbsim.schedulers.trtllm.capacity import capacity
 from cbsim.schedulers.trtllm.settings import TrtllmOptions, TrtllmSettings, resolve
 
@@ -119,28 +119,19 @@ def equal_progress(wanted: list[int], capacity: int, unit: int) -> list[int]:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class TrtllmScheduler:
+class TrtllmScheduler(SchedulerBase):
     """TensorRT-LLM as a policy. Depth 1 is its plain executor loop, depth 2 the one with the overlap scheduler."""
 
-    polls_before_update = False
-    awaits_when_idle = True
-
     def __init__(self, options: TrtllmOptions, observer: Observer = NULL_OBSERVER) -> None:
-        self.options = o = options
-        self.limits = o.limits
-        self.pool = BlockPool(o.block_size, o.num_blocks, FreeQueue(range(o.num_blocks), unhashed_first=True), observer)
-        self.decoding = Decoding(self.pool, together=True, by_arrival=True, observer=observer)
-        self.requests = self.decoding.requests
+        self.pool = plain_pool(options, observer)
+        super().__init__(options, Decoding(self.pool, together=True, by_arrival=True, observer=observer))
+        self.options = options
         self.running: dict[Request, None] = {}  # have started: they hold blocks
         self.contexts: dict[Request, None] = {}  # active, their prompts not read to the end, in order of arrival
         self.queue: deque[Request] = deque()  # not active yet
-        self.capacity = capacity(o, self.decoding)
-        self.batch = MicroBatch(o)
+        self.capacity = capacity(options, self.decoding)
+        self.batch = MicroBatch(options)
         self._observer = observer
-
-    @property
-    def idle(self) -> bool:
-        return not self.requests
 
     @property
     def waiting(self) -> list[Request]:
@@ -157,11 +148,9 @@ class TrtllmScheduler:
         if spec.prompt_tokens >= o.max_seq_len:
             return f"prompt of {spec.prompt_tokens} tokens, max_seq_len is {o.max_seq_len}"
         most = min(spec.prompt_tokens + spec.max_tokens, o.max_seq_len)
-        needed = self.pool.blocks_for(most)
-        if needed > o.num_blocks:
-            return f"{most} tokens need {needed} blocks, the cache has {o.num_blocks}"
-        if o.enable_chunked_prefill:
-            return None
+        large = too_large(most, self.pool.blocks_for(most), o.num_blocks)
+        if large or o.enable_chunked_prefill:
+            return large
         if spec.prompt_tokens > o.max_num_tokens:
             return f"prompt of {spec.prompt_tokens} tokens, max_num_tokens is {o.max_num_tokens}"
         if o.capacity_scheduler_policy == "MAX_UTILIZATION" and most - 1 > o.max_num_tokens:
@@ -171,11 +160,6 @@ class TrtllmScheduler:
     def add(self, spec: RequestSpec) -> None:
         limit = min(spec.max_tokens, self.options.max_seq_len - spec.prompt_tokens)
         self.queue.append(self.decoding.add(spec, limit))
-
-    def cancel(self, spec: RequestSpec) -> None:
-        request = self.requests.get(spec)
-        if request is not None:
-            self._finish(request, Finish.ABORTED)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -249,12 +233,6 @@ class TrtllmScheduler:
         return chunks | generating
 
     # -- results ------------------------------------------------------------------------------------------------------
-
-    def runs_ahead(self, plan: StepPlan) -> bool:
-        return True
-
-    def update(self, plan: StepPlan, result: StepResult) -> Outcome:
-        return self.decoding.complete(plan, result, self._finish)
 
     def _finish(self, request: Request, reason: Finish) -> None:
         if request.status is Status.WAITING and request not in self.contexts:

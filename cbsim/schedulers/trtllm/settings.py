@@ -1,4 +1,4 @@
-"""What the TensorRT-LLM scheduler may be told, and what it makes of it on a machine."""
+"""What the TensorRT-LLM scheduler can be configured with, and what it makes of it on a machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cbsim.policy.kind import (
     InProbe,
     Natural,
     Settings,
-    SettingsError,
     Site,
     Solved,
+    require,
     resolved,
 )
 from cbsim.policy.loop import Limits
@@ -56,12 +56,10 @@ class TrtllmSettings(Settings):
     """And only while the step would have fewer tokens than this share of max_num_tokens; 0: they do not wait."""
 
     def __post_init__(self) -> None:
-        if self.batch_wait_max_tokens_ratio > 1:
-            text = f"got {self.batch_wait_max_tokens_ratio:g}, must be <= 1"
-            raise SettingsError("batch_wait_max_tokens_ratio", text)
-        if self.two_step_lookahead and self.capacity_scheduler_policy != "MAX_UTILIZATION":
-            text = f"got true, must be false with capacity_scheduler_policy {self.capacity_scheduler_policy}"
-            raise SettingsError("two_step_lookahead", text)
+        ratio, policy = self.batch_wait_max_tokens_ratio, self.capacity_scheduler_policy
+        require(ratio <= 1, "batch_wait_max_tokens_ratio", f"got {ratio:g}, must be <= 1")
+        message = f"got true, must be false with capacity_scheduler_policy {policy}"
+        require(not self.two_step_lookahead or policy == "MAX_UTILIZATION", "two_step_lookahead", message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,20 +83,18 @@ class TrtllmOptions(TrtllmSettings):
 def resolve(settings: TrtllmSettings, site: Site) -> TrtllmOptions:
     """The cache beside a full step, and the longest sequence that it can hold. Raises SettingsError."""
     unit = settings.chunk_unit_size or site.block_size
-    if settings.enable_chunked_prefill and unit > settings.max_num_tokens:
-        text = (
-            f"got {settings.max_num_tokens}, must be >= {unit}, the least part of a prompt (chunk_unit_size or a block)"
-        )
-        raise SettingsError("max_num_tokens", text)
-    seats = settings.max_num_requests or settings.max_batch_size
-    blocks = site.blocks(settings.max_num_tokens, seats)
+    tokens = settings.max_num_tokens
+    message = f"got {tokens}, must be >= {unit}, the least part of a prompt (chunk_unit_size or a block)"
+    require(unit <= tokens or not settings.enable_chunked_prefill, "max_num_tokens", message)
+    slots = settings.max_num_requests or settings.max_batch_size
+    blocks = site.blocks(tokens, slots)
     return resolved(
         settings,
         TrtllmOptions,
         block_size=site.block_size,
         num_blocks=blocks,
-        max_num_requests=seats,
-        max_active_requests=settings.max_active_requests or seats,
+        max_num_requests=slots,
+        max_active_requests=settings.max_active_requests or slots,
         max_seq_len=settings.max_seq_len or min(site.max_position, blocks * site.block_size),
         chunk_unit_size=unit,
     )

@@ -24,25 +24,23 @@ from cbsim.policy.queues import ArrivalQueue, PriorityQueue, Queue
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.swapping import Swapping
 from cbsim.policy.value import mypyc_attr
+from cbsim.schedulers.base import SchedulerBase, too_large
 from cbsim.schedulers.vllm.offload import EagerOffload, LazyOffload, NativeOffload
 from cbsim.schedulers.vllm.settings import VllmOptions, VllmSettings, resolve, sees_all
 from cbsim.schedulers.vllm.transfers import Connector, HandOff, Step, Transfers
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class VllmScheduler:
+class VllmScheduler(SchedulerBase):
     """vLLM V1 as a policy. Depth 1 is `EngineCore.step`, depth 2 `step_with_batch_queue`."""
 
     polls_before_update = True
-    awaits_when_idle = True
 
     def __init__(self, options: VllmOptions, observer: Observer = NULL_OBSERVER) -> None:
         self.options = o = options
-        self.limits = o.limits
         self._new = o.version == "0.33"
         self.pool, keys = cache(o, observer)
-        self.decoding = Decoding(self.pool, keys, together=not o.groups, observer=observer)
-        self.requests = self.decoding.requests
+        super().__init__(o, Decoding(self.pool, keys, together=not o.groups, observer=observer))
         self.running: dict[Request, None] = {}  # in admission order
         self.waiting = self._queue()
         self.swapping: Swapping | None = None
@@ -74,10 +72,7 @@ class VllmScheduler:
         if not o.enable_chunked_prefill and spec.prompt_tokens > o.max_num_batched_tokens:
             return f"prompt of {spec.prompt_tokens} tokens, max_num_batched_tokens is {o.max_num_batched_tokens}"
         most = min(spec.prompt_tokens + spec.max_tokens, o.max_model_len)
-        needed = self.pool.most_blocks(most - 1)
-        if needed > self.pool.num_blocks:
-            return f"{most} tokens need {needed} blocks, the cache has {self.pool.num_blocks}"
-        return None
+        return too_large(most, self.pool.most_blocks(most - 1), self.pool.num_blocks)
 
     def add(self, spec: RequestSpec) -> None:
         limit = min(spec.max_tokens, self.options.max_model_len - spec.prompt_tokens)
@@ -85,11 +80,6 @@ class VllmScheduler:
         if self.transfers is not None:
             request.name_all()  # connectors keep what nobody else can ask for, too
         self.waiting.push(request)
-
-    def cancel(self, spec: RequestSpec) -> None:
-        request = self.requests.get(spec)
-        if request is not None:
-            self._finish(request, Finish.ABORTED)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -286,9 +276,9 @@ class VllmScheduler:
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
         transfers = self.transfers
         if transfers is None:
-            return self.decoding.complete(plan, result, self._finish)
+            return super().update(plan, result)
         transfers.completing(plan, result)
-        outcome = self.decoding.complete(plan, result, self._finish)
+        outcome = super().update(plan, result)
         transfers.completed(plan, result)
         return outcome
 

@@ -19,10 +19,10 @@ from cbsim.policy.kind import (
     InProbe,
     Natural,
     Settings,
-    SettingsError,
     Share,
     Site,
     Solved,
+    require,
     resolved,
 )
 from cbsim.policy.loop import Limits
@@ -112,35 +112,32 @@ class VllmSettings(Settings):
     def __post_init__(self) -> None:
         usual = {field.name: field.default for field in fields(self)}
         self._check_connector({name for name in usual if getattr(self, name) != usual[name]})
-        if self.version == "0.19":
-            for name in NEW_OPTIONS:
-                if getattr(self, name) != usual[name]:
-                    raise SettingsError(name, "vLLM 0.19 has no such option; use version 0.33 or leave it out")
+        for name in NEW_OPTIONS:
+            known = self.version != "0.19" or getattr(self, name) == usual[name]
+            require(known, name, "vLLM 0.19 has no such option; use version 0.33 or leave it out")
         if self.max_num_batched_tokens is not None and self.max_num_seqs is not None:
             _check_budget(self.max_num_batched_tokens, self.max_num_seqs)
-        if self.max_model_len is not None and self.long_prefill_token_threshold > self.max_model_len:
-            text = f"got {self.long_prefill_token_threshold}, must be <= max_model_len ({self.max_model_len})"
-            raise SettingsError("long_prefill_token_threshold", text)
+        threshold, longest = self.long_prefill_token_threshold, self.max_model_len
+        message = f"got {threshold}, must be <= max_model_len ({longest})"
+        require(longest is None or threshold <= longest, "long_prefill_token_threshold", message)
 
-    def _check_connector(self, given: set[str]) -> None:
-        """A connector's options are for that connector, and what it needs is there. `given` are no defaults."""
+    def _check_connector(self, explicit: set[str]) -> None:
+        """A connector's options are for that connector, and what it needs is there. `explicit` are no defaults."""
         connector = self.kv_connector
         for name, connectors in CONNECTOR_OPTIONS.items():
-            if name in given and connector not in connectors:
-                text = f"got {getattr(self, name)}, must be left out unless kv_connector is {' or '.join(connectors)}"
-                raise SettingsError(name, text)
+            message = f"got {getattr(self, name)}, must be left out unless kv_connector is {' or '.join(connectors)}"
+            require(name not in explicit or connector in connectors, name, message)
         if connector == "none":
             return
-        if self.version != "0.33":
-            raise SettingsError("kv_connector", f"got {connector}, must be none: only vLLM 0.33's are followed")
-        if not self.enable_prefix_caching:
-            raise SettingsError("kv_connector", f"got {connector}, must be none without enable_prefix_caching")
-        if self.reserve_output:
-            raise SettingsError("kv_connector", f"got {connector}, must be none with reserve_output")
-        if self.preemption_mode == "swap":
-            raise SettingsError("kv_connector", f"got {connector}, must be none with preemption_mode swap")
-        if connector == "offloading" and self.cpu_bytes_to_use is None:
-            raise SettingsError("cpu_bytes_to_use", "got null, must be given with kv_connector offloading")
+        for holds, rule in (
+            (self.version == "0.33", ": only vLLM 0.33's are followed"),
+            (self.enable_prefix_caching, " without enable_prefix_caching"),
+            (not self.reserve_output, " with reserve_output"),
+            (self.preemption_mode != "swap", " with preemption_mode swap"),
+        ):
+            require(holds, "kv_connector", f"got {connector}, must be none{rule}")
+        sized = connector != "offloading" or self.cpu_bytes_to_use is not None
+        require(sized, "cpu_bytes_to_use", "got null, must be given with kv_connector offloading")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +179,7 @@ class VllmOptions(VllmSettings):
 class Tier(NamedTuple):
     """What vLLM's server starts with on a class of GPUs (`EngineArgs.get_batch_defaults`)."""
 
-    seats: int
+    slots: int
     tokens: int
     gpus: str
 
@@ -204,46 +201,44 @@ def tier(version: str, site: Site) -> Tier:
 def _steps(settings: VllmSettings, site: Site) -> tuple[int, int]:
     """Seats and tokens a step; a default gives way to what is given. Raises SettingsError."""
     default, longest = tier(settings.version, site), settings.max_model_len or site.max_position
-    seats, tokens = settings.max_num_seqs or default.seats, settings.max_num_batched_tokens
+    slots, tokens = settings.max_num_seqs or default.slots, settings.max_num_batched_tokens
     if tokens is None:
         tokens = default.tokens if settings.enable_chunked_prefill else max(default.tokens, longest)
-        tokens = min(tokens, seats * longest)
+        tokens = min(tokens, slots * longest)
     if settings.max_num_seqs is None:
-        seats = min(seats, tokens)
-    _check_budget(tokens, seats)
-    return seats, tokens
+        slots = min(slots, tokens)
+    _check_budget(tokens, slots)
+    return slots, tokens
 
 
-def _check_budget(tokens: int, seats: int) -> None:
-    if tokens < seats:
-        raise SettingsError("max_num_batched_tokens", f"got {tokens}, must be >= max_num_seqs ({seats})")
+def _check_budget(tokens: int, slots: int) -> None:
+    require(tokens >= slots, "max_num_batched_tokens", f"got {tokens}, must be >= max_num_seqs ({slots})")
 
 
 def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
     """Seats and tokens by the GPU, the cache beside a full step, and the longest sequence that it can hold."""
-    if settings.kv_connector == "hand_off":
-        raise SettingsError("kv_connector", "got hand_off, which takes two servers, and a scenario has one")
-    seats, tokens = _steps(settings, site)
+    servers = "got hand_off, which takes two servers, and a scenario has one"
+    require(settings.kv_connector != "hand_off", "kv_connector", servers)
+    slots, tokens = _steps(settings, site)
     grouping = layer_groups(site, together=settings.disable_hybrid_kv_cache_manager)
-    blocks = site.blocks(tokens, seats, grouping.block_bytes)
+    blocks = site.blocks(tokens, slots, grouping.block_bytes)
     if grouping.groups:
         _check_groups(settings, site)
         in_flight = tokens * site.depth
         longest = longest_sequence(grouping.groups, in_flight, blocks - 1, settings.max_model_len, site.max_position)
     else:
         longest = settings.max_model_len or min(site.max_position, (blocks - 1) * site.block_size)
-    if not settings.enable_chunked_prefill and tokens < longest:
-        text = f"got {tokens}, must be >= max_model_len ({longest}) without chunked prefill"
-        raise SettingsError("max_num_batched_tokens", text)
+    message = f"got {tokens}, must be >= max_model_len ({longest}) without chunked prefill"
+    require(settings.enable_chunked_prefill or tokens >= longest, "max_num_batched_tokens", message)
     return resolved(
         settings,
         VllmOptions,
         block_size=site.block_size,
         num_blocks=blocks,
-        max_num_seqs=seats,
+        max_num_seqs=slots,
         max_num_batched_tokens=tokens,
         max_model_len=longest,
-        max_cudagraph_capture_size=settings.max_cudagraph_capture_size or _largest_graph(settings, site, seats, tokens),
+        max_cudagraph_capture_size=settings.max_cudagraph_capture_size or _largest_graph(settings, site, slots, tokens),
         cpu_bytes_to_use=_host_bytes(settings),
         host_blocks=_host_blocks(settings, site),
         async_scheduling=site.depth > 1,
@@ -253,22 +248,17 @@ def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
 
 def _check_groups(settings: VllmSettings, site: Site) -> None:
     """Refuse what is not followed for layers that see less than everything."""
-    for name, wanted in (
-        ("version", "0.33"),
-        ("kv_connector", "none"),
-        ("preemption_mode", "recompute"),
-        ("reserve_output", False),
-    ):
-        if (given := getattr(settings, name)) != wanted:
-            raise SettingsError(name, f"got {given}, must be {wanted} if layers have windows (model.attention)")
+    required = {"version": "0.33", "kv_connector": "none", "preemption_mode": "recompute", "reserve_output": False}
+    for name, must in required.items():
+        value = getattr(settings, name)
+        require(value == must, name, f"got {value}, must be {must} if layers have windows (model.attention)")
+    size, interval = site.block_size, settings.prefix_cache_retention_interval
     for attention in site.attention:
-        if attention.sight is Sight.CHUNKED and attention.span % site.block_size:
-            text = f"chunks of {attention.span} tokens (model.attention) must be whole blocks of {site.block_size}"
-            raise SettingsError("name", f"got {settings.name}: {text}")
-    interval = settings.prefix_cache_retention_interval
-    if interval and interval % site.block_size:
-        text = f"got {interval}, must be a multiple of kv_cache.block_size ({site.block_size})"
-        raise SettingsError("prefix_cache_retention_interval", text)
+        whole = attention.sight is not Sight.CHUNKED or not attention.span % size
+        message = f"chunks of {attention.span} tokens (model.attention) must be whole blocks of {size}"
+        require(whole, "name", f"got {settings.name}: {message}")
+    message = f"got {interval}, must be a multiple of kv_cache.block_size ({size})"
+    require(not interval or not interval % size, "prefix_cache_retention_interval", message)
 
 
 def _host_bytes(settings: VllmSettings) -> int | None:
@@ -279,28 +269,24 @@ def _host_blocks(settings: VllmSettings, site: Site) -> int:
     """Blocks on the host: those of the swap space, or of a connector's tier. Raises SettingsError if that is none."""
     if settings.preemption_mode != "swap":
         return _tier(settings, site.block_bytes * site.gpus) if settings.kv_connector != "none" else 0
-    blocks = int(settings.swap_space_gib * (1 << 30)) // site.block_bytes
-    if not blocks:
-        least = site.block_bytes / (1 << 30)
-        raise SettingsError("swap_space_gib", f"got {settings.swap_space_gib:g}, must be >= {least:.6f}: one block")
+    space, block_gib = settings.swap_space_gib, site.block_bytes / (1 << 30)
+    blocks = int(space * (1 << 30)) // site.block_bytes
+    require(blocks > 0, "swap_space_gib", f"got {space:g}, must be >= {block_gib:.6f}: one block")
     return blocks
 
 
 def _tier(settings: VllmSettings, block_bytes: int) -> int:
     """Places of a connector's tier: whole chunks, or blocks, of which simple_cpu never uses the first."""
-    given, unit = _host_bytes(settings) or 0, block_bytes * settings.blocks_per_chunk
+    size, unit = _host_bytes(settings) or 0, block_bytes * settings.blocks_per_chunk
     least = unit if settings.kv_connector == "offloading" else 2 * unit
-    if given < least:
-        raise SettingsError(
-            "cpu_bytes_to_use", f"got {given:,}, must be >= {least:,}: a block has {block_bytes:,} bytes"
-        )
-    return given // unit * settings.blocks_per_chunk
+    require(size >= least, "cpu_bytes_to_use", f"got {size:,}, must be >= {least:,}: a block has {block_bytes:,} bytes")
+    return size // unit * settings.blocks_per_chunk
 
 
-def _largest_graph(settings: VllmSettings, site: Site, seats: int, tokens: int) -> int:
+def _largest_graph(settings: VllmSettings, site: Site, slots: int, tokens: int) -> int:
     """`VllmConfig._set_cudagraph_sizes`; 0.28 raised the bound for compute capability 10."""
     raised = settings.version == "0.33" and BLACKWELL.search(site.gpu)
-    return min(2 * seats, 1024 if raised else 512, tokens)
+    return min(2 * slots, 1024 if raised else 512, tokens)
 
 
 def sees_all(groups: Sequence[LayerGroup]) -> bool:
@@ -322,14 +308,13 @@ def least_blocks(groups: Sequence[LayerGroup], in_flight: int, longest: int) -> 
     return sum([rule.most for rule in rules(groups, retention=0, in_flight=in_flight, longest=longest)])
 
 
-def longest_sequence(groups: Sequence[LayerGroup], in_flight: int, blocks: int, given: int | None, most: int) -> int:
-    """The longest sequence: as given, or what so many blocks hold, at most `most`. Raises SettingsError."""
-    if given is not None:
-        needed = least_blocks(groups, in_flight, given)
-        if needed > blocks:
-            text = f"got {given}, which needs {needed:,} blocks in {len(groups)} layer groups, the cache has {blocks:,}"
-            raise SettingsError("max_model_len", text)
-        return given
+def longest_sequence(groups: Sequence[LayerGroup], in_flight: int, blocks: int, stated: int | None, most: int) -> int:
+    """The longest sequence: as stated, or what so many blocks hold, at most `most`. Raises SettingsError."""
+    if stated is not None:
+        needed = least_blocks(groups, in_flight, stated)
+        message = f"got {stated}, which needs {needed:,} blocks in {len(groups)} layer groups, the cache has {blocks:,}"
+        require(needed <= blocks, "max_model_len", message)
+        return stated
     low, high = 0, most  # tokens that fit, and the most that are asked for
     while low < high:
         middle = (low + high + 1) // 2
@@ -337,7 +322,6 @@ def longest_sequence(groups: Sequence[LayerGroup], in_flight: int, blocks: int, 
             low = middle
         else:
             high = middle - 1
-    if not low:
-        needed = least_blocks(groups, in_flight, 1)
-        raise SettingsError("max_model_len", f"one token needs {needed:,} blocks, the cache has {blocks:,}")
+    needed = least_blocks(groups, in_flight, 1)
+    require(low > 0, "max_model_len", f"one token needs {needed:,} blocks, the cache has {blocks:,}")
     return low
