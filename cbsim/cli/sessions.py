@@ -44,9 +44,11 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
 
 def options_of(arguments: argparse.Namespace) -> ServeOptions:
     """Raises EndpointError."""
-    from cbsim.http.command import ServeOptions, settings_of
+    from cbsim.http.command import ServeOptions
+    from cbsim.http.settings import Settings, read_keys
 
-    settings = settings_of(arguments.api_key_file, insecure=arguments.insecure, grace_s=arguments.grace)
+    keys = read_keys(file=arguments.api_key_file)
+    settings = Settings(keys=keys, insecure=arguments.insecure, grace_s=arguments.grace)
     return ServeOptions(arguments.host, arguments.port, arguments.out, settings, arguments.quiet)
 
 

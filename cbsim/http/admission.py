@@ -1,65 +1,41 @@
-"""What clients make an endpoint keep: requests that wait, tokens that nobody has taken. All of it has bounds.
+"""What clients make an endpoint keep: requests that wait, tokens that have not been taken. All of it has bounds.
 
-Where requests come in and answers go out: who may enter, under which id, and who is told to leave.
+Where requests come in: which are accepted, under which id, and which streams are cancelled or cut.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 
-from cbsim.http.backend import ABORT, Backend, Generation, Meter, Stream
+from cbsim.http.backend import ABORT, STOP, Backend, Generation, Stream
 from cbsim.http.errors import ApiError
 from cbsim.http.settings import Settings
 
-STOP = "stop"
-
-
-class Backlog:
-    """Sums over streams: `open` have not ended, `queued` have not begun, `unread` tokens have not been taken. `slow`
-    streams were cut, because too many tokens were kept for them: `cut` is told of each while a token is put.
-    """
-
-    __slots__ = ("_cut", "most_of_all", "most_of_one", "open", "queued", "queued_tokens", "slow", "streams", "unread")
-
-    def __init__(self, settings: Settings, cut: Callable[[ClientStream], None]) -> None:
-        self.streams: dict[str, ClientStream] = {}  # by the id of the record, until nothing of them is kept
-        self.open = self.queued = self.queued_tokens = self.unread = self.slow = 0
-        self.most_of_one, self.most_of_all = settings.max_unread_tokens, settings.max_unread_sum
-        self._cut = cut
-
-    def bound(self, stream: ClientStream) -> None:
-        """Cut this stream if it is past its bound; else all together are, and the one that most is kept for is cut."""
-        if stream.buffered > self.most_of_one:
-            slowest = stream
-        else:
-            slowest = max(self.streams.values(), key=lambda each: each.buffered)
-        self.slow += 1
-        slowest.drop()
-        self._cut(slowest)
+Abort = Callable[[], None]
 
 
 class ClientStream(Stream):
-    """A stream of this endpoint's. It counts in a backlog: while it is queued, until it ends, until it is released.
+    """A stream of this endpoint's. It counts in the controller's sums: while it is queued, until it ends, until it is
+    released.
 
-    `held` tokens were put and have not left for the client. With `stopped`, a stop string has ended its text, and its
-    end is not an abort. Once it is `cut` nothing is kept any more.
+    With `stopped`, a stop string has ended its text, and its end is not an abort. Once it is `cut` nothing of it is
+    kept any more.
     """
 
-    __slots__ = ("abort", "backlog", "buffered", "cut", "queued", "stopped")
+    __slots__ = ("abort", "admission", "cut", "queued", "stopped")
 
-    def __init__(self, generation: Generation, meter: Meter, backlog: Backlog, abort: Callable[[], None]) -> None:
-        super().__init__(generation, meter)
-        self.backlog, self.abort = backlog, abort  # `abort` closes the connection of its client at once
-        self.buffered = 0
+    def __init__(self, generation: Generation, admission: AdmissionController, abort: Abort) -> None:
+        super().__init__(generation, admission.backend.meter)
+        self.admission, self.abort = admission, abort  # `abort` closes the connection of its client at once
         self.cut = self.stopped = False
         self.queued = True
-        backlog.streams[generation.id] = self
-        backlog.open += 1
-        backlog.queued += 1
-        backlog.queued_tokens += len(generation.prompt)
+        admission.streams[generation.id] = self
+        admission.open += 1
+        admission.queued += 1
+        admission.queued_tokens += len(generation.prompt)
 
     def schedule(self, at_s: float, cached_tokens: int) -> None:
         self._unqueue()
@@ -69,90 +45,75 @@ class ClientStream(Stream):
         """Nothing happens once it is over: steps that were in flight then may yield more."""
         if self.finish is not None or self.cut:
             return
-        self.buffered += (count := len(ids))
-        backlog = self.backlog
-        backlog.unread += count
+        admission = self.admission
+        admission.unread += len(ids)
         Stream.put(self, ids, at_s)
-        if self.buffered > backlog.most_of_one or backlog.unread > backlog.most_of_all:
-            backlog.bound(self)
+        if len(self._unread) > admission.most_of_one or admission.unread > admission.most_of_all:
+            admission.bound(self)
 
     def end(self, finish: str, at_s: float, error: str | None = None) -> None:
         if self.finish is None:
             self._unqueue()
-            self.backlog.open -= 1
+            self.admission.open -= 1
         super().end(STOP if finish == ABORT and self.stopped else finish, at_s, error)
 
-    def written(self, tokens: int) -> None:
-        """`tokens` have been written to the client, or never will be."""
-        tokens = min(tokens, self.buffered)
-        self.buffered -= tokens
-        self.backlog.unread -= tokens
+    def take(self, most: int | None = None) -> list[int]:
+        ids = Stream.take(self, most)
+        self.admission.unread -= len(ids)
+        return ids
 
     def drop(self) -> None:
         """Cut the stream: nothing more of it is written."""
         self.cut = True
-        self.written(self.buffered)
+        self.take()
 
     def release(self) -> None:
         """The client is done with it."""
-        self.written(self.buffered)
-        self.backlog.streams.pop(self.generation.id, None)
+        self.take()
+        self.admission.streams.pop(self.generation.id, None)
 
     def _unqueue(self) -> None:
         if self.queued:
             self.queued = False
-            self.backlog.queued -= 1
-            self.backlog.queued_tokens -= len(self.generation.prompt)
-
-
-Abort = Callable[[], None]
+            self.admission.queued -= 1
+            self.admission.queued_tokens -= len(self.generation.prompt)
 
 
 class AdmissionController:
-    """Accepts or rejects (503) requests, assigns their ids, and cancels those whose client has gone. One a session.
+    """Accepts or rejects (503) requests, and cancels those whose client has gone. One a session.
 
-    Limits: open streams, queued requests, queued prompt tokens. While `closing`, every request is rejected; `rejected`
-    counts rejections by reason.
+    Limits: open streams, queued requests, queued prompt tokens. While `closing`, every request is rejected. Sums over
+    streams: `open` have not ended, `queued` have not begun, `unread` tokens have not been taken; `slow` ones were cut,
+    because their clients read too slowly.
     """
 
     def __init__(self, backend: Backend, settings: Settings) -> None:
         self.backend, self.settings = backend, settings
-        self.backlog = Backlog(settings, self._slow)
+        self.streams: dict[str, ClientStream] = {}  # by the id of the record, until nothing of them is kept
+        self.open = self.queued = self.queued_tokens = self.unread = self.slow = 0
+        self.most_of_one, self.most_of_all = settings.max_unread_tokens, settings.max_unread_sum
         self.closing = False
-        self.rejected: Counter[str] = Counter()
-        self._serial = 0
-
-    @property
-    def open(self) -> int:
-        """Streams that have not ended."""
-        return self.backlog.open
-
-    def serial(self) -> int:
-        """The next number of this session."""
-        self._serial += 1
-        return self._serial - 1
+        self.serials = count()  # a number for each prompt of the session
 
     def admit(self, prompts: int) -> None:
         """Raise ApiError 503 if there is no room for `prompts` more. Checked before any work is done for them."""
+        settings = self.settings
         if self.closing:
             raise self._api_error("closing", "the server is shutting down")
         if self.backend.dead is not None:
             raise self._api_error("dead", f"the server cannot go on: {self.backend.dead}")
-        if self.open + prompts > self.settings.max_streams:
-            raise self._api_error("streams", f"more than {self.settings.max_streams} requests are under way")
-        if self.backlog.queued + prompts > self.settings.max_queued_requests:
-            raise self._api_error("queued_requests", f"more than {self.settings.max_queued_requests} requests wait")
+        if self.open + prompts > settings.max_streams:
+            raise self._api_error("streams", f"more than {settings.max_streams} requests are under way")
+        if self.queued + prompts > settings.max_queued_requests:
+            raise self._api_error("queued_requests", f"more than {settings.max_queued_requests} requests wait")
 
     def submit(self, generations: Sequence[Generation], abort: Abort) -> list[ClientStream]:
         """Submit all requests to the server, or none of them. Raises ApiError 503."""
         self.admit(len(generations))
-        tokens = self.backlog.queued_tokens + sum(len(generation.prompt) for generation in generations)
-        if tokens > self.settings.max_queued_tokens:
-            raise self._api_error(
-                "queued_tokens", f"more than {self.settings.max_queued_tokens} tokens of prompts wait"
-            )
-        meter = self.backend.meter
-        streams = [ClientStream(generation, meter, self.backlog, abort) for generation in generations]
+        tokens, most = sum(len(generation.prompt) for generation in generations), self.settings.max_queued_tokens
+        if self.queued_tokens + tokens > most:
+            raise self._api_error("queued_tokens", f"more than {most} tokens of prompts wait")
+        streams = [ClientStream(generation, self, abort) for generation in generations]
         for stream in streams:
             self.backend.submit(stream)
         return streams
@@ -170,10 +131,16 @@ class AdmissionController:
             stream.release()
 
     def cancel_all(self) -> None:
-        self.abandon([*self.backlog.streams.values()])
+        self.abandon([*self.streams.values()])
 
-    def _slow(self, stream: ClientStream) -> None:
-        """Cancel a stream whose client reads too slowly. Deferred: we are inside the step that produced the token."""
+    def bound(self, stream: ClientStream) -> None:
+        """Cut this stream if it is past its bound; else all together are, and the one with most unread tokens is cut.
+        It is cancelled later: this is inside the step that produced the token.
+        """
+        if stream.unread <= self.most_of_one:
+            stream = max(self.streams.values(), key=lambda each: each.unread)
+        self.slow += 1
+        stream.drop()
         asyncio.get_running_loop().call_soon(partial(self._cut, stream))
 
     def _cut(self, stream: ClientStream) -> None:
@@ -181,6 +148,5 @@ class AdmissionController:
         stream.abort()
 
     def _api_error(self, reason: str, message: str) -> ApiError:
-        self.rejected[reason] += 1
         self.backend.meter.rejected(reason)
         return ApiError(503, message, retry_s=self.settings.retry_s)

@@ -1,14 +1,10 @@
-"""An ASGI application in front of a server: the routes of vLLM's, and its errors.
-
-The OpenAPI document, from the models of requests.
-"""
+"""An ASGI application in front of a server: the routes of vLLM's server, its errors, and their OpenAPI document."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -31,7 +27,6 @@ from cbsim.http.requests import (
     Encoder,
     RequestBody,
     TokenizeRequest,
-    known,
     model_is,
     read,
 )
@@ -39,25 +34,16 @@ from cbsim.http.settings import Settings, may_pass
 
 LOG = logging.getLogger("cbsim.http")
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-Exposition = Callable[[], bytes]
-
-
-def build(
-    backend: Backend, settings: Settings | None = None, meter: Meter = UNMETERED, exposition: Exposition | None = None
-) -> App:
-    """`meter` is set in the backend. /metrics says what `exposition` does, or the meter's own method of that name."""
-    backend.meter = meter
-    return App(backend, settings or Settings(), exposition or getattr(meter, "exposition", None))
 
 
 class App:
-    """The ASGI application; `admission` has the requests in progress."""
+    """The ASGI application; `admission` has the requests in progress. It sets the server's meter."""
 
-    def __init__(self, backend: Backend, settings: Settings, exposition: Exposition | None) -> None:
-        self.backend, self.settings = backend, settings
-        self.admission = AdmissionController(backend, settings)
-        self._exposition = exposition
-        self._encoder = Encoder(backend.tokenizer, settings.inline_characters)
+    def __init__(self, backend: Backend, settings: Settings | None = None, meter: Meter = UNMETERED) -> None:
+        backend.meter = meter
+        self.backend, self.settings = backend, settings or Settings()
+        self.admission = AdmissionController(backend, self.settings)
+        self._encoder = Encoder(backend.tokenizer, self.settings.inline_characters)
         self._created = int(time.time())
         self._openapi: dict[str, Any] | None = None
         self._router = Router(
@@ -133,9 +119,9 @@ class App:
         return JSONResponse({"version": _installed()})
 
     async def _metrics(self, _: Request) -> Response:
-        if self._exposition is None:
+        if (exposition := self.backend.meter.exposition()) is None:
             raise HTTPException(404)
-        return Response(self._exposition(), media_type=METRICS_TYPE)
+        return Response(exposition, media_type=METRICS_TYPE)
 
     async def _load(self, _: Request) -> Response:
         return JSONResponse({"server_load": self.admission.open})
@@ -145,16 +131,17 @@ class App:
         model_is(body.model, self.backend)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "either `prompt` or `messages` has to be there", "prompt")
-        text, messages = body.prompt, body.messages
-        ids = await (self._encoder.text(text) if text is not None else self._encoder.chat(messages or []))
+        encoder, prompt = self._encoder, body.prompt
+        ids = await (encoder.chat(body.messages or []) if prompt is None else encoder.text(prompt))
         counts = {"count": len(ids), "max_model_len": self.backend.max_model_len}
-        strings = await self._encoder.strings(ids) if body.return_token_strs else None
+        strings = await encoder.strings(ids) if body.return_token_strs else None
         return JSONResponse({**counts, "tokens": ids, "token_strs": strings})
 
     async def _detokenize(self, request: Request) -> Response:
         body = read(DetokenizeRequest, await self._body(request))
         model_is(body.model, self.backend)
-        return JSONResponse({"prompt": self.backend.tokenizer.decode(known(body.tokens, self._encoder, "tokens"))})
+        ids = self._encoder.checked(body.tokens, "tokens") if body.tokens else []
+        return JSONResponse({"prompt": self.backend.tokenizer.decode(ids)})
 
     async def _forget(self, _: Request) -> Response:
         self.backend.forget_prefixes()
@@ -200,49 +187,40 @@ _ERROR = {
         }
     },
 }
-_POSTS: dict[str, tuple[type[RequestBody], str, tuple[int, ...]]] = {
-    "/v1/chat/completions": (ChatRequest, "Answer a conversation", (400, 401, 404, 413, 415, 500, 503)),
-    "/v1/completions": (CompletionRequest, "Continue prompts", (400, 401, 404, 413, 415, 500, 503)),
-    "/tokenize": (TokenizeRequest, "Token ids of a prompt or conversation", (400, 401, 404, 413, 415)),
-    "/detokenize": (DetokenizeRequest, "Decode token ids", (400, 401, 404, 413, 415)),
+_BODY, _GENERATION = (400, 401, 404, 413, 415), (400, 401, 404, 413, 415, 500, 503)
+_DOCUMENTED: dict[str, tuple[str, str, type[RequestBody] | None, str | None, tuple[int, ...]]] = {
+    "/v1/chat/completions": ("post", "Answer a conversation", ChatRequest, None, _GENERATION),
+    "/v1/completions": ("post", "Continue prompts", CompletionRequest, None, _GENERATION),
+    "/tokenize": ("post", "Token ids of a prompt or conversation", TokenizeRequest, None, _BODY),
+    "/detokenize": ("post", "Decode token ids", DetokenizeRequest, None, _BODY),
+    "/reset_prefix_cache": ("post", "Forget every cached prefix", None, None, (401,)),
+    "/v1/models": ("get", "The model that is served", None, "application/json", (401,)),
+    "/health": ("get", "Whether it can serve: 200, else 503", None, None, (503,)),
+    "/ping": ("get", "The same as /health", None, None, (503,)),
+    "/version": ("get", "The version of cbsim", None, "application/json", (401,)),
+    "/metrics": ("get", "Prometheus text under vLLM's names", None, "text/plain", (401, 404)),
+    "/load": ("get", "Requests in progress", None, "application/json", (401,)),
 }
-_GETS = {
-    "/v1/models": ("The model that is served", "application/json", (401,)),
-    "/health": ("Whether it can serve: 200, else 503", None, (503,)),
-    "/ping": ("The same as /health", None, (503,)),
-    "/version": ("The version of cbsim", "application/json", (401,)),
-    "/metrics": ("Prometheus text under vLLM's names", "text/plain", (401, 404)),
-    "/load": ("Requests in progress", "application/json", (401,)),
-}
+"""Method, summary, body, type of the answer where it is documented, and statuses of errors."""
 
 
-def _errors(statuses: tuple[int, ...]) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
-    return {str(status): {"description": "an error", "content": content} for status in statuses}
+def _content(model: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": _REF.format(model=model)}}}
 
 
 def openapi(version: str) -> dict[str, Any]:
-    models = [model for model, _, _ in _POSTS.values()]
+    models = [body for _, _, body, _, _ in _DOCUMENTED.values() if body is not None]
     _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
-    paths: dict[str, Any] = {
-        path: {
-            "post": {
-                "summary": summary,
-                "requestBody": {
-                    "required": True,
-                    "content": {"application/json": {"schema": {"$ref": _REF.format(model=model.__name__)}}},
-                },
-                "responses": {"200": {"description": "its answer"}, **_errors(statuses)},
-            }
-        }
-        for path, (model, summary, statuses) in _POSTS.items()
-    }
-    for path, (summary, kind, statuses) in _GETS.items():
+    paths: dict[str, Any] = {}
+    for path, (method, summary, body, kind, statuses) in _DOCUMENTED.items():
         done: dict[str, Any] = {"description": summary, **({"content": {kind: {}}} if kind else {})}
-        errors = {"503": {"description": "it cannot"}} if kind is None else _errors(statuses)
-        paths[path] = {"get": {"summary": summary, "responses": {"200": done, **errors}}}
-    done = {"200": {"description": "forgotten"}, **_errors((401,))}
-    paths["/reset_prefix_cache"] = {"post": {"summary": "Forget every cached prefix", "responses": done}}
+        error = {"description": "an error", **({} if statuses == (503,) else {"content": _content("Error")})}
+        entry = paths.setdefault(path, {})[method] = {
+            "summary": summary,
+            "responses": {"200": done, **{str(status): error for status in statuses}},
+        }
+        if body is not None:
+            entry["requestBody"] = {"required": True, "content": _content(body.__name__)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "cbsim", "version": version},

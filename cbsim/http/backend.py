@@ -1,21 +1,21 @@
 """The interface between the HTTP front end and a server, simulated or real: submit, stream tokens, cancel.
 
-All of it is called on the thread of the event loop. Times are seconds of the server's clock since its start: of the
-simulated machine where time is scaled or virtual, of this one otherwise.
+Everything in it is called on the thread of the event loop. Times are seconds of the server's clock since its start: of
+the simulated machine where time is scaled or virtual, of this one otherwise.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from cbsim.http.tokenizer import Tokenizer
+from cbsim.policy.loop import Scheduler
 
 LEAST_BOUND_S = 1e-3
 BOUND_OF_ITL = 0.01
-ABORT, ERROR = "abort", "error"
+STOP, ABORT, ERROR = "stop", "abort", "error"  # ends of a stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Generation:
     cache_salt: str = ""
 
 
-class Meter(Protocol):
-    """Hears what happens to requests and steps, on the server's clock, when it happens."""
+class Meter:
+    """What happens to requests and steps, on the server's clock, when it happens. This one counts nothing."""
 
     def arrived(self, stream: Stream) -> None: ...
 
@@ -54,22 +54,14 @@ class Meter(Protocol):
     def stepped(self, tokens: int, preempted: int) -> None:
         """A step is over that computed so many query tokens, and whose plan preempted so many requests."""
 
-    def rejected(self, reason: str) -> None:
-        """A request was rejected."""
-
-
-class Unmetered:
-    """A meter that counts nothing."""
-
-    def arrived(self, stream: Stream) -> None: ...
-    def scheduled(self, stream: Stream) -> None: ...
-    def emitted(self, stream: Stream, tokens: int, gap_s: float) -> None: ...
-    def ended(self, stream: Stream) -> None: ...
-    def stepped(self, tokens: int, preempted: int) -> None: ...
     def rejected(self, reason: str) -> None: ...
 
+    def exposition(self) -> bytes | None:
+        """The counts as Prometheus reads them, for /metrics; None if there are none."""
+        return None
 
-UNMETERED = Unmetered()
+
+UNMETERED = Meter()
 
 
 class Stream:
@@ -153,22 +145,11 @@ class Stream:
         """Call this once, from within the next `put` or the end: so it may only take note."""
         self._heard = heard
 
-    def unread_ids(self) -> list[int]:
-        """What has come since the last time."""
-        unread, self._unread = self._unread, []
-        return unread
-
-    async def ready(self) -> None:
-        """Return when there is something unread, or the text is over."""
-        if not self._unread and self.finish is None:
-            there = asyncio.Event()
-            self.listen(there.set)
-            await there.wait()
-
-    async def take(self) -> list[int]:
-        """What has come since the last time, at least one token; none when the text is over."""
-        await self.ready()
-        return self.unread_ids()
+    def take(self, most: int | None = None) -> list[int]:
+        """The next tokens that have not been taken, at most so many."""
+        ids = self._unread[:most]
+        del self._unread[:most]
+        return ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +161,12 @@ class Load:
     kv_usage: float
     block_size: int
     num_blocks: int
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> Load:
+        pool = scheduler.pool
+        running, waiting = len(scheduler.running), len(scheduler.waiting)
+        return cls(running, waiting, 1 - pool.free / pool.num_blocks, pool.block_size, pool.num_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +191,26 @@ class Timing:
     @property
     def faithful(self) -> bool:
         return self.lag_p99_s <= self.bound_s
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the summary of a session says of its time."""
+        return {
+            "time_scale": self.scale,
+            "faithful": self.faithful,
+            "lag_p99_s": self.lag_p99_s,
+            "lag_max_s": self.lag_max_s,
+            "lag_bound_s": self.bound_s,
+            "late_steps": self.late_steps,
+        }
+
+    def unfaithful(self, reason: str) -> str:
+        """The complaint that a session's figures are not the model's alone, with the reason."""
+        lag, bound = (
+            f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+            for seconds in (self.lag_p99_s, self.bound_s)
+        )
+        return f"not faithful: 1 % of its steps came {lag} late or more, the bound is {bound}: {reason}"
 
 
 class Backend(Protocol):

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from cbsim.http.app import App, build
-from cbsim.http.backend import UNMETERED, Backend, Meter
+from cbsim.http.app import App
 from cbsim.http.connection import Connection
 from cbsim.http.errors import EndpointError
 from cbsim.http.settings import VARIABLE, Settings
@@ -30,8 +29,8 @@ SPARE_FILES = 64
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why it is over: `asked`, a signal's name, or `dead`, with the server's words. `cut` answers did not end by
-    themselves; it was `interrupted` if it was told to hurry.
+    """Why it is over: `asked`, a signal's name, or `dead`, with the server's message. `cut` answers did not end by
+    themselves; it was `interrupted` if it was stopped twice.
     """
 
     why: str
@@ -41,7 +40,7 @@ class Ending:
 
 
 class Stop:
-    """What ends a session: asked once, answers under way may end; asked again, they may not."""
+    """The end of a session: requested once, answers under way may end; requested again, they may not."""
 
     def __init__(self) -> None:
         self.why: str | None = None
@@ -56,23 +55,6 @@ class Stop:
 
 
 async def listen(
-    backend: Backend,
-    settings: Settings | None = None,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    *,
-    meter: Meter = UNMETERED,
-    stop: Stop | None = None,
-    signals: bool = True,
-    ready: Callable[[str, int], None] | None = None,
-) -> Ending:
-    """Serve until `stop`, SIGTERM or SIGINT, or the server's own end. `ready` hears where; port 0 is any free one.
-    EndpointError if the host is empty or may not be open to others, or the port is taken.
-    """
-    return await serve(build(backend, settings, meter), host, port, stop=stop, signals=signals, ready=ready)
-
-
-async def serve(
     app: App,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -81,14 +63,17 @@ async def serve(
     signals: bool = True,
     ready: Callable[[str, int], None] | None = None,
 ) -> Ending:
-    """As `listen`, for an application whose counts somebody wants to read."""
+    """Serve until `stop`, SIGTERM or SIGINT, or the server's own end. `ready` is called with host and port; port 0 is
+    any free one. EndpointError if the host is empty or may not be open to others, or the port is taken.
+    """
     check_host(host, app.settings)
     stop = stop or Stop()
-    door = await _Door.open(app, host, port)
+    door = _Door(app)
+    door_port = await door.open(host, port)
     work = asyncio.get_running_loop().create_task(app.backend.run())
     with _signals(stop if signals else None):
         if ready is not None:
-            ready(host, door.port)
+            ready(host, door_port)
         await _first(work, stop.requested)
         if stop.why is None:
             stop.request("dead" if app.backend.dead is not None else "asked")
@@ -96,7 +81,7 @@ async def serve(
 
 
 async def _finish(app: App, door: _Door, work: asyncio.Task[None], stop: Stop) -> Ending:
-    """Nobody enters; those inside have `grace_s`, or until told to hurry."""
+    """No request is accepted any more; those in progress have `grace_s`, or until a second stop."""
     loop = asyncio.get_running_loop()
     end = loop.time() + app.settings.grace_s
     app.admission.closing = True
@@ -133,21 +118,17 @@ class _Door:
             timeout_keep_alive=app.settings.idle_s,  # type: ignore[arg-type] # any number of seconds
         )
         self._config.load()
-        self.port = 0
 
-    @classmethod
-    async def open(cls, app: App, host: str, port: int) -> _Door:
-        door = cls(app)
-        files_for(app.settings.max_connections)
+    async def open(self, host: str, port: int) -> int:
+        """Listen; the port. Raises EndpointError."""
+        files_for(self._settings.max_connections)
         try:
-            door._server = await door._loop.create_server(door._connection, host, port, backlog=BACKLOG)
+            self._server = await self._loop.create_server(self._connection, host, port, backlog=BACKLOG)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise EndpointError(f"cannot listen on {host}:{port}: {reason}", field="port", value=port) from error
-        door.port = door._server.sockets[0].getsockname()[1]
-        return door
-
-    _server: asyncio.Server
+        bound: int = self._server.sockets[0].getsockname()[1]
+        return bound
 
     def _connection(self) -> Connection:
         return Connection(self._config, self._state, self._settings, self._loop)

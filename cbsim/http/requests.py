@@ -1,9 +1,7 @@
-"""What clients may ask, field by field: https://platform.openai.com/docs/api-reference, as vLLM takes it.
+"""The requests of clients, field by field: https://platform.openai.com/docs/api-reference, as vLLM takes it.
 
-Nulls mean the default. Unknown fields are taken and ignored; those that would change the answer, and that nobody here
-can honour, are refused by name.
-
-From what a client asks to what a server is given: token ids, lengths within the context, one value a prompt.
+Nulls mean the default. Unknown fields are taken and ignored; those that would change the answer, and that no server
+here can honour, are refused by name. Each prompt becomes a Generation: token ids, lengths within the context.
 """
 
 from __future__ import annotations
@@ -15,12 +13,21 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError
 
 from cbsim.http.backend import Backend, Generation
 from cbsim.http.errors import ApiError, ConversationError
-from cbsim.http.settings import Settings
 from cbsim.http.tokenizer import Tokenizer
 
 MOST_STOPS, MOST_STOP_BYTES = 16, 256
@@ -66,7 +73,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
-"""Fields that nobody here honours, with the values beside null that ask for nothing."""
+"""Fields that no server here honours, with the values beside null that ask for nothing."""
 
 
 def _whole(value: Any) -> Any:
@@ -74,63 +81,39 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _prompt(value: Any) -> str | list[int] | list[str] | list[list[int]]:
-    """A text, its ids, or a list of either."""
-    if isinstance(value, str) or (isinstance(value, list) and value and _alike(value)):
-        return value
-    message = "has to be a text, a list of token ids, a list of texts, or a list of lists of token ids"
-    raise PydanticCustomError("prompt", "{message}", {"message": message})
+def _short(stop: str) -> str:
+    if not 0 < len(stop.encode()) <= MOST_STOP_BYTES:
+        raise ValueError(stop)
+    return stop
 
 
-def _alike(values: list[Any]) -> bool:
-    if all(type(value) is int for value in values):
-        return True
-    return all(isinstance(value, str) for value in values) or all(
-        isinstance(value, list) and value and all(type(token) is int for token in value) for value in values
-    )
+def _otherwise(message: str) -> WrapValidator:
+    """One message for a field of several types, in place of one for each of them."""
 
+    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise PydanticCustomError("value", "{message}", {"message": message}) from None
 
-def _stops(value: Any) -> Any:
-    """One string or several, each of at least a character."""
-    stops = [value] if isinstance(value, str) else value
-    if stops is None or (isinstance(stops, list) and all(isinstance(stop, str) for stop in stops)):
-        if not stops:
-            return []
-        if len(stops) <= MOST_STOPS and all(0 < len(stop.encode()) <= MOST_STOP_BYTES for stop in stops):
-            return stops
-    message = f"has to be a string or at most {MOST_STOPS} strings, each of 1 to {MOST_STOP_BYTES} bytes"
-    raise PydanticCustomError("stop", "{message}", {"message": message})
+    return WrapValidator(check)
 
-
-def _content(value: Any) -> str:
-    """A text, or parts of one, a line each; other kinds of part are not for us."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    if isinstance(value, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in value
-    ):
-        return "\n".join(part["text"] for part in value)
-    message = 'only text is supported: a string, or a list of parts {"type": "text", "text": string}'
-    raise PydanticCustomError("content", "{message}", {"message": message})
-
-
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
-_A_STOP = {"type": "string", "minLength": 1, "maxLength": MOST_STOP_BYTES // 4}
-_STOPS = {"anyOf": [_A_STOP, {"type": "array", "items": _A_STOP, "maxItems": MOST_STOPS}, {"type": "null"}]}
-_PROMPTS = {"anyOf": [{"type": "string"}, _IDS, _TEXTS, {"type": "array", "items": _IDS, "minItems": 1}]}
-_PART = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-}
-_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}
 
 Whole = Annotated[int, BeforeValidator(_whole)]
-Prompt = Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(_prompt), WithJsonSchema(_PROMPTS)]
-Stop = Annotated[list[str], PlainValidator(_stops), WithJsonSchema(_STOPS)]
-Content = Annotated[str, PlainValidator(_content), WithJsonSchema(_CONTENT)]
 Token = Annotated[Whole, Field(ge=0, le=2**31 - 1)]
+Id = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
+Item = TypeVar("Item")
+Some = Annotated[list[Item], Field(min_length=1, fail_fast=True)]  # of a long list one error is enough
+Prompt = Annotated[
+    str | Some[Id] | Some[str] | Some[Some[Id]],
+    _otherwise("has to be a text, a list of token ids, a list of texts, or a list of lists of token ids"),
+]
+_STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MOST_STOP_BYTES // 4}
+StopString = Annotated[str, AfterValidator(_short), WithJsonSchema(_STOP_SCHEMA)]
+Stop = Annotated[
+    StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)] | None,
+    _otherwise(f"has to be a string or at most {MOST_STOPS} strings, each of 1 to {MOST_STOP_BYTES} bytes"),
+]
 AnyOf = TypeVar("AnyOf", bound="RequestBody")
 
 
@@ -141,20 +124,20 @@ class RequestBody(BaseModel):
 
 
 class StreamOptions(RequestBody):
-    """What a stream tells beside its text."""
+    """What a stream has beside its text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(RequestBody):
-    """What both ways of asking for text share."""
+    """The fields that completions and chats share."""
 
     model: str | None = None
     max_tokens: Annotated[Whole, Field(ge=1, le=2**31 - 1)] | None = None
     min_tokens: Annotated[Whole, Field(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None
-    stop: Stop = Field(default_factory=list)
+    stop: Stop = None
     stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
@@ -169,22 +152,51 @@ class GenerationRequest(RequestBody):
     user: str | None = None
     include_metrics: bool | None = None
 
+    @property
+    def options(self) -> StreamOptions:
+        return self.stream_options or StreamOptions()
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Prompt
 
+    def prompts(self, most: int) -> list[str | list[int]]:
+        """Raises ApiError 400 if there are more than that."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        prompts = cast("list[str | list[int]]", [self.prompt] if one else self.prompt)
+        if len(prompts) > most:
+            raise ApiError(400, f"`prompt`: has {len(prompts)} prompts, at most {most} are allowed", "prompt")
+        return prompts
+
+
+class TextPart(RequestBody):
+    """A line of a message."""
+
+    type: Literal["text"]
+    text: str
+
 
 class Message(RequestBody):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content = ""
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(fail_fast=True)] | None,
+        _otherwise('only text is supported: a string, or a list of parts {"type": "text", "text": string}'),
+    ] = ""
 
     @property
     def plain(self) -> dict[str, str]:
-        return {"role": self.role, "content": self.content}
+        content = self.content or ""
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        return {"role": self.role, "content": content}
 
 
 class ChatRequest(GenerationRequest):
@@ -246,7 +258,7 @@ def _same(value: object, other: object) -> bool:
 
 
 def _api_error(error: ValidationError) -> ApiError:
-    """All that is wrong in one text; `param` is the first field."""
+    """All that is wrong in one message; `param` is the first field."""
     entries = error.errors(include_url=False, include_input=False)
     fields = [".".join(str(part) for part in entry["loc"]) for entry in entries]
     complaints = [f"`{field}`: {entry['msg']}" for field, entry in zip(fields, entries, strict=True)]
@@ -267,20 +279,28 @@ class Encoder:
     inline_characters: int
 
     async def text(self, text: str) -> list[int]:
-        return await self._done(lambda: self.tokenizer.encode(text), len(text))
+        return await self._run(lambda: self.tokenizer.encode(text), len(text))
 
     async def chat(self, messages: Sequence[Message]) -> list[int]:
         turns = [message.plain for message in messages]
         try:
-            return await self._done(lambda: self.tokenizer.chat(turns), sum(len(turn["content"]) for turn in turns))
+            return await self._run(lambda: self.tokenizer.chat(turns), sum(len(turn["content"]) for turn in turns))
         except ConversationError as error:
             raise ApiError(400, f"`messages`: {error}", "messages") from error
 
     async def strings(self, ids: Sequence[int]) -> list[str]:
-        """What the vocabulary calls these tokens."""
-        return await self._done(lambda: self.tokenizer.names(ids), len(ids))
+        """The names of these tokens in the vocabulary."""
+        return await self._run(lambda: self.tokenizer.names(ids), len(ids))
 
-    async def _done(self, work: Callable[[], Done], size: int) -> Done:
+    def checked(self, ids: list[int], field: str) -> list[int]:
+        """Raise ApiError 400 if there is none, or one outside the vocabulary."""
+        if not ids:
+            raise ApiError(400, f"`{field}`: has no tokens", field)
+        if min(ids) < 0 or max(ids) >= self.tokenizer.vocab:
+            raise ApiError(400, f"`{field}`: token ids have to be from 0 to {self.tokenizer.vocab - 1}", field)
+        return ids
+
+    async def _run(self, work: Callable[[], Done], size: int) -> Done:
         if size <= self.inline_characters:
             return work()
         return await asyncio.get_running_loop().run_in_executor(None, work)
@@ -290,39 +310,6 @@ def model_is(name: str | None, backend: Backend) -> None:
     """Raise ApiError 404 if the request names another model."""
     if name is not None and name != backend.model:
         raise ApiError(404, f"The model `{name[:200]}` does not exist.", "model")
-
-
-def texts_of(request: CompletionRequest, settings: Settings) -> list[str | list[int]]:
-    """The prompts of a completion request. Raises ApiError 400 if there are more than `max_prompts`."""
-    prompt = request.prompt
-    prompts = cast(
-        "list[str | list[int]]", [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-    )
-    if len(prompts) > settings.max_prompts:
-        message = f"`prompt`: has {len(prompts)} prompts, at most {settings.max_prompts} are allowed"
-        raise ApiError(400, message, "prompt")
-    return prompts
-
-
-async def encoded(prompts: Sequence[str | list[int]], encoder: Encoder) -> list[list[int]]:
-    """Token ids of each prompt. Raises ApiError 400 if one is empty or has an id outside the vocabulary."""
-    return [
-        checked(await encoder.text(prompt) if isinstance(prompt, str) else prompt, encoder, "prompt")
-        for prompt in prompts
-    ]
-
-
-def checked(ids: list[int], encoder: Encoder, field: str) -> list[int]:
-    if not ids:
-        raise ApiError(400, f"`{field}`: has no tokens", field)
-    return known(ids, encoder, field)
-
-
-def known(ids: list[int], encoder: Encoder, field: str) -> list[int]:
-    """Raise ApiError 400 if an id is outside the vocabulary."""
-    if ids and (min(ids) < 0 or max(ids) >= encoder.tokenizer.vocab):
-        raise ApiError(400, f"`{field}`: token ids have to be from 0 to {encoder.tokenizer.vocab - 1}", field)
-    return ids
 
 
 def generations(
@@ -353,21 +340,15 @@ def _max_tokens(request: GenerationRequest, prompt: int, context: int) -> int:
     chat = isinstance(request, ChatRequest)
     left = context - prompt
     if left < 1:
-        message = (
-            f"the prompt has {prompt} tokens, which leaves none of this model's context of {context} for an answer"
-        )
-        raise ApiError(400, message, "messages" if chat else "prompt")
-    field = (
-        "max_completion_tokens" if isinstance(request, ChatRequest) and request.max_completion_tokens else "max_tokens"
-    )
+        answer = f"which leaves none of this model's context of {context} for an answer"
+        raise ApiError(400, f"the prompt has {prompt} tokens, {answer}", "messages" if chat else "prompt")
+    field = "max_completion_tokens" if getattr(request, "max_completion_tokens", None) else "max_tokens"
     requested: int | None = getattr(request, field)
     if requested is None:
         return left if chat else min(DEFAULT_TOKENS, left)
     if requested > left:
-        message = (
-            f"`{field}` is too large: {requested}; this model's context is {context} tokens, the prompt has {prompt}"
-        )
-        raise ApiError(400, message, field)
+        bound = f"this model's context is {context} tokens, the prompt has {prompt}"
+        raise ApiError(400, f"`{field}` is too large: {requested}; {bound}", field)
     return requested
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cbsim.errors import ERROR, OK, ScenarioError
-from cbsim.http.command import session_facts, unfaithful
+from cbsim.http.app import App
 from cbsim.http.listen import Stop, listen
 from cbsim.http.metrics import VllmMeter
 from cbsim.http.tokenizer import open_tokenizer
@@ -72,15 +72,10 @@ def run(
 async def _together(opened: Opened, client: Client) -> None:
     """Open the door, let the client in, and close behind it."""
     stop, where = Stop(), asyncio.get_running_loop().create_future()
+    app = App(opened.backend, IN_PROCESS, VllmMeter(opened.backend))
     door = asyncio.ensure_future(
         listen(
-            opened.backend,
-            IN_PROCESS,
-            port=0,
-            meter=VllmMeter(opened.backend),
-            stop=stop,
-            signals=False,
-            ready=lambda host, port: where.set_result(f"http://{host}:{port}/v1"),
+            app, port=0, stop=stop, signals=False, ready=lambda host, port: where.set_result(f"http://{host}:{port}/v1")
         )
     )
     await asyncio.wait({door, where}, return_when=asyncio.FIRST_COMPLETED)
@@ -103,15 +98,14 @@ def _close(
 ) -> int:
     """Write the run, say what came out, and what went wrong."""
     wrong = _wrong(loop, opened, failure)
-    result = directory.write(session_facts(opened.backend.timing), wrong)
+    result = directory.write(opened.backend.timing.facts, wrong)
     for stray in dict.fromkeys(loop.strays):
         print(f"warning: {stray}", file=sys.stderr)
     if not quiet and result.summary["requests"]:
         print(result)
     print(f"run       {result.path}" if not quiet else result.path)
     if not opened.backend.timing.faithful:
-        late = unfaithful(opened.backend.timing, "the client kept the loop from its steps")
-        print(f"not faithful: {late}", file=sys.stderr)
+        print(opened.backend.timing.unfaithful("the client kept the loop from its steps"), file=sys.stderr)
     if wrong is None:
         return OK
     where = ""

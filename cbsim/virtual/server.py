@@ -24,9 +24,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cbsim.http.app import build
+from cbsim.http.app import App
 from cbsim.http.asgi import EXTENSION
-from cbsim.http.command import session_facts
 from cbsim.http.settings import Settings
 from cbsim.http.tokenizer import open_tokenizer
 from cbsim.runs.result import Result
@@ -51,7 +50,7 @@ class VirtualServer:
         """Raises ScenarioError, and UserError for a tokenizer that cannot be read."""
         self.session: Opened = open_session(scenario, VirtualClock(), open_tokenizer(tokenizer), model, COMMAND)
         self.model = self.session.backend.model
-        self.app = build(self.session.backend, IN_PROCESS)
+        self.app = App(self.session.backend, IN_PROCESS)
         self.base_url = f"{HOST}/v1"
         self._used = False
         self.strays: tuple[str, ...] = ()  # what virtual time was not made for, of the run
@@ -86,7 +85,7 @@ class VirtualServer:
         finally:
             loop.close()
             backend = self.session.backend
-            self._result = result_of(self.session.run, backend.log, session_facts(backend.timing), backend.dead)
+            self._result = result_of(self.session.run, backend.log, backend.timing.facts, backend.dead)
             self.strays = tuple(dict.fromkeys(loop.strays))
             loop.check_deadlock()
 
@@ -158,13 +157,13 @@ def import_http() -> Any:
 
 
 Message = MutableMapping[str, Any]
-App = Callable[[Any, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+Asgi = Callable[[Any, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
 
 class Exchange:
     """One request and its answer."""
 
-    def __init__(self, app: App, scope: Message, body: bytes) -> None:
+    def __init__(self, app: Asgi, scope: Message, body: bytes) -> None:
         self._waiting: Message | None = {"type": "http.request", "body": body, "more_body": False}
         self._left = asyncio.Event()
         self._started = asyncio.Event()
@@ -204,7 +203,7 @@ class Exchange:
 
     # -- the application
 
-    async def _answer(self, app: App, scope: Message) -> None:
+    async def _answer(self, app: Asgi, scope: Message) -> None:
         try:
             await app(scope, self._receive, self._send)
         finally:
@@ -247,7 +246,7 @@ def scope_of(request: Any) -> Message:
     }
 
 
-def transport(app: App, http: Any) -> Any:
+def transport(app: Asgi, http: Any) -> Any:
     """A transport for clients of the module `http`, httpx or httpx2."""
 
     class Parts(http.AsyncByteStream):  # type: ignore[misc]

@@ -20,9 +20,10 @@ from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from statistics import median
 
+from cbsim.http.answers import DONE
+from cbsim.http.app import App
 from cbsim.http.listen import Stop, listen
 from cbsim.http.metrics import VllmMeter
-from cbsim.http.sse import DONE
 from cbsim.http.tokenizer import open_tokenizer
 from cbsim.scenario.scenario import scenario_of
 from cbsim.virtual.clocks import RealClock
@@ -251,8 +252,8 @@ class _Writer(asyncio.Protocol):
 
 async def _listen(pipe: Pipe, itl_s: float) -> None:
     backend, stop = Scripted(open_tokenizer(), itl_s), Stop()
-    await _answer(pipe, backend.late_s, stop.ask)
-    await listen(backend, port=0, stop=stop, signals=False, ready=lambda _, port: pipe.send(port))
+    await _answer(pipe, backend.late_s, stop.request)
+    await listen(App(backend), port=0, stop=stop, signals=False, ready=lambda _, port: pipe.send(port))
 
 
 def _simulated(pipe: Pipe, itl_s: float) -> None:
@@ -264,15 +265,9 @@ async def _simulate(pipe: Pipe, itl_s: float) -> None:
     clock, stop = _Noted(late_s), Stop()
     scenario = scenario_of({**SCENARIO, "cost": {"kind": "constant", "step_s": itl_s}})
     backend = open_session(scenario, clock, open_tokenizer(), None, "bench").backend
-    await _answer(pipe, late_s, stop.ask)
-    await listen(
-        backend,
-        port=0,
-        meter=VllmMeter(backend),
-        stop=stop,
-        signals=False,
-        ready=lambda _, port: pipe.send(port),
-    )
+    await _answer(pipe, late_s, stop.request)
+    app = App(backend, meter=VllmMeter(backend))
+    await listen(app, port=0, stop=stop, signals=False, ready=lambda _, port: pipe.send(port))
 
 
 class _Noted(RealClock):

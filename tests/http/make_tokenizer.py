@@ -11,8 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from cbsim.http.tokenizer import EMBEDDED
-from cbsim.http.vocabulary import END, PLAIN_TEMPLATE, START
+from cbsim.http.tokenizer import EMBEDDED, END, PLAIN_TEMPLATE, START
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = 4096

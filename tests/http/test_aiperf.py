@@ -68,7 +68,7 @@ def ran(*words: object, env: dict[str, str] = OURS) -> str:
 def test_aiperf_runs_against_a_simulated_server(server: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
     process, url = server
     art = tmp_path / "art"
-    tokenizer = ROOT / "cbsim" / "endpoint" / "words"
+    tokenizer = ROOT / "cbsim" / "http" / "words"
     ran(
         AIPERF,
         "profile",

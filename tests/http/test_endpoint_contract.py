@@ -10,8 +10,8 @@ import pytest
 from support.endpoint_calls import JSON, Answer, Instant, answer_to, ask, chat, completion, saying, text_of, words
 from support.scripted import Scripted
 
-from cbsim.http.app import build
-from cbsim.http.backend import Stream, Unmetered
+from cbsim.http.app import App
+from cbsim.http.backend import Meter, Stream
 from cbsim.http.requests import NEUTRAL
 from cbsim.http.settings import Settings, read_keys
 
@@ -20,7 +20,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 def asked(path: str, body: Any, settings: Settings, **more: Any) -> Answer:
     async def once() -> Answer:
-        return await ask(build(Instant(), settings), path, body, **more)
+        return await ask(App(Instant(), settings), path, body, **more)
 
     return asyncio.run(once())
 
@@ -61,7 +61,7 @@ def test_a_chat_may_fill_the_context() -> None:
     async def once() -> tuple[Answer, int]:
         backend = Instant(max_model_len=40)
         body = {"messages": [{"role": "user", "content": "a"}]}
-        return await ask(build(backend), CHAT, body), len(backend.generations[0].prompt)
+        return await ask(App(backend), CHAT, body), len(backend.generations[0].prompt)
 
     answer, prompt = asyncio.run(once())
     assert answer.json["usage"] == {
@@ -135,7 +135,7 @@ def test_a_stop_string_cancels_what_the_server_still_does() -> None:
 
     async def once() -> tuple[Answer, Instant]:
         backend = Stepping(saying("one two three"))
-        return await ask(build(backend), COMPLETIONS, {"prompt": "x", "stop": " two"}), backend
+        return await ask(App(backend), COMPLETIONS, {"prompt": "x", "stop": " two"}), backend
 
     answer, backend = asyncio.run(once())
     assert text_of([answer.json]) == "one" and answer.json["choices"][0]["finish_reason"] == "stop"
@@ -229,7 +229,7 @@ def test_messages_that_cannot_be_used_name_their_field(messages: Any, param: str
 
 def test_a_prompt_that_fills_the_context_is_refused() -> None:
     async def once() -> Answer:
-        return await ask(build(Instant(max_model_len=3)), COMPLETIONS, {"prompt": [1, 2, 3]})
+        return await ask(App(Instant(max_model_len=3)), COMPLETIONS, {"prompt": [1, 2, 3]})
 
     assert asyncio.run(once()).error["param"] == "prompt"
 
@@ -238,7 +238,7 @@ def test_text_parts_of_a_message_are_lines() -> None:
     async def once() -> Instant:
         backend = Instant()
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-        await ask(build(backend), CHAT, {"messages": [{"role": "user", "content": parts}], "max_tokens": 1})
+        await ask(App(backend), CHAT, {"messages": [{"role": "user", "content": parts}], "max_tokens": 1})
         return backend
 
     backend = asyncio.run(once())
@@ -308,7 +308,7 @@ def test_only_a_bearer_of_a_key_may_pass() -> None:
 def test_a_request_keeps_its_name() -> None:
     async def both() -> tuple[list[Answer], Instant]:
         backend = Instant()
-        app = build(backend)
+        app = App(backend)
         headers = [JSON, ("X-Request-Id", "mine")]
         body = {"prompt": ["a", "b"], "max_tokens": 1}
         answers = [await ask(app, COMPLETIONS, body, headers=headers) for _ in range(2)]
@@ -343,14 +343,18 @@ def test_what_else_is_asked() -> None:
 
 def test_metrics_are_those_of_the_meter() -> None:
     async def once() -> Answer:
-        return await ask(build(Instant(), exposition=lambda: b"a 1\n"), "/metrics")
+        class Exposed(Meter):
+            def exposition(self) -> bytes:
+                return b"a 1\n"
+
+        return await ask(App(Instant(), meter=Exposed()), "/metrics")
 
     answer = asyncio.run(once())
     assert answer.body == b"a 1\n" and answer.headers["content-type"].startswith("text/plain; version=0.0.4")
 
 
 def test_a_meter_hears_of_every_request() -> None:
-    class Listening(Unmetered):
+    class Listening(Meter):
         def __init__(self) -> None:
             self.heard: list[str] = []
 
@@ -362,7 +366,7 @@ def test_a_meter_hears_of_every_request() -> None:
 
     async def once() -> list[str]:
         backend, meter = Instant(saying("one two three")), Listening()
-        app = build(backend, meter=meter)
+        app = App(backend, meter=meter)
         assert backend.meter is meter
         await ask(app, COMPLETIONS, {"prompt": "x", "max_tokens": 1})
         await ask(app, COMPLETIONS, {"prompt": "x"})
@@ -382,8 +386,8 @@ def test_tokens_after_the_end_are_not_told() -> None:
             stream.put([301], 0.0)
 
     async def once() -> tuple[Answer, int]:
-        app = build(Overlapping())
-        return await ask(app, COMPLETIONS, {"prompt": "x", "stream": True}), app.admission.backlog.unread
+        app = App(Overlapping())
+        return await ask(app, COMPLETIONS, {"prompt": "x", "stream": True}), app.admission.unread
 
     answer, unread = asyncio.run(once())
     assert answer.events[-1]["error"]["code"] == 503 and unread == 0
@@ -392,7 +396,7 @@ def test_tokens_after_the_end_are_not_told() -> None:
 def test_prefixes_are_forgotten() -> None:
     async def once() -> int:
         backend = Instant()
-        assert (await ask(build(backend), "/reset_prefix_cache", method="POST")).status == 200
+        assert (await ask(App(backend), "/reset_prefix_cache", method="POST")).status == 200
         return backend.forgotten
 
     assert asyncio.run(once()) == 1
@@ -414,7 +418,7 @@ def test_who_does_not_fit_in_is_told_to_come_back(settings: Settings, words_in_i
 def test_a_dead_server_says_so() -> None:
     async def once() -> list[Answer]:
         backend = Instant()
-        app = build(backend)
+        app = App(backend)
         backend.dead = "no memory left"
         return [await ask(app, "/health"), await ask(app, COMPLETIONS, {"prompt": "a"})]
 
@@ -432,7 +436,7 @@ def test_an_error_of_the_server_reaches_the_client(stream: bool) -> None:
                 super().step(at_s)
 
     async def once() -> Answer:
-        return await ask(build(Failing()), COMPLETIONS, {"prompt": "a", "stream": stream})
+        return await ask(App(Failing()), COMPLETIONS, {"prompt": "a", "stream": stream})
 
     answer = asyncio.run(once())
     assert answer.status == (200 if stream else 500)
@@ -447,7 +451,7 @@ def test_what_a_server_does_not_take_is_refused() -> None:
             stream.end("error", 0.0, "it does not fit into the cache")
 
     async def once() -> Answer:
-        return await ask(build(Refusing()), COMPLETIONS, {"prompt": ["a", "b"], "stream": True})
+        return await ask(App(Refusing()), COMPLETIONS, {"prompt": ["a", "b"], "stream": True})
 
     answer = asyncio.run(once())
     assert answer.status == 400 and answer.error["message"] == "it does not fit into the cache"
@@ -472,8 +476,8 @@ def test_a_request_that_fails_at_once_leaves_nothing_behind() -> None:
                 stream.end("error", self.now_s, "does not fit")
 
     backend = Failing(words(), 0.0)
-    app = build(backend)
+    app = App(backend)
     answer = asyncio.run(ask(app, "/v1/completions", {"prompt": ["a", "b", "c"]}))
     assert (answer.status, answer.error["message"]) == (400, "does not fit")
     assert len(backend.cancelled) == 2
-    assert not app.admission.backlog.streams and not app.admission.open and not backend.load.running
+    assert not app.admission.streams and not app.admission.open and not backend.load.running

@@ -138,7 +138,7 @@ def test_a_client_that_does_not_read_is_cut(bounds: Settings) -> None:
         async with listening(scripted(itl_s=0.0), bounds) as server:
             slow = await deaf(server, prompt="x", max_tokens=1 << 19)
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            while not server.app.admission.backlog.slow:
+            while not server.app.admission.slow:
                 writer.write(request("/v1/completions", {"prompt": "y", "max_tokens": 500, "stream": True}))
                 answer = await read_answer(reader)
                 assert len(answer.events) == 500
@@ -146,7 +146,7 @@ def test_a_client_that_does_not_read_is_cut(bounds: Settings) -> None:
             slow.close()
             writer.close()
             await writer.wait_closed()
-            return server.backend.cancelled, server.app.admission.backlog.slow, answer
+            return server.backend.cancelled, server.app.admission.slow, answer
 
     cancelled, slow, _ = asyncio.run(session())
     assert (cancelled, slow) == (["cmpl-0"], 1)
@@ -162,12 +162,12 @@ def test_a_client_that_reads_late_misses_nothing() -> None:
             late = await deaf(server, prompt="x", max_tokens=tokens)
             while not server.backend.generations or server.app.admission.open:
                 await asyncio.sleep(0.001)
-            assert server.app.admission.backlog.unread  # more than sockets hold
+            assert server.app.admission.unread  # more than sockets hold
             answer = b""
             while not answer.endswith(b"0\r\n\r\n"):
                 answer += await loop.sock_recv(late, 1 << 20)
             late.close()
-            assert server.app.admission.backlog.slow == 0
+            assert server.app.admission.slow == 0
             return answer.count(b'"text":')
 
     assert asyncio.run(session()) == tokens
@@ -225,7 +225,7 @@ def test_nothing_is_told_to_nobody() -> None:
         backend.tokenizer = Feeding(lambda: feed)
         async with listening(backend) as server:
             slow = await deaf(server, prompt="x", max_tokens=1 << 19)
-            while not server.app.admission.backlog.unread > 20_000:
+            while not server.app.admission.unread > 20_000:
                 await asyncio.sleep(0.001)
             before = fed
             slow.close()
@@ -242,8 +242,8 @@ def test_a_hurried_end_says_nothing_of_answers_it_cuts(itl_s: float) -> None:
     async def session() -> int:
         async with listening(scripted(itl_s=itl_s)) as server:
             clients = [await deaf(server, prompt=prompt, max_tokens=1 << 19) for prompt in ("x", ["y", "z"])]
-            streams = server.app.admission.backlog.streams
-            while len(streams) < 3 or (not itl_s and min(stream.buffered for stream in streams.values()) < 1000):
+            streams = server.app.admission.streams
+            while len(streams) < 3 or (not itl_s and min(stream.unread for stream in streams.values()) < 1000):
                 await asyncio.sleep(0.001)
             server.stop.request()
             server.stop.request()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.endpoint_calls import Answer, Session, listening, read_answer, request, scripted
 
+from cbsim.http.app import App
 from cbsim.http.errors import EndpointError
 from cbsim.http.listen import Ending, check_host, listen
 from cbsim.http.settings import VARIABLE, Settings, read_keys
@@ -172,7 +173,7 @@ def test_a_port_that_is_taken_is_named() -> None:
     async def session() -> None:
         async with listening() as server:
             with pytest.raises(EndpointError, match=f"127.0.0.1:{server.port}: .*in use") as raised:
-                await listen(scripted(), port=server.port, signals=False)
+                await listen(App(scripted()), port=server.port, signals=False)
             assert raised.value.field == "port"
 
     asyncio.run(session())
@@ -199,20 +200,21 @@ def test_keys_come_from_three_places(tmp_path: Path) -> None:
 
 SERVER = """
 import asyncio
+from cbsim.http.app import App
 from cbsim.http.listen import listen
 import sys
 sys.path.insert(0, sys.argv[1])
 from support.scripted import Scripted
 from cbsim.http.tokenizer import open_tokenizer
 backend = Scripted(open_tokenizer(), 0.001)
-print(asyncio.run(listen(backend, port=0, ready=lambda host, port: print(port, flush=True))))
+print(asyncio.run(listen(App(backend), port=0, ready=lambda host, port: print(port, flush=True))))
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it(number: signal.Signals) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SERVER, str(Path(__file__).parents[1])], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         int(process.stdout.readline())

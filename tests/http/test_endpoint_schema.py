@@ -9,9 +9,9 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 from support.endpoint_calls import Instant
 
-from cbsim.http.app import build
+from cbsim.http.app import App
 
-schema = schemathesis.openapi.from_asgi("/openapi.json", build(Instant(max_model_len=4096)))
+schema = schemathesis.openapi.from_asgi("/openapi.json", App(Instant(max_model_len=4096)))
 
 
 @pytest.mark.slow

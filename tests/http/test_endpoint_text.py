@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from make_tokenizer import train, write
 from support.endpoint_calls import answer_to, words
 
-from cbsim.http.choice import Stops
+from cbsim.http.answers import Stops
 from cbsim.http.errors import ConversationError, EndpointError
-from cbsim.http.tokenizer import EMBEDDED, open_tokenizer
-from cbsim.http.vocabulary import PLAIN_TEMPLATE, plain
+from cbsim.http.tokenizer import EMBEDDED, PLAIN_TEMPLATE, open_tokenizer, plain
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé <s>\n {{ x }}"}]
 

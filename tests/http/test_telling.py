@@ -23,12 +23,11 @@ from support.endpoint_calls import (
     words,
 )
 
-from cbsim.http.admission import Backlog, ClientStream
-from cbsim.http.app import build
-from cbsim.http.backend import UNMETERED, Generation
-from cbsim.http.choice import BATCH, Choice
+from cbsim.http.admission import AdmissionController, ClientStream
+from cbsim.http.answers import BATCH, DONE, Choice, Chunks, Delivery, FlushRound
+from cbsim.http.app import App
+from cbsim.http.backend import Generation
 from cbsim.http.settings import Settings
-from cbsim.http.sse import DONE, Chunks, FlushRound, StreamWriter
 
 
 class Narrow:
@@ -62,17 +61,18 @@ class Narrow:
 def test_a_text_is_whole_however_its_client_reads(puts: list[int], full: list[bool], turns: list[int]) -> None:
     """Nothing is written to a way that is full, and at the end nothing is kept."""
     tokens = sum(puts)
-    backlog = Backlog(Settings(max_unread_tokens=tokens + 1), lambda _: None)
-    stream = ClientStream(Generation("a", [1], max_tokens=tokens), UNMETERED, backlog, lambda: None)
+    admission = AdmissionController(scripted(), Settings(max_unread_tokens=tokens + 1))
+    stream = ClientStream(Generation("a", [1], max_tokens=tokens), admission, lambda: None)
     writer, settled = Narrow(iter(full)), list[Choice]()
     ids = [300 + at % 3000 for at in range(tokens)]
 
     async def session() -> None:
         choice = Choice(0, stream, words().decoder(), None)
-        telling = StreamWriter(
-            Chunks(choice, {"id": "a"}, chat=False, continuous=False), writer, FlushRound(), settled.append
+        chunks = Chunks(choice, {"id": "a"}, chat=False, continuous=False)
+        delivery = Delivery(
+            choice, lambda texts: writer.write(chunks.encode(texts)), writer, FlushRound(), settled.append
         )
-        emitted, rest = asyncio.ensure_future(telling.run()), ids
+        emitted, rest = asyncio.ensure_future(delivery.run()), ids
         for at, count in enumerate(puts):
             stream.put(rest[:count], float(at))
             rest = rest[count:]
@@ -86,7 +86,7 @@ def test_a_text_is_whole_however_its_client_reads(puts: list[int], full: list[bo
     assert parts.pop() == b""
     assert len(parts) in (tokens, tokens + 1)  # one a token, and the end if it came alone
     assert text_of(events(writer.body + DONE)) == words().decode(ids)
-    assert (backlog.unread, stream.buffered, len(settled)) == (0, 0, 1)
+    assert (admission.unread, stream.unread, len(settled)) == (0, 0, 1)
 
 
 def test_a_round_is_written_when_the_step_is_over() -> None:
@@ -138,7 +138,7 @@ def test_any_asgi_server_can_send_it(prompts: list[str]) -> None:
 
     async def session() -> Any:
         fields = {"prompt": prompts, "max_tokens": 6, "stream": True}
-        return await ask(build(Instant()), "/v1/completions", fields)
+        return await ask(App(Instant()), "/v1/completions", fields)
 
     answer = asyncio.run(session())
     for index in range(len(prompts)):

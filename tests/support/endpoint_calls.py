@@ -11,9 +11,9 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from cbsim.http.app import App, build
+from cbsim.http.app import App
 from cbsim.http.backend import Generation, Stream
-from cbsim.http.listen import Ending, Stop, serve
+from cbsim.http.listen import Ending, Stop, listen
 from cbsim.http.settings import Settings
 from cbsim.http.tokenizer import Tokenizer, open_tokenizer
 from support.scripted import Script, Scripted, counting
@@ -139,7 +139,7 @@ def answer_to(path: str, body: Any = None, script: Script = counting, **more: An
     """One request of a new application."""
 
     async def once() -> Answer:
-        return await ask(build(Instant(script)), path, body, **more)
+        return await ask(App(Instant(script)), path, body, **more)
 
     return asyncio.run(once())
 
@@ -167,7 +167,7 @@ class Session:
 
     async def until_empty(self) -> None:
         """No stream, no token that is kept, no connection's task."""
-        while self.app.admission.open or self.backend.load.running or self.app.admission.backlog.streams:
+        while self.app.admission.open or self.backend.load.running or self.app.admission.streams:
             await asyncio.sleep(0.001)
 
 
@@ -175,10 +175,10 @@ class Session:
 async def listening(backend: Scripted | None = None, settings: Settings | None = None) -> AsyncIterator[Session]:
     """An application behind a socket; once the block is left it has ended, and nothing of it is left."""
     backend = backend or scripted()
-    app, stop = build(backend, settings), Stop()
+    app, stop = App(backend, settings), Stop()
     where: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     ending = asyncio.get_running_loop().create_task(
-        serve(app, port=0, stop=stop, signals=False, ready=lambda _, port: where.set_result(port))
+        listen(app, port=0, stop=stop, signals=False, ready=lambda _, port: where.set_result(port))
     )
     await asyncio.wait({ending, where}, return_when=asyncio.FIRST_COMPLETED)
     if not where.done():
@@ -191,7 +191,7 @@ async def listening(backend: Scripted | None = None, settings: Settings | None =
         else:
             stop.hurried.set()
         await ending
-    backlog = app.admission.backlog
+    backlog = app.admission
     assert not backlog.open and not backlog.queued and not backlog.queued_tokens
     assert not backlog.unread and not backlog.streams and not backend.load.running
 

@@ -112,6 +112,15 @@ class Scripted:
         stream.end(finish, at_s)
 
 
+async def next_tokens(stream: Stream) -> list[int]:
+    """The tokens that a stream has got since the last time, at least one; none once it has ended."""
+    if not stream.unread and stream.finish is None:
+        there = asyncio.Event()
+        stream.listen(there.set)
+        await there.wait()
+    return stream.take()
+
+
 def replayed(texts: Sequence[Sequence[int]]) -> Script:
     """The first request gets the first of these, and so on; then from the beginning."""
     count = iter(range(1 << 62))

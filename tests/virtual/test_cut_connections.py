@@ -8,6 +8,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cbsim.http.app import App
 from cbsim.http.listen import Stop, listen
 from cbsim.http.tokenizer import open_tokenizer
 from cbsim.runs.served import result_of
@@ -48,7 +49,7 @@ async def talk(address: tuple[str, int], says: int, at_a_time: int, hears: int |
 async def session(opened: Opened, clients: list[tuple[int, int, int | None, int]]) -> list[bytes]:
     stop, where = Stop(), asyncio.get_running_loop().create_future()
     door = asyncio.ensure_future(
-        listen(opened.backend, port=0, stop=stop, signals=False, ready=lambda *address: where.set_result(address))
+        listen(App(opened.backend), port=0, stop=stop, signals=False, ready=lambda *address: where.set_result(address))
     )
     address = await where
     emitted = await asyncio.gather(*(talk(address, *client) for client in clients))

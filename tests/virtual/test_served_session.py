@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.scripted import next_tokens
 
 from cbsim.cli.parser import main
 from cbsim.errors import ScenarioError
@@ -72,7 +73,7 @@ async def visit(opened: Opened, rng: random.Random, name: str) -> list[Stream]:
         leaves_after = rng.choice((None, None, 0, 1, 7))
         taken = 0
         while leaves_after is None or taken < leaves_after:
-            ids = await stream.take()
+            ids = await next_tokens(stream)
             taken += len(ids)
             if not ids:
                 break
@@ -194,7 +195,7 @@ def test_equal_texts_are_found_in_the_cache() -> None:
             for number, salt in enumerate(salts):
                 stream = Stream(Generation(str(number), list(range(64)), max_tokens=4, cache_salt=salt))
                 opened.backend.submit(stream)
-                while await stream.take():
+                while await next_tokens(stream):
                     pass
                 if forgotten:
                     opened.backend.forget_prefixes()

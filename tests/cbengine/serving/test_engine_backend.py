@@ -16,6 +16,7 @@ pytest.importorskip("transformers", reason="folders are written, and texts read,
 from support.engine.served import INLINE, LOOPS, SCHEDULERS, VOCAB, asked, check_text, server
 from support.engine.served import spec as a_spec
 from support.engine.talking import Said, Server
+from support.scripted import next_tokens
 
 from cbengine import build
 from cbengine.content import Prompts
@@ -235,11 +236,11 @@ def test_a_cancelled_session_ends_after_a_step() -> None:
         running = asyncio.create_task(served.backend.run())
         await asyncio.sleep(0)
         said = served.send(PROMPTS[0], 200)
-        await said.stream.take()
+        await next_tokens(said.stream)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert await said.stream.take() == [] or await said.stream.take() == []
+        assert await next_tokens(said.stream) == [] or await next_tokens(said.stream) == []
         return said
 
     said = asyncio.run(cut_short())
@@ -306,7 +307,7 @@ def test_the_load_counts_whoever_has_not_ended() -> None:
         streams = [server.send(prompt, 12).stream for prompt in PROMPTS]
         assert (server.backend.load.running, server.backend.load.waiting) == (0, len(PROMPTS))
         for stream in streams:
-            while await stream.take():
+            while await next_tokens(stream):
                 load = server.backend.load
                 seen.append((load.running, load.waiting, sum(each.finish is None for each in streams)))
 

@@ -27,6 +27,7 @@ from cbengine.build import Setup
 from cbengine.device.base import DeviceError, Inline
 from cbengine.serving.backend import EngineBackend
 from cbengine.serving.command import EngineOptions, opened
+from cbsim.http.app import App
 from cbsim.http.command import ServeOptions, serve
 from cbsim.http.listen import Stop, listen
 from cbsim.http.settings import Settings
@@ -57,7 +58,7 @@ async def listening(served: EngineBackend) -> AsyncIterator[AsyncOpenAI]:
     stop, port = Stop(), asyncio.get_running_loop().create_future()
     settings = Settings(grace_s=60.0)
     work = asyncio.create_task(
-        listen(served, settings, port=0, stop=stop, signals=False, ready=lambda _, number: port.set_result(number))
+        listen(App(served, settings), port=0, stop=stop, signals=False, ready=lambda _, number: port.set_result(number))
     )
     async with AsyncOpenAI(base_url=f"http://127.0.0.1:{await port}/v1", api_key="none", max_retries=0) as client:
         yield client

@@ -19,6 +19,7 @@ from cbsim.runs.reading import Run, load
 from cbsim.runs.served import SessionDirectory
 from cbsim.scenario.scenario import Scenario
 from support.engine.served import INLINE, VOCAB
+from support.scripted import next_tokens
 
 PLACE = cache(environment.place)
 
@@ -69,7 +70,7 @@ class Server:
     async def ask(self, prompt: Sequence[int], tokens: int, leave_after: int | None = None, **more: Any) -> Said:
         """Read to the end, or give up once so many tokens are there."""
         said = self.send(prompt, tokens, **more)
-        while new := await said.stream.take():
+        while new := await next_tokens(said.stream):
             said.tokens += new
             if leave_after is not None and len(said.tokens) >= leave_after:
                 self.backend.cancel(said.stream)

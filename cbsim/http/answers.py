@@ -1,0 +1,307 @@
+"""Answers, from tokens to what their clients read: text, server-sent events, one document.
+
+A step has a token for hundreds of streams. No task is woken for it: streams with tokens to write join a flush round,
+which writes for all of them as soon as the server's step is over. Only a client that is behind has its task wait until
+it has caught up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from cbsim.http.admission import ClientStream
+from cbsim.http.asgi import ResponseWriter
+from cbsim.http.backend import ABORT, ERROR, STOP
+from cbsim.http.errors import ApiError
+from cbsim.http.tokenizer import TextDecoder
+
+BATCH = 256
+"""Tokens of a client that has fallen behind that are written at once."""
+DONE = b"data: [DONE]\n\n"
+
+
+class Choice:
+    """`tokens` of its stream have become text. `finish` is None until the last of it: `stop`, `length`, `abort` or
+    `error`; `stop_reason` is the stop string or token that ended it, where one did.
+    """
+
+    __slots__ = ("_decoder", "_stops", "finish", "index", "stop_reason", "stream", "tokens")
+
+    def __init__(self, index: int, stream: ClientStream, decoder: TextDecoder, stops: Stops | None) -> None:
+        self.index, self.stream, self._decoder, self._stops = index, stream, decoder, stops
+        self.tokens = 0
+        self.finish: str | None = None
+        self.stop_reason: str | int | None = None
+
+    @property
+    def error(self) -> ApiError | None:
+        """The error that its client gets in place of an answer."""
+        if self.finish == ABORT:
+            return ApiError(503, "the request was given up by the server")
+        if self.finish == ERROR:
+            return ApiError(500, self.stream.error or "the server has failed")
+        return None
+
+    def texts(self) -> list[str]:
+        """What has come since the last time, a text a token, at most BATCH; none once it is over."""
+        stream = self.stream
+        if stream.cut:
+            self.finish = ABORT
+            return []
+        ids = stream.take(BATCH)
+        if self._stops is None:
+            feed = self._decoder.feed
+            texts = [feed(token) for token in ids]
+            self.tokens += len(ids)
+        else:
+            texts = self._until_stop(ids, self._stops)
+        if self.finish is None and stream.finish is not None and not stream.unread:
+            self._end(texts, ids)
+        return texts
+
+    def _until_stop(self, ids: Sequence[int], stops: Stops) -> list[str]:
+        texts = []
+        for token in ids:
+            self.tokens += 1
+            text, hit = stops.feed(self._decoder.feed(token), self.tokens)
+            texts.append(text)
+            if hit:
+                self.finish, self.stop_reason = STOP, stops.hit
+                break
+        return texts
+
+    def _end(self, texts: list[str], ids: Sequence[int]) -> None:
+        stream = self.stream
+        self.finish = stream.finish
+        if self._stops is not None and (rest := self._stops.rest()):
+            texts[-1:] = [texts[-1] + rest] if texts else [rest]
+        if self.finish == STOP and ids and ids[-1] in stream.generation.stop_token_ids:
+            self.stop_reason = ids[-1]
+
+
+class Stops:
+    """The text ends at the stop string that ends first; of two that end together, the longer one counts. What may be
+    the beginning of a stop string is withheld. `hit` is the one that was found.
+    """
+
+    __slots__ = ("_include", "_least", "_stops", "_withheld", "hit")
+
+    def __init__(self, stops: Sequence[str], include: bool, min_tokens: int = 0) -> None:
+        self._stops, self._include, self._least = tuple(stops), include, min_tokens
+        self._withheld = ""
+        self.hit: str | None = None
+
+    def feed(self, text: str, tokens: int) -> tuple[str, bool]:
+        """What may be written now, and whether a stop string ends it. The first `min_tokens` tokens stop nothing."""
+        if tokens <= self._least:
+            return text, False
+        text = self._withheld + text
+        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            end, start = min(ends)
+            self._withheld, self.hit = "", text[start:end]
+            return text[: end if self._include else start], True
+        keep = max(_beginning(text, stop) for stop in self._stops)
+        self._withheld = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def rest(self) -> str:
+        """What was withheld of a text that has ended otherwise."""
+        rest, self._withheld = self._withheld, ""
+        return rest
+
+
+def _beginning(text: str, stop: str) -> int:
+    """Characters at the end of `text`, which does not contain `stop`, that `stop` begins with."""
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0:
+        if stop.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(stop[0], at + 1)
+    return 0
+
+
+class FlushRound:
+    """Calls what has joined, in that order, when the event loop is next free. None of it may raise."""
+
+    def __init__(self) -> None:
+        self._joined: list[Callable[[], None]] = []
+
+    def join(self, write: Callable[[], None]) -> None:
+        if not self._joined:
+            asyncio.get_running_loop().call_soon(self._go)
+        self._joined.append(write)
+
+    def _go(self) -> None:
+        joined, self._joined = self._joined, []
+        for write in joined:
+            write()
+
+
+class Delivery:
+    """One choice of an answer, on its way: `put` takes its texts as they come, unless `writer` is full. `settle` is
+    called once, when its text is over, before the last of it is put. What failed is not put: its error is the choice's.
+    """
+
+    __slots__ = ("_choice", "_pause", "_put", "_round", "_settle", "_writer")
+
+    def __init__(
+        self,
+        choice: Choice,
+        put: Callable[[list[str]], None],
+        writer: ResponseWriter,
+        round_: FlushRound,
+        settle: Callable[[Choice], None],
+    ) -> None:
+        self._choice, self._put, self._writer, self._round, self._settle = choice, put, writer, round_, settle
+        self._pause: asyncio.Future[None]
+
+    async def run(self) -> None:
+        """Return when all of it is put. Raises what went wrong."""
+        choice, loop = self._choice, asyncio.get_running_loop()
+        try:
+            while choice.finish is None:
+                self._pause = loop.create_future()
+                self._flush()
+                await self._pause
+                await self._writer.drain()
+                if choice.stream.unread:
+                    await asyncio.sleep(0)  # others first: a step may be due
+        finally:
+            choice.stream.listen(None)
+
+    def _heard(self) -> None:
+        self._round.join(self._flush)
+
+    def _flush(self) -> None:
+        """Write what there is. The pause ends if that was all, or more cannot be written now."""
+        if self._pause.done():  # `run` has ended
+            return
+        try:
+            going = self._write()
+        except Exception as error:
+            self._pause.set_exception(error)
+            return
+        if going:
+            self._choice.stream.listen(self._heard)
+        else:
+            self._pause.set_result(None)
+
+    def _write(self) -> bool:
+        """Whether it goes on without a pause."""
+        choice = self._choice
+        texts = choice.texts()
+        if choice.finish is not None:
+            if choice.error is not None:
+                return False
+            self._settle(choice)
+        elif not texts:
+            return True
+        self._put(texts)
+        return not (choice.finish is not None or choice.stream.unread or self._writer.full)
+
+
+@lru_cache(maxsize=65_536)
+def escaped(text: str) -> bytes:
+    """A text inside the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1].encode()
+
+
+def compact(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def event(value: Any) -> bytes:
+    return b"data: %b\n\n" % compact(value)
+
+
+class Chunks:
+    """Server-sent events of one choice. All bytes of a chunk but its text are made once a request: `base` is what all
+    chunks of an answer repeat, id, object, created, model.
+    """
+
+    __slots__ = ("_choice", "_close", "_continuous", "_head", "_next", "_prompt_tokens", "_role")
+
+    def __init__(self, choice: Choice, base: dict[str, Any], chat: bool, continuous: bool) -> None:
+        self._choice, self._continuous = choice, continuous
+        self._prompt_tokens = len(choice.stream.generation.prompt)
+        start = b'data: %b,"choices":[{"index":%d,' % (compact(base)[:-1], choice.index)
+        self._head = start + (b'"delta":{"content":"' if chat else b'"text":"')
+        self._close = (b'"}' if chat else b'"') + b',"logprobs":null,"finish_reason":'
+        self._next = self._close + b"null}]}\n\n"
+        self._role = b""
+        if chat:
+            role = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+            self._role = b"%b%b%b}\n\n" % (start, role, self._usage(0))
+
+    def encode(self, texts: list[str]) -> bytes:
+        """The texts that a choice has just given, a chunk each, the last with its finish if it is over."""
+        choice, head = self._choice, self._head
+        role, self._role = self._role, b""
+        if choice.finish is None and not self._continuous:
+            tail = self._next
+            return role + b"".join([head + escaped(text) + tail for text in texts])
+        texts = texts or [""]
+        reasons = [b"null"] * len(texts)
+        if choice.finish is not None:
+            reasons[-1] = b'%b,"stop_reason":%b' % (compact(choice.finish), compact(choice.stop_reason))
+        return role + b"".join(
+            b"%b%b%b%b}]%b}\n\n" % (head, escaped(text), self._close, reason, self._usage(number))
+            for number, (text, reason) in enumerate(zip(texts, reasons, strict=True), choice.tokens - len(texts) + 1)
+        )
+
+    def _usage(self, tokens: int) -> bytes:
+        if not self._continuous:
+            return b""
+        counts = (self._prompt_tokens, tokens, self._prompt_tokens + tokens)
+        return b',"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}' % counts
+
+
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Tokens of all choices; `cached_tokens` are those whose KV the server had."""
+    prompt = sum(len(choice.stream.generation.prompt) for choice in choices)
+    completion_tokens = sum(choice.tokens for choice in choices)
+    cached = sum(choice.stream.cached_tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def times(choices: Sequence[Choice]) -> dict[str, float | None] | None:
+    """Milliseconds of one request on the server's clock, by vLLM's definitions: time to first token is counted from
+    when it was scheduled. None of several requests at once.
+    """
+    if len(choices) > 1:
+        return None
+    stream = choices[0].stream
+    began, first, last, tokens = stream.scheduled_s, stream.first_s, stream.last_s, stream.tokens
+    busy = None if began is None or last is None else last - began
+    return {
+        "time_to_first_token_ms": None if began is None or first is None else (first - began) * 1e3,
+        "generation_time_ms": None if first is None or last is None else (last - first) * 1e3,
+        "queue_time_ms": None if began is None else (began - stream.arrived_s) * 1e3,
+        "mean_itl_ms": None if tokens < 2 or first is None or last is None else (last - first) / (tokens - 1) * 1e3,
+        "tokens_per_second": tokens / busy if busy else None,
+    }
+
+
+def document(base: dict[str, Any], choices: Sequence[Choice], texts: Sequence[str], chat: bool) -> dict[str, Any]:
+    """An answer that is not streamed."""
+    documents = [
+        {
+            "index": choice.index,
+            **({"message": {"role": "assistant", "content": text}} if chat else {"text": text}),
+            "logprobs": None,
+            "finish_reason": choice.finish,
+            "stop_reason": choice.stop_reason,
+        }
+        for choice, text in zip(choices, texts, strict=True)
+    ]
+    return {**base, "choices": documents, "usage": usage(choices)}
