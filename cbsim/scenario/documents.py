@@ -140,6 +140,7 @@ _EXPECTED = {
     "list_type": "expected a list",
     "dict_type": "expected fields",
     "model_type": "expected fields",
+    "none_required": "must be null",
     "finite_number": "expected a finite number",
     "greater_than": "must be > {gt}",
     "greater_than_equal": "must be >= {ge}",

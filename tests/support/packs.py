@@ -37,7 +37,7 @@ MODEL = {
     "max_position_embeddings": 4096,
     "torch_dtype": "bfloat16",
 }
-MOE = {"num_experts": EXPERTS, "num_experts_per_tok": PER_TOKEN, "moe_intermediate_size": 32}
+MOE = {"model_type": "qwen3_moe", "num_experts": EXPERTS, "num_experts_per_tok": PER_TOKEN, "moe_intermediate_size": 32}
 SEQUENCE = {
     "prologue": ["embedding"],
     "pre_attn": ["layernorm", "qkv_proj", "attention"],
@@ -178,7 +178,8 @@ def memory_for(made: Pack, blocks: int) -> None:
     experts = shape.get("num_experts", 0)
     attention = 2 * HIDDEN * 16 * (4 + 2)
     one = 3 * HIDDEN * (shape["moe_intermediate_size"] if experts else shape["intermediate_size"])
-    shared = LAYERS * (attention + (HIDDEN * experts if experts else one) + 2 * HIDDEN) + HIDDEN + 2 * 512 * HIDDEN
+    norms = 2 * HIDDEN + (2 * 16 if experts else 0)  # Qwen3's queries and keys have some, too
+    shared = LAYERS * (attention + (HIDDEN * experts if experts else one) + norms) + HIDDEN + 2 * 512 * HIDDEN
     weights = (shared // tensor + LAYERS * one * experts // (tensor * ranks)) * BYTES
     needed = weights + (blocks + 0.5) * BLOCK_BYTES / tensor
     for instance in instances:

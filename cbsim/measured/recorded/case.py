@@ -18,14 +18,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, Field, model_validator
 
 from cbsim.errors import ScenarioError
-from cbsim.scenario import catalog, scenario, shapes
+from cbsim.files import read_json
+from cbsim.scenario import catalog, pretrained, scenario, shapes
 from cbsim.scenario.documents import Document
-from cbsim.scenario.fields import LARGEST_REAL, near, shown
+from cbsim.scenario.fields import LARGEST_REAL, Count, Form, complaint, near, shown
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.shapes import ModelShape
 from cbsim.workload import vllm_bench
@@ -78,50 +79,175 @@ class Case:
         return scenario.parse(data, self.name, self.overrides)
 
 
+# -- what its files hold ----------------------------------------------------------------------------------------------
+
+Real = Annotated[float, Field(ge=0, lt=LARGEST_REAL)]
+F = TypeVar("F", bound=Form)
+
+
+class _Fields(Form):
+    """An object of which null fields are absent."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class _Memory(_Fields):
+    mem_size: Real | None = None
+    mem_util: Real = 0.9
+
+
+class _Instance(_Fields):
+    """A data-parallel server. Fields that mean nothing here count when servers are compared."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model_name: str
+    hardware: str
+    tp_size: Count = 1
+    ep_size: Count = 1
+    npu_mem: _Memory = _Memory()
+
+
+class _Node(_Fields):
+    instances: list[_Instance]
+
+
+class _Cluster(_Fields):
+    """config.json: servers that are all alike."""
+
+    nodes: list[_Node]
+    link_bw: Real | None = None
+    link_latency: Real | None = None
+
+    @model_validator(mode="after")
+    def _alike(self) -> _Cluster:
+        servers = self.servers
+        if not servers or any(server != servers[0] for server in servers):
+            problem = f"got {len(servers)} instances{', not all alike' if servers else ''}"
+            raise complaint(f"{problem}, expected one, or several that are alike", "nodes")
+        return self
+
+    @property
+    def servers(self) -> list[_Instance]:
+        return [instance for node in self.nodes for instance in node.instances]
+
+    @property
+    def link(self) -> dict[str, float] | None:
+        if not self.link_bw or self.link_latency is None:
+            return None
+        return {"latency_s": self.link_latency * 1e-9, "bytes_s": self.link_bw * GIB}
+
+
+class _Kwargs(_Fields):
+    """Options of vLLM as they were given; those that this model does not cover have one value."""
+
+    max_num_seqs: Count
+    max_num_batched_tokens: Count
+    max_model_len: Count | None = None
+    dtype: str = "auto"
+    enforce_eager: bool = False
+    enable_expert_parallel: bool | None = None
+    tensor_parallel_size: Count | None = None
+    data_parallel_size: Count | None = None
+    pipeline_parallel_size: Literal[1] = 1
+    kv_cache_dtype: Literal["auto"] = "auto"
+    quantization: None = None
+    speculative_config: None = None
+
+
+class _Cache(_Fields):
+    num_gpu_blocks: Count | None = None
+    block_size: Count = 16
+    enable_prefix_caching: bool = True
+
+
+class _Rules(_Fields):
+    async_scheduling: bool = True
+    policy: Any = None
+    enable_chunked_prefill: Any = None
+    long_prefill_token_threshold: Any = None
+    scheduler_reserve_full_isl: Any = None
+
+
+class _Resolved(_Fields):
+    scheduler_config: _Rules = _Rules()
+
+
+class _Meta(_Fields):
+    """meta.json; `resolved_config` and `kv_cache` are of newer runs."""
+
+    vllm_version: str
+    dataset_path: str
+    model: str | None = None
+    num_requests: Count | None = None
+    engine_kwargs: _Kwargs
+    kv_cache: _Cache = _Cache()
+    resolved_config: _Resolved = _Resolved()
+
+
+def _checked(path: Path, form: type[F]) -> F:
+    return Document(str(path), None, read_json(path)).checked(form)
+
+
+def _bad(path: Path, field: str, value: object, expected: str) -> ScenarioError:
+    message = f"{path}: {field}: got {shown(value)}, expected {expected}"
+    return ScenarioError(message, file=path, field=field, value=value, bound=expected)
+
+
+# -- the case ---------------------------------------------------------------------------------------------------------
+
+
 def read(folder: Path, pack: Path | None = None, hardware: str | None = None, overrides: Sequence[str] = ()) -> Case:
-    """The case in `folder`; its pack is two folders above unless given. `overrides` are of its scenario, and hold for
+    """The case in `folder`; its pack is two folders above by default. `overrides` are of its scenario, and hold for
     every replay. Raises ScenarioError.
     """
     if not folder.is_dir():
         raise ScenarioError(f"{folder}: no such folder, expected one with config.json, meta.json, requests.jsonl")
-    config, meta = _Json.read(folder / "config.json"), _Json.read(folder / "meta.json")
+    cluster, meta_file = _checked(folder / "config.json", _Cluster), folder / "meta.json"
+    meta = _checked(meta_file, _Meta)
     root = Path(os.path.normpath(folder / ".." / "..")) if pack is None else pack
     for part in ("workloads", "perf"):
         if not (root / part).is_dir():
             raise ScenarioError(f"{root}: holds no folder {part!r}; name the pack of the case with --data")
-    gpu = _Gpus(config)
-    _check_covered(meta, gpu)
-    model = _model(root, gpu.model)
-    workload = _workload(root, meta)
-    ranks = gpu.count
-    shared = meta.get("engine_kwargs.enable_expert_parallel", gpu.shares_experts)
-    experts = ranks * gpu.tensor if shared else 1
-    blocks = meta.whole("kv_cache.num_gpu_blocks", None)
-    size = meta.whole("kv_cache.block_size", 16)
+    server, ranks = cluster.servers[0], len(cluster.servers)
+    _check_agree(meta_file, meta, server, ranks)
+    model = _model(root, server.model_name)
+    workload = _workload(root, meta_file, meta.dataset_path)
+    shared = meta.engine_kwargs.enable_expert_parallel
+    experts = ranks * server.tp_size if (server.ep_size > 1 if shared is None else shared) else 1
+    blocks, size = meta.kv_cache.num_gpu_blocks, meta.kv_cache.block_size
+    gpus = server.tp_size * ranks
     settings: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._") or "case",
-        "question": f"How near does the simulator come to a recorded run of {gpu.model} on {ranks} x {gpu.hardware}?",
+        "question": f"How near does the simulator come to a recorded run of {server.model_name} on "
+        f"{ranks} x {server.hardware}?",
         "model": model.model_dump(mode="json"),
-        "hardware": shapes.hardware(hardware or _known(gpu.hardware)).model_dump(mode="json"),
+        "hardware": shapes.hardware(hardware or _known(server.hardware)).model_dump(mode="json"),
         "workload": {"kind": "vllm_bench", "path": str(workload), "recorded": str(folder / "requests.jsonl")},
-        "scheduler": _scheduler(meta),
-        "kv_cache": {"block_size": size, "num_blocks": blocks or gpu.blocks(model, size, experts)},
+        "scheduler": _scheduler(meta_file, meta),
+        "kv_cache": {
+            "block_size": size,
+            "num_blocks": blocks or _blocks(folder / "config.json", server, model, size, experts),
+        },
         "loop": _loop(meta, together=ranks > 1 and model.experts > 0),
         "cost": {
             "kind": "table",
-            "path": str(_tables(root, gpu, meta, model.dtype)),
-            "tensor_parallel": gpu.tensor,
-            "link": gpu.link or (LINK if gpu.tensor * ranks > 1 else None),
+            "path": str(_tables(root, server, meta.engine_kwargs.dtype, model.dtype)),
+            "tensor_parallel": server.tp_size,
+            "link": cluster.link or (LINK if gpus > 1 else None),
             "row_s": ROW_S,
             "cpu": CPU,
         },
     }
-    limit = meta.whole("num_requests", None)
+    limit = meta.num_requests
     if limit:
         settings["workload"]["limit"] = limit
     arrivals = vllm_bench.requests(workload, limit)
     if limit and limit > len(arrivals):
-        raise meta.bad("num_requests", limit, f"at most {len(arrivals)}, the requests of {workload.name}")
+        raise _bad(meta_file, "num_requests", limit, f"at most {len(arrivals)}, the requests of {workload.name}")
     return Case(
         name=folder.resolve().name,
         settings=settings,
@@ -130,131 +256,37 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
         arrivals=arrivals,
         taken=vllm_bench.recorded(folder / "requests.jsonl", arrivals),
         series=vllm_bench.series(folder / "timeseries.csv"),
-        version=meta.text("vllm_version"),
-        link_assumed=gpu.link is None and gpu.tensor * ranks > 1,
+        version=meta.vllm_version,
+        link_assumed=cluster.link is None and gpus > 1,
         overrides=tuple(overrides),
     )
 
 
-def _check_covered(meta: _Json, gpu: _Gpus) -> None:
-    """Raises ScenarioError for a run that is not what config.json says, or that this model does not cover."""
-    option = "engine_kwargs.{}"
-    repeated: tuple[tuple[str, Any, Any], ...] = (
-        ("model", meta.get("model", gpu.model), gpu.model),
-        (
-            option.format("tensor_parallel_size"),
-            meta.whole(option.format("tensor_parallel_size"), gpu.tensor),
-            gpu.tensor,
-        ),
-        (option.format("data_parallel_size"), meta.whole(option.format("data_parallel_size"), gpu.count), gpu.count),
-    )
-    for name, value, wanted in repeated:
-        if value != wanted:
-            raise meta.bad(name, value, f"{wanted}, as in config.json")
-    only = {"pipeline_parallel_size": 1, "kv_cache_dtype": "auto", "quantization": None, "speculative_config": None}
-    for name, expected in only.items():
-        value = meta.get(option.format(name), expected)
-        if value != expected:
-            raise meta.bad(option.format(name), value, f"{expected}: anything else is not covered")
-    expert = meta.get(option.format("enable_expert_parallel"), False)
-    if not isinstance(expert, bool):
-        raise meta.bad(option.format("enable_expert_parallel"), expert, "true or false")
+def _check_agree(path: Path, meta: _Meta, server: _Instance, ranks: int) -> None:
+    """Raises ScenarioError for a run that is not what config.json says."""
+    engine = meta.engine_kwargs
+    for field, value, configured in (
+        ("model", meta.model, server.model_name),
+        ("engine_kwargs.tensor_parallel_size", engine.tensor_parallel_size, server.tp_size),
+        ("engine_kwargs.data_parallel_size", engine.data_parallel_size, ranks),
+    ):
+        if value not in (None, configured):
+            raise _bad(path, field, value, f"{configured}, as in config.json")
 
 
-class _Json:
-    """A JSON file, or the part of one at `within`. Its fields have dotted names; an error names the file and the
-    field.
+def _blocks(path: Path, server: _Instance, model: ModelShape, block_size: int, experts: int) -> int:
+    """Blocks in the memory that the weights leave, of the share in use: LLMServingSim's rule. vLLM finds fewer, by what
+    activations and CUDA take.
     """
-
-    def __init__(self, path: Path, data: Any, within: str = "") -> None:
-        self.path, self._data, self._within = path, data, within
-
-    @classmethod
-    def read(cls, path: Path) -> _Json:
-        try:
-            data = json.loads(path.read_text(encoding="utf-8-sig"))
-            if not isinstance(data, dict):
-                raise ScenarioError(f"{path}: got {shown(data)}, expected a JSON object")
-            return cls(path, data)
-        except ScenarioError:
-            raise
-        except OSError as error:
-            raise ScenarioError(f"{path}: cannot be read: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:
-            raise ScenarioError(f"{path}: not valid JSON: {error}") from None
-
-    def get(self, name: str, *default: Any) -> Any:
-        """The field, or the default where the file leaves it out or null; without a default it is required."""
-        value = self._data
-        for at, part in enumerate(parts := name.split(".")):
-            if value is not None and not isinstance(value, dict):
-                raise self.bad(".".join(parts[:at]).rstrip("."), value, "an object")
-            value = value.get(part) if value is not None else None
-        if value is None and not default:
-            raise ScenarioError(f"{self.path}: {self._within}{name}: is missing")
-        return default[0] if value is None else value
-
-    def whole(self, name: str, *default: Any) -> Any:
-        """As `get`, of a whole number >= 1."""
-        value = self.get(name, *default)
-        if value is not None and (type(value) is not int or value < 1):
-            raise self.bad(name, value, "a whole number >= 1")
-        return value
-
-    def real(self, name: str, *default: Any) -> Any:
-        """As `get`, of a number >= 0."""
-        value = self.get(name, *default)
-        if value is not None and (type(value) not in (int, float) or not 0 <= value < LARGEST_REAL):
-            raise self.bad(name, value, "a number >= 0")
-        return value
-
-    def text(self, name: str, *default: Any) -> str:
-        """As `get`, of text."""
-        value = self.get(name, *default)
-        if not isinstance(value, str):
-            raise self.bad(name, value, "text")
-        return value
-
-    def bad(self, name: str, value: object, expected: str) -> ScenarioError:
-        return ScenarioError(f"{self.path}: {self._within}{name}: got {shown(value)}, expected {expected}")
-
-
-class _Gpus:
-    """The cluster: `count` data-parallel instances of `tensor` GPUs each, all alike."""
-
-    def __init__(self, config: _Json) -> None:
-        nodes = config.get("nodes")
-        lists = [node.get("instances") for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
-        instances = [instance for listed in lists if isinstance(listed, list) for instance in listed]
-        if not all(isinstance(instance, dict) for instance in instances):
-            raise config.bad("nodes.instances", instances, "a list of objects")
-        if not instances or any(instance != instances[0] for instance in instances):
-            problem = f"got {len(instances)} instances{', not all alike' if instances else ''}"
-            raise ScenarioError(f"{config.path}: nodes: {problem}, expected one, or several that are alike")
-        self._first = first = _Json(config.path, instances[0], "nodes.instances.")
-        self.count = len(instances)
-        self.model, self.hardware = first.text("model_name"), first.text("hardware")
-        self.tensor = first.whole("tp_size", 1)
-        self.shares_experts = first.whole("ep_size", 1) > 1
-        self.link = None
-        bandwidth, latency = config.real("link_bw", None), config.real("link_latency", None)
-        if bandwidth and latency is not None:
-            self.link = {"latency_s": latency * 1e-9, "bytes_s": bandwidth * GIB}
-
-    def blocks(self, model: ModelShape, block_size: int, experts: int) -> int:
-        """Blocks in the memory that the weights leave, of the share given: LLMServingSim's rule. vLLM finds fewer, by
-        what activations and CUDA take.
-        """
-        memory_gib, share = self._first.real("npu_mem.mem_size", None), self._first.real("npu_mem.mem_util", 0.9)
-        if memory_gib is None:
-            text = "nodes.instances.npu_mem.mem_size: is missing, and meta.json has no kv_cache.num_gpu_blocks"
-            raise ScenarioError(f"{self._first.path}: {text}")
-        left = memory_gib * GIB * share - model.shard_bytes(self.tensor, experts // self.tensor or 1)
-        blocks = int(left * self.tensor // (block_size * model.kv_bytes_per_token))
-        if blocks < 2:
-            expected = f"more than the {model.shard_bytes(self.tensor, experts // self.tensor or 1) / GIB:.3g} GiB"
-            raise self._first.bad("npu_mem.mem_size", memory_gib, f"{expected} of weights, at mem_util {share}")
-        return blocks
+    field, memory_gib, share = "nodes.instances.npu_mem.mem_size", server.npu_mem.mem_size, server.npu_mem.mem_util
+    if memory_gib is None:
+        raise ScenarioError(f"{path}: {field}: is required, since meta.json has no kv_cache.num_gpu_blocks")
+    weights = model.shard_bytes(server.tp_size, experts // server.tp_size or 1)
+    left = memory_gib * GIB * share - weights
+    blocks = int(left * server.tp_size // (block_size * model.kv_bytes_per_token))
+    if blocks < 2:
+        raise _bad(path, field, memory_gib, f"more than the {weights / GIB:.3g} GiB of weights, at mem_util {share}")
+    return blocks
 
 
 def _model(root: Path, name: str) -> ModelShape:
@@ -263,28 +295,7 @@ def _model(root: Path, name: str) -> ModelShape:
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.json"))) or "none"
         raise ScenarioError(f"{path}: no configuration of the case's model {name!r} (known: {known})")
-    given = _Json.read(path)
-    heads, hidden = given.whole("num_attention_heads"), given.whole("hidden_size")
-    experts = given.get("num_experts", 0) and given.whole("num_experts")
-    try:
-        return ModelShape(
-            name=name,
-            layers=given.whole("num_hidden_layers"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=given.whole("num_key_value_heads", heads),
-            head_dim=given.whole("head_dim", hidden // heads),
-            intermediate=given.whole("moe_intermediate_size" if experts else "intermediate_size"),
-            experts=experts,
-            experts_per_token=given.whole("num_experts_per_tok") if experts else 0,
-            vocab=given.whole("vocab_size"),
-            tied_embeddings=given.get("tie_word_embeddings", False),
-            qk_norm=given.text("model_type", "").startswith("qwen3"),
-            dtype=given.get("torch_dtype", "bfloat16"),
-            max_position=given.whole("max_position_embeddings"),
-        )
-    except ValidationError as error:
-        raise Document(str(given.path), None, {}).explain(error) from None
+    return Document(str(path), None, pretrained.shape(path) | {"name": name}).checked(ModelShape)
 
 
 def _known(hardware: str) -> str:
@@ -295,55 +306,49 @@ def _known(hardware: str) -> str:
         raise ScenarioError(f"{error}; name its data sheet with --hardware") from None
 
 
-def _workload(root: Path, meta: _Json) -> Path:
-    stem = Path(meta.text("dataset_path")).name.removesuffix(".jsonl")
+def _workload(root: Path, meta_file: Path, dataset: str) -> Path:
+    stem = Path(dataset).name.removesuffix(".jsonl")
     path = root / "workloads" / f"{stem}.lengths.jsonl"
     if not path.is_file():
         known = [p.name.removesuffix(".lengths.jsonl") for p in sorted(path.parent.glob("*.lengths.jsonl"))]
         expected = f"a workload of {path.parent} ({', '.join(known) or 'none'}){near(stem, known)}"
-        raise meta.bad("dataset_path", stem, expected)
+        raise _bad(meta_file, "dataset_path", stem, expected)
     return path
 
 
-def _tables(root: Path, gpu: _Gpus, meta: _Json, own: str) -> Path:
+def _tables(root: Path, server: _Instance, requested: str, own: str) -> Path:
     """The profile in the type that the run was made in, `own` being the model's."""
-    wanted = meta.text("engine_kwargs.dtype", "auto")
-    dtype = own if wanted == "auto" else wanted
-    path: Path = root / "perf" / gpu.hardware / gpu.model / VARIANTS.get(dtype, dtype)
+    dtype = own if requested == "auto" else requested
+    path: Path = root / "perf" / server.hardware / server.model_name / VARIANTS.get(dtype, dtype)
     if not (path / "meta.yaml").is_file():
-        raise ScenarioError(f"{path}: no profile there of {gpu.model} on {gpu.hardware} in {dtype}")
+        raise ScenarioError(f"{path}: no profile there of {server.model_name} on {server.hardware} in {dtype}")
     return path
 
 
-def _scheduler(meta: _Json) -> dict[str, Any]:
+def _scheduler(meta_file: Path, meta: _Meta) -> dict[str, Any]:
     """Options of vLLM: what it resolved, else what it was asked for, else its defaults."""
-    version = meta.text("vllm_version")
-    numbers = re.match(r"(\d+)\.(\d+)", version)
+    numbers = re.match(r"(\d+)\.(\d+)", meta.vllm_version)
     if numbers is None:
-        raise meta.bad("vllm_version", version, "a version such as 0.19.0")
-    ours = "0.19" if tuple(map(int, numbers.groups())) < CHANGED else "0.33"
-    given, resolved = "engine_kwargs.{}", "resolved_config.scheduler_config.{}"
-    settings = {
+        raise _bad(meta_file, "vllm_version", meta.vllm_version, "a version such as 0.19.0")
+    engine, rules = meta.engine_kwargs, meta.resolved_config.scheduler_config
+    return {
         "name": "vllm",
-        "version": ours,
-        "max_num_seqs": meta.whole(given.format("max_num_seqs")),
-        "max_num_batched_tokens": meta.whole(given.format("max_num_batched_tokens")),
-        "max_model_len": meta.whole(given.format("max_model_len"), None),
-        "enable_prefix_caching": meta.get("kv_cache.enable_prefix_caching", True),
+        "version": "0.19" if tuple(map(int, numbers.groups())) < CHANGED else "0.33",
+        "max_num_seqs": engine.max_num_seqs,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "max_model_len": engine.max_model_len,
+        "enable_prefix_caching": meta.kv_cache.enable_prefix_caching,
+        **rules.model_dump(exclude={"async_scheduling"}, exclude_none=True),
     }
-    for option in ("policy", "enable_chunked_prefill", "long_prefill_token_threshold", "scheduler_reserve_full_isl"):
-        value = meta.get(resolved.format(option), None)
-        if value is not None:
-            settings[option] = value
-    return settings
 
 
-def _loop(meta: _Json, *, together: bool) -> dict[str, Any]:
+def _loop(meta: _Meta, *, together: bool) -> dict[str, Any]:
     """Kernel times are looked up at a step's own size, so graphs pad nothing; they spare the CPU its launches. Servers
-    that step `together` are padded: tokens of nobody go through experts, too, and only where all steps fit a graph do
-    all servers compute equally many.
+    that step `together` are padded: tokens of no request go through experts, too, and only where all steps fit a graph
+    do all servers compute equally many.
     """
-    eager = meta.get("engine_kwargs.enforce_eager", False)
-    is_async = meta.get("resolved_config.scheduler_config.async_scheduling", True)
-    padding = "vllm" if together else "none"
-    return {"mode": "async" if is_async else "sync", "cuda_graphs": {"enabled": not eager, "padding": padding}}
+    graphs = {"enabled": not meta.engine_kwargs.enforce_eager, "padding": "vllm" if together else "none"}
+    return {
+        "mode": "async" if meta.resolved_config.scheduler_config.async_scheduling else "sync",
+        "cuda_graphs": graphs,
+    }
