@@ -228,7 +228,7 @@ class Engine:
     def _moved(self, plan: StepPlan) -> tuple[int, ...]:
         """The jobs that are over, each named once. A step without rows waits for one of them, or for a request."""
         until_ns = None if plan.work.rows else self._start_ns + self._inbox.due_ns
-        log, start, over = self.record.moves, self._start_ns, set()
+        log, start, over = self.record.transfers, self._start_ns, set()
         for moved in self._device.moved(until_ns):
             move = self._moving.pop((moved.step, moved.at))
             log.moved(moved.step, move, moved.start_ns - start, moved.end_ns - start)

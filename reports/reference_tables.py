@@ -20,8 +20,7 @@ MARK = re.compile(r"^<!-- (fields|columns|metrics): (\S+) -->\n(?:\|.*\n)*", re.
 COLUMNS = {
     "steps.parquet": columns.STEPS,
     "requests.parquet": columns.REQUESTS,
-    optional_tables.TRANSFERS_FILE: columns.MOVES,
-    optional_tables.PARENTS_FILE: columns.PARENTS,
+    **optional_tables.TABLES,
     tokens.FILE: tokens.COLUMNS,
 }
 METRICS = ("distributions", "numbers", "sweeps")

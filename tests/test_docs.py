@@ -25,7 +25,7 @@ from cbsim.conformance.check import traces
 from cbsim.metrics import catalogue, checks
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.record import optional_tables, parquet
-from cbsim.record.record import MoveLog
+from cbsim.record.record import TransferLog
 from cbsim.scenario import catalog, scenario
 from cbsim.scenario.serving import PRESETS
 from cbsim.schedulers.registry import OURS
@@ -222,7 +222,7 @@ def leaves(summary: Table, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def test_the_summary_keys_are_documented(runs: list[Path]) -> None:
     """What is documented is in a summary and the other way round, and `--check` knows what is said to be checked."""
-    moved = {"kv_moves": optional_tables.summarise_transfers(MoveLog(), 1.0)}  # of runs that move KV
+    moved = {"kv_moves": optional_tables.summarise_transfers(TransferLog(), 1.0)}  # of runs that move KV
     given = dict(leaves(json.loads((runs[0] / "summary.json").read_text()) | moved))
     distributions = {key for key, value in given.items() if isinstance(value, dict) and "n" in value}
     assert sorted(listed("Distributions")) == sorted(distributions)
@@ -283,7 +283,7 @@ def test_the_files_of_a_run_are_documented(runs: list[Path], measured: Path) -> 
     """Of both runs together: the picture of both loops lies in the second directory."""
     given = {str(file.relative_to(run)) for run in [*runs, measured] for file in run.rglob("*") if file.is_file()}
     assert sorted(listed("Files", DIRECTORY)) == sorted(
-        {*given, "INCOMPLETE", optional_tables.TRANSFERS_FILE, optional_tables.PARENTS_FILE}
+        {*given, "INCOMPLETE", optional_tables.TRANSFERS, optional_tables.PARENTS}
     )
 
 

@@ -30,9 +30,9 @@ from cbsim.record.record import LANES, PHASES
 
 STEPS_SHOWN = 7
 ROWS = ("CPU", "H2D", "compute", "D2H")
-MOVING = ("KV out", "KV in")  # lanes of moves to and from the host
+HOST_LANES = ("KV out", "KV in")  # transfers to and from the host
 COMPUTE = ROWS.index("compute")
-MOVE_ROWS = {
+TRANSFER_ROWS = {
     int(Direction.COPY): ("KV copy", COMPUTE),
     int(Direction.OUT): ("KV out", len(ROWS)),
     int(Direction.IN): ("KV in", len(ROWS) + 1),
@@ -60,18 +60,18 @@ def lanes(
     *,
     as_given: bool = False,
     active: Mapping[str, float] | None = None,
-    moves: Mapping[str, Mapping[str, Any]] | None = None,
+    transfers: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Chart:
     """One panel a run, from its step table; all show as long a time as the first, each from the same step of its own:
     the `window` (first step, number of steps), or steps in the middle of the run, where neither start-up nor tail
     shows. Sync runs stand above async ones unless the order is `as_given`. `active` is the share of the whole run in
-    which the GPU is active; without it titles have that of what is shown. `moves` are those of KV, by run.
+    which the GPU is active; without it titles have that of what is shown. `transfers` are those of KV, by run.
     """
     runs = dict(steps if as_given else sorted(steps.items(), key=lambda item: pipelined(item[1])))
     windows = {label: _window(frame, window) for label, frame in runs.items()}
     length = next((end - start for start, end in filter(None, windows.values())), 0)
     scale = unit(length / NS)
-    rows = (*ROWS, *MOVING) if any(len(table["way"]) for table in (moves or {}).values()) else ROWS
+    rows = (*ROWS, *HOST_LANES) if any(len(table["way"]) for table in (transfers or {}).values()) else ROWS
     whole = (0.0, length / NS / scale.seconds) if length else None
     panels = []
     for label, frame in runs.items():
@@ -79,7 +79,7 @@ def lanes(
         if shown_ns := windows[label]:
             view = View(shown_ns[0], length, scale)
             marks, seen = _marks(frame, view)
-            marks += _moved(moves[label], view) if moves and rows is not ROWS else []
+            marks += _transfers(transfers[label], view) if transfers and rows is not ROWS else []
             share = f"{seen:.1%} of what is shown" if active is None else f"{active[label]:.2%} of the run"
             title = f"{label}: GPU active {share}"
         panels.append(Panel(marks, scale.name, title=title, rows=rows, x_range=whole))
@@ -165,13 +165,13 @@ def _done(steps: Mapping[str, Any], name: str, view: View) -> Points:
     return Points(f"{name} done", view.x(end[seen]), rows, style, texts=texts)
 
 
-def _moved(moves: Mapping[str, Any], view: View) -> list[Mark]:
-    """Moves of KV: those to and from the host on lanes of their own, copies on the device before the kernels."""
+def _transfers(transfers: Mapping[str, Any], view: View) -> list[Mark]:
+    """Transfers of KV: those to and from the host on lanes of their own, copies on the device before the kernels."""
     marks: list[Mark] = []
-    for way, (name, row) in MOVE_ROWS.items():
-        start, end = view.x(moves["start_ns"]), view.x(moves["end_ns"])
-        seen = (moves["way"] == way) & (end > start)
-        columns = (moves[c][seen].tolist() for c in ("step", "blocks", "start_ns", "end_ns"))
+    for direction, (name, row) in TRANSFER_ROWS.items():
+        start, end = view.x(transfers["start_ns"]), view.x(transfers["end_ns"])
+        seen = (transfers["way"] == direction) & (end > start)
+        columns = (transfers[c][seen].tolist() for c in ("step", "blocks", "start_ns", "end_ns"))
         texts = [
             f"step {step}, {name}: {blocks:,} blocks, {shown((end_ns - start_ns) / NS, 's')}"
             for step, blocks, start_ns, end_ns in zip(*columns, strict=True)

@@ -20,7 +20,7 @@ from cbsim.cost.base import Copies, Cost
 from cbsim.machine.graphs import Shape
 from cbsim.policy.plan import StepPlan, Underway
 from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
-from cbsim.record.record import MoveLog, StepTimes
+from cbsim.record.record import StepTimes, TransferLog
 from cbsim.runs.inbox import NEVER_NS
 
 
@@ -147,7 +147,7 @@ def lanes(*, overlap: bool) -> tuple[Lane, Lane, Lane, Lane, Lane]:
 class Mover:
     """Books the transfers of plans, and says which jobs are over. `ends` are those that nobody has been told of."""
 
-    def __init__(self, copies: Copies, log: MoveLog, block_size: int, kv_in: Lane, kv_out: Lane) -> None:
+    def __init__(self, copies: Copies, log: TransferLog, block_size: int, kv_in: Lane, kv_out: Lane) -> None:
         self.ends: dict[int, int] = {}  # job -> when its last move ends
         self._copies, self._log = copies, log
         self._underway = Underway(block_size)

@@ -32,7 +32,7 @@ def machine(scenario: Scenario, loop: str, workload: Workload) -> Machine:
     policy, cost = scheduler(scenario, loop), cost_model(scenario)
     record, steps = Record(policy.pool.num_blocks), depth(loop)
     gap_ns = round(getattr(scenario.cost, "gap_s", 0.0) * NS)
-    mover = partial(Mover, copies(scenario, policy.pool.groups), record.moves, policy.pool.block_size)
+    mover = partial(Mover, copies(scenario, policy.pool.groups), record.transfers, policy.pool.block_size)
     device = OneGpu(cost, depth=steps, overlap=scenario.loop.streams, gap_ns=gap_ns, mover=mover)
     inbox = Inbox(workload, record, workload.arriving())
     return Machine(policy, cost, graphs(scenario, policy), device, inbox, record, steps)

@@ -1,4 +1,4 @@
-"""Tables of a run directory that stay on disk: a column is read when it is used, and not kept.
+"""The tables of a run directory: in memory if they are short, else a column is read when it is used, and not kept.
 
 A table may be one file, or pieces that follow one another. So a run of millions of steps takes the memory of the few
 columns that are looked at together.
@@ -6,88 +6,18 @@ columns that are looked at together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from io import BytesIO
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from cbsim.errors import RunError
-from cbsim.files import access
 from cbsim.record import columns, parquet
-from cbsim.record.columns import Column
-from cbsim.record.parquet import ParquetTable, TableError
+from cbsim.record.parquet import TableError, TableFiles
 from cbsim.record.record import STATUSES, STEP_COLUMNS
 from cbsim.record.tables import NUMBERS, RUNS, TEXTS, Ints, RequestTable, Steps
 
-T = TypeVar("T")
-V = TypeVar("V")
 LARGE = 1 << 19  # rows of a table, beyond which columns are read when they are asked for
-Place = Path | Mapping[str, bytes]
-"""Where the files of a run are: a folder, or in memory, by name."""
-
-
-def numbers(place: Place, name: str, declared: Sequence[Column]) -> dict[str, Ints]:
-    """The columns, all of integers, of a table that not every run has; without rows if this one has none. Raises
-    RunError.
-    """
-    table: TableFiles | ParquetTable
-    if isinstance(place, Path) and (place / name).exists():
-        table = TableFiles([place / name], declared)
-    elif not isinstance(place, Path) and name in place:
-        table = ParquetTable(BytesIO(place[name]), declared)
-    else:
-        return {column.name: np.empty(0, dtype=np.int64) for column in declared}
-    return {column.name: table[column.name].to_numpy() for column in declared}
-
-
-class TableFiles:
-    """The columns of parquet files that follow one another. Raises RunError naming the file that is broken."""
-
-    def __init__(self, files: Sequence[Path], declared: Sequence[Column]) -> None:
-        self._files, self._declared = files, declared
-        self.counts = [self._read(file, len) for file in files]
-
-    def __len__(self) -> int:
-        return sum(self.counts)
-
-    def __getitem__(self, name: str) -> pa.ChunkedArray:
-        parts = [self._read(file, _column(name)) for file in self._files]
-        return pa.chunked_array([chunk for part in parts for chunk in part.chunks], type=parts[0].type)
-
-    def lists(self, name: str) -> tuple[Ints, Ints]:
-        """A column of lists of integers, as the length of each list and the items of all."""
-        parts = [self._read(file, lambda table: table.lists(name)) for file in self._files]
-        lengths, items = zip(*parts, strict=True)
-        return np.concatenate(lengths), np.concatenate(items)
-
-    def rows(self, low: int, high: int) -> Iterator[pa.Table]:
-        """Rows low:high with every declared column, file by file."""
-        for file, count in zip(self._files, self.counts, strict=True):
-            if low < count and high > 0:
-                yield self._read(file, _rows(max(low, 0), min(high, count)))
-            low, high = low - count, high - count
-
-    def file(self, number: int) -> pa.Table:
-        """Every declared column of one of the files."""
-        return self._read(self._files[number], _rows(0, self.counts[number]))
-
-    def _read(self, path: Path, make: Callable[[ParquetTable], T]) -> T:
-        try:
-            with access(path, RunError), path.open("rb") as file:
-                return make(ParquetTable(file, self._declared))
-        except TableError as error:
-            raise RunError(f"{path}: {error}", file=path) from error
-
-
-def _column(name: str) -> Callable[[ParquetTable], pa.ChunkedArray]:
-    return lambda table: table[name]
-
-
-def _rows(low: int, high: int) -> Callable[[ParquetTable], pa.Table]:
-    return lambda table: table.rows(low, high)
 
 
 class StepsOnDisk(Steps):
@@ -118,40 +48,21 @@ class StepsOnDisk(Steps):
         return Steps(np.concatenate([np.empty((0, len(STEP_COLUMNS)), dtype=np.int64), *parts]))
 
 
-class _WhenAsked(Mapping[str, V]):
-    """Columns by name; each is read when it is asked for."""
+def request_table(table: TableFiles | pa.Table, *, lazy: bool = False) -> RequestTable:
+    """A request table, in memory; if `lazy` the token runs alone are, and any other column is read when it is used."""
 
-    def __init__(self, names: Sequence[str], read: Callable[[str], V]) -> None:
-        self._names, self._of = names, read
+    def numbers(name: str) -> Ints:
+        values: Ints = table[name].to_numpy()
+        return values
 
-    def __getitem__(self, name: str) -> V:
-        return self._of(name)
+    def strings(name: str) -> pa.Array:
+        return table[name].combine_chunks()
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def requests_on_disk(files: TableFiles) -> RequestTable:
-    """The request table of a long run: token runs are in memory, every other column is read when it is asked for."""
-    return RequestTable(_WhenAsked(NUMBERS, _numbers(files)), _WhenAsked(TEXTS, _texts(files)), *files.lists(RUNS))
-
-
-def requests_of(table: TableFiles | pa.Table) -> RequestTable:
-    """All of a request table, in memory."""
-    numbers, texts = _numbers(table), _texts(table)
-    lists = table.lists(RUNS) if isinstance(table, TableFiles) else parquet.list_items(table[RUNS])
-    return RequestTable({name: numbers(name) for name in NUMBERS}, {name: texts(name) for name in TEXTS}, *lists)
-
-
-def _numbers(table: TableFiles | pa.Table) -> Callable[[str], Ints]:
-    return lambda name: table[name].to_numpy()
-
-
-def _texts(table: TableFiles | pa.Table) -> Callable[[str], pa.Array]:
-    return lambda name: table[name].combine_chunks()
+    lists = table.lists(RUNS) if isinstance(table, TableFiles) else parquet.list_items(RUNS, table[RUNS])
+    if lazy:
+        return RequestTable(numbers, strings, *lists)
+    values, labels = {name: numbers(name) for name in NUMBERS}, {name: strings(name) for name in TEXTS}
+    return RequestTable(values.__getitem__, labels.__getitem__, *lists)
 
 
 def read_steps(file: Path, *, check: bool = False) -> Steps:
@@ -170,7 +81,7 @@ def read_steps(file: Path, *, check: bool = False) -> Steps:
 def read_requests(file: Path, steps: int | None = None) -> RequestTable:
     """A request table, in memory if it is not a long one; checked against a step table of so many steps."""
     files = TableFiles([file], columns.REQUESTS)
-    requests = requests_on_disk(files) if len(files) > LARGE else requests_of(files)
+    requests = request_table(files, lazy=len(files) > LARGE)
     if steps is not None:
         try:
             _check_requests(requests, steps)

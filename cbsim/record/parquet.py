@@ -7,8 +7,10 @@ Arrow arrays made of their bytes and read as such: Arrow's own way loads pandas,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from cbsim import files
+from cbsim.errors import RunError
 from cbsim.record.columns import Column
 
 SCHEMA_VERSION = 4  # of the run directory: raised whenever a reader of the version before would misread it
@@ -23,13 +27,14 @@ _VERSION_KEY = b"schema_version"
 COUNTED = ("tokens", "blocks", "rows", "requests")  # units of what cannot be less than nothing
 BROKEN = (pa.ArrowException, OSError, ValueError)  # what pyarrow raises when it reads no or a damaged file
 Ints = npt.NDArray[np.int64]
+T = TypeVar("T")
 
 
 class TableError(ValueError):
-    """A table that is not what was declared; the message says what was found and what was expected."""
+    """A table that is not what was declared; the message says what it has and what was expected."""
 
 
-def refused_version(version: object) -> str:
+def other_version(version: object) -> str:
     """What is wrong with a run directory of this schema version, and what to do about it."""
     again = "make the run again with the `command` in its env.json, or read it with the commit named there"
     return f"schema_version {version}, this version reads {SCHEMA_VERSION}: {again}"
@@ -37,12 +42,10 @@ def refused_version(version: object) -> str:
 
 def schema(columns: Sequence[Column]) -> pa.Schema:
     """The declaration as a schema: unit and definition are metadata of the field, the version that of the table."""
-    fields = [
-        pa.field(
-            column.name, _arrow(column.type), column.nullable, {"unit": column.unit, "definition": column.definition}
-        )
-        for column in columns
-    ]
+    fields = []
+    for column in columns:
+        about = {"unit": column.unit, "definition": column.definition}
+        fields.append(pa.field(column.name, _arrow(column.type), column.nullable, about))
     return pa.schema(fields, metadata={_VERSION_KEY: str(SCHEMA_VERSION)})
 
 
@@ -69,65 +72,81 @@ def write_groups(file: IO[bytes], columns: Sequence[Column], groups: Iterable[pa
             out.write_table(group)
 
 
-class ParquetTable:
-    """A parquet file, column by column. Columns beside the declared ones are ignored.
+class TableFiles:
+    """The declared columns of parquet files that follow one another, read when they are asked for; other columns are
+    ignored. A file is a path, or its content.
 
-    Raises TableError: not a parquet file, damaged, another version, a column missing, of another type, with nulls, or
-    with numbers of things below 0.
+    Raises RunError naming the file: not a parquet file, damaged, another version, a column missing, of another type,
+    with nulls, or with numbers of things below 0.
     """
 
-    def __init__(self, file: IO[bytes], columns: Sequence[Column]) -> None:
-        self._columns = {column.name: column for column in columns}
-        try:
-            self._file = pq.ParquetFile(file, page_checksum_verification=True)
-            self._rows: int = self._file.metadata.num_rows
-            schema = self._file.schema_arrow
-        except BROKEN as error:
-            raise _broken(error) from error
-        self._check(schema)
+    def __init__(self, files: Sequence[Path | bytes], columns: Sequence[Column]) -> None:
+        self._files, self._columns = files, {column.name: column for column in columns}
+        self.counts: list[int] = [self._read(file, lambda table: table.metadata.num_rows) for file in files]
 
     def __len__(self) -> int:
-        return self._rows
+        return sum(self.counts)
 
     def __getitem__(self, name: str) -> pa.ChunkedArray:
-        try:
-            values = self._file.read(columns=[name]).column(name)
-        except BROKEN as error:
-            raise _broken(error) from error
-        if len(values) != self._rows:
-            raise TableError(f"column {name} has {len(values)} values, expected {self._rows}")
-        if values.null_count and not self._columns[name].nullable:
-            raise TableError(f"column {name} has {values.null_count} nulls, expected none")
-        if self._columns[name].unit in COUNTED and self._rows and (least := pc.min(values).as_py()) < 0:
-            raise TableError(f"column {name} has {least}, expected 0 or more {self._columns[name].unit}")
-        return values
-
-    def rows(self, low: int, high: int) -> pa.Table:
-        """Rows low:high, every declared column of them; only the groups that they lie in are read."""
-        sizes = [self._file.metadata.row_group(i).num_rows for i in range(self._file.metadata.num_row_groups)]
-        ends = np.cumsum(sizes)
-        groups = np.flatnonzero((ends > low) & (ends - sizes < high))
-        try:
-            read = self._file.read_row_groups(groups.tolist(), columns=list(self._columns))
-        except BROKEN as error:
-            raise _broken(error) from error
-        before = int(ends[groups[0]] - sizes[groups[0]]) if len(groups) else 0
-        return read.slice(low - before, high - low)
+        parts = [self._read(file, lambda table: self._column(table, name)) for file in self._files]
+        return pa.chunked_array([chunk for part in parts for chunk in part.chunks], type=parts[0].type)
 
     def lists(self, name: str) -> tuple[Ints, Ints]:
         """A column of lists of integers, as the length of each list and the items of all."""
-        lengths, items = list_items(values := self[name])
-        if nulls := pc.list_flatten(values).null_count:
-            raise TableError(f"column {name} has {nulls} nulls in its lists, expected none")
-        return lengths, items
+        parts = [self._read(file, lambda table: list_items(name, self._column(table, name))) for file in self._files]
+        lengths, items = zip(*parts, strict=True)
+        return np.concatenate(lengths), np.concatenate(items)
+
+    def rows(self, low: int, high: int) -> Iterator[pa.Table]:
+        """Rows low:high with every declared column, file by file."""
+        for number, count in enumerate(self.counts):
+            if low < count and high > 0:
+                yield self.file(number, max(low, 0), min(high, count))
+            low, high = low - count, high - count
+
+    def file(self, number: int, low: int = 0, high: int | None = None) -> pa.Table:
+        """Rows low:high of one of the files, all by default, with every declared column."""
+        end = self.counts[number] if high is None else high
+        return self._read(self._files[number], lambda table: self._rows(table, low, end))
+
+    def _read(self, source: Path | bytes, make: Callable[[pq.ParquetFile], T]) -> T:
+        path = source if isinstance(source, Path) else "a table in memory"
+        with files.access(path, RunError), BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+            try:
+                table = pq.ParquetFile(file, page_checksum_verification=True)
+                self._check(table.schema_arrow)
+                return make(table)
+            except TableError as error:
+                raise RunError(f"{path}: {error}", file=path) from error
+            except BROKEN as error:
+                problem = " ".join(str(error).split())  # some of Arrow's have several lines
+                raise RunError(f"{path}: not a parquet table: {problem}", file=path) from error
+
+    def _column(self, table: pq.ParquetFile, name: str) -> pa.ChunkedArray:
+        values, column, rows = table.read(columns=[name]).column(name), self._columns[name], table.metadata.num_rows
+        if len(values) != rows:
+            raise TableError(f"column {name} has {len(values)} values, expected {rows}")
+        if values.null_count and not column.nullable:
+            raise TableError(f"column {name} has {values.null_count} nulls, expected none")
+        if column.unit in COUNTED and rows and (least := pc.min(values).as_py()) < 0:
+            raise TableError(f"column {name} has {least}, expected 0 or more {column.unit}")
+        return values
+
+    def _rows(self, table: pq.ParquetFile, low: int, high: int) -> pa.Table:
+        """Only the groups that they lie in are read."""
+        sizes = [table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)]
+        ends = np.cumsum(sizes)
+        groups = np.flatnonzero((ends > low) & (ends - sizes < high))
+        read = table.read_row_groups(groups.tolist(), columns=list(self._columns))
+        before = int(ends[groups[0]] - sizes[groups[0]]) if len(groups) else 0
+        return read.slice(low - before, high - low)
 
     def _check(self, schema: pa.Schema) -> None:
         version = (schema.metadata or {}).get(_VERSION_KEY, str(SCHEMA_VERSION).encode()).decode(errors="replace")
         if version != str(SCHEMA_VERSION):
-            raise TableError(refused_version(version))
-        names = schema.names
+            raise TableError(other_version(version))
         for column in self._columns.values():
-            count = names.count(column.name)
+            count = schema.names.count(column.name)
             if count != 1:
                 raise TableError(f"column {column.name} is {'there twice' if count else 'missing'}")
             kind = _name(schema.field(column.name).type)
@@ -135,13 +154,12 @@ class ParquetTable:
                 raise TableError(f"column {column.name} is {kind}, expected {column.type}")
 
 
-def list_items(values: pa.ChunkedArray) -> tuple[Ints, Ints]:
-    """Lists of integers, as the length of each list and the items of all."""
-    return pc.list_value_length(values).to_numpy(), pc.list_flatten(values).to_numpy()
-
-
-def _broken(error: Exception) -> TableError:
-    return TableError(f"not a parquet table: {' '.join(str(error).split())}")  # some of Arrow's have several lines
+def list_items(name: str, values: pa.ChunkedArray) -> tuple[Ints, Ints]:
+    """A column of lists of integers, as the length of each list and the items of all. Raises TableError for nulls."""
+    items = pc.list_flatten(values)
+    if items.null_count:
+        raise TableError(f"column {name} has {items.null_count} nulls in its lists, expected none")
+    return pc.list_value_length(values).to_numpy(), items.to_numpy()
 
 
 def _arrow(name: str) -> pa.DataType:
@@ -163,12 +181,9 @@ def int_array(values: npt.NDArray[Any], missing: npt.NDArray[np.bool_] | None = 
 
 
 def text_array(values: Sequence[str]) -> pa.Array:
-    encoded_values = [value.encode() for value in values]
-    return pa.Array.from_buffers(
-        pa.string(),
-        len(encoded_values),
-        [None, _ends([len(w) for w in encoded_values]), pa.py_buffer(b"".join(encoded_values))],
-    )
+    parts = [value.encode() for value in values]
+    buffers = [None, _ends([len(part) for part in parts]), pa.py_buffer(b"".join(parts))]
+    return pa.Array.from_buffers(pa.string(), len(parts), buffers)
 
 
 def list_array(lengths: npt.NDArray[np.int64], items: npt.NDArray[np.int64]) -> pa.Array:

@@ -22,7 +22,8 @@ import pyarrow as pa
 from cbsim.record import columns, directory, parquet
 from cbsim.record.columns import Column
 from cbsim.record.directory import RunWriter
-from cbsim.record.on_disk import StepsOnDisk, TableFiles, read_requests, read_steps, requests_of
+from cbsim.record.on_disk import StepsOnDisk, read_requests, read_steps, request_table
+from cbsim.record.parquet import TableFiles
 from cbsim.record.record import STEP_COLUMNS, Record, RequestRow
 from cbsim.record.tables import Ints, RequestTable, Steps, times
 
@@ -90,7 +91,7 @@ def _picked(files: TableFiles, at: Ints) -> RequestTable:
         for number in np.unique(piece)
     ]
     order = np.argsort(np.argsort(piece, kind="stable"), kind="stable")
-    return requests_of(pa.concat_tables(parts).take(order))
+    return request_table(pa.concat_tables(parts).take(order))
 
 
 def name_of(number: int) -> str:
@@ -133,4 +134,4 @@ def steps_so_far(path: Path) -> Steps:
 def requests_so_far(path: Path) -> RequestTable:
     """Its requests, as they were after these steps."""
     files = request_pieces(path)
-    return requests_of(files).rows(last_rows(files))
+    return request_table(files).rows(last_rows(files))

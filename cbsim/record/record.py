@@ -22,7 +22,6 @@ from cbsim.record import columns
 PHASES, LANES = columns.PHASES, columns.LANES
 STEP_COLUMNS = tuple(column.name for column in columns.STEPS)
 STEP_TIMES = tuple(column.name for column in columns.STEPS if column.unit == "ns")
-STEP_COUNTS = tuple(name for name in STEP_COLUMNS if name not in STEP_TIMES)
 FAILED = "failed"
 UNREPORTED = -1
 STATUSES = (*(finish.value for finish in Finish), FAILED, "unfinished", "waiting")
@@ -79,20 +78,20 @@ class RequestRow(NamedTuple):
     token_runs: list[int]
 
 
-class MoveLog:
+class TransferLog:
     """The KV transfers of a run, in the order in which plans list them: `rows` are the columns MOVES, row after row."""
 
     def __init__(self) -> None:
         self.rows = array("q")
         self._of_job: dict[int, list[int]] = {}  # where the step is noted whose result names it
 
-    def moved(self, step: int, move: Transfer, start_ns: int, end_ns: int) -> None:
-        """A move that the plan of `step` lists, and when it began and ended, or will."""
-        index = -1 if move.spec is None else move.spec.index
-        row = (step, index, move.job, int(move.direction), len(move.sources), start_ns, end_ns, UNREPORTED)
+    def moved(self, step: int, transfer: Transfer, start_ns: int, end_ns: int) -> None:
+        """A transfer that the plan of `step` lists, and when it began and ended, or will."""
+        index, blocks = -1 if transfer.spec is None else transfer.spec.index, len(transfer.sources)
+        row = (step, index, transfer.job, int(transfer.direction), blocks, start_ns, end_ns, UNREPORTED)
         self.rows.extend(row)
-        if move.job != IN_ORDER:
-            self._of_job.setdefault(move.job, []).append(len(self.rows) - 1)
+        if transfer.job != IN_ORDER:
+            self._of_job.setdefault(transfer.job, []).append(len(self.rows) - 1)
 
     def reported(self, jobs: tuple[int, ...], step: int) -> None:
         """The result of `step` named these jobs."""
@@ -121,7 +120,7 @@ class Record:
         self.refusals: dict[RequestSpec, str] = {}
         self.failures: dict[RequestSpec, str] = {}
         self.cancels: dict[RequestSpec, int] = {}
-        self.moves = MoveLog()
+        self.transfers = TransferLog()
         self.parents = array("q")  # rows of columns.PARENTS
         self.polls = 0
         self.sampled_tokens = 0  # output tokens that steps have delivered

@@ -5,7 +5,7 @@ A run may have a million requests. As columns they take as many bytes as they ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -64,8 +64,11 @@ class Steps:
 class RequestTable(Sequence[RequestRow]):
     """Requests in order of index. `lengths` says how many numbers of `runs` are a request's token runs."""
 
-    def __init__(self, numbers: Mapping[str, Ints], texts: Mapping[str, pa.Array], lengths: Ints, runs: Ints) -> None:
-        self._numbers, self._texts = numbers, texts
+    def __init__(
+        self, numbers: Callable[[str], Ints], texts: Callable[[str], pa.Array], lengths: Ints, runs: Ints
+    ) -> None:
+        """`numbers` and `texts` give a column of NUMBERS or TEXTS by its name."""
+        self.numbers, self.texts = numbers, texts
         self.lengths, self.runs = lengths, runs
 
     @classmethod
@@ -76,34 +79,26 @@ class RequestTable(Sequence[RequestRow]):
         values = dict(zip(RequestRow._fields, zip(*rows, strict=True) if rows else ((),) * 16, strict=True))
         runs = values[RUNS]
         return cls(
-            {name: np.array(values[name], dtype=np.int64) for name in NUMBERS},
-            {name: parquet.text_array(values[name]) for name in TEXTS},
+            {name: np.array(values[name], dtype=np.int64) for name in NUMBERS}.__getitem__,
+            {name: parquet.text_array(values[name]) for name in TEXTS}.__getitem__,
             np.array([len(numbers) for numbers in runs], dtype=np.int64),
             np.fromiter(chain.from_iterable(runs), dtype=np.int64),
         )
 
-    def numbers(self, name: str) -> Ints:
-        """A column of whole numbers."""
-        return self._numbers[name]
-
-    def texts(self, name: str) -> pa.Array:
-        """A column of texts."""
-        return self._texts[name]
-
     def is_in(self, statuses: Sequence[str]) -> Mask:
         """Which requests have one of these statuses?"""
-        return parquet.bool_mask(pc.is_in(self._texts["status"], parquet.text_array(statuses)))
+        return parquet.bool_mask(pc.is_in(self.texts("status"), parquet.text_array(statuses)))
 
     def rows(self, chosen: npt.NDArray[np.integer] | Mask) -> RequestTable:
         """The requests at these positions, in their order, or those that a mask leaves."""
         at = np.flatnonzero(chosen) if chosen.dtype == bool else chosen
-        places = parquet.int_array(at)
+        indices = parquet.int_array(at)
         lengths = self.lengths[at]
         starts = (np.cumsum(self.lengths) - self.lengths)[at]
         inside = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         return RequestTable(
-            {name: values[at] for name, values in self._numbers.items()},
-            {name: values.take(places) for name, values in self._texts.items()},
+            {name: self.numbers(name)[at] for name in NUMBERS}.__getitem__,
+            {name: self.texts(name).take(indices) for name in TEXTS}.__getitem__,
             lengths,
             self.runs[np.repeat(starts, lengths) + inside],
         )
@@ -125,8 +120,8 @@ class RequestTable(Sequence[RequestRow]):
         ends = np.cumsum(self.lengths)
         for low in range(0, len(self), AT_ONCE):
             part = slice(low, low + AT_ONCE)
-            columns: dict[str, Any] = {name: self._numbers[name][part].tolist() for name in NUMBERS}
-            columns |= {name: self._texts[name][part].to_pylist() for name in TEXTS}
+            columns: dict[str, Any] = {name: self.numbers(name)[part].tolist() for name in NUMBERS}
+            columns |= {name: self.texts(name)[part].to_pylist() for name in TEXTS}
             spans = zip(ends[part].tolist(), self.lengths[part].tolist(), strict=True)
             columns[RUNS] = [self.runs[end - length : end].tolist() for end, length in spans]
             yield from map(RequestRow._make, zip(*(columns[name] for name in RequestRow._fields), strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,18 +12,20 @@ import numpy as np
 from cbsim.record.record import LANES, PHASES
 from cbsim.record.tables import Ints, Steps
 
-MOVING = ("kv copy", "kv out", "kv in")  # lanes of moves, by way
-MOVE_DETAILS = ("step", "request", "job", "blocks")
+TRANSFER_LANES = ("kv copy", "kv out", "kv in")  # by direction
+TRANSFER_DETAILS = ("step", "request", "job", "blocks")
 DETAILS = ("rows", "decode_rows", "prefill_tokens", "padded_tokens", "context_tokens", "running", "waiting")
 
 
-def chrome_trace(steps: Steps, window: tuple[int, int], title: str, moves: Mapping[str, Ints] | None = None) -> bytes:
-    """Gzipped JSON of steps window[0]:window[1], and of the moves that their plans list. Times are microseconds, as
-    the format wants.
+def chrome_trace(
+    steps: Steps, window: tuple[int, int], title: str, transfers: Mapping[str, Ints] | None = None
+) -> bytes:
+    """Gzipped JSON of steps window[0]:window[1], and of the transfers that their plans list. Times are microseconds,
+    as the format wants.
     """
     shown = steps.window(*window)
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": title}}]
-    for tid, lane in enumerate(("cpu", *LANES, *(MOVING if moves and len(moves["way"]) else ()))):
+    for tid, lane in enumerate(("cpu", *LANES, *(TRANSFER_LANES if transfers and len(transfers["way"]) else ()))):
         events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": lane}})
         events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
     numbers = shown["step"].tolist()
@@ -40,24 +42,15 @@ def chrome_trace(steps: Steps, window: tuple[int, int], title: str, moves: Mappi
             if name == "compute":
                 event["args"] |= {key: values[i] for key, values in details.items()}
             events.append(event)
-    events += _moved(moves, window) if moves else []
-    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
-    return gzip.compress(text.encode(), compresslevel=6, mtime=0)
+    events += _transfer_events(transfers, window) if transfers else []
+    document = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+    return gzip.compress(document.encode(), compresslevel=6, mtime=0)
 
 
-def _moved(moves: Mapping[str, Ints], window: tuple[int, int]) -> list[dict[str, Any]]:
-    """Moves of KV as events, on a lane for each way."""
-    seen = np.flatnonzero((moves["step"] >= window[0]) & (moves["step"] < window[1]))
-    rows = zip(*(moves[name][seen].tolist() for name in ("way", "start_ns", "end_ns", *MOVE_DETAILS)), strict=True)
-    return [
-        {
-            "ph": "X",
-            "pid": 1,
-            "tid": 1 + len(LANES) + way,
-            "name": MOVING[way],
-            "ts": start / 1000,
-            "dur": (end - start) / 1000,
-            "args": dict(zip(MOVE_DETAILS, details, strict=True)),
-        }
-        for way, start, end, *details in rows
-    ]
+def _transfer_events(transfers: Mapping[str, Ints], window: tuple[int, int]) -> Iterator[dict[str, Any]]:
+    """Transfers of KV as events, on a lane for each direction."""
+    inside = np.flatnonzero((transfers["step"] >= window[0]) & (transfers["step"] < window[1]))
+    columns = (transfers[name][inside].tolist() for name in ("way", "start_ns", "end_ns", *TRANSFER_DETAILS))
+    for lane, start, end, *details in zip(*columns, strict=True):
+        event = {"ph": "X", "pid": 1, "tid": 1 + len(LANES) + lane, "name": TRANSFER_LANES[lane], "ts": start / 1000}
+        yield event | {"dur": (end - start) / 1000, "args": dict(zip(TRANSFER_DETAILS, details, strict=True))}

@@ -19,7 +19,7 @@ from cbsim.metrics.catalogue import DISTRIBUTIONS, METRICS, SINGLE
 from cbsim.metrics.terminal import lookup
 from cbsim.record import invariants, on_disk, parquet, pieces
 from cbsim.record.directory import MARKER, SCHEMA_VERSION, TERMS
-from cbsim.record.on_disk import Place
+from cbsim.record.optional_tables import Files
 from cbsim.record.record import STEP_COLUMNS
 from cbsim.record.tables import RequestTable, Steps
 from cbsim.scenario.fields import LARGEST_REAL, LARGEST_WHOLE, shown
@@ -41,7 +41,7 @@ class Run:
     files: Mapping[str, bytes] | None = None
 
     @property
-    def place(self) -> Place:
+    def source(self) -> Files:
         """Where its further files are."""
         return self.path if self.files is None else self.files
 
@@ -65,7 +65,7 @@ def load(path: Path, *, whole: bool = True) -> Run:
     version = summary.get("schema_version")
     if version != SCHEMA_VERSION:
         raise RunError(
-            f"{path / 'summary.json'}: {parquet.refused_version(version)}",
+            f"{path / 'summary.json'}: {parquet.other_version(version)}",
             file=path / "summary.json",
             field="schema_version",
             value=version,

@@ -81,11 +81,8 @@ def _check_requests(run: Run, workload: Workload) -> None:
 def _compare(run: Run, policy: Any, steps_in_flight: int, find: Find, on_plan: OnPlan | None = None) -> Replanned:
     polls, steps = _Polls(run, find), len(run.steps)
     total, step = policy.pool.num_blocks, 0
-    recorded, moved, parents = (
-        _recorded(run),
-        optional_tables.reported_jobs(run.place),
-        optional_tables.read_parents(run.place),
-    )
+    recorded = _recorded(run)
+    moved, parents = optional_tables.reported_jobs(run.source), optional_tables.parents(run.source)
     loop = serve(policy, steps_in_flight)
     answer: Any = None
     while True:

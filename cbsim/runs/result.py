@@ -36,7 +36,7 @@ OURS = (
     "summary.json",
     "timeline.json.gz",
     directory.MARKER,
-    optional_tables.TRANSFERS_FILE,
+    optional_tables.TRANSFERS,
     directory.TERMS,
 )
 
@@ -102,9 +102,9 @@ class Result:
         return parquet.table(columns.REQUESTS, directory.request_columns(self._times))
 
     @cached_property
-    def moves(self) -> Mapping[str, Ints]:
-        """The moves of KV, the columns of moves.parquet; without rows if nothing moved. Raises RunError."""
-        return optional_tables.read_transfers(self.path or self.files)
+    def transfers(self) -> Mapping[str, Ints]:
+        """The transfers of KV, the columns of moves.parquet; without rows if there were none. Raises RunError."""
+        return optional_tables.read(self.path or self.files, optional_tables.TRANSFERS)
 
     @cached_property
     def occupancy(self) -> Occupancy:
@@ -141,7 +141,9 @@ class Result:
         writer.environment(self.environment)
         with writer.writing(self.step_numbers, lambda: self._times):
             title = f"{self.summary['name']} {self.loop}"
-            writer.file("timeline.json.gz", timeline.chrome_trace(self.step_numbers, timeline_steps, title, self.moves))
+            writer.file(
+                "timeline.json.gz", timeline.chrome_trace(self.step_numbers, timeline_steps, title, self.transfers)
+            )
         writer.summary({**self.summary, "complete": False})
         writer.drop_pieces()
         for name, content in self._beside().items():
@@ -271,9 +273,9 @@ def figure(results: Sequence[Result]) -> Picture:
         if not len(result.step_numbers):
             raise RunError(f"{result.summary['name']}: {result.loop}: no step ran: there is nothing to draw")
     steps = {result.loop: result.step_numbers for result in results}
-    moved = {result.loop: result.moves for result in results}
+    transfers = {result.loop: result.transfers for result in results}
     active = {result.loop: float(result.summary["gpu_active"]) for result in results}
-    return Picture(lanes(steps, as_given=True, active=active, moves=moved))
+    return Picture(lanes(steps, as_given=True, active=active, transfers=transfers))
 
 
 def draw_together(results: Results, path: Path) -> None:

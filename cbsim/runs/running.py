@@ -120,16 +120,11 @@ class Session:
         record = self.server.record
         rows, steps = self._pieces.tables(record) if self._pieces else directory.contents(record)
         numbers = metrics.summarise(rows, steps, **self._counted)
-        if record.moves.rows:
-            numbers["kv_moves"] = optional_tables.summarise_transfers(record.moves, numbers["makespan_s"])
+        if record.transfers.rows:
+            numbers["kv_moves"] = optional_tables.summarise_transfers(record.transfers, numbers["makespan_s"])
         text = self._terms.requests
         requests = {} if text is None else {csv_requests.file_of(self.scenario): text.encode()}
-        files = {
-            **requests,
-            **optional_tables.transfer_files(record.moves),
-            **optional_tables.parent_files(record.parents),
-            **self.server.files(),
-        }
+        files = {**requests, **optional_tables.files_of(record), **self.server.files()}
         environment = self.environment
         return Result(
             self.scenario,

@@ -171,11 +171,11 @@ def test_a_search_without_numbers_fails_as_a_whole() -> None:
 
 def check_derived(run: Run, folder: Path) -> dict[int, list[tuple[int, int]]]:
     """The recorded parents, which lead to the recorded plans again."""
-    recorded = replace(reading.load(run.written(folder)), files=optional_tables.parent_files(run.engine.record.parents))
+    recorded = replace(reading.load(run.written(folder)), files=optional_tables.files_of(run.engine.record))
     known = {one.index: one for one in run.engine.sequences}
     verdict = replan._compare(recorded, assemble.scheduler(run.scenario, "sync"), 1, known.get)
     assert verdict == (len(run.steps), len(run.steps), None)
-    return optional_tables.read_parents(recorded.place)
+    return optional_tables.parents(recorded.source)
 
 
 # -- a real model -----------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def test_a_long_run_that_is_interrupted_joins_its_pieces(
     monkeypatch.setattr(progress.Progress, "__call__", interrupted)
     refused(call("run", small, "--loop", "sync", "--trace-steps", "0:9", "--out", out, "--quiet"), 1, "interrupted")
     (path,) = runs(out)
-    assert {file.name for file in path.iterdir()} == {*result.OURS} - {directory.TERMS, optional_tables.TRANSFERS_FILE}
+    assert {file.name for file in path.iterdir()} == {*result.OURS} - {directory.TERMS, optional_tables.TRANSFERS}
     run = reading.load(path)
     assert run.incomplete == "interrupted, after 30 steps"
     assert len(run.steps) == run.summary["steps"] == 30

@@ -13,7 +13,7 @@ from cbsim.machine.graphs import Shape
 from cbsim.policy.plan import Chunk, StepChanges, StepPlan, StepWork
 from cbsim.policy.transfers import Direction, Transfer
 from cbsim.record import optional_tables
-from cbsim.record.record import MoveLog, StepTimes
+from cbsim.record.record import StepTimes, TransferLog
 
 A, B = spec(0, 8, 4), spec(1, 8, 4)
 HOST_NS, COPY_NS = 10, 4  # of a block: 1,000 bytes at 100 bytes/ns, and twice that at 500
@@ -25,7 +25,7 @@ class Gpu:
     """A GPU with nothing before its lanes, whose steps take the same each."""
 
     def __init__(self, *, overlap: bool = True) -> None:
-        self.log = MoveLog()
+        self.log = TransferLog()
         cost = Fixed((0, 0, 0, 0), (H2D, COMPUTE, D2H))
         mover = partial(Mover, COPIES, self.log, 4)
         self.device = OneGpu(cost, depth=2, overlap=overlap, mover=mover)
@@ -41,7 +41,7 @@ class Gpu:
         return self.device.mover.over(now_ns, step)
 
     def moved(self) -> list[tuple[int, int]]:
-        table = optional_tables.transfer_table(self.log)
+        table = optional_tables.values_of(optional_tables.TRANSFERS, self.log.rows)
         return list(zip(table["start_ns"].tolist(), table["end_ns"].tolist(), strict=True))
 
 
@@ -85,7 +85,7 @@ def test_jobs_go_on_beside_the_steps() -> None:
     assert gpu.moved() == [(42, 62), (62, 72), (42, 52)]
     assert times.compute_start_ns == 42  # and waits for neither
     assert [gpu.over(now, 1) for now in (51, 52, 71, 72, 99)] == [(), (5,), (), (4,), ()]
-    assert optional_tables.transfer_table(gpu.log)["reported_step"].tolist() == [1, 1, 1]
+    assert optional_tables.values_of(optional_tables.TRANSFERS, gpu.log.rows)["reported_step"].tolist() == [1, 1, 1]
 
 
 def test_rows_wait_for_the_jobs_that_their_plan_awaits() -> None:

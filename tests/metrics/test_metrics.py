@@ -17,7 +17,7 @@ from cbsim.metrics import checks, metrics
 from cbsim.metrics.catalogue import METRICS
 from cbsim.metrics.metrics import summarise
 from cbsim.record import optional_tables
-from cbsim.record.record import STEP_COLUMNS, MoveLog, RequestRow
+from cbsim.record.record import STEP_COLUMNS, RequestRow, TransferLog
 from cbsim.record.tables import Steps, token_times
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import generators
@@ -386,7 +386,7 @@ def test_every_number_of_a_summary_can_be_checked_and_every_check_finds_one() ->
     table = np.frombuffer(bytes(server.record.steps), dtype=np.int64).reshape(-1, len(STEP_COLUMNS))
     slo = {"ttft_s": 1.0, "tpot_s": 1.0, "e2e_s": 9.0}
     summary = summarise(server.record.requests(), Steps(table), total_blocks=100, slo=slo, price_usd_hour=5.0)
-    summary["kv_moves"] = optional_tables.summarise_transfers(MoveLog(), 1.0)  # of runs that move KV
+    summary["kv_moves"] = optional_tables.summarise_transfers(TransferLog(), 1.0)  # of runs that move KV
     found = leaves(summary)
     assert set(METRICS) - set(found) == set()
     assert set(found) - set(METRICS) <= UNCHECKED

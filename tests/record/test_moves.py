@@ -14,16 +14,16 @@ from cbsim.errors import RunError
 from cbsim.policy.request import RequestSpec
 from cbsim.policy.transfers import Direction, Transfer
 from cbsim.record import optional_tables, timeline
-from cbsim.record.record import STEP_COLUMNS, MoveLog
-from cbsim.record.tables import Steps
+from cbsim.record.record import STEP_COLUMNS, Record, TransferLog
+from cbsim.record.tables import Ints, Steps
 
 A = RequestSpec(7, "a", 0, 4, 4, 4)
 
 
 @pytest.fixture
-def log() -> MoveLog:
+def log() -> TransferLog:
     """A copy in step 0, a job of two stores that the result of step 3 names, a load that is under way at the end."""
-    log = MoveLog()
+    log = TransferLog()
     log.moved(0, Transfer(Direction.COPY, (1,), (2,), A), 100, 110)
     log.moved(1, Transfer(Direction.OUT, (3, 4), (0, 1), job=5), 200, 400)
     log.moved(1, Transfer(Direction.OUT, (6,), (2,), job=5), 400, 500)
@@ -32,10 +32,17 @@ def log() -> MoveLog:
     return log
 
 
-def test_a_table_comes_back_as_it_was(log: MoveLog, tmp_path: Path) -> None:
-    for name, content in optional_tables.transfer_files(log).items():
+def values(log: TransferLog) -> dict[str, Ints]:
+    return optional_tables.values_of(optional_tables.TRANSFERS, log.rows)
+
+
+def test_a_table_comes_back_as_it_was(log: TransferLog, tmp_path: Path) -> None:
+    record = Record(1)
+    assert optional_tables.files_of(record) == {}
+    record.transfers = log
+    for name, content in optional_tables.files_of(record).items():
         (tmp_path / name).write_bytes(content)
-    read = optional_tables.read_transfers(tmp_path)
+    read = optional_tables.read(tmp_path, optional_tables.TRANSFERS)
     assert {name: values.tolist() for name, values in read.items()} == {
         "step": [0, 1, 1, 2],
         "request": [7, -1, -1, 7],
@@ -50,17 +57,17 @@ def test_a_table_comes_back_as_it_was(log: MoveLog, tmp_path: Path) -> None:
 
 
 def test_a_run_without_moves_has_no_table(tmp_path: Path) -> None:
-    assert optional_tables.transfer_files(MoveLog()) == {} == optional_tables.reported_jobs(tmp_path)
-    assert all(len(values) == 0 for values in optional_tables.read_transfers(tmp_path).values())
+    assert optional_tables.reported_jobs(tmp_path) == {}
+    assert all(len(values) == 0 for values in optional_tables.read(tmp_path, optional_tables.TRANSFERS).values())
 
 
 def test_a_damaged_table_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / optional_tables.TRANSFERS_FILE).write_bytes(b"PAR1")
+    (tmp_path / optional_tables.TRANSFERS).write_bytes(b"PAR1")
     with pytest.raises(RunError, match=r"moves\.parquet: not a parquet table"):
         optional_tables.reported_jobs(tmp_path)
 
 
-def test_numbers(log: MoveLog) -> None:
+def test_numbers(log: TransferLog) -> None:
     """Blocks by way; each direction is busy for what its moves took, of a span of a microsecond."""
     assert optional_tables.summarise_transfers(log, 1e-6) == {
         "copied_blocks": 1,
@@ -81,12 +88,12 @@ def steps() -> Steps:
     return Steps(rows)
 
 
-def test_moves_have_lanes_in_the_timeline(log: MoveLog) -> None:
+def test_moves_have_lanes_in_the_timeline(log: TransferLog) -> None:
     """A thread for each way, and the moves that the plans of the window list."""
-    text = gzip.decompress(timeline.chrome_trace(steps(), (1, 3), "run", optional_tables.transfer_table(log)))
+    text = gzip.decompress(timeline.chrome_trace(steps(), (1, 3), "run", values(log)))
     events = json.loads(text)["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    moved = [event for event in events if event["name"] in timeline.MOVING]
+    moved = [event for event in events if event["name"] in timeline.TRANSFER_LANES]
     assert all(names[event["tid"]] == event["name"] for event in moved)
     assert [(event["name"], event["ts"], event["args"]["job"]) for event in moved] == [
         ("kv out", 0.2, 5),
@@ -95,14 +102,12 @@ def test_moves_have_lanes_in_the_timeline(log: MoveLog) -> None:
     ]
 
 
-def test_moves_have_lanes_in_the_figure(log: MoveLog) -> None:
+def test_moves_have_lanes_in_the_figure(log: TransferLog) -> None:
     """Two rows more, where something moves; copies lie on the compute lane."""
     plain = lane_chart.lanes({"run": steps()}, (0, 4))
-    (panel,) = lane_chart.lanes({"run": steps()}, (0, 4), moves={"run": optional_tables.transfer_table(log)}).panels
-    assert panel.rows == (*plain.panels[0].rows, *lane_chart.MOVING)
+    (panel,) = lane_chart.lanes({"run": steps()}, (0, 4), transfers={"run": values(log)}).panels
+    assert panel.rows == (*plain.panels[0].rows, *lane_chart.HOST_LANES)
     drawn = {mark.name: mark.row.tolist() for mark in panel.marks if mark.name.startswith("KV")}
     assert drawn == {"KV copy": [2], "KV out": [4, 4], "KV in": [5]}
-    (still,) = lane_chart.lanes(
-        {"run": steps()}, (0, 4), moves={"run": optional_tables.transfer_table(MoveLog())}
-    ).panels
+    (still,) = lane_chart.lanes({"run": steps()}, (0, 4), transfers={"run": values(TransferLog())}).panels
     assert still.rows == plain.panels[0].rows

@@ -162,7 +162,7 @@ def test_the_real_clock_changes_when_tokens_are_seen_and_nothing_else() -> None:
 def test_a_session_whose_kv_moves(moves: dict[str, Any]) -> None:
     """Steps that wait for a move, or for a request, end when either comes."""
     opened, result, _ = session(scenario("vllm", "async", 24, **moves), seed=3)
-    assert len(result.moves["step"])
+    assert len(result.transfers["step"])
     check_same(opened, result)
 
 
