@@ -96,16 +96,16 @@ class Restless(VllmScheduler):
             if indices and len(indices) <= len(self._places):
                 self._send(request, indices)
         elif held and (moved := self._rng.sample(range(held), min(held, 3, self.pool.free))):
+            if what == "round trip" and len(moved) > len(self._places):
+                return
             old, new = [table[i] for i in moved], self.pool._free.take(len(moved))
             if what == "copy":
                 self._move(Direction.COPY, old, new, request)
-            elif len(moved) <= len(self._places):
+            else:
                 places = self._take_places(len(moved))
                 self._move(Direction.OUT, old, places, request)
                 self._move(Direction.IN, places, new, request)
                 self._places += places
-            else:
-                old = new
             self._replace(request, moved, old, new)
 
     def _send(self, request: Request, indices: list[int]) -> None:
