@@ -8,14 +8,13 @@ closed if all active requests are cancelled after a soft reset. In 5.23 a row wi
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cbsim.kv.blocks import BlockPool, CachedLast, FreeList, Replaced
 from cbsim.kv.keys import Keys, KeysWhenCompleted
 from cbsim.policy.decode_batch import Completion
 from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
+from cbsim.policy.value import replace
 from cbsim.schedulers.transformers.scheduler import Step, TransformersScheduler
 from cbsim.schedulers.transformers.scheduler_523 import Transformers523
 from cbsim.schedulers.transformers.settings import TransformersOptions

@@ -109,7 +109,7 @@ class WatchedPool(RadixPool):
     evictions: list[list[list[int]]]
 
     def make_room(self, tokens: int) -> list[list[int]]:
-        short = self.available * self.block_size < tokens
+        short = self.ready * self.block_size < tokens
         evicted = super().make_room(tokens)
         if short:
             self.evictions.append(evicted)
@@ -355,7 +355,7 @@ class SglangReplay:
         pool = self.scheduler.pool
         size, tree = pool.block_size, pool.tree
         kept = {"evictable": tree.evictable * size, "protected": tree.protected * size}
-        return {"avail": pool.available * size, **kept}
+        return {"avail": pool.ready * size, **kept}
 
     def _result(self, plan: StepPlan, outcome: Outcome) -> Line:
         del outcome

@@ -22,7 +22,7 @@ from cbsim.conformance.transformers_traces import (
 )
 from cbsim.kv.blocks import BlockPool, CachedLast
 from cbsim.kv.keys import Keys
-from cbsim.kv.sectors import HostKinds, HostSectors, KindSectors, SectorPool, Sectors
+from cbsim.kv.sectors import HostSectors, KindSectors, SectorPool, Sectors
 from cbsim.kv.table_pools import KindPool, RingPool
 from cbsim.policy.decode_batch import Completion
 from cbsim.policy.groups import FULL, Attention, LayerGroup, Sight
@@ -298,7 +298,7 @@ class SectorsReplay(TransformersReplay):
         if "cpu_sectors" not in self.resolved:
             return {}
         assert isinstance(host.places, HostSectors)
-        sectors = host.places.sectors
+        (sectors,) = host.places.sectors.kinds
         loose = sectors.ready - len(sectors.stack) * sectors.per
         held = {r.spec.id: {KIND: list(tables[0])} for r, tables in host.tables.items()}
         return {"cpu": {"free_sectors": list(sectors.stack), "free_blocks": {KIND: loose}, "held": held}}
@@ -404,7 +404,7 @@ class KindsReplay(TransformersReplay):
         host = self.scheduler.host
         if "cpu_sectors" not in self.resolved:
             return {}
-        assert isinstance(host.places, HostKinds)
+        assert isinstance(host.places, HostSectors)
         held = {r.spec.id: self._named(tables) for r, tables in host.tables.items()}
         sectors = host.places.sectors
         return {"cpu": {"free_sectors": list(sectors.stack), **self._by_kind(sectors), "held": held}}

@@ -62,7 +62,7 @@ class BlockPool:
         ] = {}  # key -> block, or the blocks that duplicate it, oldest first
         self._key_of: dict[int, int] = {}
         self._refs: dict[int, int] = {}  # of blocks with a key, or several owners; any other in use has one owner
-        self._holds: dict[int, int] = {}  # those of them that transfers hold, and how often
+        self._read: dict[int, None] = {}  # those of them that a transfer reads
         self._last = NEVER_ASKED
 
     @property
@@ -309,18 +309,17 @@ class BlockPool:
         self._free.give(blocks, reusable)
 
     def hold(self, blocks: list[int]) -> None:
-        """A transfer reads these cached blocks: they are not handed out until `let_go`, whoever frees them."""
+        """A transfer reads these cached blocks, which no other one does: they are not handed out until `let_go`."""
         for block in blocks:
+            assert block not in self._read, ("read by two transfers", block)
             self._acquire(block)
-            self._holds[block] = self._holds.get(block, 0) + 1
+            self._read[block] = None
 
     def let_go(self, blocks: list[int]) -> None:
-        """The transfer is over. Those that nobody else has become free, in this order."""
+        """The transfer is over. Blocks without another owner become free, in this order."""
         freed: list[int] = []
         for block in blocks:
-            holds = self._holds.pop(block) - 1
-            if holds:
-                self._holds[block] = holds
+            del self._read[block]
             if self._drop(block):
                 freed.append(block)
         freed.reverse()  # a free list takes tables, tail first
@@ -394,7 +393,7 @@ class BlockPool:
 
     def check(self) -> None:
         """Raise AssertionError unless every block is free or owned, exactly, and counts and index agree."""
-        users = dict(self._holds)
+        users = dict.fromkeys(self._read, 1)
         for table in self.live_tables():
             assert len(set(table)) == len(table), ("a table names a block twice", table)
             for block in table:

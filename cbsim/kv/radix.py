@@ -1,63 +1,55 @@
 """The radix tree of SGLang 0.5.23 (its UnifiedRadixCache, one group of full-attention layers): which pages hold which
-text, who reads them, and which go when room is needed.
+tokens, how many requests read them, and which are evicted when room is needed.
 
 A clock counts uses: every use has a time of its own, and the ancestors of a node that was matched are a hundred
-thousandth older each. All is in whole pages; with pages of one token that is every token.
+thousandth older each. Everything is in whole pages; with pages of one token that is every token.
 
-Which tokens two requests have in common, as their workload declares it. Nobody knows what they say.
-
-A text is the tokens of a request, prompt and outputs. Every token has a number, and equal numbers at one place mean
-equal texts up to and including it: a declared block has its chained id, what is private belongs to its request, a
-prompt to the first of its samples. So texts, once different, never have an equal number again, and where they part is
-found by halving: no text is ever written out, however long.
+A `RadixKey` stands for the tokens of a request, prompt and outputs, whose content no workload states. Every token has a
+number, and equal numbers at one position mean equal tokens up to and including it: a declared block has its chained id,
+private tokens have their request's number, a prompt that of the first of its samples. So two keys, once different,
+never have an equal number again, and where they part is found by halving.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
-from typing import Final
+from typing import NamedTuple
 
 from cbsim.policy.request import RequestSpec
-from cbsim.policy.value import mypyc_attr, value
+from cbsim.policy.value import mypyc_attr
 
 TICK = 100_000  # of the clock; an ancestor is 1 older
 
 
-@value(init=False)
-class Inserted:
-    """`node` ends where the text that went in ends. Of the pages that came with it, `duplicates` were in the tree
-    already, a piece for each node; `kept` are the tree's pages in their place.
+class Inserted(NamedTuple):
+    """`node` ends where the inserted key ends. Of the pages that came with it, `duplicates` were in the tree already, a
+    list for each node; `shared` are the tree's pages in their stead.
     """
 
-    node: Final[Node]
-    duplicates: Final[list[list[int]]]
-    kept: Final[list[int]]
-
-    def __init__(self, node: Node, duplicates: list[list[int]], kept: list[int]) -> None:
-        self.node = node
-        self.duplicates = duplicates
-        self.kept = kept
+    node: Node
+    duplicates: list[list[int]]
+    shared: list[int]
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RadixTree:
-    """Texts by their pages. `evictable` pages lie in nodes that nobody reads, `protected` ones in the others."""
+    """Keys by their pages. `evictable` pages lie in nodes without readers, `protected` ones in all others."""
 
     def __init__(self, page_size: int, strategy: str) -> None:
         self.page_size = page_size
-        self.root = Node(None, Text(RequestSpec(0, "root", 0, 1, 1, 1)), 0, [])
+        self.root = Node(None, RadixKey(RequestSpec(0, "root", 0, 1, 1, 1)), 0, [])
         self.evictable = self.protected = 0
         self._clock = 0
         self._leaves = Leaves(strategy)
 
-    def match(self, text: Text, tokens: int) -> Node:
-        """The node that ends the longest held prefix of the first `tokens` tokens; one that is held in part is split.
-        All on the way to it count as used.
+    def match(self, key: RadixKey, tokens: int) -> Node:
+        """The node that ends the longest cached prefix of the first `tokens` tokens; a node that matches in part is
+        split. All nodes on the path to it count as used.
         """
         node, pages = self.root, tokens // self.page_size
-        while (child := self._next(node, text, pages)) is not None:
-            end = text.common(child.text, self.page_size, child.start + 1, min(child.end, pages))
+        while (child := self._next(node, key, pages)) is not None:
+            end = key.common(child.key, self.page_size, child.start + 1, min(child.end, pages))
             node = child if end == child.end else self.split(child, end)
         now, used = self._tick(), node
         while used.parent is not None:
@@ -66,52 +58,51 @@ class RadixTree:
             used = used.parent
         return node
 
-    def _next(self, node: Node, text: Text, pages: int) -> Node | None:
-        """The child with the next page of a text of so many pages."""
-        return node.children.get(text.page(node.end, self.page_size)) if node.end < pages else None
+    def _next(self, node: Node, key: RadixKey, pages: int) -> Node | None:
+        """The child with the next page of a key of `pages` pages."""
+        return node.children.get(key.page(node.end, self.page_size)) if node.end < pages else None
 
     def split(self, node: Node, at: int) -> Node:
-        """Cut a node in front of page `at` of its text; returns the part before it, which takes its place."""
+        """Cut a node in front of page `at` of its key; returns the new node for the part before it."""
         parent, size, head = node.parent, self.page_size, at - node.start
         assert parent is not None
         assert node.start < at < node.end, (node.start, at, node.end)
-        upper = self._new(parent, node.text, node.start, node.pages[:head])
+        upper = self._new(parent, node.key, node.start, node.pages[:head])
         upper.lock, upper.hits, upper.born, upper.priority = node.lock, node.hits, node.born, node.priority
-        parent.children[node.text.page(node.start, size)] = upper
-        upper.children[node.text.page(at, size)] = node
+        parent.children[node.key.page(node.start, size)] = upper
+        upper.children[node.key.page(at, size)] = node
         node.parent, node.start, node.pages = upper, at, node.pages[head:]
         self._used(node, self._tick())
         return upper
 
-    def insert(self, text: Text, own: list[int], *, first: int, priority: int, counted: int) -> Inserted:
-        """Hold a text up to the end of these pages, of which the first is its page number `first`; those before it are
-        in the tree. The list is the tree's from now on. Nodes that end within `counted` pages have been counted for
-        this text.
+    def insert(self, key: RadixKey, own: list[int], *, first: int, priority: int, counted: int) -> Inserted:
+        """Insert a key up to the end of `own`, whose first page is its page number `first`; those before it are in the
+        tree. The list is the tree's from now on. Nodes that end within `counted` pages have counted this key.
         """
         node, size, pages = self.root, self.page_size, first + len(own)
         duplicates: list[list[int]] = []
-        kept: list[int] = []
-        while (child := self._next(node, text, pages)) is not None:
+        shared: list[int] = []
+        while (child := self._next(node, key, pages)) is not None:
             self._used(child, self._tick())
-            end = text.common(child.text, size, child.start + 1, min(child.end, pages))
+            end = key.common(child.key, size, child.start + 1, min(child.end, pages))
             node = child if end == child.end else self.split(child, end)
             node.priority = max(node.priority, priority)
             if first < end:
-                known = first + len(kept)
+                known = first + len(shared)
                 duplicates.append(own[known - first : end - first])
-                kept += node.pages[known - node.start :]
+                shared += node.pages[known - node.start :]
             node.hits += end > counted
         matched = node.end
         if matched < pages:
-            leaf = self._new(node, text, matched, own[matched - first :] if matched > first else own)
+            leaf = self._new(node, key, matched, own[matched - first :] if matched > first else own)
             leaf.priority, leaf.hits = priority, 1
-            node.children[text.page(matched, size)] = node = leaf
+            node.children[key.page(matched, size)] = node = leaf
             self.evictable += pages - matched
             self._leaves.add(leaf)
-        return Inserted(node, duplicates, kept)
+        return Inserted(node, duplicates, shared)
 
     def path(self, node: Node) -> list[int]:
-        """The pages of the text that a node ends."""
+        """The pages from the root to the end of a node."""
         parts: list[list[int]] = []
         while node.parent is not None:
             parts.append(node.pages)
@@ -122,7 +113,7 @@ class RadixTree:
         return pages
 
     def lock(self, node: Node) -> None:
-        """One more reads a node, and so all before it."""
+        """A reader more for a node and its ancestors."""
         while node.parent is not None:
             count = len(node.pages)
             if not node.lock:
@@ -132,10 +123,10 @@ class RadixTree:
             node = node.parent
 
     def unlock(self, node: Node) -> None:
-        """One of its readers is through."""
+        """A reader less for a node and its ancestors."""
         while node.parent is not None:
             count = len(node.pages)
-            assert node.lock > 0, "nobody reads it"
+            assert node.lock > 0, "a node without readers"
             node.lock -= 1
             if not node.lock:
                 self.evictable += count
@@ -151,15 +142,15 @@ class RadixTree:
             return []
         parent = node.parent
         assert parent is not None
-        del parent.children[node.text.page(node.start, self.page_size)]
+        del parent.children[node.key.page(node.start, self.page_size)]
         node.parent = None
         self.evictable -= len(node.pages)
         if parent.evictable:
             self._leaves.add(parent)
         return node.pages
 
-    def _new(self, parent: Node, text: Text, start: int, pages: list[int]) -> Node:
-        node = Node(parent, text, start, pages)
+    def _new(self, parent: Node, key: RadixKey, start: int, pages: list[int]) -> Node:
+        node = Node(parent, key, start, pages)
         node.time, node.born = self._tick(), self._tick()
         return node
 
@@ -174,37 +165,37 @@ class RadixTree:
 
     def nodes(self) -> list[Node]:
         """All but the root, parents before children, older children first."""
-        found: list[Node] = []
+        nodes: list[Node] = []
         ahead = list(self.root.children.values())[::-1]
         while ahead:
             node = ahead.pop()
-            found.append(node)
+            nodes.append(node)
             ahead += list(node.children.values())[::-1]
-        return found
+        return nodes
 
     def check(self) -> None:
-        """Raise AssertionError unless nodes hang together, texts part where nodes do, and the sums are a recount."""
+        """Raise AssertionError unless parents and children agree, keys part where nodes do, and sums are a recount."""
         nodes = self.nodes()
         for node in (self.root, *nodes):
-            for name, child in node.children.items():
-                self._check_child(node, name, child)
+            for number, child in node.children.items():
+                self._check_child(node, number, child)
         protected = sum(len(node.pages) for node in nodes if node.lock)
         evictable = sum(len(node.pages) for node in nodes) - protected
         assert (self.evictable, self.protected) == (evictable, protected), ("pages evictable, protected", self)
         self._leaves.check([node for node in nodes if node.evictable])
 
-    def _check_child(self, node: Node, name: int, child: Node) -> None:
+    def _check_child(self, node: Node, number: int, child: Node) -> None:
         assert child.parent is node, "a child of another"
-        assert child.start == node.end, ("a gap in a text", node.end, child.start)
+        assert child.start == node.end, ("a gap in a key", node.end, child.start)
         assert child.start < child.end == child.start + len(child.pages), "an empty node"
-        assert name == child.text.page(child.start, self.page_size), "a child under a wrong key"
-        below = child.text.common(node.text, self.page_size, 0, node.end)
-        assert below == node.end, ("a child of another text", below, node.end)
+        assert number == child.key.page(child.start, self.page_size), "a child under a wrong key"
+        below = child.key.common(node.key, self.page_size, 0, node.end)
+        assert below == node.end, ("a child of another key", below, node.end)
         assert child.lock <= node.lock or node is self.root, ("locks", node.lock, child.lock)
 
 
-class Text:
-    """The tokens of a request. Ids of declared blocks are not negative, and blocks of one size in a whole run."""
+class RadixKey:
+    """The tokens of a request, by numbers. Ids of declared blocks are not negative; a run has one size of blocks."""
 
     __slots__ = ("_declared", "_ids", "_own", "_source", "_width", "prompt_tokens")
 
@@ -216,17 +207,17 @@ class Text:
         self._own = -1 - spec.index
         self._source = self._own if spec.sample_of is None else -1 - spec.sample_of.index
 
-    def at(self, place: int) -> int:
-        """The number of a token. Any place has one, also beyond what the request will ever say."""
-        if place < self._declared:
-            return self._ids[place // self._width]
-        return self._source if place < self.prompt_tokens else self._own
+    def at(self, position: int) -> int:
+        """The number of a token; also of positions that the request will never reach."""
+        if position < self._declared:
+            return self._ids[position // self._width]
+        return self._source if position < self.prompt_tokens else self._own
 
     def page(self, page: int, size: int) -> int:
-        """The number of a page of `size` tokens, that of its last one: equal numbers, equal texts up to its end."""
+        """The number of a page of `size` tokens, that of its last one: equal numbers, equal tokens up to its end."""
         return self.at((page + 1) * size - 1)
 
-    def common(self, other: Text, size: int, known: int, most: int) -> int:
+    def common(self, other: RadixKey, size: int, known: int, most: int) -> int:
         """How many leading pages are equal, of `most`, when `known` of them are."""
         if known < most and self.page(most - 1, size) == other.page(most - 1, size):
             return most
@@ -243,32 +234,16 @@ Rank = tuple[int, int]
 
 
 class Node:
-    """Pages `start` up to `end` of a text, and what eviction asks of them. Pages before `start` are the ancestors'; a
+    """Pages `start` up to `end` of a key, and what ranks it for eviction. Pages before `start` are the ancestors'; a
     node that is split keeps its end.
 
-    `lock`: requests that read it. `hits`: texts that went through it. `born` and `time` (last use) are the tree's
-    clock. `queued`: the rank under which it waits among the leaves, if it does. `parent` is None for the root, and for
-    what was evicted.
+    `lock`: its readers. `hits`: keys that went through it. `born` and `time` (last use) are the tree's clock. `queued`:
+    its rank among the leaves, if it is listed there. `parent` is None for the root and for evicted nodes.
     """
 
-    __slots__ = (
-        "born",
-        "children",
-        "end",
-        "hits",
-        "lock",
-        "pages",
-        "parent",
-        "priority",
-        "queued",
-        "start",
-        "text",
-        "time",
-    )
-
-    def __init__(self, parent: Node | None, text: Text, start: int, pages: list[int]) -> None:
+    def __init__(self, parent: Node | None, key: RadixKey, start: int, pages: list[int]) -> None:
         self.parent = parent
-        self.text = text
+        self.key = key
         self.start = start
         self.end = start + len(pages)
         self.pages = pages
@@ -278,55 +253,27 @@ class Node:
 
     @property
     def evictable(self) -> bool:
-        """Is it a leaf that nobody reads?"""
+        """Is it a leaf without readers?"""
         return not self.lock and not self.children and self.parent is not None
 
 
-def _lru(node: Node) -> Rank:
-    return 0, node.time
-
-
-def _lfu(node: Node) -> Rank:
-    return node.hits, node.time
-
-
-def _fifo(node: Node) -> Rank:
-    return 0, node.born
-
-
-def _mru(node: Node) -> Rank:
-    return 0, -node.time
-
-
-def _filo(node: Node) -> Rank:
-    return 0, -node.born
-
-
-def _slru(node: Node) -> Rank:
-    return int(node.hits >= 2), node.time
-
-
-def _priority(node: Node) -> Rank:
-    return node.priority, node.time
-
-
 RANKS: dict[str, Callable[[Node], Rank]] = {
-    "lru": _lru,
-    "lfu": _lfu,
-    "fifo": _fifo,
-    "mru": _mru,
-    "filo": _filo,
-    "slru": _slru,
-    "priority": _priority,
+    "lru": lambda node: (0, node.time),
+    "lfu": lambda node: (node.hits, node.time),
+    "fifo": lambda node: (0, node.born),
+    "mru": lambda node: (0, -node.time),
+    "filo": lambda node: (0, -node.born),
+    "slru": lambda node: (int(node.hits >= 2), node.time),
+    "priority": lambda node: (node.priority, node.time),
 }
 
 
 class Leaves:
-    """The evictable leaves of a tree. No two have one rank at a time: clocks never repeat, and what a split leaves with
-    one birth is a line of nodes, of which one at most is a leaf.
+    """The evictable leaves of a tree, in a heap. No two have one rank at a time: clocks never repeat, and of the nodes
+    of one birth that a split leaves, one at most is a leaf.
 
-    Ranks change with every use. All but mru's only rise, so an entry may be late: it comes up too early, and is put
-    back. Under mru a used leaf gets a new entry at once, for which `falls` asks its owner.
+    Ranks change with every use. All but mru's only rise, so a stale entry comes up too early and is put back. Under mru
+    the ranks fall (`falls`): then a used leaf has to be added again.
     """
 
     def __init__(self, strategy: str) -> None:
@@ -361,19 +308,19 @@ class Leaves:
             if node.evictable:
                 rank = self.rank(node)
                 if rank == node.queued:
-                    self._leave(node)
+                    self._remove(node)
                     return node
                 self._push(node, rank)
             else:
-                self._leave(node)
+                self._remove(node)
         return None
 
-    def _leave(self, node: Node) -> None:
+    def _remove(self, node: Node) -> None:
         node.queued = None
         self._queued -= 1
 
     def check(self, evictable: list[Node]) -> None:
-        """Raise AssertionError unless these are found, and in the order of their ranks."""
+        """Raise AssertionError unless these are listed, and in the order of their ranks."""
         queued = {entry[2] for entry in self._heap if entry[2].queued == (entry[0], entry[1])}
         assert len(queued) == self._queued, ("entries", len(queued), self._queued)
         assert queued.issuperset(evictable), "an evictable leaf is forgotten"

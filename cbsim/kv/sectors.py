@@ -246,39 +246,7 @@ class SectorPool(BlockPool):
 
 
 class HostSectors:
-    """Sectors of the host's memory; the blocks of a request are in order of their numbers."""
-
-    def __init__(self, num_blocks: int, per: int) -> None:
-        self.num_blocks = num_blocks
-        self.sectors = Sectors(list(range(num_blocks // per)), per)
-
-    @property
-    def free(self) -> int:
-        return self.sectors.free
-
-    def take(self, counts: list[int]) -> list[list[int]] | None:
-        """Sectors are reclaimed only if there are too few."""
-        [count] = counts
-        if count > self.free:
-            self.sectors.reclaim()
-            return None
-        return [sorted(self.sectors.take(count))]
-
-    def give(self, tables: list[list[int]]) -> None:
-        self.sectors.give(tables[0], 0)
-
-    def pages(self, group: int, blocks: list[int]) -> list[int]:
-        return blocks
-
-    def order(self) -> list[int]:
-        return self.sectors.order()
-
-    def check(self) -> None:
-        self.sectors.check()
-
-
-class HostKinds:
-    """Likewise, of several kinds; `num_blocks` counts pages."""
+    """Sectors of the host's memory; `num_blocks` counts pages. The blocks of a table are in order of their numbers."""
 
     def __init__(self, num_pages: int, pages: Sequence[int], per_sector: int) -> None:
         self.num_blocks = num_pages

@@ -29,14 +29,6 @@ by_order = attrgetter("order")
 class Completion:
     """A row in flight that will change more than a count when it comes back."""
 
-    request: Final[Request]
-    epoch: Final[int]  # the request's when the row was planned
-    outputs: Final[int]  # that it may yield
-    reach: Final[int]  # tokens computed once it has completed
-    fills: Final[int]  # blocks it fills, if it yields them all
-    short: Final[int]  # outputs that it did not yield
-    order: Final[int]  # the request's place in the admission order when it was noted
-
     def __init__(
         self,
         request: Request,
@@ -47,13 +39,13 @@ class Completion:
         short: int = 0,
         order: int = -1,
     ) -> None:
-        self.request = request
-        self.epoch = epoch
-        self.outputs = outputs
-        self.reach = reach
-        self.fills = fills
-        self.short = short
-        self.order = request.order if order < 0 else order
+        self.request: Final = request
+        self.epoch: Final = epoch  # the request's when the row was planned
+        self.outputs: Final = outputs  # that it may yield
+        self.reach: Final = reach  # tokens computed once it has completed
+        self.fills: Final = fills  # blocks it fills, if it yields them all
+        self.short: Final = short  # outputs that it did not yield
+        self.order: Final = request.order if order < 0 else order  # in the admission order, when it was noted
 
 
 Completions = tuple[
@@ -241,12 +233,6 @@ class DecodeBatch(Pace):
 class Scheduled:
     """Who decodes from now on, whose last token is sampled; query tokens, blocks of the tables, new ones among them."""
 
-    joined: Final[list[RequestSpec]]
-    ends: Final[list[RequestSpec]]
-    tokens: Final[int]
-    table_blocks: Final[int]
-    new_blocks: Final[int]
-
     def __init__(
         self,
         joined: list[RequestSpec],
@@ -255,11 +241,11 @@ class Scheduled:
         table_blocks: int,
         new_blocks: int,
     ) -> None:
-        self.joined = joined
-        self.ends = ends
-        self.tokens = tokens
-        self.table_blocks = table_blocks
-        self.new_blocks = new_blocks
+        self.joined: Final = joined
+        self.ends: Final = ends
+        self.tokens: Final = tokens
+        self.table_blocks: Final = table_blocks
+        self.new_blocks: Final = new_blocks
 
 
 NOTHING = Scheduled([], [], 0, 0, 0)

@@ -14,7 +14,6 @@ once. Both ways give the same rows, blocks and tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from cbsim.kv.blocks import BlockPool, Replaced
 from cbsim.kv.keys import Keys
@@ -34,6 +33,7 @@ from cbsim.policy.plan import (
 )
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.transfers import IN_ORDER, Transfer, arriving
+from cbsim.policy.value import replace
 
 NO_TRANSFERS: tuple[tuple[Transfer, ...], tuple[int, ...]] = ((), ())
 AS_SCHEDULED: dict[RequestSpec, int] = {}

@@ -40,123 +40,123 @@ from librt.strings import BytesWriter, read_i64_le, write_i64_le
 from cbsim.policy.plan import StepPlan
 
 MANY = 64  # numbers from which on it is faster to write them together
-_UNFED = blake2b(digest_size=8)
+_EMPTY = blake2b(digest_size=8)
 
 
 def digest(plan: StepPlan) -> int:
     """The digest of everything that `plan` says."""
-    said = BytesWriter()
-    _say_head(said, plan)
-    _say_items(said, plan)
+    out = BytesWriter()
+    _write_head(out, plan)
+    _write_items(out, plan)
     if plan.transfers or plan.awaited or plan.ranked or plan.tables:
-        _say_further(said, plan)
+        _write_transfers(out, plan)
         if plan.tables:
-            _say_tables(said, plan)
-    fed = _UNFED.copy()
-    fed.update(said.getvalue())
-    return read_i64_le(fed.digest(), 0)
+            _write_tables(out, plan)
+    hashed = _EMPTY.copy()
+    hashed.update(out.getvalue())
+    return read_i64_le(hashed.digest(), 0)
 
 
-def _say_head(said: BytesWriter, plan: StepPlan) -> None:
+def _write_head(out: BytesWriter, plan: StepPlan) -> None:
     work, changes, counts = plan.work, plan.changes, plan.counts
-    write_i64_le(said, plan.step)
-    write_i64_le(said, work.lead)
-    write_i64_le(said, work.decodes)
-    write_i64_le(said, work.decode_context)
-    write_i64_le(said, work.longest_context)
-    write_i64_le(said, work.prefill_tokens)
-    write_i64_le(said, work.padding_rows)
-    write_i64_le(said, work.padding_context)
-    write_i64_le(said, work.fast_decode)
-    write_i64_le(said, counts.table_blocks)
-    write_i64_le(said, counts.new_blocks)
-    write_i64_le(said, counts.running)
-    write_i64_le(said, counts.waiting)
-    write_i64_le(said, counts.free_blocks)
-    write_i64_le(said, counts.cached_blocks)
-    write_i64_le(said, len(work.chunks))
-    write_i64_le(said, len(changes.grown))
-    write_i64_le(said, len(changes.joined))
-    write_i64_le(said, len(changes.left))
-    write_i64_le(said, len(changes.ends))
-    write_i64_le(said, len(changes.ended))
-    write_i64_le(said, len(changes.preempted))
-    write_i64_le(said, len(changes.replaced))
+    write_i64_le(out, plan.step)
+    write_i64_le(out, work.lead)
+    write_i64_le(out, work.decodes)
+    write_i64_le(out, work.decode_context)
+    write_i64_le(out, work.longest_context)
+    write_i64_le(out, work.prefill_tokens)
+    write_i64_le(out, work.padding_rows)
+    write_i64_le(out, work.padding_context)
+    write_i64_le(out, work.fast_decode)
+    write_i64_le(out, counts.table_blocks)
+    write_i64_le(out, counts.new_blocks)
+    write_i64_le(out, counts.running)
+    write_i64_le(out, counts.waiting)
+    write_i64_le(out, counts.free_blocks)
+    write_i64_le(out, counts.cached_blocks)
+    write_i64_le(out, len(work.chunks))
+    write_i64_le(out, len(changes.grown))
+    write_i64_le(out, len(changes.joined))
+    write_i64_le(out, len(changes.left))
+    write_i64_le(out, len(changes.ends))
+    write_i64_le(out, len(changes.ended))
+    write_i64_le(out, len(changes.preempted))
+    write_i64_le(out, len(changes.replaced))
 
 
-def _say_items(said: BytesWriter, plan: StepPlan) -> None:
+def _write_items(out: BytesWriter, plan: StepPlan) -> None:
     """What is in the lists of a plan, in the declared order."""
     for chunk in plan.work.chunks:
         blocks = chunk.blocks
-        write_i64_le(said, chunk.spec.index)
-        write_i64_le(said, chunk.order)
-        write_i64_le(said, chunk.start)
-        write_i64_le(said, chunk.tokens)
-        write_i64_le(said, chunk.outputs)
-        write_i64_le(said, chunk.admitted)
-        write_i64_le(said, chunk.resumed)
-        write_i64_le(said, chunk.cached)
-        write_i64_le(said, chunk.recomputed)
-        write_i64_le(said, chunk.padding)
-        write_i64_le(said, len(blocks))
+        write_i64_le(out, chunk.spec.index)
+        write_i64_le(out, chunk.order)
+        write_i64_le(out, chunk.start)
+        write_i64_le(out, chunk.tokens)
+        write_i64_le(out, chunk.outputs)
+        write_i64_le(out, chunk.admitted)
+        write_i64_le(out, chunk.resumed)
+        write_i64_le(out, chunk.cached)
+        write_i64_le(out, chunk.recomputed)
+        write_i64_le(out, chunk.padding)
+        write_i64_le(out, len(blocks))
         if len(blocks) < MANY:
             for block in blocks:
-                write_i64_le(said, block)
+                write_i64_le(out, block)
         else:
-            said.write(pack(f"<{len(blocks)}q", *blocks))
+            out.write(pack(f"<{len(blocks)}q", *blocks))
     changes = plan.changes
     if len(changes.grown) < MANY:
         for i, spec in enumerate(changes.grown):
-            write_i64_le(said, spec.index)
-            write_i64_le(said, changes.blocks[i])
+            write_i64_le(out, spec.index)
+            write_i64_le(out, changes.blocks[i])
     else:
         numbers = [0] * (2 * len(changes.grown))
         numbers[::2], numbers[1::2] = [spec.index for spec in changes.grown], changes.blocks
-        said.write(pack(f"<{len(numbers)}q", *numbers))
+        out.write(pack(f"<{len(numbers)}q", *numbers))
     for group in (changes.joined, changes.left, changes.ends, changes.ended):
         for spec in group:
-            write_i64_le(said, spec.index)
-    for spec, lost_tokens, held in changes.preempted:
-        write_i64_le(said, spec.index)
-        write_i64_le(said, lost_tokens)
-        write_i64_le(said, held)
+            write_i64_le(out, spec.index)
+    for spec, lost_tokens, blocks in changes.preempted:
+        write_i64_le(out, spec.index)
+        write_i64_le(out, lost_tokens)
+        write_i64_le(out, blocks)
     for spec, index, block in changes.replaced:
-        write_i64_le(said, spec.index)
-        write_i64_le(said, index)
-        write_i64_le(said, block)
+        write_i64_le(out, spec.index)
+        write_i64_le(out, index)
+        write_i64_le(out, block)
 
 
-def _say_further(said: BytesWriter, plan: StepPlan) -> None:
-    write_i64_le(said, len(plan.transfers))
-    write_i64_le(said, len(plan.awaited))
-    write_i64_le(said, len(plan.ranked))
+def _write_transfers(out: BytesWriter, plan: StepPlan) -> None:
+    write_i64_le(out, len(plan.transfers))
+    write_i64_le(out, len(plan.awaited))
+    write_i64_le(out, len(plan.ranked))
     for transfer in plan.transfers:
-        write_i64_le(said, int(transfer.direction))
-        write_i64_le(said, transfer.spec.index if transfer.spec else -1)
-        write_i64_le(said, transfer.job)
-        write_i64_le(said, len(transfer.sources))
+        write_i64_le(out, int(transfer.direction))
+        write_i64_le(out, transfer.spec.index if transfer.spec else -1)
+        write_i64_le(out, transfer.job)
+        write_i64_le(out, len(transfer.sources))
         for block in transfer.sources:
-            write_i64_le(said, block)
+            write_i64_le(out, block)
         for block in transfer.targets:
-            write_i64_le(said, block)
+            write_i64_le(out, block)
     for job in plan.awaited:
-        write_i64_le(said, job)
+        write_i64_le(out, job)
     for group in plan.ranked:
-        write_i64_le(said, len(group))
+        write_i64_le(out, len(group))
         for spec in group:
-            write_i64_le(said, spec.index)
+            write_i64_le(out, spec.index)
 
 
-def _say_tables(said: BytesWriter, plan: StepPlan) -> None:
-    write_i64_le(said, len(plan.tables))
+def _write_tables(out: BytesWriter, plan: StepPlan) -> None:
+    write_i64_le(out, len(plan.tables))
     for change in plan.tables:
-        write_i64_le(said, change.spec.index)
-        write_i64_le(said, change.group)
-        write_i64_le(said, change.passed)
-        write_i64_le(said, len(change.blocks))
+        write_i64_le(out, change.spec.index)
+        write_i64_le(out, change.group)
+        write_i64_le(out, change.passed)
+        write_i64_le(out, len(change.blocks))
         for block in change.blocks:
-            write_i64_le(said, block)
-        write_i64_le(said, len(change.replaced))
+            write_i64_le(out, block)
+        write_i64_le(out, len(change.replaced))
         for entry, block in change.replaced:
-            write_i64_le(said, entry)
-            write_i64_le(said, block)
+            write_i64_le(out, entry)
+            write_i64_le(out, block)

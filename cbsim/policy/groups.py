@@ -94,12 +94,6 @@ class TableChange:
     were, then `blocks`.
     """
 
-    spec: Final[RequestSpec]
-    group: Final[int]
-    passed: Final[int]
-    blocks: Final[tuple[int, ...]]
-    replaced: Final[tuple[tuple[int, int], ...]]
-
     def __init__(
         self,
         spec: RequestSpec,
@@ -108,8 +102,8 @@ class TableChange:
         blocks: tuple[int, ...],
         replaced: tuple[tuple[int, int], ...] = (),
     ) -> None:
-        self.spec = spec
-        self.group = group
-        self.passed = passed
-        self.blocks = blocks
-        self.replaced = replaced
+        self.spec: Final = spec
+        self.group: Final = group
+        self.passed: Final = passed
+        self.blocks: Final = blocks
+        self.replaced: Final = replaced

@@ -44,10 +44,8 @@ class Poll:
 
 @value(init=False)
 class Launch:
-    plan: Final[StepPlan]
-
     def __init__(self, plan: StepPlan) -> None:
-        self.plan = plan
+        self.plan: Final = plan
 
 
 @value(frozen=True)
@@ -59,14 +57,10 @@ class Idle:
 class Await:
     """`cancels`: cancellations that have come in by the time the result is there are wanted with it."""
 
-    plan: Final[StepPlan]
-    ticket: Final[Any]
-    cancels: Final[bool]
-
     def __init__(self, plan: StepPlan, ticket: Any, cancels: bool) -> None:
-        self.plan = plan
-        self.ticket = ticket
-        self.cancels = cancels
+        self.plan: Final = plan
+        self.ticket: Final = ticket
+        self.cancels: Final = cancels
 
 
 @value(frozen=True)
@@ -79,12 +73,9 @@ class Completed:
 
 @value(init=False)
 class Applied:
-    plan: Final[StepPlan]
-    outcome: Final[Outcome]
-
     def __init__(self, plan: StepPlan, outcome: Outcome) -> None:
-        self.plan = plan
-        self.outcome = outcome
+        self.plan: Final = plan
+        self.outcome: Final = outcome
 
 
 @value(frozen=True)

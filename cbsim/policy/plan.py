@@ -27,18 +27,6 @@ class Chunk:
     nothing but shape.
     """
 
-    spec: Final[RequestSpec]
-    order: Final[int]
-    start: Final[int]
-    tokens: Final[int]
-    blocks: Final[tuple[int, ...]]
-    outputs: Final[int]
-    admitted: Final[bool]
-    resumed: Final[bool]
-    cached: Final[int]
-    recomputed: Final[int]
-    padding: Final[int]
-
     def __init__(
         self,
         spec: RequestSpec,
@@ -54,17 +42,17 @@ class Chunk:
         recomputed: int = 0,
         padding: int = 0,
     ) -> None:
-        self.spec = spec
-        self.order = order
-        self.start = start
-        self.tokens = tokens
-        self.blocks = blocks
-        self.outputs = outputs
-        self.admitted = admitted
-        self.resumed = resumed
-        self.cached = cached
-        self.recomputed = recomputed
-        self.padding = padding
+        self.spec: Final = spec
+        self.order: Final = order
+        self.start: Final = start
+        self.tokens: Final = tokens
+        self.blocks: Final = blocks
+        self.outputs: Final = outputs
+        self.admitted: Final = admitted
+        self.resumed: Final = resumed
+        self.cached: Final = cached
+        self.recomputed: Final = recomputed
+        self.padding: Final = padding
 
 
 class Preempted(NamedTuple):
@@ -89,16 +77,6 @@ class StepWork:
     tokens beyond the requests' own.
     """
 
-    chunks: Final[tuple[Chunk, ...]]
-    lead: Final[int]
-    decodes: Final[int]
-    decode_context: Final[int]
-    longest_context: Final[int]
-    prefill_tokens: Final[int]
-    padding_rows: Final[int]
-    padding_context: Final[int]
-    fast_decode: Final[bool]
-
     def __init__(
         self,
         chunks: tuple[Chunk, ...] = (),
@@ -112,15 +90,15 @@ class StepWork:
         padding_context: int = 0,
         fast_decode: bool = False,
     ) -> None:
-        self.chunks = chunks
-        self.lead = lead
-        self.decodes = decodes
-        self.decode_context = decode_context
-        self.longest_context = longest_context
-        self.prefill_tokens = prefill_tokens
-        self.padding_rows = padding_rows
-        self.padding_context = padding_context
-        self.fast_decode = fast_decode
+        self.chunks: Final = chunks
+        self.lead: Final = lead
+        self.decodes: Final = decodes
+        self.decode_context: Final = decode_context
+        self.longest_context: Final = longest_context
+        self.prefill_tokens: Final = prefill_tokens
+        self.padding_rows: Final = padding_rows
+        self.padding_context: Final = padding_context
+        self.fast_decode: Final = fast_decode
 
     @property
     def rows(self) -> int:
@@ -150,15 +128,6 @@ class StepChanges:
     equal content, the old one is free.
     """
 
-    grown: Final[tuple[RequestSpec, ...]]
-    blocks: Final[tuple[int, ...]]
-    joined: Final[tuple[RequestSpec, ...]]
-    left: Final[tuple[RequestSpec, ...]]
-    ends: Final[tuple[RequestSpec, ...]]
-    ended: Final[tuple[RequestSpec, ...]]
-    preempted: Final[tuple[Preempted, ...]]
-    replaced: Final[tuple[tuple[RequestSpec, int, int], ...]]
-
     def __init__(
         self,
         grown: tuple[RequestSpec, ...] = (),
@@ -171,14 +140,14 @@ class StepChanges:
         *,
         replaced: tuple[tuple[RequestSpec, int, int], ...] = (),
     ) -> None:
-        self.grown = grown
-        self.blocks = blocks
-        self.joined = joined
-        self.left = left
-        self.ends = ends
-        self.ended = ended
-        self.preempted = preempted
-        self.replaced = replaced
+        self.grown: Final = grown
+        self.blocks: Final = blocks
+        self.joined: Final = joined
+        self.left: Final = left
+        self.ends: Final = ends
+        self.ended: Final = ended
+        self.preempted: Final = preempted
+        self.replaced: Final = replaced
 
 
 NO_WORK, UNDISTURBED = StepWork(), StepChanges()
@@ -192,13 +161,6 @@ class StepCounts:
     free ones with content that has a key in the prefix cache.
     """
 
-    table_blocks: Final[int]
-    new_blocks: Final[int]
-    running: Final[int]
-    waiting: Final[int]
-    free_blocks: Final[int]
-    cached_blocks: Final[int]
-
     def __init__(
         self,
         table_blocks: int = 0,
@@ -208,12 +170,12 @@ class StepCounts:
         free_blocks: int = 0,
         cached_blocks: int = 0,
     ) -> None:
-        self.table_blocks = table_blocks
-        self.new_blocks = new_blocks
-        self.running = running
-        self.waiting = waiting
-        self.free_blocks = free_blocks
-        self.cached_blocks = cached_blocks
+        self.table_blocks: Final = table_blocks
+        self.new_blocks: Final = new_blocks
+        self.running: Final = running
+        self.waiting: Final = waiting
+        self.free_blocks: Final = free_blocks
+        self.cached_blocks: Final = cached_blocks
 
 
 NO_COUNTS = StepCounts()
@@ -229,15 +191,6 @@ class StepPlan:
     group.
     """
 
-    step: Final[int]
-    work: Final[StepWork]
-    changes: Final[StepChanges]
-    counts: Final[StepCounts]
-    transfers: Final[tuple[Transfer, ...]]
-    awaited: Final[tuple[int, ...]]
-    ranked: Final[tuple[tuple[RequestSpec, ...], ...]]
-    tables: Final[tuple[TableChange, ...]]
-
     def __init__(
         self,
         step: int,
@@ -250,14 +203,14 @@ class StepPlan:
         ranked: tuple[tuple[RequestSpec, ...], ...] = (),
         tables: tuple[TableChange, ...] = (),
     ) -> None:
-        self.step = step
-        self.work = work
-        self.changes = changes
-        self.counts = counts
-        self.transfers = transfers
-        self.awaited = awaited
-        self.ranked = ranked
-        self.tables = tables
+        self.step: Final = step
+        self.work: Final = work
+        self.changes: Final = changes
+        self.counts: Final = counts
+        self.transfers: Final = transfers
+        self.awaited: Final = awaited
+        self.ranked: Final = ranked
+        self.tables: Final = tables
 
 
 @value(frozen=True)
@@ -283,19 +236,15 @@ NOTHING_STOPPED = StepResult()
 class Outcome:
     """What a result changed: requests that got tokens one by one or ended, rows computed for nothing."""
 
-    received: Final[tuple[RequestSpec, ...]]
-    finished: Final[tuple[tuple[RequestSpec, Finish], ...]]
-    wasted_rows: Final[int]
-
     def __init__(
         self,
         received: tuple[RequestSpec, ...],
         finished: tuple[tuple[RequestSpec, Finish], ...],
         wasted_rows: int,
     ) -> None:
-        self.received = received
-        self.finished = finished
-        self.wasted_rows = wasted_rows
+        self.received: Final = received
+        self.finished: Final = finished
+        self.wasted_rows: Final = wasted_rows
 
 
 UNCHANGED = Outcome((), (), 0)

@@ -35,12 +35,6 @@ class Transfer:
     that is nobody's in particular. `job` is IN_ORDER, or a number: transfers that have it are one job.
     """
 
-    direction: Final[Direction]
-    sources: Final[tuple[int, ...]]
-    targets: Final[tuple[int, ...]]
-    spec: Final[RequestSpec | None]
-    job: Final[int]
-
     def __init__(
         self,
         direction: Direction,
@@ -50,11 +44,11 @@ class Transfer:
         job: int = IN_ORDER,
     ) -> None:
         assert len(sources) == len(targets) > 0, (direction, sources, targets)
-        self.direction = direction
-        self.sources = sources
-        self.targets = targets
-        self.spec = spec
-        self.job = job
+        self.direction: Final = direction
+        self.sources: Final = sources
+        self.targets: Final = targets
+        self.spec: Final = spec
+        self.job: Final = job
 
     @property
     def read(self) -> list[Place]:

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 from support.naive_radix import NaiveRadix, Words, specs, written
 
-from cbsim.kv.radix import RANKS, Inserted, Node, RadixTree, Text
+from cbsim.kv.radix import RANKS, Inserted, Node, RadixKey, RadixTree
 from cbsim.kv.radix_pool import RadixPool
 from cbsim.policy.request import Request, RequestSpec
 
@@ -48,42 +48,42 @@ class Radix(RuleBasedStateMachine):
         self.pool, self.naive = self.make(size, PAGES, strategy), NaiveRadix(size, PAGES, strategy)
         self.live: dict[Request, Live] = {}
         self.specs: list[RequestSpec] = []
-        self.words: dict[Text, Words] = {}
+        self.words: dict[RadixKey, Words] = {}
 
-    def _text(self, spec: RequestSpec) -> Text:
-        text = Text(spec)
+    def _text(self, spec: RequestSpec) -> RadixKey:
+        key = RadixKey(spec)
         self.specs.append(spec)
-        self.words[text] = written(spec)
-        return text
+        self.words[key] = written(spec)
+        return key
 
     @rule(data=st.data())
     def admit(self, data: st.DataObject) -> None:
         """A request reads what is cached of all its prompt but the last token, and computes the rest."""
         spec = data.draw(specs(len(self.specs), self.size, self.specs), label="request")
-        text, asked = self._text(spec), spec.prompt_tokens - 1
-        node, reads = self.pool.match(text, asked), self.naive.match(self.words[text][:asked])
+        key, asked = self._text(spec), spec.prompt_tokens - 1
+        node, reads = self.pool.match(key, asked), self.naive.match(self.words[key][:asked])
         assert node.end * self.size == len(reads)
         missing = self.pool.blocks_for(spec.prompt_tokens) - node.end
         self.pool.lock(node)
         self.naive.readers.append(reads)
         if missing <= self.pool.free:
             assert self.pool.make_room(missing * self.size) == self.naive.make_room(missing * self.size)
-            self._enter(spec, text, node, reads, missing)
+            self._enter(spec, key, node, reads, missing)
         else:
             self.naive.readers.remove(reads)
         self.pool.unlock(node)
 
-    def _enter(self, spec: RequestSpec, text: Text, node: Node, reads: Words, missing: int) -> None:
+    def _enter(self, spec: RequestSpec, key: RadixKey, node: Node, reads: Words, missing: int) -> None:
         request = Request(spec, spec.max_tokens, self.size)
         request.admit(0, len(reads))
-        self.pool.enter(request, text, node)
+        self.pool.admit(request, key, node)
         new = self.naive.take(missing)
         assert self.pool.grow(request, missing) == new
         request.advance(spec.prompt_tokens - len(reads), 1)
         request.receive(0)
         ends = range(self.size, len(reads) + 1, self.size)
         table = [self.naive.pages[reads[:end]] for end in ends] + new
-        self.live[request] = Live(spec, self.words[text], table, reads)
+        self.live[request] = Live(spec, self.words[key], table, reads)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -146,9 +146,9 @@ class Radix(RuleBasedStateMachine):
     def ask(self, data: st.DataObject) -> None:
         """Who waits may look at the cache, all of its text: that counts as use, and may split."""
         spec = data.draw(specs(len(self.specs), self.size, self.specs), label="request")
-        text, tokens = self._text(spec), data.draw(st.integers(0, spec.prompt_tokens), label="tokens")
-        found = self.naive.match(self.words[text][:tokens])
-        assert self.pool.match(text, tokens).end * self.size == len(found)
+        key, tokens = self._text(spec), data.draw(st.integers(0, spec.prompt_tokens), label="tokens")
+        found = self.naive.match(self.words[key][:tokens])
+        assert self.pool.match(key, tokens).end * self.size == len(found)
 
     @rule(pages=st.integers(0, PAGES))
     def room(self, pages: int) -> None:
@@ -161,11 +161,11 @@ class Radix(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         self.pool.check()
-        nodes = {self.words[node.text][: node.end * self.size]: node for node in self.pool.tree.nodes()}
+        nodes = {self.words[node.key][: node.end * self.size]: node for node in self.pool.tree.nodes()}
         assert nodes.keys() == self.naive.ends.keys()
         for end, held in self.naive.ends.items():
             assert (nodes[end].hits, nodes[end].priority) == (held.hits, held.priority)
-            assert nodes[end].lock == sum(text[: len(end)] == end for text in self.naive.readers)
+            assert nodes[end].lock == sum(key[: len(end)] == end for key in self.naive.readers)
         by_time = sorted(nodes, key=lambda end: nodes[end].time)
         assert by_time == sorted(nodes, key=lambda end: self.naive.ends[end].time)
         paths = [self.pool.tree.path(node) for node in nodes.values()]
@@ -214,8 +214,8 @@ class LosesTheHits(RadixTree):
 
 
 class SplitsInAnotherPlace(RadixTree):
-    def match(self, text: Text, tokens: int) -> Node:
-        return super().match(text, tokens - self.page_size)
+    def match(self, key: RadixKey, tokens: int) -> Node:
+        return super().match(key, tokens - self.page_size)
 
 
 class ForgetsParents(RadixTree):
@@ -228,14 +228,14 @@ class ForgetsParents(RadixTree):
 
 
 class ForgetsDuplicates(RadixTree):
-    def insert(self, text: Text, own: list[int], *, first: int, priority: int, counted: int) -> Inserted:
-        inserted = super().insert(text, own, first=first, priority=priority, counted=counted)
-        return Inserted(inserted.node, [], inserted.kept)
+    def insert(self, key: RadixKey, own: list[int], *, first: int, priority: int, counted: int) -> Inserted:
+        inserted = super().insert(key, own, first=first, priority=priority, counted=counted)
+        return Inserted(inserted.node, [], inserted.shared)
 
 
 class CountsTwice(RadixTree):
-    def insert(self, text: Text, own: list[int], *, first: int, priority: int, counted: int) -> Inserted:
-        return super().insert(text, own, first=first, priority=priority, counted=0)
+    def insert(self, key: RadixKey, own: list[int], *, first: int, priority: int, counted: int) -> Inserted:
+        return super().insert(key, own, first=first, priority=priority, counted=0)
 
 
 TREES = (
@@ -254,8 +254,9 @@ def test_a_broken_tree_is_noticed(tree: type[RadixTree]) -> None:
     """The comparison can fail: locks, counts, splits, evictions, duplicates."""
 
     class Pool(RadixPool):
-        def make_tree(self, strategy: str) -> RadixTree:
-            return tree(self.block_size, strategy)
+        def __init__(self, block_size: int, num_blocks: int, strategy: str) -> None:
+            super().__init__(block_size, num_blocks, strategy)
+            self.tree = tree(block_size, strategy)
 
     noticed(Pool)
 
@@ -312,16 +313,16 @@ def test_check_notices(break_it: Callable[[RadixPool, Request, Node], None], sai
 
 def admitted(pool: RadixPool, spec: RequestSpec) -> tuple[Request, Node]:
     """A request whose prompt is computed and in the tree."""
-    text, size = Text(spec), pool.block_size
-    node = pool.match(text, spec.prompt_tokens - 1)
+    key, size = RadixKey(spec), pool.block_size
+    node = pool.match(key, spec.prompt_tokens - 1)
     request = Request(spec, spec.max_tokens, size)
     request.admit(0, node.end * size)
-    pool.enter(request, text, node)
+    pool.admit(request, key, node)
     pool.grow(request, pool.blocks_for(spec.prompt_tokens) - node.end)
     request.advance(spec.prompt_tokens - request.computed, 1)
     request.receive(0)
     pool.merge(request, spec.prompt_tokens // size)
-    return request, pool.places[request].node
+    return request, pool.positions[request].node
 
 
 # -- what the rules come to -------------------------------------------------------------------------------------------
@@ -352,13 +353,13 @@ def test_duplicates_are_freed_node_by_node() -> None:
     for spec in texts:  # both match before either is in the tree
         request = Request(spec, 1, 2)
         request.admit(0, 0)
-        pool.enter(request, Text(spec), pool.match(Text(spec), 5))
+        pool.admit(request, RadixKey(spec), pool.match(RadixKey(spec), 5))
         pool.grow(request, 3)
         request.advance(6, 1)
         request.receive(0)
         requests.append(request)
     pool.merge(requests[0], 3)
-    pool.match(Text(texts[0]), 4)
+    pool.match(RadixKey(texts[0]), 4)
     assert [node.pages for node in pool.tree.nodes()] == [[0, 1], [2]]
     assert pool.merge(requests[1], 3) == [(0, 0), (1, 1), (2, 2)]
     assert pool.free_order()[:3] == [5, 3, 4]
@@ -383,7 +384,7 @@ def test_texts_have_in_common_what_is_equal_when_written_out(data: st.DataObject
     first = data.draw(specs(0, 4, []))
     other = data.draw(specs(1, 4, [first]))
     written_out = [written(spec) for spec in (first, other)]
-    one, two = Text(first), Text(other)
+    one, two = RadixKey(first), RadixKey(other)
     pages = min(map(len, written_out)) // size
     equal = 0
     while equal < pages and len({words[: (equal + 1) * size] for words in written_out}) == 1:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cbsim.kv.radix import RANKS, Text
+from cbsim.kv.radix import RANKS, RadixKey
 from cbsim.kv.radix_pool import RadixPool
 from cbsim.policy.request import Request, RequestSpec
 from cbsim.workload.scheduler_tests import ChainedKeys
@@ -44,17 +44,17 @@ class Replay:
         self.keys = ChainedKeys(1)
         self.requests: dict[int, Request] = {}
 
-    def text(self, line: Line) -> tuple[RequestSpec, Text]:
+    def key(self, line: Line) -> tuple[RequestSpec, RadixKey]:
         prompt, outputs = line.get("prompt", line.get("tokens")), line.get("outputs", [0])
         ids = self.keys.of([*prompt, *outputs])
         index, count = line.get("id", 0), len(outputs)
         spec = RequestSpec(index, f"r{index}", 0, len(prompt), count, count, line.get("priority", 0), ids, 1, len(ids))
-        return spec, Text(spec)
+        return spec, RadixKey(spec)
 
     def admit(self, line: Line) -> Line:
-        spec, text = self.text(line)
+        spec, key = self.key(line)
         pool, prompt = self.pool, spec.prompt_tokens
-        node = pool.match(text, prompt - 1)
+        node = pool.match(key, prompt - 1)
         hit, missing = node.end * self.size, pool.blocks_for(prompt) - node.end
         pool.lock(node)
         fits = missing <= pool.free
@@ -63,7 +63,7 @@ class Replay:
             request = self.requests[spec.index] = Request(spec, spec.max_tokens, self.size)
             said["evicted"] = pool.make_room(missing * self.size)
             request.admit(0, hit)
-            pool.enter(request, text, node)
+            pool.admit(request, key, node)
             said["pages"] = pool.grow(request, missing)
             request.advance(prompt - hit, 1)
             request.receive(0)
@@ -71,8 +71,8 @@ class Replay:
         return said if fits else {**said, "refused": True}
 
     def match(self, line: Line) -> Line:
-        _, text = self.text(line)
-        return {"hit": self.pool.match(text, len(line["tokens"])).end * self.size}
+        _, key = self.key(line)
+        return {"hit": self.pool.match(key, len(line["tokens"])).end * self.size}
 
     def decode(self, line: Line) -> Line:
         request = self.requests[line["id"]]

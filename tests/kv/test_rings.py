@@ -15,7 +15,7 @@ from support.cases import DEPTHS, MOST_TOKENS, asks, check_ends
 from support.contents import Token, said
 from support.helpers import Ask, Drive, Executor
 
-from cbsim.kv.sectors import HostKinds
+from cbsim.kv.sectors import HostSectors
 from cbsim.kv.table_pools import RingPool, TablePool
 from cbsim.policy.groups import FULL, Attention, LayerGroup, Sight, pages_of
 from cbsim.policy.kind import SettingsError
@@ -305,7 +305,7 @@ def test_only_windows_charge_what_they_see(version: str) -> None:
 
 def test_the_host_counts_again_what_it_lacks_after_reclaiming() -> None:
     """Where the original does not, and may die of it: two kinds, whose blocks came back in another order."""
-    host = HostKinds(8, [2, 1], 2)
+    host = HostSectors(8, [2, 1], 2)
     first = host.take([2, 3])
     assert first == [[2, 3], [0, 2, 3]]  # sectors 3 and 2 are of the first kind, 1 and 0 of the other
     host.give(first)

@@ -160,7 +160,7 @@ def test_the_check_finds_each_fault(fault: Callable[[Sectors], None]) -> None:
 
 def test_a_victim_that_does_not_fit_the_host_is_turned_away() -> None:
     """Also after blocks came back, where the original counts its sectors before it reclaims them, and dies."""
-    host = HostSectors(4, 1)
+    host = HostSectors(4, [1], 1)
     assert host.take([3]) == [[1, 2, 3]]
     host.give([[1, 2]])
     assert host.take([4]) is None

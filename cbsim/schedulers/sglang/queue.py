@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from cbsim.kv.radix import Node, Text
+from cbsim.kv.radix import Node, RadixKey
 from cbsim.kv.radix_pool import RadixPool
 from cbsim.policy.request import Request
 from cbsim.schedulers.sglang.settings import SglangOptions
@@ -26,6 +26,7 @@ class Entry:
 
     __slots__ = (
         "extent",
+        "key",
         "late",
         "matched",
         "max_new",
@@ -34,14 +35,13 @@ class Entry:
         "rank",
         "request",
         "seen",
-        "text",
         "todo",
         "whole",
     )
 
     def __init__(self, request: Request, max_new: int, rank: int, *, whole: bool, root: Node) -> None:
         self.request = request
-        self.text = Text(request.spec)
+        self.key = RadixKey(request.spec)
         self.max_new = max_new
         self.rank = rank
         self.whole = whole
@@ -112,18 +112,18 @@ class WaitingQueue:
         size, noted = self._pool.block_size, set[int]()
         for entry in self.entries:
             tokens = entry.request.target
-            entry.node = self._pool.match(entry.text, tokens)
+            entry.node = self._pool.match(entry.key, tokens)
             hit = entry.node.end * size
             entry.matched, entry.late = min(hit, tokens - 1), False
             if hit <= SHARED <= tokens:
-                start = entry.text.at(SHARED - 1)  # names all tokens up to it
+                start = entry.key.at(SHARED - 1)  # names all tokens up to it
                 entry.late = start in noted
                 noted.add(start)
 
     def _keep_recent(self) -> None:
         if self._looks % LOOKS == 0:
             for entry in reversed(self.entries[:LOOKED_UP]):
-                self._pool.match(entry.text, entry.request.target)
+                self._pool.match(entry.key, entry.request.target)
         self._looks += 1
 
     def _response(self, entry: Entry) -> tuple[int, float, str]:

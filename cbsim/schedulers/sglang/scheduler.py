@@ -219,13 +219,13 @@ class SglangScheduler(SchedulerBase):
     def _let_in(self, entry: Entry, prefill: Prefill) -> int:
         """Tokens of a request that the batch computes, or why it has to wait."""
         pool, request = self.pool, entry.request
-        entry.node = pool.match(entry.text, request.target - 1)
+        entry.node = pool.match(entry.key, request.target - 1)
         entry.todo = request.target - entry.node.end * pool.block_size
         pool.lock(entry.node)
         tokens = prefill.extent(entry, self.batch.values(), self.room, cuts=self.chunked is None)
         if tokens > 0:
             prefill.take(entry, tokens)
-            pool.enter(request, entry.text, entry.node)
+            pool.admit(request, entry.key, entry.node)
             if tokens < entry.todo:
                 self.chunked = entry
         pool.unlock(entry.node)
@@ -246,7 +246,7 @@ class SglangScheduler(SchedulerBase):
 
     def asked(self, entry: Entry) -> int:
         """Tokens that a request computes if it is let in."""
-        return entry.request.target - self.pool.match(entry.text, entry.request.target - 1).end * self.pool.block_size
+        return entry.request.target - self.pool.match(entry.key, entry.request.target - 1).end * self.pool.block_size
 
     def _launch(self, prefill: Prefill) -> StepPlan:
         pool, decoding, taken = self.pool, self.decoding, prefill.taken
@@ -326,7 +326,7 @@ class SglangScheduler(SchedulerBase):
         else:
             pages = sum([pool.missing(request, request.computed + 1) for request in requests])
         pool.make_room(pages * pool.block_size)
-        return pages <= pool.available
+        return pages <= pool.ready
 
     def _retract(self) -> None:
         """Those with the fewest outputs give their memory back, until the others have enough."""

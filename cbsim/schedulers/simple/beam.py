@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from cbsim.kv.blocks import BlockPool, FreeQueue
@@ -23,7 +22,7 @@ from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.transfers import Direction, Transfer
-from cbsim.policy.value import mypyc_attr
+from cbsim.policy.value import mypyc_attr, replace
 from cbsim.schedulers.base import SchedulerBase
 from cbsim.schedulers.simple.settings import BeamOptions, BeamSettings, resolve_beam
 

@@ -8,12 +8,11 @@ holds none of it. All that a request may write is reserved, so nobody grows and 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cbsim.policy.decode_batch import by_order
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.plan import Chunk
 from cbsim.policy.request import Request, RequestSpec
+from cbsim.policy.value import replace
 from cbsim.schedulers.base import plain_pool, too_large
 from cbsim.schedulers.simple.fcfs import Fcfs, blocks_to_end
 from cbsim.schedulers.simple.settings import DynamicPaddedSettings, PaddedOptions, resolve_padded

@@ -8,14 +8,13 @@ The cache is reserved when the batch is formed: for every row the longest prompt
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
-from cbsim.policy.value import mypyc_attr
+from cbsim.policy.value import mypyc_attr, replace
 from cbsim.schedulers.base import SchedulerBase, plain_pool, too_large
 from cbsim.schedulers.simple.settings import PaddedOptions, StaticSettings, resolve_padded
 

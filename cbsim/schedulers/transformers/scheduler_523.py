@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from cbsim.kv.blocks import BlockPool
 from cbsim.kv.keys import Keys
-from cbsim.kv.sectors import HostKinds, HostSectors, KindSectors, SectorPool, Sectors
+from cbsim.kv.sectors import HostSectors, KindSectors, SectorPool, Sectors
 from cbsim.kv.table_pools import KindPool
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.observer import NULL_OBSERVER, Observer
@@ -52,7 +52,7 @@ class Transformers523(TransformersScheduler):
         return Sectors(list(range(first, first + self.options.num_blocks // per)), per)
 
     def make_host(self) -> Host:
-        return Host(self.decoding, HostSectors(self.options.host_blocks, self.options.blocks_per_sector))
+        return Host(self.decoding, HostSectors(self.options.host_blocks, [1], self.options.blocks_per_sector))
 
     def _most_requests(self) -> int:
         return min(self.options.max_requests_per_batch, self.options.max_batch_tokens)
@@ -143,7 +143,7 @@ class KindsOfLayers(Transformers523):
 
     def make_host(self) -> Host:
         o = self.options
-        return Host(self.decoding, HostKinds(o.host_blocks, o.pages, o.blocks_per_sector))
+        return Host(self.decoding, HostSectors(o.host_blocks, o.pages, o.blocks_per_sector))
 
     def _kv_tokens(self) -> int:
         """As if the kind of the smallest blocks had the whole cache."""
