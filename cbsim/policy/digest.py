@@ -116,10 +116,10 @@ def _write_items(out: BytesWriter, plan: StepPlan) -> None:
     for group in (changes.joined, changes.left, changes.ends, changes.ended):
         for spec in group:
             write_i64_le(out, spec.index)
-    for spec, lost_tokens, blocks in changes.preempted:
+    for spec, lost_tokens, count in changes.preempted:
         write_i64_le(out, spec.index)
         write_i64_le(out, lost_tokens)
-        write_i64_le(out, blocks)
+        write_i64_le(out, count)
     for spec, index, block in changes.replaced:
         write_i64_le(out, spec.index)
         write_i64_le(out, index)
