@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from cbsim.cli.arguments import Parser, Verb, a_path, option, parser_of, run_arguments, run_verb
+from cbsim.cli.arguments import Parser, Verb, a_path, option, parser_of, real, run_arguments, run_verb, whole
 from cbsim.cli.sessions import door_arguments, session_arguments
 from cbsim.policy.plan import WORKED
 
@@ -20,6 +20,7 @@ DEVICES = {
     "modelled": "nothing is computed, a step takes the scenario's cost model",
     "cuda": "a GPU",
 }
+COUNT = whole(1, 10**18)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +65,7 @@ def _replay_arguments(replay: argparse.ArgumentParser) -> None:
     )
     replay.add_argument(
         "--profile",
-        type=_count,
+        type=COUNT,
         default=0,
         metavar="N",
         help="GPU only: profile N steps with torch: their kernels go to kernels.csv, their GPU-active beside ours",
@@ -89,7 +90,7 @@ def _calibrate_arguments(calibrate: argparse.ArgumentParser) -> None:
         ("--tokens", "query tokens of a step (8192 on a GPU, else 128)"),
         ("--context", "cached tokens of all requests (300000 on a GPU, else 5000)"),
     ):
-        calibrate.add_argument(name, type=_count, metavar="N", help=about)
+        calibrate.add_argument(name, type=COUNT, metavar="N", help=about)
     calibrate.add_argument("--quick", action="store_true", help="shorter outputs, less precise")
     _device_arguments(calibrate, "process", "modelled", "cuda")
 
@@ -105,7 +106,7 @@ def _predict_arguments(predict: argparse.ArgumentParser) -> None:
         "take what the cost model says (default: cuda if there is one, else process)",
     )
     option(predict, "--set", help="override a field of every case (repeatable)")
-    predict.add_argument("--repeat", type=_count, default=1, metavar="N", help="measure each loop N times (1)")
+    predict.add_argument("--repeat", type=COUNT, default=1, metavar="N", help="measure each loop N times (1)")
     predict.add_argument("--quick", action="store_true", help="calibrate with shorter outputs, less precise")
     predict.add_argument(
         "--again",
@@ -138,20 +139,11 @@ def _device_argument(parser: argparse.ArgumentParser, *devices: str) -> None:
 
 def _phase(injected: str) -> tuple[str, int]:
     name, _, value = injected.partition("=")
-    try:
-        extra_ms = float(value)
-    except ValueError:
-        extra_ms = -1.0
+    extra_ms = real(value)
     if name not in WORKED or not 0 <= extra_ms <= 10_000:
         known = ", ".join(WORKED)
         raise argparse.ArgumentTypeError(f"{injected!r}: expected PHASE=MS with a phase of {known} and 0 to 10000 ms")
     return name, round(extra_ms * 1e6)
-
-
-def _count(digits: str) -> int:
-    if not digits.isdecimal() or int(digits) < 1:
-        raise argparse.ArgumentTypeError(f"{digits!r}: expected a whole number >= 1")
-    return int(digits)
 
 
 VERBS = (

@@ -57,14 +57,14 @@ class EngineDevice(Protocol):
         """The size at which a step of so many decoding rows is computed."""
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
-        """Start the step that staging buffer `slot` holds, after those launched before, and what its plan moves."""
+        """Start the step that staging buffer `slot` holds, after those launched before, and its plan's transfers."""
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         """Block until that step is done: its results, as `Executor.run` returns them. Raises DeviceError."""
 
     def moved(self, until_ns: int | None) -> list[Moved]:
-        """The moves that are over and were not named before; to be called after `wait`, while there are any. With a
-        time it may block until then or until a move is over, whichever is first. Raises DeviceError.
+        """The transfers that are over and were not returned before; to be called after `wait`, while there are any.
+        With a time it may block until then or until a transfer is over, whichever is first. Raises DeviceError.
         """
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Inline:
 
     def moved(self, until_ns: int | None) -> list[Moved]:
         del until_ns  # what has been launched is over
-        return self._mover.told()
+        return self._mover.finished()
 
     def close(self) -> None:
         self._done.clear()
@@ -163,7 +163,7 @@ class Modelled:
         next_ns = 0 if until_ns is None else min(self._moves.next_ns, until_ns)
         while self._clock.now_ns() < next_ns:
             self._clock.wait_until(next_ns)
-        return self._moves.told(self._clock.now_ns())
+        return self._moves.finished(self._clock.now_ns())
 
     def close(self) -> None:
         self._done.clear()

@@ -14,29 +14,37 @@ token of every request stays on the device, so a step never waits for the host t
 from __future__ import annotations
 
 import gc
+import os
+import re
+import sys
+import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from cbengine.batch import Capacity
 from cbengine.device import gpu
-from cbengine.device.base import Ints, Lanes
-from cbengine.device.cuda_moves import CudaMoves, QueuedMove
+from cbengine.device.base import DeviceError, Ints, Lanes
+from cbengine.device.cuda_moves import CudaMoves
 from cbengine.device.executor import Executor
-from cbengine.device.faults import STUCK_S, Watchdog, guarded
 from cbengine.device.graphs import Graph, captured, streams
 from cbengine.device.layout import Arrays, Header, arrays
 from cbengine.device.moves import Moved
-from cbengine.device.timeline import Timeline
 from cbengine.device.warmup import scratch_step, warm_ups
 from cbsim.policy.captures import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan
 
-LOOK_S = 20e-6  # between two looks at moves, when there is nothing else to do
+LOOK_S = 20e-6  # between two looks at transfers, when there is nothing else to do
+STUCK_S = 60.0  # a step that takes longer than this has hung
+T = TypeVar("T")
+
+
+NOTHING = StepPlan(0)  # the plan of a warm-up, which transfers nothing
 
 
 class Marks(NamedTuple):
@@ -71,7 +79,6 @@ class Cuda:
     ) -> None:
         """Captures every graph that the run may need, and runs every kind of step once. Raises DeviceError."""
         self._executor, self._capacity, self._random, self._overlap = executor, capacity, random, overlap
-        self._spin = spin
         self._compute, self._h2d, self._d2h = streams() if overlap else (streams()[0],) * 3
         self._sizes = captured_sizes(capacity.rows) if graphs else []
         self._graphs: dict[int, Graph] = {}
@@ -94,13 +101,19 @@ class Cuda:
         except BaseException:
             self.close()
             raise
-        self.facts = self._describe()
+        self.facts = {
+            **gpu.facts(),
+            "wait": "spin" if spin else "block",
+            "captured_batches": sorted(self._graphs),
+            "capture_s": self._capture_s,
+            "allocated_bytes": torch.cuda.memory_allocated(),
+        }
 
     def bucket(self, rows: int) -> int:
         return bucket(self._sizes, rows)
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
-        self._launch(slot, header, plan if plan.transfers or plan.awaited else None)
+        self._launch(slot, header, plan)
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         marks, count, launched = self._in_flight.pop(slot)
@@ -110,7 +123,7 @@ class Cuda:
         edges = [round(self._anchor.elapsed_time(mark) * 1e6) for mark in marks]
         self._anchor = marks.h2d_start
         results: Ints = self._received[slot][:count].numpy().copy()
-        return results, self._timeline.place(edges, launched, awaited)
+        return results, self._timeline.aligned(edges, launched, awaited)
 
     def moved(self, until_ns: int | None) -> list[Moved]:
         with self._watchdog:
@@ -118,11 +131,10 @@ class Cuda:
                 if until_ns is None or time.perf_counter_ns() >= until_ns:
                     break
                 time.sleep(LOOK_S)
-        return [self._placed(queued) for queued in over]
+        return [Moved(queued.step, queued.at, self._time(queued.start), self._time(queued.end)) for queued in over]
 
-    def _placed(self, queued: QueuedMove) -> Moved:
-        start, end = (round(self._anchor.elapsed_time(event) * 1e6) for event in (queued.start, queued.end))
-        return Moved(queued.step, queued.at, self._timeline.at(start), self._timeline.at(end))
+    def _time(self, event: torch.cuda.Event) -> int:
+        return self._timeline.at(round(self._anchor.elapsed_time(event) * 1e6))
 
     def close(self) -> None:
         if self._watchdog.closed:
@@ -141,19 +153,19 @@ class Cuda:
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def _launch(self, slot: int, header: Header, moving: StepPlan | None = None) -> None:
-        """`moving`: the plan, if it moves KV or waits for moves."""
+    def _launch(self, slot: int, header: Header, plan: StepPlan = NOTHING) -> None:
         at = time.perf_counter_ns()
         marks = self._marks[self._launched % len(self._marks)]
         self._launched += 1
         guarded(
             lambda: f"a step of {header.tokens} query tokens in {header.rows} rows",
-            lambda: self._enqueue(slot, header, marks, moving),
+            lambda: self._enqueue(slot, header, marks, plan),
         )
         self._in_flight[slot] = marks, header.results, at
 
-    def _enqueue(self, slot: int, header: Header, marks: Marks, moving: StepPlan | None) -> None:
+    def _enqueue(self, slot: int, header: Header, marks: Marks, plan: StepPlan) -> None:
         inbound, outbound, size = self._inbound[slot], self._outbound[slot][: header.results], header.size
+        transfers = bool(plan.transfers or plan.awaited)
         plain = header.decodes == header.rows and not (header.padded or header.beams)
         graph = self._graphs.get(header.rows) if plain else None
         step = arrays(inbound, header) if graph is None or header.updates else None
@@ -161,8 +173,8 @@ class Cuda:
             marks.h2d_start.record(self._h2d)
             inbound[:size].copy_(self._pinned[slot][:size], non_blocking=True)
             marks.h2d_end.record(self._h2d)
-        if moving is not None:
-            self._moves.before_rows(moving)
+        if transfers:
+            self._moves.before_rows(plan)
         with torch.cuda.stream(self._compute):
             self._compute.wait_event(marks.h2d_end)
             if step is not None:
@@ -170,16 +182,16 @@ class Cuda:
             if graph is not None:
                 graph.inputs.copy_(inbound[: len(graph.inputs)])
             marks.start.record(self._compute)
-            if moving is not None:
-                self._moves.copies(moving)
+            if transfers:
+                self._moves.copies(plan)
             outbound.copy_(self._computed(graph, step, header))
             marks.end.record(self._compute)
         with torch.cuda.stream(self._d2h):
             self._d2h.wait_event(marks.end)
             self._received[slot][: header.results].copy_(outbound, non_blocking=True)
             marks.done.record(self._d2h)
-        if moving is not None:
-            self._moves.after_rows(moving, marks.end)
+        if transfers:
+            self._moves.after_rows(plan, marks.end)
 
     def _computed(self, graph: Graph | None, step: Arrays[Tensor] | None, header: Header) -> Tensor:
         """The results of a step whose tables and inputs are in place. `step` may be left out of a graph's."""
@@ -231,11 +243,103 @@ class Cuda:
         graph, tokens = captured(lambda: self._executor.run(step, header), self._compute, pool)
         return Graph(graph, inputs, tokens)
 
-    def _describe(self) -> dict[str, Any]:
-        return {
-            **gpu.facts(),
-            "wait": "spin" if self._spin else "block",
-            "captured_batches": sorted(self._graphs),
-            "capture_s": self._capture_s,
-            "allocated_bytes": torch.cuda.memory_allocated(),
-        }
+
+# -- times ------------------------------------------------------------------------------------------------------------
+
+
+class Timeline:
+    """When a step's copies and kernels ran, on the host's clock.
+
+    Events say how far apart things happened, not when, and the two clocks drift. What ties them is that a step's first
+    copy begins after its launch has, and that its last one is over before the host knows. The mapping is moved when it
+    would break that, by no more than it takes, so it is never wrong by more than launching and waking up take. What the
+    drift within a step has then left out of order is clipped.
+    """
+
+    def __init__(self, anchor_ns: int, *, overlap: bool) -> None:
+        """The first edges are counted from `anchor_ns`."""
+        self._anchor_ns, self._overlap = anchor_ns, overlap
+        self._last = Lanes(*[anchor_ns] * 6)
+
+    def at(self, edge: int) -> int:
+        """When something happened, by an event so many nanoseconds behind the H2D copy of the step aligned last; it may
+        have been long before that.
+        """
+        return self._anchor_ns + edge
+
+    def aligned(self, edges: Sequence[int], launched_ns: int, awaited_ns: int) -> Lanes:
+        """Nanoseconds since the H2D copy of the step before began, an event that is near and before all others, become
+        times: start and end of this step's H2D copy, of its kernels, end of its D2H copy. In order of launch.
+        """
+        at = [self._anchor_ns + edge for edge in edges]
+        shift = max(launched_ns - at[0], 0) or min(awaited_ns - at[-1], 0)
+        self._anchor_ns = at[0] + shift
+        last = self._last
+
+        def clipped(ns: int, *after: int) -> int:
+            return max(min(ns + shift, awaited_ns), *after)
+
+        h2d_start = clipped(at[0], launched_ns, last.h2d_end_ns if self._overlap else last.d2h_end_ns)
+        h2d_end = clipped(at[1], h2d_start)
+        start = clipped(at[2], h2d_end, last.compute_end_ns)
+        end = clipped(at[3], start)
+        d2h_start = max(end, last.d2h_end_ns)
+        self._last = Lanes(h2d_start, h2d_end, start, end, d2h_start, clipped(at[4], d2h_start))
+        return self._last
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+class Watchdog:
+    """Ends the process when a wait lasts too long: a hung kernel cannot be interrupted."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._since: float | None = None
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
+    def __enter__(self) -> None:
+        self._since = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._since = None
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def overdue(self, now: float) -> bool:
+        since = self._since  # read once: the other thread may end its wait at any moment
+        return since is not None and now - since > self._limit_s
+
+    def _watch(self) -> None:
+        while not self._closed.wait(1.0):
+            if self.overdue(time.monotonic()):
+                print(f"cbengine: a step has not ended after {self._limit_s:.0f} s: the GPU hangs", file=sys.stderr)
+                sys.stderr.flush()
+                os._exit(1)
+
+
+def guarded(doing: Callable[[], str], act: Callable[[], T]) -> T:
+    """What `act` returns. Errors of the GPU's become a DeviceError that says what was being done; others are ours."""
+    try:
+        return act()
+    except torch.OutOfMemoryError as error:
+        failure = DeviceError(out_of_memory(doing(), str(error), *torch.cuda.mem_get_info()))
+    except RuntimeError as error:
+        if isinstance(error, DeviceError) or "CUDA" not in str(error):
+            raise
+        failure = DeviceError(f"the GPU failed in {doing()}: {str(error).strip().splitlines()[0]}")
+    raise failure  # out here nothing holds what had been allocated until then
+
+
+def out_of_memory(doing: str, complaint: str, free: int, total: int) -> str:
+    """What was asked for, in torch's words, and what is there."""
+    size = re.search(r"Tried to allocate ([\d.]+ \w+)", complaint)
+    requested, there = size[1] if size else "more", f"{free / 2**30:.2f} of the GPU's {total / 2**30:.2f} GiB are free"
+    return f"no memory for {doing}: {requested} asked for, {there}"

@@ -1,4 +1,4 @@
-"""Moves of KV on a GPU: those in order on the compute stream, jobs on a stream for each direction, tied by events.
+"""Transfers of KV on a GPU: those in order on the compute stream, jobs on a stream for each direction, tied by events.
 
     compute   waits for the jobs that a plan awaits; its moves in order; `ready`; then its rows, `end`
     out       waits for `end` of the plan that lists a job to the host; carries its blocks
@@ -11,14 +11,20 @@ is asked of its event. Blocks that a job reads or writes are nobody else's until
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from cbengine.device.graphs import moving_streams
 from cbengine.model.host_tier import Carrier
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
+
+
+@cache
+def transfer_streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Streams for KV to the host, and from it, beside the steps: the same in every run of a process."""
+    return torch.cuda.Stream(), torch.cuda.Stream()
 
 
 class QueuedMove(NamedTuple):
@@ -36,7 +42,7 @@ class CudaMoves:
 
     def __init__(self, carrier: Callable[[], Carrier], compute: torch.cuda.Stream, *, overlap: bool) -> None:
         self._compute = compute
-        self._out, self._in = moving_streams() if overlap else (compute, compute)
+        self._out, self._in = transfer_streams() if overlap else (compute, compute)
         self._carriers = {stream: carrier() for stream in (self._compute, self._out, self._in)}
         self._queued: list[QueuedMove] = []  # and not known to be over
         self._ready = torch.cuda.Event()
@@ -73,7 +79,7 @@ class CudaMoves:
             self._carry(plan.step, [(at, move)], stream)
 
     def over(self) -> list[QueuedMove]:
-        """Those that are over; the next call names others."""
+        """The transfers that are over and were not returned before."""
         over: list[QueuedMove] = []
         left: list[QueuedMove] = []
         for queued in self._queued:
@@ -81,8 +87,8 @@ class CudaMoves:
         self._queued = left
         return over
 
-    def _carry(self, step: int, moves: Iterable[tuple[int, Transfer]], stream: torch.cuda.Stream) -> None:
-        for at, move in moves:
+    def _carry(self, step: int, transfers: Iterable[tuple[int, Transfer]], stream: torch.cuda.Stream) -> None:
+        for at, move in transfers:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             with torch.cuda.stream(stream):
                 start.record(stream)

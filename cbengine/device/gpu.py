@@ -52,10 +52,10 @@ def _query(*fields: str) -> list[str] | None:
     """nvidia-smi's answers for the current CUDA device."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", f"--id={_identity()}"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        answer = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    values = [word.strip() for word in said.partition("\n")[0].split(",")]
+    values = [word.strip() for word in answer.partition("\n")[0].split(",")]
     return values if len(values) == len(fields) else None
 
 

@@ -29,12 +29,6 @@ def streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
     return torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
 
 
-@cache
-def moving_streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """For KV to the host, and from it, beside the steps: the same in every run of a process."""
-    return torch.cuda.Stream(), torch.cuda.Stream()
-
-
 def captured(act: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
     """`act` as a graph, and what it returned: tensors that every replay writes again.
 

@@ -1,5 +1,5 @@
-"""Moves of KV on devices that need no hardware: performed in place, or made to take a cost's time. The rules are those
-of cbsim/policy/transfers.py.
+"""Transfers of KV on devices that need no hardware: performed in place, or made to take a cost's time. The rules are
+those of cbsim/policy/transfers.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NEVER_NS = 1 << 200
 
 
 class Moved(NamedTuple):
-    """A move that is over: number `at` of those that the plan of `step` lists; by the engine's clock."""
+    """A transfer that is over: number `at` of those that the plan of `step` lists; by the engine's clock."""
 
     step: int
     at: int
@@ -26,39 +26,39 @@ class Moved(NamedTuple):
 
 
 class InPlace:
-    """Moves on the processor that computes the steps, which does one thing at a time: a move in order comes before the
-    rows of its plan, a job when their result is out. `over` are the moves that nobody has been told of.
+    """Transfers on the processor that computes the steps, which does one thing at a time: those in order come before
+    the rows of their plan, jobs when the rows' result is out. `over` are the transfers that were not reported yet.
     """
 
     def __init__(self, carrier: Carrier) -> None:
         self.over: list[Moved] = []
         self._carrier = carrier
 
-    def before_rows(self, step: int, moves: Sequence[Transfer], awaited: Sequence[int]) -> None:
+    def before_rows(self, step: int, transfers: Sequence[Transfer], awaited: Sequence[int]) -> None:
         del awaited  # none outlasts the step that lists it
-        for at, move in enumerate(moves):
-            if move.job == IN_ORDER:
-                self.perform(step, at, move)
+        for at, transfer in enumerate(transfers):
+            if transfer.job == IN_ORDER:
+                self.perform(step, at, transfer)
 
-    def after_rows(self, step: int, moves: Sequence[Transfer]) -> None:
-        for at, move in enumerate(moves):
-            if move.job != IN_ORDER:
-                self.perform(step, at, move)
+    def after_rows(self, step: int, transfers: Sequence[Transfer]) -> None:
+        for at, transfer in enumerate(transfers):
+            if transfer.job != IN_ORDER:
+                self.perform(step, at, transfer)
 
-    def perform(self, step: int, at: int, move: Transfer) -> None:
+    def perform(self, step: int, at: int, transfer: Transfer) -> None:
         start = time.perf_counter_ns()
-        self._carrier.carry(move.direction, move.sources, move.targets)
+        self._carrier.carry(transfer.direction, transfer.sources, transfer.targets)
         self.over.append(Moved(step, at, start, time.perf_counter_ns()))
 
-    def told(self) -> list[Moved]:
-        """Those that are over; the next call names others."""
+    def finished(self) -> list[Moved]:
+        """The transfers that are over and were not returned before."""
         over, self.over = self.over, []
         return over
 
 
 class ModelledMoves:
-    """Moves that take what a cost says: a lane for each direction of the host's link, beside those of the steps' own
-    copies, as on the simulated machine. Copies on the device are time of their step on the compute lane.
+    """Transfers that take what a cost says: a lane for each direction of the host's link, beside those of the steps'
+    own copies, as on the simulated machine. Copies on the device are time of their step on the compute lane.
     """
 
     def __init__(self, copy_ns: CopyNs) -> None:
@@ -85,11 +85,8 @@ class ModelledMoves:
 
     def copying_ns(self, plan: StepPlan) -> int:
         """What the copies on the device take, directly before the rows."""
-        return sum(
-            self._copy_ns(move.direction, len(move.sources))
-            for move in plan.transfers
-            if move.direction is Direction.COPY
-        )
+        copies = (one for one in plan.transfers if one.direction is Direction.COPY)
+        return sum(self._copy_ns(Direction.COPY, len(one.sources)) for one in copies)
 
     def after_rows(self, plan: StepPlan, start_ns: int, end_ns: int) -> None:
         """Copies and rows of a plan have the compute lane from `start_ns` to `end_ns`."""
@@ -101,8 +98,8 @@ class ModelledMoves:
             elif move.direction is Direction.OUT and move.job != IN_ORDER:
                 self._book(plan, at, end_ns)
 
-    def told(self, now_ns: int) -> list[Moved]:
-        """Those that are over by now; the next call names others."""
+    def finished(self, now_ns: int) -> list[Moved]:
+        """The transfers that are over by now and were not returned before."""
         over = [moved for moved in self._moved if moved.end_ns <= now_ns]
         self._moved = [moved for moved in self._moved if moved.end_ns > now_ns]
         self._ends = {job: end_ns for job, end_ns in self._ends.items() if end_ns > now_ns}

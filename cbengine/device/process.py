@@ -1,8 +1,8 @@
 """A worker process as a device: real overlap with the driver on two cores, as between a CPU and a GPU.
 
 Steps and results cross in shared memory; a pipe carries which buffer and the lengths, and what KV moves with a step
-where any does. Nobody waits for ever: whoever waits looks at the other side's life every now and then. The worker ends
-when its pipe closes, so it never outlives the driver.
+where any does. No wait is for ever: whoever waits checks every now and then that the other process lives. The worker
+ends when its pipe closes, so it never outlives the driver.
 """
 
 from __future__ import annotations
@@ -11,28 +11,31 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from cbengine.batch import Capacity
 from cbengine.device.base import DeviceError, Ints, Lanes
-from cbengine.device.cores import Waits
 from cbengine.device.executor import Executor
 from cbengine.device.layout import Header, arrays
 from cbengine.device.moves import Moved
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.transfers import Direction, Transfer
 
+PROC = Path("/proc")
+SHARED = 0.05  # of the time that a process wants a core, from which on it counts as not having one
 LOOK_S = 0.2  # how often the other side's life is looked at
 START_S = 120.0  # the longest that a worker may take to load its model
 STEP_S = 600.0  # ... and to answer for a step: a stopped one never does, and no step of a CPU is that long
 Build = Callable[[], Executor]
+Packed = tuple[int, list[tuple[int, tuple[int, ...], tuple[int, ...], int]], tuple[int, ...]]
 
 
 class Process:
@@ -46,17 +49,15 @@ class Process:
         self.staging, self._results = views[0::2], views[1::2]
         self._sent: dict[int, tuple[int, int]] = {}  # staging buffer -> (values that come back, when it was sent)
         self._idle_ns = self._arrived_ns = 0  # end of the last step or move known of, and when its result came
-        self._moved: list[Moved] = []  # over, and nobody has been told
-        self._pipe, theirs = spawning.Pipe()
-        self._worker: SpawnProcess = spawning.Process(target=_work, args=(build, shared, theirs), daemon=True)
-        held = signal.pthread_sigmask(
-            signal.SIG_BLOCK, {signal.SIGINT}
-        )  # inherited: an interrupt is the driver's alone
+        self._moved: list[Moved] = []  # over, and not reported yet
+        self._pipe, far_end = spawning.Pipe()
+        self._worker: SpawnProcess = spawning.Process(target=_work, args=(build, shared, far_end), daemon=True)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: an interrupt is the driver's
         try:
             self._worker.start()
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        theirs.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        far_end.close()
         self.facts: dict[str, Any] = {"device": "cpu, worker process", "threads": 1}
         self._receive(START_S)
         self._waits = Waits({"driver": os.getpid(), "worker": self._worker.pid or 0})
@@ -67,7 +68,7 @@ class Process:
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
         self._sent[slot] = header.results, time.perf_counter_ns()
         try:
-            self._pipe.send((slot, tuple(header), _said(plan) if plan.transfers or plan.awaited else None))
+            self._pipe.send((slot, tuple(header), _packed(plan) if plan.transfers or plan.awaited else None))
         except (BrokenPipeError, ConnectionResetError):
             raise self._died() from None
 
@@ -88,11 +89,11 @@ class Process:
 
     def moved(self, until_ns: int | None) -> list[Moved]:
         del until_ns  # results say what was over before their rows ran, so the next one says more
-        told, self._moved = self._moved, []
-        return told
+        moved, self._moved = self._moved, []
+        return moved
 
     def _receive(self, limit_s: float) -> tuple[int, int, int, list[Moved]]:
-        """The worker's next word. A worker that is dead or silent for longer than `limit_s` is an error."""
+        """The worker's next message. A worker that is dead or silent for longer than `limit_s` is an error."""
         waited = 0.0
         while not self._pipe.poll(LOOK_S):
             waited += LOOK_S
@@ -101,12 +102,13 @@ class Process:
             if waited > limit_s:
                 raise DeviceError(f"the worker process has not answered for {limit_s:.0f} s")
         try:
-            word = self._pipe.recv()
+            message = self._pipe.recv()
         except (EOFError, ConnectionResetError):
             raise self._died() from None
-        if isinstance(word, str):
-            raise DeviceError(f"the worker process failed: {word}")
-        return int(word[0]), int(word[1]), int(word[2]), word[3]
+        if isinstance(message, str):
+            raise DeviceError(f"the worker process failed: {message}")
+        slot, start, end, moved = message
+        return slot, start, end, moved
 
     def _died(self) -> DeviceError:
         self._worker.join(1.0)
@@ -126,21 +128,14 @@ class Process:
         self.staging, self._results = [], []
 
 
-Said = tuple[int, list[tuple[int, tuple[int, ...], tuple[int, ...], int]], tuple[int, ...]]
+def _packed(plan: StepPlan) -> Packed:
+    """What a plan transfers, without the requests whose KV it is: step, transfers, jobs to wait for."""
+    return plan.step, [(int(t.direction), t.sources, t.targets, t.job) for t in plan.transfers], plan.awaited
 
 
-def _said(plan: StepPlan) -> Said:
-    """What a plan moves, without the requests whose KV it is: step, moves, jobs to wait for."""
-    return plan.step, [(int(m.direction), m.sources, m.targets, m.job) for m in plan.transfers], plan.awaited
-
-
-def _heard(said: Said) -> tuple[int, list[Transfer], tuple[int, ...]]:
-    step, moves, awaited = said
-    return (
-        step,
-        [Transfer(Direction(way), sources, targets, None, job) for way, sources, targets, job in moves],
-        awaited,
-    )
+def _unpacked(packed: Packed) -> tuple[int, list[Transfer], tuple[int, ...]]:
+    step, transfers, awaited = packed
+    return step, [Transfer(Direction(kind), old, new, None, job) for kind, old, new, job in transfers], awaited
 
 
 def _work(build: Build, shared: list[Any], pipe: Connection) -> None:
@@ -153,20 +148,73 @@ def _work(build: Build, shared: list[Any], pipe: Connection) -> None:
         buffers = [torch.from_numpy(np.frombuffer(memory, dtype=np.int32)) for memory in shared]
         pipe.send((0, 0, 0, []))
         while True:
-            slot, lengths, said = pipe.recv()
+            slot, lengths, packed = pipe.recv()
             header = Header(*lengths)
-            if said is not None:
-                step_number, moves, awaited = _heard(said)
-                mover.before_rows(step_number, moves, awaited)
+            if packed is not None:
+                number, transfers, awaited = _unpacked(packed)
+                mover.before_rows(number, transfers, awaited)
             start = time.perf_counter_ns()
             step = arrays(buffers[2 * slot], header)
             executor.update_tables(step)
             buffers[2 * slot + 1][: header.results] = executor.run(step, header)
-            pipe.send((slot, start, time.perf_counter_ns(), mover.told() if mover.over else []))
-            if said is not None:
-                mover.after_rows(step_number, moves)
+            pipe.send((slot, start, time.perf_counter_ns(), mover.finished() if mover.over else []))
+            if packed is not None:
+                mover.after_rows(number, transfers)
     except (EOFError, ConnectionError):  # the driver has gone
         return
     except Exception as error:  # whatever it is, the driver is to say it
         with suppress(ConnectionError):
             pipe.send(f"{type(error).__name__}: {error}")
+
+
+# -- cores ------------------------------------------------------------------------------------------------------------
+
+
+class Demand(NamedTuple):
+    """Nanoseconds that a process has computed, and has waited for a core that something else had."""
+
+    computed: int
+    waited: int
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Waits:
+    """From now on, how much of the time that each process wants a core it waits for one. `processes`: name to pid."""
+
+    def __init__(self, processes: Mapping[str, int]) -> None:
+        self._begun = {(name, pid): _demand(pid) for name, pid in processes.items()}
+
+    def shares(self) -> dict[str, float]:
+        """By name, of those processes of which the system says it."""
+        shares = {}
+        for (name, pid), before in self._begun.items():
+            after = _demand(pid)
+            if before is not None and after is not None:
+                computed, waited = after.computed - before.computed, after.waited - before.waited
+                shares[name] = waited / max(computed + waited, 1)
+        return shares
+
+    def facts(self) -> dict[str, Any]:
+        """The entries of env.json. A notice says if driver and worker did not have a core each: then what a loop gains
+        by overlap cannot be seen.
+        """
+        shares, count = self.shares(), cores()
+        facts = {"cores": count, "waited_for_core": {name: round(share, 4) for name, share in shares.items()}}
+        if count >= 2 and max(shares.values(), default=0.0) < SHARED:
+            return facts
+        waited = ", ".join(f"the {name} {share:.0%}" for name, share in shares.items())
+        figures = f": of the time that it had work, {waited} waited for a core" if waited else ""
+        reason = f"driver and worker want a core each, here is {count} for all that runs{figures}"
+        return facts | {"notices": [f"sync against async cannot be judged on this machine: {reason}"]}
+
+
+def _demand(pid: int) -> Demand | None:
+    """Of a process's main thread. None where the system does not say."""
+    with suppress(OSError, ValueError, TypeError):
+        computed, waited, _ = map(int, (PROC / str(pid) / "schedstat").read_bytes().split())
+        return Demand(computed, waited)
+    return None

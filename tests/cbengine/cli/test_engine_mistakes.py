@@ -41,7 +41,7 @@ from cbengine.cli.parser import DEVICES
             (("--inject", text), ("argument --inject", repr(text), "schedule, prepare, launch, update", "0 to 10000"))
             for text in ("", "prepare", "prepare=", "prepare=x", "prepare=nan", "prepare=-1", "await=1", "launch=10001")
         ),
-        (("--profile=0",), ("argument --profile", "'0'", ">= 1")),
+        (("--profile=0",), ("argument --profile", "'0'", "from 1")),
         (("--profile=5",), ("--profile: needs --device cuda",)),
         (("--wait", "spin"), ("--wait spin: needs --device cuda",)),
         (("--device=tpu",), ("argument --device", "'tpu'", *DEVICES)),
@@ -79,11 +79,11 @@ def test_a_bad_option_is_named(small: Path, out: Path, words: tuple[str, ...], s
         (("replay", str(ROOT)), (f"{ROOT}: is a folder",)),
         (("calibrate",), ("--out",)),
         (("calibrate", "--out", "x", "--device", "inline"), ("--device", "'inline'", "process", "cuda")),
-        (("calibrate", "--out", "x", "--rows", "0"), ("--rows", "'0'", ">= 1")),
+        (("calibrate", "--out", "x", "--rows", "0"), ("--rows", "'0'", "from 1")),
         (("calibrate", "--out", "x", "--device", "process", "--longest", "9999"), ("--longest: got 9999", "8192")),
         (("calibrate", "--out", "x", "--device", "process", "nowhere"), ("'nowhere'",)),
         (("predict", "--device", "inline"), ("--device", "'inline'", "process", "modelled")),
-        (("predict", "--repeat", "0"), ("--repeat", "'0'", ">= 1")),
+        (("predict", "--repeat", "0"), ("--repeat", "'0'", "from 1")),
         (("predict", "cpu-1", "--device", "process"), ("case 'cpu-1'", "reference, load", "cpu-0, cpu-2")),
         (("predict", "--out", __file__), ("provenance.json: cannot be written",)),
         (("predict", "cpu", "--device", "process", "--set", "loop.mode=never"), ("loop.mode", "'never'")),

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="the engine needs torch")
 
 import cbengine
 from cbengine.cli.parser import main
-from cbengine.device import cores
+from cbengine.device import process
 from cbsim.scenario import scenario
 
 SMALL = ["workload.requests=3", "workload.output_tokens=4", "model.layers=1"]
@@ -34,11 +34,11 @@ def test_who_waits_for_a_core_is_no_device_beside_the_cpu(
     waited_ms: int, count: int, noticed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From 5% of the time that it wanted one; what was before the run does not count."""
-    monkeypatch.setattr(cores, "PROC", tmp_path)
-    monkeypatch.setattr(cores, "cores", lambda: count)
+    monkeypatch.setattr(process, "PROC", tmp_path)
+    monkeypatch.setattr(process, "cores", lambda: count)
     counted(tmp_path, 1, 10, 5000)
     counted(tmp_path, 2, 10, 7000)
-    waits = cores.Waits({"driver": 1, "worker": 2})
+    waits = process.Waits({"driver": 1, "worker": 2})
     counted(tmp_path, 1, 510, 5000)
     counted(tmp_path, 2, 910, 7000 + waited_ms)
     facts = waits.facts()
@@ -48,11 +48,11 @@ def test_who_waits_for_a_core_is_no_device_beside_the_cpu(
 
 def test_a_system_that_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the counts nothing is said but of a single core."""
-    monkeypatch.setattr(cores, "PROC", tmp_path)
-    monkeypatch.setattr(cores, "cores", lambda: 2)
-    assert cores.Waits({"driver": 1}).facts() == {"cores": 2, "waited_for_core": {}}
-    monkeypatch.setattr(cores, "cores", lambda: 1)
-    (notice,) = cores.Waits({"driver": 1}).facts()["notices"]
+    monkeypatch.setattr(process, "PROC", tmp_path)
+    monkeypatch.setattr(process, "cores", lambda: 2)
+    assert process.Waits({"driver": 1}).facts() == {"cores": 2, "waited_for_core": {}}
+    monkeypatch.setattr(process, "cores", lambda: 1)
+    (notice,) = process.Waits({"driver": 1}).facts()["notices"]
     assert notice.endswith("driver and worker want a core each, here is 1 for all that runs")
 
 

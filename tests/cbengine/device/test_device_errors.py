@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the engine needs torch")
 
 from cbengine.device.base import DeviceError
-from cbengine.device.faults import Watchdog, guarded, out_of_memory
+from cbengine.device.cuda import Watchdog, guarded, out_of_memory
 
 
 def test_a_wait_is_overdue_after_its_limit_and_only_while_it_lasts() -> None:

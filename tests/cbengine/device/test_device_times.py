@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbengine.device.base import Lanes
-from cbengine.device.timeline import Timeline
+from cbengine.device.cuda import Timeline
 from cbsim.record import invariants
 from cbsim.record.record import STEP_COLUMNS
 from cbsim.record.tables import Steps
@@ -95,7 +95,7 @@ def measured(flights: list[Flight], overlap: bool, rate: float, quantum: int) ->
         edges = [round(float(np.float32((told(mark) - anchor) / 1e6)) * 1e6) for mark in marks]
         assert min(edges) >= 0
         anchor = told(lanes.h2d_start_ns)
-        found.append(timeline.place(edges, flight.launched, flight.awaited))
+        found.append(timeline.aligned(edges, flight.launched, flight.awaited))
     return found
 
 
@@ -161,7 +161,7 @@ def test_times_obey_the_rules_whatever_events_say(told: list[tuple[int, int, lis
     for pause, lasted, edges in told:
         launched += pause
         awaited = max(awaited, launched) + lasted
-        mine = timeline.place(sorted(edges), launched, awaited)
+        mine = timeline.aligned(sorted(edges), launched, awaited)
         assert launched <= mine.h2d_start_ns
         assert list(mine) == sorted(mine)
         assert mine.d2h_end_ns <= awaited

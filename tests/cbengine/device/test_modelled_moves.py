@@ -52,10 +52,10 @@ def test_when_moves_happen() -> None:
     third = StepPlan(2, awaited=(9, 7))
     assert moves.before_rows(third, 230) == 250, "the lane was busy with the job before"
     assert moves.next_ns == 120
-    assert moves.told(130) == [Moved(0, 0, 100, 120), Moved(0, 2, 120, 130)]
-    assert moves.told(130) == []
+    assert moves.finished(130) == [Moved(0, 0, 100, 120), Moved(0, 2, 120, 130)]
+    assert moves.finished(130) == []
     assert moves.next_ns == 133
-    assert sorted(moves.told(250)) == [
+    assert sorted(moves.finished(250)) == [
         Moved(0, 1, 130, 133),
         Moved(0, 3, 200, 240),
         Moved(1, 0, 200, 250),

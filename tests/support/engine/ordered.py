@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cbengine.device import gpu, graphs
+from cbengine.device import cuda_moves, gpu, graphs
 from cbengine.model.ops import Rows, TorchOps
 from cbsim.policy.groups import FULL, Attention
 
@@ -309,10 +309,10 @@ def ordered() -> Iterator[World]:
         patch.setattr(gpu, "facts", lambda: {"device": "a stand-in"})
         patch.setattr(Tensor, "numpy", numpy)
         graphs.streams.cache_clear()
-        graphs.moving_streams.cache_clear()
+        cuda_moves.transfer_streams.cache_clear()
         try:
             with Noting(world):
                 yield world
         finally:
             graphs.streams.cache_clear()
-            graphs.moving_streams.cache_clear()
+            cuda_moves.transfer_streams.cache_clear()
