@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from cbengine.batch import Batcher, Capacity
@@ -25,7 +24,7 @@ from cbengine.driver import Engine, Feed
 from cbengine.errors import MissingError, UsageError
 from cbengine.load import Load
 from cbengine.model import host_tier, weights
-from cbengine.model.architecture import Architecture, from_shape
+from cbengine.model.architecture import Architecture
 from cbengine.model.decoder import Model
 from cbengine.model.host_tier import HostTier
 from cbengine.model.kvcache import DeviceMemoryError, KvCache
@@ -126,23 +125,9 @@ def _with_graphs(scenario: Scenario, setup: Setup) -> Scenario:
 
 
 def shape_of(folder: Path, dtype: str = "bfloat16") -> ModelShape:
-    """The shape of the weights in a folder, as a scenario says it. Raises WeightsError; UsageError for numbers that no
-    scenario takes.
-    """
-    given = weights.architecture(folder)
-    facts = {name: getattr(given, name) for name in ModelShape.model_fields if name != "dtype" and hasattr(given, name)}
-    facts["attention"] = [one.text for one in given.attention]
-    try:
-        return ModelShape.model_validate({**facts, "dtype": dtype})
-    except ValidationError as error:
-        raise UsageError(f"{folder / 'config.json'}: as model.{first_complaint(error)}") from None
-
-
-def first_complaint(error: ValidationError) -> str:
-    """The first of pydantic's complaints: field, as a user writes it, and text."""
-    first = error.errors(include_url=False)[0]
-    fields = (str(part) for part in first["loc"])
-    return f"{'.'.join(part for part in fields if not re.fullmatch('<.*>', part))}: {first['msg']}"
+    """The shape of the weights in a folder, as a scenario says it. Raises WeightsError."""
+    fields = weights.architecture(folder).model_dump(include=set(ModelShape.model_fields))
+    return ModelShape.model_validate(fields | {"dtype": dtype})
 
 
 def _fitted(scenario: Scenario) -> Scenario:
@@ -172,7 +157,7 @@ def _groups(scenario: Scenario) -> tuple[LayerGroup, ...]:
 
 
 def architecture_of(scenario: Scenario, setup: Setup) -> Architecture:
-    return weights.architecture(setup.weights) if setup.weights else from_shape(scenario.model)
+    return weights.architecture(setup.weights) if setup.weights else Architecture(**dict(scenario.model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +241,7 @@ def _needed_on_cpu(plan: ExecutorPlan, free: int) -> int:
     """What model, cache and tables take. Raises DeviceMemoryError if that is not free."""
     dtype, sizes = DTYPES[plan.dtype], plan.capacity
     needed = {
-        "model": 2 * dtype.itemsize * _weights_of(plan.architecture),  # while its parts are put together, once more
+        "model": 2 * dtype.itemsize * plan.architecture.parameters,  # while its parts are put together, once more
         "kv_cache.num_blocks": KvCache.bytes_for(
             plan.architecture, plan.num_blocks, plan.block_size, dtype, sizes.groups
         ),
@@ -268,14 +253,6 @@ def _needed_on_cpu(plan: ExecutorPlan, free: int) -> int:
         text = f"{text} tables and steps of {sizes.slots:,} requests {tables}, the host has {free / 1e9:,.2f} GB free"
         raise DeviceMemoryError(f"{max(needed, key=needed.__getitem__)}: {text}")
     return sum(needed.values())
-
-
-def _weights_of(architecture: Architecture) -> int:
-    """How many weights a model has; its layers are all alike, and there may be absurdly many."""
-    of_one_layer, of_two_layers = (
-        sum(map(math.prod, weights.expected(replace(architecture, layers=layers)).values())) for layers in (1, 2)
-    )
-    return of_one_layer + (architecture.layers - 1) * (of_two_layers - of_one_layer)
 
 
 def host_memory() -> int | None:

@@ -36,17 +36,17 @@ class Model:
     """
 
     def __init__(self, architecture: Architecture, tensors: dict[str, Tensor], ops: Ops, positions: int) -> None:
-        self.architecture, self.ops = architecture, ops
+        self.architecture, self.ops, self._sees = architecture, ops, architecture.layer_attention
         self.embedding = tensors.pop("model.embed_tokens.weight")
         self.head = self.embedding if architecture.tied_embeddings else tensors.pop("lm_head.weight")
         self.layers = [_layer(tensors, f"model.layers.{i}", architecture) for i in range(architecture.layers)]
         self.norm = tensors.pop("model.norm.weight")
-        assert not tensors, f"weights without a place: {list(tensors)}"
+        assert not tensors, f"weights that no layer takes: {list(tensors)}"
         self.rotation = rotation(architecture, positions).to(self.embedding.device)
 
     def forward(self, tokens: Tensor, cache: KvCache, *by_group: Rows) -> Tensor:
         """Ids [T] -> what the output layer is multiplied by, [T, hidden]; the final norm is applied. Writes `cache`.
-        Rows are told once for each group of layers; they differ in tables and places.
+        There are rows for each group of layers; they differ in tables and cache positions.
         """
         eps, ops, residual = self.architecture.norm_eps, self.ops, embedding(tokens, self.embedding)
         norms_after = (*(layer.input_norm for layer in self.layers[1:]), self.norm)
@@ -55,7 +55,7 @@ class Model:
             (keys, values), rows = cache.layer(i), by_group[cache.group(i)]
             qkv = linear(x, layer.qkv, layer.qkv_bias)
             queries = ops.rotate_and_cache(qkv, self.rotation, layer.qk_norms, eps, keys, values, rows)
-            x = linear(ops.attention(queries, keys, values, rows, self.architecture.sees(i)).flatten(1), layer.o)
+            x = linear(ops.attention(queries, keys, values, rows, self._sees[i]).flatten(1), layer.o)
             x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
             x = linear(ops.silu_mul(linear(x, layer.gate_up)), layer.down)
             x, residual = ops.add_rms_norm(x, residual, norm_after, eps)
@@ -86,9 +86,9 @@ def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     low_freq_factor times is stretched by `factor`; in between the two are mixed, linearly in the number of turns.
     """
     turns = scaling.original_max_position / (2 * math.pi / frequencies)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)
-    return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
+    unscaled = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    unscaled = unscaled.clamp(0.0, 1.0)
+    return unscaled * frequencies + (1.0 - unscaled) * frequencies / scaling.factor
 
 
 def _layer(tensors: dict[str, Tensor], prefix: str, architecture: Architecture) -> Layer:

@@ -1,15 +1,12 @@
-"""Weights under the names and shapes that Hugging Face gives them: drawn from a seed, read from a folder, or lent to
-transformers' own model.
-"""
+"""Weights under the names and shapes that Hugging Face gives them: drawn from a seed, or read from a folder."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +16,12 @@ from cbengine.model.architecture import Architecture, RopeScaling
 from cbengine.model.kvcache import DeviceMemoryError, free_bytes
 from cbsim import files
 from cbsim.files import too_long
-from cbsim.policy.groups import FULL, Attention, Sight
-from cbsim.scenario import pretrained, shapes
+from cbsim.scenario import pretrained
+from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import shown
 from cbsim.scenario.pretrained import Config
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
+DTYPE_FIELDS = ("dtype", "torch_dtype")  # of config.json: tensors are converted to the type of the run
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_JSON_BYTES = 64 << 20  # an index of a hundred thousand tensors has ten
@@ -83,10 +78,9 @@ def random(architecture: Architecture, seed: int, dtype: torch.dtype, device: to
     is. Embeddings are small beside it, attention is sharp and biases are small, so greedy text follows from its context
     more than from its last token and does not stand still.
     """
-    shapes = expected(architecture)
-    _fits(architecture, shapes, dtype, device)
+    _fits(architecture, dtype, device)
     tensors = {}
-    for name, shape in shapes.items():
+    for name, shape in expected(architecture).items():
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little", signed=True))
         mean, std = _spread(name, shape, 2 * architecture.layers)
@@ -108,14 +102,11 @@ def _spread(name: str, shape: tuple[int, ...], branches: int) -> tuple[float, fl
     return 0.0, gain * fan_in**-0.5
 
 
-def _fits(
-    architecture: Architecture, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device
-) -> None:
-    needed, free = sum(map(math.prod, shapes.values())) * dtype.itemsize, free_bytes(device)
+def _fits(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+    needed, free = architecture.parameters * dtype.itemsize, free_bytes(device)
     if free is not None and needed > free:
-        raise DeviceMemoryError(
-            f"model {architecture.name}: its weights take {needed:,} bytes, {free:,} are free on {device}"
-        )
+        weights = f"its weights take {needed:,} bytes, {free:,} are free on {device}"
+        raise DeviceMemoryError(f"model {architecture.name}: {weights}")
 
 
 # -- read -------------------------------------------------------------------------------------------------------------
@@ -128,12 +119,12 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Archit
     described = architecture(folder)
     shapes, tensors = expected(described), {}
     files = _files(folder, described, shapes)
-    _fits(described, shapes, dtype, device)
+    _fits(described, dtype, device)
     for path in sorted(set(files.values())):
         with _opened(path) as file:
-            held = set(file.keys())
+            stored = set(file.keys())
             for name in [name for name in shapes if files[name] == path]:
-                if name not in held:
+                if name not in stored:
                     raise WeightsError(f"{path}: tensor {name} is missing, though {INDEX} says that it is here")
                 _check(path, name, file.get_slice(name), shapes[name])
                 tensors[name] = file.get_tensor(name).to(device=device, dtype=dtype)
@@ -142,35 +133,38 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Archit
 
 def _files(folder: Path, architecture: Architecture, shapes: dict[str, tuple[int, ...]]) -> dict[str, Path]:
     """Which file has which tensor: all that are expected, and nothing that we would have to ignore."""
-    single, index = folder / SINGLE, folder / INDEX
-    if single.exists():
-        source = single
-        with _opened(single) as file:
-            files = dict.fromkeys(file.keys(), single)
-    elif index.exists():
-        source, places = index, read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
-            raise WeightsError(f"{index}: weight_map: got {shown(places)}, expected the file name of every tensor")
-        files = {name: _beside(index, name, place) for name, place in places.items()}
-    else:
-        raise WeightsError(f"{folder}: holds neither {SINGLE} nor {INDEX}")
+    source, files = _listed(folder)
     missing = [name for name in shapes if name not in files]
     if missing:
         more = f" ({len(missing)} tensors are)" if len(missing) > 1 else ""
         raise WeightsError(f"{source}: tensor {missing[0]} is missing, expected shape {shapes[missing[0]]}{more}")
-    for name in files:
-        tied = architecture.tied_embeddings and name == "lm_head.weight"  # a copy of the embedding
-        if name not in shapes and not tied and not name.endswith("rotary_emb.inv_freq"):
+    ignored = {"lm_head.weight"} if architecture.tied_embeddings else set()  # a copy of the embedding
+    for name in sorted(files.keys() - shapes.keys() - ignored):
+        if not name.endswith("rotary_emb.inv_freq"):
             raise WeightsError(f"{source}: tensor {name} is not part of a model that config.json describes")
     return files
 
 
-def _beside(index: Path, name: str, place: str) -> Path:
-    if Path(place).name != place or too_long(place) or not place.isprintable():  # so is half a character
+def _listed(folder: Path) -> tuple[Path, dict[str, Path]]:
+    """The file that lists a folder's tensors, and which file has which."""
+    single, index = folder / SINGLE, folder / INDEX
+    if single.exists():
+        with _opened(single) as file:
+            return single, dict.fromkeys(file.keys(), single)
+    if not index.exists():
+        raise WeightsError(f"{folder}: holds neither {SINGLE} nor {INDEX}")
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise WeightsError(f"{index}: weight_map: got {shown(names)}, expected the file name of every tensor")
+    return index, {tensor: _beside(index, tensor, name) for tensor, name in names.items()}
+
+
+def _beside(index: Path, tensor: str, name: str) -> Path:
+    if Path(name).name != name or too_long(name) or not name.isprintable():  # so is half a character
         raise WeightsError(
-            f"{index}: weight_map.{name}: got {shown(place)}, expected the name of a file in this folder"
+            f"{index}: weight_map.{tensor}: got {shown(name)}, expected the name of a file in this folder"
         )
-    return index.parent / place
+    return index.parent / name
 
 
 def _check(path: Path, name: str, stored: Any, shape: tuple[int, ...]) -> None:
@@ -184,18 +178,13 @@ def _check(path: Path, name: str, stored: Any, shape: tuple[int, ...]) -> None:
 def _opened(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
-    _check_regular(path)
+    if path.exists() and not path.is_file():  # it may never end, or never begin
+        raise WeightsError(f"{path}: cannot be read: it is not a regular file")
     try:
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{path}: cannot be read as safetensors: {error}") from None
-
-
-def _check_regular(path: Path) -> None:
-    """What is no file may never end, or never begin."""
-    if path.exists() and not path.is_file():
-        raise WeightsError(f"{path}: cannot be read: it is not a regular file")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -210,56 +199,28 @@ def architecture(folder: Path) -> Architecture:
     """What a folder's config.json says, with transformers' defaults where it says nothing; called by the folder's name.
     Raises WeightsError.
     """
-    config = Config(folder / "config.json", read_json(folder / "config.json"), WeightsError)
-    kind = config.fields.get("model_type")
-    if kind not in KINDS:
+    path = folder / "config.json"
+    fields = {k: v for k, v in read_json(path).items() if k not in DTYPE_FIELDS}
+    config = Config(path, fields, WeightsError)
+    if fields.get("model_type") not in KINDS:
         raise config.refuse("model_type", f"one of {', '.join(KINDS)}: nothing else is modelled")
     for field, only in MODELLED.items():
-        if config.fields.get(field) not in (None, only):
+        if fields.get(field) not in (None, only):
             raise config.refuse(field, f"{shown(only)}: nothing else is modelled")
-    layers = config.whole("num_hidden_layers")
-    hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
-    absent = pretrained.KV_HEADS[kind] if "num_key_value_heads" not in config.fields else None
-    kv_heads = config.whole("num_key_value_heads", absent or heads)
-    head_dim = config.whole("head_dim", 128 if kind == "qwen3" else hidden // heads)
-    if heads % kv_heads:
-        raise config.refuse("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
-    if head_dim % 2:
+    values = pretrained.fields_of(config)
+    if values["head_dim"] % 2:
         raise config.refuse("head_dim", "an even number: rotation pairs the values of a head")
-    theta, scaling = _rope(config)
-    return Architecture(
-        name=folder.resolve().name.encode(errors="replace").decode(),
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate=config.whole("intermediate_size"),
-        vocab=config.whole("vocab_size"),
-        tied_embeddings=config.flag("tie_word_embeddings"),
-        max_position=config.whole("max_position_embeddings"),
-        norm_eps=config.real("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        qk_norm=kind == "qwen3",
-        qkv_bias=kind == "qwen2",
-        attention=_sees(config, kind, layers),
-        end_tokens=_end_tokens(config),
-    )
+    values |= _rope(config) | {"norm_eps": config.real("rms_norm_eps", 1e-6), "end_tokens": _end_tokens(config)}
+    values["name"] = folder.resolve().name.encode(errors="replace").decode()
+    return Document(str(path), None, values, error_type=WeightsError).checked(Architecture)
 
 
-def _sees(config: Config, kind: str, layers: int) -> tuple[Attention, ...]:
-    """What layers see: as many as repeat."""
-    given = pretrained.attention(config, kind, layers).get("attention", ["full"])
-    return tuple(map(shapes.sight, given))
-
-
-def _rope(config: Config) -> tuple[float, RopeScaling | None]:
+def _rope(config: Config) -> dict[str, Any]:
     """Theta and scaling, from `rope_scaling` and beside it, or from transformers 5's `rope_parameters`."""
     theta = config.real("rope_theta", 10_000.0)
     rope = config.part("rope_scaling") or config.part("rope_parameters")
     if rope is None:
-        return theta, None
+        return {"rope_theta": theta}
     theta = rope.real("rope_theta", theta)
     field = "rope_type" if "rope_type" in rope.fields else "type"
     kind = rope.fields.get(field, "default")
@@ -268,12 +229,12 @@ def _rope(config: Config) -> tuple[float, RopeScaling | None]:
     if rope.fields.get("partial_rotary_factor") not in (None, 1.0):
         raise rope.refuse("partial_rotary_factor", "1.0: nothing else is modelled")
     if kind == "default":
-        return theta, None
+        return {"rope_theta": theta}
     low, high = rope.real("low_freq_factor"), rope.real("high_freq_factor")
     if low >= high:
         raise rope.refuse("low_freq_factor", f"a number < high_freq_factor, {high:g}")
     original = rope.whole("original_max_position_embeddings", config.whole("max_position_embeddings"))
-    return theta, RopeScaling(rope.real("factor"), low, high, original)
+    return {"rope_theta": theta, "rope_scaling": RopeScaling(rope.real("factor"), low, high, original)}
 
 
 def end_tokens(folder: Path) -> frozenset[int]:
@@ -288,68 +249,3 @@ def _end_tokens(config: Config) -> tuple[int, ...]:
     if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in tokens):
         raise config.refuse("eos_token_id", "a token id or a list of them")
     return tuple(tokens)
-
-
-# -- lent -------------------------------------------------------------------------------------------------------------
-
-
-def to_transformers(architecture: Architecture, tensors: dict[str, Tensor]) -> PreTrainedModel:
-    """The model that transformers makes of these very tensors: nothing is copied. It generates for as long as it is
-    asked to, because it is told of no token that ends a text.
-    """
-    import transformers
-
-    a, scaling = architecture, architecture.rope_scaling
-    rope: dict[str, Any] = {"rope_theta": a.rope_theta, "rope_type": "default"}
-    if scaling is not None:
-        rope |= {"rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor}
-        rope |= {"high_freq_factor": scaling.high_freq_factor}
-        rope |= {"original_max_position_embeddings": scaling.original_max_position}
-    assert not (a.qk_norm and a.qkv_bias), "transformers has no such model"
-    kind, model_kind = transformers.LlamaConfig, transformers.LlamaForCausalLM
-    if a.qk_norm:
-        kind, model_kind = transformers.Qwen3Config, transformers.Qwen3ForCausalLM
-    if a.qkv_bias:
-        kind, model_kind = transformers.Qwen2Config, transformers.Qwen2ForCausalLM
-    windows = {}
-    if a.attention != (FULL,):
-        if kind is transformers.LlamaConfig:
-            kind, model_kind = transformers.MistralConfig, transformers.MistralForCausalLM
-        windows = _windows(a)
-    config = kind(
-        hidden_size=a.hidden,
-        num_hidden_layers=a.layers,
-        num_attention_heads=a.heads,
-        num_key_value_heads=a.kv_heads,
-        head_dim=a.head_dim,
-        intermediate_size=a.intermediate,
-        vocab_size=a.vocab,
-        tie_word_embeddings=a.tied_embeddings,
-        max_position_embeddings=a.max_position,
-        rms_norm_eps=a.norm_eps,
-        rope_parameters=rope,
-        **windows,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    weight = tensors["model.embed_tokens.weight"]
-    with torch.device("meta"):
-        model = model_kind._from_config(config, dtype=weight.dtype, attn_implementation="sdpa")
-    model.load_state_dict(tensors, strict=False, assign=True)
-    model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(weight.device)  # its buffers are no weights
-    assert not any(part.is_meta for part in (*model.parameters(), *model.buffers())), "a tensor was left without data"
-    return model.requires_grad_(False).eval()
-
-
-def _windows(architecture: Architecture) -> dict[str, Any]:
-    """What transformers' configuration says of layers that do not see all: they have one window."""
-    a, seen = architecture, [architecture.sees(layer) for layer in range(architecture.layers)]
-    (window,) = {one for one in seen if one != FULL}
-    assert window.sight is Sight.SLIDING, "transformers has no such model"
-    if a.qk_norm or a.qkv_bias:
-        types = [pretrained.WHOLE if one == FULL else pretrained.SLIDING for one in seen]
-        return {"use_sliding_window": True, "sliding_window": window.span, "layer_types": types}
-    assert FULL not in seen, "transformers has no such model"
-    return {"sliding_window": window.span}

@@ -83,6 +83,11 @@ def shape(path: Path) -> dict[str, Any]:
     if language is not None:
         media = ("text_config", "vision_config", "audio_config")
         config = Config(path, {k: v for k, v in config.fields.items() if k not in media} | language.fields)
+    return fields_of(config) | {"name": _name(path)}
+
+
+def fields_of(config: Config) -> dict[str, Any]:
+    """The fields of ModelShape but its name. Raises the error of `config`."""
     for field, value in config.fields.items():
         reason = next((why for pattern, why in UNSUPPORTED.items() if re.fullmatch(pattern, field)), None)
         if reason and value not in (None, False, [], {}):
@@ -96,7 +101,6 @@ def shape(path: Path) -> dict[str, Any]:
     if heads % kv_heads:
         raise config.refuse("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
     return {
-        "name": _name(path),
         "layers": layers,
         "hidden": hidden,
         "heads": heads,

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
 from transformers.utils.import_utils import is_flash_attn_2_available
@@ -30,8 +31,10 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from cbengine import build
 from cbengine.build import Setup
 from cbengine.content import Prompts
-from cbengine.model import weights
+from cbengine.model.architecture import Architecture
+from cbsim.policy.groups import FULL, Sight
 from cbsim.record.environment import code_version
+from cbsim.scenario import pretrained
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import generators
@@ -57,7 +60,7 @@ def peer(scenario: Scenario, loop: str, setup: Setup, attention: str) -> tuple[f
     """Seconds that transformers takes, warm, and its texts."""
     specs = generators.build(scenario).specs()
     plan = build.executor_plan(scenario, loop, specs, setup)
-    model: Any = weights.to_transformers(plan.architecture, plan.tensors())
+    model: Any = to_transformers(plan.architecture, plan.tensors())
     model.set_attn_implementation(attention)
     prompts = Prompts(scenario.seed, plan.architecture.vocab)
     config = ContinuousBatchingConfig(
@@ -80,6 +83,66 @@ def peer(scenario: Scenario, loop: str, setup: Setup, attention: str) -> tuple[f
         return time.perf_counter() - began, {spec.index: texts[str(spec.index)] for spec in specs}
     finally:
         manager.stop(block=True)
+
+
+def to_transformers(architecture: Architecture, tensors: dict[str, Tensor]) -> transformers.PreTrainedModel:
+    """The model that transformers makes of these very tensors: nothing is copied. It generates for as long as it is
+    asked to, because it is told of no token that ends a text.
+    """
+    a, scaling = architecture, architecture.rope_scaling
+    rope: dict[str, Any] = {"rope_theta": a.rope_theta, "rope_type": "default"}
+    if scaling is not None:
+        rope |= {"rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor}
+        rope |= {"high_freq_factor": scaling.high_freq_factor}
+        rope |= {"original_max_position_embeddings": scaling.original_max_position}
+    assert not (a.qk_norm and a.qkv_bias), "transformers has no such model"
+    kind, model_kind = transformers.LlamaConfig, transformers.LlamaForCausalLM
+    if a.qk_norm:
+        kind, model_kind = transformers.Qwen3Config, transformers.Qwen3ForCausalLM
+    if a.qkv_bias:
+        kind, model_kind = transformers.Qwen2Config, transformers.Qwen2ForCausalLM
+    windows = {}
+    if not a.sees_all:
+        if kind is transformers.LlamaConfig:
+            kind, model_kind = transformers.MistralConfig, transformers.MistralForCausalLM
+        windows = _windows(a)
+    config = kind(
+        hidden_size=a.hidden,
+        num_hidden_layers=a.layers,
+        num_attention_heads=a.heads,
+        num_key_value_heads=a.kv_heads,
+        head_dim=a.head_dim,
+        intermediate_size=a.intermediate,
+        vocab_size=a.vocab,
+        tie_word_embeddings=a.tied_embeddings,
+        max_position_embeddings=a.max_position,
+        rms_norm_eps=a.norm_eps,
+        rope_parameters=rope,
+        **windows,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    weight = tensors["model.embed_tokens.weight"]
+    with torch.device("meta"):
+        model = model_kind._from_config(config, dtype=weight.dtype, attn_implementation="sdpa")
+    model.load_state_dict(tensors, strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(weight.device)  # its buffers are no weights
+    assert not any(part.is_meta for part in (*model.parameters(), *model.buffers())), "a tensor was left without data"
+    return model.requires_grad_(False).eval()
+
+
+def _windows(architecture: Architecture) -> dict[str, Any]:
+    """What transformers' configuration says of layers that do not see all: they have one window."""
+    a, seen = architecture, architecture.layer_attention
+    (window,) = {one for one in seen if one != FULL}
+    assert window.sight is Sight.SLIDING, "transformers has no such model"
+    if a.qk_norm or a.qkv_bias:
+        types = [pretrained.WHOLE if one == FULL else pretrained.SLIDING for one in seen]
+        return {"use_sliding_window": True, "sliding_window": window.span, "layer_types": types}
+    assert FULL not in seen, "transformers has no such model"
+    return {"sliding_window": window.span}
 
 
 def answers(manager: Any, requests: dict[str, tuple[list[int], int]]) -> dict[str, list[int]]:

@@ -34,7 +34,7 @@ from torch.nn.functional import linear
 from cbengine import build
 from cbengine.build import Setup
 from cbengine.device.graphs import captured, streams
-from cbengine.model.architecture import from_shape
+from cbengine.model.architecture import Architecture
 from cbengine.model.ops import Ops, Rows
 from cbsim.metrics.metrics import Steps
 from cbsim.policy.plan import WORKED
@@ -163,7 +163,7 @@ def copies(device: str) -> Iterator[Line]:
 
 def matrices(model: ModelShape) -> list[tuple[str, int, int, int]]:
     """(name, outputs, inputs, times in a step) of the weights of model/decoder.py, joined as there."""
-    shape = from_shape(model)
+    shape = Architecture(**dict(model))
     attended = shape.heads * shape.head_dim
     return [
         ("qkv", attended + 2 * shape.kv_heads * shape.head_dim, shape.hidden, shape.layers),

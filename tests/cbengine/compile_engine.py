@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from compile_kernels import compiled
 
-from cbengine.model.architecture import from_shape
+from cbengine.model.architecture import Architecture
 from cbengine.model.decoder import Model
 from cbengine.model.kernels.triton_ops import TritonOps
 from cbengine.model.kvcache import KvCache
@@ -18,7 +18,7 @@ BLOCK_SIZE = 16
 
 def step() -> None:
     """40 requests that decode and a chunk of nine tokens, through all layers."""
-    architecture = from_shape(shapes.model("tiny"))
+    architecture = Architecture(**dict(shapes.model("tiny")))
     tensors = {name: torch.zeros(shape) for name, shape in expected(architecture).items()}
     model = Model(architecture, tensors, TritonOps(132), 64)
     counts, places = torch.ones(42, dtype=torch.int32), torch.zeros(49, dtype=torch.int64)

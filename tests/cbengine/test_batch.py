@@ -117,7 +117,7 @@ def test_ends_that_only_the_text_knows(scheduler: str, loop: str, every: int, da
     """
     ends, made = tuple(range(0, VOCAB, every)), build.architecture_of
     case = data.draw(odd_cases(scheduler))
-    with mock.patch.object(build, "architecture_of", lambda *of: replace(made(*of), end_tokens=ends)):
+    with mock.patch.object(build, "architecture_of", lambda *of: made(*of).model_copy(update={"end_tokens": ends})):
         run, _ = toy_run(case, loop, setup=replace(INLINE, end_tokens=True))
     for one, text in run.engine.sequences.items():
         check_toy_text(text)

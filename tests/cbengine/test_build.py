@@ -166,7 +166,7 @@ def test_what_is_recorded_loads_again(
     described = weights.architecture(path)
     assert (ready.model.experts, ready.model.experts_per_token) == (0, 0)  # weights are of dense models only
     assert (ready.model.weights_dtype, ready.model.kv_dtype) == (None, None)  # the engine has one type for all
-    assert ready.model.pattern == described.attention
+    assert ready.model.pattern == described.pattern
     elsewhere = {"dtype", "weights_dtype", "kv_dtype", "experts", "experts_per_token", "attention"}
     for field, value in ready.model.model_dump(exclude=elsewhere).items():
         assert getattr(described, field) == value, field
@@ -176,7 +176,7 @@ def test_what_is_recorded_loads_again(
 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
-    [("hidden_size", 10**30, "as model.hidden: got 1"), ("max_position_embeddings", 10**16, "as model.max_position: ")],
+    [("hidden_size", 10**30, "hidden: got 1"), ("max_position_embeddings", 10**16, "max_position: ")],
 )
 def test_numbers_that_no_scenario_takes(tmp_path: Path, field: str, value: int, words: str) -> None:
     path = folder(tmp_path, **{field: value, "head_dim": 16})

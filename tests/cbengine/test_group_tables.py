@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="the text is compared with transforme
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.engine.oracle import toy_run, toy_text
+from support.engine.peer_model import to_transformers
 from support.engine.regrouped import Regrouped, grouped, regrouped
 from support.engine.served import (
     INLINE,
@@ -31,7 +32,6 @@ from support.engine.served import (
 
 from cbengine import build, refusals
 from cbengine.build import Setup
-from cbengine.model import weights
 from cbengine.sequence import Sequence as Text
 from cbsim.policy.groups import FULL, Attention, LayerGroup, Sight
 from cbsim.scenario.scenario import Scenario
@@ -74,7 +74,7 @@ def by_groups(
 def reference(of: Scenario) -> Any:
     """transformers' model with the weights that an engine draws."""
     plan = build.executor_plan(of, "sync", [], INLINE)
-    return weights.to_transformers(plan.architecture, plan.tensors()).eval()
+    return to_transformers(plan.architecture, plan.tensors()).eval()
 
 
 # -- the device and what it is told ------------------------------------------------------------------------------------

@@ -281,7 +281,7 @@ def test_end_tokens(scheduler: str, loop: str, tmp_path: Path, monkeypatch: pyte
     given = asked(scheduler, "kv_cache={block_size: 4, num_blocks: 60}", *POISSON, "workload.stop_early=false")
     ends = tuple(range(0, 199, 8))
     made = build.architecture_of
-    monkeypatch.setattr(build, "architecture_of", lambda *of: replace(made(*of), end_tokens=ends))
+    monkeypatch.setattr(build, "architecture_of", lambda *of: made(*of).model_copy(update={"end_tokens": ends}))
     run = Case(given, generators.build(given)).run(loop, Setup(device="inline", end_tokens=True))
     for one, text in run.engine.sequences.items():
         check_text(text)

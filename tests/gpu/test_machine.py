@@ -18,7 +18,7 @@ from support.engine.ragged import step
 from cbengine import build
 from cbengine.device import gpu
 from cbengine.device.graphs import captured, streams
-from cbengine.model.architecture import from_shape
+from cbengine.model.architecture import Architecture
 from cbengine.model.host_tier import Carrier, HostTier
 from cbengine.model.kvcache import KvCache
 from cbengine.model.ops import TorchOps
@@ -122,7 +122,7 @@ def test_streams_and_events(cuda: str) -> None:
 def test_blocks_move_to_the_host_and_back(device: str) -> None:
     """Blocks of the 8B cache go out beside products and come back elsewhere, bit by bit what they were."""
     on_gpu = device == "cuda"
-    shape, count = from_shape(scenario.load("8k_b32").model), 128 if on_gpu else 4
+    shape, count = Architecture(**dict(scenario.load("8k_b32").model)), 128 if on_gpu else 4
     shape = shape if on_gpu else replace(shape, layers=2)
     cache = KvCache(shape, 2 * count, 16, torch.bfloat16, torch.device(device))
     host = HostTier(shape, count, 16, torch.bfloat16, pinned=on_gpu)

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="texts are compared with those of transformers")
 
+from support.engine.peer_model import to_transformers
 from support.engine.served import continuation
 
 from cbengine import build
@@ -20,7 +21,6 @@ from cbengine.build import Setup
 from cbengine.device import profile
 from cbengine.driver import Engine
 from cbengine.measure.probes import equal_steps
-from cbengine.model import weights
 from cbengine.sampling import Sampling
 from cbengine.servers import Measured
 from cbsim.metrics.metrics import Steps
@@ -57,7 +57,7 @@ def tiny(tmp_path: Path) -> Path:
     cpu = Setup(device="inline")
     scenario = build.adapted(scenarios.load("tiny_cpu", TINY), cpu)
     plan = build.executor_plan(scenario, "sync", [], cpu)
-    weights.to_transformers(plan.architecture, plan.tensors()).save_pretrained(tmp_path)
+    to_transformers(plan.architecture, plan.tensors()).save_pretrained(tmp_path)
     return tmp_path
 
 

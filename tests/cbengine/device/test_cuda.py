@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="the text is compared with transformers'")
 
+from support.engine.peer_model import to_transformers
 from support.engine.regrouped import grouped
 from support.engine.served import INLINE, LOOPS, MS, SCHEDULERS, Run, asked, check_texts, plain_cache, spec, steps
 from support.engine.tiny_runs import MIXED, SAMPLED, TINY, WAYS, tiny_load, tiny_run, tiny_server
@@ -46,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The weights that every engine on a CPU draws: on a GPU a seed means others."""
     plan = build.executor_plan(asked("vllm"), "sync", [], INLINE)
     path = tmp_path_factory.mktemp("weights")
-    weights.to_transformers(plan.architecture, plan.tensors()).save_pretrained(path)
+    to_transformers(plan.architecture, plan.tensors()).save_pretrained(path)
     return path
 
 
@@ -57,7 +58,7 @@ def broken(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = plan.tensors()
     tensors["model.norm.weight"].fill_(torch.nan)
     path = tmp_path_factory.mktemp("broken")
-    weights.to_transformers(plan.architecture, tensors).save_pretrained(path)
+    to_transformers(plan.architecture, tensors).save_pretrained(path)
     return path
 
 
@@ -86,7 +87,7 @@ def test_texts_of_layers_with_windows_are_those_of_the_cpu(name: str, loop: str,
     """From tables of groups, whose blocks others have as soon as nobody sees them."""
     of, groups = windowed_case(*MIXES[name]), grouped(MIXES[name], 4, 2)
     plan = build.executor_plan(of.scenario, "sync", [], INLINE)
-    weights.to_transformers(plan.architecture, plan.tensors()).save_pretrained(tmp_path)
+    to_transformers(plan.architecture, plan.tensors()).save_pretrained(tmp_path)
     with plain_cache():
         ready = build.adapted(of.scenario, on(tmp_path, graphs))
     gpu, _ = by_groups(of._replace(scenario=ready), loop, groups, on(tmp_path, graphs))

@@ -14,8 +14,9 @@ torch = pytest.importorskip("torch", reason="the engine needs torch")
 
 from hypothesis import given
 from hypothesis import strategies as st
+from support.engine.peer_model import LLAMA
 from support.engine.served import INLINE, asked, spec
-from test_model import BLOCK, CPU, LLAMA
+from test_model import BLOCK, CPU
 
 from cbengine import build
 from cbengine.model.host_tier import Carrier, HostTier, pinned_size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,47 +11,21 @@ import pytest
 torch = pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="the engine is compared with transformers")
 
+from support.engine.peer_model import ARCHITECTURES, FAR, LLAMA, NEAR, SCALED, changed, to_transformers
+
 from cbengine.model import kvcache, weights
-from cbengine.model.architecture import Architecture, RopeScaling
+from cbengine.model.architecture import Architecture
 from cbengine.model.decoder import Model, rotation
 from cbengine.model.kvcache import DeviceMemoryError, KvCache
 from cbengine.model.ops import Rows, TorchOps
-from cbsim.policy.groups import FULL, Attention, Sight
+from cbsim.scenario.shapes import sight
 
 torch.set_num_threads(1)
 CPU, BLOCK, LONGEST, BOUND = torch.device("cpu"), 4, 64, 1e-5
-LLAMA = Architecture(
-    name="tiny",
-    layers=3,
-    hidden=64,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    intermediate=96,
-    vocab=199,
-    tied_embeddings=False,
-    max_position=256,
-)
-NEAR, FAR = Attention(Sight.SLIDING, 6), Attention(Sight.SLIDING, 17)
-SCALED = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64)
-ARCHITECTURES = {
-    "llama": LLAMA,
-    "llama, no groups": replace(LLAMA, kv_heads=4),
-    "llama, one kv head": replace(LLAMA, kv_heads=1),
-    "llama, tied": replace(LLAMA, tied_embeddings=True, norm_eps=1e-6),
-    "llama 3.1": replace(LLAMA, rope_scaling=SCALED, rope_theta=10_000.0),
-    "qwen2": replace(LLAMA, qkv_bias=True, rope_theta=1e6, norm_eps=1e-6),
-    "qwen2, tied": replace(LLAMA, qkv_bias=True, head_dim=32, kv_heads=1, tied_embeddings=True),
-    "qwen3": replace(LLAMA, qk_norm=True, head_dim=32, rope_theta=1e6, norm_eps=1e-6),
-    "qwen3, tied": replace(LLAMA, qk_norm=True, kv_heads=1, tied_embeddings=True),
-    "mistral": replace(LLAMA, attention=(NEAR,), norm_eps=1e-6),
-    "qwen2, the last layer slides": replace(LLAMA, qkv_bias=True, attention=(FULL, FULL, NEAR)),
-    "qwen3, five of six slide": replace(LLAMA, qk_norm=True, layers=6, attention=(*[NEAR] * 5, FULL)),
-}
 MIXES = {
     "two windows": (NEAR, FAR, NEAR),
-    "parts": (Attention(Sight.CHUNKED, 7), FULL),
-    "parts and a window": (Attention(Sight.CHUNKED, 16), NEAR),
+    "parts": ("chunked 7", "full"),
+    "parts and a window": ("chunked 16", NEAR),
 }
 
 
@@ -100,7 +73,7 @@ def ids(seed: int, count: int = 41) -> Any:
 @cache
 def reference(architecture: Architecture, tokens: Any) -> Any:
     """The logits that transformers computes for a whole sequence."""
-    model = weights.to_transformers(architecture, weights.random(architecture, 1, torch.float32, CPU))
+    model = to_transformers(architecture, weights.random(architecture, 1, torch.float32, CPU))
     with torch.inference_mode():
         return model(tokens[None], use_cache=False).logits[0]
 
@@ -109,12 +82,12 @@ def reference(architecture: Architecture, tokens: Any) -> Any:
 def mixed_reference(architecture: Architecture, tokens: Any) -> Any:
     """The logits that transformers' Qwen3 computes where its two types of layers are given masks of ours."""
     kinds = list(dict.fromkeys(architecture.attention))
-    types = tuple((FULL, NEAR)[kinds.index(one)] for one in architecture.attention)
-    model = weights.to_transformers(
-        replace(architecture, attention=types), weights.random(architecture, 1, torch.float32, CPU)
-    )
+    types = tuple(("full", NEAR)[kinds.index(one)] for one in architecture.attention)
+    drawn = weights.random(architecture, 1, torch.float32, CPU)
+    model = to_transformers(changed(architecture, attention=types), drawn)
     at = range(len(tokens))
-    masks = [torch.tensor([[kind.gone(query) <= key <= query for key in at] for query in at]) for kind in kinds]
+    seen = [sight(kind) for kind in kinds]
+    masks = [torch.tensor([[one.gone(query) <= key <= query for key in at] for query in at]) for one in seen]
     given = dict(zip(("full_attention", "sliding_attention"), (mask[None, None] for mask in masks), strict=True))
     with torch.inference_mode():
         return model(tokens[None], attention_mask=given, use_cache=False).logits[0]
@@ -167,7 +140,7 @@ def test_logits_are_those_of_transformers(name: str, way: Callable[[Cut], list[t
 def test_logits_of_mixes_are_those_of_transformers_under_their_masks(
     name: str, way: Callable[[Cut], list[tuple[Any, Any]]]
 ) -> None:
-    architecture = replace(LLAMA, qk_norm=True, attention=MIXES[name])
+    architecture = changed(qk_norm=True, attention=MIXES[name])
     for tokens, found in way(Cut(architecture)):
         assert difference(found, mixed_reference(architecture, tokens)) < BOUND
 
@@ -175,7 +148,7 @@ def test_logits_of_mixes_are_those_of_transformers_under_their_masks(
 @pytest.mark.parametrize("name", ["llama", "llama 3.1", "qwen2", "qwen3"])
 def test_rotation_is_that_of_transformers_to_the_bit(name: str) -> None:
     architecture = ARCHITECTURES[name]
-    model: Any = weights.to_transformers(architecture, weights.random(architecture, 1, torch.float32, CPU))
+    model: Any = to_transformers(architecture, weights.random(architecture, 1, torch.float32, CPU))
     cosines, sines = model.model.rotary_emb(torch.zeros(1), torch.arange(9000)[None])
     table = rotation(architecture, 9000)
     half = architecture.head_dim // 2
@@ -188,7 +161,7 @@ def test_rotation_is_that_of_transformers_to_the_bit(name: str) -> None:
 
 def test_scaled_frequencies_are_kept_mixed_and_stretched() -> None:
     """Fast waves stay, slow ones turn 8 times slower, and some lie between: all three branches are seen."""
-    plain, scaled = (rotation(replace(LLAMA, rope_scaling=s, rope_theta=1e4), 2)[1] for s in (None, SCALED))
+    plain, scaled = (rotation(changed(rope_scaling=s, rope_theta=1e4), 2)[1] for s in (None, SCALED))
     ratios = (torch.atan2(plain[1], plain[0]) / torch.atan2(scaled[1], scaled[0])).tolist()
     assert ratios[0] == 1
     assert ratios[-1] == pytest.approx(8)
@@ -207,7 +180,7 @@ def test_logits_are_float32_whatever_the_weights_are(dtype: Any) -> None:
 
 
 def test_a_model_takes_its_tensors_and_requires_no_gradient() -> None:
-    tied = replace(LLAMA, tied_embeddings=True)
+    tied = changed(tied_embeddings=True)
     tensors = weights.random(tied, 1, torch.float32, CPU)
     model = Model(tied, tensors, TorchOps(), LONGEST)
     assert not tensors, "the parts of joined matrices would stay in memory"

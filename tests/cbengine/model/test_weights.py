@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +16,16 @@ torch = pytest.importorskip("torch", reason="the engine needs torch")
 transformers = pytest.importorskip("transformers", reason="the engine is compared with transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="weights are safetensors")
 
+from support.engine.peer_model import ARCHITECTURES, LLAMA, changed, to_transformers
+
 from cbengine.model import weights
-from cbengine.model.architecture import Architecture, RopeScaling
+from cbengine.model.architecture import Architecture
 from cbengine.model.kvcache import DeviceMemoryError
 from cbengine.model.weights import WeightsError
-from cbsim.policy.groups import FULL, Attention, Sight
 
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
 CPU = torch.device("cpu")
-LLAMA = Architecture(
-    name="tiny",
-    layers=2,
-    hidden=32,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    intermediate=48,
-    vocab=67,
-    tied_embeddings=False,
-    max_position=128,
-    end_tokens=(2, 5),
-)
-SCALED = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=16)
-ARCHITECTURES = {
-    "llama": LLAMA,
-    "llama 3.1": replace(LLAMA, rope_scaling=SCALED, end_tokens=(3,)),
-    "llama, tied": replace(LLAMA, tied_embeddings=True, end_tokens=()),
-    "qwen2": replace(LLAMA, qkv_bias=True, rope_theta=1e6),
-    "qwen2, tied": replace(LLAMA, qkv_bias=True, head_dim=16, tied_embeddings=True),
-    "qwen3": replace(LLAMA, qk_norm=True, head_dim=16, rope_theta=1e6),
-    "qwen3, tied": replace(LLAMA, qk_norm=True, tied_embeddings=True),
-    "mistral": replace(LLAMA, attention=(Attention(Sight.SLIDING, 9),)),
-    "qwen2, one of two slides": replace(LLAMA, qkv_bias=True, attention=(Attention(Sight.SLIDING, 9), FULL)),
-    "qwen3, all slide": replace(LLAMA, qk_norm=True, attention=(Attention(Sight.SLIDING, 9),)),
-}
 NAMES = pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=list(ARCHITECTURES))
 TOKENS = torch.arange(3, 40)[None]
 
@@ -62,7 +36,7 @@ def drawn(architecture: Architecture, seed: int = 1) -> dict[str, Any]:
 
 def saved(folder: Path, architecture: Architecture = LLAMA, shard: str = "1GB") -> Path:
     """A folder as transformers writes it."""
-    model: Any = weights.to_transformers(architecture, drawn(architecture))
+    model: Any = to_transformers(architecture, drawn(architecture))
     model.config.eos_token_id = list(architecture.end_tokens) or None
     model.save_pretrained(folder, max_shard_size=shard)
     return folder
@@ -84,14 +58,14 @@ def load(folder: Path) -> tuple[Architecture, dict[str, Any]]:
 
 @NAMES
 def test_names_and_shapes_are_those_of_transformers(architecture: Architecture) -> None:
-    model = weights.to_transformers(architecture, drawn(architecture))
+    model = to_transformers(architecture, drawn(architecture))
     named = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}  # a tied head is not named twice
     assert named == weights.expected(architecture)
 
 
 def test_a_tensor_follows_from_its_name_and_the_seed() -> None:
     """Not from the tensors before it: a model without an output layer has the same others."""
-    one, tied = drawn(LLAMA), drawn(replace(LLAMA, tied_embeddings=True))
+    one, tied = drawn(LLAMA), drawn(changed(tied_embeddings=True))
     assert all(torch.equal(one[name], tied[name]) for name in tied)
     other = drawn(LLAMA, seed=2)
     assert not any(torch.equal(one[name], other[name]) for name in one)
@@ -109,9 +83,9 @@ def test_tensors_have_the_type_asked_for(dtype: Any) -> None:
 @pytest.mark.parametrize("layers", [1, 80])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_activations_keep_their_size_however_deep(layers: int, kind: str) -> None:
-    deep = replace(ARCHITECTURES[kind], layers=layers, hidden=64, head_dim=16)
+    deep = changed(ARCHITECTURES[kind], layers=layers, hidden=64, head_dim=16)
     with torch.inference_mode():
-        model: Any = weights.to_transformers(deep, drawn(deep))
+        model: Any = to_transformers(deep, drawn(deep))
         states = model(TOKENS, output_hidden_states=True)
     assert all(0.02 < float(state.std()) < 2 for state in states.hidden_states)
     assert 0.5 < float(states.logits.std()) < 2
@@ -120,8 +94,8 @@ def test_activations_keep_their_size_however_deep(layers: int, kind: str) -> Non
 @NAMES
 def test_greedy_text_goes_on(architecture: Architecture) -> None:
     """No token ends it, though all are end tokens; it does not stand still, and another prompt has another text."""
-    free = replace(architecture, hidden=64, head_dim=16, vocab=256, end_tokens=tuple(range(256)))
-    model: Any = weights.to_transformers(free, drawn(free))
+    free = changed(architecture, kv_heads=2, head_dim=16, vocab=256, end_tokens=tuple(range(256)))
+    model: Any = to_transformers(free, drawn(free))
     prompts = torch.stack((TOKENS[0, :16], TOKENS[0, 16:32]))
     texts = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=64, do_sample=False)[:, 16:]
     assert texts.shape == (2, 64)
@@ -140,7 +114,7 @@ def test_a_model_too_large_for_its_gpu_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_transformers_gets_the_tensors_themselves() -> None:
     tensors = drawn(LLAMA)
-    model: Any = weights.to_transformers(LLAMA, tensors)
+    model: Any = to_transformers(LLAMA, tensors)
     parameters = dict(model.named_parameters())
     assert all(parameters[name].data_ptr() == tensor.data_ptr() for name, tensor in tensors.items())
     assert not any(parameter.requires_grad for parameter in parameters.values())
@@ -158,12 +132,12 @@ def test_what_transformers_saves_is_read_back(architecture: Architecture, shard:
     assert (tmp_path / "model.safetensors").exists() == (shard == "1GB")
     assert read == weights.architecture(tmp_path)
     assert read.name == tmp_path.name
-    assert replace(read, name="tiny") == architecture
+    assert changed(read, name="tiny") == architecture
     before = drawn(architecture)
     assert list(tensors) == list(before)
     assert all(torch.equal(tensors[name], before[name]) for name in before)
     with torch.inference_mode():
-        ours: Any = weights.to_transformers(read, tensors)
+        ours: Any = to_transformers(read, tensors)
         theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
         assert torch.equal(ours(TOKENS).logits, theirs(TOKENS).logits)
 
@@ -177,25 +151,32 @@ def test_older_config_files_are_understood(tmp_path: Path) -> None:
     """Before transformers 5 theta lay at the top and scaling in rope_scaling, whose type was once called `type`."""
     scaled = ARCHITECTURES["llama 3.1"]
     saved(tmp_path, scaled)
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     for field in ("rope_type", "type"):
         rope = {**scaling, field: "llama3"}
-        edited(tmp_path, rope_parameters=..., rope_theta=5e5, rope_scaling=rope, head_dim=None, eos_token_id=3)
-        assert replace(load(tmp_path)[0], name="tiny") == scaled
+        edited(
+            tmp_path,
+            rope_parameters=...,
+            rope_theta=scaled.rope_theta,
+            rope_scaling=rope,
+            head_dim=None,
+            eos_token_id=3,
+        )
+        assert changed(load(tmp_path)[0], name="tiny") == scaled
 
 
 def test_what_config_leaves_out_is_what_transformers_takes(tmp_path: Path) -> None:
-    plain = replace(LLAMA, kv_heads=4, norm_eps=1e-6, rope_theta=10_000.0, end_tokens=())
+    plain = changed(kv_heads=4, norm_eps=1e-6, rope_theta=10_000.0, end_tokens=())
     saved(tmp_path, plain)
     left_out = ("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "tie_word_embeddings")
     edited(tmp_path, eos_token_id=None, **dict.fromkeys(left_out, ...))
-    assert replace(load(tmp_path)[0], name="tiny") == plain
+    assert changed(load(tmp_path)[0], name="tiny") == plain
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_kv_heads_that_a_qwen_leaves_out_are_32(kind: str, tmp_path: Path) -> None:
     """transformers' default, whatever `num_attention_heads` says; null means as many as those."""
-    plain = replace(ARCHITECTURES[kind], heads=64, kv_heads=32, head_dim=8)
+    plain = changed(ARCHITECTURES[kind], heads=64, kv_heads=32, head_dim=8)
     saved(tmp_path, plain)
     edited(tmp_path, num_key_value_heads=...)
     assert load(tmp_path)[0].kv_heads == 32
@@ -205,9 +186,9 @@ def test_kv_heads_that_a_qwen_leaves_out_are_32(kind: str, tmp_path: Path) -> No
 
 def test_known_extra_tensors_are_passed_over(tmp_path: Path) -> None:
     """Old files have the rotary frequencies, some tied ones a copy of the embedding as their output layer."""
-    saved(tmp_path, replace(LLAMA, tied_embeddings=True))
+    saved(tmp_path, changed(tied_embeddings=True))
     tensors = safetensors_torch.load_file(tmp_path / "model.safetensors")
-    extra = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.ones(67, 32)}
+    extra = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.ones(199, 64)}
     safetensors_torch.save_file(tensors | extra, tmp_path / "model.safetensors")
     assert set(load(tmp_path)[1]) == set(tensors)
 
@@ -232,7 +213,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"sliding_window": 8}, "sliding_window: got 8, expected null: transformers' Llama has no windows"),
     (
         {"layer_types": ["full_attention", "chunked_attention"]},
-        "layer_types: got ['full_attention', 'chunked_attention'], expected 2 times 'full_attention' or",
+        "layer_types: got ['full_attention', 'chunked_attention'], expected 3 times 'full_attention' or",
     ),
     ({"quantization_config": {"bits": 4}}, "quantization_config: got {'bits': 4}, expected nothing"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, expected 1.0"),
@@ -310,11 +291,11 @@ BROKEN: list[tuple[Callable[[Path], None], str]] = [
         "/model.safetensors: tensor model.layers.0.self_attn.k_proj.weight is missing, expected shape",
     ),
     (
-        rewrite(o_proj=torch.ones(32, 33)),
-        "/model.safetensors: tensor model.layers.0.self_attn.o_proj.weight has shape (32, 33), expected (32, 32)",
+        rewrite(o_proj=torch.ones(64, 65)),
+        "/model.safetensors: tensor model.layers.0.self_attn.o_proj.weight has shape (64, 65), expected (64, 64)",
     ),
     (
-        rewrite(norm=torch.ones(32, dtype=torch.int8)),
+        rewrite(norm=torch.ones(64, dtype=torch.int8)),
         "/model.safetensors: tensor model.norm.weight is I8, expected one of F64, F32, F16, BF16",
     ),
     (rewrite(extra=torch.ones(2)), "/model.safetensors: tensor extra.weight is not part of a model that config.json"),
@@ -344,7 +325,7 @@ def test_biases_are_there_if_and_only_if_the_kind_has_them(tmp_path: Path) -> No
         load(tmp_path)
     edited(saved(tmp_path, LLAMA), model_type="qwen2")
     bias = r"model\.layers\.0\.self_attn\.q_proj\.bias"
-    with pytest.raises(WeightsError, match=rf"tensor {bias} is missing, expected shape \(32,\) \(6 tensors are\)$"):
+    with pytest.raises(WeightsError, match=rf"tensor {bias} is missing, expected shape \(64,\) \(9 tensors are\)$"):
         load(tmp_path)
 
 

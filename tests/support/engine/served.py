@@ -19,7 +19,6 @@ from cbengine import build
 from cbengine.build import Setup
 from cbengine.device.base import EngineDevice
 from cbengine.driver import Engine
-from cbengine.model import weights
 from cbengine.sequence import Sequence as Text
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
@@ -31,6 +30,7 @@ from cbsim.scenario import scenario
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.schedulers.sglang.scheduler import SglangScheduler
 from cbsim.workload.requests import Users, Workload
+from support.engine.peer_model import to_transformers
 
 torch.set_num_threads(1)
 PAGED = (
@@ -311,7 +311,7 @@ def transformers_model(dtype: torch.dtype = torch.float32) -> Any:
     """transformers' own model in float32, with the weights that every engine here draws, rounded to `dtype`."""
     plan = build.executor_plan(asked("vllm"), "sync", [], INLINE)
     tensors = {name: tensor.to(dtype).float() for name, tensor in plan.tensors().items()}
-    return weights.to_transformers(plan.architecture, tensors).eval()
+    return to_transformers(plan.architecture, tensors).eval()
 
 
 @cache
