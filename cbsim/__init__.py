@@ -103,7 +103,7 @@ def sweep(
     from cbsim.sweeps.executor import executor
 
     workers = executor(jobs, ray)
-    return sweeps.Sweep(*sweep_file.given(source), Path(store)).run(workers)
+    return sweeps.Sweep(*sweep_file.load(source), Path(store)).run(workers)
 
 
 def capacity(

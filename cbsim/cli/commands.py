@@ -25,12 +25,11 @@ def run(arguments: argparse.Namespace) -> int:
 def sweep(arguments: argparse.Namespace) -> int:
     """Make the runs of a sweep that are missing, and the table of all of them."""
     from cbsim.sweeps import sweep as sweeps
-    from cbsim.sweeps.sweep import Shard
 
-    options = sweeps.SweepOptions(
-        arguments.file, arguments.store, Shard(*arguments.shard), arguments.json, arguments.quiet
+    workers, shard = executor(arguments), arguments.shard
+    return sweeps.run(
+        arguments.file, arguments.store, workers, shard=shard, as_json=arguments.json, quiet=arguments.quiet
     )
-    return sweeps.run(options, executor(arguments))
 
 
 def conformance(arguments: argparse.Namespace) -> int:

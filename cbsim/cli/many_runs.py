@@ -140,8 +140,7 @@ def tune(arguments: argparse.Namespace) -> int:
     from cbsim.metrics import checks
     from cbsim.search import tune as tuning
     from cbsim.search.racing import FAILED, Goal
-    from cbsim.sweeps.store import SILENT
-    from cbsim.sweeps.sweep import Progress
+    from cbsim.sweeps.store import Progress
 
     check_out(arguments.out)
     metric, option, sign = arguments.maximise, "--maximise", 1
@@ -154,7 +153,7 @@ def tune(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         about = f"{len(candidates)} candidates, in {len(goal.rounds)} rounds of at most {goal.most} replicates each"
         print(f"{about}; {workers.about}", file=sys.stderr)
-    progress = SILENT if arguments.json else Progress()
+    progress = Progress(silent=arguments.json)
     tuned = tuning.tune(candidates, goal, arguments.store, workers, progress)
     answer(tuning.study(tuned), arguments, "simulated")
     if tuned.outcome.best is not None:
@@ -189,5 +188,5 @@ def capacity(arguments: argparse.Namespace) -> int:
     scenario = scenarios.load(arguments.scenario, [*arguments.set, *loop])
     precision = {name: getattr(arguments, name) for name in ("confidence", "width", "replicates", "warmup")}
     terms = probe.terms(scenario, arguments.slo, arguments.goodput, **precision)
-    options = searching.CapacityOptions(scenario, arguments.over, terms, arguments.store, arguments.json)
-    return searching.run(options, executor(arguments))
+    workers, as_json = executor(arguments), arguments.json
+    return searching.run(scenario, arguments.over, terms, arguments.store, workers, as_json=as_json)

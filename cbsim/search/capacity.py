@@ -24,18 +24,17 @@ from cbsim.errors import OK, ScenarioError
 from cbsim.metrics import catalogue
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.scenario.scenario import Scenario
-from cbsim.search import probe as probes_of
-from cbsim.search.probe import MOST_PROBES, Over, Probe, Terms, Value
+from cbsim.search.probe import MOST_PROBES, Over, Probe, Terms, Value, looked_at, probe
 from cbsim.stats.intervals import Interval
 from cbsim.sweeps import identity
 from cbsim.sweeps.executor import Executor
 from cbsim.sweeps.store import Runs, Store
 
-WORDS = {"cache": "KV", "CPU": "CPU", "GPU bandwidth": "compute", "GPU arithmetic": "compute"}
+CAUSES = {"cache": "KV", "CPU": "CPU", "GPU bandwidth": "compute", "GPU arithmetic": "compute"}
 """What a sentence of cbsim.runs.binding is about, in a word; what else keeps requests waiting is the queue."""
 
 
-class Binds(NamedTuple):
+class Limit(NamedTuple):
     """Why the first load fails that does: a word, and what its first run says of itself."""
 
     word: str
@@ -60,11 +59,11 @@ class Capacity:
     width: float | None
     """How many times the load of `holds` that of `fails` is, less 1."""
     probes: tuple[Probe, ...]
-    binds: Binds | None
+    binds: Limit | None
     disorder: tuple[str, ...]
     """Where a larger load does better than a smaller one: then there is no single capacity."""
     notices: tuple[str, ...]
-    """Why the answer is less than was asked, and percentiles that runs are too short for."""
+    """Why the answer is less than what was requested, and percentiles that runs are too short for."""
 
     @property
     def replicates(self) -> int:
@@ -96,54 +95,51 @@ class Capacity:
         }
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        lines = [self._end("holds", self.holds), self._end("fails", self.fails)]
+        if self.width is not None:
+            total = f"{self.replicates:,} runs, {self.requests:,} requests that count"
+            lines.append(f"between   {self.width:.1%} apart, {100 * self.terms.confidence:g} % sure; {total}")
+        if self.binds is not None:
+            lines += [f"binds     {self.binds.word}", *(f"          {sentence}" for sentence in self.binds.sentences)]
+        lines += [f"WARNING   not monotone: {pair}" for pair in self.disorder]
+        return "\n".join([*lines, *(f"note      {notice}" for notice in self.notices)])
+
+    def _end(self, word: str, value: Value | None) -> str:
+        if value is None:
+            tried = f"from {self.probes[0].value:g} to {self.probes[-1].value:g}"
+            return f"{word:<10}none of the loads that were tried, {tried}"
+        at = next(each for each in self.probes if each.value == value)
+        reason = f" {at.reason}" if at.reason else ""
+        return f"{word:<10}{value:g}{reason} ({at.replicates} runs, {at.requests:,} requests)"
 
     def __repr__(self) -> str:
         return f"<Capacity {self.name} {self.loop}: {self.field} holds {self.holds}, fails {self.fails}>"
 
 
-def binds(fails: Probe) -> Binds:
+def _limit(fails: Probe) -> Limit:
     """Of the first load that fails."""
     if not fails.intervals:
-        return Binds("refused", (str(fails.reason), *fails.binds))
-    causes = [cause for sentence in fails.binds if (cause := sentence.partition(":")[0]) != "arrivals"]
-    return Binds(WORDS.get(causes[0], "queue") if causes else "queue", tuple(fails.binds))
+        return Limit("refused", (str(fails.reason), *fails.limits))
+    causes = [cause for sentence in fails.limits if (cause := sentence.partition(":")[0]) != "arrivals"]
+    return Limit(CAUSES.get(causes[0], "queue") if causes else "queue", tuple(fails.limits))
 
 
-def disorder(probes: Sequence[Probe], terms: Terms) -> list[str]:
+def _disorder(probes: Sequence[Probe], terms: Terms) -> list[str]:
     """Where a larger load is decided to hold and a smaller one to fail, or a metric's intervals say that a larger load
     does better. `probes` in order of load.
     """
-    said = []
-    for less, more in combinations(probes, 2):
-        if less.holds is False and more.holds:
-            said.append(f"{less.value:g} fails and {more.value:g}, which is more load, holds")
+    pairs = [
+        f"{less.value:g} fails and {more.value:g}, which is more load, holds"
+        for less, more in combinations(probes, 2)
+        if less.holds is False and more.holds
+    ]
     for at, check in enumerate(terms.conditions):
         for less, more in combinations([each for each in probes if each.intervals], 2):
             a, b = less.intervals[at], more.intervals[at]
             if (check.compare[0] == "<" and b.high < a.low) or (check.compare[0] == ">" and b.low > a.high):
-                said.append(f"{check.metric} is {a.mean:.4g} at {less.value:g} and {b.mean:.4g} at {more.value:g}")
+                pairs.append(f"{check.metric} is {a.mean:.4g} at {less.value:g} and {b.mean:.4g} at {more.value:g}")
                 break
-    return said
-
-
-def _lines(found: Capacity) -> list[str]:
-    said = [_end("holds", found.holds, found.probes), _end("fails", found.fails, found.probes)]
-    rests = f"{found.replicates:,} runs, {found.requests:,} requests that count"
-    if found.width is not None:
-        said.append(f"between   {found.width:.1%} apart, {100 * found.terms.confidence:g} % sure; {rests}")
-    if found.binds is not None:
-        said += [f"binds     {found.binds.word}", *(f"          {text}" for text in found.binds.sentences)]
-    said += [f"WARNING   not monotone: {text}" for text in found.disorder]
-    return said + [f"note      {text}" for text in found.notices]
-
-
-def _end(word: str, value: Value | None, probes: Sequence[Probe]) -> str:
-    if value is None:
-        return f"{word:<10}none of the loads that were tried, from {probes[0].value:g} to {probes[-1].value:g}"
-    at = next(each for each in probes if each.value == value)
-    why = f" {at.reason}" if at.reason else ""
-    return f"{word:<10}{value:g}{why} ({at.replicates} runs, {at.requests:,} requests)"
+    return pairs
 
 
 MOST_DOUBLINGS = 10
@@ -181,22 +177,22 @@ class Search:
         self._scale(2.0, lambda: self.fails)
         self._scale(0.5, lambda: self.holds)
 
-    def _scale(self, factor: float, wanted: Callable[[], Probe | None]) -> None:
-        """Multiply the load by `factor` until there is the probe that is wanted, or no further load."""
+    def _scale(self, factor: float, end: Callable[[], Probe | None]) -> None:
+        """Multiply the load by `factor` until there is an `end`, or no further load."""
         value, times = self._over.start, 0
-        while wanted() is None:
+        while end() is None:
             scaled = self._over.times(value, factor)
-            refused = "there is none" if scaled is None else self._refused(scaled)
+            problem = "there is none" if scaled is None else self._problem(scaled)
             if times == MOST_DOUBLINGS or len(self._made) == MOST_PROBES:
-                refused = f"{len(self._made)} loads were tried"
-            if scaled is None or refused:
+                problem = f"{len(self._made)} loads were tried"
+            if scaled is None or problem:
                 more = "more" if factor > 1 else "less"
-                self.notices.append(f"no {more} load than {value:g} was tried: {refused}")
+                self.notices.append(f"no {more} load than {value:g} was tried: {problem}")
                 return
             self._look(scaled)
             value, times = scaled, times + 1
 
-    def _refused(self, value: Value) -> str | None:
+    def _problem(self, value: Value) -> str | None:
         """Why there is no scenario with such a load."""
         try:
             self._over.scenario(value, 0)
@@ -225,15 +221,15 @@ class Search:
             return
         for outermost, factor in zip((self.probes[0], self.probes[-1]), (0.5, 2.0), strict=True):
             scaled = self._over.times(outermost.value, factor)
-            if scaled is not None and self._refused(scaled) is None:
-                self._keep(next(probes_of.looked_at(self._over, scaled, self._terms, self._runs)))
+            if scaled is not None and self._problem(scaled) is None:
+                self._add(next(looked_at(self._over, scaled, self._terms, self._runs)))
 
     def _look(self, value: Value) -> None:
-        self._keep(probes_of.probe(self._over, value, self._terms, self._runs))
+        self._add(probe(self._over, value, self._terms, self._runs))
 
-    def _keep(self, found: Probe) -> None:
-        self._made[found.value] = found
-        self._hear(found)
+    def _add(self, made: Probe) -> None:
+        self._made[made.value] = made
+        self._hear(made)
 
     def _undecided(self, low: Value, high: Value) -> list[Value]:
         loads = self._over.load(low), self._over.load(high)
@@ -262,16 +258,15 @@ class Search:
 
 
 def search(scenario: Scenario, field: str, terms: Terms, runs: Runs, hear: Hear = lambda _: None) -> Capacity:
-    """The capacity of a scenario of one loop. `hear` is told of each probe. Raises ScenarioError, CheckError for what
-    cannot be searched, RunError for a run that failed.
+    """The capacity of a scenario of one loop. `hear` is called with each probe. Raises ScenarioError, CheckError for
+    what cannot be searched, RunError for a run that failed.
     """
     over = Over(scenario, field)
-    found = Search(over, terms, runs, hear)
-    found.bracket()
-    found.narrow()
-    ends = found.ends
-    holds, fails = found.holds, found.fails
-    found.beyond()
+    steps = Search(over, terms, runs, hear)
+    steps.bracket()
+    steps.narrow()
+    ends, holds, fails = steps.ends, steps.holds, steps.fails
+    steps.beyond()
     return Capacity(
         scenario.name,
         scenario.loop.mode,
@@ -280,10 +275,10 @@ def search(scenario: Scenario, field: str, terms: Terms, runs: Runs, hear: Hear 
         None if holds is None else holds.value,
         None if fails is None else fails.value,
         None if ends is None else over.ratio(*ends) - 1,
-        found.probes,
-        None if fails is None else binds(fails),
-        tuple(disorder(found.probes, terms)),
-        (*found.notices, *_equal(found.probes), *_few(found.probes)),
+        steps.probes,
+        None if fails is None else _limit(fails),
+        tuple(_disorder(steps.probes, terms)),
+        (*steps.notices, *_equal(steps.probes), *_few(steps.probes)),
     )
 
 
@@ -305,60 +300,35 @@ def _equal(probes: Sequence[Probe]) -> list[str]:
 VERDICTS = {True: "holds", False: "fails", None: "undecided"}
 
 
-class CapacityOptions(NamedTuple):
-    """What `cbsim capacity` was told, parsed and resolved."""
-
-    scenario: Scenario
-    over: str
-    terms: Terms
-    store: Path
-    as_json: bool
-
-
-def run(options: CapacityOptions, executor: Executor) -> int:
-    """Search, say each probe as it is made, then the answer. The exit status."""
+def run(scenario: Scenario, field: str, terms: Terms, store: Path, executor: Executor, *, as_json: bool) -> int:
+    """Search, print each probe as it is made, then the answer. The exit status."""
     with closing(executor):
-        over = Over(options.scenario, options.over)
-        runs = Runs(Store(options.store, identity.code()), executor)
-        rows = Rows(options.terms, over.field, silent=options.as_json)
-        if not options.as_json:
-            print(_question(options, runs))
-        found = search(options.scenario, options.over, options.terms, runs, rows.say)
-    if options.as_json:
-        print(json.dumps(found.numbers(), indent=2, allow_nan=False))
+        Over(scenario, field)  # what cannot be searched is told before anything is printed
+        runs = Runs(Store(store, identity.code()), executor)
+        if not as_json:
+            conditions = " and ".join(check.text for check in terms.conditions)
+            print(f"{scenario.name}, {scenario.loop.mode}: {field} with {conditions}; {executor.about}\n")
+        answer = search(scenario, field, terms, runs, (lambda _: None) if as_json else _printer(terms, field))
+    if as_json:
+        print(json.dumps(answer.numbers(), indent=2, allow_nan=False))
     else:
-        print(f"\n{found}\nmade      {runs.made:,} of the runs; the others were in {options.store}")
+        print(f"\n{answer}\nmade      {runs.made:,} of the runs; the others were in {store}")
     return OK
 
 
-def _question(options: CapacityOptions, runs: Runs) -> str:
-    scenario, terms = options.scenario, options.terms
-    said = " and ".join(check.text for check in terms.conditions)
-    return f"{scenario.name}, {scenario.loop.mode}: {options.over} with {said}; {runs.executor.about}\n"
+def _printer(terms: Terms, field: str) -> Hear:
+    """Prints a line a probe, before the first one a header."""
+    metrics = [check.metric for check in terms.conditions]
+    headers = [[field.rpartition(".")[2], "runs", "requests", "", *metrics]]
 
+    def show(made: Probe) -> None:
+        while headers:
+            print(_aligned(headers.pop()))
+        values = [_shown(at, metric) for metric, at in zip(metrics, made.intervals, strict=False)]
+        counts = [f"{made.value:g}", f"{made.replicates}", f"{made.requests:,}"]
+        print(_aligned([*counts, VERDICTS[made.holds], *(values or [str(made.reason)])]), flush=True)
 
-class Rows:
-    """A line a probe, as they are made."""
-
-    def __init__(self, terms: Terms, field: str, *, silent: bool) -> None:
-        self._terms, self._silent = terms, silent
-        self._header = [field.rpartition(".")[2], "runs", "requests", "", *(check.metric for check in terms.conditions)]
-        self._said = False
-
-    def say(self, found: Probe) -> None:
-        """To be called for every probe."""
-        if self._silent:
-            return
-        if not self._said:
-            print(_aligned(self._header))
-            self._said = True
-        checks = self._terms.conditions
-        values = [shown(at, check.metric) for check, at in zip(checks, found.intervals, strict=False)]
-        cells = values or [str(found.reason)]
-        print(
-            _aligned([f"{found.value:g}", f"{found.replicates}", f"{found.requests:,}", VERDICTS[found.holds], *cells]),
-            flush=True,
-        )
+    return show
 
 
 def _aligned(cells: list[str]) -> str:
@@ -367,7 +337,7 @@ def _aligned(cells: list[str]) -> str:
     return "  ".join([*numbers, cells[3].ljust(9), *(cell.ljust(32) for cell in cells[4:])]).rstrip()
 
 
-def shown(at: Interval, metric: str) -> str:
-    """A mean and its interval in the form that the metric wants."""
+def _shown(at: Interval, metric: str) -> str:
+    """A mean and its interval in the form of the metric."""
     mean, low, high = (catalogue.METRICS[metric].shown(value) for value in (at.mean, max(at.low, 0.0), at.high))
     return f"{mean} [{low}, {high}]"

@@ -1,4 +1,4 @@
-"""What is asked of a capacity: conditions, and how sure an answer has to be.
+"""The terms of a capacity: conditions, and how sure an answer has to be.
 
 The field of a workload that a capacity is sought over: its values, from less load to more.
 
@@ -19,7 +19,7 @@ from cbsim.record.record import FAILED
 from cbsim.scenario.fields import cut, near, shown
 from cbsim.scenario.scenario import Scenario, scenario_of
 from cbsim.stats import intervals
-from cbsim.stats.intervals import Interval
+from cbsim.stats.intervals import Interval, doublings
 from cbsim.sweeps.store import Run, Runs
 
 FIRST = 4
@@ -54,11 +54,7 @@ class Terms:
     @property
     def looks(self) -> tuple[int, ...]:
         """After how many replicates it is looked whether a load is decided."""
-        sizes, size = [], FIRST
-        while size < self.replicates:
-            sizes.append(size)
-            size *= 2
-        return (*sizes, self.replicates)
+        return doublings(FIRST, self.replicates)
 
     @property
     def tail(self) -> float:
@@ -68,32 +64,32 @@ class Terms:
         return (1 - self.confidence) / (MOST_PROBES * len(self.looks) * len(self.conditions))
 
 
-def terms(scenario: Scenario, slo: Sequence[str], goodput: str | None, **others: Any) -> Terms:
-    """What is asked of a scenario of one loop: conditions on metrics, the share of requests that keep its `slo`, and
-    `others` as in Terms. Raises CheckError, ScenarioError.
+def terms(scenario: Scenario, slo: Sequence[str], goodput: str | None, **precision: Any) -> Terms:
+    """The terms for a scenario of one loop: conditions on metrics, the share of requests that keep its `slo`, and
+    `precision` as in Terms. Raises CheckError, ScenarioError.
     """
     if isinstance(slo, str):
         raise ScenarioError(f"slo: got {shown(slo)}, expected a list of conditions", field="slo", value=slo)
-    checks = [parse(text, "--slo") for text in slo]
+    checks = [parse(condition, "--slo") for condition in slo]
     if goodput is not None:
         checks.append(_goodput(goodput))
     bounds = scenario.slo.model_dump(exclude={"preset"}, exclude_none=True)
     needing = [check.text for check in checks if check.metric.startswith("slo.")]
     if needing and not bounds:
-        text = "has no slo; expected its ttft_s, tpot_s, e2e_s or preset, such as --set slo.ttft_s=2"
-        raise ScenarioError(f"{needing[0]}: the scenario {scenario.name} {text}", field="slo")
+        expected = "expected its ttft_s, tpot_s, e2e_s or preset, such as --set slo.ttft_s=2"
+        raise ScenarioError(f"{needing[0]}: the scenario {scenario.name} has no slo; {expected}", field="slo")
     if scenario.loop.mode == "both":
         bound = "a capacity is that of one loop, sync or async"
         raise ScenarioError(f"loop.mode: got both; {bound}", field="loop.mode", value="both", bound=bound)
-    return Terms(tuple(checks), **others)
+    return Terms(tuple(checks), **precision)
 
 
-def _goodput(text: str) -> Check:
+def _goodput(share: str) -> Check:
     """A share of requests as a condition. That all of them do can never be sure."""
-    check = parse(f"{SHARE}>={text}", "--goodput")
+    check = parse(f"{SHARE}>={share}", "--goodput")
     if not 0 < check.bound < 1:
         bound = "must be > 0 and < 1, such as 99%"
-        raise CheckError(f"--goodput {text}: got {check.bound:g}, {bound}", field=SHARE, value=text, bound=bound)
+        raise CheckError(f"--goodput {share}: got {check.bound:g}, {bound}", field=SHARE, value=share, bound=bound)
     return check
 
 
@@ -109,7 +105,7 @@ class Over:
 
     def __init__(self, scenario: Scenario, field: str) -> None:
         self.field, self.falls, self._base = field, field in LESS_IS_MORE, scenario
-        value = _found(scenario.model_dump(mode="json"), field)
+        value = _value(scenario.model_dump(mode="json"), field)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ScenarioError(f"--over {field}: got {shown(value)}, expected a number", field=field, value=value)
         if value <= 0:
@@ -148,19 +144,18 @@ class Over:
         return round(value) if self.whole else float(f"{value:.6g}")
 
 
-def _found(scenario: dict[str, Any], field: str) -> Any:
+def _value(scenario: dict[str, Any], field: str) -> Any:
     """The value of a dotted field. Raises ScenarioError if there is none or it is no load."""
     head, *rest = field.split(".")
     if head != "workload" or not rest:
-        text = f"expected a number of the workload, such as {RATE}"
-        raise ScenarioError(f"--over {cut(field)}: {text}", field=field, bound=text)
+        bound = f"expected a number of the workload, such as {RATE}"
+        raise ScenarioError(f"--over {cut(field)}: {bound}", field=field, bound=bound)
     path, part = head, scenario[head]
     for name in rest:
-        if not isinstance(part, dict) or name not in part:
-            known = list(part) if isinstance(part, dict) else []
-            said = f"; it has {', '.join(known)}" if known else ""
-            text = f"{path} has no {cut(name, 60)}{near(name, known) or said}"
-            raise ScenarioError(f"--over {cut(field)}: {text}", field=field, value=name)
+        known = list(part) if isinstance(part, dict) else []
+        if name not in known:
+            hint = near(name, known) or (f"; it has {', '.join(known)}" if known else "")
+            raise ScenarioError(f"--over {cut(field)}: {path} has no {cut(name, 60)}{hint}", field=field, value=name)
         path, part = f"{path}.{name}", part[name]
     return part
 
@@ -170,8 +165,8 @@ LOST = ("refused", FAILED, "unfinished", "waiting")
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A load and what is known of it. `holds` is None while nobody can say; `reason` says why it fails, or what is
-    undecided. `requests` are those that count, of all replicates. `binds`: what limits its first run.
+    """A load and what is known of it. `holds` is None while that is undecided; `reason` says why it fails, or what is
+    undecided. `requests` are those that count, of all replicates. `limits`: what limits its first run.
     """
 
     value: Value
@@ -180,7 +175,7 @@ class Probe:
     intervals: tuple[Interval, ...]
     holds: bool | None
     reason: str | None
-    binds: Sequence[str]
+    limits: Sequence[str]
     few: tuple[str, ...] = ()  # percentiles that its runs are too short for
 
     def undecided(self, terms: Terms) -> list[tuple[Check, Interval]]:
@@ -203,11 +198,11 @@ def probe(over: Over, value: Value, terms: Terms, runs: Runs) -> Probe:
 
     Raises ScenarioError if there is no such load, CheckError if the runs lack a metric, RunError if one fails.
     """
-    for found in looked_at(over, value, terms, runs):
-        undecided = [] if found.holds is not None else found.undecided(terms)
-        if all(_hopeless(check, at, found.replicates, terms) for check, at in undecided):
+    for made in looked_at(over, value, terms, runs):
+        undecided = [] if made.holds is not None else made.undecided(terms)
+        if all(_hopeless(check, at, made.replicates, terms) for check, at in undecided):
             break
-    return found
+    return made
 
 
 def _hopeless(check: Check, at: Interval, replicates: int, terms: Terms) -> bool:
@@ -234,14 +229,14 @@ def _judged(value: Value, runs: Sequence[Run], terms: Terms) -> Probe:
     requests = sum(summary["e2e_s"]["n"] for summary in summaries)
     lost = _lost(summaries)
     if lost is not None:
-        return Probe(value, len(runs), requests, (), False, lost, runs[0].binds)
+        return Probe(value, len(runs), requests, (), False, lost, runs[0].limits)
     values = tuple(_interval(check, summaries, terms.tail) for check in terms.conditions)
     verdicts = {check.text: intervals.decided(check, at) for check, at in zip(terms.conditions, values, strict=True)}
-    missed = [text for text, holds in verdicts.items() if holds is False]
-    undecided = [text for text, holds in verdicts.items() if holds is None]
+    missed = [check for check, holds in verdicts.items() if holds is False]
+    undecided = [check for check, holds in verdicts.items() if holds is None]
     holds = False if missed else None if undecided else True
     reason = ", ".join(missed or undecided) or None
-    return Probe(value, len(runs), requests, values, holds, reason, runs[0].binds, _few(terms, summaries))
+    return Probe(value, len(runs), requests, values, holds, reason, runs[0].limits, _few(terms, summaries))
 
 
 def _interval(check: Check, summaries: Sequence[Mapping[str, Any]], tail: float) -> Interval:
@@ -257,11 +252,10 @@ def _interval(check: Check, summaries: Sequence[Mapping[str, Any]], tail: float)
 
 
 def _lost(summaries: Sequence[Mapping[str, Any]]) -> str | None:
-    """Requests that were not served, in words; who gave up by himself is not meant."""
+    """Requests that were not served, in words; those that a client gave up are not meant."""
     counts = {status: sum(summary["requests_by_status"][status] for summary in summaries) for status in LOST}
     sent = sum(summary["requests"] for summary in summaries)
-    said = ", ".join(f"{count:,} of {sent:,} requests {status}" for status, count in counts.items() if count)
-    return said or None
+    return ", ".join(f"{count:,} of {sent:,} requests {status}" for status, count in counts.items() if count) or None
 
 
 def _few(terms: Terms, summaries: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

@@ -37,12 +37,9 @@ class Goal(NamedTuple):
     most: int
 
     @property
-    def rounds(self) -> list[int]:
+    def rounds(self) -> tuple[int, ...]:
         """Replicates that a candidate has after each."""
-        rounds = [min(FIRST, self.most)]
-        while rounds[-1] < self.most:
-            rounds.append(min(2 * rounds[-1], self.most))
-        return rounds
+        return intervals.doublings(FIRST, self.most)
 
     def each(self, candidates: int) -> float:
         """The confidence of an interval."""
@@ -102,8 +99,8 @@ class Outcome:
     @property
     def second(self) -> int | None:
         """The least behind the best of those that were not found to break a condition."""
-        others = [i for i, trial in enumerate(self.trials) if i != self.best and trial.verdict in (IN, WORSE)]
-        return min(others, key=self.behind, default=None)
+        behind = [i for i, trial in enumerate(self.trials) if i != self.best and trial.verdict in (IN, WORSE)]
+        return min(behind, key=self.behind, default=None)
 
     def behind(self, other: int) -> float:
         """By how much the best is better than another, over the replicates that both have."""
@@ -136,13 +133,13 @@ def search(candidates: int, measure: Measure, goal: Goal) -> Outcome:
 
 
 def _drop(trials: Sequence[Trial], goal: Goal, confidence: float) -> int | None:
-    """Drop who breaks a condition or is worse than the leader; the leader, if anybody keeps all conditions for sure."""
+    """Drop what breaks a condition or is worse than the leader; the leader, if one keeps all conditions for sure."""
     sure = []
     for i, trial in enumerate(trials):
         if trial.verdict != IN:
             continue
         answers = {check.text: _holds(check, trial, confidence) for check in goal.slo}
-        broken = [text for text, answer in answers.items() if answer is False]
+        broken = [condition for condition, answer in answers.items() if answer is False]
         if broken:
             trial.drop(BREAKS, ", ".join(broken))
         elif None not in answers.values():
@@ -161,8 +158,7 @@ def _decided(trials: Sequence[Trial], leader: int | None, goal: Goal, confidence
     left = [i for i, trial in enumerate(trials) if trial.verdict == IN]
     if leader is None:
         return not left
-    others = (difference(trials[leader], trials[i], goal.metric.name, confidence) for i in left if i != leader)
-    return all(other.none for other in others)
+    return all(difference(trials[leader], trials[i], goal.metric.name, confidence).none for i in left if i != leader)
 
 
 def _best(trials: Sequence[Trial], among: Sequence[int], metric: Objective) -> int | None:

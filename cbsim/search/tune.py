@@ -12,8 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from cbsim.draw import report
 from cbsim.draw.markdown import Table
-from cbsim.draw.report import Report, text
+from cbsim.draw.report import Report
 from cbsim.errors import ScenarioError
 from cbsim.metrics import catalogue
 from cbsim.scenario import documents
@@ -21,11 +22,11 @@ from cbsim.scenario.documents import wording
 from cbsim.scenario.fields import cut
 from cbsim.scenario.overrides import parsed
 from cbsim.scenario.scenario import Scenario
-from cbsim.search.racing import BREAKS, FAILED, IN, WORSE, Goal, Measure, Numbers, Outcome, Trial, search
-from cbsim.stats.replicated import called
+from cbsim.search.racing import BREAKS, FAILED, IN, WORSE, Goal, Measure, Numbers, Outcome, search
+from cbsim.stats.replicated import label
 from cbsim.sweeps import identity, sweep, sweep_file, table
 from cbsim.sweeps.executor import Executor
-from cbsim.sweeps.store import SILENT, SUMMARY, Progress, Runs, Store
+from cbsim.sweeps.store import SUMMARY, Progress, Runs, Store
 from cbsim.sweeps.sweep import Point
 from cbsim.sweeps.sweep_file import Ranged
 from cbsim.sweeps.work import Task
@@ -50,7 +51,7 @@ class Tuned:
 
     @property
     def best(self) -> Mapping[str, Any] | None:
-        """The settings with the best mean of those that keep all conditions; None if nobody does."""
+        """The settings with the best mean of those that keep all conditions; None if none does."""
         return None if self.outcome.best is None else self.settings(self.outcome.best)
 
     @property
@@ -59,24 +60,24 @@ class Tuned:
         return self.outcome.won
 
     def __str__(self) -> str:
-        return text(study(self))
+        return report.text(study(self))
 
     def __repr__(self) -> str:
         return f"<Tuned {self.scenario}: {self.best} of {len(self.candidates)} candidates>"
 
     def called(self, candidate: int) -> str:
         """What a candidate sets."""
-        return called(self.settings(candidate)) if self.fields else "as it is"
+        return label(self.settings(candidate)) if self.fields else "as it is"
 
     def settings(self, candidate: int) -> Mapping[str, Any]:
         point = self.candidates[candidate]
         return {name: point.loop if name == "loop.mode" else point.settings.get(name) for name in self.fields}
 
 
-def parse_knobs(texts: Sequence[str]) -> dict[str, Sequence[Any]]:
+def parse_knobs(written: Sequence[str]) -> dict[str, Sequence[Any]]:
     """Fields and their values, from `FIELD=A..B`, `FIELD=A..B:STEP` or `FIELD=VALUE,VALUE`. Raises ScenarioError."""
     knobs: dict[str, Sequence[Any]] = {}
-    for knob in texts:
+    for knob in written:
         name, equals, values = (part.strip() for part in knob.partition("="))
         where = f"--knob {cut(knob)}"
         if not (equals and name and values):
@@ -129,8 +130,7 @@ def candidates(
     always = {".".join(map(str, path)): value for path, value in map(parsed, changes)}
     file = sweep_file.parse({"name": "tune", "scenario": source, "set": always, "axes": dict(knobs)})
     built = sweep.of(file, Path())
-    for point in {point.scenario.workload: point for point in built}.values():
-        sweep.check_workload(point)
+    sweep.check_workloads(built)
     _check(goal, [point.scenario for point in built])
     return built
 
@@ -156,15 +156,15 @@ def measure(candidates_: Sequence[Point], runs: Runs) -> Measure:
         return runs.store.reason(point.key) or "it was not made"
 
     def measured(chosen: Sequence[int], replicates: range) -> Mapping[int, Sequence[Numbers | str]]:
-        asked = {i: [sweep.again(candidates_[i], replicate) for replicate in replicates] for i in chosen}
-        runs.make(Task(point.key, point.scenario, "summary") for made in asked.values() for point in made)
-        return {i: [of(point) for point in made] for i, made in asked.items()}
+        points = {i: [sweep.again(candidates_[i], replicate) for replicate in replicates] for i in chosen}
+        runs.make(Task(point.key, point.scenario, "summary") for made in points.values() for point in made)
+        return {i: [of(point) for point in made] for i, made in points.items()}
 
     return measured
 
 
-def tune(of: Sequence[Point], goal: Goal, store: Path, executor: Executor, progress: Progress = SILENT) -> Tuned:
-    """Search among points for the best. `progress` hears of the runs of each round. Raises RunError, Interrupted."""
+def tune(of: Sequence[Point], goal: Goal, store: Path, executor: Executor, progress: Progress | None = None) -> Tuned:
+    """Search among points for the best. `progress` shows the runs of each round. Raises RunError, Interrupted."""
     with closing(executor):
         runs = Runs(Store(store, identity.code()), executor, progress)
         outcome = search(len(of), measure(of, runs), goal)
@@ -173,17 +173,17 @@ def tune(of: Sequence[Point], goal: Goal, store: Path, executor: Executor, progr
     return Tuned(of[0].scenario.name, list(fields), of, outcome)
 
 
-# -- what is said of it -----------------------------------------------------------------------------------------------
+# -- the report -------------------------------------------------------------------------------------------------------
 
 
 def study(tuned: Tuned) -> Report:
-    """What was found, candidate by candidate."""
+    """The report of a search, candidate by candidate."""
     outcome, goal = tuned.outcome, tuned.outcome.goal
-    kept = f" with {' and '.join(check.text for check in goal.slo)}" if goal.slo else ""
+    conditions = f" with {' and '.join(check.text for check in goal.slo)}" if goal.slo else ""
     most = "most" if goal.metric.sign > 0 else "least"
     return Report(
         title=f"Settings of {tuned.scenario} for {goal.metric.name}",
-        question=f"Which settings give {tuned.scenario} the {most} {goal.metric.name}{kept}?",
+        question=f"Which settings give {tuned.scenario} the {most} {goal.metric.name}{conditions}?",
         findings=_findings(tuned),
         tables=[_table(tuned)],
         data={
@@ -201,39 +201,42 @@ def study(tuned: Tuned) -> Report:
     )
 
 
+def _metrics(goal: Goal) -> list[str]:
+    return list(dict.fromkeys([goal.metric.name, *(check.metric for check in goal.slo)]))
+
+
 def _findings(tuned: Tuned) -> list[str]:
     outcome, goal = tuned.outcome, tuned.outcome.goal
     intervals = f"all its intervals, each with {outcome.confidence:.6g}, hold at once with {goal.confidence:g}"
     method = f"Means over a candidate's replicates; behind: paired differences to the best; {intervals} (Bonferroni)."
     if outcome.best is None:
         failed = all(trial.verdict == FAILED for trial in outcome.trials)
-        said = ["No candidate could be run." if failed else "No candidate keeps all conditions."]
-        return [*said, method]
-    said = [f"{tuned.called(outcome.best)}: {_verdict(tuned)}."]
+        return ["No candidate could be run." if failed else "No candidate keeps all conditions.", method]
+    findings = [f"{tuned.called(outcome.best)}: {_verdict(tuned)}."]
     if outcome.second is not None:
         ahead = outcome.against(outcome.second)
-        said.append(
+        findings.append(
             f"Against the second, {tuned.called(outcome.second)}: {_relative(ahead.mean, ahead.second)}, "
             f"from {_relative(ahead.low, ahead.second)} to {_relative(ahead.high, ahead.second)}, "
             f"by {ahead.pairs} pairs of replicates."
         )
-    return [*said, method]
+    return [*findings, method]
 
 
 def _verdict(tuned: Tuned) -> str:
     outcome = tuned.outcome
-    kept = "that keeps the conditions" if outcome.goal.slo else "of them"
-    others = len(outcome.left) - 1
+    best = "that keeps the conditions" if outcome.goal.slo else "of them"
+    count = len(outcome.left) - 1
     if outcome.won:
-        return f"the best {kept}, with a confidence of at least {outcome.goal.confidence:g}"
+        return f"the best {best}, with a confidence of at least {outcome.goal.confidence:g}"
     sure = "" if outcome.sure else "; that it keeps the conditions is not sure"
-    if not others:
+    if not count:
         return f"the only one left{sure}"
     same = sum(outcome.against(i).none for i in outcome.left if i != outcome.best)
-    if same == others:
-        return f"the best {kept}, and {others} the same in every replicate{sure}"
-    these = f", {same} of them the same in every replicate" if same else ""
-    return f"the best mean {kept}, but {others} could not be told apart from it{these}{sure}"
+    if same == count:
+        return f"the best {best}, and {count} the same in every replicate{sure}"
+    equal = f", {same} of them the same in every replicate" if same else ""
+    return f"the best mean {best}, but {count} could not be told apart from it{equal}{sure}"
 
 
 def _relative(value: float, whole: float) -> str:
@@ -241,26 +244,23 @@ def _relative(value: float, whole: float) -> str:
 
 
 def _table(tuned: Tuned) -> Table:
-    goal, trials = tuned.outcome.goal, tuned.outcome.trials
-    order = sorted(range(len(trials)), key=lambda i: _rank(tuned, i))
-    metrics = list(dict.fromkeys([goal.metric.name, *(check.metric for check in goal.slo)]))
+    trials, metrics = tuned.outcome.trials, _metrics(tuned.outcome.goal)
     rows = []
-    for i in order:
+    for i in sorted(range(len(trials)), key=lambda i: _rank(tuned, i)):
         values = [trials[i].values(name) for name in metrics]
-        cells = [
-            catalogue.metric(name).shown(sum(of) / len(of) if of else None)
-            for name, of in zip(metrics, values, strict=True)
-        ]
-        rows.append((tuned.called(i), *cells, *_behind(tuned, i), str(len(trials[i].runs)), _said(tuned, i)))
+        means = [sum(of) / len(of) if of else None for of in values]
+        cells = [catalogue.metric(name).shown(mean) for name, mean in zip(metrics, means, strict=True)]
+        rows.append((tuned.called(i), *cells, *_behind(tuned, i), str(len(trials[i].runs)), _note(tuned, i)))
     return Table("candidates", ("", *metrics, "behind", "from", "to", "replicates", "verdict"), rows)
 
 
 def _rank(tuned: Tuned, i: int) -> tuple[int, float]:
-    """The best one, those that are left, those that are worse, by how far they are behind; then the others."""
+    """The best one, those that are left, those that are worse, by how far they are behind; then all that are out."""
     outcome, trial = tuned.outcome, tuned.outcome.trials[i]
-    if outcome.best is None or not trial.runs:
-        return (IN, WORSE, BREAKS, FAILED).index(trial.verdict), 0.0
-    return (IN, WORSE, BREAKS, FAILED).index(trial.verdict), -math.inf if i == outcome.best else outcome.behind(i)
+    behind = 0.0
+    if outcome.best is not None and trial.runs:
+        behind = -math.inf if i == outcome.best else outcome.behind(i)
+    return (IN, WORSE, BREAKS, FAILED).index(trial.verdict), behind
 
 
 def _behind(tuned: Tuned, i: int) -> tuple[str, str, str]:
@@ -272,9 +272,10 @@ def _behind(tuned: Tuned, i: int) -> tuple[str, str, str]:
     return mean, low, high
 
 
-def _said(tuned: Tuned, i: int) -> str:
+def _note(tuned: Tuned, i: int) -> str:
+    """What a row says of its candidate."""
     outcome = tuned.outcome
-    trial: Trial = outcome.trials[i]
+    trial = outcome.trials[i]
     if trial.verdict in (BREAKS, FAILED):
         return f"{trial.verdict}: {trial.why}"
     if trial.verdict == WORSE:
@@ -288,10 +289,9 @@ def _said(tuned: Tuned, i: int) -> str:
 
 def _facts(tuned: Tuned, i: int) -> dict[str, Any]:
     outcome = tuned.outcome
-    trial, goal = outcome.trials[i], outcome.goal
-    names = dict.fromkeys([goal.metric.name, *(check.metric for check in goal.slo)])
-    facts: dict[str, Any] = {"settings": tuned.settings(i), "verdict": _said(tuned, i), "replicates": len(trial.runs)}
-    facts["values"] = {name: trial.values(name) for name in names}
+    trial = outcome.trials[i]
+    facts: dict[str, Any] = {"settings": tuned.settings(i), "verdict": _note(tuned, i), "replicates": len(trial.runs)}
+    facts["values"] = {name: trial.values(name) for name in _metrics(outcome.goal)}
     if outcome.best not in (None, i) and len(trial.runs) > 1:
         ahead = outcome.against(i)
         facts["behind_best"] = {"mean": -ahead.mean, "low": -ahead.high, "high": -ahead.low, "pairs": ahead.pairs}

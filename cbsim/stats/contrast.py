@@ -12,7 +12,7 @@ from cbsim.metrics.checks import Objective
 from cbsim.scenario.fields import near
 from cbsim.stats import intervals, paired
 from cbsim.stats.paired import Paired
-from cbsim.stats.replicated import Place, Replicated, text
+from cbsim.stats.replicated import Configuration, Replicated, shown
 
 HEADER = ("", "reference", "this", "difference", "from", "to", "verdict", "pairs", "needed", "gain")
 VERDICTS = {1: "better", -1: "worse", 0: "cannot be told"}
@@ -27,30 +27,38 @@ class Terms(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """A place against the one that differs from it in the field alone."""
+    """A configuration against the one that differs from it in the field alone."""
 
     metric: Objective
-    place: Place
+    configuration: Configuration
     difference: Paired
     gain: float | None
 
 
 def study(sweep: Replicated, by: str, against: str | None, metrics: Sequence[Objective], terms: Terms) -> Report:
-    """All places against those whose `by` is `against`, by default the first value. Raises ScenarioError."""
+    """All configurations against those whose `by` is `against`, by default the first value. Raises ScenarioError."""
     sweep.check_field(by)
     for metric in metrics:
         sweep.check(metric.name)
     reference = _reference(sweep, by, against)
     couples = _couples(sweep, by, reference)
     confidence = intervals.each(terms.confidence, len(couples) * len(metrics))
-    each_one = (_compared(metric, place, other, confidence) for metric in metrics for place, other in couples)
+    each_one = (_compared(metric, one, other, confidence) for metric in metrics for one, other in couples)
     compared = [comparison for comparison in each_one if comparison is not None]
-    others = [name for name in sweep.changing if name != by]
+    fields = [by, *(name for name in sweep.changing if name != by)]
     return Report(
-        title=f"{by} against {text(reference)}",
+        title=f"{by} against {shown(reference)}",
         question=f"What does {by} change, all else equal?",
         findings=_findings(sweep, compared, terms, confidence),
-        tables=[_table(metric, by, compared, others, terms) for metric in metrics],
+        tables=[
+            Table(
+                metric.name,
+                HEADER,
+                [_row(each, fields, terms) for each in compared if each.metric == metric],
+                DIRECTIONS[metric.sign],
+            )
+            for metric in metrics
+        ],
         data={
             "by": by,
             "against": reference,
@@ -62,45 +70,40 @@ def study(sweep: Replicated, by: str, against: str | None, metrics: Sequence[Obj
 
 
 def _reference(sweep: Replicated, by: str, against: str | None) -> Any:
-    values = {text(place.settings[by]): place.settings[by] for place in sweep.places}
+    values = {shown(each.settings[by]): each.settings[by] for each in sweep.configurations}
     if against is None:
         return next(iter(values.values()))
     if against not in values:
         bound = f"expected one of {', '.join(values)}"
-        raise ScenarioError(
-            f"--against {against}: {by} is never that, {bound}{near(against, values)}", field=by, bound=bound
-        )
+        hint = near(against, values)
+        raise ScenarioError(f"--against {against}: {by} is never that, {bound}{hint}", field=by, bound=bound)
     return values[against]
 
 
-def _couples(sweep: Replicated, by: str, reference: Any) -> list[tuple[Place, Place]]:
-    def elsewhere(place: Place) -> tuple[Any, ...]:
-        return tuple(value for name, value in place.settings.items() if name != by)
+def _couples(sweep: Replicated, by: str, reference: Any) -> list[tuple[Configuration, Configuration]]:
+    """Every configuration, and the one that differs from it in `by` alone, which is `reference`."""
 
-    references = {elsewhere(place): place for place in sweep.places if place.settings[by] == reference}
-    return [
-        (place, references[elsewhere(place)])
-        for place in sweep.places
-        if place.settings[by] != reference and elsewhere(place) in references
-    ]
+    def rest(of: Configuration) -> tuple[Any, ...]:
+        return tuple(value for name, value in of.settings.items() if name != by)
+
+    references = {rest(each): each for each in sweep.configurations if each.settings[by] == reference}
+    compared = [each for each in sweep.configurations if each.settings[by] != reference]
+    return [(each, references[rest(each)]) for each in compared if rest(each) in references]
 
 
-def _compared(metric: Objective, place: Place, other: Place, confidence: float) -> Compared | None:
-    ours, theirs = (each.values(metric.name) for each in (place, other))
+def _compared(
+    metric: Objective, configuration: Configuration, reference: Configuration, confidence: float
+) -> Compared | None:
+    ours, theirs = (each.values(metric.name) for each in (configuration, reference))
     difference = paired.paired(ours, theirs, confidence)
-    return None if difference is None else Compared(metric, place, difference, paired.gain(ours, theirs))
-
-
-def _table(metric: Objective, by: str, compared: Sequence[Compared], others: Sequence[str], terms: Terms) -> Table:
-    rows = [_row(each, [by, *others], terms) for each in compared if each.metric == metric]
-    return Table(metric.name, HEADER, rows, DIRECTIONS[metric.sign])
+    return None if difference is None else Compared(metric, configuration, difference, paired.gain(ours, theirs))
 
 
 def _row(compared: Compared, fields: Sequence[str], terms: Terms) -> tuple[str, ...]:
-    metric, place, difference, gain = compared
+    metric, configuration, difference, gain = compared
     needed = difference.needed(terms.precision, terms.confidence)
     return (
-        place.called(fields),
+        configuration.label(fields),
         metric.shown(difference.second),
         metric.shown(difference.first),
         *_relative(difference, metric),
@@ -128,18 +131,18 @@ def _relative(difference: Paired, metric: Objective) -> list[str]:
 
 
 def _findings(sweep: Replicated, compared: Sequence[Compared], terms: Terms, confidence: float) -> list[str]:
-    count = f"{len(compared)} intervals of paired differences"
-    said = [
-        f"{count}, each with {confidence:.6g}, hold at once with a confidence of {terms.confidence:g} (Bonferroni)."
-    ]
     if any(not each.difference.known for each in compared):
-        said = ["A difference of one pair has no interval: give the sweep more replicates."]
+        findings = ["A difference of one pair has no interval: give the sweep more replicates."]
     else:
         width = f"a {terms.confidence:g} interval of ± {terms.precision:.3g} of the reference"
-        said.append(f"needed: pairs for {width}; gain: the variance of unpaired differences over that of the pairs.")
+        at_once = f"hold at once with a confidence of {terms.confidence:g} (Bonferroni)"
+        findings = [
+            f"{len(compared)} intervals of paired differences, each with {confidence:.6g}, {at_once}.",
+            f"needed: pairs for {width}; gain: the variance of unpaired differences over that of the pairs.",
+        ]
     if sweep.lacking:
-        said.append(f"{sweep.lacking} points of the sweep are not done and left out.")
-    return said
+        findings.append(f"{sweep.lacking} points of the sweep are not done and left out.")
+    return findings
 
 
 def _facts(compared: Compared, terms: Terms) -> dict[str, Any]:
@@ -148,4 +151,4 @@ def _facts(compared: Compared, terms: Terms) -> dict[str, Any]:
     facts["needed"] = difference.needed(terms.precision, terms.confidence)
     if not difference.known:
         facts |= {"low": None, "high": None}
-    return {"metric": compared.metric.name, "settings": compared.place.settings, **facts}
+    return {"metric": compared.metric.name, "settings": compared.configuration.settings, **facts}

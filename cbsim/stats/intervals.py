@@ -67,6 +67,14 @@ def each(confidence: float, count: int) -> float:
     return 1 - (1 - confidence) / max(1, count)
 
 
+def doublings(first: int, most: int) -> tuple[int, ...]:
+    """Replicates after each look at them: `first`, twice as many each time, at last `most`."""
+    sizes = [first]
+    while sizes[-1] < most:
+        sizes.append(2 * sizes[-1])
+    return (*sizes[:-1], most)
+
+
 def of_all(count: int, tail: float) -> Interval:
     """Of a share when all of `count` trials met it: Clopper and Pearson's, one-sided."""
     return Interval(1.0, tail ** (1 / count) if count else 0.0, 1.0)

@@ -7,8 +7,9 @@ than a millionth counts as none: runs of equal decisions differ by nanoseconds.
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left
 from collections.abc import Mapping
+from math import isclose, isfinite
 from statistics import fmean, stdev, variance
 from typing import NamedTuple
 
@@ -42,7 +43,7 @@ class Paired(NamedTuple):
     @property
     def known(self) -> bool:
         """Has it an interval?"""
-        return math.isfinite(self.high - self.low)
+        return isfinite(self.high - self.low)
 
     def needed(self, precision: float, confidence: float) -> int | None:
         """The pairs after which half the interval is no wider than this share of the second one's mean, if differences
@@ -55,46 +56,32 @@ class Paired(NamedTuple):
 
 def paired(first: Mapping[int, float], second: Mapping[int, float], confidence: float) -> Paired | None:
     """Compare the values of two points, by seed; None if they have no seed in common."""
-    seeds = sorted(first.keys() & second.keys())
-    if not seeds:
+    ours, theirs, differences = _pairs(first, second)
+    if not ours:
         return None
-    ours, theirs = [first[seed] for seed in seeds], [second[seed] for seed in seeds]
-    differences = [_difference(a, b) for a, b in zip(ours, theirs, strict=True)]
-    interval = t_interval(differences, confidence)
-    deviation = stdev(differences) if len(seeds) > 1 else None
-    return Paired(len(seeds), fmean(ours), fmean(theirs), *interval, deviation)
+    deviation = stdev(differences) if len(ours) > 1 else None
+    return Paired(len(ours), fmean(ours), fmean(theirs), *t_interval(differences, confidence), deviation)
 
 
 def gain(first: Mapping[int, float], second: Mapping[int, float]) -> float | None:
     """The variance of differences of unpaired runs over that of the pairs; None if that is unknown or 0."""
-    seeds = sorted(first.keys() & second.keys())
-    if len(seeds) < 2:
+    ours, theirs, differences = _pairs(first, second)
+    if len(ours) < 2 or not (of_pairs := variance(differences)):
         return None
+    return (variance(ours) + variance(theirs)) / of_pairs
+
+
+def _pairs(first: Mapping[int, float], second: Mapping[int, float]) -> tuple[list[float], list[float], list[float]]:
+    """The values of the seeds that both have, in order, and their differences."""
+    seeds = sorted(first.keys() & second.keys())
     ours, theirs = [first[seed] for seed in seeds], [second[seed] for seed in seeds]
-    of_pairs = variance([_difference(a, b) for a, b in zip(ours, theirs, strict=True)])
-    return (variance(ours) + variance(theirs)) / of_pairs if of_pairs else None
-
-
-def _difference(a: float, b: float) -> float:
-    return 0.0 if math.isclose(a, b, rel_tol=NOTHING) else a - b
+    return ours, theirs, [0.0 if isclose(a, b, rel_tol=NOTHING) else a - b for a, b in zip(ours, theirs, strict=True)]
 
 
 def enough(deviation: float, half: float, confidence: float) -> int | None:
     """The fewest values with this deviation whose mean has an interval no wider than twice `half`; None if more than
     MOST_NEEDED.
     """
-
-    def narrow(count: int) -> bool:
-        return half_width(deviation, count, confidence) <= half
-
-    if narrow(2):
-        return 2
-    low, high = 2, 4
-    while not narrow(high):
-        low, high = high, 2 * high
-        if high > MOST_NEEDED:
-            return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if narrow(middle) else (middle, high)
-    return high
+    counts = range(2, MOST_NEEDED + 1)
+    at = bisect_left(counts, True, key=lambda count: half_width(deviation, count, confidence) <= half)
+    return counts[at] if at < len(counts) else None

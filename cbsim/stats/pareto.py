@@ -1,15 +1,14 @@
-"""`cbsim pareto`: which points of a sweep nobody beats in two metrics at once, and how sure that is.
+"""`cbsim pareto`: which points of a sweep no other dominates in two metrics, and how sure that is.
 
-A place is beaten if one on the frontier is better in both metrics, or better in one and the same in the other. Means
-over replicates decide who is on the frontier; who is not is beaten for sure only if the intervals of the paired
-differences say so, and otherwise perhaps on it.
+A configuration is dominated if one on the frontier is better in both metrics, or better in one and the same in the
+other. Means over replicates decide which are on the frontier; the rest are dominated for sure only if the intervals of
+the paired differences say so, and otherwise perhaps on it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,23 +20,21 @@ from cbsim.metrics import catalogue
 from cbsim.metrics.checks import Check, Objective
 from cbsim.stats import intervals, paired
 from cbsim.stats.intervals import Interval
-from cbsim.stats.replicated import Place, Replicated
+from cbsim.stats.replicated import Configuration, Replicated
 
-FRONTIER, PERHAPS, BEATEN, OUT, MISSING = "frontier", "perhaps", "beaten", "out", "no runs"
+FRONTIER, PERHAPS, DOMINATED, OUT, MISSING = "frontier", "perhaps", "beaten", "out", "no runs"
 COST = "cost.usd_per_million_output_tokens"
 STYLES = {
     FRONTIER: Style(BLUE, "solid", "circle"),
     PERHAPS: Style(ORANGE, "solid", "diamond"),
-    BEATEN: Style(GREY, "solid", "square"),
+    DOMINATED: Style(GREY, "solid", "square"),
     OUT: Style(SKY, "solid", "cross"),
 }
-
-
 UNKNOWN = Interval(math.nan, math.nan, math.nan)
 
 
 class Question(NamedTuple):
-    """Two metrics, the conditions that a place has to keep, and the confidence of each interval."""
+    """Two metrics, the conditions that a configuration has to keep, and the confidence of each interval."""
 
     x: Objective
     y: Objective
@@ -45,113 +42,100 @@ class Question(NamedTuple):
     confidence: float
 
 
-class Stood(NamedTuple):
-    """Where a place stands."""
+class Standing(NamedTuple):
+    """Where a configuration stands."""
 
-    place: Place
+    configuration: Configuration
     verdict: str
     x: Interval = UNKNOWN
     y: Interval = UNKNOWN
     cost: float | None = None
 
 
-def frontier(sweep: Replicated, question: Question) -> list[Stood]:
-    """Where each place stands, in the order of the sweep. Raises ScenarioError if no run has a metric."""
+def frontier(sweep: Replicated, question: Question) -> list[Standing]:
+    """Where each configuration stands, in the order of the sweep. Raises ScenarioError if no run has a metric."""
     for name in (question.x.name, question.y.name, *(check.metric for check in question.where)):
         sweep.check(name)
-    kept = [_kept(place, question) for place in sweep.places]
-    best = _best([stood for stood in kept if stood.verdict == FRONTIER], question)
-    return [stood if stood.verdict in (OUT, MISSING) else _compared(stood, best, question) for stood in kept]
+    standings = [_eligible(each, question) for each in sweep.configurations]
+    best = _best([each for each in standings if each.verdict == FRONTIER], question)
+    return [each if each.verdict in (OUT, MISSING) else _compared(each, best, question) for each in standings]
 
 
-def _kept(place: Place, question: Question) -> Stood:
-    """A place that may be on the frontier, for all that the conditions say."""
-    values = [list(place.values(metric.name).values()) for metric in question[:2]]
+def _eligible(configuration: Configuration, question: Question) -> Standing:
+    """A configuration that may be on the frontier, for all that the conditions say."""
+    values = [list(configuration.values(metric.name).values()) for metric in question[:2]]
     if not all(values):
-        return Stood(place, MISSING)
-    keeps = _keeps(place, question)
-    verdict = OUT if keeps is False else PERHAPS if keeps is None else FRONTIER
-    prices = list(place.values(COST).values())
+        return Standing(configuration, MISSING)
+    measured = [(check, list(configuration.values(check.metric).values())) for check in question.where]
+    answers = [intervals.holds(check, of, question.confidence) for check, of in measured]
+    verdict = OUT if False in answers else PERHAPS if None in answers else FRONTIER
+    prices = list(configuration.values(COST).values())
     x, y = (intervals.shown_interval(of, question.confidence) for of in values)
-    return Stood(place, verdict, x, y, float(np.mean(prices)) if prices else None)
+    return Standing(configuration, verdict, x, y, float(np.mean(prices)) if prices else None)
 
 
-def _best(stood: Sequence[Stood], question: Question) -> list[Stood]:
-    """Those that nobody beats by means."""
+def _best(standings: Sequence[Standing], question: Question) -> list[Standing]:
+    """Those that none dominates by means."""
 
-    def good(each: Stood) -> tuple[float, float]:
+    def good(each: Standing) -> tuple[float, float]:
         return question.x.sign * each.x[0], question.y.sign * each.y[0]
 
-    best: list[Stood] = []
-    for each in sorted(stood, key=good, reverse=True):
+    best: list[Standing] = []
+    for each in sorted(standings, key=good, reverse=True):
         if not best or good(each)[1] > good(best[-1])[1] or good(each) == good(best[-1]):
             best.append(each)
     return best
 
 
-def _compared(stood: Stood, best: Sequence[Stood], question: Question) -> Stood:
-    """Beaten by one of the best, the same as one of them, one of them, or none of these."""
+def _compared(standing: Standing, best: Sequence[Standing], question: Question) -> Standing:
+    """Dominated by one of the best, the same as one of them, one of them, or none of these."""
     for other in best:
-        differences = [_difference(other, stood, metric, question) for metric in question[:2]]
+        differences = [_difference(other, standing, metric, question) for metric in question[:2]]
         lows = [low for low, _ in differences]
         if min(lows) >= 0 and max(lows) > 0:
-            return stood._replace(verdict=BEATEN)
+            return standing._replace(verdict=DOMINATED)
         if all(none for _, none in differences):
-            return stood
-    return stood if stood in best else stood._replace(verdict=PERHAPS)
+            return standing
+    return standing if standing in best else standing._replace(verdict=PERHAPS)
 
 
-def _difference(other: Stood, stood: Stood, metric: Objective, question: Question) -> tuple[float, bool]:
+def _difference(other: Standing, standing: Standing, metric: Objective, question: Question) -> tuple[float, bool]:
     """How much better the other one is for sure, by its mean if there is a single pair; and if they are the same."""
-    ours, theirs = (each.place.values(metric.name) for each in (other, stood))
+    ours, theirs = (each.configuration.values(metric.name) for each in (other, standing))
     difference = paired.paired(ours, theirs, question.confidence)
     if difference is None:
         return -math.inf, False
     low = difference.low if metric.sign > 0 else -difference.high
-    return low if difference.known else metric.sign * difference.mean, difference.mean == 0 and not difference.deviation
+    return low if difference.known else metric.sign * difference.mean, difference.none
 
 
-def _keeps(place: Place, question: Question) -> bool | None:
-    """Does a place keep all conditions? None if that cannot be told."""
-    answers = [
-        intervals.holds(check, list(place.values(check.metric).values()), question.confidence)
-        for check in question.where
-    ]
-    return False if False in answers else None if None in answers else True
-
-
-# -- what is said of it -----------------------------------------------------------------------------------------------
+# -- the report -------------------------------------------------------------------------------------------------------
 
 
 def study(sweep: Replicated, question: Question, *, all_places: bool = False) -> Report:
-    """The frontier as a table, best x first, and drawn; with `all_places` the table has those that are beaten, too."""
-    stood = frontier(sweep, question)
-    stood.sort(key=lambda each: (each.verdict == MISSING, -question.x.sign * each.x[0]))
-    listed = [each for each in stood if all_places or each.verdict in (FRONTIER, PERHAPS)]
-    fields = sweep.changing
+    """The frontier as a table, best x first, and drawn; with `all_places` the table has what is dominated, too."""
+    standings = frontier(sweep, question)
+    standings.sort(key=lambda each: (each.verdict == MISSING, -question.x.sign * each.x[0]))
+    listed = [each for each in standings if all_places or each.verdict in (FRONTIER, PERHAPS)]
+    directions = [f"{'most' if metric.sign > 0 else 'least'} {metric.name}" for metric in question[:2]]
+    conditions = f", with {' and '.join(check.text for check in question.where)}" if question.where else ""
     return Report(
         title=f"{question.y.name} against {question.x.name}",
-        question=_question(question),
-        findings=_findings(sweep, stood, question),
-        tables=[_table(listed, fields, question)],
-        charts=[_chart(stood, fields, question)],
+        question=f"Which points have {' and '.join(directions)}{conditions}?",
+        findings=_findings(sweep, standings, question),
+        tables=[_table(listed, sweep.changing, question)],
+        charts=[_chart(standings, sweep.changing, question)],
         data={
             "x": question.x.name,
             "y": question.y.name,
             "where": [check.text for check in question.where],
             "confidence": question.confidence,
-            "places": list(starmap(_facts, ((each, fields) for each in stood))),
+            "places": [_facts(each, sweep.changing) for each in standings],
         },
     )
 
 
-def _question(question: Question) -> str:
-    ways = [f"{'most' if metric.sign > 0 else 'least'} {metric.name}" for metric in question[:2]]
-    kept = f", with {' and '.join(check.text for check in question.where)}" if question.where else ""
-    return f"Which points have {' and '.join(ways)}{kept}?"
-
-
-def _table(listed: Sequence[Stood], fields: Sequence[str], question: Question) -> Table:
+def _table(listed: Sequence[Standing], fields: Sequence[str], question: Question) -> Table:
     priced = any(each.cost is not None for each in listed)
     numbers = _numbers(listed)
     header = ("", question.x.name, "±", question.y.name, "±", *(["$ a million output tokens"] * priced), "", "runs")
@@ -160,13 +144,14 @@ def _table(listed: Sequence[Stood], fields: Sequence[str], question: Question) -
         cells = [*_cells(question.x, each.x), *_cells(question.y, each.y)]
         price = [catalogue.metric(COST).shown(each.cost)] * priced
         number = f"{numbers[id(each)]}: " if id(each) in numbers else ""
-        rows.append((f"{number}{each.place.called(fields)}", *cells, *price, each.verdict, str(len(each.place.runs))))
+        one = each.configuration
+        rows.append((f"{number}{one.label(fields)}", *cells, *price, each.verdict, str(len(one.runs))))
     return Table("frontier", header, rows)
 
 
-def _numbers(stood: Sequence[Stood]) -> dict[int, int]:
+def _numbers(standings: Sequence[Standing]) -> dict[int, int]:
     """Of the points of the frontier in table and figure, by their id."""
-    return {id(each): n for n, each in enumerate((each for each in stood if each.verdict == FRONTIER), start=1)}
+    return {id(each): n for n, each in enumerate((each for each in standings if each.verdict == FRONTIER), start=1)}
 
 
 def _cells(metric: Objective, interval: Interval) -> tuple[str, str]:
@@ -176,54 +161,47 @@ def _cells(metric: Objective, interval: Interval) -> tuple[str, str]:
     return metric.shown(mean), metric.shown((high - low) / 2) if high > low else "-"
 
 
-def _findings(sweep: Replicated, stood: Sequence[Stood], question: Question) -> list[str]:
-    counts = {verdict: sum(each.verdict == verdict for each in stood) for verdict in (*STYLES, MISSING)}
-    said = [", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) + f" of {len(stood)} points."]
-    if all(len(each.place.runs) < 2 for each in stood):
-        said.append("One run a point: there are no intervals, and nobody is perhaps on the frontier.")
+def _findings(sweep: Replicated, standings: Sequence[Standing], question: Question) -> list[str]:
+    counts = {verdict: sum(each.verdict == verdict for each in standings) for verdict in (*STYLES, MISSING)}
+    total = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    findings = [f"{total} of {len(standings)} points."]
+    if all(len(each.configuration.runs) < 2 for each in standings):
+        findings.append("One run a point: there are no intervals, and nobody is perhaps on the frontier.")
     else:
-        said.append(
+        findings.append(
             f"Intervals of Student's t over paired replicates, each with a confidence of {question.confidence:g}; "
             "perhaps: not beaten for sure."
         )
     if not counts[FRONTIER]:
-        said.append("No point keeps all conditions for sure.")
+        findings.append("No point keeps all conditions for sure.")
     if sweep.lacking:
-        said.append(f"{sweep.lacking} runs of the sweep are not done and left out.")
-    return said
+        findings.append(f"{sweep.lacking} runs of the sweep are not done and left out.")
+    return findings
 
 
-def _facts(stood: Stood, fields: Sequence[str]) -> dict[str, Any]:
-    def interval(of: Interval) -> dict[str, float] | None:
-        return None if math.isnan(of[0]) else dict(zip(("mean", "low", "high"), of, strict=True))
-
-    return {
-        "settings": {name: stood.place.settings[name] for name in fields},
-        "verdict": stood.verdict,
-        "runs": len(stood.place.runs),
-        "x": interval(stood.x),
-        "y": interval(stood.y),
-        COST: stood.cost,
-    }
+def _facts(standing: Standing, fields: Sequence[str]) -> dict[str, Any]:
+    x, y = (None if math.isnan(of.mean) else of._asdict() for of in (standing.x, standing.y))
+    settings, runs = standing.configuration.settings, standing.configuration.runs
+    about = {"settings": {name: settings[name] for name in fields}, "verdict": standing.verdict, "runs": len(runs)}
+    return {**about, "x": x, "y": y, COST: standing.cost}
 
 
-def _chart(stood: Sequence[Stood], fields: Sequence[str], question: Question) -> Chart:
+def _chart(standings: Sequence[Standing], fields: Sequence[str], question: Question) -> Chart:
     marks: list[Line | Points] = []
-    numbers = _numbers(stood)
+    numbers = _numbers(standings)
     for verdict, style in STYLES.items():
-        drawn = [each for each in stood if each.verdict == verdict]
-        drawn.sort(key=lambda each: each.x)
+        drawn = sorted([each for each in standings if each.verdict == verdict], key=lambda each: each.x)
         if not drawn:
             continue
         xs, ys = (np.array([getattr(each, axis) for each in drawn], dtype=float) for axis in "xy")
         for x, y in zip(xs, ys, strict=True):
             marks += [Line("", x[1:], np.full(2, y[0]), style), Line("", np.full(2, x[0]), y[1:], style)]
-        called = [each.place.called(fields) for each in drawn]
+        hover = [each.configuration.label(fields) for each in drawn]
         labels = [str(numbers[id(each)]) for each in drawn if id(each) in numbers]
-        marks.append(Points(verdict, xs[:, 0], ys[:, 0], style, called, labels))
+        marks.append(Points(verdict, xs[:, 0], ys[:, 0], style, hover, labels))
         if verdict == FRONTIER:
             marks.append(Line("", xs[:, 0], ys[:, 0], style))
     panel = Panel(marks, question.x.name, question.y.name)
-    kept = f"; out: breaks {', '.join(check.text for check in question.where)}" if question.where else ""
-    says = f"Numbers are the table's. Bars are intervals with a confidence of {question.confidence:g}{kept}."
-    return Chart("pareto", f"{question.y.name} against {question.x.name}", says, [panel])
+    out = f"; out: breaks {', '.join(check.text for check in question.where)}" if question.where else ""
+    caption = f"Numbers are the table's. Bars are intervals with a confidence of {question.confidence:g}{out}."
+    return Chart("pareto", f"{question.y.name} against {question.x.name}", caption, [panel])

@@ -1,4 +1,4 @@
-"""Where tasks are done: here, in processes of this machine, or elsewhere. What differs is who calls `work`."""
+"""Where tasks are done: here, in processes of this machine or on a Ray cluster; what follows when a worker dies."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from enum import Enum
 from itertools import islice
 from multiprocessing.connection import wait as wait_for
 from typing import Protocol
@@ -19,22 +20,77 @@ from cbsim.scenario.fields import shown
 from cbsim.sweeps.work import Made, Task, work
 
 AHEAD = 2  # tasks a process is given at most, so that none waits for its next
-DIED = "the process that worked on it died, twice: killed, or out of memory"
 MOST_JOBS = 1024
+MOST_LOST = 10
+DIED = "the process that worked on it died, twice: killed, or out of memory"
+GIVEN_UP = f"{MOST_LOST} machines that worked on it were lost"
 
 
 class Executor(Protocol):
-    """Does tasks in any order. Each comes back once, whatever happens to who works on it."""
+    """Does tasks in any order. Each comes back once, whatever happens to the process that works on it."""
 
     @property
     def about(self) -> str:
         """Where it works, in a few words."""
 
     def each(self, tasks: Iterable[Task]) -> Iterator[Made]:
-        """What became of the tasks, as they are done. They are taken from `tasks` when there is a hand free."""
+        """What became of the tasks, as they are done. They are taken from `tasks` when a process is free."""
 
     def close(self) -> None:
-        """Let go of everything at once; what is under way is lost. May be called twice."""
+        """End everything at once; what is under way is lost. May be called twice."""
+
+
+class Gone(Enum):
+    """Why a task came back undone."""
+
+    PROCESS = "the process that worked on it died"
+    MACHINE = "the machine did, or what it had made was lost with it"
+
+
+class Workers(Protocol):
+    """Processes that work on tasks, one task a process."""
+
+    @property
+    def room(self) -> int:
+        """So many tasks may be under way now, at least 1. It may change at any time."""
+
+    def give(self, task: Task) -> None: ...
+
+    def take(self) -> tuple[str, Made | Gone]:
+        """The key of a task that is done or came back, and what became of it. Waits for it."""
+
+
+def each(tasks: Iterable[Task], workers: Workers) -> Iterator[Made]:
+    """What became of the tasks, as they are done. One whose process dies is done again when nothing else is under way:
+    after all others, or when there are as many of its kind as there is room; it fails if its process dies again. One
+    whose machine is lost is not to blame, and is done again at once, but not for ever.
+    """
+    waiting, suspects = iter(tasks), deque[Task]()
+    flying, lost = dict[str, Task](), Counter[str]()
+    while True:
+        room = workers.room
+        fresh = list(islice(waiting, max(0, room - len(flying)))) if len(suspects) < room else []
+        alone = bool(suspects) and not (fresh or flying)
+        for task in [suspects.popleft()] if alone else fresh:
+            flying[task.key] = task
+            workers.give(task)
+        if not flying:
+            return
+        key, became = workers.take()
+        task = flying.pop(key)
+        if isinstance(became, Made):
+            yield became
+        elif became is Gone.PROCESS and alone:
+            yield Made(key, {}, DIED)
+        elif became is Gone.PROCESS:
+            suspects.append(task)
+        else:
+            lost[key] += 1
+            if lost[key] == MOST_LOST:
+                yield Made(key, {}, GIVEN_UP)
+            else:
+                flying[key] = task
+                workers.give(task)
 
 
 class Here:
@@ -46,53 +102,48 @@ class Here:
         return map(work, tasks)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing is open."""
 
 
 class Processes:
-    """So many processes, each a fresh interpreter. One that dies takes nothing with it but what it was working on."""
+    """So many processes, each a fresh interpreter. When one dies the whole pool does, and all that was under way comes
+    back undone.
+    """
 
     def __init__(self, jobs: int) -> None:
+        self.about = f"{jobs} processes"
+        self.room = jobs * AHEAD
         self._jobs = jobs
         self._pool: ProcessPoolExecutor | None = None
-
-    @property
-    def about(self) -> str:
-        return f"{self._jobs} processes"
+        self._flying: dict[Future[Made], tuple[str, ProcessPoolExecutor]] = {}
 
     def each(self, tasks: Iterable[Task]) -> Iterator[Made]:
-        """As Executor. When a process dies, all that was under way is done again, one at a time: who is the only one
-        under way when a process dies is to blame, and has failed.
-        """
-        waiting = iter(tasks)
-        flying: dict[Future[Made], Task] = {}
-        suspects: deque[Task] = deque()
-        while True:
-            tried = bool(suspects)
-            fresh = [suspects.popleft()] if tried else islice(waiting, self._jobs * AHEAD - len(flying))
-            flying |= {self._submit(task): task for task in fresh}
-            if not flying:
-                return
-            done, _ = wait(flying, return_when=FIRST_COMPLETED)
-            for future in done:
-                task = flying.pop(future)
-                try:
-                    yield future.result()
-                except BrokenProcessPool:
-                    lost = [task, *flying.values()]
-                    flying.clear()
-                    self.close()
-                    if tried:
-                        yield Made(task.key, {}, DIED)
-                    else:
-                        suspects.extend(lost)
-                    break
+        """As Executor, and as each."""
+        return each(tasks, self)
 
-    def _submit(self, task: Task) -> Future[Made]:
+    def give(self, task: Task) -> None:
+        """As Workers."""
         if self._pool is None:
             spawned = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self._jobs, spawned, initializer=_begin)
-        return self._pool.submit(work, task)
+        try:
+            future = self._pool.submit(work, task)
+        except BrokenProcessPool as error:
+            future = Future()
+            future.set_exception(error)
+        self._flying[future] = task.key, self._pool
+
+    def take(self) -> tuple[str, Made | Gone]:
+        """As Workers."""
+        done, _ = wait(self._flying, return_when=FIRST_COMPLETED)
+        future = done.pop()
+        key, pool = self._flying.pop(future)
+        try:
+            return key, future.result()
+        except BrokenProcessPool:
+            if pool is self._pool:
+                self.close()
+            return key, Gone.PROCESS
 
     def close(self) -> None:
         """As Executor: the processes are ended, not waited for."""
@@ -105,7 +156,7 @@ class Processes:
 
 
 def _begin() -> None:
-    """In a new process: whoever started it decides on its end, and it ends with him."""
+    """In a new process: its parent decides on its end, and it ends with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

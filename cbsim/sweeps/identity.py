@@ -16,27 +16,26 @@ from cbsim.schedulers import registry
 
 ROOMS = ("policy", "kv", "schedulers", "scenario", "workload", "cost", "machine", "runs", "record", "metrics")
 """The rooms that a number of a run follows from; drawing, measurements and command lines leave it alone."""
-WORDS = ("name", "question")
+LABELS = ("name", "question")
 """Fields of a scenario that no number follows from."""
 
 
 @cache
 def code() -> str:
     """The state of the code: a hash of the sources of those rooms. Equal wherever the same code is installed."""
-    root, said = Path(__file__).resolve().parents[1], hashlib.sha256()
+    root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
     for path in sorted(path for room in ROOMS for path in (root / room).rglob("*.py")):
-        said.update(f"{path.relative_to(root).as_posix()}\0".encode())
-        said.update(path.read_bytes())
-    return said.hexdigest()[:12]
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def key(scenario: Scenario, warmup: float = 0.0) -> str:
     """Names a run of one loop: equal where everything is that its numbers follow from. `warmup` as in Task."""
-    facts = scenario.model_dump(mode="json", exclude=set(WORDS))
-    read = {field: _content(field, path) for field, path in _paths(facts)}
-    said = [facts, read, _policy(scenario), *([warmup] if warmup else [])]
-    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    fields = scenario.model_dump(mode="json", exclude=set(LABELS))
+    files = {field: _content(field, path) for field, path in _paths(fields)}
+    parts = [fields, files, _policy(scenario), *([warmup] if warmup else [])]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:24]
 
 
 def _paths(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
@@ -52,15 +51,15 @@ def _paths(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
 def _content(field: str, path: str) -> str:
     """A hash of a data file, or of all tables whose names begin so. Raises ScenarioError if there is none."""
     if field.startswith("cost."):
-        place = catalog.tables(path)
-        files = sorted(place.rglob("*") if place.is_dir() else place.parent.glob(f"{place.name}*"))
+        tables = catalog.tables(path)
+        files = sorted(tables.rglob("*") if tables.is_dir() else tables.parent.glob(f"{tables.name}*"))
     else:
         files = [catalog.data(path, field)]
-    said = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in filter(Path.is_file, files):
         state = file.stat()
-        said.update(_hashed(file, state.st_mtime_ns, state.st_size))
-    return said.hexdigest()
+        digest.update(_hashed(file, state.st_mtime_ns, state.st_size))
+    return digest.hexdigest()
 
 
 @lru_cache(maxsize=4096)
@@ -78,7 +77,7 @@ def _policy(scenario: Scenario) -> str | None:
     kind = scenario.kind
     modules = {getattr(part, "__module__", "") for part in (kind.settings, kind.resolve, kind.make)}
     files = {getattr(sys.modules.get(module), "__file__", None) for module in modules}
-    said = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(filter(None, files)):
-        said.update(Path(file).read_bytes())
-    return said.hexdigest()
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()

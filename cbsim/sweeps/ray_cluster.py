@@ -1,7 +1,4 @@
-"""A Ray cluster works on tasks. Its nodes need cbsim and the data, not the store: files come back as bytes.
-
-What happens to a task when who works on it is gone: it is done again, and only a task that is to blame fails.
-"""
+"""A Ray cluster works on tasks. Its nodes need cbsim and the data, not the store: files come back as bytes."""
 
 from __future__ import annotations
 
@@ -12,17 +9,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from enum import Enum
 from importlib.util import find_spec
-from itertools import islice
-from typing import Any, Protocol
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
 
 from cbsim.errors import RunError, ScenarioError
 from cbsim.sweeps import identity
-from cbsim.sweeps.executor import AHEAD, DIED
+from cbsim.sweeps.executor import AHEAD, Gone, each
 from cbsim.sweeps.work import Made, Task
 
 CLIENT = "ray://"
@@ -31,7 +27,6 @@ JOINED_S, CLIENT_S = 4.0, 60.0  # for its cluster to take us; with a client's ad
 SLOWER = 4  # or so many times what it took to load Ray, on a machine that has no time for us
 PATIENCE = {f"RAY_CLIENT_{name}_CONNECTION_TIMEOUT_S": "1" for name in ("INITIAL", "MAX")}  # which is tried thrice
 DRIVER = "cbsim.sweeps.ray_driver"
-PIPES: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
 NO_ANSWER = "no Ray cluster answers there"
 NO_NODE = f"{NO_ANSWER}, or this machine is not one of its nodes; from others: {CLIENT}HOST:10001"
 LOST = "the connection to the cluster is lost; the same command goes on where it stopped"
@@ -45,8 +40,9 @@ class RayCluster:
     def __init__(self, address: str) -> None:
         self._address, self._cpus = address, 0
         self._driver: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection[Any, Any] | None = None
         if find_spec("ray") is None:
-            raise self._refused("ray is not installed: pip install -e '.[ray]'")
+            raise self._error("ray is not installed: pip install -e '.[ray]'")
         self._join()
 
     @property
@@ -64,18 +60,15 @@ class RayCluster:
 
     def give(self, task: Task) -> None:
         """As Workers."""
-        stdin = self._join().stdin
-        assert stdin is not None
         try:
-            pickle.dump((task.key, pickle.dumps(task)), stdin)
-            stdin.flush()
+            self._join().send((task.key, pickle.dumps(task)))
         except OSError as error:
             raise RunError(f"--ray {self._address}: {LOST}") from error
 
     def take(self) -> tuple[str, Made | Gone]:
         """As Workers."""
         while True:
-            match self._heard(self._join()):
+            match self._receive(self._join()):
                 case "cpus", cpus:
                     self._cpus = cpus
                 case "made", key, packed:
@@ -84,124 +77,65 @@ class RayCluster:
                     return key, Gone.PROCESS
                 case "lost", key:
                     return key, Gone.MACHINE
-                case _, text:
-                    raise RunError(f"--ray {self._address}: {text}")
+                case _, problem:
+                    raise RunError(f"--ray {self._address}: {problem}")
 
     def close(self) -> None:
         """As Executor. The driver hears of it and ends by itself; with it ends what is under way."""
-        driver, self._driver = self._driver, None
-        if driver is None:
-            return
-        for pipe in (driver.stdin, driver.stdout):
-            assert pipe is not None
-            with suppress(OSError):
-                pipe.close()
-        threading.Thread(target=driver.wait, daemon=True).start()
+        driver, pipe, self._driver, self._pipe = self._driver, self._pipe, None, None
+        if driver is not None and pipe is not None:
+            pipe.close()
+            threading.Thread(target=driver.wait, daemon=True).start()
 
-    def _join(self) -> subprocess.Popen[bytes]:
-        """The process that speaks with the cluster."""
-        if self._driver is not None:
-            return self._driver
+    def _join(self) -> Connection[Any, Any]:
+        """The connection to the process that speaks with the cluster."""
+        if self._pipe is not None:
+            return self._pipe
         self._reach()
         begun = time.monotonic()
-        paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-        words = [sys.executable, "-m", DRIVER, self._address, identity.code()]
-        self._driver = driver = subprocess.Popen(
-            words, env={**PATIENCE, **os.environ, **paths}, start_new_session=True, **PIPES
-        )
-        self._heard(driver)  # its modules are loaded
+        self._pipe, theirs = Pipe()
+        with theirs:
+            self._driver = subprocess.Popen(
+                [sys.executable, "-m", DRIVER, self._address, identity.code(), str(theirs.fileno())],
+                env={**PATIENCE, **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        self._receive(self._pipe)  # its modules are loaded
         loading_s = time.monotonic() - begun
         limit_s = CLIENT_S if self._address.startswith(CLIENT) else max(JOINED_S - loading_s, SLOWER * loading_s)
-        limit = threading.Timer(limit_s, driver.kill)
-        limit.daemon = True
-        limit.start()
-        try:
-            kind, said = self._heard(driver)
-        except RunError:
-            kind, said = "wrong", NO_ANSWER if self._address.startswith(CLIENT) else NO_NODE
-        finally:
-            limit.cancel()
+        kind: str = "wrong"
+        answer: Any = NO_ANSWER if self._address.startswith(CLIENT) else NO_NODE
+        if self._pipe.poll(limit_s):
+            with suppress(RunError):  # Ray has ended the process
+                kind, answer = self._receive(self._pipe)
+        else:
+            self._driver.kill()
         if kind == "wrong":
             self.close()
-            raise self._refused(said)
-        self._cpus = said
-        return driver
+            raise self._error(answer)
+        self._cpus = answer
+        return self._pipe
 
     def _reach(self) -> None:
-        """Does anybody listen at the address?"""
+        """Raises ScenarioError if nothing listens at the address."""
         if self._address != "auto":
             host, _, port = self._address.removeprefix(CLIENT).rpartition(":")
             try:
                 socket.create_connection((host.strip("[]"), int(port)), REACHED_S).close()
             except OSError as error:
-                raise self._refused(NO_ANSWER) from error
+                raise self._error(NO_ANSWER) from error
 
-    def _heard(self, driver: subprocess.Popen[bytes]) -> tuple[Any, ...]:
-        """What the driver says next."""
-        assert driver.stdout is not None
+    def _receive(self, pipe: Connection[Any, Any]) -> tuple[Any, ...]:
+        """The next message of the driver."""
         try:
-            message: tuple[Any, ...] = pickle.load(driver.stdout)
-        except EOFError:
+            message: tuple[Any, ...] = pipe.recv()
+        except (EOFError, OSError):
             raise RunError(f"--ray {self._address}: {LOST}") from None
         return message
 
-    def _refused(self, why: str) -> ScenarioError:
-        return ScenarioError(f"--ray {self._address}: {why}")
-
-
-MOST_LOST = 10
-GIVEN_UP = f"{MOST_LOST} machines that worked on it were lost"
-
-
-class Gone(Enum):
-    """Why a task came back undone."""
-
-    PROCESS = "the process that worked on it died"
-    MACHINE = "the machine did, or what it had made was lost with it"
-
-
-class Workers(Protocol):
-    """Who works on tasks, one task a process."""
-
-    @property
-    def room(self) -> int:
-        """So many tasks may be under way now, at least 1. It may change at any time."""
-
-    def give(self, task: Task) -> None: ...
-
-    def take(self) -> tuple[str, Made | Gone]:
-        """The key of a task that is done or came back, and what became of it. Waits for it."""
-
-
-def each(tasks: Iterable[Task], workers: Workers) -> Iterator[Made]:
-    """What became of the tasks, as they are done. One whose process dies is done again when nothing else is under way:
-    after all others, or when there are as many of its kind as there is room; it fails if its process dies again. One
-    whose machine is lost is not to blame, and is done again at once, but not for ever.
-    """
-    waiting, suspects = iter(tasks), deque[Task]()
-    flying, lost = dict[str, Task](), Counter[str]()
-    while True:
-        room = workers.room
-        fresh = list(islice(waiting, max(0, room - len(flying)))) if len(suspects) < room else []
-        alone = bool(suspects) and not (fresh or flying)
-        for task in [suspects.popleft()] if alone else fresh:
-            flying[task.key] = task
-            workers.give(task)
-        if not flying:
-            return
-        key, became = workers.take()
-        task = flying.pop(key)
-        if isinstance(became, Made):
-            yield became
-        elif became is Gone.PROCESS:
-            if alone:
-                yield Made(key, {}, DIED)
-            else:
-                suspects.append(task)
-        else:
-            lost[key] += 1
-            if lost[key] == MOST_LOST:
-                yield Made(key, {}, GIVEN_UP)
-            else:
-                flying[key] = task
-                workers.give(task)
+    def _error(self, problem: str) -> ScenarioError:
+        return ScenarioError(f"--ray {self._address}: {problem}")

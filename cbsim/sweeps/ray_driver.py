@@ -1,26 +1,26 @@
-"""A process that speaks with a Ray cluster: `python -m cbsim.sweeps.ray_driver ADDRESS CODE`. Ray prints what it likes,
-waits long for a cluster that is not there, and ends its process when the cluster's head is gone: so it has its own.
-
-Tasks come in on stdin as (key, pickled Task), until it ends; what is known goes out on stdout, both as pickles:
+"""A process that speaks with a Ray cluster: `python -m cbsim.sweeps.ray_driver ADDRESS CODE FD`. Ray prints what it
+likes, waits long for a cluster that is not there, and ends its process when the cluster's head is gone: so it has its
+own. Over the connection FD come tasks as (key, pickled Task), until it ends; what is known goes back:
 
     ("begun",)                        Ray is loaded
     ("cpus", n)                       the cluster's, at first and whenever they change
     ("made", key, pickled Made)
     ("died" | "lost", key)            the process or the machine that worked on it is gone
-    ("wrong", text)                   no cluster, or one that cannot work on these tasks
+    ("wrong", problem)                no cluster, or one that cannot work on these tasks
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import platform
 import sys
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
@@ -49,31 +49,32 @@ def work_there(code: str, key: str, packed: bytes) -> tuple[bool, Any]:
 
 
 class Driver:
-    """Takes tasks from stdin to the cluster. What comes back goes to the queue; None if there is no more to come."""
+    """Takes tasks from the pipe to the cluster. What comes back goes to the queue; None if there is no more to come."""
 
-    def __init__(self, code: str) -> None:
+    def __init__(self, code: str, pipe: Connection[Any, Any]) -> None:
         self.out: SimpleQueue[Message | None] = SimpleQueue()
-        self._code = code
+        self._code, self._pipe = code, pipe
         self._work = ray.remote(max_retries=0, num_cpus=1)(work_there)
-        self._cpus, self._asked = -1, -ASK_S
-        self._ask()
+        self._cpus, self._asked_s = -1, -ASK_S
+        self._count()
 
     def read(self) -> None:
         try:
             while True:
-                key, packed = pickle.load(sys.stdin.buffer)
+                key, packed = self._pipe.recv()
                 task = self._work.remote(self._code, key, packed)
                 task.future().add_done_callback(partial(self._done, key))
-                self._ask()
-        except (EOFError, pickle.UnpicklingError):  # the last task may be cut
+                self._count()
+        except (EOFError, ConnectionError):
             self.out.put(None)
         except Exception as error:
             self.out.put(("wrong", _line(error)))
 
-    def _ask(self) -> None:
-        if time.monotonic() - self._asked < ASK_S:
+    def _count(self) -> None:
+        """Report the cluster's CPUs if they have changed."""
+        if time.monotonic() - self._asked_s < ASK_S:
             return
-        self._asked = time.monotonic()
+        self._asked_s = time.monotonic()
         cpus = int(ray.cluster_resources().get("CPU", 0))
         if cpus != self._cpus:
             self._cpus = cpus
@@ -91,32 +92,25 @@ class Driver:
             self.out.put(("wrong", _line(error)))
 
 
-def _line(text: object) -> str:
-    return " ".join(str(text).split())
+def _line(problem: object) -> str:
+    return " ".join(str(problem).split())
 
 
-def main(address: str, code: str) -> None:
-    """Until stdin ends, or nobody reads stdout any more. Then Ray ends what is under way."""
-    stdout = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-    def send(message: Message) -> None:
-        pickle.dump(message, stdout)
-        stdout.flush()
-
-    send(("begun",))
+def main(address: str, code: str, descriptor: str) -> None:
+    """Until the connection ends. Then Ray ends what is under way."""
+    pipe: Connection[Any, Any] = Connection(int(descriptor))
+    pipe.send(("begun",))
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL)
     except Exception as error:
-        send(("wrong", "no Ray cluster answers there" if isinstance(error, ConnectionError) else _line(error)))
+        pipe.send(("wrong", "no Ray cluster answers there" if isinstance(error, ConnectionError) else _line(error)))
         return
-    driver = Driver(code)
+    driver = Driver(code, pipe)
     threading.Thread(target=driver.read, daemon=True).start()
     try:
-        for message in iter(driver.out.get, None):
-            send(message)
-    except BrokenPipeError:
-        pass
+        with suppress(ConnectionError):
+            for message in iter(driver.out.get, None):
+                pipe.send(message)
     finally:
         ray.shutdown()
 

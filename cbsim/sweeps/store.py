@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from cbsim.errors import Interrupted, RunError
+from cbsim.files import access
 from cbsim.record.directory import write_whole
+from cbsim.runs.progress import ProgressLine
 from cbsim.scenario.scenario import Scenario
 from cbsim.sweeps import identity
 from cbsim.sweeps.executor import Executor
@@ -37,15 +39,16 @@ class Store:
     def __init__(self, path: Path, code: str) -> None:
         self.path, self.code = path, code
         self._runs, self._failed = path / "runs" / code, path / "failed" / code
-        try:
+        with access(path, RunError, "written"):
             for folder in (self._runs, self._failed):
                 folder.mkdir(parents=True, exist_ok=True)
-            self._sweep_parts()
-        except OSError as error:
-            raise _refused(path, error) from error
+            for part in self._runs.glob(f"{PART}*"):
+                with suppress(OSError):
+                    if time.time() - part.stat().st_mtime > STALE_S:
+                        shutil.rmtree(part)
 
     @property
-    def others(self) -> dict[str, int]:
+    def other_states(self) -> dict[str, int]:
         """Runs of other states of the code, by state."""
         states = [folder for folder in self._runs.parent.iterdir() if folder.is_dir() and folder.name != self.code]
         return {folder.name: sum(1 for _ in folder.iterdir()) for folder in sorted(states)}
@@ -64,120 +67,112 @@ class Store:
 
     def keep(self, made: Made) -> None:
         """What became of a task: its run, or why there is none."""
-        if made.reason is None:
-            self.put(made.key, made.files)
-        else:
-            self.fail(made.key, made.reason)
+        with access(self.path, RunError, "written"):
+            if made.reason is None:
+                self._put(made.key, made.files)
+            else:
+                write_whole(self._failed / f"{made.key}.json", (json.dumps({"reason": made.reason}) + "\n").encode())
 
-    def put(self, key: str, files: Mapping[str, bytes]) -> None:
+    def _put(self, key: str, files: Mapping[str, bytes]) -> None:
         """Keep a run. One that is there stays, unless it has fewer files: they say the same."""
+        part = Path(tempfile.mkdtemp(prefix=PART, dir=self._runs))
+        for name, content in files.items():
+            (part / name).parent.mkdir(exist_ok=True)
+            (part / name).write_bytes(content)
+        part.chmod(0o755)
+        old = part.with_name(f"{part.name}-old")
+        if self.run(key).exists() and not self.holds(key, tuple(files)):
+            self.run(key).replace(old)
         try:
-            part = Path(tempfile.mkdtemp(prefix=PART, dir=self._runs))
-            for name, content in files.items():
-                (part / name).parent.mkdir(exist_ok=True)
-                (part / name).write_bytes(content)
-            part.chmod(0o755)
-            if self.run(key).exists() and not self.holds(key, tuple(files)):
-                self.run(key).replace(part.with_name(f"{part.name}-old"))
-            try:
-                part.replace(self.run(key))
-            except OSError:
-                if not self.run(key).is_dir():
-                    raise
-                shutil.rmtree(part)  # another sweep was first
-            shutil.rmtree(part.with_name(f"{part.name}-old"), ignore_errors=True)
-            (self._failed / f"{key}.json").unlink(missing_ok=True)
-        except OSError as error:
-            raise _refused(self.path, error) from error
-
-    def fail(self, key: str, reason: str) -> None:
-        """Say why there is no such run."""
-        try:
-            write_whole(self._failed / f"{key}.json", (json.dumps({"reason": reason}) + "\n").encode())
-        except OSError as error:
-            raise _refused(self.path, error) from error
+            part.replace(self.run(key))
+        except OSError:
+            if not self.run(key).is_dir():
+                raise
+            shutil.rmtree(part)  # another sweep was first
+        shutil.rmtree(old, ignore_errors=True)
+        (self._failed / f"{key}.json").unlink(missing_ok=True)
 
     def reason(self, key: str) -> str | None:
-        """Why a run failed; None if nobody knows of it."""
+        """Why a run failed; None if that is not known."""
         with suppress(OSError, ValueError, KeyError):
             return str(json.loads((self._failed / f"{key}.json").read_text(encoding="utf-8"))["reason"])
         return None
 
     def summary(self, key: str) -> dict[str, Any]:
         """The summary of a run that is there. Raises RunError if it cannot be read."""
-        path = self.run(key) / SUMMARY
+        summary: dict[str, Any] = self.read(key, SUMMARY)
+        return summary
+
+    def read(self, key: str, name: str) -> Any:
+        """A JSON file of a run that is there. Raises RunError if it cannot be read."""
+        path = self.run(key) / name
         try:
-            summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refused_number)
-            if not isinstance(summary, dict) or not isinstance(summary.get("output_tokens_per_s"), int | float):
+            content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_not_finite)
+            numbers = content if isinstance(content, dict) else {}
+            if name == SUMMARY and not isinstance(numbers.get("output_tokens_per_s"), int | float):
                 raise ValueError("it is no summary")
         except (OSError, ValueError) as error:
             raise RunError(f"{path}: cannot be read: {error}; remove {path.parent} to make it again") from error
-        return summary
-
-    def _sweep_parts(self) -> None:
-        """Remove what sweeps that were killed have left."""
-        for part in self._runs.glob(f"{PART}*"):
-            with suppress(OSError):
-                if time.time() - part.stat().st_mtime > STALE_S:
-                    shutil.rmtree(part)
+        return content
 
 
-def _refused_number(text: str) -> None:
-    raise ValueError(f"got {text}, expected a number")
+def _not_finite(constant: str) -> None:
+    raise ValueError(f"got {constant}, expected a number")
 
 
-def _refused(path: Path, error: OSError) -> RunError:
-    return RunError(f"{path}: cannot be written: {error.strerror or error}", file=path)
+class Progress:
+    """How far the runs are that a store lacked, as a line on stderr: points done and failed, points a second, the time
+    left; nothing if `silent`.
+    """
 
-
-class Progress(Protocol):
-    """Hears how far the runs are that a store lacked."""
+    def __init__(self, *, silent: bool = False) -> None:
+        self._silent = silent
 
     def begin(self, total: int) -> None:
         """So many are made now."""
+        self._total, self._done, self._failed, self._written = total, 0, 0, 0
+        self._line = ProgressLine(5.0)
 
     def __call__(self, made: Made) -> None:
         """One is made, and in the store."""
+        self._done += 1
+        self._failed += made.reason is not None
+        if self._line.due:
+            self._write()
 
     def end(self) -> None:
         """All are, or the work was interrupted."""
+        if self._done != self._written:
+            self._write(last=True)
 
-
-class Silent:
-    """Progress that nobody is shown."""
-
-    def begin(self, total: int) -> None:
-        """Nothing is shown."""
-
-    def __call__(self, made: Made) -> None:
-        """Nothing is shown."""
-
-    def end(self) -> None:
-        """Nothing is shown."""
-
-
-SILENT = Silent()
+    def _write(self, *, last: bool = False) -> None:
+        if self._silent:
+            return
+        self._written = self._done
+        message = f"{self._done:,} of {self._total:,} points, {self._done / max(self._line.spent_s, 1e-9):.3g} a second"
+        message += f", {self._failed:,} failed" if self._failed else ""
+        self._line.write(message, self._done, self._total, last=last)
 
 
 class Run(NamedTuple):
     """What is known of a run: its summary, and what limits it."""
 
     summary: Mapping[str, Any]
-    binds: Sequence[str]
+    limits: Sequence[str]
 
 
 class Runs:
     """The runs of a store, and the executor that makes those that it lacks. `made` counts these."""
 
-    def __init__(self, store: Store, executor: Executor, progress: Progress = SILENT) -> None:
-        self.store, self.executor, self._progress = store, executor, progress
+    def __init__(self, store: Store, executor: Executor, progress: Progress | None = None) -> None:
+        self.store, self.executor, self._progress = store, executor, progress or Progress(silent=True)
         self.made = 0
 
     def make(
         self,
         tasks: Iterable[Task],
         files: tuple[str, ...] = (SUMMARY,),
-        hear: Callable[[Made], None] = SILENT,
+        hear: Callable[[Made], object] = lambda _: None,
     ) -> None:
         """Make the runs of which the store has not all `files`, and keep each, or why it failed.
 
@@ -198,7 +193,7 @@ class Runs:
 
     def of(self, scenarios: Sequence[Scenario], warmup: float) -> list[Run]:
         """The runs of these scenarios, in their order; `warmup` as in Task. Raises RunError if one fails."""
-        tasks = [Task(identity.key(each, warmup), each, "summary", warmup, binds=True) for each in scenarios]
+        tasks = [Task(identity.key(each, warmup), each, "summary", warmup, limits=True) for each in scenarios]
         seeds = {task.key: task.scenario.seed for task in tasks}
 
         def check(made: Made) -> None:
@@ -206,11 +201,4 @@ class Runs:
                 raise RunError(f"{scenarios[0].name}: seed {seeds[made.key]}: {made.reason}")
 
         self.make(tasks, (SUMMARY, BINDS), check)
-        return [self._read(task.key) for task in tasks]
-
-    def _read(self, key: str) -> Run:
-        path = self.store.run(key) / BINDS
-        try:
-            return Run(self.store.summary(key), json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise RunError(f"{path}: cannot be read: {error}; remove {path.parent} to make it again") from error
+        return [Run(self.store.summary(task.key), self.store.read(task.key, BINDS)) for task in tasks]

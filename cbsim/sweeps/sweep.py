@@ -1,38 +1,44 @@
 """A sweep: its points are built, those that the store lacks are run, and a table of all of them is written.
 
-A point is a resolved scenario of one loop. All are built before one runs. `Progress` and what follows it is what
-`cbsim sweep` shows.
+A point is a resolved scenario of one loop. All are built before one runs.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 
 from cbsim.errors import ERROR, OK, ScenarioError
-from cbsim.runs.progress import ProgressLine
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.documents import Document
 from cbsim.scenario.scenario import Scenario
-from cbsim.sweeps import identity, store, sweep_file, table
+from cbsim.sweeps import identity, sweep_file, table
 from cbsim.sweeps.executor import Executor
-from cbsim.sweeps.store import SILENT, Runs, Store
+from cbsim.sweeps.store import Progress, Runs, Store
 from cbsim.sweeps.sweep_file import Keep, Settings, SweepFile, overrides
 from cbsim.sweeps.table import Row
 from cbsim.sweeps.work import Made, Task
 from cbsim.workload import generators
 
 LARGEST_SEED = 2**63 - 1  # that a table holds
-MOST_TOLD = 20
-"""Mistakes that are told at once; points that make the same one count as one."""
+MOST_LISTED, MOST_REASONS = 20, 10
+"""Mistakes and failures that are listed; points that have the same one count as one."""
+FILES: dict[Keep, tuple[str, ...]] = {
+    "summary": ("summary.json",),
+    "tables": ("summary.json", "steps.parquet", "requests.parquet"),
+    "all": ("summary.json", "steps.parquet", "requests.parquet", "timeline.json.gz"),
+}
+Shard = tuple[int, int]
+"""(i, n): every n-th point from the i-th on, counted from 1: the part of a sweep that a machine does."""
+Variants = Callable[[Sequence[str]], Scenario]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +55,6 @@ class Point:
         return self.scenario.loop.mode
 
 
-Variants = Callable[[Sequence[str]], Scenario]
-
-
 def variants(source: str | Path | Mapping[str, Any], base: Path) -> Variants:
     """The scenarios that overrides make of one: of its fields, of a file from the folder `base`, or of a name."""
     if isinstance(source, Mapping):
@@ -61,18 +64,18 @@ def variants(source: str | Path | Mapping[str, Any], base: Path) -> Variants:
 
 
 def of(sweep: SweepFile, base: Path) -> list[Point]:
-    """All points of a sweep, in its order. Raises ScenarioError that tells of every point that cannot be built."""
+    """All points of a sweep, in its order. Raises ScenarioError that lists every point that cannot be built."""
     make, always = variants(sweep.scenario, base), overrides(sweep.set)
     points: list[Point] = []
-    wrong: dict[str, list[str]] = {}
+    mistakes: dict[str, list[str]] = {}
     for settings, replicate in sweep.settings():
         try:
             points += _built(make([*always, *overrides(settings)]), settings, replicate)
         except ScenarioError as error:
-            said = ", ".join(f"{name}={settings[name]}" for name in sweep.names) or "the scenario"
-            wrong.setdefault(str(error), []).append(said)
-    if wrong:
-        raise ScenarioError(_told(sweep.name, wrong))
+            label = ", ".join(f"{name}={settings[name]}" for name in sweep.names if name in settings)
+            mistakes.setdefault(str(error), []).append(label or "the scenario")
+    if mistakes:
+        raise ScenarioError(_summary_of(mistakes, sweep.name))
     return points
 
 
@@ -83,53 +86,39 @@ def again(point: Point, replicate: int) -> Point:
 
 
 def _built(scenario: Scenario, settings: Settings, replicate: int) -> list[Point]:
-    """The loops of one place."""
-    if scenario.seed + replicate > LARGEST_SEED:
+    """The loops of one point."""
+    seed = scenario.seed + replicate
+    if seed > LARGEST_SEED:
         bound = f"must be <= {LARGEST_SEED:,} with its replicates"
         raise ScenarioError(f"seed: got {scenario.seed:,}, {bound}", field="seed", value=scenario.seed, bound=bound)
-    if replicate:
-        scenario = scenario.model_copy(update={"seed": scenario.seed + replicate})
     made = []
     for mode in scenarios.loops(scenario):
-        each = scenario.model_copy(update={"loop": scenario.loop.model_copy(update={"mode": mode})})
+        loop = scenario.loop.model_copy(update={"mode": mode})
+        each = scenario.model_copy(update={"loop": loop, "seed": seed})
         made.append(Point(settings, replicate, each, identity.key(each)))
     return made
 
 
-def _told(name: str, wrong: Mapping[str, Sequence[str]]) -> str:
+def _summary_of(mistakes: Mapping[str, Sequence[str]], name: str) -> str:
     """Every mistake once, with the points that make it."""
-    count = sum(map(len, wrong.values()))
+    count = sum(map(len, mistakes.values()))
     if count == 1:
-        return f"sweep {name}: {next(iter(wrong.values()))[0]}: {next(iter(wrong))}"
+        return f"sweep {name}: {next(iter(mistakes.values()))[0]}: {next(iter(mistakes))}"
     lines = [f"sweep {name}: {count} points cannot be built; nothing was run"]
-    for error, places in list(wrong.items())[:MOST_TOLD]:
-        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-        lines.append(f"  {places[0]}{more}: {error}")
-    if len(wrong) > MOST_TOLD:
-        lines.append(f"  and {len(wrong) - MOST_TOLD} other mistakes")
+    lines += [f"  {_first(labels)}: {error}" for error, labels in list(mistakes.items())[:MOST_LISTED]]
+    if len(mistakes) > MOST_LISTED:
+        lines.append(f"  and {len(mistakes) - MOST_LISTED} other mistakes")
     return "\n".join(lines)
 
 
-def check_workload(point: Point) -> None:
-    """Raises ScenarioError if its workload cannot be built, which reads its data."""
-    generators.build(point.scenario)
+def _first(labels: Sequence[str]) -> str:
+    return f"{labels[0]} and {len(labels) - 1} more" if len(labels) > 1 else labels[0]
 
 
-FILES: dict[Keep, tuple[str, ...]] = {
-    "summary": ("summary.json",),
-    "tables": ("summary.json", "steps.parquet", "requests.parquet"),
-    "all": ("summary.json", "steps.parquet", "requests.parquet", "timeline.json.gz"),
-}
-
-
-class Shard(NamedTuple):
-    """Every `of`-th point from the `number`-th on, counted from 1: the part of a sweep that a machine does."""
-
-    number: int = 1
-    of: int = 1
-
-
-WHOLE = Shard()
+def check_workloads(points: Iterable[Point]) -> None:
+    """Raises ScenarioError if a workload cannot be built, which reads its data."""
+    for point in {point.scenario.workload: point for point in points}.values():
+        generators.build(point.scenario)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,22 +152,20 @@ class Swept:
 class Sweep:
     """The points of a file, and the store that keeps their runs. Raises ScenarioError, RunError."""
 
-    def __init__(self, file: SweepFile, base: Path, folder: Path, shard: Shard = WHOLE) -> None:
+    def __init__(self, file: SweepFile, base: Path, folder: Path, shard: Shard = (1, 1)) -> None:
         self.file = file
         self.points = of(file, base)
         self.store = Store(folder, identity.code())
-        there = self.store.keys()
-        kept = {point.key for point in self.points if point.key in there and self._kept(point.key)}
-        part = list({point.key: point for point in self.points}.values())[shard.number - 1 :: shard.of]
-        self.missing = [point for point in part if point.key not in kept]
-        for point in {point.scenario.workload: point for point in self.missing}.values():
-            check_workload(point)
-
-    def _kept(self, key: str) -> bool:
-        return self.store.holds(key, FILES[self.file.keep])
+        number, parts = shard
+        part = list({point.key: point for point in self.points}.values())[number - 1 :: parts]
+        self.missing = [point for point in part if not self.store.holds(point.key, FILES[file.keep])]
+        check_workloads(self.missing)
 
     def run(
-        self, executor: Executor, hear: Callable[[Made], None] = SILENT, progress: store.Progress = SILENT
+        self,
+        executor: Executor,
+        hear: Callable[[Made], object] = lambda _: None,
+        progress: Progress | None = None,
     ) -> Swept:
         """Make the runs that are missing, and the table. `hear` is called with each when it is in the store; what it
         raises ends the sweep, which can go on later. The table is written then, too. Raises RunError, Interrupted.
@@ -205,82 +192,28 @@ class Sweep:
         return Row(point, None, self.store.reason(point.key))
 
 
-MOST_REASONS = 10
-
-
-class SweepOptions(NamedTuple):
-    """What `cbsim sweep` was told, parsed."""
-
-    file: Path
-    store: Path
-    shard: Shard
-    as_json: bool
-    quiet: bool
-
-
-def run(options: SweepOptions, executor: Executor) -> int:
-    """Do what is missing of a sweep, say what came out. The exit status: 1 if a point failed or none was made."""
-    file, base = sweep_file.read(options.file)
-    sweep = Sweep(file, base, options.store, options.shard)
-    silent = options.quiet or options.as_json
+def run(path: Path, store: Path, executor: Executor, *, shard: Shard, as_json: bool, quiet: bool) -> int:
+    """Do what is missing of a sweep, print what came out. The exit status: 1 if a point failed or none was made."""
+    file, base = sweep_file.read(path)
+    sweep = Sweep(file, base, store, shard)
+    silent = quiet or as_json
     if not silent:
-        _say_begun(sweep, options, executor)
-    swept = sweep.run(executor, progress=SILENT if silent else Progress())
-    if options.as_json:
-        print(json.dumps(_numbers(swept), indent=2, allow_nan=False))
-    elif options.quiet:
+        part = f", shard {shard[0]} of {shard[1]}" if shard[1] > 1 else ""
+        print(f"{file.name}: {len(sweep.points):,} points, {len(sweep.missing):,} to be run{part}; {executor.about}")
+        for state, runs in sweep.store.other_states.items():
+            print(f"{store}: {runs:,} runs of another state of the code ({state}) stay apart")
+    swept = sweep.run(executor, progress=Progress(silent=silent))
+    if as_json:
+        answer = {"name": swept.name, "table": str(swept.path), "points": swept.table.to_pylist()}
+        print(json.dumps(answer, indent=2, allow_nan=False))
+    elif quiet:
         print(swept.path)
     else:
-        _say(swept)
-    _say_failed(swept)
-    return ERROR if swept.failed else OK
-
-
-def _say_begun(sweep: Sweep, options: SweepOptions, executor: Executor) -> None:
-    shard = f", shard {options.shard.number} of {options.shard.of}" if options.shard.of > 1 else ""
-    print(f"{sweep.file.name}: {len(sweep.points):,} points, {len(sweep.missing):,} to be run{shard}; {executor.about}")
-    for state, runs in sweep.store.others.items():
-        print(f"{sweep.store.path}: {runs:,} runs of another state of the code ({state}) stay apart")
-
-
-class Progress:
-    """A line on stderr: points done and failed, points a second, the time left."""
-
-    def begin(self, total: int) -> None:
-        self._total, self._done, self._failed, self._written = total, 0, 0, 0
-        self._line = ProgressLine(5.0)
-
-    def __call__(self, made: Made) -> None:
-        self._done += 1
-        self._failed += made.reason is not None
-        if self._line.due:
-            self._write()
-
-    def end(self) -> None:
-        if self._done != self._written:
-            self._write(last=True)
-
-    def _write(self, *, last: bool = False) -> None:
-        self._written = self._done
-        message = f"{self._done:,} of {self._total:,} points, {self._done / max(self._line.spent_s, 1e-9):.3g} a second"
-        message += f", {self._failed:,} failed" if self._failed else ""
-        self._line.write(message, self._done, self._total, last=last)
-
-
-def _say(swept: Swept) -> None:
-    counts = {status: swept.count(status) for status in (table.DONE, table.FAILED, table.MISSING)}
-    print(", ".join(f"{count:,} {status}" for status, count in counts.items() if count or status == table.DONE))
-    print(f"table     {swept.path}")
-    print(f"read it   pandas.read_parquet({str(swept.path)!r})")
-
-
-def _say_failed(swept: Swept) -> None:
+        counts = {status: swept.count(status) for status in (table.DONE, table.FAILED, table.MISSING)}
+        print(", ".join(f"{count:,} {status}" for status, count in counts.items() if count or status == table.DONE))
+        print(f"table     {swept.path}")
+        print(f"read it   pandas.read_parquet({str(swept.path)!r})")
     for reason, points in list(swept.failed.items())[:MOST_REASONS]:
-        where = ", ".join(f"{name}={value}" for name, value in points[0].settings.items()) or points[0].scenario.name
-        more = f" and {len(points) - 1} more" if len(points) > 1 else ""
-        print(f"failed    {where}{more}: {reason}", file=sys.stderr)
-
-
-def _numbers(swept: Swept) -> dict[str, object]:
-    rows: Sequence[dict[str, object]] = swept.table.to_pylist()
-    return {"name": swept.name, "table": str(swept.path), "points": rows}
+        labels = [", ".join(f"{name}={value}" for name, value in each.settings.items()) for each in points]
+        print(f"failed    {_first([labels[0] or points[0].scenario.name, *labels[1:]])}: {reason}", file=sys.stderr)
+    return ERROR if swept.failed else OK

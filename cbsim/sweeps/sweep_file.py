@@ -24,23 +24,199 @@ from cbsim.scenario.fields import Frozen, Real, Whole, as_tuple, complaint, show
 Keep = Literal["summary", "tables", "all"]
 MOST_POINTS = 1_000_000
 LOOP = "loop"
+MOST_VALUES = 100_000
+Settings = Mapping[str, Any]  # dotted field -> value
 
 
-def _axes(given: Any) -> Any:
+class Range(Frozen):
+    """Numbers from `low` to `high`, both included where they are reached: with a `step`, or a `count` of them."""
+
+    low: Real
+    """The first value."""
+    high: Real
+    """No value is beyond it."""
+    step: Real | None = None
+    """What each is more than the one before."""
+    count: Annotated[Whole, Field(ge=2, le=MOST_VALUES)] | None = None
+    """How many values, at equal distances."""
+
+    @model_validator(mode="after")
+    def _rises(self) -> Range:
+        _check(self.low, self.high, "step", self.step, self.count, 0)
+        return self
+
+    def values(self) -> tuple[float, ...]:
+        """In rising order."""
+        step, count = _grid(self.high - self.low, self.step, self.count)
+        return tuple(_number(self.low + i * step) for i in range(count))
+
+
+class LogRange(Frozen):
+    """Numbers from `low` to `high` that multiply: by a `factor`, or a `count` of them at equal ratios."""
+
+    low: Annotated[Real, Field(gt=0)]
+    """The first value."""
+    high: Real
+    """No value is beyond it."""
+    factor: Real | None = None
+    """How many times the one before each is."""
+    count: Annotated[Whole, Field(ge=2, le=MOST_VALUES)] | None = None
+    """How many values, at equal ratios."""
+
+    @model_validator(mode="after")
+    def _rises(self) -> LogRange:
+        _check(self.low, self.high, "factor", self.factor, self.count, 1)
+        return self
+
+    def values(self) -> tuple[float, ...]:
+        """In rising order."""
+        octaves, factor = _octaves(self.low, self.high), self.factor
+        each, count = _grid(octaves, math.log2(factor) if factor else None, self.count)
+        if factor:
+            return tuple(_number(self.low * factor**i) for i in range(count))
+        return tuple(_number(2 ** (math.log2(self.low) + i * each)) for i in range(count))
+
+
+def _check(low: float, high: float, name: str, each: float | None, count: int | None, least: int) -> None:
+    if high <= low:
+        raise complaint(f"got {high:g}, must be > {low:g}, the first value", "high")
+    if (each is None) == (count is None):
+        raise complaint(f"got {'both' if count else 'neither'}, expected one of {name} and count", name)
+    if each is not None and each <= least:
+        raise complaint(f"got {each:g}, must be > {least}", name)
+    if each is not None and (_octaves(low, high) / math.log2(each) if least else (high - low) / each) > MOST_VALUES:
+        raise complaint(f"got {each:g}, gives more than {MOST_VALUES:,} values", name)
+
+
+def _grid(span: float, each: float | None, count: int | None) -> tuple[float, int]:
+    """The distance of values over a span, and how many there are, from one of the two."""
+    if count is not None:
+        return span / (count - 1), count
+    assert each is not None
+    return each, math.floor(span / each * (1 + 1e-12)) + 1
+
+
+def _octaves(low: float, high: float) -> float:
+    """How often `low` doubles on its way to `high`."""
+    return math.log2(high) - math.log2(low)
+
+
+def _number(value: float) -> float:
+    """Without the last digits, which are the arithmetic's; whole ones as whole numbers, which some fields want."""
+    rounded = float(f"{value:.12g}")
+    return int(rounded) if rounded.is_integer() else rounded
+
+
+class Ranged(Frozen):
+    """Values by a rule."""
+
+    range: Range | None = None
+    """At equal distances."""
+    log: LogRange | None = None
+    """At equal ratios."""
+
+    @model_validator(mode="after")
+    def _has_a_rule(self) -> Ranged:
+        if (self.range is None) == (self.log is None):
+            raise complaint("expected a list, or one of range and log")
+        return self
+
+    def values(self) -> tuple[float, ...]:
+        rule = self.range or self.log
+        assert rule is not None
+        return rule.values()
+
+
+def _values(name: str, values: Any) -> tuple[Any, ...]:
+    """What stands behind a field of an axis: a list, or a rule. A single value is a list of it."""
+    if isinstance(values, range | set) or hasattr(values, "tolist"):  # of a program
+        values = values.tolist() if hasattr(values, "tolist") else list(values)
+    if isinstance(values, list | tuple):
+        if not values:
+            raise complaint("got an empty list, needs at least 1 entry", name)
+        return tuple(value.item() if hasattr(value, "item") else value for value in values)  # numbers of numpy
+    if not (isinstance(values, Mapping) and values.keys() & {"range", "log"}):
+        return (values,)
+    try:
+        return Ranged.model_validate(values).values()
+    except ValidationError as error:
+        entry: dict[str, Any] = dict(error.errors(include_url=False)[0])
+        inner = [*map(str, entry["loc"]), entry.get("ctx", {}).get("field")]
+        raise complaint(wording(entry), ".".join([name, *filter(None, inner)])) from None
+
+
+class Axis(Frozen):
+    """Fields that take their values together, or explicit points."""
+
+    fields: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+    """Dotted field: its values. Several fields advance together."""
+    points: Annotated[tuple[dict[str, Any], ...], BeforeValidator(as_tuple)] = ()
+    """Each sets what it names."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """As it is written."""
+        rule = handler(Ranged.__pydantic_core_schema__)
+        points = {"type": "array", "minItems": 1, "items": {"type": "object"}}
+        return {
+            "type": "object",
+            "minProperties": 1,
+            "properties": {"points": points},
+            "additionalProperties": {
+                "anyOf": [{"type": "array", "minItems": 1}, rule, {"type": ["number", "string", "boolean"]}]
+            },
+        }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fields_by_name(cls, data: Any) -> Any:
+        """`{a: [1, 2], b: [3, 4]}` is written, `{fields: {...}}` is meant."""
+        if not isinstance(data, Mapping):
+            raise complaint("expected fields and their values, or points")
+        if "points" not in data:
+            return {"fields": {str(name): _values(str(name), values) for name, values in data.items()}}
+        for name in data:
+            if name != "points":
+                raise complaint("stands beside points, which say all; a field of its own belongs to another axis", name)
+        return data
+
+    @model_validator(mode="after")
+    def _as_long(self) -> Axis:
+        lengths = {name: len(values) for name, values in self.fields.items()}
+        if not lengths and not self.points:
+            raise complaint("is empty, expected fields and their values, or points")
+        if len(set(lengths.values())) > 1:
+            counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise complaint(f"fields that advance together have as many values; got {counts}")
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The fields that it sets."""
+        return tuple(dict.fromkeys((*self.fields, *(name for point in self.points for name in point))))
+
+    def settings(self) -> Sequence[Settings]:
+        """What it sets, point by point."""
+        if self.points:
+            return self.points
+        return [dict(zip(self.fields, values, strict=True)) for values in zip(*self.fields.values(), strict=True)]
+
+
+def _axes(data: Any) -> Any:
     """A list of axes. Fields without a list multiply: each is an axis."""
-    if isinstance(given, Mapping) and "points" not in given:
-        return tuple({name: values} for name, values in given.items())
-    return (given,) if isinstance(given, Mapping) else as_tuple(given)
+    if isinstance(data, Mapping) and "points" not in data:
+        return tuple({name: values} for name, values in data.items())
+    return (data,) if isinstance(data, Mapping) else as_tuple(data)
 
 
-def _scenario(given: Any) -> Any:
-    if not isinstance(given, str | dict):
-        raise complaint(f"got {shown(given)}, expected a name, a file or fields")
-    return given
+def _scenario(data: Any) -> Any:
+    if not isinstance(data, str | dict):
+        raise complaint(f"got {shown(data)}, expected a name, a file or fields")
+    return data
 
 
 class SweepFile(Frozen):
-    """What is run: each place of an axis with each place of the others, under each loop, as often as replicates say."""
+    """What is run: each point of an axis with each of all others, under each loop, as often as replicates say."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=150)] = "sweep"
     """Names the table; the file's name by default."""
@@ -81,8 +257,8 @@ class SweepFile(Frozen):
         for name in (*self.set, *self.names):
             undone = next((other for other in before if other.startswith(f"{name}.")), None)
             if undone is not None:
-                text = f"{name} would undo {undone}, which is set before it; expected {name} first, or fields of it"
-                raise complaint(text, "axes")
+                bound = f"expected {name} first, or fields of it"
+                raise complaint(f"{name} would undo {undone}, which is set before it; {bound}", "axes")
             before.append(name)
         return self
 
@@ -99,12 +275,12 @@ class SweepFile(Frozen):
         return tuple(name for axis in self.axes for name in axis.names)
 
     def settings(self) -> Iterator[tuple[Settings, int]]:
-        """What each point sets beside `set`, and its replicate."""
+        """What each point sets beside `set`, and its replicate. The last axis changes first."""
         modes = [{"loop.mode": mode} for mode in self.loop] or [{}]
-        for place in each_with_each(self.axes):
-            for mode in modes:
-                for replicate in range(self.replicates):
-                    yield {**place, **mode}, replicate
+        for parts in product(*(axis.settings() for axis in self.axes), modes):
+            settings = {name: value for part in parts for name, value in part.items()}
+            for replicate in range(self.replicates):
+                yield settings, replicate
 
 
 def overrides(settings: Settings) -> list[str]:
@@ -125,10 +301,10 @@ def read(path: Path) -> tuple[SweepFile, Path]:
     """A sweep file, and the folder that its paths begin at. Raises ScenarioError."""
     document = documents.read(path)
     document.data.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:150].strip("-._") or "sweep")
-    return _validated(document), path.parent
+    return document.checked(SweepFile), path.parent
 
 
-def given(source: Any) -> tuple[SweepFile, Path]:
+def load(source: Any) -> tuple[SweepFile, Path]:
     """A sweep as a caller has it: a file, or its fields. Raises ScenarioError."""
     if isinstance(source, Mapping):
         return parse(source), Path()
@@ -139,194 +315,4 @@ def given(source: Any) -> tuple[SweepFile, Path]:
 
 def parse(data: Mapping[str, Any]) -> SweepFile:
     """A sweep from plain values. Raises ScenarioError."""
-    return _validated(Document("sweep", None, dict(data)))
-
-
-def _validated(document: Document) -> SweepFile:
-    return document.checked(SweepFile)
-
-
-__all__ = ["Keep", "ScenarioError", "SweepFile", "given", "overrides", "parse", "read"]
-
-
-MOST_VALUES = 100_000
-Settings = Mapping[str, Any]  # dotted field -> value
-
-
-class Range(Frozen):
-    """Numbers from `low` to `high`, both included where they are reached: with a `step`, or a `count` of them."""
-
-    low: Real
-    """The first value."""
-    high: Real
-    """No value is beyond it."""
-    step: Real | None = None
-    """What each is more than the one before."""
-    count: Annotated[Whole, Field(ge=2, le=MOST_VALUES)] | None = None
-    """How many values, at equal distances."""
-
-    @model_validator(mode="after")
-    def _rises(self) -> Range:
-        _check(self.low, self.high, "step", self.step, self.count, 0)
-        return self
-
-    def values(self) -> tuple[float, ...]:
-        """In rising order."""
-        if self.count is not None:
-            width = (self.high - self.low) / (self.count - 1)
-            return tuple(_number(self.low + i * width) for i in range(self.count))
-        assert self.step is not None
-        count = math.floor((self.high - self.low) / self.step * (1 + 1e-12)) + 1
-        return tuple(_number(self.low + i * self.step) for i in range(count))
-
-
-class LogRange(Frozen):
-    """Numbers from `low` to `high` that multiply: by a `factor`, or a `count` of them at equal ratios."""
-
-    low: Annotated[Real, Field(gt=0)]
-    """The first value."""
-    high: Real
-    """No value is beyond it."""
-    factor: Real | None = None
-    """How many times the one before each is."""
-    count: Annotated[Whole, Field(ge=2, le=MOST_VALUES)] | None = None
-    """How many values, at equal ratios."""
-
-    @model_validator(mode="after")
-    def _rises(self) -> LogRange:
-        _check(self.low, self.high, "factor", self.factor, self.count, 1)
-        return self
-
-    def values(self) -> tuple[float, ...]:
-        """In rising order."""
-        if self.count is not None:
-            each = _octaves(self.low, self.high) / (self.count - 1)
-            return tuple(_number(2 ** (math.log2(self.low) + i * each)) for i in range(self.count))
-        assert self.factor is not None
-        count = math.floor(_octaves(self.low, self.high) / math.log2(self.factor) * (1 + 1e-12)) + 1
-        return tuple(_number(self.low * self.factor**i) for i in range(count))
-
-
-def _check(low: float, high: float, name: str, each: float | None, count: int | None, least: int) -> None:
-    if high <= low:
-        raise complaint(f"got {high:g}, must be > {low:g}, the first value", "high")
-    if (each is None) == (count is None):
-        raise complaint(f"got {'both' if count else 'neither'}, expected one of {name} and count", name)
-    if each is not None and each <= least:
-        raise complaint(f"got {each:g}, must be > {least}", name)
-    if each is not None and (_octaves(low, high) / math.log2(each) if least else (high - low) / each) > MOST_VALUES:
-        raise complaint(f"got {each:g}, gives more than {MOST_VALUES:,} values", name)
-
-
-def _octaves(low: float, high: float) -> float:
-    """How often `low` doubles on its way to `high`."""
-    return math.log2(high) - math.log2(low)
-
-
-def _number(value: float) -> float:
-    """Without the last digits, which are the arithmetic's; whole ones as whole numbers, which some fields want."""
-    rounded = float(f"{value:.12g}")
-    return int(rounded) if rounded.is_integer() else rounded
-
-
-class Ranged(Frozen):
-    """Values by a rule."""
-
-    range: Range | None = None
-    """At equal distances."""
-    log: LogRange | None = None
-    """At equal ratios."""
-
-    @model_validator(mode="after")
-    def _has_a_rule(self) -> Ranged:
-        if (self.range is None) == (self.log is None):
-            raise complaint("expected a list, or one of range and log")
-        return self
-
-    def values(self) -> tuple[float, ...]:
-        rule = self.range or self.log
-        assert rule is not None
-        return rule.values()
-
-
-def _values(name: str, given: Any) -> tuple[Any, ...]:
-    """What stands behind a field of an axis: a list, or a rule. A single value is a list of it."""
-    if isinstance(given, range | set) or hasattr(given, "tolist"):  # of a program
-        given = given.tolist() if hasattr(given, "tolist") else list(given)
-    if isinstance(given, list | tuple):
-        if not given:
-            raise complaint("got an empty list, needs at least 1 entry", name)
-        return tuple(value.item() if hasattr(value, "item") else value for value in given)  # numbers of numpy
-    if not (isinstance(given, Mapping) and given.keys() & {"range", "log"}):
-        return (given,)
-    try:
-        return Ranged.model_validate(given).values()
-    except ValidationError as error:
-        entry: dict[str, Any] = dict(error.errors(include_url=False)[0])
-        inner = [*map(str, entry["loc"]), entry.get("ctx", {}).get("field")]
-        raise complaint(wording(entry), ".".join([name, *filter(None, inner)])) from None
-
-
-class Axis(Frozen):
-    """Fields that take their values together, or explicit points."""
-
-    fields: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
-    """Dotted field: its values. Several fields advance together."""
-    points: Annotated[tuple[dict[str, Any], ...], BeforeValidator(as_tuple)] = ()
-    """Each sets what it names."""
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """As it is written."""
-        rule = handler(Ranged.__pydantic_core_schema__)
-        points = {"type": "array", "minItems": 1, "items": {"type": "object"}}
-        return {
-            "type": "object",
-            "minProperties": 1,
-            "properties": {"points": points},
-            "additionalProperties": {
-                "anyOf": [{"type": "array", "minItems": 1}, rule, {"type": ["number", "string", "boolean"]}]
-            },
-        }
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fields_by_name(cls, given: Any) -> Any:
-        """`{a: [1, 2], b: [3, 4]}` is written, `{fields: {...}}` is meant."""
-        if not isinstance(given, Mapping):
-            raise complaint("expected fields and their values, or points")
-        if "points" not in given:
-            return {"fields": {str(name): _values(str(name), values) for name, values in given.items()}}
-        others = [name for name in given if name != "points"]
-        if others:
-            raise complaint(
-                "stands beside points, which say all; a field of its own belongs to another axis", others[0]
-            )
-        return given
-
-    @model_validator(mode="after")
-    def _as_long(self) -> Axis:
-        lengths = {name: len(values) for name, values in self.fields.items()}
-        if not lengths and not self.points:
-            raise complaint("is empty, expected fields and their values, or points")
-        if len(set(lengths.values())) > 1:
-            said = ", ".join(f"{name} {length}" for name, length in lengths.items())
-            raise complaint(f"fields that advance together have as many values; got {said}")
-        return self
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The fields that it sets."""
-        return tuple(dict.fromkeys((*self.fields, *(name for point in self.points for name in point))))
-
-    def settings(self) -> Sequence[Settings]:
-        """What it sets, place by place."""
-        if self.points:
-            return self.points
-        return [dict(zip(self.fields, values, strict=True)) for values in zip(*self.fields.values(), strict=True)]
-
-
-def each_with_each(axes: Sequence[Axis]) -> Iterator[Settings]:
-    """Every place of one axis with every place of all others; the last one changes first."""
-    for places in product(*(axis.settings() for axis in axes)):
-        yield {name: value for place in places for name, value in place.items()}
+    return Document("sweep", None, dict(data)).checked(SweepFile)

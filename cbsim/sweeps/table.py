@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cbsim.errors import RunError
+from cbsim.files import access
 from cbsim.metrics.catalogue import PER_GPU, PER_USER, quantities
 from cbsim.record.directory import write_whole
 
@@ -35,11 +36,11 @@ class Row(NamedTuple):
 
 def numbers(point: Point, summary: Mapping[str, Any]) -> dict[str, float]:
     """Every metric of a run, and two that belong to a whole system: its tokens/s a GPU, and a user's: 1 / mean TPOT."""
-    found = quantities(summary)
-    found[PER_GPU] = found["output_tokens_per_s"] / point.scenario.gpus
-    if found.get("tpot_s.mean"):
-        found[PER_USER] = 1 / found["tpot_s.mean"]
-    return found
+    metrics = quantities(summary)
+    metrics[PER_GPU] = metrics["output_tokens_per_s"] / point.scenario.gpus
+    if metrics.get("tpot_s.mean"):
+        metrics[PER_USER] = 1 / metrics["tpot_s.mean"]
+    return metrics
 
 
 def table(rows: Sequence[Row]) -> pa.Table:
@@ -47,27 +48,35 @@ def table(rows: Sequence[Row]) -> pa.Table:
     run has none.
     """
     points = [row.point for row in rows]
-    fields = dict.fromkeys(name for point in points for name in point.settings if name != "loop.mode")
-    about: dict[str, Any] = {"loop": [point.loop for point in points]}
-    about |= {name: _column([point.settings.get(name) for point in points]) for name in fields if name != "seed"}
-    about["seed"] = [point.scenario.seed for point in points]
-    about["replicate"] = [point.replicate for point in points]
-    about["key"] = [point.key for point in points]
-    about["status"] = [row.status for row in rows]
-    about["reason"] = pa.array([row.reason for row in rows], pa.string())
-    found = [{} if row.summary is None else numbers(row.point, row.summary) for row in rows]
-    names = dict.fromkeys(name for each in found for name in each)
-    metrics = {name: pa.array([each.get(name) for each in found], pa.float64()) for name in names}
-    return pa.table({**about, **metrics})
+    columns: dict[str, Any] = {"loop": [point.loop for point in points]}
+    columns |= _columns([_axes(point) for point in points], _typed)
+    columns["seed"] = [point.scenario.seed for point in points]
+    columns["replicate"] = [point.replicate for point in points]
+    columns["key"] = [point.key for point in points]
+    columns["status"] = [row.status for row in rows]
+    columns["reason"] = pa.array([row.reason for row in rows], pa.string())
+    metrics = [{} if row.summary is None else numbers(row.point, row.summary) for row in rows]
+    return pa.table(columns | _columns(metrics, lambda values: pa.array(values, pa.float64())))
 
 
-def _column(values: Sequence[Any]) -> pa.Array:
-    """Values of one field: as they are if they are of one kind, else as JSON."""
-    given = [value for value in values if value is not None]
-    for kind in (bool, int, float, str):
-        allowed = (int, float) if kind is float else (kind,)
-        if all(isinstance(value, allowed) and (kind is bool or not isinstance(value, bool)) for value in given):
-            return pa.array([None if value is None else kind(value) for value in values])
+def _axes(point: Point) -> dict[str, Any]:
+    """What its axes set, but loop and seed, which have columns of their own."""
+    return {name: value for name, value in point.settings.items() if name not in ("loop.mode", "seed")}
+
+
+def _columns(rows: Sequence[Mapping[str, Any]], array: Callable[[list[Any]], pa.Array]) -> dict[str, pa.Array]:
+    """A column a name, null where a row has none."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: array([row.get(name) for row in rows]) for name in names}
+
+
+def _typed(values: Sequence[Any]) -> pa.Array:
+    """Values of one field: as they are if they are of one type, else as JSON."""
+    types = {type(value) for value in values if value is not None}
+    if types == {int, float}:
+        return pa.array([None if value is None else float(value) for value in values])
+    if len(types) < 2 and types <= {bool, int, float, str}:
+        return pa.array(values)
     return pa.array([None if value is None else json.dumps(value, sort_keys=True) for value in values])
 
 
@@ -75,7 +84,5 @@ def write(made: pa.Table, path: Path) -> None:
     """Write it, whole or not at all. Raises RunError."""
     content = BytesIO()
     pq.write_table(made, content, compression="zstd")
-    try:
+    with access(path, RunError, "written"):
         write_whole(path, content.getvalue())
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error

@@ -42,7 +42,7 @@ class Task(NamedTuple):
     scenario: Scenario
     keep: Keep
     warmup: float = 0.0  # the share of requests, those that arrive first, whose latencies do not count
-    binds: bool = False  # keep what limits the run, too: a list of sentences
+    limits: bool = False  # keep what limits the run, too: a list of sentences
 
 
 class Made(NamedTuple):
@@ -62,7 +62,7 @@ def work(task: Task) -> Made:
         result = running.one_loop(scenario, scenario.loop.mode, Simulation, Terms(COMMAND, place=_place()))
         if task.warmup:
             result = without(result, task.warmup, COMMAND)
-        files = _files(result, task.keep) | ({BINDS: _json(result.binds)} if task.binds else {})
+        files = _files(result, task.keep) | ({BINDS: _json(result.binds)} if task.limits else {})
     except Exception as error:
         return Made(task.key, {}, _reason(error), time.perf_counter() - begun)
     return Made(task.key, files, None, time.perf_counter() - begun)

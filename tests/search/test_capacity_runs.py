@@ -66,7 +66,7 @@ def test_the_first_requests_do_not_count(tmp_path: Path) -> None:
     """A quarter of 20 requests: latencies are of the 15 that arrive last, as `--window` from there on gives them; the
     run has a key of its own, and its files say how to make it."""
     scenario = base()
-    made = work(Task("key", scenario, "summary", 0.25, binds=True))
+    made = work(Task("key", scenario, "summary", 0.25, limits=True))
     summary, facts = json.loads(made.files["summary.json"]), json.loads(made.files["env.json"])
     assert summary["ttft_s"]["n"] == 15
     window = cbsim.run(scenario, window_s=(summary["window_s"][0], math.inf))

@@ -95,9 +95,9 @@ def test_intervals_hold_at_once() -> None:
 
 
 def test_rounds_double_up_to_the_most() -> None:
-    assert Goal(MORE, (), 0.95, 20).rounds == [5, 10, 20]
-    assert Goal(MORE, (), 0.95, 33).rounds == [5, 10, 20, 33]
-    assert Goal(MORE, (), 0.95, 3).rounds == [3]
+    assert Goal(MORE, (), 0.95, 20).rounds == (5, 10, 20)
+    assert Goal(MORE, (), 0.95, 33).rounds == (5, 10, 20, 33)
+    assert Goal(MORE, (), 0.95, 3).rounds == (3,)
 
 
 def test_only_those_that_are_left_get_more() -> None:

@@ -16,7 +16,7 @@ from cbsim.search import tune
 from cbsim.search.racing import Goal
 from cbsim.search.tune import Tuned
 from cbsim.sweeps.executor import Here
-from cbsim.sweeps.store import Silent
+from cbsim.sweeps.store import Progress
 
 # -- knobs ------------------------------------------------------------------------------------------------------------
 
@@ -129,12 +129,13 @@ def test_a_search_goes_on_where_it_stopped(constant: Path, tmp_path: Path) -> No
     """The second search runs nothing; one with more replicates runs what is new. The numbers are the same."""
     begun: list[int] = []
 
-    class Begun(Silent):
+    class Begun(Progress):
         def begin(self, total: int) -> None:
             begun.append(total)
+            super().begin(total)
 
     of = tune.candidates(constant, [], tune.parse_knobs(["scheduler.max_num_seqs=4,6"]), goal())
-    results = [tune.tune(of, goal(most=most), tmp_path / "store", Here(), Begun()) for most in (3, 3, 5)]
+    results = [tune.tune(of, goal(most=most), tmp_path / "store", Here(), Begun(silent=True)) for most in (3, 3, 5)]
     assert begun == [6, 0, 4]
     assert results[0].outcome.trials == results[1].outcome.trials
     assert results[2].outcome.trials[0].runs[:3] == results[0].outcome.trials[0].runs

@@ -15,22 +15,22 @@ from support.contrast_tables import Row, written
 
 from cbsim.metrics.checks import Objective, objective, parse
 from cbsim.stats import pareto
-from cbsim.stats.pareto import BEATEN, FRONTIER, MISSING, OUT, PERHAPS, Question
-from cbsim.stats.replicated import Place, Replicated
+from cbsim.stats.pareto import DOMINATED, FRONTIER, MISSING, OUT, PERHAPS, Question
+from cbsim.stats.replicated import Configuration, Replicated
 
 X, Y = objective("output_tokens_per_s_per_user", "--x"), objective("output_tokens_per_s_per_gpu", "--y")
 TTFT, COST = "ttft_s.p99", "cost.usd_per_million_output_tokens"
 
 
 def sweep(points: list[dict[int, dict[str, float]]]) -> Replicated:
-    """Places with these runs, by seed."""
-    places = [Place({"loop": "sync", "n": i}, runs) for i, runs in enumerate(points)]
+    """Configurations with these runs, by seed."""
+    configurations = [Configuration({"loop": "sync", "n": i}, runs) for i, runs in enumerate(points)]
     metrics = dict.fromkeys(name for runs in points for numbers in runs.values() for name in numbers)
-    return Replicated(Path("t.parquet"), ["loop", "n"], list(metrics), places, 0)
+    return Replicated(Path("t.parquet"), ["loop", "n"], list(metrics), configurations, 0)
 
 
 def verdicts(points: list[dict[int, dict[str, float]]], question: Question) -> list[str]:
-    return [stood.verdict for stood in pareto.frontier(sweep(points), question)]
+    return [each.verdict for each in pareto.frontier(sweep(points), question)]
 
 
 COUNTS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=25)
@@ -43,7 +43,7 @@ def test_the_frontier_is_who_nobody_beats(values: list[tuple[int, int]], x_sign:
     goods = [(x_sign * x, y_sign * y) for x, y in values]
     beaten = [any(a >= x and b >= y and (a, b) != (x, y) for a, b in goods) for x, y in goods]
     found = verdicts([{0: {X.name: float(x), Y.name: float(y)}} for x, y in values], question)
-    assert found == [BEATEN if each else FRONTIER for each in beaten]
+    assert found == [DOMINATED if each else FRONTIER for each in beaten]
 
 
 def noisy(means: list[tuple[float, float]], own: float, replicates: int = 6) -> list[dict[int, dict[str, float]]]:
@@ -62,7 +62,7 @@ def test_who_is_nearly_on_the_frontier_is_perhaps_on_it() -> None:
     """
     question = Question(X, Y, [], 0.95)
     points = noisy([(100, 100), (97, 97), (99.97, 99.97)], own=0.3)
-    assert verdicts(points, question) == [FRONTIER, BEATEN, PERHAPS]
+    assert verdicts(points, question) == [FRONTIER, DOMINATED, PERHAPS]
     first, second, _ = pareto.frontier(sweep(points), question)
     assert second.x[2] > first.x[1]  # the intervals overlap
 
@@ -75,7 +75,7 @@ def test_conditions_put_points_out_or_in_doubt() -> None:
         for seed, numbers in runs.items():
             numbers[TTFT] = waits[i][seed]
     question = Question(X, Y, [parse("ttft.p99<=2s", "--where")], 0.95)
-    assert verdicts(points, question) == [OUT, FRONTIER, PERHAPS, BEATEN]
+    assert verdicts(points, question) == [OUT, FRONTIER, PERHAPS, DOMINATED]
 
 
 def test_a_point_without_runs_or_without_the_metric_stands_nowhere() -> None:
@@ -129,7 +129,7 @@ def test_pareto_marks_and_keeps_all(table: Path) -> None:
     found = {(p["settings"]["scheduler.name"], p["settings"]["scheduler.max_num_seqs"]): p for p in said["places"]}
     assert [key for key, place in found.items() if place["verdict"] == FRONTIER] == [("fast", n) for n in (1, 2, 4)]
     assert [key for key, place in found.items() if place["verdict"] == OUT] == [("fast", 8), ("slow", 8)]
-    assert found["slow", 1]["verdict"] == BEATEN
+    assert found["slow", 1]["verdict"] == DOMINATED
     place = found["fast", 4]
     assert place["y"]["low"] < place["y"]["mean"] < place["y"]["high"] and place["runs"] == 4
     assert place["y"]["mean"] == pytest.approx(200, rel=0.02)

@@ -53,7 +53,7 @@ def test_values_that_begin_alike_are_two_places(small: Path, tmp_path: Path) -> 
     loads = [{**load, "arrivals": {"kind": "poisson", "rate_per_s": rate}} for rate in (1, 50)]
     fields = {"scenario": str(small), "axes": {"workload": loads}}
     swept = cbsim.sweep(fields, store=tmp_path)
-    assert len(replicated.read(swept.path).places) == 2
+    assert len(replicated.read(swept.path).configurations) == 2
     assert [json.loads(text) for text in swept.table["workload"].to_pylist()] == loads
 
 
@@ -114,7 +114,7 @@ def test_tables_that_are_none_are_told(small: Path, tmp_path: Path) -> None:
     refused(call("pareto", written("seed", pa.array([0, 1, None, 1]))), 2, "seed: got a row without one")
     refused(call("pareto", written("workload.requests", pa.array([[1]] * 4))), 2, "workload.requests: got a column of")
     partly = written("ttft_s.mean", pa.array([1.0, float("nan"), float("inf"), 2.0]))
-    assert [len(place.values("ttft_s.mean")) for place in replicated.read(partly).places] == [1, 1]
+    assert [len(each.values("ttft_s.mean")) for each in replicated.read(partly).configurations] == [1, 1]
 
 
 def test_confidences_that_mean_nothing_are_refused(tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cbsim
-from cbsim.sweeps import ray_cluster
-from cbsim.sweeps.executor import DIED
-from cbsim.sweeps.ray_cluster import GIVEN_UP, MOST_LOST, Gone
+from cbsim.sweeps import executor
+from cbsim.sweeps.executor import DIED, GIVEN_UP, MOST_LOST, Gone
 from cbsim.sweeps.work import Made, Task
 
 SCENARIO = cbsim.load("8k_b32")
@@ -60,7 +59,7 @@ def test_every_task_comes_back_once(fates: list[list[Gone]], rooms: list[int], o
     """
     named = {f"task {at}": fate for at, fate in enumerate(fates)}
     workers = Scripted(named, rooms, order)
-    made = list(ray_cluster.each((Task(key, SCENARIO, "summary") for key in named), workers))
+    made = list(executor.each((Task(key, SCENARIO, "summary") for key in named), workers))
     assert sorted(each.key for each in made) == sorted(named)
     assert not workers.flying
     assert workers.most <= max(rooms)
@@ -76,6 +75,6 @@ def test_every_task_comes_back_once(fates: list[list[Gone]], rooms: list[int], o
 def test_a_task_that_loses_every_machine_fails() -> None:
     """It would go on for ever."""
     workers = Scripted({"unlucky": [M] * MOST_LOST, "lucky": [M] * (MOST_LOST - 1)}, [2], [0])
-    made = ray_cluster.each([Task(key, SCENARIO, "summary") for key in ("unlucky", "lucky")], workers)
+    made = executor.each([Task(key, SCENARIO, "summary") for key in ("unlucky", "lucky")], workers)
     assert {each.key: each.reason for each in made} == {"unlucky": GIVEN_UP, "lucky": None}
     assert workers.tries == {"unlucky": MOST_LOST, "lucky": MOST_LOST}

@@ -23,7 +23,7 @@ from cbsim.sweeps.sweep import Shard, Sweep
 from cbsim.sweeps.work import Made
 
 
-def a_sweep(path: Path, store: Path, shard: Shard = Shard()) -> Sweep:  # noqa: B008
+def a_sweep(path: Path, store: Path, shard: Shard = (1, 1)) -> Sweep:
     return Sweep(*sweep_file.read(path), store, shard)
 
 
@@ -103,13 +103,13 @@ def test_replicates_have_one_seed_at_all_points(sweep: Path, tmp_path: Path) -> 
 
 def test_shards_are_a_partition(sweep: Path, tmp_path: Path) -> None:
     """Machines that know nothing of each other do every point once."""
-    parts = [a_sweep(sweep, tmp_path / "store", Shard(i, 3)).missing for i in (1, 2, 3)]
+    parts = [a_sweep(sweep, tmp_path / "store", (i, 3)).missing for i in (1, 2, 3)]
     keys = [point.key for part in parts for point in part]
     assert sorted(keys) == sorted(point.key for point in a_sweep(sweep, tmp_path / "store").points)
     assert {len(part) for part in parts} == {2, 3}
-    a_sweep(sweep, tmp_path / "store", Shard(1, 3)).run(Here())  # what others have done changes nobody's part
-    assert [point.key for point in a_sweep(sweep, tmp_path / "store", Shard(2, 3)).missing] == [p.key for p in parts[1]]
-    assert not a_sweep(sweep, tmp_path / "store", Shard(1, 3)).missing
+    a_sweep(sweep, tmp_path / "store", (1, 3)).run(Here())  # what others have done changes nobody's part
+    assert [point.key for point in a_sweep(sweep, tmp_path / "store", (2, 3)).missing] == [p.key for p in parts[1]]
+    assert not a_sweep(sweep, tmp_path / "store", (1, 3)).missing
 
 
 def test_a_point_that_fails_says_why_and_stops_nobody(trapped: Path, tmp_path: Path) -> None:
@@ -219,7 +219,10 @@ def test_a_summary_that_is_broken_is_named(sweep: Path, tmp_path: Path) -> None:
 def test_a_run_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     """What a sweep that was killed left behind is no run; it goes when nobody can be writing it any more."""
     store = Store(tmp_path, "code")
-    store.put("a", {"summary.json": b'{"output_tokens_per_s": 1}'})
+    store.keep(Made("a", {}, "stuck"))
+    assert (store.keys(), store.reason("a")) == (set(), "stuck")
+    store.keep(Made("a", {"summary.json": b'{"output_tokens_per_s": 1}'}))
+    assert not list(tmp_path.glob("failed/code/*")), "the reason of a failure goes when a run is there"
     left = tmp_path / "runs" / "code" / f"{PART}x"
     left.mkdir()
     assert Store(tmp_path, "code").keys() == {"a"}
@@ -228,9 +231,9 @@ def test_a_run_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     os.utime(left, (long_ago, long_ago))
     assert Store(tmp_path, "code").keys() == {"a"}
     assert not left.exists()
-    store.put("a", {"summary.json": b"[]"})  # the same key is the same run: the first one stays
+    store.keep(Made("a", {"summary.json": b"[]"}))  # the same key is the same run: the first one stays
     assert store.summary("a") == {"output_tokens_per_s": 1}
-    store.put("a", {"summary.json": b"{}", "steps.parquet": b"x"})
+    store.keep(Made("a", {"summary.json": b"{}", "steps.parquet": b"x"}))
     assert store.holds("a", ("steps.parquet",))
     assert store.keys() == {"a"}
 

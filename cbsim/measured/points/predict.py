@@ -18,12 +18,12 @@ from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.terms import FRONT, TermsFile
 from cbsim.sweeps import identity
 from cbsim.sweeps.executor import Executor
-from cbsim.sweeps.store import SILENT, SUMMARY, Progress, Runs, Store
+from cbsim.sweeps.store import SUMMARY, Progress, Runs, Store
 from cbsim.sweeps.work import Made, Task
 
 
 def predict(
-    scenarios: Sequence[Scenario], executor: Executor, store: Store | None = None, progress: Progress = SILENT
+    scenarios: Sequence[Scenario], executor: Executor, store: Store | None = None, progress: Progress | None = None
 ) -> list[Means | str]:
     """The means of each, or why its run failed; `store` keeps runs, and those that it has are not made again."""
     keys = [identity.key(each) for each in scenarios]

@@ -21,8 +21,7 @@ from cbsim.scenario import terms
 from cbsim.scenario.terms import TermsFile, load
 from cbsim.sweeps import identity
 from cbsim.sweeps.executor import Executor
-from cbsim.sweeps.store import SILENT, Store
-from cbsim.sweeps.sweep import Progress
+from cbsim.sweeps.store import Progress, Store
 
 STATISTICS = ("median", "MAPE", "p90")
 SHOWN = {"mape": "MAPE", "p90": "p90"}
@@ -287,9 +286,9 @@ def run(place: Path, points: Sequence[Point], executor: Executor, store: Path, *
     chosen = predict.sort(points)
     if not silent:
         _say_sorted(place, len(points), chosen)
-    progress = SILENT if silent else Progress()
     with closing(executor):
-        predicted, failed = predict.score(chosen.buildable, executor, Store(store, identity.code()), progress)
+        stored = Store(store, identity.code())
+        predicted, failed = predict.score(chosen.buildable, executor, stored, Progress(silent=silent))
     for reason, count in failed.most_common():
         print(f"failed    {count} points: {reason}", file=sys.stderr)
     return study(predicted, chosen.reasons + failed, len(points)), not failed
