@@ -17,25 +17,19 @@ from cbsim.policy.value import running
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "CBSIM_COMMIT"
 PACKAGES = (
-    "simpy",
-    "pydantic",
-    "ruamel.yaml",
-    "librt",
-    "numpy",
-    "pyarrow",
-    "matplotlib",
-    "torch",
-    "triton",
-    "transformers",
+    *("simpy", "pydantic", "ruamel.yaml", "librt", "numpy", "pyarrow", "matplotlib"),
+    *("torch", "triton", "transformers"),
 )
 
 
-def environment(command: str, workload_hash: str, seed: int, where: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The contents of env.json. `where` is what `place` returns, if it is known already."""
+def environment(
+    command: str, workload_hash: str, seed: int, process: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The contents of env.json. `process` is what `of_process` returns, if it is known already."""
     return {
         "command": command,
         "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
-        **(place() if where is None else where),
+        **(of_process() if process is None else process),
         "device": None,
         "driver": None,
         "workload_hash": workload_hash,
@@ -43,7 +37,7 @@ def environment(command: str, workload_hash: str, seed: int, where: Mapping[str,
     }
 
 
-def place() -> dict[str, Any]:
+def of_process() -> dict[str, Any]:
     """What holds of every run of a process: code, interpreter, libraries. It asks git, which takes as long as a run."""
     return {
         "git": git_state(),

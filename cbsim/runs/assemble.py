@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from cbsim.cost.base import Copies, Cost, CpuCost, PhaseCost
+from cbsim.cost.base import PHASES, Copies, Cost, CpuCost, PhaseCost
 from cbsim.cost.engine_cost import EngineCost, Terms
 from cbsim.cost.fitted import ConstantCost, Curve, FittedCost
 from cbsim.cost.roofline import AllReduces, Experts, Rates, RooflineCost, Weights, WindowedRoofline
@@ -25,6 +25,11 @@ from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.shapes import ModelShape
 from cbsim.schedulers import registry
 
+FITTED = (  # in the order of FittedCost
+    *("per_chunk", "per_prefill_token", "per_cached_token", "per_prefill_attention"),
+    *("per_decode_row", "per_context_token", "h2d", "d2h"),
+)
+FACTORS = ("elementwise", "decode_attention", "products", "large_products", "experts")  # of Terms
 LARGEST_CAPTURED = 512
 """Query tokens, where the scenario names no size: vLLM's most. Terms were calibrated with it. With few seats vLLM
 captures less, as simulate.graphs has it."""
@@ -40,16 +45,9 @@ def scheduler(scenario: Scenario, loop: str) -> Scheduler:
 
 def cost_model(scenario: Scenario) -> Cost:
     """The scenario's cost model, seconds turned into the clock's nanoseconds."""
-    settings, layers = scenario.cost, scenario.model.layers
-    cpu = cpu_cost(settings.cpu)
+    settings, cpu = scenario.cost, cpu_cost(scenario.cost.cpu)
     if isinstance(settings, ConstantSettings):
-        return ConstantCost(
-            cpu,
-            step=settings.step_s * NS,
-            per_token=settings.per_token_s * NS,
-            per_prefill_token=settings.per_prefill_token_s * NS,
-            per_context=settings.per_context_token_s * NS,
-        )
+        return ConstantCost(cpu, *_ns(settings, "step", "per_token", "per_prefill_token", "per_context_token"))
     if isinstance(settings, RooflineSettings):
         return _roofline(scenario, settings, cpu)
     if isinstance(settings, TableSettings):
@@ -57,21 +55,14 @@ def cost_model(scenario: Scenario) -> Cost:
             return engine_cost(scenario, settings)
         _check_profiled(scenario, settings)
         return table_cost(scenario.model, settings)
-    return FittedCost(
-        cpu_ns=cpu,
-        base=settings.base_s * NS,
-        query_tokens=_curve(settings.query_tokens),
-        context_tokens=_curve(settings.context_tokens),
-        per_chunk=settings.per_chunk_s * NS,
-        per_prefill_token=settings.per_prefill_token_s * NS,
-        per_cached_token=settings.per_cached_token_s * NS,
-        per_prefill_pair=settings.per_prefill_attention_s * NS,
-        per_decode_row=settings.per_decode_row_s * NS,
-        per_context_token=settings.per_context_token_s * NS,
-        h2d=settings.h2d_s * NS,
-        d2h=settings.d2h_s * NS,
-        launch=settings.launch_s_per_layer * layers * NS,
-    )
+    curves = _curve(settings.query_tokens), _curve(settings.context_tokens)
+    launch_ns = settings.launch_s_per_layer * scenario.model.layers * NS
+    return FittedCost(cpu, settings.base_s * NS, *curves, *[*_ns(settings, *FITTED), launch_ns])
+
+
+def _ns(settings: object, *terms: str) -> list[float]:
+    """Terms of a cost model, declared in seconds, in nanoseconds."""
+    return [getattr(settings, f"{term}_s") * NS for term in terms]
 
 
 def copies(scenario: Scenario, groups: Sequence[LayerGroup] = ()) -> Copies:
@@ -88,11 +79,7 @@ def _curve(points: Sequence[CurvePoint]) -> Curve:
 
 def cpu_cost(settings: CpuSettings) -> CpuCost:
     """CPU coefficients in nanoseconds."""
-    phases = {}
-    for name in ("schedule", "prepare", "launch", "update"):
-        phase = getattr(settings, name)
-        phases[name] = PhaseCost(*(getattr(phase, f"{term}_s") * NS for term in PhaseCost._fields))
-    return CpuCost(phases)
+    return CpuCost({name: PhaseCost(*_ns(getattr(settings, name), *PhaseCost._fields)) for name in PHASES})
 
 
 def table_cost(model: ModelShape, settings: TableSettings) -> TableCost:
@@ -128,17 +115,7 @@ def engine_cost(scenario: Scenario, settings: TableSettings) -> EngineCost:
     return EngineCost(
         cpu_cost(settings.cpu),
         EngineTables(folder, engine, model, share, fastest=settings.fastest),
-        Terms(
-            settings.step_s * NS,
-            settings.layer_s * NS,
-            settings.row_s * NS,
-            settings.reduce_s * NS,
-            settings.elementwise,
-            settings.decode_attention,
-            settings.products,
-            settings.large_products,
-            settings.experts,
-        ),
+        Terms(*_ns(settings, "step", "layer", "row", "reduce"), *(getattr(settings, name) for name in FACTORS)),
         model,
         tensor=share.tensor,
         bytes_ns=scenario.hardware.memory_bandwidth_bytes_s / NS,

@@ -33,10 +33,8 @@ def _waits(scenario: Scenario, loop: str, steps: Steps, shares: Floats, requests
     if waits < SEEN:
         span = steps["update_end_ns"][-1] - steps["schedule_start_ns"][0]
         coming = float((requests.arrival_ns.max() - steps["schedule_start_ns"][0]) / max(span, 1))
-        sentence = (
-            f"arrivals: requests wait {waits:.0%} of the time, the last comes at {coming:.0%}; it could serve more"
-        )
-        return [sentence] if coming > 0.5 else []
+        times = f"requests wait {waits:.0%} of the time, the last comes at {coming:.0%}"
+        return [f"arrivals: {times}; it could serve more"] if coming > 0.5 else []
     limits = scenario.options(loop).limits
     slots, rows, budget = limits.slots or np.inf, limits.rows or np.inf, limits.tokens or np.inf
     full = waiting & ((steps["running"] >= slots) | (steps["rows"] >= rows))
@@ -68,13 +66,10 @@ def _step(scenario: Scenario, loop: str, steps: Steps, span_ns: float) -> str:
     if waits >= SEEN:
         cure = "loop.mode: async would hide it"
         if loop != "sync":
-            longer = sum(float((steps[f"{phase}_end_ns"] - steps[f"{phase}_start_ns"]).sum()) for phase in WORK)
-            of_cpu = longer > compute.sum()
-            cure = (
-                "its work is longer than the GPU's"
-                if of_cpu
-                else "its work is the shorter, but steps are launched late"
-            )
+            longer = sum(float(steps.lane(phase).sum()) for phase in WORK)
+            cure = "its work is longer than the GPU's"
+            if longer <= compute.sum():
+                cure = "its work is the shorter, but steps are launched late"
         return f"CPU: the GPU has work and waits {waits:.0%} of the time for it; {cure}"
     model, gpu = scenario.model, scenario.hardware
     tokens = float((steps["padded_tokens"] * compute).sum() / max(compute.sum(), 1.0))

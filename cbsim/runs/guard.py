@@ -127,7 +127,7 @@ class Guarded:
 
 def _message_of(broken: AssertionError) -> str:
     """The message of an assertion in one line."""
-    (message,) = broken.args or ("an assertion without a text",)
+    (message,) = broken.args or ("an assertion without a message",)
     return " ".join(str(part) for part in message) if isinstance(message, tuple) else str(message)
 
 

@@ -32,7 +32,8 @@ Find = Callable[[int], RequestSpec | None]
 OnPlan = Callable[[Scheduler, StepPlan], None]
 READ_TOGETHER = 1 << 14  # steps
 NEVER = 1 << 63
-COMPARED = (
+DECLARED = ("id", "prompt_tokens", "output_tokens", "max_tokens", "priority")  # of a request, by its workload
+COMPARED = (  # of a step; the counts before the digest
     *("rows", "decode_rows", "prefill_tokens", "tokens", "new_blocks", "used_blocks"),
     *("cached_blocks", "running", "waiting", "preempted", "plan_hash"),
 )
@@ -67,14 +68,7 @@ def _check_requests(run: Run, workload: Workload) -> None:
     """Raise RunError unless all requests of the run are the workload's."""
     for row in run.requests:
         spec = workload.find(row.index)
-        recorded = (row.id, row.prompt_tokens, row.output_tokens, row.max_tokens, row.priority)
-        if spec is None or recorded != (
-            spec.id,
-            spec.prompt_tokens,
-            spec.output_tokens,
-            spec.max_tokens,
-            spec.priority,
-        ):
+        if spec is None or any(getattr(spec, name) != getattr(row, name) for name in DECLARED):
             raise RunError(f"{run.path / 'requests.parquet'}: request {row.id} is not one of the scenario's workload")
 
 
@@ -95,9 +89,8 @@ def _compare(run: Run, policy: Any, steps_in_flight: int, find: Find, on_plan: O
             answer = polls.answer(effect.wait)
         elif isinstance(effect, Launch):
             if step == steps:
-                return Replanned(
-                    step, step, None if run.incomplete else f"step {step} is planned, but was not recorded"
-                )
+                surplus = None if run.incomplete else f"step {step} is planned, but was not recorded"
+                return Replanned(step, step, surplus)
             if difference := _difference(effect.plan, total, next(recorded)):
                 return Replanned(step, steps, f"step {step}: {difference}")
             if on_plan:
@@ -106,18 +99,16 @@ def _compare(run: Run, policy: Any, steps_in_flight: int, find: Find, on_plan: O
             step += 1
         elif isinstance(effect, Await):
             done = effect.plan.step
-            result = StepResult(
-                polls.stopped(done), moved=moved.get(done, ()), parents=polls.pairs(parents.get(done, ()))
-            )
+            pairs = polls.pairs(parents.get(done, ()))
+            result = StepResult(polls.stopped(done), moved=moved.get(done, ()), parents=pairs)
             answer = Completed(result, polls.answer().cancels if effect.cancels else ())
 
 
-def _recorded(run: Run) -> Iterator[dict[str, int]]:
+def _recorded(run: Run) -> Iterator[tuple[int, ...]]:
     """What is compared of each step, in order; read some at a time."""
     for low in range(0, len(run.steps), READ_TOGETHER):
         steps = run.steps.window(low, low + READ_TOGETHER)
-        for numbers in zip(*(steps[name].tolist() for name in COMPARED), strict=True):
-            yield dict(zip(COMPARED, numbers, strict=True))
+        yield from zip(*(steps[name].tolist() for name in COMPARED), strict=True)
 
 
 class _Numbered:
@@ -168,9 +159,8 @@ class _Polls:
         cancels = self._known(self._cancels.at(self._poll))
         self._waits -= wait and not arrivals and not cancels
         if self._waits < 0:
-            problem = (
-                f"no request arrives or is cancelled for so long before poll {self._last:,} that no run gets there"
-            )
+            reached = f"before poll {self._last:,} that no run gets there"
+            problem = f"no request arrives or is cancelled for so long {reached}"
             raise RunError(f"{self._file}: {problem}", file=self._file)
         return Polled(arrivals, cancels, closed=self._poll >= self._last)
 
@@ -203,24 +193,16 @@ class _Polls:
         return [self._open[index] for index in indices if index in self._open]
 
 
-def _difference(plan: StepPlan, total_blocks: int, recorded: dict[str, int]) -> str | None:
-    """The first difference of a plan from the record, counts before the digest."""
+def _difference(plan: StepPlan, total_blocks: int, recorded: tuple[int, ...]) -> str | None:
+    """The first difference of a plan from the record."""
     work, counts = plan.work, plan.counts
-    derived = {
-        "rows": work.rows,
-        "decode_rows": work.decodes,
-        "prefill_tokens": work.prefill_tokens,
-        "tokens": work.tokens,
-        "new_blocks": counts.new_blocks,
-        "used_blocks": total_blocks - counts.free_blocks,
-        "cached_blocks": counts.cached_blocks,
-        "running": counts.running,
-        "waiting": counts.waiting,
-        "preempted": len(plan.changes.preempted),
-        "plan_hash": digest(plan),
-    }
-    for name, value in derived.items():
-        if value != recorded[name]:
+    derived = (
+        *(work.rows, work.decodes, work.prefill_tokens, work.tokens),
+        *(counts.new_blocks, total_blocks - counts.free_blocks, counts.cached_blocks, counts.running, counts.waiting),
+        *(len(plan.changes.preempted), digest(plan)),
+    )
+    for name, value, before in zip(COMPARED, derived, recorded, strict=True):
+        if value != before:
             detail = "" if name != "plan_hash" else " (the counts agree, the rows or blocks do not)"
-            return f"{name} is {value}, recorded {recorded[name]}{detail}"
+            return f"{name} is {value}, recorded {before}{detail}"
     return None

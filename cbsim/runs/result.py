@@ -87,7 +87,7 @@ class Result:
         return [] if self.measured else coverage.warnings(self.scenario.model_dump(mode="json"), self.step_numbers)
 
     @property
-    def binds(self) -> list[str]:
+    def binding(self) -> list[str]:
         """What limits the run, and what would change it: a sentence or two."""
         return binding.binding(self.scenario, self.loop, self.step_numbers, self._times)
 
@@ -109,15 +109,15 @@ class Result:
     @cached_property
     def occupancy(self) -> Occupancy:
         """What its KV cache held, step by step: its plans are derived again. Raises RunError, ScenarioError."""
-        path_or_name, rows = (
-            self.path or Path(f"{self.summary['name']} {self.loop}"),
-            self.files.get(csv_requests.file_of(self.scenario)),
-        )
+        path, files = self.path, None
+        if path is None:
+            path, files = Path(f"{self.summary['name']} {self.loop}"), self.files
         documents = self.resolved, dict(self.environment), dict(self.summary)
-        files = self.files if self.path is None else None
-        run = reading.Run(path_or_name, *documents, self.step_numbers, self.request_rows, self.incomplete, files)
-        requests = None if rows is None else rows.decode()
-        return occupancy.of(run, self.scenario, generators.build(self.scenario, requests))
+        run = reading.Run(path, *documents, self.step_numbers, self.request_rows, self.incomplete, files)
+        rows = self.files.get(csv_requests.file_of(self.scenario))
+        return occupancy.of(
+            run, self.scenario, generators.build(self.scenario, None if rows is None else rows.decode())
+        )
 
     def check(self, condition: str) -> Verdict:
         """Does a condition such as `gpu_active>=99%` hold? Raises CheckError if it cannot be understood."""
@@ -191,8 +191,8 @@ class Results(Mapping[str, Result]):
 
     def compare(self) -> Comparison:
         """How the second loop differs from the first."""
-        first, *others = self.values()
-        return Comparison(first, others[-1] if others else first)
+        results = list(self.values())
+        return Comparison(results[0], results[-1])
 
     def check(self, condition: str) -> Verdict:
         """Does a condition hold of every loop?"""
@@ -296,5 +296,5 @@ def _printed(results: Sequence[Result]) -> str:
 
 def _bound(results: Sequence[Result]) -> list[str]:
     """What binds each loop."""
-    limits = [(result.loop, text) for result in results for text in result.binds]
-    return [f"{'binds' if not at else '':<8}{loop:<7}{text}" for at, (loop, text) in enumerate(limits)]
+    limits = [f"{result.loop:<7}{sentence}" for result in results for sentence in result.binding]
+    return [f"{'' if at else 'binds':<8}{limit}" for at, limit in enumerate(limits)]

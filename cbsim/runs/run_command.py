@@ -140,8 +140,8 @@ class _Recorder:
 def settings(overrides: Sequence[str]) -> str:
     """What `--set` gave, as part of a folder's name: fields by their last word, no longer than can be read."""
     parts = (override.partition("=") for override in overrides)
-    text = "-".join(f"{key.rpartition('.')[2]}-{value}" for key, _, value in parts)
-    return re.sub(r"[^A-Za-z0-9._]+", "-", re.sub(r"\bname\W+", "", text))[:MOST_OF_NAME].strip("-.")
+    label = "-".join(f"{key.rpartition('.')[2]}-{value}" for key, _, value in parts)
+    return re.sub(r"[^A-Za-z0-9._]+", "-", re.sub(r"\bname\W+", "", label))[:MOST_OF_NAME].strip("-.")
 
 
 def _print_paths(results: Sequence[Result], options: RunOptions) -> None:
@@ -162,11 +162,8 @@ def _print_failed(results: Results) -> bool:
     for loop, result in results.items():
         requests = result.request_rows
         if (failed := requests.is_in((FAILED,))).any():
-            of = f"{failed.sum()} of {len(requests)} requests failed"
-            print(
-                f"{loop}: {of}: {requests.rows(failed)[0].reason}; see {result.folder / 'requests.parquet'}",
-                file=sys.stderr,
-            )
+            of, reason = f"{failed.sum()} of {len(requests)} requests failed", requests.rows(failed)[0].reason
+            print(f"{loop}: {of}: {reason}; see {result.folder / 'requests.parquet'}", file=sys.stderr)
     return any(result.summary["requests_by_status"].get(FAILED) for result in results.values())
 
 

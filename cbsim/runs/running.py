@@ -59,14 +59,14 @@ class Terms:
     """The terms of a run besides its scenario.
 
     `command` makes it again, `window_s` bounds the arrivals of the requests that count, `requests` are served in place
-    of the scenario's own: the text of a CSV file (cbsim.workload.csv_requests). `place` is where runs are made, if it
-    is known already (environment.place).
+    of the scenario's own: the text of a CSV file (cbsim.workload.csv_requests). `process` is what
+    environment.of_process returns, if it is known already.
     """
 
     command: str
     window_s: tuple[float, float] | None = None
     requests: str | None = None
-    place: Mapping[str, Any] | None = None
+    process: Mapping[str, Any] | None = None
 
 
 class Session:
@@ -82,7 +82,7 @@ class Session:
         self.server = serve(self.scenario, loop, workload)
         self._terms = terms
         self._pieces: Pieces | None = None
-        self._facts = environment.environment(terms.command, workload.fingerprint(), scenario.seed, terms.place)
+        self._facts = environment.environment(terms.command, workload.fingerprint(), scenario.seed, terms.process)
         self._facts |= self.server.facts
 
     @property
@@ -122,25 +122,13 @@ class Session:
         numbers = metrics.summarise(rows, steps, **self._counted)
         if record.transfers.rows:
             numbers["kv_moves"] = optional_tables.summarise_transfers(record.transfers, numbers["makespan_s"])
-        text = self._terms.requests
-        requests = {} if text is None else {csv_requests.file_of(self.scenario): text.encode()}
-        files = {**requests, **optional_tables.files_of(record), **self.server.files()}
-        environment = self.environment
-        return Result(
-            self.scenario,
-            environment,
-            self._about(complete=incomplete is None) | numbers,
-            steps,
-            rows,
-            self.resolved,
-            files,
-            incomplete,
-            notices=(
-                *self.notices,
-                *self._sureness(),
-                *(f"{self.loop}: {each}" for each in environment.get("notices", ())),
-            ),
-        )
+        requests = self._terms.requests
+        files = {} if requests is None else {csv_requests.file_of(self.scenario): requests.encode()}
+        files |= {**optional_tables.files_of(record), **self.server.files()}
+        environment, summary = self.environment, self._about(complete=incomplete is None) | numbers
+        notices = *self.notices, *self._sureness(), *(f"{self.loop}: {line}" for line in environment.get("notices", ()))
+        resolved = self.resolved
+        return Result(self.scenario, environment, summary, steps, rows, resolved, files, incomplete, notices=notices)
 
     def _sureness(self) -> list[str]:
         """How sure the times of a simulation are, where that is known."""
@@ -179,8 +167,8 @@ def answer(
     scenario: Scenario, serve: Maker, command: str, requests: Any, window_s: tuple[float, float] | None
 ) -> Result | Results:
     """What the front doors give: the Result of one loop, or the Results of both. `requests`: a table or None."""
-    text = None if requests is None else csv_requests.table_text(requests)
-    results = run(scenario, serve, Terms(command, window_s, text))
+    rows = None if requests is None else csv_requests.table_text(requests)
+    results = run(scenario, serve, Terms(command, window_s, rows))
     return results if len(results) > 1 else next(iter(results.values()))
 
 

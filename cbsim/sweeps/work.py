@@ -59,19 +59,19 @@ def work(task: Task) -> Made:
     begun = time.perf_counter()
     try:
         scenario = task.scenario
-        result = running.one_loop(scenario, scenario.loop.mode, Simulation, Terms(COMMAND, place=_place()))
+        result = running.one_loop(scenario, scenario.loop.mode, Simulation, Terms(COMMAND, process=_process()))
         if task.warmup:
             result = without(result, task.warmup, COMMAND)
-        files = _files(result, task.keep) | ({BINDS: _json(result.binds)} if task.limits else {})
+        files = _files(result, task.keep) | ({BINDS: _json(result.binding)} if task.limits else {})
     except Exception as error:
         return Made(task.key, {}, _reason(error), time.perf_counter() - begun)
     return Made(task.key, files, None, time.perf_counter() - begun)
 
 
 @cache
-def _place() -> dict[str, Any]:
+def _process() -> dict[str, Any]:
     """Asked once a process."""
-    return environment.place()
+    return environment.of_process()
 
 
 def _files(result: Result, keep: Keep) -> dict[str, bytes]:

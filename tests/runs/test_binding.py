@@ -24,7 +24,7 @@ def binds(*overrides: str, **parts: Any) -> list[str]:
     result = cbsim.run(scenario)
     assert isinstance(result, cbsim.Result)
     assert "\nbinds   sync" in str(result) or "\nbinds   async" in str(result)
-    return result.binds
+    return result.binding
 
 
 @pytest.mark.parametrize(

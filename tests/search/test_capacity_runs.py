@@ -73,7 +73,7 @@ def test_the_first_requests_do_not_count(tmp_path: Path) -> None:
     assert isinstance(window, cbsim.Result)
     assert dict(window.summary) == summary
     assert facts["command"].endswith(f"--window {summary['window_s'][0]!r}:")
-    assert json.loads(made.files["binds.json"]) == cbsim.run(scenario).binds  # type: ignore[union-attr]
+    assert json.loads(made.files["binds.json"]) == cbsim.run(scenario).binding  # type: ignore[union-attr]
     assert identity.key(scenario, 0.25) != identity.key(scenario) == identity.key(scenario, 0.0)
 
 

@@ -21,7 +21,7 @@ from cbsim.scenario.scenario import Scenario
 from support.engine.served import INLINE, VOCAB
 from support.scripted import next_tokens
 
-PLACE = cache(environment.place)
+PLACE = cache(environment.of_process)
 
 
 def placed() -> Any:
