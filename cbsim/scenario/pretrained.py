@@ -114,24 +114,15 @@ def fields_of(config: Config) -> dict[str, Any]:
         "dtype": _dtype(config),
         **quantized_types(config),
         "max_position": config.whole("max_position_embeddings"),
-        **attention(config, kind, layers),
+        **_attention(config, kind, layers),
     }
 
 
-def attention(config: Config, kind: str, layers: int) -> dict[str, Any]:
-    """What the layers see, if that is not the whole sequence in all of them: as many entries as repeat. Qwen's windows
-    are off unless switched on.
-    """
-    declared, most = config.fields.get("layer_types"), config.whole("max_position_embeddings")
-    if kind.startswith("qwen"):
-        window = config.whole("sliding_window", 4096) if config.flag("use_sliding_window") else most
-        first = config.whole("max_window_layers", 28, 0)
-        types = declared or [SLIDING if layer >= first else WHOLE for layer in range(layers)]
-    else:
-        absent = 4096 if kind == "mistral" and "sliding_window" not in config.fields else None
-        null = config.fields.get("sliding_window", absent) is None
-        window = most if null else config.whole("sliding_window", absent)
-        types = declared or [SLIDING] * layers
+def _attention(config: Config, kind: str, layers: int) -> dict[str, Any]:
+    """What the layers see, if that is not the whole sequence in all of them: as many entries as repeat."""
+    most = config.whole("max_position_embeddings")
+    window, usual = _windows(config, kind, layers, most)
+    types = config.fields.get("layer_types") or usual
     if not isinstance(types, list) or len(types) != layers or not {*types} <= {SLIDING, WHOLE}:
         raise config.refuse("layer_types", f"{layers} times '{WHOLE}' or '{SLIDING}': nothing else is modelled")
     if window >= most or SLIDING not in types:
@@ -139,6 +130,18 @@ def attention(config: Config, kind: str, layers: int) -> dict[str, Any]:
     if kind == "llama":
         raise config.refuse("sliding_window", "null: transformers' Llama has no windows")
     return {"attention": _repeated([f"sliding {window}" if one == SLIDING else "full" for one in types])}
+
+
+def _windows(config: Config, kind: str, layers: int, most: int) -> tuple[int, list[str]]:
+    """Tokens of a window, and what transformers takes for absent `layer_types`. Qwen's windows are off unless switched
+    on; a null `sliding_window` is none.
+    """
+    if kind.startswith("qwen"):
+        first = config.whole("max_window_layers", 28, 0)
+        window = config.whole("sliding_window", 4096) if config.flag("use_sliding_window") else most
+        return window, [SLIDING if layer >= first else WHOLE for layer in range(layers)]
+    absent = 4096 if kind == "mistral" and "sliding_window" not in config.fields else None
+    return config.whole("sliding_window", absent or most), [SLIDING] * layers
 
 
 def _repeated(pattern: list[str]) -> list[str]:
