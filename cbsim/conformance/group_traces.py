@@ -108,7 +108,7 @@ class GroupLines:
             for change in plan.tables:
                 if change.spec is row.spec:
                     blocks[change.group] = [*[0] * (change.passed if admitted else 0), *change.blocks]
-            tables = pool.holding(request)
+            tables = pool.group_tables(request)
             line = {"blocks": blocks, "held": [len(table.blocks) for table in tables]}
             line["live"] = [len(table.live) for table in tables]
             if admitted:

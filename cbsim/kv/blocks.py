@@ -54,7 +54,7 @@ class BlockPool:
         self.cached = 0  # free blocks with a key: their content is found until they are handed out again
         self.tables: dict[Request, list[int]] = {}
         self.groups: tuple[LayerGroup, ...] = ()  # of layers with tables of their own; those that rows do not list
-        self.fresh = 0  # with groups: blocks that the plan told of last hands out
+        self.fresh = 0  # with groups: blocks that the newest plan hands out
         self._free = free
         self._observer = observer
         self._index: dict[
@@ -329,9 +329,8 @@ class BlockPool:
         """The content key of a block, if it has one."""
         return self._key_of.get(block)
 
-    def tell(self, step: int, rows: Mapping[Request, Chunk]) -> tuple[TableChange, ...]:
-        """Only with groups: what the plan of a step with these rows has to tell of their tables."""
-        del step, rows
+    def table_changes(self, step: int, rows: Mapping[Request, Chunk]) -> tuple[TableChange, ...]:
+        """Only with groups: what the plan of a step with these rows reports of their tables."""
         return ()
 
     def completed(self, step: int) -> None:

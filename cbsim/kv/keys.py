@@ -93,19 +93,19 @@ class KeysWhenKnown(Keys):
 
 
 class GroupKeys(Keys):
-    """vLLM with layer groups: as `KeysWhenKnown`, for blocks that the groups keep."""
+    """vLLM with layer groups: as `KeysWhenKnown`, for blocks that stay cached."""
 
     def __init__(self, pool: GroupPool) -> None:
         super().__init__(pool)
         self._groups = pool
 
     def row(self, request: Request, end: int) -> None:
-        self._groups.keep(request, min(end, request.known))
+        self._groups.name_full(request, min(end, request.known))
 
     def completed(self, completion: Completion, over: bool) -> list[Replaced]:
         request = completion.request
         if request.status is not Status.WAITING:
-            self._groups.keep(request, request.computed - self._groups.in_flight(request))
+            self._groups.name_full(request, request.computed - self._groups.in_flight(request))
         return []
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from math import gcd, lcm
 from typing import NamedTuple
 
+from cbsim.kv.group_tables import NULL_BLOCK
 from cbsim.policy.groups import FULL, Attention, LayerGroup, Sight
 from cbsim.policy.request import RequestSpec
 
@@ -118,10 +119,10 @@ class GroupRule:
         """Blocks that a request of so many tokens holds at most at a time."""
         return min(self.blocks_for(tokens), self.most)
 
-    def keeps(self, block: int, prompt: int, junction: int) -> bool:
-        """Is a full block kept for later prompts? Of a sliding group only what a lookup could end with: the run before
-        the place where the same prompt would resume, and before a junction; and the runs before every `retention`
-        tokens.
+    def retains(self, block: int, prompt: int, junction: int) -> bool:
+        """Whether a full block stays cached for later prompts: of a sliding group only those that a lookup could end
+        with, the run before the position where the same prompt would resume, and before a junction; and the runs before
+        every `retention` tokens.
         """
         if not self.sliding:
             return True
@@ -146,10 +147,7 @@ def rules(groups: Sequence[LayerGroup], *, retention: int | None, in_flight: int
     return [GroupRule(group, unit, retention, in_flight, longest) for group in groups]
 
 
-NOBODYS = 0  # in a table: a block that nobody sees
-
-
-class Found:
+class GroupHit:
     """A lookup: `tokens` of a prefix, per group the entries of a table for them, and the same in one list. `longest`:
     of the prefixes that some groups have, the longest.
     """
@@ -185,7 +183,7 @@ class GroupIndex:
         """Under which a block of a group is found."""
         return spec.block_key(block, block_size) * self.count + group
 
-    def find(self, spec: RequestSpec, most: int) -> Found:
+    def find(self, spec: RequestSpec, most: int) -> GroupHit:
         """The longest prefix of at most `most` tokens that all groups have. Kinds shorten each other's until no one
         does; those that see all are looked up once, for what they have of less is a part of it.
         """
@@ -206,7 +204,7 @@ class GroupIndex:
             if once or reach >= hit:
                 break
             hit = reach
-        return Found(reach, longest, self._tables(runs, reach))
+        return GroupHit(reach, longest, self._tables(runs, reach))
 
     def _tables(self, runs: list[list[list[int]]], tokens: int) -> list[list[int]]:
         """By group, what is left of the runs of each kind."""
@@ -223,7 +221,7 @@ class GroupIndex:
         rule = kind.rule
         size, unit = rule.block_size, rule.unit
         first = rule.attention.gone(top) // size
-        tables = [[NOBODYS] * first for _ in kind.groups]
+        tables = [[NULL_BLOCK] * first for _ in kind.groups]
         for i in range(first, top // size):
             blocks = self._blocks(kind, spec, i)
             if not blocks:
@@ -237,7 +235,7 @@ class GroupIndex:
         """From the right: a run that ends on a multiple of the unit and is as long as what the layers see."""
         rule = kind.rule
         size, unit = rule.block_size, rule.unit
-        tables = [[NOBODYS] * (top // size) for _ in kind.groups]
+        tables = [[NULL_BLOCK] * (top // size) for _ in kind.groups]
         length = end = 0
         for i in range(top // size - 1, -1, -1):
             if not length and (i + 1) * size % unit:
@@ -252,19 +250,19 @@ class GroupIndex:
             for j, block in enumerate(blocks):
                 tables[j][i] = block
             if length >= rule.run:
-                return [[NOBODYS] * i + table[i:end] for table in tables]
+                return [[NULL_BLOCK] * i + table[i:end] for table in tables]
         return [table[: end if length else 0] for table in tables]
 
     def _blocks(self, kind: Kind, spec: RequestSpec, block: int) -> list[int]:
         """The oldest block of this content in each group of a kind; none if a group has none."""
         content = spec.block_key(block, kind.rule.block_size) * self.count
-        found: list[int] = []
+        blocks: list[int] = []
         for group in kind.groups:
             entry = self._index.get(content + group)
             if entry is None:
                 return []
-            found.append(entry if isinstance(entry, int) else next(iter(entry)))
-        return found
+            blocks.append(entry if isinstance(entry, int) else next(iter(entry)))
+        return blocks
 
 
 def _sees_all(kind: Kind) -> bool:

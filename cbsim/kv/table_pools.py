@@ -1,7 +1,7 @@
-"""Block tables of layer groups as transformers keeps them: they are filled from the front, and nothing leaves one.
+"""Block tables of layer groups as transformers fills them: from the front, and nothing leaves one.
 
 Tables of layers that see all grow with the sequence. Those of layers with windows are rings: they stop growing where a
-window is covered, and further tokens overwrite the oldest. Rows list no blocks: plans tell what changed.
+window is covered, and further tokens overwrite the oldest.
 
 `RingPool` is 5.17's: groups of as many layers each, over one free list. `KindPool` is 5.23's: a group for each kind of
 layers, over sectors that every kind cuts in blocks of its own size.
@@ -9,45 +9,19 @@ layers, over sectors that every kind cuts in blocks of its own size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from cbsim.kv.blocks import BlockPool, FreeList
+from cbsim.kv.blocks import FreeList
+from cbsim.kv.group_tables import Table, TablePool, Tables
 from cbsim.kv.sectors import KindSectors
-from cbsim.policy.groups import LayerGroup, TableChange, pages_of
+from cbsim.policy.groups import LayerGroup, pages_of
 from cbsim.policy.observer import NULL_OBSERVER, Observer
-from cbsim.policy.plan import Chunk
 from cbsim.policy.request import Request
 from cbsim.policy.value import mypyc_attr
 
 
-class GroupTables:
-    """The tables of a request, one a group, and what plans have told of them."""
-
-    __slots__ = ("blocks", "fresh", "new", "replaced", "told")
-
-    def __init__(self, groups: int) -> None:
-        self.blocks: list[list[int]] = [[] for _ in range(groups)]
-        self.new = True  # no plan has told of them
-        self.told = [0] * groups  # entries
-        self.replaced: list[list[tuple[int, int]]] = [[] for _ in range(groups)]  # among those told
-        self.fresh = 0  # blocks handed out since
-
-    def tell(self, request: Request) -> list[TableChange]:
-        """What plans have to tell; from now on they have."""
-        changes: list[TableChange] = []
-        for g, table in enumerate(self.blocks):
-            added, replaced = table[self.told[g] :], self.replaced[g]
-            if added or replaced or self.new:
-                changes.append(TableChange(request.spec, g, 0, tuple(added), tuple(replaced)))
-                self.told[g] = len(table)
-                self.replaced[g] = []
-        self.new = False
-        self.fresh = 0
-        return changes
-
-
 @mypyc_attr(allow_interpreted_subclasses=True)
-class TablePool(BlockPool):
+class FilledPool(TablePool):
     """What both have in common. `num_pages` are there, of which blocks of all groups are made."""
 
     def __init__(
@@ -56,24 +30,14 @@ class TablePool(BlockPool):
         block_size: int,
         num_pages: int,
         free: FreeList,
-        observer: Observer,
+        observer: Observer = NULL_OBSERVER,
     ) -> None:
-        super().__init__(block_size, num_pages, free, observer)
-        self.groups = tuple(groups)
+        super().__init__(groups, block_size, num_pages, free, observer)
         self.pages_of = pages_of(groups)
         self._full = [g for g, group in enumerate(groups) if not group.ring]
-        self._held: dict[Request, GroupTables] = {}
-        self._changed: dict[Request, None] = {}  # since plans have told last
-
-    def tables_of(self, request: Request) -> list[list[int]]:
-        held = self._held.get(request)
-        return held.blocks if held else [[] for _ in self.groups]
-
-    def allocated(self, request: Request) -> int:
-        return sum([len(table) * self.pages_of[g] for g, table in enumerate(self.tables_of(request))])
 
     def entries(self, request: Request) -> int:
-        return max([len(table) for table in self.tables_of(request)])
+        return max([len(table.blocks) for table in self.group_tables(request)])
 
     def pages(self, group: int, blocks: list[int]) -> list[int]:
         count = self.pages_of[group]
@@ -82,100 +46,72 @@ class TablePool(BlockPool):
     def spans(self, request: Request) -> list[tuple[int, int]]:
         """A ring reaches as far back as it is long."""
         size, spans = self.block_size, list[tuple[int, int]]()
-        for g, table in enumerate(self.tables_of(request)):
-            end = len(table) * size
+        for g, table in enumerate(self.group_tables(request)):
+            end = len(table.blocks) * size
             behind = max(0, request.computed - end) if self.groups[g].ring else 0
             spans += [(behind, behind + end)] * self.pages_of[g]
         return spans
 
     def live_tables(self) -> list[list[int]]:
-        return [self.pages(g, table) for held in self._held.values() for g, table in enumerate(held.blocks)]
+        tables = self._tables.values()
+        return [self.pages(g, table.blocks) for each in tables for g, table in enumerate(each.groups)]
 
-    def _open(self, request: Request) -> GroupTables:
+    def _growing(self, request: Request) -> Tables:
         """The tables of a request, which is about to be given something."""
-        held = self._held.get(request)
-        if held is None:
-            held = self._held[request] = GroupTables(len(self.groups))
-            self.tables[request] = []  # rows list no blocks
         self._changed[request] = None
-        return held
+        return self._tables.get(request) or self._open(request, [Table([]) for _ in self.groups])
 
-    def _close(self, request: Request) -> list[list[int]]:
-        """It has no tables any more. Returns those that it had."""
-        self.tables.pop(request, None)
-        self._changed.pop(request, None)
-        held = self._held.pop(request, None)
-        return held.blocks if held else [[] for _ in self.groups]
+    def _add(self, request: Request, tables: Tables, group: int, blocks: list[int], *, fresh: bool) -> None:
+        pages, table = len(blocks) * self.pages_of[group], tables.groups[group]
+        table.blocks += blocks
+        tables.count += pages
+        if fresh:
+            table.fresh += pages
+            self._observer.grew(request, blocks)
 
-    def tell(self, step: int, rows: Mapping[Request, Chunk]) -> tuple[TableChange, ...]:
-        del step, rows
-        changes: list[TableChange] = []
-        self.fresh = 0
-        for request in self._changed:
-            held = self._held[request]
-            self.fresh += held.fresh
-            changes += held.tell(request)
-        self._changed = {}
-        return tuple(changes)
-
-    def check(self) -> None:
-        super().check()
-        assert self.tables.keys() == self._held.keys(), "who rows and groups say holds something"
-        for request, held in self._held.items():
-            lengths = [len(table) for table in held.blocks]
+    def _check_tables(self) -> None:
+        super()._check_tables()
+        for request, tables in self._tables.items():
+            lengths = [len(table.blocks) for table in tables.groups]
             for g, group in enumerate(self.groups):
                 most = min(max(lengths), group.ring) if group.ring else max(lengths)
                 assert lengths[g] == most, (request.spec.id, "tables of other lengths than their groups'", lengths)
-                assert held.told[g] <= lengths[g], (request.spec.id, "told of more than there is", held.told, lengths)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class RingPool(TablePool):
+class RingPool(FilledPool):
     """Full blocks of layers that see all get keys, group by group; no lookup finds them, but duplicates are merged."""
 
-    def __init__(
-        self,
-        groups: Sequence[LayerGroup],
-        block_size: int,
-        num_blocks: int,
-        free: FreeList,
-        observer: Observer = NULL_OBSERVER,
-    ) -> None:
-        super().__init__(groups, block_size, num_blocks, free, observer)
-
     def in_groups(self, count: int, have: int = 0) -> int:
-        return sum([max(0, min(have + count, g.ring) - have) if g.ring else count for g in self.groups])
+        return sum([_added(group, count, have) for group in self.groups])
 
     def grow(self, request: Request, count: int) -> list[int]:
-        held, have = self._open(request), self.entries(request)
+        tables, have = self._growing(request), self.entries(request)
         self._observer.growing(request, self.in_groups(count, have))
         for g, group in enumerate(self.groups):
-            added = max(0, min(have + count, group.ring) - have) if group.ring else count
-            self._lengthen(request, held, g, added)
+            self._lengthen(request, tables, g, _added(group, count, have))
         return []
 
-    def _lengthen(self, request: Request, held: GroupTables, group: int, count: int) -> None:
+    def _lengthen(self, request: Request, tables: Tables, group: int, count: int) -> None:
         blocks = self._free.take(count)
         for block in blocks:
             self._forget(block)
-        held.blocks[group] += blocks
-        held.fresh += count
-        self._observer.grew(request, blocks)
+        self._add(request, tables, group, blocks, fresh=True)
 
     def fan_out(self, request: Request, samples: list[Request], whole: int) -> None:
         """Group by group, in each sample by sample. Rings are not shared."""
-        tables = self.tables_of(request)
-        helds = [self._open(sample) for sample in samples]
+        own = self.group_tables(request)
+        opened = [self._growing(sample) for sample in samples]
         for g, group in enumerate(self.groups):
-            head = [] if group.ring else tables[g][:whole]
+            head = [] if group.ring else own[g].blocks[:whole]
             for i, block in enumerate(head):
                 self._register(block, self._key(request, i, g))
-            for held in helds:
+            for i, sample in enumerate(samples):
                 for block in head:
                     self._acquire(block)
-                held.blocks[g] += head
+                self._add(sample, opened[i], g, head, fresh=False)
             for i, sample in enumerate(samples):
-                self._lengthen(sample, helds[i], g, len(tables[g]) - len(head))
+                self._lengthen(sample, opened[i], g, len(own[g].blocks) - len(head))
         for sample in samples:
             sample.hash_to(whole)
 
@@ -186,12 +122,11 @@ class RingPool(TablePool):
         return self.key(request, block) * len(self.groups) + group
 
     def merge(self, request: Request, blocks: int) -> list[tuple[int, int]]:
-        """What is replaced is told with the tables."""
-        held = self._held[request]
+        """What is replaced is reported with the tables."""
         for g in self._full:
-            replaced = self._merge(request, held.blocks[g], request.hashed, min(blocks, request.named), g)
-            told = held.told[g]
-            held.replaced[g] += [(i, block) for i, block in replaced if i < told]
+            table = self.group_tables(request)[g]
+            replaced = self._merge(request, table.blocks, request.hashed, min(blocks, request.named), g)
+            table.replaced += [(i, block) for i, block in replaced if i < table.reported]
             if replaced:
                 self._changed[request] = None
         request.hash_to(blocks)
@@ -199,21 +134,26 @@ class RingPool(TablePool):
 
     def release(self, request: Request, *, returns: bool = False) -> int:
         """Group by group. Who returns recomputes everything, and finds its blocks when theirs fill again."""
-        held, tables = self.allocated(request), self._close(request)
-        for g, table in enumerate(tables):
+        tables = self._close(request)
+        for g, table in enumerate(tables.groups):
             hashed = 0 if self.groups[g].ring else request.hashed
             if returns:
                 for i in range(hashed):
-                    self._register(table[i], self._key(request, i, g))
-            self._give_back(table, hashed)
-            self._observer.released(request, table)
+                    self._register(table.blocks[i], self._key(request, i, g))
+            self._give_back(table.blocks, hashed)
+            self._observer.released(request, table.blocks)
         if returns:
             request.name_all()
-        return held
+        return tables.count
+
+
+def _added(group: LayerGroup, count: int, have: int) -> int:
+    """Blocks that a table of `have` entries gets when the sequence gets `count` more."""
+    return max(0, min(have + count, group.ring) - have) if group.ring else count
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class KindPool(TablePool):
+class KindPool(FilledPool):
     """Nothing has a key. Blocks of layers that see all may be shared, rings never."""
 
     def __init__(
@@ -239,9 +179,9 @@ class KindPool(TablePool):
         return False
 
     def lacks(self, request: Request, tokens: int) -> list[int]:
-        """Blocks of each group that a request lacks to hold its first `tokens` tokens, or as many as the group sees."""
-        lengths = [len(table) for table in self.tables_of(request)]
-        return [max(0, count - lengths[g]) for g, count in enumerate(self.counts(tokens))]
+        """Blocks of each group that a request lacks for its first `tokens` tokens, or as many as the group sees."""
+        tables = self.group_tables(request)
+        return [max(0, count - len(tables[g].blocks)) for g, count in enumerate(self.counts(tokens))]
 
     def counts(self, tokens: int) -> list[int]:
         """Blocks of each group of a request of so many tokens."""
@@ -257,37 +197,34 @@ class KindPool(TablePool):
         return True
 
     def _lengthen(self, request: Request, counts: list[int]) -> None:
-        held = self._open(request)
+        tables = self._growing(request)
         for g, count in enumerate(counts):
             self._observer.growing(request, count)
-            blocks = self.sectors.take_of(g, count)
-            held.blocks[g] += blocks
-            held.fresh += count * self.pages_of[g]
-            self._observer.grew(request, blocks)
+            self._add(request, tables, g, self.sectors.take_of(g, count), fresh=True)
 
-    def forks(self, request: Request, whole: int) -> list[int]:
+    def own_blocks(self, request: Request, whole: int) -> list[int]:
         """Blocks of each group that a sample needs of its own, beside the first `whole` of groups that see all."""
-        tables = self.tables_of(request)
-        return [len(table) if self.groups[g].ring else len(table) - whole for g, table in enumerate(tables)]
+        lengths = [len(table.blocks) for table in self.group_tables(request)]
+        return [count if self.groups[g].ring else count - whole for g, count in enumerate(lengths)]
 
     def fan_out(self, request: Request, samples: list[Request], whole: int) -> None:
         """Sample by sample, for each of which there is room."""
         for sample in samples:
-            held = self._open(sample)
+            tables = self._growing(sample)
             for g in self._full:
-                head = self.tables_of(request)[g][:whole]
+                head = self.group_tables(request)[g].blocks[:whole]
                 for block in head:
                     self._refs[block] = self._refs.get(block, 1) + 1
-                held.blocks[g] += head
-            self._lengthen(sample, self.forks(request, whole))
+                self._add(sample, tables, g, head, fresh=False)
+            self._lengthen(sample, self.own_blocks(request, whole))
 
     def release(self, request: Request, *, returns: bool = False) -> int:
-        del returns
-        held = self.allocated(request)
-        for g, table in enumerate(self._close(request)):
-            self.sectors.give_to(g, table if self.groups[g].ring else [b for b in table if self._drop(b)])
-            self._observer.released(request, table)
-        return held
+        tables = self._close(request)
+        for g, table in enumerate(tables.groups):
+            ring = self.groups[g].ring > 0
+            self.sectors.give_to(g, table.blocks if ring else [b for b in table.blocks if self._drop(b)])
+            self._observer.released(request, table.blocks)
+        return tables.count
 
     def _drop(self, block: int) -> bool:
         refs = self._refs.pop(block, 1) - 1
@@ -297,10 +234,11 @@ class KindPool(TablePool):
 
     def check(self) -> None:
         self.sectors.check()
+        self._check_tables()
         users: dict[int, int] = {}
-        for held in self._held.values():
+        for tables in self._tables.values():
             for g in self._full:
-                for block in held.blocks[g]:
+                for block in tables.groups[g].blocks:
                     users[block] = users.get(block, 0) + 1
         shared = {block: count for block, count in users.items() if count > 1}
         assert shared == self._refs, ("references", shared, self._refs)

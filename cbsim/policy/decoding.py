@@ -229,7 +229,7 @@ class Decoding:
         resting = self._resting
         ending = [] if resting else members.ending()
         listed = self._schedule_rows(rows, lead, ending) if rows or ending or self._filling else NOTHING
-        tables = pool.tell(members.planned, rows) if pool.groups else ()
+        tables = pool.table_changes(members.planned, rows) if pool.groups else ()
         transfers, awaited = self._take_transfers()
         context, longest = (members.context, members.longest) if decodes else (0, 0)
         work = StepWork(tuple(rows.values()), lead, decodes, context, longest, listed.tokens, fast_decode=fast_decode)

@@ -294,7 +294,7 @@ def test_a_window_is_all_that_a_long_answer_holds(depth: int) -> None:
     held: list[list[int]] = []
     drive = GroupDrive(scheduler, [told(0, range(4), 40, 0)], depth)
     drive.on_step = lambda plan, rows: held.extend(
-        [len(table.live) for table in pool.holding(scheduler.requests[row.spec])] for row in rows
+        [len(table.live) for table in pool.group_tables(scheduler.requests[row.spec])] for row in rows
     )
     drive.run()
     assert max(full for full, _ in held) == 22

@@ -16,7 +16,7 @@ from support.contents import Token, said
 from support.helpers import Ask, Drive, Executor
 
 from cbsim.kv.sectors import HostSectors
-from cbsim.kv.table_pools import RingPool, TablePool
+from cbsim.kv.table_pools import FilledPool, RingPool
 from cbsim.policy.groups import FULL, Attention, LayerGroup, Sight, pages_of
 from cbsim.policy.kind import SettingsError
 from cbsim.policy.plan import Row, StepPlan
@@ -175,7 +175,7 @@ class PageDrive(Drive):
 
     def _counted(self, plan: StepPlan, rows: list[Row]) -> None:
         pool = self.scheduler.pool
-        assert isinstance(pool, TablePool)
+        assert isinstance(pool, FilledPool)
         requests = [self.scheduler.requests[row.spec] for row in rows]
         assert plan.counts.table_blocks == sum(pool.allocated(request) for request in requests)
         assert plan.counts.free_blocks == pool.free
@@ -183,7 +183,7 @@ class PageDrive(Drive):
             assert [self.inside.of_group[request.spec, g] for g in range(len(pool.groups))] == pool.tables_of(request)
             assert all(end >= request.computed or group.ring for (_, end), group in self._spans(pool, request))
 
-    def _spans(self, pool: TablePool, request: Request) -> list[tuple[tuple[int, int], LayerGroup]]:
+    def _spans(self, pool: FilledPool, request: Request) -> list[tuple[tuple[int, int], LayerGroup]]:
         spans, at = pool.spans(request), 0
         pairs = []
         for g, group in enumerate(pool.groups):

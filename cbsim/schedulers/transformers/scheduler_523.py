@@ -173,7 +173,7 @@ class KindsOfLayers(Transformers523):
 
     def _fork_off(self, request: Request, samples: list[Request], whole: int) -> list[Request]:
         for i, sample in enumerate(samples):
-            if not self.kinds.sectors.fits(self.kinds.forks(request, whole)):
+            if not self.kinds.sectors.fits(self.kinds.own_blocks(request, whole)):
                 return samples[i:]
             self._admit(request, [sample], whole)
         return []
