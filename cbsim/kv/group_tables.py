@@ -19,8 +19,8 @@ UNREPORTED = -1
 
 
 class Table:
-    """The table of a request in a group: `passed` null blocks, then its own. The leading `named` entries have their key,
-    if they get one. Plans have reported `reported` entries, `reported_passed` of them passed; since then `fresh` pages
+    """The table of a request in a group: `passed` null blocks, then its own. The leading `named` entries have a key,
+    if they get any. Plans have reported `reported` entries, `reported_passed` of them passed; since then `fresh` pages
     were handed out for it, and the entries in `replaced` became other blocks.
     """
 
