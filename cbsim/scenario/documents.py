@@ -20,7 +20,7 @@ from ruamel.yaml.events import AliasEvent
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
 from cbsim.errors import ScenarioError, UserError
-from cbsim.files import access
+from cbsim.files import read_text
 from cbsim.scenario.fields import cut, near, shown
 
 Part = TypeVar("Part", bound=BaseModel)
@@ -156,13 +156,7 @@ _EXPECTED = {
 
 def read(path: Path) -> Document:
     """The YAML file at `path`, which must hold fields."""
-    with access(path):
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        decoded = content[:MOST_BYTES].decode("utf-8")
-    if len(content) > MOST_BYTES:
-        raise ScenarioError(f"{path}: is too large, must be <= {MOST_BYTES:,} bytes", file=path)
-    root, data = _parsed(decoded, str(path))
+    root, data = _parsed(read_text(path, most_bytes=MOST_BYTES), str(path))
     if not isinstance(data, dict):
         raise ScenarioError(f"{path}: got {shown(data)}, expected fields such as `name: value`")
     return Document(str(path), root, data)

@@ -185,10 +185,9 @@ class By:
         union_schema = core_schema.tagged_union_schema(choices, self._tag)
         return core_schema.no_info_before_validator_function(self._checked, union_schema)
 
-    def fields_of(self, name: str) -> frozenset[str] | None:
-        """The fields of the member of this name, or None if there is none."""
-        member = self.members.get(name)
-        return frozenset(member.model_fields) if member else None
+    def member(self, name: str) -> type[BaseModel] | None:
+        """The member of this name, or None if there is none."""
+        return self.members.get(name)
 
     def _tag(self, value: Any) -> str:
         return _tag(self.members[value[self.field] if isinstance(value, dict) else getattr(value, self.field)])

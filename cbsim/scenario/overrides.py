@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -13,14 +13,6 @@ from cbsim.errors import ScenarioError
 from cbsim.scenario import shapes
 from cbsim.scenario.documents import Document, PathParts, parse, split
 from cbsim.scenario.fields import By, Frozen, cut, shown
-
-
-class Union(Protocol):
-    """What finds the member of a union in an annotation, such as `By`."""
-
-    field: str
-
-    def fields_of(self, name: str) -> frozenset[str] | None: ...
 
 
 class Defaults:
@@ -63,14 +55,14 @@ def apply(
     return Document(document.file, document.root, data, tuple((path, override) for path, _, override in written))
 
 
-def union_at(part: type[Frozen], path: PathParts) -> Union | None:
+def union_at(part: type[Frozen], path: PathParts) -> By | None:
     """The union whose kind the field at `path` of a `part` chooses; None if it chooses none."""
     members: list[type[BaseModel]] = [part]
-    union: Union | None = None
+    union: By | None = None
     for name in path[:-1]:
         field = next((member.model_fields[name] for member in members if name in member.model_fields), None)
-        union = next((mark for mark in field.metadata if hasattr(mark, "fields_of")), None) if field else None
-        members = list(union.members.values()) if isinstance(union, By) else []
+        union = next((mark for mark in field.metadata if isinstance(mark, By)), None) if field else None
+        members = list(union.members.values()) if union else []
     return union if union is not None and union.field == path[-1] else None
 
 
@@ -100,14 +92,14 @@ def assign(data: Any, defaults: Defaults, path: PathParts, value: Any, override:
         data = data[step]
 
 
-def _choose(data: Any, defaults: Defaults, path: PathParts, name: Any, override: str, union: Union) -> None:
+def _choose(data: Any, defaults: Defaults, path: PathParts, name: Any, override: str, union: By) -> None:
     """Make the part at `path` one of kind `name`: fields of the file that this kind does not have are dropped."""
-    known, present = union.fields_of(str(name)), _at(data, path)
+    member, present = union.member(str(name)), _at(data, path)
     if name != (defaults.at(path) if present is None else present):
         defaults.drop(path[:-1])
     assign(data, defaults, path, name, override)
     part = _at(data, path[:-1])
-    for unknown in [key for key in part if known and key not in known]:
+    for unknown in [key for key in part if member and key not in member.model_fields]:
         del part[unknown]
 
 

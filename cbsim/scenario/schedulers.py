@@ -7,39 +7,33 @@ from __future__ import annotations
 
 from dataclasses import MISSING, fields
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
 from pydantic_core import core_schema
 
 from cbsim.policy.kind import AsText, AtLeast, Below, Settings, SettingsError
-from cbsim.scenario.fields import Frozen, Real, Whole, complaint, documented, near, shown
+from cbsim.scenario.fields import By, Frozen, Real, Whole, complaint, documented, near, shown
 from cbsim.schedulers import registry
 from cbsim.schedulers.registry import Kind, KindError
 
 
-class SchedulerField:
+class BySchedulerName(By):
     """How pydantic meets the settings of a scheduler: in from fields or settings, out as fields."""
 
-    field: ClassVar[str] = "name"  # finds the scheduler
-
-    @staticmethod
-    def fields_of(name: str) -> frozenset[str] | None:
-        """The fields that a scheduler of this name has, or None if there is none."""
+    def member(self, name: str) -> type[Frozen] | None:
         try:
-            return frozenset(model_of(registry.find(name)).model_fields)
+            return model_of(registry.find(name))
         except KindError:
             return None
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        del source, handler
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        del union, handler
         return core_schema.no_info_plain_validator_function(
             settings, serialization=core_schema.plain_serializer_function_ser_schema(plain)
         )
 
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         del schema
         models = dict.fromkeys(map(model_of, registry.kinds().values()))
         return handler(core_schema.union_schema([model.__pydantic_core_schema__ for model in models]))
@@ -109,19 +103,15 @@ def _name(names: tuple[str, ...]) -> Any:
 def checked_type(hint: Any) -> Any:
     """A setting's annotation as pydantic checks it: whole numbers may be written 1e6, bounds become constraints."""
     if get_origin(hint) is Annotated:
-        inner, *marks = get_args(hint)
-        bounds: dict[str, Any] = {}
-        before = []
+        annotated, *marks = get_args(hint)
+        annotated = checked_type(annotated)
         for mark in marks:
             if isinstance(mark, AtLeast):
-                bounds["ge"] = mark.least
+                annotated = Annotated[annotated, Field(ge=mark.least)]
             elif isinstance(mark, Below):
-                bounds["lt"] = mark.bound
+                annotated = Annotated[annotated, Field(lt=mark.bound)]
             elif isinstance(mark, AsText):
-                before.append(BeforeValidator(_text))
-        annotated = checked_type(inner)
-        for extra in (Field(**bounds), *before) if bounds else before:
-            annotated = Annotated[annotated, extra]
+                annotated = Annotated[annotated, BeforeValidator(_text)]
         return annotated
     if hint is int:
         return Whole
@@ -140,4 +130,4 @@ def _text(value: Any) -> Any:
     return str(value) if isinstance(value, float) else value
 
 
-Scheduler = Annotated[Settings, SchedulerField]
+Scheduler = Annotated[Settings, BySchedulerName("name")]
