@@ -138,7 +138,7 @@ def _print_caveats(shown: Sequence[Caveat]) -> None:
     if shown:
         print("\nwhen not to trust this:")
     for caveat in shown:
-        print(_wrapped(f"{caveat.run}: {caveat.text}" if caveat.run else caveat.text, "  - ", "    "))
+        print(_wrapped(f"{caveat.run}: {caveat.reason}" if caveat.run else caveat.reason, "  - ", "    "))
 
 
 def _wrapped(text: str, first: str = "", following: str = "") -> str:

@@ -149,7 +149,7 @@ def heat_map(table: SweepTable, places: Places, metric: str, limit: Check | None
         return None
     panels = [_cell_panel(what, values, known, (x, y), limit, title) for title, values in cells.items()]
     caption = "Means of replicates. A cell without a number has no point that is done."
-    caption += _fixed_at(rest, fixed) + (f" Crossed: misses {limit.text}." if limit else "")
+    caption += _fixed_at(rest, fixed) + (f" Crossed: misses {limit.rule}." if limit else "")
     scale = scale_of(what.unit, float(known.max())).name
     title = f"{table.name}: {what.label}{f' ({scale})' if scale else ''}"
     return Chart("heat_map", title, caption, panels, columns=min(2, len(panels)))
@@ -278,7 +278,7 @@ def pareto(table: SweepTable, places: Places, metrics: tuple[str, str], limits: 
     if out.any():
         marks.insert(0, Points("misses the SLO", *_at(compared, out, scales), MISSED))
     caption = f"{_better(across, up)} A marker a place, with 95 % intervals."
-    caption += f" Limits (SLO): {', '.join(limit.text for limit in limits)}." if limits else ""
+    caption += f" Limits (SLO): {', '.join(limit.rule for limit in limits)}." if limits else ""
     names = [_named(what, scale) for what, scale in zip((across, up), scales, strict=True)]
     panel = Panel(marks, names[0], names[1], tall=True)
     return Chart("pareto", f"{table.name}: {up.label} against {across.label}", caption, [panel])

@@ -39,7 +39,7 @@ def build(capacity: Capacity, command: str) -> Report:
     """The report of one search."""
     return Report(
         title=f"Capacity of {capacity.name}",
-        question=f"Up to which {capacity.field} does {' and '.join(check.text for check in capacity.conditions)} hold?",
+        question=f"Up to which {capacity.field} does {' and '.join(check.rule for check in capacity.conditions)} hold?",
         sources=(),
         caveats=_caveats(capacity),
         findings=_findings(capacity),
@@ -74,7 +74,7 @@ def _caveats(capacity: Capacity) -> list[Caveat]:
 
 
 def _table(capacity: Capacity) -> Table:
-    header = (capacity.field, "verdict", "runs", "requests", *(check.text for check in capacity.conditions), "why")
+    header = (capacity.field, "verdict", "runs", "requests", *(check.rule for check in capacity.conditions), "why")
     rows = [
         (
             f"{probe.value:g}",
@@ -92,7 +92,7 @@ def _table(capacity: Capacity) -> Table:
 def _cells(probe: Probe, conditions: Sequence[Check]) -> list[str]:
     cells = []
     for check in conditions:
-        text, interval = catalogue.metric(check.metric).shown, probe.intervals.get(check.text)
+        text, interval = catalogue.metric(check.metric).shown, probe.intervals.get(check.rule)
         cells.append("-" if interval is None else f"{text(interval[0])} [{text(interval[1])}, {text(interval[2])}]")
     return cells
 
@@ -130,8 +130,8 @@ def _within(value: float, near: list[float]) -> bool:
 
 
 def _panel(capacity: Capacity, check: Check, loads: Sequence[Probe], *, near: bool) -> Panel:
-    probes, what = [probe for probe in loads if check.text in probe.intervals], catalogue.metric(check.metric)
-    means, lows, highs = np.array([probe.intervals[check.text] for probe in probes]).reshape(-1, 3).T
+    probes, what = [probe for probe in loads if check.rule in probe.intervals], catalogue.metric(check.metric)
+    means, lows, highs = np.array([probe.intervals[check.rule] for probe in probes]).reshape(-1, 3).T
     lows = np.maximum(lows, 0.0)
     most = float(max(highs.max(initial=0.0), check.bound))
     scale = scale_of(what.unit, most)
@@ -150,7 +150,7 @@ def _panel(capacity: Capacity, check: Check, loads: Sequence[Probe], *, near: bo
         own = np.array([probe.verdict == verdict for probe in probes], dtype=bool)
         if own.any():
             texts = [
-                f"{capacity.field} = {probe.value:g}: {what.shown(probe.intervals[check.text][0])}, {verdict}"
+                f"{capacity.field} = {probe.value:g}: {what.shown(probe.intervals[check.rule][0])}, {verdict}"
                 for probe in probes
                 if probe.verdict == verdict
             ]

@@ -83,7 +83,7 @@ def _settings(table: SweepTable, shown: Look) -> dict[str, Any]:
 
 
 def _limit(limit: Any) -> dict[str, Any]:
-    return {"metric": limit.metric, "text": limit.text, "compare": limit.compare, "bound": limit.bound}
+    return {"metric": limit.metric, "text": limit.rule, "compare": limit.compare, "bound": limit.bound}
 
 
 def _axis(axis: Axis) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def look(table: SweepTable, options: Options) -> Look:
     """What the options name, looked up in the table. Raises RunError or CheckError."""
     limits = [checks.parse(text, "--slo") for text in options.slo]
     for limit in limits:
-        table.metric(limit.metric, f"--slo {limit.text!r}")
+        table.metric(limit.metric, f"--slo {limit.rule!r}")
     given = [table.metric(name, f"--metric {name}") for name in options.metrics]
     main = [metric for metric in METRICS if metric in table.metrics]
     metrics = list(dict.fromkeys(given or [*(limit.metric for limit in limits), *main] or [*table.metrics][:1]))
@@ -97,7 +97,7 @@ def findings(table: SweepTable, shown: Look) -> list[str]:
     sentences += [f"The same at all: {_settings(table.constants)}."] if table.constants else []
     met = sweeps.meets(table, places, shown.limits)
     if shown.limits:
-        words = " and ".join(limit.text for limit in shown.limits)
+        words = " and ".join(limit.rule for limit in shown.limits)
         sentences.append(f"{int(met.sum()):,} of {len(places):,} places meet {words} in the mean of their replicates.")
     for metric in dict.fromkeys((*shown.metrics, *shown.pareto)):
         sentences += _best(table, places, metric, met, bool(shown.limits))

@@ -195,7 +195,7 @@ def _shared(sources: Sequence[Source], metric: str, label: str) -> str:
 
 def _caveats(caveats: Sequence[Caveat]) -> str:
     lines = "".join(
-        f"<li>{f'<strong>{escape(caveat.run)}</strong>: ' if caveat.run else ''}{_code_marked(caveat.text)}"
+        f"<li>{f'<strong>{escape(caveat.run)}</strong>: ' if caveat.run else ''}{_code_marked(caveat.reason)}"
         f' <span class="kind">{escape(caveat.kind)}</span></li>'
         for caveat in caveats
     )

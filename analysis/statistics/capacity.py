@@ -130,10 +130,10 @@ def _intervals(fields: Mapping[str, Any], conditions: Sequence[Check]) -> dict[s
     given = listed or _an(fields.get("metrics") or {}, dict, "probes: metrics")
     made = {}
     for check in conditions:
-        entry = given.get(check.text) or given.get(check.metric)
+        entry = given.get(check.rule) or given.get(check.metric)
         if isinstance(entry, dict):
             mean, low, high = (_number(entry.get(end), f"probes: {check.metric}: {end}") for end in ENDS)
-            made[check.text] = (mean, low, high)
+            made[check.rule] = (mean, low, high)
     return made
 
 

@@ -97,7 +97,7 @@ def read(place: Path) -> DeviceCases:
     cases = [case for case, _ in cases_read if case is not None]
     left_out = [caveat for _, caveats in cases_read for caveat in caveats]
     if not cases:
-        reasons = "; ".join(f"{caveat.run}: {caveat.text}" for caveat in left_out)
+        reasons = "; ".join(f"{caveat.run}: {caveat.reason}" for caveat in left_out)
         raise RunError(f"{place}: {reasons or 'holds no case'}; {EXPECTED}")
     return DeviceCases(place, _device(place / "provenance.json"), cases, left_out)
 

@@ -275,7 +275,7 @@ def answer(report: Report, arguments: argparse.Namespace, kind: str, out: Path |
     from cbsim.draw import report as reports
 
     out = out or arguments.out
-    print(json.dumps(report.data, indent=2, allow_nan=False) if arguments.json else reports.text(report))
+    print(json.dumps(report.data, indent=2, allow_nan=False) if arguments.json else reports.terminal(report))
     if out is not None:
         reports.write(replace(report, command=arguments.line, kind=kind), out)
         if not arguments.json:

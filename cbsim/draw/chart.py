@@ -17,18 +17,23 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 
-COLOURS = {  # Okabe and Ito
-    "schedule": "#0072B2",
-    "prepare": "#56B4E9",
-    "launch": "#CC79A7",
-    "await": "#EEEEEE",
-    "update": "#009E73",
-    "h2d": "#E69F00",
-    "compute": "#D55E00",
-    "d2h": "#F0E442",
+BLACK, GREY, PALE = "#222222", "#777777", "#EEEEEE"
+BLUE, SKY, GREEN = "#0072B2", "#56B4E9", "#009E73"  # these and the next: Okabe and Ito
+ORANGE, RED, PINK, YELLOW = "#E69F00", "#D55E00", "#CC79A7", "#F0E442"
+COLOURS = {
+    "schedule": BLUE,
+    "prepare": SKY,
+    "launch": PINK,
+    "await": PALE,
+    "update": GREEN,
+    "h2d": ORANGE,
+    "compute": RED,
+    "d2h": YELLOW,
+    "idle": "#FBE3D6",
+    "KV copy": "#999999",
+    "KV out": "#332288",
+    "KV in": "#44AA99",  # Tol
 }
-IDLE = "#FBE3D6"
-MOVES = {"KV copy": "#999999", "KV out": "#332288", "KV in": "#44AA99"}  # Tol
 
 
 class Style(NamedTuple):
@@ -56,16 +61,6 @@ class Style(NamedTuple):
         return 1.0 if self.colour.startswith("#F") or self.colour == "#EEEEEE" else 0.35
 
 
-BLACK, GREY, PALE = "#222222", "#777777", "#EEEEEE"
-BLUE, SKY, GREEN, ORANGE, RED, PINK, YELLOW = (
-    "#0072B2",
-    "#56B4E9",
-    "#009E73",
-    "#E69F00",
-    "#D55E00",
-    "#CC79A7",
-    "#F0E442",
-)
 SERIES = (  # of the first run, the second run ...
     Style(BLUE, "solid", "circle"),
     Style(RED, "dashed", "square"),
@@ -77,18 +72,16 @@ SERIES = (  # of the first run, the second run ...
 )
 DASHES = ("solid", "dashed", "dotted", "dashdot")
 MARKERS = ("circle", "square", "diamond", "triangle", "cross")
-LANE_STYLES = {
-    name: Style(colour) for name, colour in (COLOURS | MOVES | {"idle": IDLE}).items()
-}  # as in a run's own picture
+LANE_STYLES = {name: Style(colour) for name, colour in COLOURS.items()}  # as in a run's own picture
 
 
 def series(index: int) -> Style:
     """The style of the run number `index`, from 0. Colours return with another dash and marker: 28 styles."""
-    lap, place = divmod(index, len(SERIES))
+    lap, at = divmod(index, len(SERIES))
     return Style(
-        SERIES[place].colour,
-        DASHES[(DASHES.index(SERIES[place].dash) + lap) % len(DASHES)],
-        MARKERS[(MARKERS.index(SERIES[place].marker) + lap) % len(MARKERS)],
+        SERIES[at].colour,
+        DASHES[(DASHES.index(SERIES[at].dash) + lap) % len(DASHES)],
+        MARKERS[(MARKERS.index(SERIES[at].marker) + lap) % len(MARKERS)],
     )
 
 

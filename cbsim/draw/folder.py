@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cbsim.errors import RunError
+from cbsim.files import access
 from cbsim.record.directory import write_whole
 
 FACTS = "report.json"
@@ -17,10 +18,8 @@ KINDS = ("png", "svg")  # of a figure's files
 
 def check(folder: Path) -> None:
     """Raises RunError if there is such a folder and it is neither empty nor that of a report, or cannot be read."""
-    try:
+    with access(f"--out {folder}", RunError, "written"):
         present = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    except OSError as error:
-        raise RunError(f"--out {folder}: cannot be written: {error.strerror or error}") from None
     if present and not _written(folder):
         raise RunError(f"--out {folder}: holds {min(present)}, which is no report; name a new or an empty folder")
 
@@ -39,24 +38,17 @@ def _written(folder: Path) -> set[str]:
 def clear(folder: Path) -> None:
     """Remove an earlier report, so that none of its figures passes for one of the next. Nothing else is touched."""
     for path in (folder / name for name in sorted(_written(folder))):
-        try:
+        with access(path, RunError, "removed"):
             path.unlink(missing_ok=True)
-        except OSError as error:
-            raise RunError(f"{path}: cannot be removed: {error.strerror or error}") from None
     with contextlib.suppress(OSError):  # somebody's own files may be in it
         (folder / "figures").rmdir()
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write files by their name in the folder, which is made. Raises RunError naming what cannot be written."""
-    try:
+    with access(f"--out {folder}", RunError, "written"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"--out {folder}: cannot be written: {error.strerror or error}") from None
     for name, content in files.items():
-        path = folder / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, content)
-        except OSError as error:
-            raise RunError(f"{path}: cannot be written: {error.strerror or error}") from None
+        with access(folder / name, RunError, "written"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / name, content)

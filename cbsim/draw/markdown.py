@@ -38,9 +38,9 @@ def figure(chart: Chart) -> list[str]:
     return [f"### {title}", "", f"![{title}](figures/{chart.key}.png)", "", plain(chart.caption), ""]
 
 
-def plain(text: str) -> str:
+def plain(sentence: str) -> str:
     """Text on one line that no reader of Markdown takes for HTML."""
-    return html.escape(" ".join(text.split()), quote=False)
+    return html.escape(" ".join(sentence.split()), quote=False)
 
 
 def fenced(kind: str, code: str) -> list[str]:

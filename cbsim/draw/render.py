@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import numpy as np
 
 from cbsim.draw.chart import Area, Bars, Cells, Chart, Edge, Level, Line, Mark, Panel, Points, Spans, Whiskers
 from cbsim.errors import RunError
+from cbsim.files import access
 from cbsim.record.directory import write_whole
 
 if TYPE_CHECKING:
@@ -125,9 +126,9 @@ def figure(chart: Chart) -> Figure:
     return drawn
 
 
-def _plain(text: str) -> str:
+def _plain(label: str) -> str:
     """Text that matplotlib writes as it is, not as mathematics."""
-    return text.replace("$", r"\$")
+    return label.replace("$", r"\$")
 
 
 def _height(panel: Panel) -> float:
@@ -229,9 +230,9 @@ def _points(axis: Axes, mark: Points) -> None:
     edge: dict[str, Any] = {} if mark.style.marker == "cross" else {"edgecolors": "white", "linewidths": 0.3}
     size = 30 if len(mark.x) <= 50 else 9
     axis.scatter(mark.x, mark.y, s=size, color=mark.style.colour, marker=MARKERS[mark.style.marker], zorder=3, **edge)
-    for x, y, text in zip(mark.x, mark.y, mark.labels, strict=False):
+    for x, y, label in zip(mark.x, mark.y, mark.labels, strict=False):
         if math.isfinite(x) and math.isfinite(y):
-            axis.annotate(_plain(text), (x, y), xytext=(5, 3), textcoords="offset points", fontsize=7)
+            axis.annotate(_plain(label), (x, y), xytext=(5, 3), textcoords="offset points", fontsize=7)
 
 
 def _whiskers(axis: Axes, mark: Whiskers) -> None:
@@ -252,18 +253,15 @@ def _cells(axis: Axes, mark: Cells) -> None:
     scale = axis.figure.colorbar(drawn, ax=axis, pad=0.02, fraction=0.05)
     scale.set_label(_plain(mark.unit))
     shares = mark.shares()
-    for row, texts in enumerate(mark.labels):
-        for column, text in enumerate(texts):
+    for row, labels in enumerate(mark.labels):
+        for column, label in enumerate(labels):
             colour = "white" if shares[row, column] < MIDDLE else "#222222"  # the scale begins dark; NaN is on white
-            axis.text(column, row, _plain(text), ha="center", va="center", fontsize=7, color=colour)
+            axis.text(column, row, _plain(label), ha="center", va="center", fontsize=7, color=colour)
 
 
-def _level(axis: Axes, mark: Level) -> None:
-    axis.axhline(mark.y, color=mark.style.colour, linestyle=DASHES[mark.style.dash], linewidth=1)
-
-
-def _edge(axis: Axes, mark: Edge) -> None:
-    axis.axvline(mark.x, color=mark.style.colour, linestyle=DASHES[mark.style.dash], linewidth=1)
+def _rule(axis: Axes, mark: Level | Edge) -> None:
+    looks: Any = {"color": mark.style.colour, "linestyle": DASHES[mark.style.dash], "linewidth": 1}
+    _ = axis.axhline(mark.y, **looks) if isinstance(mark, Level) else axis.axvline(mark.x, **looks)
 
 
 DRAWN: dict[type[Any], Callable[[Axes, Any], None]] = {
@@ -273,8 +271,8 @@ DRAWN: dict[type[Any], Callable[[Axes, Any], None]] = {
     Points: _points,
     Whiskers: _whiskers,
     Cells: _cells,
-    Level: _level,
-    Edge: _edge,
+    Level: _rule,
+    Edge: _rule,
 }
 
 
@@ -290,23 +288,19 @@ def _bars(axis: Axes, mark: Bars, index: int, count: int) -> None:
 
 def _write_labels(axis: Axes, mark: Spans) -> None:
     low, high = sorted(axis.get_xlim())
-    for row, start, end, text in zip(mark.row, mark.start, mark.end, mark.labels, strict=True):
+    for row, start, end, label in zip(mark.row, mark.start, mark.end, mark.labels, strict=True):
         left, right = max(start, low), min(end, high)
         if right - left > (high - low) * WIDE_ENOUGH:
             colour = "white" if mark.style.dark else "#222222"
-            axis.text((left + right) / 2, row, _plain(text), ha="center", va="center", fontsize=7, color=colour)
+            axis.text((left + right) / 2, row, _plain(label), ha="center", va="center", fontsize=7, color=colour)
 
 
 def _legend(chart: Chart) -> list[Any]:
     """One entry a name, in order of appearance."""
-    marks = {mark.name: mark for panel in reversed(chart.panels) for mark in reversed(panel.marks) if mark.name}
-    named = {mark.name: marks[mark.name] for mark in _in_order(chart)}
+    named: dict[str, Mark] = {}
+    for mark in (mark for panel in chart.panels for mark in panel.marks if mark.name):
+        named.setdefault(mark.name, mark)
     return [_entry(mark) for mark in named.values()]
-
-
-def _in_order(chart: Chart) -> Iterator[Mark]:
-    panels: Iterable[Panel] = chart.panels
-    return (mark for panel in panels for mark in panel.marks if mark.name)
 
 
 def _entry(mark: Mark) -> Any:
@@ -314,16 +308,15 @@ def _entry(mark: Mark) -> Any:
     from matplotlib.patches import Patch
 
     style = mark.style
+    label = _plain(mark.name)
     if isinstance(mark, Points):
-        return Line2D(
-            [], [], color=style.colour, marker=MARKERS[style.marker], linestyle="none", label=_plain(mark.name)
-        )
+        return Line2D([], [], color=style.colour, marker=MARKERS[style.marker], linestyle="none", label=label)
     if isinstance(mark, Line | Level | Edge):
-        return Line2D([], [], color=style.colour, linestyle=DASHES[style.dash], label=_plain(mark.name))
+        return Line2D([], [], color=style.colour, linestyle=DASHES[style.dash], label=label)
     if isinstance(mark, Spans) and mark.hatched:
-        return Patch(facecolor=style.colour, hatch="////", edgecolor="#D55E00", linewidth=0, label=_plain(mark.name))
+        return Patch(facecolor=style.colour, hatch="////", edgecolor="#D55E00", linewidth=0, label=label)
     alpha = 0.35 if isinstance(mark, Area) and style.dark else 1.0
-    return Patch(facecolor=style.colour, edgecolor="#444444", linewidth=0.4, alpha=alpha, label=_plain(mark.name))
+    return Patch(facecolor=style.colour, edgecolor="#444444", linewidth=0.4, alpha=alpha, label=label)
 
 
 ENDINGS = (".png", ".svg")
@@ -347,8 +340,6 @@ class Picture:
         if file.suffix not in ENDINGS:
             bound = f"expected a name that ends in {' or '.join(ENDINGS)}"
             raise RunError(f"{file}: got {file.suffix!r}, {bound}", file=file, value=file.suffix, bound=bound)
-        try:
+        with access(file, RunError, "written"):
             write_whole(file, self.png() if file.suffix == ".png" else svg(self.chart))
-        except OSError as error:
-            raise RunError(f"{file}: cannot be written: {error.strerror or error}", file=file) from None
         return file

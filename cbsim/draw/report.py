@@ -35,7 +35,7 @@ class Caveat:
 
     kind: str
     run: str
-    text: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Report:
     coloured: bool = True
 
 
-def text(report: Report) -> str:
+def terminal(report: Report) -> str:
     """Tables and findings, as the terminal shows them."""
     tables = [f"{part.title}\n{aligned([part.header, *part.rows])}\n" for part in report.tables]
     return "\n".join([*tables, *report.findings])
@@ -154,7 +154,7 @@ def _cell(tile: Tile | None) -> str:
 
 
 def _caveat(caveat: Caveat) -> str:
-    return f"- {f'**{plain(caveat.run)}**: ' if caveat.run else ''}{plain(caveat.text)}"
+    return f"- {f'**{plain(caveat.run)}**: ' if caveat.run else ''}{plain(caveat.reason)}"
 
 
 def _source(source: Source) -> Iterator[str]:

@@ -44,9 +44,9 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One condition; `text` is what the user wrote."""
+    """One condition; `rule` is what the user wrote."""
 
-    text: str
+    rule: str
     metric: str
     compare: str
     bound: float
@@ -60,9 +60,9 @@ class Check:
         """Does it hold, and a line that says so. A metric without a sample fails."""
         value = self.value(summary)
         if value is None:
-            return Verdict(False, f"FAILED  {self.text}: the run has no {self.metric}")
+            return Verdict(False, f"FAILED  {self.rule}: the run has no {self.metric}")
         holds = OPERATORS[self.compare](value, self.bound)
-        return Verdict(holds, f"{'ok    ' if holds else 'FAILED'}  {self.text}: {self.metric} is {value:.6g}")
+        return Verdict(holds, f"{'ok    ' if holds else 'FAILED'}  {self.rule}: {self.metric} is {value:.6g}")
 
 
 class Objective(NamedTuple):
@@ -79,19 +79,19 @@ class Objective(NamedTuple):
         return self.metric.shown(value)
 
 
-def parse(text: str, option: str = "--check", *, sweep: bool = False) -> Check:
+def parse(condition: str, option: str = "--check", *, sweep: bool = False) -> Check:
     """Understand a condition; messages begin with the `option` that it stands behind. Raises CheckError. Durations need
     no `_s`, and without a unit are seconds; `%` is a hundredth of a share. No bound is infinite: such a condition would
     hold of every run, or of none. `sweep`: metrics that only the table of a sweep has are known, too.
     """
-    match, source = FORM.fullmatch(text), f"{option} {text!r}"
+    match, source = FORM.fullmatch(condition), f"{option} {condition!r}"
     if not match:
         expected = "expected METRIC<VALUE[UNIT], for example ttft.p99<500ms"
-        raise CheckError(f"{source}: {expected}", value=text, bound=expected)
+        raise CheckError(f"{source}: {expected}", value=condition, bound=expected)
     name, compare, sign, number, unit = match.groups()
     name = named(name, source, sweep=sweep)
     allowed = UNITS.get(metric(name).unit, {"": 1.0})
-    return Check(text, name, compare, bounded(name, f"{sign}{number}", unit, allowed, source))
+    return Check(condition, name, compare, bounded(name, f"{sign}{number}", unit, allowed, source))
 
 
 def bounded(name: str, number: str, unit: str, allowed: Mapping[str, float], source: str) -> float:
@@ -110,18 +110,18 @@ def bounded(name: str, number: str, unit: str, allowed: Mapping[str, float], sou
     return value
 
 
-def objective(text: str, source: str, sign: int | None = None, *, directed: bool = True) -> Objective:
+def objective(name: str, source: str, sign: int | None = None, *, directed: bool = True) -> Objective:
     """A metric of a sweep with its direction: `sign`, else `min:` or `max:` before its name, else the catalogue's.
 
     Raises CheckError, its message led by `source`, for an unknown metric, and if it has no direction but `directed`.
     """
-    prefix = next((prefix for prefix in DIRECTIONS if text.startswith(prefix)), "")
-    found = metric(named(text.removeprefix(prefix), source, sweep=True))
-    sign = sign or DIRECTIONS.get(prefix) or found.sign
+    prefix = next((prefix for prefix in DIRECTIONS if name.startswith(prefix)), "")
+    known = metric(named(name.removeprefix(prefix), source, sweep=True))
+    sign = sign or DIRECTIONS.get(prefix) or known.sign
     if directed and not sign:
-        bound = f"expected max:{found.name} or min:{found.name}"
-        raise CheckError(f"{source}: neither more nor less of it is better, {bound}", field=found.name, bound=bound)
-    return Objective(found, sign)
+        bound = f"expected max:{known.name} or min:{known.name}"
+        raise CheckError(f"{source}: neither more nor less of it is better, {bound}", field=known.name, bound=bound)
+    return Objective(known, sign)
 
 
 def named(name: str, source: str, *, sweep: bool = False) -> str:

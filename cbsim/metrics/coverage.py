@@ -25,10 +25,10 @@ def warnings(scenario: Mapping[str, Any], steps: Steps) -> list[str]:
         return []
     if scenario["cost"]["kind"] == "table":
         return _unlike(scenario)
-    texts = [
-        _other(name, calibrated[name], is_now) for name, is_now in _subject(scenario) if calibrated[name] != is_now
-    ]
-    return texts + [text for column, noun in RANGE if (text := _beyond(steps, column, noun, calibrated[column]))]
+    changed = [(name, is_now) for name, is_now in _subject(scenario) if calibrated[name] != is_now]
+    unlike = "the coefficients were measured with {} {}, the scenario has {}"
+    beyond = (_beyond(steps, column, noun, calibrated[column]) for column, noun in RANGE)
+    return [*(unlike.format(name, calibrated[name], is_now) for name, is_now in changed), *filter(None, beyond)]
 
 
 def _subject(scenario: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -36,10 +36,6 @@ def _subject(scenario: Mapping[str, Any]) -> list[tuple[str, Any]]:
     types = {"dtype": model["dtype"], "weights": model.get("weights_dtype"), "KV cache": model.get("kv_dtype")}
     dtype = ", ".join(f"{kind} of {name}" if name != "dtype" else kind for name, kind in types.items() if kind)
     return [("model", model["name"]), ("dtype", dtype), ("scheduler", scenario["scheduler"]["name"])]
-
-
-def _other(name: str, was: str, is_now: str) -> str:
-    return f"the coefficients were measured with {name} {was}, the scenario has {is_now}"
 
 
 def _beyond(steps: Steps, column: str, noun: str, most: int) -> str:
@@ -61,17 +57,17 @@ def sureness(cost: TableSettings) -> list[str]:
     calibrated = cost.calibrated
     if calibrated is None:
         return []
-    kept = {field: value for field, value in calibrated.values.items() if field not in _changed(cost, calibrated)}
-    values = [_term(field, value, calibrated.intervals[field]) for field, value in kept.items()]
-    said = [f"tables of {cost.engine} and terms {cost.terms}, with 80 % intervals: {', '.join(values)}"]
-    if terms.FRONT in kept:
-        said[0] += f"; {terms.FRONT} is the client's and not in the times below"
+    unchanged = [field for field in calibrated.values if field not in _changed(cost, calibrated)]
+    values = [_term(field, calibrated.values[field], calibrated.intervals[field]) for field in unchanged]
+    sentences = [f"tables of {cost.engine} and terms {cost.terms}, with 80 % intervals: {', '.join(values)}"]
+    if terms.FRONT in unchanged:
+        sentences[0] += f"; {terms.FRONT} is the client's and not in the times below"
     known = [(name, sure) for name, sure in (("TTFT", calibrated.ttft), ("TPOT", calibrated.tpot)) if sure]
     if known:
         spans = ", ".join(f"{name} {sure.low:+.1%} to {sure.high:+.1%}" for name, sure in known)
         about = f"80 % of {known[-1][1].points} servers that were left out measured more or less than predicted by"
-        said.append(f"{about}: {spans} (means, {terms.FRONT} included)")
-    return said
+        sentences.append(f"{about}: {spans} (means, {terms.FRONT} included)")
+    return sentences
 
 
 def _term(name: str, value: float, ends: Sequence[float]) -> str:
@@ -93,15 +89,15 @@ def _unlike(scenario: Mapping[str, Any]) -> list[str]:
     model, engine = scenario["model"], scenario["scheduler"]["name"].partition("_")[0]
     system, weights = PurePath(cost.path).name, model["weights_dtype"] or model["dtype"]
     users = (scenario["workload"].get("arrivals") or {}).get("users")
-    said = calibrated.outside(engine, system, model["name"], cost.tensor_parallel, users)
-    others = {
+    differences = calibrated.outside(engine, system, model["name"], cost.tensor_parallel, users)
+    server = {
         f"tables of {cost.engine}": cost.engine != calibrated.tables.get(system, cost.engine),
         f"fastest {str(cost.fastest).lower()}": cost.fastest != calibrated.fastest,
         f"routing {cost.routing}": model["experts"] and cost.routing != calibrated.routing,
         f"weights in {weights}": weights not in calibrated.weights,
         "a synchronous loop": scenario["loop"]["mode"] != "async",
     }
-    said += [text for text, differs in others.items() if differs]
+    differences += [name for name, differs in server.items() if differs]
     changed = _changed(cost, calibrated)
-    said += [f"{field} {getattr(cost, field):g} in place of {value:g}" for field, value in changed.items()]
-    return [f"{text}, unlike what the terms {cost.terms} were calibrated on" for text in said]
+    differences += [f"{field} {getattr(cost, field):g} in place of {value:g}" for field, value in changed.items()]
+    return [f"{difference}, unlike what the terms {cost.terms} were calibrated on" for difference in differences]

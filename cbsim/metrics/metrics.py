@@ -32,13 +32,8 @@ def distribution(values: Floats, counts: Ints | None = None) -> dict[str, Any]:
         return {"n": 0}
     mean = float(np.average(values, weights=counts))
     spread = float(np.sqrt(np.average((values - mean) ** 2, weights=counts)))
-    result: dict[str, Any] = {
-        "n": total,
-        "mean": mean,
-        "std": spread,
-        "min": float(values[0]),
-        "max": float(values[-1]),
-    }
+    result: dict[str, Any] = {"n": total, "mean": mean, "std": spread}
+    result |= {"min": float(values[0]), "max": float(values[-1])}
     for q in QUANTILES:
         rank = q / 100 * (total - 1)
         ranks = [int(rank), min(int(rank) + 1, total - 1)]

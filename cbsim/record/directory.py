@@ -72,8 +72,8 @@ class RunWriter:
         """Mark the directory as incomplete, with the reason."""
         self._write(MARKER, (reason + "\n").encode())
 
-    def scenario(self, text: str) -> None:
-        self._write("scenario.resolved.yaml", text.encode())
+    def scenario(self, resolved: str) -> None:
+        self._write("scenario.resolved.yaml", resolved.encode())
 
     def environment(self, facts: Mapping[str, Any]) -> None:
         self._json("env.json", facts)

@@ -24,13 +24,11 @@ def check(steps: Steps, *, depth: int, overlap: bool, total_blocks: int) -> None
     """Raise AssertionError unless the table can be that of a server with `depth` steps in flight, as many I/O buffers,
     and copies that run beside kernels only with `overlap`.
     """
-    check_order(steps)
-    check_cpu(steps)
-    _lanes(steps, overlap)
+    check_read(steps, total_blocks)
+    for names in [[lane] for lane in LANES] if overlap else [LANES]:  # without overlap one lane
+        _lane(steps, names)
     _dependencies(steps)
     _flight(steps, depth)
-    check_rows(steps)
-    check_blocks(steps, total_blocks)
 
 
 def check_read(steps: Steps, total_blocks: int) -> None:
@@ -38,16 +36,10 @@ def check_read(steps: Steps, total_blocks: int) -> None:
     steps and phases in order, one thing at a time on the CPU, rows, tokens and blocks that add up. What a device does
     beside the CPU is left alone: a clock of its own has errors of its own.
     """
-    check_order(steps)
+    _order(steps)
     check_cpu(steps)
-    check_rows(steps)
-    check_blocks(steps, total_blocks)
-
-
-def check_order(steps: Steps) -> None:
-    """Raise AssertionError unless steps come in order and nothing ends before it starts."""
-    _numbers(steps)
-    _intervals(steps)
+    _rows(steps)
+    _blocks(steps, total_blocks)
 
 
 def _require(rule: str, left: Ints, right: Ints | int, holds: Checked) -> None:
@@ -66,11 +58,9 @@ def _equal(rule: str, left: Ints, right: Ints | int) -> None:
     _require(rule, left, right, left == right)
 
 
-def _numbers(steps: Steps) -> None:
+def _order(steps: Steps) -> None:
+    """Steps come in order, and nothing ends before it starts."""
     _equal("steps are numbered 0, 1, 2 ...", steps["step"], np.arange(len(steps), dtype=np.int64))
-
-
-def _intervals(steps: Steps) -> None:
     _at_most("steps begin at or after the run", np.zeros_like(steps["step"]), steps["schedule_start_ns"])
     for name in (*PHASES, *LANES):
         _at_most(f"{name} ends at or after its start", steps[f"{name}_start_ns"], steps[f"{name}_end_ns"])
@@ -81,12 +71,6 @@ def _intervals(steps: Steps) -> None:
 def check_cpu(steps: Steps) -> None:
     """Raise AssertionError unless the CPU, one lane for all phases, does one thing at a time."""
     _lane(steps, PHASES)
-
-
-def _lanes(steps: Steps, overlap: bool) -> None:
-    """Without `overlap` copies and kernels are one lane."""
-    for names in [[lane] for lane in LANES] if overlap else [LANES]:
-        _lane(steps, names)
 
 
 def _lane(steps: Steps, names: Sequence[str]) -> None:
@@ -133,8 +117,8 @@ def _flight(steps: Steps, depth: int) -> None:
     _at_most(f"{depth} steps in flight at most", steps["update_end_ns"][earlier], planned)
 
 
-def check_rows(steps: Steps) -> None:
-    """Raise AssertionError unless the rows and tokens of each step add up."""
+def _rows(steps: Steps) -> None:
+    """The rows and tokens of each step add up."""
     rows, decodes, prefill = steps["rows"], steps["decode_rows"], steps["prefill_tokens"]
     for name in ("decode_rows", "prefill_tokens", "context_tokens", "waiting", "preempted", "cached_tokens"):
         _at_most(f"{name} is not negative", np.zeros_like(rows), steps[name])
@@ -152,8 +136,8 @@ def check_rows(steps: Steps) -> None:
     _at_most("only listed tokens are recomputed", steps["recomputed_tokens"], prefill)
 
 
-def check_blocks(steps: Steps, total: int) -> None:
-    """Raise AssertionError unless the cache of so many blocks can have been used so."""
+def _blocks(steps: Steps, total: int) -> None:
+    """The cache of so many blocks can have been used so."""
     used, new, cached = steps["used_blocks"], steps["new_blocks"], steps["cached_blocks"]
     _at_most("blocks in use are not negative", np.zeros_like(used), used)
     _at_most("cached blocks are not negative", np.zeros_like(used), cached)

@@ -98,7 +98,7 @@ class Log:
     def left(self, spec: RequestSpec, at_ns: int) -> None:
         self._add(served.left(spec, at_ns))
 
-    def text(self) -> str:
+    def content(self) -> str:
         return "".join(self._lines)
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ def session_of(scenario: Scenario, loop: str, serve: Maker, command: str) -> Ses
 
 def result_of(session: Session, log: Log, facts: Mapping[str, Any], incomplete: str | None = None) -> Result:
     """What has happened in a session; `facts` go into its summary under `served`."""
-    session.set_requests(log.text())
+    session.set_requests(log.content())
     result = session.result(incomplete)
     return replace(result, summary={**result.summary, "served": dict(facts)})
 

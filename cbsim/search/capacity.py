@@ -87,7 +87,7 @@ class Capacity:
             "confidence": self.terms.confidence,
             "replicates": self.replicates,
             "requests": self.requests,
-            "conditions": [check.text for check in self.terms.conditions],
+            "conditions": [check.rule for check in self.terms.conditions],
             "binds": self.binds and {"word": self.binds.word, "sentences": list(self.binds.sentences)},
             "monotone": not self.disorder,
             "notices": [*self.disorder, *self.notices],
@@ -306,7 +306,7 @@ def run(scenario: Scenario, field: str, terms: Terms, store: Path, executor: Exe
         Over(scenario, field)  # what cannot be searched is told before anything is printed
         runs = Runs(Store(store, identity.code()), executor)
         if not as_json:
-            conditions = " and ".join(check.text for check in terms.conditions)
+            conditions = " and ".join(check.rule for check in terms.conditions)
             print(f"{scenario.name}, {scenario.loop.mode}: {field} with {conditions}; {executor.about}\n")
         answer = search(scenario, field, terms, runs, (lambda _: None) if as_json else _printer(terms, field))
     if as_json:

@@ -74,7 +74,7 @@ def terms(scenario: Scenario, slo: Sequence[str], goodput: str | None, **precisi
     if goodput is not None:
         checks.append(_goodput(goodput))
     bounds = scenario.slo.model_dump(exclude={"preset"}, exclude_none=True)
-    needing = [check.text for check in checks if check.metric.startswith("slo.")]
+    needing = [check.rule for check in checks if check.metric.startswith("slo.")]
     if needing and not bounds:
         expected = "expected its ttft_s, tpot_s, e2e_s or preset, such as --set slo.ttft_s=2"
         raise ScenarioError(f"{needing[0]}: the scenario {scenario.name} has no slo; {expected}", field="slo")
@@ -186,7 +186,7 @@ class Probe:
     def numbers(self, terms: Terms) -> dict[str, Any]:
         """As `--json` prints it."""
         values = [
-            {"condition": check.text, **interval._asdict()}
+            {"condition": check.rule, **interval._asdict()}
             for check, interval in zip(terms.conditions, self.intervals, strict=False)
         ]
         about = {name: getattr(self, name) for name in ("value", "replicates", "requests", "holds", "reason")}
@@ -231,7 +231,7 @@ def _judged(value: Value, runs: Sequence[Run], terms: Terms) -> Probe:
     if lost is not None:
         return Probe(value, len(runs), requests, (), False, lost, runs[0].limits)
     values = tuple(_interval(check, summaries, terms.tail) for check in terms.conditions)
-    verdicts = {check.text: intervals.decided(check, at) for check, at in zip(terms.conditions, values, strict=True)}
+    verdicts = {check.rule: intervals.decided(check, at) for check, at in zip(terms.conditions, values, strict=True)}
     missed = [check for check, holds in verdicts.items() if holds is False]
     undecided = [check for check, holds in verdicts.items() if holds is None]
     holds = False if missed else None if undecided else True
@@ -243,7 +243,7 @@ def _interval(check: Check, summaries: Sequence[Mapping[str, Any]], tail: float)
     """Of the mean over replicates. Raises CheckError if a run has no such metric."""
     values = [value for summary in summaries if (value := check.value(summary)) is not None]
     if len(values) < len(summaries):
-        raise CheckError(f"--slo {check.text!r}: the runs have no {check.metric}", field=check.metric)
+        raise CheckError(f"--slo {check.rule!r}: the runs have no {check.metric}", field=check.metric)
     if check.metric == SHARE and len(set(values)) == 1 and values[0] in (0, 1):
         requests = sum(summary["e2e_s"]["n"] for summary in summaries)
         sure = intervals.of_all(requests, tail)

@@ -138,7 +138,7 @@ def _drop(trials: Sequence[Trial], goal: Goal, confidence: float) -> int | None:
     for i, trial in enumerate(trials):
         if trial.verdict != IN:
             continue
-        answers = {check.text: _holds(check, trial, confidence) for check in goal.slo}
+        answers = {check.rule: _holds(check, trial, confidence) for check in goal.slo}
         broken = [condition for condition, answer in answers.items() if answer is False]
         if broken:
             trial.drop(BREAKS, ", ".join(broken))

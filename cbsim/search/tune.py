@@ -60,7 +60,7 @@ class Tuned:
         return self.outcome.won
 
     def __str__(self) -> str:
-        return report.text(study(self))
+        return report.terminal(study(self))
 
     def __repr__(self) -> str:
         return f"<Tuned {self.scenario}: {self.best} of {len(self.candidates)} candidates>"
@@ -179,7 +179,7 @@ def tune(of: Sequence[Point], goal: Goal, store: Path, executor: Executor, progr
 def study(tuned: Tuned) -> Report:
     """The report of a search, candidate by candidate."""
     outcome, goal = tuned.outcome, tuned.outcome.goal
-    conditions = f" with {' and '.join(check.text for check in goal.slo)}" if goal.slo else ""
+    conditions = f" with {' and '.join(check.rule for check in goal.slo)}" if goal.slo else ""
     most = "most" if goal.metric.sign > 0 else "least"
     return Report(
         title=f"Settings of {tuned.scenario} for {goal.metric.name}",
@@ -189,7 +189,7 @@ def study(tuned: Tuned) -> Report:
         data={
             "metric": goal.metric.name,
             "maximise": goal.metric.sign > 0,
-            "slo": [check.text for check in goal.slo],
+            "slo": [check.rule for check in goal.slo],
             "confidence": goal.confidence,
             "confidence_each": outcome.confidence,
             "best": tuned.best,

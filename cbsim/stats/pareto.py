@@ -118,7 +118,7 @@ def study(sweep: Replicated, question: Question, *, all_places: bool = False) ->
     standings.sort(key=lambda each: (each.verdict == MISSING, -question.x.sign * each.x[0]))
     listed = [each for each in standings if all_places or each.verdict in (FRONTIER, PERHAPS)]
     directions = [f"{'most' if metric.sign > 0 else 'least'} {metric.name}" for metric in question[:2]]
-    conditions = f", with {' and '.join(check.text for check in question.where)}" if question.where else ""
+    conditions = f", with {' and '.join(check.rule for check in question.where)}" if question.where else ""
     return Report(
         title=f"{question.y.name} against {question.x.name}",
         question=f"Which points have {' and '.join(directions)}{conditions}?",
@@ -128,7 +128,7 @@ def study(sweep: Replicated, question: Question, *, all_places: bool = False) ->
         data={
             "x": question.x.name,
             "y": question.y.name,
-            "where": [check.text for check in question.where],
+            "where": [check.rule for check in question.where],
             "confidence": question.confidence,
             "places": [_facts(each, sweep.changing) for each in standings],
         },
@@ -202,6 +202,6 @@ def _chart(standings: Sequence[Standing], fields: Sequence[str], question: Quest
         if verdict == FRONTIER:
             marks.append(Line("", xs[:, 0], ys[:, 0], style))
     panel = Panel(marks, question.x.name, question.y.name)
-    out = f"; out: breaks {', '.join(check.text for check in question.where)}" if question.where else ""
+    out = f"; out: breaks {', '.join(check.rule for check in question.where)}" if question.where else ""
     caption = f"Numbers are the table's. Bars are intervals with a confidence of {question.confidence:g}{out}."
     return Chart("pareto", f"{question.y.name} against {question.x.name}", caption, [panel])

@@ -149,7 +149,8 @@ def test_a_run_says_how_sure_it_is(calibrated: Path, tmp_path: Path, capsys: pyt
     assert "in place of" not in said
     runs = loading.read([*(tmp_path / "runs").iterdir()])
     (caveat,) = [each for each in trust.caveats(runs) if each.kind == "calibration"]
-    assert caveat.text.count("unlike what the terms made were calibrated on") == said.count("beyond the calibration: ")
+    unlike = "unlike what the terms made were calibrated on"
+    assert caveat.reason.count(unlike) == said.count("beyond the calibration: ")
     words = ["--set", "cost.layer_s=1", "--set", "cost.fastest=false", "--set", "loop.mode=sync"]
     words += ["--set", "scheduler={name: sglang}", "--set", "workload.arrivals={kind: closed_loop, users: 99}"]
     assert main(["run", str(scenario), "--out", str(tmp_path / "runs"), *words]) == 0

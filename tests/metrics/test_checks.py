@@ -41,7 +41,7 @@ SUMMARY = {
 def test_what_is_understood(text: str, metric: str, compare: str, bound: float) -> None:
     """Durations need no `_s`; ns, us, ms, s, min and % scale the bound; blanks do not matter; numbers are decimal."""
     check = parse(text)
-    assert (check.text, check.metric, check.compare) == (text, metric, compare)
+    assert (check.rule, check.metric, check.compare) == (text, metric, compare)
     assert check.bound == pytest.approx(bound)
 
 
@@ -131,7 +131,7 @@ def test_a_bound_has_the_unit_of_its_metric(name: str, compare: str, bound: str,
 def test_whatever_is_written_is_understood_or_refused(text: str) -> None:
     """No input ends in anything but a condition or a CheckError."""
     try:
-        understood = parse(text).text
+        understood = parse(text).rule
     except CheckError as error:
         understood = str(error)
     assert text in understood or repr(text) in understood

@@ -91,5 +91,7 @@ def test_a_client_may_go_at_any_byte(clients: list[tuple[int, int, int | None, i
     stayed = [text for client, text in zip(clients, emitted, strict=True) if client in asked and b"[DONE]" in text]
     assert all(text.count(b'"text":') == 30 for text in stayed)
     assert statuses["length"] >= len(stayed)
-    assert statuses["length"] + statuses["aborted"] == len(opened.backend.log.text().splitlines()) - statuses["aborted"]
+    assert (
+        statuses["length"] + statuses["aborted"] == len(opened.backend.log.content().splitlines()) - statuses["aborted"]
+    )
     assert result.summary["requests"] <= len(asked)

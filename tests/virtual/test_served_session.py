@@ -107,7 +107,7 @@ def session(
 
 def again(opened: Opened) -> Result:
     """`cbsim run` on who came."""
-    asked, text = opened.run.scenario, opened.backend.log.text()
+    asked, text = opened.run.scenario, opened.backend.log.content()
     return running.one_loop(asked, asked.loop.mode, Simulation, Terms("test", requests=text))
 
 
@@ -168,7 +168,7 @@ def test_a_session_whose_kv_moves(moves: dict[str, Any]) -> None:
 
 def test_two_sessions_are_alike_to_the_byte() -> None:
     first, second = (session(scenario("vllm", "async"), seed=4) for _ in range(2))
-    assert first[0].backend.log.text() == second[0].backend.log.text()
+    assert first[0].backend.log.content() == second[0].backend.log.content()
     assert first[1].steps.equals(second[1].steps)
 
 
@@ -288,7 +288,7 @@ def test_a_full_disk_is_told_at_once_and_leaves_whole_lines(tmp_path: Path) -> N
     assert "arrivals.jsonl: cannot be written" in problem
     assert problem.endswith("from request 1 on")
     log.left(spec, 9)
-    assert len(log.text().splitlines()) == 3, "memory has them all"
+    assert len(log.content().splitlines()) == 3, "memory has them all"
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 64))

@@ -20,7 +20,7 @@ def test_everything_of_a_report_is_in_it(runs: int) -> None:
     made = report(runs)
     text = html.unescape(reports.markdown(made).replace("\\|", "|"))
     told = [made.title, made.question, made.command, *made.findings]
-    told += [caveat.text for caveat in made.caveats] + [chart.caption for chart in made.charts]
+    told += [caveat.reason for caveat in made.caveats] + [chart.caption for chart in made.charts]
     told += [cell for table in made.tables for row in table.rows for cell in row]
     told += [one for source in made.sources for one in (source.label, source.folder, source.command)]
     tiled = made.sources if runs <= reports.MOST_COLUMNS else ()  # a table has the numbers of more

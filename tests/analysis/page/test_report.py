@@ -123,7 +123,7 @@ def test_an_interrupted_run_is_reported_alone_and_compared_with_none(paths: list
     cut = Path(shutil.copytree(paths[0], tmp_path / "cut"))
     (cut / "INCOMPLETE").write_text("interrupted, after 5 steps\n")
     made = report.build(loading.read([cut]), "c")
-    assert made.caveats[0].kind == "incomplete" and "interrupted, after 5 steps" in made.caveats[0].text
+    assert made.caveats[0].kind == "incomplete" and "interrupted, after 5 steps" in made.caveats[0].reason
     with pytest.raises(Incomparable, match="incomplete: interrupted, after 5 steps"):
         report.build(loading.read([cut, paths[1]]), "c")
 

@@ -48,7 +48,7 @@ def _kinds(*runs: LoadedRun) -> list[str]:
 
 def _text(kind: str, *runs: LoadedRun) -> str:
     (one,) = [one for one in trust.caveats(runs) if one.kind == kind]
-    return one.text
+    return one.reason
 
 
 def _with(run: LoadedRun, **facts: Any) -> LoadedRun:
@@ -126,7 +126,7 @@ def test_an_incomplete_run_comes_first(plain: LoadedRun) -> None:
     cut = _with(replace(plain, incomplete="interrupted, after 7 steps"), git={"commit": None, "dirty": None})
     found = trust.caveats([cut])
     assert [one.kind for one in found] == ["incomplete", "code"]
-    assert "interrupted, after 7 steps" in found[0].text
+    assert "interrupted, after 7 steps" in found[0].reason
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_runs_on_different_devices_code_and_packages(plain: LoadedRun) -> None:
     one = _with(plain, device="gpu one", packages={"torch": "2.11", "numpy": "2.4"})
     other = _with(plain, device="gpu two", packages={"torch": "2.13", "numpy": "2.4", "simpy": "4"})
     other = _with(other, git={"commit": "d" * 40, "dirty": False})
-    texts = [found.text for found in trust.caveats([one, other])]
+    texts = [found.reason for found in trust.caveats([one, other])]
     assert len(texts) == 3
     assert "gpu one, gpu two" in texts[0]
     assert "cccccccccc, dddddddddd" in texts[1]

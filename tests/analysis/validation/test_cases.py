@@ -51,8 +51,8 @@ def test_incomplete_runs_are_left_out_and_told(one: Path, loops: dict[str, Path]
     found = cases.read(one)
     assert len(found.cases[0].loops["sync"].measured) == 1
     assert [(told.kind, told.run) for told in found.left_out] == [("incomplete", "a")] * 2
-    assert "measured/cut is incomplete and left out: interrupted, after 5 steps" in found.left_out[0].text
-    assert "no reason was written" in found.left_out[1].text
+    assert "measured/cut is incomplete and left out: interrupted, after 5 steps" in found.left_out[0].reason
+    assert "no reason was written" in found.left_out[1].reason
 
 
 @pytest.mark.parametrize(("kind", "said"), [("measured", "not measured yet"), ("simulated", "not simulated")])
@@ -63,7 +63,7 @@ def test_what_has_not_been_run_is_told_and_left_out(one: Path, loops: dict[str, 
     for path in (one / "validation" / "a" / kind).glob("async*"):
         shutil.rmtree(path)
     found = cases.read(one)
-    assert [(told.run, told.text) for told in found.left_out] == [
+    assert [(told.run, told.reason) for told in found.left_out] == [
         ("a", f"the async loop is {said}, left out"),
         ("b", f"{said}, left out"),
     ]

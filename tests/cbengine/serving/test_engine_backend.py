@@ -161,7 +161,7 @@ def test_what_cannot_be_served_is_said_and_leaves_no_trace() -> None:
     fields = ["prompt"] * 4 + ["max_tokens"] * 3 + ["sampling.temperature", "sampling.top_p"]
     assert [str(error).partition(":")[0] for error in served.talk(wrong)] == fields
     assert not served.engine.record.requests()
-    assert served.backend.log.text() == ""
+    assert served.backend.log.content() == ""
     late = served.send([1], 1)
     assert (late.stream.finish, late.stream.error) == ("error", "the server takes no more requests")
 
