@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cbsim import files
 from cbsim.draw.chart import Floats
 from cbsim.errors import RunError
+from cbsim.files import read_text
 from cbsim.metrics import metrics
 from cbsim.record.tables import Ints
 from cbsim.scenario.documents import wording
@@ -99,7 +99,7 @@ def distribution(values: Floats, counts: Ints | None = None) -> Distribution:
 
 def client(path: Path) -> Client:
     """What a file holds. Raises RunError naming file, field, value and what is allowed."""
-    text = files.read_text(path, RunError, MOST_BYTES)
+    text = read_text(path, RunError, MOST_BYTES)
     value, first = _parsed(text), _parsed(text.lstrip().partition("\n")[0])
     if text.startswith("Metric,avg,"):
         measured = _aiperf_statistics(path, _csv(text))

@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from cbsim import files
 from cbsim.errors import RunError
+from cbsim.files import access
 from cbsim.record.columns import Column
 
 SCHEMA_VERSION = 4  # of the run directory: raised whenever a reader of the version before would misread it
@@ -111,7 +111,7 @@ class TableFiles:
 
     def _read(self, source: Path | bytes, make: Callable[[pq.ParquetFile], T]) -> T:
         path = source if isinstance(source, Path) else "a table in memory"
-        with files.access(path, RunError), BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+        with access(path, RunError), BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
             try:
                 table = pq.ParquetFile(file, page_checksum_verification=True)
                 self._check(table.schema_arrow)
