@@ -1,4 +1,4 @@
-"""A real engine behind the front end: requests go to its thread by post, what became of them comes back once a step."""
+"""A real engine behind the front end: requests go to its thread by post, tokens and ends come back once a step."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from cbengine.content import Ids
 from cbengine.errors import UsageError
 from cbengine.sampling import MASK, Sampling, request_seed
 from cbengine.sequence import Sequence
-from cbengine.serving import server
-from cbengine.serving.post import NS, Came, Left, Post
-from cbengine.serving.reporter import ERROR, Happened, Reporter
+from cbengine.serving.post import Left, Post
+from cbengine.serving.reporter import Happened, Reporter
 from cbengine.serving.server import EngineServer
 from cbsim.errors import DeadlockError, ServerError
-from cbsim.http.backend import ABORT, UNMETERED, Generation, Load, Meter, Stream
+from cbsim.http.backend import ERROR, NS, Generation, Load, SessionBackend, Stream
 from cbsim.http.tokenizer import Tokenizer
 from cbsim.policy.request import RequestSpec
 from cbsim.runs.guard import PolicyError
-from cbsim.runs.served import Contents, Log, session_of
+from cbsim.runs.served import Contents, session_of
 from cbsim.scenario.scenario import Scenario
 
 
-class EngineBackend:
+class EngineBackend(SessionBackend):
     """A session of the engine (cbsim.http.backend.Backend). `ends` are the model's end tokens. Raises what making
     an engine does.
 
@@ -50,102 +49,70 @@ class EngineBackend:
         model: str = "",
         command: str = "",
     ) -> None:
-        self.model, self.tokenizer = model or scenario.model.name, tokenizer
-        self.meter: Meter = UNMETERED
-        self.max_model_len = server.longest(scenario, loop)
-        self.dead: str | None = None
-        self.log = Log()
+        super().__init__(model or scenario.model.name, tokenizer, scenario, loop)
         self._ends, self._vocab, self._seed = ends | tokenizer.ends, scenario.model.vocab, scenario.seed
         self._post = Post()
-        self._reporter = Reporter(self._post, self._tell)
+        self._reporter = Reporter(self._post, self._report)
         self.session = session_of(scenario, loop, partial(EngineServer, setup, self._post, self._reporter), command)
         assert isinstance(self.session.server, EngineServer)
         self._server = self.session.server
         pool = self._server.engine.scheduler.pool
         self._contents = Contents(pool.block_size, pool.num_blocks)
-        self._streams: dict[RequestSpec, Stream] = {}  # those that have not ended
-        self._specs: dict[Stream, RequestSpec] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over = asyncio.Event()
 
-    # -- how it stands
-
     @property
     def now_s(self) -> float:
-        return self._now_ns / NS
+        return self._stamp() / NS
 
-    @property
-    def _now_ns(self) -> int:
-        """Since `run` began."""
+    def _stamp(self) -> int:
+        """Nanoseconds since `run` began."""
         return 0 if self._loop is None else self._server.clock.now_ns() - self._server.start_ns
 
     @property
     def load(self) -> Load:
-        """Whoever has not ended and does not run waits, on the way to the engine or there."""
+        """A request that has not ended and does not run waits, on the way to the engine or there."""
         load = self._reporter.load
         return replace(load, waiting=max(0, len(self._streams) - load.running))
 
     # -- requests
 
     def submit(self, stream: Stream) -> None:
-        at_ns = self._now_ns
+        at_ns = self._stamp()
         stream.arrive(at_ns / NS)
         try:
-            sequence = self._sequence(stream.generation, at_ns)
+            self._post.send(self._sequence(stream, at_ns))
         except UsageError as error:
             stream.end(ERROR, at_ns / NS, str(error))
-            return
-        spec = sequence.spec
-        self._streams[spec], self._specs[stream] = stream, spec
-        self.log.came(spec)
-        self._post.send(Came(sequence))
 
-    def _sequence(self, wanted: Generation, at_ns: int) -> Sequence:
+    def _withdraw(self, spec: RequestSpec, at_ns: int) -> None:
+        self._post.send(Left(spec, at_ns))
+
+    def _sequence(self, stream: Stream, at_ns: int) -> Sequence:
         """A request as the engine takes it. Raises UsageError."""
         if self.dead or self._post.closed:
             raise UsageError(self.dead or "the server takes no more requests")
-        prompt = self._prompt(wanted)
-        seed = None if wanted.seed is None else request_seed(wanted.seed & MASK, 0)
-        sampling = Sampling(wanted.temperature, max(0, wanted.top_k), wanted.top_p, self._seed)
-        ids = self._contents.prefix(wanted.prompt, wanted.cache_salt)
-        spec = RequestSpec(
-            index=self.log.count,
-            id=wanted.id,
-            arrival_ns=at_ns,
-            prompt_tokens=len(prompt),
-            output_tokens=wanted.max_tokens,
-            max_tokens=wanted.max_tokens,
-            priority=wanted.priority,
-            prefix=ids,
-            prefix_block_tokens=self._contents.block_tokens,
-            prefix_tokens=len(ids) * self._contents.block_tokens,
-        )
-        stops = frozenset(wanted.stop_token_ids) if wanted.ignore_eos else self._ends.union(wanted.stop_token_ids)
-        return Sequence(spec, prompt, sampling, stops, wanted.min_tokens, seed)
+        generation = stream.generation
+        prompt = self._prompt(generation)
+        seed = None if generation.seed is None else request_seed(generation.seed & MASK, 0)
+        sampling = Sampling(generation.temperature, max(0, generation.top_k), generation.top_p, self._seed)
+        stops = frozenset(generation.stop_token_ids)
+        if not generation.ignore_eos:
+            stops |= self._ends
+        spec = self._enter(stream, at_ns, generation.max_tokens)
+        return Sequence(spec, prompt, sampling, stops, generation.min_tokens, seed)
 
-    def _prompt(self, wanted: Generation) -> Ids:
+    def _prompt(self, generation: Generation) -> Ids:
         """Its tokens, checked. Raises UsageError."""
-        ids, most = wanted.prompt, self.max_model_len
+        ids, tokens, most = generation.prompt, generation.max_tokens, self.max_model_len
         if not ids:
             raise UsageError("prompt: has no token, expected at least one")
         if not 0 <= min(ids) <= max(ids) < self._vocab:
             raise UsageError(f"prompt: holds a token that is not in 0 .. {self._vocab - 1}")
-        if wanted.max_tokens < 1 or len(ids) + wanted.max_tokens > most:
-            asked = f"{len(ids)} tokens of prompt and {wanted.max_tokens} of answer"
-            raise UsageError(f"max_tokens: {asked} are asked for, expected at least 1 of answer and {most} in all")
+        if tokens < 1 or len(ids) + tokens > most:
+            requested = f"{len(ids)} tokens of prompt and {tokens} of answer"
+            raise UsageError(f"max_tokens: {requested} are asked for, expected at least 1 of answer and {most} in all")
         return np.array(ids, dtype=np.int32)
-
-    def cancel(self, stream: Stream) -> None:
-        spec = self._specs.pop(stream, None)
-        if spec is not None:
-            at_ns = self._now_ns
-            del self._streams[spec]
-            self.log.left(spec, at_ns)
-            self._post.send(Left(spec, at_ns))
-            stream.end(ABORT, at_ns / NS)
-
-    def forget_prefixes(self) -> None:
-        self._contents.forget()
 
     # -- the engine's thread
 
@@ -169,7 +136,7 @@ class EngineBackend:
         self._server.engine.close()
 
     def _serve(self) -> None:
-        """What the thread does."""
+        """The work of the thread."""
         problem: str | None = None
         try:
             self._server.run(self._reporter.on_step)
@@ -182,7 +149,7 @@ class EngineBackend:
             problem = f"{type(defect).__name__}: {defect}"
         self._call(partial(self._ended, problem))
 
-    def _tell(self, happened: Happened) -> None:
+    def _report(self, happened: Happened) -> None:
         self._call(partial(self._heard, happened))
 
     def _call(self, callback: partial[None]) -> None:
@@ -194,27 +161,23 @@ class EngineBackend:
     # -- called by the loop
 
     def _ended(self, problem: str | None) -> None:
-        """The engine has; `problem` says why, if not in order."""
-        self.dead, at_s = problem, self.now_s
-        for stream in self._streams.values():
-            stream.end(ERROR, at_s, problem)
-        self._streams, self._specs = {}, {}
+        """The engine has ended; `problem` says why, if not in order."""
+        self._fail(problem, self._stamp())
         self._over.set()
 
     def _heard(self, happened: Happened) -> None:
-        """Streams get what is theirs. Nobody tells those that were given up."""
-        streams, at_s = self._streams, happened.at_ns / NS
+        """Pass on what belongs to streams that were not given up."""
+        streams, at_ns = self._streams, happened.at_ns
         for step in happened.steps:
             for spec, cached_tokens in step.admitted:
                 if spec in streams and streams[spec].scheduled_s is None:
                     streams[spec].schedule(step.at_ns / NS, cached_tokens)
         for spec, ids in happened.tokens:
             if spec in streams:
-                streams[spec].put(ids, at_s)
+                streams[spec].put(ids, at_ns / NS)
         for end in happened.ended:
-            if stream := streams.pop(end.spec, None):
-                del self._specs[stream]
+            if stream := streams.get(end.spec):
                 stream.preemptions = end.preemptions
-                stream.end(end.finish, at_s, end.error)
+                self._end(stream, end.finish, at_ns, end.error)
         for step in happened.steps:
             self.meter.stepped(step.tokens, step.preempted)

@@ -15,14 +15,14 @@ from cbengine.serving.backend import EngineBackend
 from cbsim.http import command
 from cbsim.http.command import ServeOptions
 from cbsim.http.listen import check_host
-from cbsim.http.tokenizer import Tokenizer, open_tokenizer
+from cbsim.http.tokenizer import open_tokenizer
 from cbsim.scenario.scenario import Scenario
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What an engine's session is told besides scenario and device. Without a name clients ask for the model's folder,
-    or the scenario's name; the tokenizer is that of its folder, then that of the model's, then ours.
+    """The options of an engine's session besides scenario and device. Without a name clients use that of the model's
+    folder, or the scenario's; the tokenizer is that of its folder, then that of the model's, then ours.
     """
 
     command: str
@@ -30,33 +30,31 @@ class EngineOptions:
     tokenizer: Path | None = None
 
 
-def serve(scenario: Scenario, setup: Setup, told: EngineOptions, options: ServeOptions) -> int:
+def serve(scenario: Scenario, setup: Setup, engine: EngineOptions, options: ServeOptions) -> int:
     """Serve clients; the exit status. Raises what making an engine does, EndpointError, RunError."""
     check_host(options.host, options.settings)  # before a model is loaded
-    backend = opened(scenario, setup, told)
+    backend = opened(scenario, setup, engine)
     try:
-        return asyncio.run(command.serve(backend, backend.session, backend.log, options))
+        return asyncio.run(command.serve(backend, options))
     finally:
         backend.release()
 
 
-def opened(scenario: Scenario, setup: Setup, told: EngineOptions) -> EngineBackend:
-    """A session that nobody has come to yet, of a scenario with one loop. Random weights have the vocabulary of the
+def opened(scenario: Scenario, setup: Setup, engine: EngineOptions) -> EngineBackend:
+    """A session without requests so far, of a scenario with one loop. Random weights have the vocabulary of the
     tokenizer. Raises what making an engine does, EndpointError, UsageError.
     """
     server.check(scenario, setup)
-    tokenizer = open_tokenizer(told.tokenizer or setup.weights)
-    ready = build.adapted(scenario if setup.weights else _worded(scenario, tokenizer), setup)
+    tokenizer = open_tokenizer(engine.tokenizer or setup.weights)
+    if not setup.weights:
+        model = scenario.model.model_copy(update={"vocab": tokenizer.vocab})
+        scenario = scenario.model_copy(update={"model": model})
+    ready = build.adapted(scenario, setup)
     if tokenizer.vocab > ready.model.vocab:
-        text_of = f"{told.tokenizer or setup.weights}: the tokenizer has {tokenizer.vocab} tokens"
-        raise UsageError(f"{text_of}, the model {ready.model.vocab}: they do not belong together")
+        sizes = f"the tokenizer has {tokenizer.vocab} tokens, the model {ready.model.vocab}"
+        raise UsageError(f"{engine.tokenizer or setup.weights}: {sizes}: they do not belong together")
     ends = frozenset(build.architecture_of(ready, setup).end_tokens)
     if setup.weights:
         ends |= weights.end_tokens(setup.weights)
-    name = told.name or (setup.weights.resolve().name if setup.weights else scenario.name)
-    return EngineBackend(ready, ready.loop.mode, setup, tokenizer, ends, model=name, command=told.command)
-
-
-def _worded(scenario: Scenario, tokenizer: Tokenizer) -> Scenario:
-    shape = scenario.model.model_copy(update={"vocab": tokenizer.vocab})
-    return scenario.model_copy(update={"model": shape})
+    name = engine.name or (setup.weights.resolve().name if setup.weights else scenario.name)
+    return EngineBackend(ready, ready.loop.mode, setup, tokenizer, ends, model=name, command=engine.command)

@@ -1,4 +1,4 @@
-"""What the event loop tells the engine's thread: who came, who left, and that nobody else will come."""
+"""Messages of the event loop to the engine's thread: requests, clients that left, and that no request follows."""
 
 from __future__ import annotations
 
@@ -8,16 +8,9 @@ from typing import NamedTuple
 
 from cbengine.device.clock import WallClock
 from cbengine.sequence import Sequence
+from cbsim.http.backend import NS
 from cbsim.policy.request import RequestSpec
 from cbsim.runs.inbox import NEVER_NS
-
-NS = 1_000_000_000
-
-
-class Came(NamedTuple):
-    """A request, and its text so far."""
-
-    sequence: Sequence
 
 
 class Left(NamedTuple):
@@ -35,10 +28,10 @@ class Post:
     def __init__(self) -> None:
         self.closed = False  # after the letters that are there no request comes
         self.stopped = False  # the reader is to end at once
-        self._letters: deque[Came | Left] = deque()
+        self._letters: deque[Sequence | Left] = deque()
         self._news = threading.Event()
 
-    def send(self, letter: Came | Left) -> None:
+    def send(self, letter: Sequence | Left) -> None:
         self._letters.append(letter)
         self._news.set()
 
@@ -50,7 +43,7 @@ class Post:
         self.stopped = True
         self._news.set()
 
-    def take(self) -> list[Came | Left]:
+    def take(self) -> list[Sequence | Left]:
         """The letters that have come."""
         letters = []
         while self._letters:

@@ -1,4 +1,4 @@
-"""What the engine's thread tells the event loop: what became of requests and steps, all of a step at once."""
+"""Reports of the engine's thread to the event loop: tokens and ends of requests, all of a step at once."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from typing import NamedTuple
 
 from cbengine.driver import Engine
 from cbengine.sequence import Sequence
-from cbengine.serving.post import Came, Post
+from cbengine.serving.post import Post
 from cbsim.errors import ServerError
-from cbsim.http.backend import ABORT, Load
+from cbsim.http.backend import ABORT, ERROR, Load
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.runs.inbox import Inbox
 
-NS = 1e9
-ERROR = "error"
-
 
 class Planned(NamedTuple):
-    """A step that has been launched: its query tokens, requests that its plan preempted, and whom it took in, with the
-    tokens that the cache had.
+    """A step that has been launched: its query tokens, requests that its plan preempted, and those that it admitted,
+    with the tokens that the cache had.
     """
 
     tokens: int
@@ -31,7 +28,7 @@ class Planned(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A request that is over, why (Stream.finish), what went wrong, and how often it was preempted."""
+    """A request that is over, why (Stream.finish), its error if there was one, and how often it was preempted."""
 
     spec: RequestSpec
     finish: str
@@ -40,7 +37,7 @@ class Ended(NamedTuple):
 
 
 class Happened(NamedTuple):
-    """What is new at `at_ns`: steps that are over, tokens that they brought, requests that have ended."""
+    """The news at `at_ns`: steps that are over, tokens that they brought, requests that have ended."""
 
     at_ns: int
     steps: list[Planned]
@@ -50,51 +47,44 @@ class Happened(NamedTuple):
 
 class Reporter:
     """Stands between the engine and its post, in the engine's thread: feeds the inbox, hears of plans and tokens, and
-    is the client whose requests end. `tell` is called once a step, and once for what polls have ended.
+    is the client whose requests end. `report` is called once a step, and once for what polls have ended.
     """
 
-    def __init__(self, post: Post, tell: Callable[[Happened], None]) -> None:
-        self.open: list[RequestSpec] = []  # nobody is known before he comes
+    def __init__(self, post: Post, report: Callable[[Happened], None]) -> None:
+        self.open: list[RequestSpec] = []  # no request is known before it comes
         self.cancels: list[tuple[int, RequestSpec]] = []
-        self._post, self._tell = post, tell
+        self._post, self._report = post, report
         self._coming: dict[RequestSpec, Sequence] = {}  # on their way to the engine
-        self._told: dict[RequestSpec, int] = {}  # of whoever is not over: tokens that the loop knows
+        self._emitted: dict[RequestSpec, int] = {}  # of requests that are not over: tokens that were reported
         self._planned: deque[Planned] = deque()
         self._landed: list[RequestSpec] = []
         self._ended: list[RequestSpec] = []
         self._steps = 0
 
     def serve(self, engine: Engine) -> None:
-        """Say of which engine it reports."""
+        """Report of this engine from now on. Its load is seen by its own thread, for others to read."""
         self._engine = engine
-        self.load = self._seen()
+        self.load = Load.of(engine.scheduler)
 
-    def _seen(self) -> Load:
-        """How the engine stands; seen by its own thread, for others to read."""
-        scheduler, pool = self._engine.scheduler, self._engine.scheduler.pool
-        used = 1 - pool.free / pool.num_blocks
-        return Load(len(scheduler.running), len(scheduler.waiting), used, pool.block_size, pool.num_blocks)
-
-    # -- asked by the engine
+    # -- called by the engine
 
     def begin(self, spec: RequestSpec) -> Sequence:
         """The text of a request that arrives."""
         return self._coming.pop(spec)
 
     def feed(self, inbox: Inbox) -> None:
-        """Put into the inbox what has come. Who is over has nothing to give up. Raises ServerError to end a run."""
-        self.load = self._seen()
+        """Put into the inbox what has come. Requests that are over cannot be given up. ServerError ends a run."""
+        self.load = Load.of(self._engine.scheduler)
         if self._ended:
-            self._tell(Happened(self._engine.now_ns, [], [], self._ends()))
+            self._report(Happened(self._engine.now_ns, [], [], self._ends()))
         if self._post.stopped:
             raise ServerError("interrupted")
         closed = self._post.closed  # before the letters are taken: all of them have come by then
         for letter in self._post.take():
-            if isinstance(letter, Came):
-                spec = letter.sequence.spec
-                self._coming[spec], self._told[spec] = letter.sequence, 0
-                inbox.put(spec)
-            elif letter.spec in self._told:
+            if isinstance(letter, Sequence):
+                self._coming[letter.spec], self._emitted[letter.spec] = letter, 0
+                inbox.put(letter.spec)
+            elif letter.spec in self._emitted:
                 inbox.give_up(letter.at_ns, letter.spec)
         if closed:
             inbox.news = None
@@ -123,19 +113,19 @@ class Reporter:
             over = [self._planned.popleft() for _ in range(steps)]
             tokens = [(spec, ids) for spec in self._landed if (ids := self._new(spec))]
             self._landed = []
-            self._tell(Happened(now_ns, over, tokens, self._ends()))
+            self._report(Happened(now_ns, over, tokens, self._ends()))
 
     # -- reports
 
     def _new(self, spec: RequestSpec) -> list[int]:
-        """Its tokens that count and that nobody was told. Of a request that runs those after the last one seen may be
-        dropped; one that was given up is told no more.
+        """Its tokens that count and were not reported. Of a request that runs those after the last one seen may be
+        dropped; of one that was given up no more are reported.
         """
-        if spec not in self._told:
+        if spec not in self._emitted:
             return []
-        request, outputs, told = self._engine.scheduler.requests.get(spec), self._engine.sequences[spec].outputs, 0
-        told, self._told[spec] = self._told[spec], len(outputs) if request is None else request.seen
-        return outputs[told : self._told[spec]]
+        request, outputs = self._engine.scheduler.requests.get(spec), self._engine.sequences[spec].outputs
+        first, self._emitted[spec] = self._emitted[spec], len(outputs) if request is None else request.seen
+        return outputs[first : self._emitted[spec]]
 
     def _ends(self) -> list[Ended]:
         ended, self._ended = [self._end(spec) for spec in self._ended], []
@@ -144,7 +134,7 @@ class Reporter:
     def _end(self, spec: RequestSpec) -> Ended:
         """Why it ended. Its text is not kept."""
         record, sequence = self._engine.record, self._engine.sequences[spec]
-        del self._told[spec]
+        del self._emitted[spec]
         sequence.forget()
         for problems in (record.refusals, record.failures):
             if spec in problems:

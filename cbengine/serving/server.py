@@ -14,25 +14,13 @@ from cbengine.errors import UsageError
 from cbengine.load import Load
 from cbengine.serving.post import Post, WokenClock
 from cbengine.serving.reporter import Reporter
+from cbsim.http.backend import longest_text
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload.requests import Workload
 
 
-def longest(scenario: Scenario, loop: str) -> int:
-    """Tokens of the longest text that model, scheduler and cache take."""
-    options = scenario.options(loop)
-    pool = options.num_blocks * options.block_size
-    return min(scenario.model.max_position, pool, options.limits.longest or pool)
-
-
-def load(scenario: Scenario, loop: str) -> Load:
-    """The most that clients may send. A request that runs has a block at least."""
-    most, blocks = longest(scenario, loop), scenario.options(loop).num_blocks
-    return Load(requests=blocks, prompt=most - 1, answer=most - 1, longest=most)
-
-
 def check(scenario: Scenario, setup: Setup) -> None:
-    """Refuse what clients cannot be served by. Raises UsageError."""
+    """Raise UsageError if a scenario or device cannot serve clients."""
     if scenario.kind.samples(scenario.scheduler) > 1:
         raise UsageError(f"scheduler.name: got {scenario.scheduler.name}, which searches: a stream has one text")
     if setup.device == "modelled":
@@ -50,7 +38,9 @@ class EngineServer:
         self, setup: Setup, post: Post, reporter: Reporter, scenario: Scenario, loop: str, workload: Workload
     ) -> None:
         assert not workload.total
-        plan = build.executor_plan(scenario, loop, [], setup, load(scenario, loop))
+        longest, blocks = longest_text(scenario, loop), scenario.options(loop).num_blocks
+        most = Load(requests=blocks, prompt=longest - 1, answer=longest - 1, longest=longest)  # a block a request
+        plan = build.executor_plan(scenario, loop, [], setup, most)
         self.clock, self.start_ns = WokenClock(post), 0
         self.engine, self._device = build.assembled(
             scenario,

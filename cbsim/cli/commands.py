@@ -109,8 +109,8 @@ def serve(arguments: argparse.Namespace) -> int:
     from cbsim.virtual.simulated import open_session
 
     clock, tokenizer = RealClock(arguments.clock), open_tokenizer(arguments.tokenizer)
-    opened = open_session(scenario_of(arguments), clock, tokenizer, arguments.served_model_name, arguments.line)
-    return asyncio.run(command.serve(opened.backend, opened.run, opened.backend.log, options_of(arguments)))
+    backend = open_session(scenario_of(arguments), clock, tokenizer, arguments.served_model_name, arguments.line)
+    return asyncio.run(command.serve(backend, options_of(arguments)))
 
 
 def drive(arguments: argparse.Namespace) -> int:

@@ -67,8 +67,8 @@ class Choice:
         texts = []
         for token in ids:
             self.tokens += 1
-            text, hit = stops.feed(self._decoder.feed(token), self.tokens)
-            texts.append(text)
+            delta, hit = stops.feed(self._decoder.feed(token), self.tokens)
+            texts.append(delta)
             if hit:
                 self.finish, self.stop_reason = STOP, stops.hit
                 break
@@ -95,19 +95,19 @@ class Stops:
         self._withheld = ""
         self.hit: str | None = None
 
-    def feed(self, text: str, tokens: int) -> tuple[str, bool]:
+    def feed(self, delta: str, tokens: int) -> tuple[str, bool]:
         """What may be written now, and whether a stop string ends it. The first `min_tokens` tokens stop nothing."""
         if tokens <= self._least:
-            return text, False
-        text = self._withheld + text
-        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+            return delta, False
+        pending = self._withheld + delta
+        ends = [(at + len(stop), at) for stop in self._stops if (at := pending.find(stop)) >= 0]
         if ends:
             end, start = min(ends)
-            self._withheld, self.hit = "", text[start:end]
-            return text[: end if self._include else start], True
-        keep = max(_beginning(text, stop) for stop in self._stops)
-        self._withheld = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+            self._withheld, self.hit = "", pending[start:end]
+            return pending[: end if self._include else start], True
+        keep = max(_beginning(pending, stop) for stop in self._stops)
+        self._withheld = pending[len(pending) - keep :]
+        return pending[: len(pending) - keep], False
 
     def rest(self) -> str:
         """What was withheld of a text that has ended otherwise."""
@@ -115,13 +115,13 @@ class Stops:
         return rest
 
 
-def _beginning(text: str, stop: str) -> int:
-    """Characters at the end of `text`, which does not contain `stop`, that `stop` begins with."""
-    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+def _beginning(pending: str, stop: str) -> int:
+    """Characters at the end of `pending`, which does not contain `stop`, that `stop` begins with."""
+    at = pending.find(stop[0], max(0, len(pending) - len(stop) + 1))
     while at >= 0:
-        if stop.startswith(text[at:]):
-            return len(text) - at
-        at = text.find(stop[0], at + 1)
+        if stop.startswith(pending[at:]):
+            return len(pending) - at
+        at = pending.find(stop[0], at + 1)
     return 0
 
 
@@ -206,9 +206,9 @@ class Delivery:
 
 
 @lru_cache(maxsize=65_536)
-def escaped(text: str) -> bytes:
-    """A text inside the quotes of a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1].encode()
+def escaped(string: str) -> bytes:
+    """The characters inside the quotes of a JSON string."""
+    return json.dumps(string, ensure_ascii=False)[1:-1].encode()
 
 
 def compact(value: Any) -> bytes:
@@ -239,19 +239,19 @@ class Chunks:
             self._role = b"%b%b%b}\n\n" % (start, role, self._usage(0))
 
     def encode(self, texts: list[str]) -> bytes:
-        """The texts that a choice has just given, a chunk each, the last with its finish if it is over."""
+        """The newest texts of the choice, a chunk each, the last with its finish if it is over."""
         choice, head = self._choice, self._head
         role, self._role = self._role, b""
         if choice.finish is None and not self._continuous:
             tail = self._next
-            return role + b"".join([head + escaped(text) + tail for text in texts])
+            return role + b"".join([head + escaped(delta) + tail for delta in texts])
         texts = texts or [""]
         reasons = [b"null"] * len(texts)
         if choice.finish is not None:
             reasons[-1] = b'%b,"stop_reason":%b' % (compact(choice.finish), compact(choice.stop_reason))
         return role + b"".join(
-            b"%b%b%b%b}]%b}\n\n" % (head, escaped(text), self._close, reason, self._usage(number))
-            for number, (text, reason) in enumerate(zip(texts, reasons, strict=True), choice.tokens - len(texts) + 1)
+            b"%b%b%b%b}]%b}\n\n" % (head, escaped(delta), self._close, reason, self._usage(number))
+            for number, (delta, reason) in enumerate(zip(texts, reasons, strict=True), choice.tokens - len(texts) + 1)
         )
 
     def _usage(self, tokens: int) -> bytes:
@@ -297,11 +297,11 @@ def document(base: dict[str, Any], choices: Sequence[Choice], texts: Sequence[st
     documents = [
         {
             "index": choice.index,
-            **({"message": {"role": "assistant", "content": text}} if chat else {"text": text}),
+            **({"message": {"role": "assistant", "content": content}} if chat else {"text": content}),
             "logprobs": None,
             "finish_reason": choice.finish,
             "stop_reason": choice.stop_reason,
         }
-        for choice, text in zip(choices, texts, strict=True)
+        for choice, content in zip(choices, texts, strict=True)
     ]
     return {**base, "choices": documents, "usage": usage(choices)}

@@ -132,7 +132,7 @@ class App:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "either `prompt` or `messages` has to be there", "prompt")
         encoder, prompt = self._encoder, body.prompt
-        ids = await (encoder.chat(body.messages or []) if prompt is None else encoder.text(prompt))
+        ids = await (encoder.chat(body.messages or []) if prompt is None else encoder.plain(prompt))
         counts = {"count": len(ids), "max_model_len": self.backend.max_model_len}
         strings = await encoder.strings(ids) if body.return_token_strs else None
         return JSONResponse({**counts, "tokens": ids, "token_strs": strings})

@@ -1,7 +1,4 @@
-"""How a streamed answer leaves for its client.
-
-The body of a request as it comes, and answers that are not streamed, in ASGI's messages.
-"""
+"""Bodies of requests, and answers, streamed or whole, in ASGI's messages."""
 
 from __future__ import annotations
 
@@ -96,15 +93,9 @@ async def read_json(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-async def reply(send: Send, status: int, body: bytes, headers: Headers = (), kind: bytes = JSON) -> None:
-    length = (b"content-length", b"%d" % len(body))
-    await send(
-        {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [(b"content-type", kind), length, *headers],
-        }
-    )
+async def reply(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:
+    head = [(b"content-type", JSON), (b"content-length", b"%d" % len(body)), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": head})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 

@@ -6,13 +6,19 @@ the simulated machine where time is scaled or virtual, of this one otherwise.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cbsim.http.tokenizer import Tokenizer
 from cbsim.policy.loop import Scheduler
+from cbsim.policy.request import RequestSpec
+from cbsim.runs.running import Session
+from cbsim.runs.served import Contents, Log
+from cbsim.scenario.scenario import Scenario
 
+NS = 1_000_000_000
 LEAST_BOUND_S = 1e-3
 BOUND_OF_ITL = 0.01
 STOP, ABORT, ERROR = "stop", "abort", "error"  # ends of a stream
@@ -216,10 +222,11 @@ class Timing:
 class Backend(Protocol):
     """A server. One object serves one session."""
 
-    model: str  # the name that clients ask for
+    model: str  # its name for clients
     max_model_len: int  # tokens of prompt and answer
     tokenizer: Tokenizer
-    meter: Meter  # set by the front end before `run`; told each step
+    meter: Meter  # set by the front end before `run`
+    dead: str | None  # why it cannot go on; None while it can
 
     @property
     def now_s(self) -> float: ...
@@ -231,12 +238,8 @@ class Backend(Protocol):
     def timing(self) -> Timing | None:
         """None of a server that has no deadlines to keep: a real one."""
 
-    @property
-    def dead(self) -> str | None:
-        """Why it cannot go on; None while it can."""
-
     def submit(self, stream: Stream) -> None:
-        """Take a request in, at this moment. What is wrong with it is said by its stream's end."""
+        """Take a request in, at this moment. If something is wrong with it, its stream ends with the error."""
 
     def cancel(self, stream: Stream) -> None:
         """Cancel a request: the scheduler learns of it at its next poll, and the stream ends now, as aborted. Nothing
@@ -253,3 +256,75 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Take nothing more in; `run` ends when all streams have."""
+
+
+def longest_text(scenario: Scenario, loop: str) -> int:
+    """Tokens of a prompt and its answer, at most: by the model, by the scheduler, by the cache."""
+    options = scenario.options(loop)
+    bounds = (scenario.model.max_position, options.limits.longest, options.num_blocks * options.block_size)
+    return min(bound for bound in bounds if bound is not None)
+
+
+class SessionBackend(Backend):
+    """The common part of the servers behind the endpoint: requests that have not ended, their log and their content."""
+
+    session: Session
+    _contents: Contents
+
+    def __init__(self, model: str, tokenizer: Tokenizer, scenario: Scenario, loop: str) -> None:
+        self.model, self.tokenizer, self.max_model_len = model, tokenizer, longest_text(scenario, loop)
+        self.meter: Meter = UNMETERED
+        self.dead: str | None = None
+        self.log = Log()
+        self._streams: dict[RequestSpec, Stream] = {}
+        self._specs: dict[Stream, RequestSpec] = {}
+
+    def cancel(self, stream: Stream) -> None:
+        if (spec := self._specs.get(stream)) is not None:
+            at_ns = self._stamp()
+            self.log.left(spec, at_ns)
+            self._withdraw(spec, at_ns)
+            self._end(stream, ABORT, at_ns)
+
+    def forget_prefixes(self) -> None:
+        self._contents.forget()
+
+    @abstractmethod
+    def _stamp(self) -> int:
+        """The nanosecond at which something comes from a client now."""
+
+    @abstractmethod
+    def _withdraw(self, spec: RequestSpec, at_ns: int) -> None:
+        """Let the server know that a client gave its request up."""
+
+    def _enter(self, stream: Stream, at_ns: int, output_tokens: int, answer: Sequence[int] = ()) -> RequestSpec:
+        """Note a request that has come; an `answer` known beforehand is content, too."""
+        generation, contents = stream.generation, self._contents
+        prefix = contents.prefix([*generation.prompt, *answer], generation.cache_salt)
+        spec = RequestSpec(
+            index=self.log.count,
+            id=generation.id,
+            arrival_ns=at_ns,
+            prompt_tokens=len(generation.prompt),
+            output_tokens=output_tokens,
+            max_tokens=generation.max_tokens,
+            priority=generation.priority,
+            prefix=prefix,
+            prefix_block_tokens=contents.block_tokens,
+            prefix_tokens=len(prefix) * contents.block_tokens,
+        )
+        self.log.came(spec)
+        self._streams[spec], self._specs[stream] = stream, spec
+        return spec
+
+    def _end(self, stream: Stream, finish: str, at_ns: int, error: str | None = None) -> None:
+        """End a stream, unless it has ended."""
+        if (spec := self._specs.pop(stream, None)) is not None:
+            del self._streams[spec]
+            stream.end(finish, at_ns / NS, error)
+
+    def _fail(self, reason: str | None, at_ns: int) -> None:
+        """The server has ended, and with it every request; `reason` says why, if not in order."""
+        self.dead = reason
+        for stream in [*self._specs]:
+            self._end(stream, ERROR, at_ns, reason)

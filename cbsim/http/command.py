@@ -9,13 +9,12 @@ from typing import Any
 
 from cbsim.errors import ERROR, OK
 from cbsim.http.app import App
-from cbsim.http.backend import Backend
+from cbsim.http.backend import Backend, SessionBackend
 from cbsim.http.errors import EndpointError
 from cbsim.http.listen import Ending, check_host, listen
 from cbsim.http.metrics import VllmMeter
 from cbsim.http.settings import Settings
-from cbsim.runs.running import Session
-from cbsim.runs.served import Log, SessionDirectory
+from cbsim.runs.served import SessionDirectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +28,15 @@ class ServeOptions:
     quiet: bool = False
 
 
-async def serve(backend: Backend, session: Session, log: Log, options: ServeOptions) -> int:
+async def serve(backend: SessionBackend, options: ServeOptions) -> int:
     """Serve until a signal; the exit status. The run directory is complete if every answer ended by itself or was given
     up by its client. Raises EndpointError, RunError.
     """
     check_host(options.host, options.settings)
-    directory = SessionDirectory(session, log, options.out)
-    log.alarm = lambda problem: print(f"{problem} the session is kept in memory only", file=sys.stderr, flush=True)
+    directory = SessionDirectory(backend.session, backend.log, options.out)
+
+    def alarm(problem: str) -> None:
+        print(f"{problem} the session is kept in memory only", file=sys.stderr, flush=True)
 
     def ready(host: str, port: int) -> None:
         shown = f"[{host}]" if ":" in host else host
@@ -44,6 +45,7 @@ async def serve(backend: Backend, session: Session, log: Log, options: ServeOpti
         if not options.quiet:
             print(f"run       {directory.path}\nend it    with Ctrl-C: answers under way may end", flush=True)
 
+    backend.log.alarm = alarm
     try:
         app = App(backend, options.settings, VllmMeter(backend))
         ending = await listen(app, options.host, options.port, ready=ready)

@@ -1,4 +1,4 @@
-"""What can be wrong: what a user starts an endpoint with, and what a client asks of it."""
+"""Errors of the user who starts an endpoint, and of its clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TYPES = {
 
 
 class EndpointError(UserError):
-    """An endpoint cannot be started as asked: host, keys, a tokenizer's folder."""
+    """An endpoint cannot be started with these settings: host, keys, a tokenizer's folder."""
 
 
 class ConversationError(ValueError):
@@ -25,9 +25,7 @@ class ConversationError(ValueError):
 
 
 class ApiError(Exception):
-    """A request that is answered with an error: `status`, and the words that clients of OpenAI's expect. `param` names
-    the field.
-    """
+    """A request that is answered with an error, in the form that OpenAI's clients expect. `param` names the field."""
 
     def __init__(self, status: int, message: str, param: str | None = None, retry_s: int | None = None) -> None:
         super().__init__(message)

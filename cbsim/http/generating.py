@@ -113,7 +113,7 @@ class Generating:
         assert isinstance(request, CompletionRequest)
         prompts = request.prompts(admission.settings.max_prompts)
         admission.admit(len(prompts))
-        ids = [await encoder.text(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        ids = [await encoder.plain(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         return [encoder.checked(prompt, "prompt") for prompt in ids]
 
     def _check_begun(self, streams: Sequence[ClientStream]) -> None:

@@ -34,46 +34,22 @@ MOST_STOPS, MOST_STOP_BYTES = 16, 256
 MOST_COMPLAINTS = 5
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "frequency_penalty": (0,),
+    **dict.fromkeys(("audio", "chat_template", "prompt_embeds", "prompt_logprobs", "truncate_prompt_tokens"), ()),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs"), ()),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "documents", "functions", "tools"), ([],)),
+    **dict.fromkeys(("chat_template_kwargs", "logit_bias"), ({},)),
+    **dict.fromkeys(("continue_final_message", "echo", "logprobs", "return_token_ids", "use_beam_search"), (False,)),
+    **dict.fromkeys(("frequency_penalty", "min_p", "presence_penalty", "top_logprobs"), (0,)),
+    **dict.fromkeys(("best_of", "length_penalty", "n", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
     "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
     "modalities": (["text"],),
-    "n": (1,),
     "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "skip_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
 }
-"""Fields that no server here honours, with the values beside null that ask for nothing."""
+"""Fields that no server here honours, with the values beside null that change nothing."""
 
 
 def _whole(value: Any) -> Any:
@@ -278,8 +254,8 @@ class Encoder:
     tokenizer: Tokenizer
     inline_characters: int
 
-    async def text(self, text: str) -> list[int]:
-        return await self._run(lambda: self.tokenizer.encode(text), len(text))
+    async def plain(self, prompt: str) -> list[int]:
+        return await self._run(lambda: self.tokenizer.encode(prompt), len(prompt))
 
     async def chat(self, messages: Sequence[Message]) -> list[int]:
         turns = [message.plain for message in messages]

@@ -1,7 +1,4 @@
-"""What an endpoint allows: bounds, deadlines, keys.
-
-API keys: where they come from, and who may pass. Only their digests are kept.
-"""
+"""The bounds, deadlines and API keys of an endpoint. Only digests of keys are kept."""
 
 from __future__ import annotations
 
@@ -12,12 +9,13 @@ from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
 
+from cbsim.files import read_text
 from cbsim.http.errors import EndpointError
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Times are seconds of the event loop's clock. `keys` are SHA-256 digests; without any, everybody may ask."""
+    """Times are seconds of the event loop's clock. `keys` are SHA-256 digests; without any, no request needs one."""
 
     keys: tuple[bytes, ...] = ()
     insecure: bool = False  # no key, and yet open to other machines
@@ -44,15 +42,16 @@ VARIABLE = "CBSIM_API_KEY"
 OPEN_PATHS = frozenset({"/health", "/ping"})
 
 
-def read_keys(
-    supplied: Iterable[str] = (), file: Path | None = None, environment: Mapping[str, str] = os.environ
-) -> tuple[bytes, ...]:
-    """Digests of the keys given, of those in a file, one a line, and of that in the environment. EndpointError if the
-    file cannot be read or has no key, or a key cannot be sent: it says where the key is, not what it is.
+def read_keys(file: Path | None = None, environment: Mapping[str, str] = os.environ) -> tuple[bytes, ...]:
+    """Digests of the keys in a file, one a line, and of that in the environment. EndpointError if the file cannot be
+    read or has no key, or a key cannot be sent: it says where the key is, not what it is.
     """
-    keys = [_checked(key, "a key that was given") for key in supplied]
+    keys = []
     if file is not None:
-        keys += _of_file(file)
+        lines = enumerate(read_text(file, EndpointError).splitlines(), 1)
+        keys = [_checked(key, f"{file}:{number}", file, number) for number, line in lines for key in line.split()]
+        if not keys:
+            raise EndpointError(f"{file}: has no API key", file=file)
     if VARIABLE in environment:
         keys.append(_checked(environment[VARIABLE], f"the variable {VARIABLE}"))
     return tuple(sha256(key.encode()).digest() for key in keys)
@@ -66,24 +65,8 @@ def _checked(key: str, source: str, file: Path | None = None, line: int | None =
     raise EndpointError(message, file=file, line=line, field="key", bound=bound)
 
 
-def _of_file(file: Path) -> list[str]:
-    try:
-        content = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise EndpointError(f"{file}: API keys cannot be read: {reason}", file=file) from error
-    keys = [
-        _checked(key, f"{file}:{number}", file, number)
-        for number, line in enumerate(content.splitlines(), 1)
-        for key in line.split()
-    ]
-    if not keys:
-        raise EndpointError(f"{file}: has no API key", file=file)
-    return keys
-
-
 def may_pass(keys: Sequence[bytes], path: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Is it a path that is open to all, or does the bearer have a key? Every key is compared, in constant time."""
+    """Whether the path is open to all, or the bearer has a key. Every key is compared, in constant time."""
     if not keys or path in OPEN_PATHS:
         return True
     value = next((value for name, value in headers if name == b"authorization"), b"")

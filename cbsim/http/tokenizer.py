@@ -57,13 +57,13 @@ class Tokenizer:
         self.ends = frozenset(_ends(self._tokenizer, config, _settings(folder / "generation_config.json")))
         self._render = _template(folder, config)
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text).ids
+    def encode(self, string: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(string).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
-        return text
+        decoded: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return decoded
 
     def names(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary's names of tokens; empty where it has a hole. A space may be written otherwise there."""

@@ -32,7 +32,7 @@ from cbsim.runs.served import SessionDirectory
 from cbsim.scenario.scenario import Scenario
 from cbsim.virtual.clocks import VirtualClock, VirtualLoop, VirtualTimeError, clocks, watched
 from cbsim.virtual.server import IN_PROCESS, end, end_others
-from cbsim.virtual.simulated import Opened, open_session
+from cbsim.virtual.simulated import SimulatedBackend, open_session
 
 VLLM = ("vllm", "bench", "serve")
 FAILED = "client_error.txt"  # of a run directory
@@ -50,14 +50,14 @@ def run(
 ) -> int:
     """Run a client against a scenario; write the run directory; the exit status. Raises ScenarioError, RunError."""
     command = " ".join(("python -m cbsim drive", scenario.name, *argv))
-    opened = open_session(scenario, VirtualClock(), open_tokenizer(tokenizer), model, command)
+    backend = open_session(scenario, VirtualClock(), open_tokenizer(tokenizer), model, command)
     loop = VirtualLoop()
     failure: BaseException | None = None
     try:
         with clocks(loop), watched(loop), as_program(argv):
             client = client_of(argv)
-            directory = SessionDirectory(opened.run, opened.backend.log, out.absolute())  # clients may go elsewhere
-            work = loop.create_task(_together(opened, client))
+            directory = SessionDirectory(backend.session, backend.log, out.absolute())  # clients may go elsewhere
+            work = loop.create_task(_together(backend, client))
             try:
                 loop.run_until_complete(work)
             except (KeyboardInterrupt, Exception, SystemExit) as error:  # a client may raise anything
@@ -66,13 +66,13 @@ def run(
             loop.run_until_complete(end_others())
     finally:
         loop.close()
-    return _close(loop, opened, directory, failure, quiet=quiet)
+    return _close(loop, backend, directory, failure, quiet)
 
 
-async def _together(opened: Opened, client: Client) -> None:
+async def _together(backend: SimulatedBackend, client: Client) -> None:
     """Open the door, let the client in, and close behind it."""
     stop, where = Stop(), asyncio.get_running_loop().create_future()
-    app = App(opened.backend, IN_PROCESS, VllmMeter(opened.backend))
+    app = App(backend, IN_PROCESS, VllmMeter(backend))
     door = asyncio.ensure_future(
         listen(
             app, port=0, stop=stop, signals=False, ready=lambda host, port: where.set_result(f"http://{host}:{port}/v1")
@@ -89,23 +89,27 @@ async def _together(opened: Opened, client: Client) -> None:
             print(value)
     finally:
         stop.request()
-        opened.backend.abandon()
+        backend.abandon()
         await door
 
 
 def _close(
-    loop: VirtualLoop, opened: Opened, directory: SessionDirectory, failure: BaseException | None, *, quiet: bool
+    loop: VirtualLoop,
+    backend: SimulatedBackend,
+    directory: SessionDirectory,
+    failure: BaseException | None,
+    quiet: bool,
 ) -> int:
-    """Write the run, say what came out, and what went wrong."""
-    wrong = _wrong(loop, opened, failure)
-    result = directory.write(opened.backend.timing.facts, wrong)
+    """Write the run; print its result, and what went wrong."""
+    wrong = _wrong(loop, backend, failure)
+    result = directory.write(backend.timing.facts, wrong)
     for stray in dict.fromkeys(loop.strays):
         print(f"warning: {stray}", file=sys.stderr)
     if not quiet and result.summary["requests"]:
         print(result)
     print(f"run       {result.path}" if not quiet else result.path)
-    if not opened.backend.timing.faithful:
-        print(opened.backend.timing.unfaithful("the client kept the loop from its steps"), file=sys.stderr)
+    if not backend.timing.faithful:
+        print(backend.timing.unfaithful("the client kept the loop from its steps"), file=sys.stderr)
     if wrong is None:
         return OK
     where = ""
@@ -116,13 +120,13 @@ def _close(
     return ERROR
 
 
-def _wrong(loop: VirtualLoop, opened: Opened, failure: BaseException | None) -> str | None:
+def _wrong(loop: VirtualLoop, backend: SimulatedBackend, failure: BaseException | None) -> str | None:
     if loop.deadlock is not None:
         return loop.deadlock
     if isinstance(failure, VirtualTimeError):
         return str(failure)
-    if opened.backend.dead is not None:
-        return opened.backend.dead
+    if backend.dead is not None:
+        return backend.dead
     if isinstance(failure, SystemExit) and not failure.code:
         return None
     if isinstance(failure, KeyboardInterrupt):

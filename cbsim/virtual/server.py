@@ -32,7 +32,7 @@ from cbsim.runs.result import Result
 from cbsim.runs.served import result_of, with_one_loop
 from cbsim.scenario.scenario import Scenario, scenario_of
 from cbsim.virtual.clocks import VirtualClock, VirtualLoop, VirtualTimeError, clocks, watched
-from cbsim.virtual.simulated import Opened, open_session
+from cbsim.virtual.simulated import SimulatedBackend, open_session
 
 T = TypeVar("T")
 HOST = "http://simulated"
@@ -48,9 +48,9 @@ class VirtualServer:
 
     def __init__(self, scenario: Scenario, *, model: str | None = None, tokenizer: str | Path | None = None) -> None:
         """Raises ScenarioError, and UserError for a tokenizer that cannot be read."""
-        self.session: Opened = open_session(scenario, VirtualClock(), open_tokenizer(tokenizer), model, COMMAND)
-        self.model = self.session.backend.model
-        self.app = App(self.session.backend, IN_PROCESS)
+        self.backend = open_session(scenario, VirtualClock(), open_tokenizer(tokenizer), model, COMMAND)
+        self.model = self.backend.model
+        self.app = App(self.backend, IN_PROCESS)
         self.base_url = f"{HOST}/v1"
         self._used = False
         self.strays: tuple[str, ...] = ()  # what virtual time was not made for, of the run
@@ -79,13 +79,13 @@ class VirtualServer:
         try:
             with clocks(loop), watched(loop):
                 try:
-                    return loop.run_until_complete(serve_while(self.session, client))
+                    return loop.run_until_complete(serve_while(self.backend, client))
                 finally:
                     loop.run_until_complete(end_others())
         finally:
             loop.close()
-            backend = self.session.backend
-            self._result = result_of(self.session.run, backend.log, backend.timing.facts, backend.dead)
+            backend = self.backend
+            self._result = result_of(backend.session, backend.log, backend.timing.facts, backend.dead)
             self.strays = tuple(dict.fromkeys(loop.strays))
             loop.check_deadlock()
 
@@ -110,9 +110,8 @@ def virtual(
     return VirtualServer(with_one_loop(scenario_of(scenario, overrides)), model=model, tokenizer=tokenizer)
 
 
-async def serve_while(session: Opened, client: Awaitable[T]) -> T:
+async def serve_while(backend: SimulatedBackend, client: Awaitable[T]) -> T:
     """Serve until `client` is done."""
-    backend = session.backend
     serving = asyncio.ensure_future(backend.run())
     await asyncio.sleep(0)
     try:

@@ -1,15 +1,9 @@
 """The simulated machine behind the endpoint: its environment is stepped by a task that keeps the clock's time.
 
 The machine is the one that `cbsim run` has. Its environment says that something is always due, so it lets the clock
-catch up at every poll and await; then the task takes in who has come, and steps it. Requests come through the inbox at
-the moment of the clock, but after the last moment at which the machine looked: so the same requests, given beforehand,
-lead to the same steps, whatever the clock was.
-
-How late things were, and how far apart: a distribution of durations, whatever their number, within 2 %.
-
-What a simulated model says, and for how long.
-
-A simulated session: its server, and the run that it becomes.
+catch up at every poll and await; then the task takes in the requests that have come, and steps it. Requests come
+through the inbox at the moment of the clock, but after the last moment at which the machine looked: so the same
+requests, known beforehand, lead to the same steps, whatever the clock was.
 """
 
 from __future__ import annotations
@@ -19,7 +13,7 @@ import math
 from asyncio import Future, get_running_loop
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -27,23 +21,21 @@ import numpy as np
 import simpy
 
 from cbsim.errors import DeadlockError, ScenarioError
-from cbsim.http.backend import ABORT, UNMETERED, Generation, Load, Meter, Stream, Timing
+from cbsim.http.backend import ERROR, NS, Generation, Load, SessionBackend, Stream, Timing
 from cbsim.http.tokenizer import Tokenizer
 from cbsim.machine import simulate
+from cbsim.machine.driver import Machine
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import Request, RequestSpec
-from cbsim.record.record import Record
 from cbsim.runs.guard import PolicyError
 from cbsim.runs.result import SIMULATED
-from cbsim.runs.running import Session
-from cbsim.runs.served import Contents, Log, session_of
+from cbsim.runs.served import Contents, session_of
 from cbsim.scenario.scenario import Scenario, loops
-from cbsim.virtual.clocks import NS, Clock, resolve
+from cbsim.virtual.clocks import Clock, resolve
 from cbsim.workload import generators
 from cbsim.workload.requests import Workload
 
 NEVER = float("inf")
-ERROR = "error"
 
 
 class Live(simpy.Environment):
@@ -58,8 +50,8 @@ class Live(simpy.Environment):
         return super().peek()
 
 
-class Nobody(Workload):
-    """Clients that are not known before: who hears of the end of a request is told instead of them."""
+class Unknown(Workload):
+    """Clients that are not known before a run: the end of a request is reported, and none follows it."""
 
     def __init__(self, over: Callable[[RequestSpec], None]) -> None:
         super().__init__([], 0)
@@ -72,7 +64,7 @@ class Nobody(Workload):
 
 
 class Answer:
-    """A request that runs: how many of its tokens its stream was told."""
+    """A request that runs: how many of its tokens its stream has, or will have with the next delivery."""
 
     __slots__ = ("emitted", "request", "stream")
 
@@ -80,42 +72,39 @@ class Answer:
         self.stream, self.request, self.emitted = stream, request, 0
 
 
-Said = tuple[Stream, int, int, str | None, str | None]
-"""Tokens of a stream from one number to another; how it ends, if it does, and the words of an error."""
-
-
-class SimulatedBackend:
-    """One session of a simulated server, as the endpoint wants it."""
+class SimulatedBackend(SessionBackend):
+    """One session of a simulated server, and the run that it becomes."""
 
     def __init__(
-        self, scenario: Scenario, served: Scenario, loop: str, clock: Clock, tokenizer: Tokenizer, model: str
+        self, scenario: Scenario, loop: str, clock: Clock, tokenizer: Tokenizer, model: str, command: str
     ) -> None:
-        """`served` is the scenario with the session in place of its workload. Raises ScenarioError."""
-        self.model, self.tokenizer = model, tokenizer
-        self.max_model_len = longest(scenario, loop)
-        self.meter: Meter = UNMETERED
-        self.dead: str | None = None
-        self.log = Log()
+        """Raises ScenarioError."""
+        super().__init__(model, tokenizer, scenario, loop)
         self._clock, self._speech, self._env = clock, Speech(scenario, tokenizer), Live()
-        self.machine = simulate.machine(served, loop, Nobody(self._over))
-        self.machine.on_plan = self._planned
-        self._inbox = self.machine.inbox
-        self._inbox.news = self._env.event()
-        pool = self.machine.scheduler.pool
-        self._contents = Contents(pool.block_size, pool.num_blocks)
-        self._streams: dict[RequestSpec, Stream] = {}
-        self._specs: dict[Stream, RequestSpec] = {}
         self._running: dict[RequestSpec, Answer] = {}
         self._plans: deque[tuple[int, int]] = deque()  # (query tokens, preempted) of the steps in flight
         self._ended: list[RequestSpec] = []  # since the step before
-        self._pending: list[Said] = []
+        # tokens of a stream from one number to another; how it ends, if it does, and the message of an error
+        self._pending: list[tuple[Stream, int, int, str | None, str | None]] = []
         self._pending_ns = NEVER  # when that is visible
         self._acted_ns = -1  # the last moment at which the machine looked
         self._last_ns = 0  # when tokens were visible last
         self._news: Future[None] | None = None
         self._lags, self._gaps = Durations(), Durations()
+        self.session = session_of(scenario, loop, self._server, command)
+        self._inbox = self.machine.inbox
+        self._inbox.news = self._env.event()
+        pool = self.machine.scheduler.pool
+        self._contents = Contents(pool.block_size, pool.num_blocks)
 
-    # -- what the front end asks
+    def _server(self, scenario: Scenario, loop: str, workload: Workload) -> Simulated:
+        """The server of a scenario with the session in place of its workload."""
+        del workload
+        self.machine = simulate.machine(scenario, loop, Unknown(self._over))
+        self.machine.on_plan = self._planned
+        return Simulated(self.machine, self._clock.scale)
+
+    # -- the interface of the front end
 
     @property
     def now_s(self) -> float:
@@ -123,17 +112,14 @@ class SimulatedBackend:
 
     @property
     def load(self) -> Load:
-        scheduler, pool = self.machine.scheduler, self.machine.scheduler.pool
-        waiting = len(scheduler.waiting) + len(self._inbox)
-        usage = 1 - pool.free / pool.num_blocks
-        return Load(len(scheduler.running), waiting, usage, pool.block_size, pool.num_blocks)
+        load = Load.of(self.machine.scheduler)
+        return replace(load, waiting=load.waiting + len(self._inbox))
 
     @property
     def timing(self) -> Timing:
         lags, itl_s = self._lags, self._gaps.quantile(0.5) / self._clock.scale
         timing = Timing(self._clock.scale, lags.last_s, lags.most_s, lags.quantile(0.99), lags.count, 0, itl_s)
-        late = lags.beyond(timing.bound_s)
-        return Timing(timing.scale, timing.lag_s, timing.lag_max_s, timing.lag_p99_s, lags.count, late, itl_s)
+        return replace(timing, late_steps=lags.beyond(timing.bound_s))
 
     def submit(self, stream: Stream) -> None:
         at_ns, generation = self._stamp(), stream.generation
@@ -141,46 +127,21 @@ class SimulatedBackend:
         if self.dead is not None or self._inbox.news is None:
             stream.end(ERROR, at_ns / NS, self.dead or "the server takes nothing more in")
             return
-        index = self.log.count
-        output = self._speech.tokens(index, generation)
-        prefix = self._contents.prefix([*generation.prompt, *self._speech.ids(0, output)], generation.cache_salt)
-        spec = RequestSpec(
-            index=index,
-            id=generation.id,
-            arrival_ns=at_ns,
-            prompt_tokens=len(generation.prompt),
-            output_tokens=output,
-            max_tokens=generation.max_tokens,
-            priority=generation.priority,
-            prefix=prefix,
-            prefix_block_tokens=self._contents.block_tokens,
-            prefix_tokens=len(prefix) * self._contents.block_tokens,
-        )
-        self.log.came(spec)
-        self._streams[spec], self._specs[stream] = stream, spec
-        self._inbox.put(spec)
-        self._tell(at_ns)
+        output = self._speech.tokens(self.log.count, generation)
+        self._inbox.put(self._enter(stream, at_ns, output, self._speech.ids(0, output)))
+        self._announce(at_ns)
 
-    def cancel(self, stream: Stream) -> None:
-        if stream.finish is not None or (spec := self._specs.get(stream)) is None:
-            return
-        at_ns = self._stamp()
-        self.log.left(spec, at_ns)
+    def _withdraw(self, spec: RequestSpec, at_ns: int) -> None:
         self._inbox.give_up(at_ns, spec)
-        self._forget(stream)
-        stream.end(ABORT, at_ns / NS)
-
-    def forget_prefixes(self) -> None:
-        self._contents.forget()
 
     def abandon(self) -> None:
         """Give up every request that is under way."""
-        for stream in list(self._specs):
+        for stream in [*self._specs]:
             self.cancel(stream)
 
     def close(self) -> None:
         if self._inbox.news is not None:
-            self._tell(self._stamp(), last=True)
+            self._announce(self._stamp(), last=True)
 
     # -- the session
 
@@ -191,7 +152,8 @@ class SimulatedBackend:
             while over.is_alive or self._pending_ns < NEVER:
                 await self._next()
         except (DeadlockError, PolicyError, OverflowError) as error:
-            self._die(f"stuck: {error}" if isinstance(error, DeadlockError) else str(error))
+            reason = f"stuck: {error}" if isinstance(error, DeadlockError) else str(error)
+            self._fail(reason, self._clock.now_ns())
 
     async def _next(self) -> None:
         """Wait for whatever is next, and do it: tokens become visible, or the machine goes on."""
@@ -217,8 +179,8 @@ class SimulatedBackend:
         """Now, but after the last moment at which the machine looked."""
         return max(self._clock.now_ns(), self._acted_ns + 1)
 
-    def _tell(self, at_ns: int, *, last: bool = False) -> None:
-        """Somebody has come, or nobody will any more."""
+    def _announce(self, at_ns: int, *, last: bool = False) -> None:
+        """A request has come, or none will any more."""
         news, env = self._inbox.news, self._env
         self._inbox.news = None if last else env.event()
         news._ok, news._value = True, None
@@ -226,7 +188,7 @@ class SimulatedBackend:
         if self._news is not None:
             resolve(self._news)
 
-    # -- what the machine tells
+    # -- reports of the machine
 
     def _planned(self, plan: StepPlan) -> None:
         self._plans.append((plan.work.tokens, len(plan.changes.preempted)))
@@ -246,13 +208,13 @@ class SimulatedBackend:
                 pending.append((answer.stream, emitted, seen, None, None))
                 answer.emitted = seen
                 going += emitted > 0
-        self._say_ends()
+        self._queue_ends()
         if going:
             self._gaps.add((cpu_ns - self._last_ns) / NS, going)
         self._pending_ns = self._last_ns = cpu_ns
         self.meter.stepped(*self._plans.popleft())
 
-    def _say_ends(self) -> None:
+    def _queue_ends(self) -> None:
         refusals = self.machine.record.refusals
         for spec in self._ended:
             if (stream := self._streams.get(spec)) is None:
@@ -268,11 +230,11 @@ class SimulatedBackend:
         """A request has ended. One that is refused is in no step."""
         self._ended.append(spec)
         if spec in self.machine.record.refusals:
-            self._say_ends()
+            self._queue_ends()
             self._pending_ns = min(self._pending_ns, self.machine.now_ns)
 
     def _deliver(self, at_ns: int) -> None:
-        """What was said is visible now."""
+        """What is pending is visible now."""
         pending, self._pending, self._pending_ns = self._pending, [], NEVER
         at_s, ids = at_ns / NS, self._speech.ids
         self._lags.add(max(0.0, self._clock.lag_s(at_ns)))
@@ -282,27 +244,12 @@ class SimulatedBackend:
             if finish is None:
                 stream.put(ids(first, end), at_s)
             else:
-                self._forget(stream)
-                stream.end(finish, at_s, error)
+                self._end(stream, finish, at_ns, error)
 
-    def _forget(self, stream: Stream) -> None:
-        spec = self._specs.pop(stream)
-        del self._streams[spec]
-        self._running.pop(spec, None)
-
-    def _die(self, reason: str) -> None:
-        """The machine cannot go on."""
-        self.dead = reason
-        for stream in list(self._specs):
-            self._forget(stream)
-            stream.end(ERROR, self.now_s, reason)
-
-
-def longest(scenario: Scenario, loop: str) -> int:
-    """Tokens of a prompt and its answer, at most: by the model, by the scheduler, by the cache."""
-    options = scenario.options(loop)
-    bounds = (scenario.model.max_position, options.limits.longest, options.num_blocks * options.block_size)
-    return min(bound for bound in bounds if bound is not None)
+    def _end(self, stream: Stream, finish: str, at_ns: int, error: str | None = None) -> None:
+        if (spec := self._specs.get(stream)) is not None:
+            self._running.pop(spec, None)
+        super()._end(stream, finish, at_ns, error)
 
 
 LEAST_S, STEP = 1e-7, math.log(1.02)
@@ -338,7 +285,7 @@ class Durations:
         return sum(number for at, number in self._counts.items() if at >= edge)
 
 
-TEXT = (
+SPEECH = (
     " No model has read your prompt, and none has written this answer. Its words are always the same; what is computed"
     " is the time at which each of them would have come from the server that the scenario describes, with its"
     " scheduler, its cache, its CPU and its GPU, beside the requests of everybody else. Please do not mind the words."
@@ -355,7 +302,7 @@ class Speech:
         requests = islice(generators.build(scenario).arriving(), MOST_LENGTHS)
         self._lengths = [spec.output_tokens for spec in requests]
         self._seed = scenario.seed
-        self._ids = tokenizer.encode(TEXT)
+        self._ids = tokenizer.encode(SPEECH)
         self._alone = [(token,) for token in self._ids]
 
     def tokens(self, index: int, generation: Generation) -> int:
@@ -379,17 +326,13 @@ class Simulated:
 
     measured = False
 
-    def __init__(self, backend: SimulatedBackend, scale: float) -> None:
-        self.backend = backend
+    def __init__(self, machine: Machine, scale: float) -> None:
+        self.record, self._machine = machine.record, machine
         self.facts: Mapping[str, Any] = {"device": SIMULATED, "time_scale": scale}
 
     @property
-    def record(self) -> Record:
-        return self.backend.machine.record
-
-    @property
     def now_ns(self) -> int:
-        return self.backend.machine.now_ns
+        return self._machine.now_ns
 
     def run(self, on_step: Callable[[int], None]) -> None:
         del on_step
@@ -399,15 +342,9 @@ class Simulated:
         return {}
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A session that nobody has come to yet."""
-
-    run: Session
-    backend: SimulatedBackend
-
-
-def open_session(scenario: Scenario, clock: Clock, tokenizer: Tokenizer, model: str | None, command: str) -> Opened:
+def open_session(
+    scenario: Scenario, clock: Clock, tokenizer: Tokenizer, model: str | None, command: str
+) -> SimulatedBackend:
     """The session of a scenario with one loop. Without a name of its own the `model` has the scenario's. Raises
     ScenarioError.
     """
@@ -416,11 +353,4 @@ def open_session(scenario: Scenario, clock: Clock, tokenizer: Tokenizer, model: 
         raise ScenarioError("loop.mode: got both, expected sync or async: a session has one loop", field="loop.mode")
     if scenario.kind.samples(scenario.scheduler) > 1:
         raise ScenarioError("scheduler: searches with several texts a request cannot be served", field="scheduler")
-    made: list[SimulatedBackend] = []
-
-    def serve(served: Scenario, loop: str, workload: Workload) -> Simulated:
-        del workload
-        made.append(SimulatedBackend(scenario, served, loop, clock, tokenizer, model or scenario.name))
-        return Simulated(made[0], clock.scale)
-
-    return Opened(session_of(scenario, loop, serve, command), made[0])
+    return SimulatedBackend(scenario, loop, clock, tokenizer, model or scenario.name, command)

@@ -14,7 +14,7 @@ from cbsim.http.tokenizer import open_tokenizer
 from cbsim.runs.served import result_of
 from cbsim.scenario.scenario import scenario_of
 from cbsim.virtual.clocks import VirtualClock, VirtualLoop
-from cbsim.virtual.simulated import Opened, open_session
+from cbsim.virtual.simulated import SimulatedBackend, open_session
 
 TOKENIZER = open_tokenizer()
 ASKED = json.dumps({"prompt": list(range(40)), "max_tokens": 30, "stream": True, "ignore_eos": True}).encode()
@@ -46,18 +46,18 @@ async def talk(address: tuple[str, int], says: int, at_a_time: int, hears: int |
     return emitted
 
 
-async def session(opened: Opened, clients: list[tuple[int, int, int | None, int]]) -> list[bytes]:
+async def session(backend: SimulatedBackend, clients: list[tuple[int, int, int | None, int]]) -> list[bytes]:
     stop, where = Stop(), asyncio.get_running_loop().create_future()
     door = asyncio.ensure_future(
-        listen(App(opened.backend), port=0, stop=stop, signals=False, ready=lambda *address: where.set_result(address))
+        listen(App(backend), port=0, stop=stop, signals=False, ready=lambda *address: where.set_result(address))
     )
     address = await where
     emitted = await asyncio.gather(*(talk(address, *client) for client in clients))
     await asyncio.sleep(2)  # whoever left has been given up
-    pool = opened.backend.machine.scheduler.pool
+    pool = backend.machine.scheduler.pool
     pool.check()
     assert pool.free == pool.num_blocks
-    assert opened.backend.load.running == opened.backend.load.waiting == 0
+    assert backend.load.running == backend.load.waiting == 0
     stop.request()
     await door
     return emitted
@@ -79,19 +79,17 @@ def test_a_client_may_go_at_any_byte(clients: list[tuple[int, int, int | None, i
             "cost": {"kind": "constant", "step_s": 0.005},
         }
     )
-    opened = open_session(wanted, VirtualClock(), TOKENIZER, None, "test")
+    backend = open_session(wanted, VirtualClock(), TOKENIZER, None, "test")
     loop = VirtualLoop()
     try:
-        emitted = loop.run_until_complete(session(opened, clients))
+        emitted = loop.run_until_complete(session(backend, clients))
     finally:
         loop.close()
-    result = result_of(opened.run, opened.backend.log, {})
+    result = result_of(backend.session, backend.log, {})
     statuses = result.summary["requests_by_status"]
     asked = [client for client in clients if client[0] == len(REQUEST)]
     stayed = [text for client, text in zip(clients, emitted, strict=True) if client in asked and b"[DONE]" in text]
     assert all(text.count(b'"text":') == 30 for text in stayed)
     assert statuses["length"] >= len(stayed)
-    assert (
-        statuses["length"] + statuses["aborted"] == len(opened.backend.log.content().splitlines()) - statuses["aborted"]
-    )
+    assert statuses["length"] + statuses["aborted"] == len(backend.log.content().splitlines()) - statuses["aborted"]
     assert result.summary["requests"] <= len(asked)

@@ -28,7 +28,7 @@ from cbsim.runs.served import Contents, Log, result_of
 from cbsim.scenario.demand import Served
 from cbsim.scenario.scenario import Scenario, scenario_of
 from cbsim.virtual.clocks import RealClock, VirtualClock, VirtualLoop
-from cbsim.virtual.simulated import Opened, open_session
+from cbsim.virtual.simulated import SimulatedBackend, open_session
 from cbsim.workload import served
 
 SCHEDULERS = ("vllm", "transformers_fifo", "sglang", "sarathi", "trtllm", "orca", "static")
@@ -60,7 +60,7 @@ def scenario(scheduler: str, loop: str, blocks: int = 60, **settings: Any) -> Sc
     )
 
 
-async def visit(opened: Opened, rng: random.Random, name: str) -> list[Stream]:
+async def visit(backend: SimulatedBackend, rng: random.Random, name: str) -> list[Stream]:
     """A client that asks three times, and sometimes leaves before the end."""
     streams = []
     for turn in range(3):
@@ -68,7 +68,7 @@ async def visit(opened: Opened, rng: random.Random, name: str) -> list[Stream]:
         prompt = [rng.randrange(3)] * rng.randrange(1, 80)
         asked = Generation(f"{name}-{turn}", prompt, max_tokens=rng.randrange(1, 50), ignore_eos=rng.random() < 0.5)
         stream = Stream(asked)
-        opened.backend.submit(stream)
+        backend.submit(stream)
         streams.append(stream)
         leaves_after = rng.choice((None, None, 0, 1, 7))
         taken = 0
@@ -77,7 +77,7 @@ async def visit(opened: Opened, rng: random.Random, name: str) -> list[Stream]:
             taken += len(ids)
             if not ids:
                 break
-        opened.backend.cancel(stream)
+        backend.cancel(stream)
         assert stream.finish in ("length", "stop", "abort", "error")
         assert leaves_after is not None or taken == stream.tokens
     return streams
@@ -85,16 +85,16 @@ async def visit(opened: Opened, rng: random.Random, name: str) -> list[Stream]:
 
 def session(
     wanted: Scenario, seed: int, clients: int = 12, *, real: bool = False
-) -> tuple[Opened, Result, list[Stream]]:
+) -> tuple[SimulatedBackend, Result, list[Stream]]:
     loop = asyncio.new_event_loop() if real else VirtualLoop()
     clock = RealClock(50.0) if real else VirtualClock()
-    opened = open_session(wanted, clock, TOKENIZER, None, "test")
+    backend = open_session(wanted, clock, TOKENIZER, None, "test")
 
     async def together() -> list[Stream]:
-        serving = asyncio.ensure_future(opened.backend.run())
-        visits = [visit(opened, random.Random(f"{seed} {at}"), str(at)) for at in range(clients)]
+        serving = asyncio.ensure_future(backend.run())
+        visits = [visit(backend, random.Random(f"{seed} {at}"), str(at)) for at in range(clients)]
         streams = await asyncio.gather(*visits)
-        opened.backend.close()
+        backend.close()
         await serving
         return [stream for visited in streams for stream in visited]
 
@@ -102,17 +102,17 @@ def session(
         streams = loop.run_until_complete(together())
     finally:
         loop.close()
-    return opened, result_of(opened.run, opened.backend.log, {}), streams
+    return backend, result_of(backend.session, backend.log, {}), streams
 
 
-def again(opened: Opened) -> Result:
+def again(backend: SimulatedBackend) -> Result:
     """`cbsim run` on who came."""
-    asked, text = opened.run.scenario, opened.backend.log.content()
+    asked, text = backend.session.scenario, backend.log.content()
     return running.one_loop(asked, asked.loop.mode, Simulation, Terms("test", requests=text))
 
 
-def check_same(opened: Opened, result: Result) -> None:
-    expected = again(opened)
+def check_same(backend: SimulatedBackend, result: Result) -> None:
+    expected = again(backend)
     assert result.steps.equals(expected.steps)
     assert result.requests.equals(expected.requests)
 
@@ -120,12 +120,12 @@ def check_same(opened: Opened, result: Result) -> None:
 @pytest.mark.parametrize("loop", ["sync", "async"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_the_arrivals_of_a_session_lead_to_its_steps(scheduler: str, loop: str) -> None:
-    opened, result, streams = session(scenario(scheduler, loop), seed=1)
-    check_same(opened, result)
+    backend, result, streams = session(scenario(scheduler, loop), seed=1)
+    check_same(backend, result)
     statuses = result.summary["requests_by_status"]
     assert statuses["length"]
     assert statuses["aborted"]
-    pool = opened.backend.machine.scheduler.pool
+    pool = backend.machine.scheduler.pool
     pool.check()
     assert pool.free == pool.num_blocks, "a block was kept by somebody who left"
     emitted = {stream.generation.id: stream.tokens for stream in streams if stream.finish in ("length", "stop")}
@@ -138,16 +138,16 @@ def test_the_arrivals_of_a_session_lead_to_its_steps(scheduler: str, loop: str) 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 1 << 32), scheduler=st.sampled_from(("vllm", "sglang")), blocks=st.integers(12, 80))
 def test_whoever_comes_and_leaves(seed: int, scheduler: str, blocks: int) -> None:
-    opened, result, _ = session(scenario(scheduler, "async", blocks), seed, clients=6)
-    check_same(opened, result)
+    backend, result, _ = session(scenario(scheduler, "async", blocks), seed, clients=6)
+    check_same(backend, result)
 
 
 def test_the_real_clock_changes_when_tokens_are_seen_and_nothing_else() -> None:
     """However late it was: who came is all that decides."""
-    opened, result, _ = session(scenario("vllm", "async"), seed=2, real=True)
-    check_same(opened, result)
-    assert opened.backend.timing.scale == 50
-    assert opened.backend.timing.steps > 0
+    backend, result, _ = session(scenario("vllm", "async"), seed=2, real=True)
+    check_same(backend, result)
+    assert backend.timing.scale == 50
+    assert backend.timing.steps > 0
 
 
 @pytest.mark.parametrize(
@@ -161,14 +161,14 @@ def test_the_real_clock_changes_when_tokens_are_seen_and_nothing_else() -> None:
 )
 def test_a_session_whose_kv_moves(moves: dict[str, Any]) -> None:
     """Steps that wait for a move, or for a request, end when either comes."""
-    opened, result, _ = session(scenario("vllm", "async", 24, **moves), seed=3)
+    backend, result, _ = session(scenario("vllm", "async", 24, **moves), seed=3)
     assert len(result.transfers["step"])
-    check_same(opened, result)
+    check_same(backend, result)
 
 
 def test_two_sessions_are_alike_to_the_byte() -> None:
     first, second = (session(scenario("vllm", "async"), seed=4) for _ in range(2))
-    assert first[0].backend.log.content() == second[0].backend.log.content()
+    assert first[0].log.content() == second[0].log.content()
     assert first[1].steps.equals(second[1].steps)
 
 
@@ -188,18 +188,18 @@ def test_equal_texts_are_found_in_the_cache() -> None:
 
     def cached(salts: tuple[str, str], forgotten: bool = False) -> int:
         loop = VirtualLoop()
-        opened = open_session(scenario("vllm", "sync"), VirtualClock(), TOKENIZER, None, "test")
+        backend = open_session(scenario("vllm", "sync"), VirtualClock(), TOKENIZER, None, "test")
 
         async def twice() -> int:
-            serving = asyncio.ensure_future(opened.backend.run())
+            serving = asyncio.ensure_future(backend.run())
             for number, salt in enumerate(salts):
                 stream = Stream(Generation(str(number), list(range(64)), max_tokens=4, cache_salt=salt))
-                opened.backend.submit(stream)
+                backend.submit(stream)
                 while await next_tokens(stream):
                     pass
                 if forgotten:
-                    opened.backend.forget_prefixes()
-            opened.backend.close()
+                    backend.forget_prefixes()
+            backend.close()
             await serving
             return stream.cached_tokens
 

@@ -214,7 +214,7 @@ def test_a_client_that_leaves_is_given_up() -> None:
                 break
             await stream.close()
             await asyncio.sleep(1)
-            load = server.session.backend.load
+            load = server.backend.load
             assert (load.running, load.waiting) == (0, 0)
 
     server.run(leaves())

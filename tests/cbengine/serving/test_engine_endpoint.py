@@ -162,7 +162,7 @@ def test_a_dead_server_is_said_to_its_clients(tmp_path: Path) -> None:
             return await real(*words, **{**more, "ready": lambda _, number: port.set_result(number)})
 
         with mock.patch("cbsim.http.command.listen", emitted):
-            work = asyncio.create_task(serve(served, served.session, served.log, options))
+            work = asyncio.create_task(serve(served, options))
             url = f"http://127.0.0.1:{await port}/v1"
             async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
                 with pytest.raises(Exception, match="exit code 3") as error:
