@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from functools import wraps
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 # A worker has a core; so has a process that a test starts. Before numpy and torch are imported, which read it then.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -48,6 +52,21 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if cores > 1 and not gpu and any((config.invocation_params.dir / word).is_dir() for word in config.args):
         option.numprocesses, option.dist = min(cores, MOST_WORKERS), "worksteal"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine function has an event loop of its own, for each example if hypothesis draws them."""
+    test: Any = pyfuncitem.obj
+    if (property_test := getattr(test, "hypothesis", None)) is not None:
+        if asyncio.iscoroutinefunction(inner := property_test.inner_test):
+            property_test.inner_test = wraps(inner)(lambda *args, **more: asyncio.run(inner(*args, **more)))
+        return None
+    if not asyncio.iscoroutinefunction(test):
+        return None
+    names = signature(test).parameters
+    asyncio.run(test(**{name: value for name, value in pyfuncitem.funcargs.items() if name in names}))
+    return True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

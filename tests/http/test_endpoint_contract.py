@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from hashlib import sha256
 from typing import Any
 
 import pytest
-from support.endpoint_calls import JSON, Answer, Instant, answer_to, ask, chat, completion, saying, text_of, words
+from support.endpoint_calls import JSON, Instant, answer_to, ask, chat, completion, saying, text_of, words
 from support.scripted import Scripted
 
 from cbsim.http.app import App
 from cbsim.http.backend import Meter, Stream
 from cbsim.http.requests import NEUTRAL
-from cbsim.http.settings import Settings, read_keys
+from cbsim.http.settings import Settings
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-
-
-def asked(path: str, body: Any, settings: Settings, **more: Any) -> Answer:
-    async def once() -> Answer:
-        return await ask(App(Instant(), settings), path, body, **more)
-
-    return asyncio.run(once())
 
 
 def test_a_completion_has_16_tokens_unless_told_otherwise() -> None:
@@ -57,13 +51,10 @@ def test_max_completion_tokens_wins() -> None:
     assert chat(max_completion_tokens=3, max_tokens=9).json["usage"]["completion_tokens"] == 3
 
 
-def test_a_chat_may_fill_the_context() -> None:
-    async def once() -> tuple[Answer, int]:
-        backend = Instant(max_model_len=40)
-        body = {"messages": [{"role": "user", "content": "a"}]}
-        return await ask(App(backend), CHAT, body), len(backend.generations[0].prompt)
-
-    answer, prompt = asyncio.run(once())
+async def test_a_chat_may_fill_the_context() -> None:
+    backend = Instant(max_model_len=40)
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    answer, prompt = await ask(App(backend), CHAT, body), len(backend.generations[0].prompt)
     assert answer.json["usage"] == {
         "prompt_tokens": prompt,
         "completion_tokens": 40 - prompt,
@@ -122,22 +113,19 @@ def test_a_stop_string_ends_the_text(stream: bool) -> None:
     assert text_of(emitted) == "one, two, th"
     last = emitted[-1]["choices"][0]
     assert (last["finish_reason"], last["stop_reason"]) == ("stop", "ree")
-    kept = completion(saying("one, two, three, four"), stop="ree", include_stop_str_in_output=True, max_tokens=99)
-    assert text_of([kept.json]) == "one, two, three"
+    whole = completion(saying("one, two, three, four"), stop="ree", include_stop_str_in_output=True, max_tokens=99)
+    assert text_of([whole.json]) == "one, two, three"
 
 
-def test_a_stop_string_cancels_what_the_server_still_does() -> None:
+async def test_a_stop_string_cancels_what_the_server_still_does() -> None:
     class Stepping(Instant):
         def _steps(self, stream: Stream) -> None:
             if stream.finish is None:
                 self.step(self.now_s)
                 asyncio.get_running_loop().call_later(0, self._steps, stream)
 
-    async def once() -> tuple[Answer, Instant]:
-        backend = Stepping(saying("one two three"))
-        return await ask(App(backend), COMPLETIONS, {"prompt": "x", "stop": " two"}), backend
-
-    answer, backend = asyncio.run(once())
+    backend = Stepping(saying("one two three"))
+    answer = await ask(App(backend), COMPLETIONS, {"prompt": "x", "stop": " two"})
     assert text_of([answer.json]) == "one" and answer.json["choices"][0]["finish_reason"] == "stop"
     assert backend.cancelled == ["cmpl-0"] and not backend.load.running
 
@@ -153,8 +141,8 @@ def test_what_is_not_supported_is_refused_by_name(field: str) -> None:
 
 def test_what_would_ask_for_nothing_is_named() -> None:
     """1.0 is 1 in JSON, true is not."""
-    session_facts = "`n` is not supported by this server, other than as null or 1"
-    assert [completion(n=n).error["message"] for n in (0, 2, True)] == [session_facts] * 3
+    message = "`n` is not supported by this server, other than as null or 1"
+    assert [completion(n=n).error["message"] for n in (0, 2, True)] == [message] * 3
     assert completion(n=1.0, presence_penalty=0.0).status == 200
     text = completion(response_format={"type": "json_object"}).error["message"]
     assert text.endswith('other than as null or {"type": "text"}')
@@ -227,31 +215,24 @@ def test_messages_that_cannot_be_used_name_their_field(messages: Any, param: str
     assert not param.endswith("content") or "only text is supported" in answer.error["message"]
 
 
-def test_a_prompt_that_fills_the_context_is_refused() -> None:
-    async def once() -> Answer:
-        return await ask(App(Instant(max_model_len=3)), COMPLETIONS, {"prompt": [1, 2, 3]})
-
-    assert asyncio.run(once()).error["param"] == "prompt"
+async def test_a_prompt_that_fills_the_context_is_refused() -> None:
+    assert (await ask(App(Instant(max_model_len=3)), COMPLETIONS, {"prompt": [1, 2, 3]})).error["param"] == "prompt"
 
 
-def test_text_parts_of_a_message_are_lines() -> None:
-    async def once() -> Instant:
-        backend = Instant()
-        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-        await ask(App(backend), CHAT, {"messages": [{"role": "user", "content": parts}], "max_tokens": 1})
-        return backend
-
-    backend = asyncio.run(once())
+async def test_text_parts_of_a_message_are_lines() -> None:
+    backend = Instant()
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    await ask(App(backend), CHAT, {"messages": [{"role": "user", "content": parts}], "max_tokens": 1})
     assert backend.generations[0].prompt == words().chat([{"role": "user", "content": "a\nb"}])
 
 
 @pytest.mark.parametrize(
-    ("body", "words_in_it"),
+    ("body", "part"),
     [(b"", "JSON"), (b"{", "JSON"), (b"[]", "object"), (b'{"prompt":' + b"[" * 9999, "JSON"), (b"\xff", "JSON")],
 )
-def test_a_body_that_is_no_object_is_refused(body: bytes, words_in_it: str) -> None:
+def test_a_body_that_is_no_object_is_refused(body: bytes, part: str) -> None:
     answer = answer_to(COMPLETIONS, body)
-    assert answer.status == 400 and words_in_it in answer.error["message"]
+    assert answer.status == 400 and part in answer.error["message"]
 
 
 def test_other_models_and_paths_are_not_found() -> None:
@@ -286,41 +267,38 @@ def test_a_body_that_is_compressed_is_not_taken() -> None:
 def test_a_body_that_is_too_long_is_refused_whatever_it_says() -> None:
     settings = Settings(max_body_bytes=50)
     body = {"prompt": "a" * 50}
-    assert asked(COMPLETIONS, body, settings).status == 413
-    assert asked(COMPLETIONS, body, settings, headers=[JSON, ("content-length", "9")]).status == 413
-    assert asked(COMPLETIONS, b"{}", settings, headers=[JSON, ("content-length", "51")]).status == 413
-    assert asked(COMPLETIONS, {"prompt": "a" * 9}, settings).status == 200
+    assert answer_to(COMPLETIONS, body, settings=settings).status == 413
+    assert answer_to(COMPLETIONS, body, settings=settings, headers=[JSON, ("content-length", "9")]).status == 413
+    assert answer_to(COMPLETIONS, b"{}", settings=settings, headers=[JSON, ("content-length", "51")]).status == 413
+    assert answer_to(COMPLETIONS, {"prompt": "a" * 9}, settings=settings).status == 200
 
 
 def test_only_a_bearer_of_a_key_may_pass() -> None:
-    settings = Settings(keys=read_keys(["first", "second"], environment={}))
+    settings = Settings(keys=(sha256(b"first").digest(), sha256(b"second").digest()))
     for path in ("/v1/models", "/metrics", "/version", "/load", "/nowhere", "/openapi.json"):
-        answer = asked(path, None, settings)
+        answer = answer_to(path, None, settings=settings)
         assert answer.status == 401 and answer.error["type"] == "AuthenticationError"
         assert answer.headers["www-authenticate"] == "Bearer"
     for wrong in ("Bearer third", "Basic first", "first", "Bearer", "Bearer firstfirst"):
-        assert asked("/v1/models", None, settings, headers=[("authorization", wrong)]).status == 401
+        assert answer_to("/v1/models", None, settings=settings, headers=[("authorization", wrong)]).status == 401
     for right in ("Bearer first", "bearer second"):
-        assert asked("/v1/models", None, settings, headers=[("authorization", right)]).status == 200
-    assert asked("/health", None, settings).status == 200
+        assert answer_to("/v1/models", None, settings=settings, headers=[("authorization", right)]).status == 200
+    assert answer_to("/health", None, settings=settings).status == 200
 
 
-def test_a_request_keeps_its_name() -> None:
-    async def both() -> tuple[list[Answer], Instant]:
-        backend = Instant()
-        app = App(backend)
-        headers = [JSON, ("X-Request-Id", "mine")]
-        body = {"prompt": ["a", "b"], "max_tokens": 1}
-        answers = [await ask(app, COMPLETIONS, body, headers=headers) for _ in range(2)]
-        return [*answers, await ask(app, COMPLETIONS, {**body, "request_id": "0"})], backend
-
-    answers, backend = asyncio.run(both())
+async def test_a_request_keeps_its_name() -> None:
+    backend = Instant()
+    app = App(backend)
+    headers = [JSON, ("X-Request-Id", "mine")]
+    body = {"prompt": ["a", "b"], "max_tokens": 1}
+    answers = [await ask(app, COMPLETIONS, body, headers=headers) for _ in range(2)]
+    answers.append(await ask(app, COMPLETIONS, {**body, "request_id": "0"}))
     assert [answer.json["id"] for answer in answers] == ["cmpl-mine", "cmpl-mine", "cmpl-0"]
     assert [answer.headers["x-request-id"] for answer in answers] == ["mine", "mine", "0"]
     ids = [generation.id for generation in backend.generations]
     assert len({*ids}) == len(ids) == 6  # two clients with one name are two requests
     for name in ("", "a" * 129, "a b", "é"):
-        wrong = answer_to(COMPLETIONS, {"prompt": "a"}, headers=[JSON, ("x-request-id", name)])
+        wrong = await ask(app, COMPLETIONS, {"prompt": "a"}, headers=[JSON, ("x-request-id", name)])
         assert wrong.error["param"] == "X-Request-Id"
 
 
@@ -341,19 +319,16 @@ def test_what_else_is_asked() -> None:
     assert answer_to("/tokenize", {}).status == 400
 
 
-def test_metrics_are_those_of_the_meter() -> None:
-    async def once() -> Answer:
-        class Exposed(Meter):
-            def exposition(self) -> bytes:
-                return b"a 1\n"
+async def test_metrics_are_those_of_the_meter() -> None:
+    class Exposed(Meter):
+        def exposition(self) -> bytes:
+            return b"a 1\n"
 
-        return await ask(App(Instant(), meter=Exposed()), "/metrics")
-
-    answer = asyncio.run(once())
+    answer = await ask(App(Instant(), meter=Exposed()), "/metrics")
     assert answer.body == b"a 1\n" and answer.headers["content-type"].startswith("text/plain; version=0.0.4")
 
 
-def test_a_meter_hears_of_every_request() -> None:
+async def test_a_meter_hears_of_every_request() -> None:
     class Listening(Meter):
         def __init__(self) -> None:
             self.heard: list[str] = []
@@ -364,19 +339,16 @@ def test_a_meter_hears_of_every_request() -> None:
         def ended(self, stream: Stream) -> None:
             self.heard.append(f"{stream.generation.id} {stream.finish} {stream.tokens}")
 
-    async def once() -> list[str]:
-        backend, meter = Instant(saying("one two three")), Listening()
-        app = App(backend, meter=meter)
-        assert backend.meter is meter
-        await ask(app, COMPLETIONS, {"prompt": "x", "max_tokens": 1})
-        await ask(app, COMPLETIONS, {"prompt": "x"})
-        return meter.heard
-
     last = len(words().encode("one two three"))
-    assert asyncio.run(once()) == ["cmpl-0 arrived", "cmpl-0 length 1", "cmpl-1 arrived", f"cmpl-1 stop {last}"]
+    backend, meter = Instant(saying("one two three")), Listening()
+    app = App(backend, meter=meter)
+    assert backend.meter is meter
+    await ask(app, COMPLETIONS, {"prompt": "x", "max_tokens": 1})
+    await ask(app, COMPLETIONS, {"prompt": "x"})
+    assert meter.heard == ["cmpl-0 arrived", "cmpl-0 length 1", "cmpl-1 arrived", f"cmpl-1 stop {last}"]
 
 
-def test_tokens_after_the_end_are_not_told() -> None:
+async def test_tokens_after_the_end_are_not_told() -> None:
     """A step that was in flight when its request was cancelled may yield one more."""
 
     class Overlapping(Instant):
@@ -385,49 +357,48 @@ def test_tokens_after_the_end_are_not_told() -> None:
             self.cancel(stream)
             stream.put([301], 0.0)
 
-    async def once() -> tuple[Answer, int]:
-        app = App(Overlapping())
-        return await ask(app, COMPLETIONS, {"prompt": "x", "stream": True}), app.admission.unread
-
-    answer, unread = asyncio.run(once())
-    assert answer.events[-1]["error"]["code"] == 503 and unread == 0
+    app = App(Overlapping())
+    answer = await ask(app, COMPLETIONS, {"prompt": "x", "stream": True})
+    assert answer.events[-1]["error"]["code"] == 503 and app.admission.unread == 0
 
 
-def test_prefixes_are_forgotten() -> None:
-    async def once() -> int:
-        backend = Instant()
-        assert (await ask(App(backend), "/reset_prefix_cache", method="POST")).status == 200
-        return backend.forgotten
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nothing_is_kept_of_a_text_that_a_stop_string_ended(stream: bool) -> None:
+    """The server has told all of it by then."""
+    app = App(Instant(saying("one two three")))
+    await ask(app, COMPLETIONS, {"prompt": "x", "stop": " two", "stream": stream})
+    assert not app.admission.unread and not app.admission.streams and not app.admission.open
 
-    assert asyncio.run(once()) == 1
+
+async def test_prefixes_are_forgotten() -> None:
+    backend = Instant()
+    assert (await ask(App(backend), "/reset_prefix_cache", method="POST")).status == 200
+    assert backend.forgotten == 1
 
 
 @pytest.mark.parametrize(
-    ("settings", "words_in_it"),
+    ("settings", "part"),
     [
         (Settings(max_streams=1), "under way"),
         (Settings(max_queued_requests=1), "wait"),
         (Settings(max_queued_tokens=3), "tokens of prompts"),
     ],
 )
-def test_who_does_not_fit_in_is_told_to_come_back(settings: Settings, words_in_it: str) -> None:
-    answer = asked(COMPLETIONS, {"prompt": [[1, 2], [3, 4]]}, settings)
-    assert answer.status == 503 and answer.headers["retry-after"] == "1" and words_in_it in answer.error["message"]
+def test_who_does_not_fit_in_is_told_to_come_back(settings: Settings, part: str) -> None:
+    answer = answer_to(COMPLETIONS, {"prompt": [[1, 2], [3, 4]]}, settings=settings)
+    assert answer.status == 503 and answer.headers["retry-after"] == "1" and part in answer.error["message"]
 
 
-def test_a_dead_server_says_so() -> None:
-    async def once() -> list[Answer]:
-        backend = Instant()
-        app = App(backend)
-        backend.dead = "no memory left"
-        return [await ask(app, "/health"), await ask(app, COMPLETIONS, {"prompt": "a"})]
-
-    health, answer = asyncio.run(once())
+async def test_a_dead_server_says_so() -> None:
+    backend = Instant()
+    app = App(backend)
+    backend.dead = "no memory left"
+    health, answer = await ask(app, "/health"), await ask(app, COMPLETIONS, {"prompt": "a"})
     assert health.status == 503 and answer.status == 503 and "no memory left" in answer.error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_of_the_server_reaches_the_client(stream: bool) -> None:
+async def test_an_error_of_the_server_reaches_the_client(stream: bool) -> None:
     class Failing(Instant):
         def step(self, at_s: float) -> None:
             if any(stream.tokens == 2 for stream in self._running):
@@ -435,25 +406,19 @@ def test_an_error_of_the_server_reaches_the_client(stream: bool) -> None:
             else:
                 super().step(at_s)
 
-    async def once() -> Answer:
-        return await ask(App(Failing()), COMPLETIONS, {"prompt": "a", "stream": stream})
-
-    answer = asyncio.run(once())
+    answer = await ask(App(Failing()), COMPLETIONS, {"prompt": "a", "stream": stream})
     assert answer.status == (200 if stream else 500)
     error = answer.events[-1]["error"] if stream else answer.error
     assert error["message"] == "it broke" and error["code"] == 500
 
 
-def test_what_a_server_does_not_take_is_refused() -> None:
+async def test_what_a_server_does_not_take_is_refused() -> None:
     class Refusing(Instant):
         def submit(self, stream: Any) -> None:
             stream.arrive(0.0)
             stream.end("error", 0.0, "it does not fit into the cache")
 
-    async def once() -> Answer:
-        return await ask(App(Refusing()), COMPLETIONS, {"prompt": ["a", "b"], "stream": True})
-
-    answer = asyncio.run(once())
+    answer = await ask(App(Refusing()), COMPLETIONS, {"prompt": ["a", "b"], "stream": True})
     assert answer.status == 400 and answer.error["message"] == "it does not fit into the cache"
 
 

@@ -11,7 +11,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from support.endpoint_calls import Answer, Feeding, Session, listening, read_answer, request, scripted
+from support.endpoint_calls import Feeding, Session, listening, read_answer, request, scripted
 
 from cbsim.http.connection import Connection
 from cbsim.http.listen import files_for
@@ -47,36 +47,33 @@ async def health(server: Session) -> bytes:
 
 
 @pytest.mark.slow
-def test_10_000_connections_that_never_speak() -> None:
+async def test_10_000_connections_that_never_speak() -> None:
     """Each is open until its head is late; others are served meanwhile; then all are closed."""
     files_for(2 * SILENT + SPARE)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     silent = min(SILENT, (most - SPARE) // 2)  # both ends are files of this process
 
-    async def session() -> None:
-        loop = asyncio.get_running_loop()
-        patience = Settings(head_s=1.0, max_connections=silent + 1)
-        before = open_files()
-        async with listening(settings=patience) as server:
-            tasks = len(asyncio.all_tasks())
-            clients = []
-            for _ in range(silent):
-                client = socket.socket()
-                client.setblocking(False)
-                await loop.sock_connect(client, ("127.0.0.1", server.port))
-                clients.append(client)
-            assert await health(server) == b"HTTP/1.1 200 OK"
-            for client in clients:
-                answer = await loop.sock_recv(client, 1000)
-                assert answer.startswith(b"HTTP/1.1 408")
-                client.close()
-            assert len(asyncio.all_tasks()) == tasks
-        assert open_files() == before
-
-    asyncio.run(session())
+    loop = asyncio.get_running_loop()
+    patience = Settings(head_s=1.0, max_connections=silent + 1)
+    before = open_files()
+    async with listening(settings=patience) as server:
+        tasks = len(asyncio.all_tasks())
+        clients = []
+        for _ in range(silent):
+            client = socket.socket()
+            client.setblocking(False)
+            await loop.sock_connect(client, ("127.0.0.1", server.port))
+            clients.append(client)
+        assert await health(server) == b"HTTP/1.1 200 OK"
+        for client in clients:
+            answer = await loop.sock_recv(client, 1000)
+            assert answer.startswith(b"HTTP/1.1 408")
+            client.close()
+        assert len(asyncio.all_tasks()) == tasks
+    assert open_files() == before
 
 
-def test_a_client_that_dies_at_random_1_000_times() -> None:
+async def test_a_client_that_dies_at_random_1_000_times() -> None:
     """Each asks for more than it will read, and is gone after some bytes or none, politely or not."""
     draw = random.Random(1)
 
@@ -104,20 +101,17 @@ def test_a_client_that_dies_at_random_1_000_times() -> None:
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
 
-    async def session() -> None:
-        before = open_files()
-        async with listening() as server:
-            tasks = len(asyncio.all_tasks())
-            for _ in range(DEATHS // 50):
-                await asyncio.gather(*(client(server) for _ in range(50)))
-            await server.until_empty()
-            while len(asyncio.all_tasks()) > tasks:
-                await asyncio.sleep(0.001)
-            cancelled = server.backend.cancelled
-            assert len({*cancelled}) == len(cancelled) == len(server.backend.generations)  # none would have ended
-        assert open_files() == before
-
-    asyncio.run(session())
+    before = open_files()
+    async with listening() as server:
+        tasks = len(asyncio.all_tasks())
+        for _ in range(DEATHS // 50):
+            await asyncio.gather(*(client(server) for _ in range(50)))
+        await server.until_empty()
+        while len(asyncio.all_tasks()) > tasks:
+            await asyncio.sleep(0.001)
+        cancelled = server.backend.cancelled
+        assert len({*cancelled}) == len(cancelled) == len(server.backend.generations)  # none would have ended
+    assert open_files() == before
 
 
 async def deaf(server: Session, **fields: object) -> socket.socket:
@@ -131,63 +125,51 @@ async def deaf(server: Session, **fields: object) -> socket.socket:
 
 
 @pytest.mark.parametrize("bounds", [Settings(max_unread_tokens=2000), Settings(max_unread_sum=2000)])
-def test_a_client_that_does_not_read_is_cut(bounds: Settings) -> None:
+async def test_a_client_that_does_not_read_is_cut(bounds: Settings) -> None:
     """Once too many of its tokens are unread, of its own or of all; one that reads does not notice."""
-
-    async def session() -> tuple[list[str], int, Answer]:
-        async with listening(scripted(itl_s=0.0), bounds) as server:
-            slow = await deaf(server, prompt="x", max_tokens=1 << 19)
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            while not server.app.admission.slow:
-                writer.write(request("/v1/completions", {"prompt": "y", "max_tokens": 500, "stream": True}))
-                answer = await read_answer(reader)
-                assert len(answer.events) == 500
-            await server.until_empty()
-            slow.close()
-            writer.close()
-            await writer.wait_closed()
-            return server.backend.cancelled, server.app.admission.slow, answer
-
-    cancelled, slow, _ = asyncio.run(session())
+    async with listening(scripted(itl_s=0.0), bounds) as server:
+        slow = await deaf(server, prompt="x", max_tokens=1 << 19)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        while not server.app.admission.slow:
+            writer.write(request("/v1/completions", {"prompt": "y", "max_tokens": 500, "stream": True}))
+            answer = await read_answer(reader)
+            assert len(answer.events) == 500
+        await server.until_empty()
+        slow.close()
+        writer.close()
+        await writer.wait_closed()
+        cancelled, slow, _ = server.backend.cancelled, server.app.admission.slow, answer
     assert (cancelled, slow) == (["cmpl-0"], 1)
 
 
-def test_a_client_that_reads_late_misses_nothing() -> None:
+async def test_a_client_that_reads_late_misses_nothing() -> None:
     """As long as it stays within the bounds: what was kept comes in the end, a chunk a token."""
     tokens = 30_000
 
-    async def session() -> int:
-        loop = asyncio.get_running_loop()
-        async with listening(scripted(itl_s=0.0)) as server:
-            late = await deaf(server, prompt="x", max_tokens=tokens)
-            while not server.backend.generations or server.app.admission.open:
-                await asyncio.sleep(0.001)
-            assert server.app.admission.unread  # more than sockets hold
-            answer = b""
-            while not answer.endswith(b"0\r\n\r\n"):
-                answer += await loop.sock_recv(late, 1 << 20)
-            late.close()
-            assert server.app.admission.slow == 0
-            return answer.count(b'"text":')
-
-    assert asyncio.run(session()) == tokens
+    loop = asyncio.get_running_loop()
+    async with listening(scripted(itl_s=0.0)) as server:
+        late = await deaf(server, prompt="x", max_tokens=tokens)
+        while not server.backend.generations or server.app.admission.open:
+            await asyncio.sleep(0.001)
+        assert server.app.admission.unread  # more than sockets hold
+        answer = b""
+        while not answer.endswith(b"0\r\n\r\n"):
+            answer += await loop.sock_recv(late, 1 << 20)
+        late.close()
+        assert server.app.admission.slow == 0
+        assert (answer.count(b'"text":')) == tokens
 
 
-def test_a_client_that_has_stopped_reading_is_not_kept_for_ever() -> None:
+async def test_a_client_that_has_stopped_reading_is_not_kept_for_ever() -> None:
     """Its answer is whole and in a buffer, and it does not come for it."""
-
-    async def session() -> None:
-        async with listening(scripted(itl_s=0.0), Settings(stall_s=0.05)) as server:
-            slow = await deaf(server, prompt=["x"] * 8, max_tokens=20_000)
-            while not server.backend.generations:
-                await asyncio.sleep(0.001)
-            await server.until_empty()
-            slow.close()
-
-    asyncio.run(session())
+    async with listening(scripted(itl_s=0.0), Settings(stall_s=0.05)) as server:
+        slow = await deaf(server, prompt=["x"] * 8, max_tokens=20_000)
+        await server.until_submitted()
+        await server.until_empty()
+        slow.close()
 
 
-def test_a_client_that_does_not_read_is_not_kept_to_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_read_is_not_kept_to_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection is to close, less is left than makes a socket full, and it never comes for it."""
     made, connections = Connection.connection_made, list[Connection]()
 
@@ -198,20 +180,16 @@ def test_a_client_that_does_not_read_is_not_kept_to_be_closed(monkeypatch: pytes
 
     monkeypatch.setattr(Connection, "connection_made", narrow)
 
-    async def session() -> None:
-        async with listening(scripted(itl_s=0.0), Settings(stall_s=0.05, idle_s=0.01)) as server:
-            slow = await deaf(server, prompt="x", max_tokens=300)
-            while not server.backend.generations:
-                await asyncio.sleep(0.001)
-            await server.until_empty()
-            while connections[0] in connections[0].connections:
-                await asyncio.sleep(0.001)
-            slow.close()
-
-    asyncio.run(session())
+    async with listening(scripted(itl_s=0.0), Settings(stall_s=0.05, idle_s=0.01)) as server:
+        slow = await deaf(server, prompt="x", max_tokens=300)
+        await server.until_submitted()
+        await server.until_empty()
+        while connections[0] in connections[0].connections:
+            await asyncio.sleep(0.001)
+        slow.close()
 
 
-def test_nothing_is_told_to_nobody() -> None:
+async def test_nothing_is_told_to_nobody() -> None:
     """What a client has not read when it goes is not made into text for it."""
     fed = 0
 
@@ -220,36 +198,29 @@ def test_nothing_is_told_to_nobody() -> None:
         fed += 1
         return str(token)
 
-    async def session() -> int:
-        backend = scripted(itl_s=0.0)
-        backend.tokenizer = Feeding(lambda: feed)
-        async with listening(backend) as server:
-            slow = await deaf(server, prompt="x", max_tokens=1 << 19)
-            while not server.app.admission.unread > 20_000:
-                await asyncio.sleep(0.001)
-            before = fed
-            slow.close()
-            await server.until_empty()
-            return fed - before
-
-    assert asyncio.run(session()) < 5_000
+    backend = scripted(itl_s=0.0)
+    backend.tokenizer = Feeding(lambda: feed)
+    async with listening(backend) as server:
+        slow = await deaf(server, prompt="x", max_tokens=1 << 19)
+        while not server.app.admission.unread > 20_000:
+            await asyncio.sleep(0.001)
+        before = fed
+        slow.close()
+        await server.until_empty()
+        assert (fed - before) < 5_000
 
 
 @pytest.mark.parametrize("itl_s", [0.0, 0.3])
-def test_a_hurried_end_says_nothing_of_answers_it_cuts(itl_s: float) -> None:
+async def test_a_hurried_end_says_nothing_of_answers_it_cuts(itl_s: float) -> None:
     """Clients that do not read, or whose next token is far away: cut off and counted, without a traceback."""
-
-    async def session() -> int:
-        async with listening(scripted(itl_s=itl_s)) as server:
-            clients = [await deaf(server, prompt=prompt, max_tokens=1 << 19) for prompt in ("x", ["y", "z"])]
-            streams = server.app.admission.streams
-            while len(streams) < 3 or (not itl_s and min(stream.unread for stream in streams.values()) < 1000):
-                await asyncio.sleep(0.001)
-            server.stop.request()
-            server.stop.request()
-            ending = await server.ending
-            for client in clients:
-                client.close()
-            return ending.cut
-
-    assert asyncio.run(session()) == 3
+    async with listening(scripted(itl_s=itl_s)) as server:
+        clients = [await deaf(server, prompt=prompt, max_tokens=1 << 19) for prompt in ("x", ["y", "z"])]
+        streams = server.app.admission.streams
+        while len(streams) < 3 or (not itl_s and min(stream.unread for stream in streams.values()) < 1000):
+            await asyncio.sleep(0.001)
+        server.stop.request()
+        server.stop.request()
+        ending = await server.ending
+        for client in clients:
+            client.close()
+        assert ending.cut == 3

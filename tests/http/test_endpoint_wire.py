@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -22,7 +21,7 @@ ENDLESS = {"prompt": "a b c", "max_tokens": 1 << 19}
 
 async def sent(server: Session, *pieces: bytes) -> Answer:
     """The answer to a request that comes in these pieces, to those of them that are taken."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    reader, writer = await server.connect()
     answer = asyncio.get_running_loop().create_task(read_answer(reader))
     for piece in pieces:
         if answer.done():
@@ -37,15 +36,12 @@ async def sent(server: Session, *pieces: bytes) -> Answer:
 
 @settings(max_examples=25)
 @given(st.lists(st.integers(0, len(COMPLETION)), max_size=8))
-def test_a_request_is_the_same_in_any_pieces(cuts: list[int]) -> None:
+async def test_a_request_is_the_same_in_any_pieces(cuts: list[int]) -> None:
     ends = [0, *sorted(cuts), len(COMPLETION)]
     pieces = [COMPLETION[start:end] for start, end in pairwise(ends) if end > start]
 
-    async def session() -> Answer:
-        async with listening() as server:
-            return await sent(server, *pieces)
-
-    answer = asyncio.run(session())
+    async with listening() as server:
+        answer = await sent(server, *pieces)
     assert answer.status == 200 and text_of(answer.events) == words().decode(range(300, 306))
 
 
@@ -54,95 +50,75 @@ def six_tokens(stream: bool) -> bytes:
     return request("/v1/completions", fields, "connection: close\r\n")
 
 
-@cache
-def size_of_an_answer(stream: bool) -> int:
-    async def session() -> int:
-        async with listening() as server:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(six_tokens(stream))
-            size = len(await reader.read())
-            writer.close()
-            await writer.wait_closed()
-            return size
+SIZES: dict[bool, int] = {}  # of whole answers, streamed or not
 
-    return asyncio.run(session())
+
+async def size_of_an_answer(stream: bool) -> int:
+    if stream not in SIZES:
+        async with listening() as server:
+            reader, writer = await server.connect()
+            writer.write(six_tokens(stream))
+            SIZES[stream] = len(await reader.read())
+    return SIZES[stream]
 
 
 @settings(max_examples=40)
 @given(st.booleans(), st.booleans(), st.floats(0, 1))
-def test_a_client_may_leave_at_any_byte(stream: bool, while_it_asks: bool, share: float) -> None:
+async def test_a_client_may_leave_at_any_byte(stream: bool, while_it_asks: bool, share: float) -> None:
     """Of its request, or of its answer: its stream is cancelled once, unless it has ended, and nothing is left."""
-    asked, size = six_tokens(stream), size_of_an_answer(stream)
+    asked, size = six_tokens(stream), await size_of_an_answer(stream)
 
-    async def session() -> list[str]:
-        async with listening() as server:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(asked[: int(share * len(asked))] if while_it_asks else asked)
-            if not while_it_asks:
-                await reader.readexactly(int(share * size))
-            writer.transport.abort()
-            await server.until_empty()
-            return server.backend.cancelled
-
-    cancelled = asyncio.run(session())
+    async with listening() as server:
+        reader, writer = await server.connect()
+        writer.write(asked[: int(share * len(asked))] if while_it_asks else asked)
+        if not while_it_asks:
+            await reader.readexactly(int(share * size))
+        writer.transport.abort()
+        await server.until_empty()
+        cancelled = server.backend.cancelled
     assert cancelled in ([], ["cmpl-0"])
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_is_cancelled_at_once(stream: bool) -> None:
+async def test_who_leaves_is_cancelled_at_once(stream: bool) -> None:
     """Also one that would get its answer in one piece."""
-
-    async def session() -> list[str]:
-        async with listening() as server:
-            _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(request("/v1/completions", {**ENDLESS, "stream": stream}))
-            while not server.backend.load.running:
-                await asyncio.sleep(0.001)
-            writer.transport.abort()
-            await server.until_empty()
-            return server.backend.cancelled
-
-    assert asyncio.run(session()) == ["cmpl-0"]
+    async with listening() as server:
+        _, writer = await server.connect()
+        writer.write(request("/v1/completions", {**ENDLESS, "stream": stream}))
+        await server.until_submitted()
+        writer.transport.abort()
+        await server.until_empty()
+        assert server.backend.cancelled == ["cmpl-0"]
 
 
 @settings(max_examples=60)
 @given(st.binary(max_size=60), st.integers(0, len(COMPLETION)), st.integers(0, 40))
-def test_garbage_is_answered_or_closed(garbage: bytes, at: int, left_out: int) -> None:
+async def test_garbage_is_answered_or_closed(garbage: bytes, at: int, left_out: int) -> None:
     """A request with bytes of it replaced: an answer that is one, or none; and the next client is served."""
-
-    async def session() -> tuple[bytes, Answer]:
-        async with listening() as server:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(COMPLETION[:at] + garbage + COMPLETION[at + left_out :])
-            writer.write_eof()
-            try:
-                answer = await reader.read()
-            except ConnectionError:
-                answer = b""
-            writer.transport.abort()
-            return answer, await sent(server, COMPLETION)
-
-    answer, next_answer = asyncio.run(session())
+    async with listening() as server:
+        reader, writer = await server.connect()
+        writer.write(COMPLETION[:at] + garbage + COMPLETION[at + left_out :])
+        writer.write_eof()
+        try:
+            answer = await reader.read()
+        except ConnectionError:
+            answer = b""
+        writer.transport.abort()
+        next_answer = await sent(server, COMPLETION)
     assert not answer or answer.startswith(b"HTTP/1.1 ")
     assert b" 500 " not in answer[:13]
     assert len(next_answer.events) == 6
 
 
-def test_a_connection_is_used_again() -> None:
-    async def session() -> list[Answer]:
-        async with listening() as server:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            answers = []
-            for number in range(3):
-                writer.write(request("/v1/completions", {"prompt": [number + 1], "max_tokens": 2}))
-                answers.append(await read_answer(reader))
-            writer.write(COMPLETION * 3)  # without waiting for answers
-            answers += [await read_answer(reader) for _ in range(3)]
-            writer.close()
-            await writer.wait_closed()
-            return answers
-
-    answers = asyncio.run(session())
+async def test_a_connection_is_used_again() -> None:
+    async with listening() as server:
+        reader, writer = await server.connect()
+        answers = []
+        for number in range(3):
+            writer.write(request("/v1/completions", {"prompt": [number + 1], "max_tokens": 2}))
+            answers.append(await read_answer(reader))
+        writer.write(COMPLETION * 3)  # without waiting for answers
+        answers += [await read_answer(reader) for _ in range(3)]
     assert [answer.status for answer in answers] == [200] * 6
     assert [answer.json["id"] for answer in answers[:3]] == ["cmpl-0", "cmpl-1", "cmpl-2"]
     assert [answer.events[0]["id"] for answer in answers[3:]] == ["cmpl-3", "cmpl-4", "cmpl-5"]
@@ -154,12 +130,9 @@ JSON_BODY = HEAD + b"content-type: application/json\r\ncontent-length: %d\r\n\r\
 
 
 @pytest.mark.parametrize("pieces", [[], [HEAD], [JSON_BODY % 9 + b"{"], [CHUNKED, b"1\r\n{\r\n"], [b"\r\n" * 20]])
-def test_what_is_too_late_is_told_so(pieces: list[bytes]) -> None:
-    async def session() -> Answer:
-        async with listening(settings=Settings(head_s=0.03, body_s=0.03)) as server:
-            return await sent(server, *pieces)
-
-    answer = asyncio.run(session())
+async def test_what_is_too_late_is_told_so(pieces: list[bytes]) -> None:
+    async with listening(settings=Settings(head_s=0.03, body_s=0.03)) as server:
+        answer = await sent(server, *pieces)
     assert answer.status == 408 and answer.error["message"].endswith("has not come within 0.03 s")
 
 
@@ -177,12 +150,9 @@ def test_what_is_too_late_is_told_so(pieces: list[bytes]) -> None:
         ([b"GET /a%2Fb HTTP/1.1\r\n\r\n"], 404),
     ],
 )
-def test_what_is_too_long_is_told_so(pieces: list[bytes], status: int) -> None:
-    async def session() -> Answer:
-        async with listening(settings=Settings(max_head_bytes=2000, max_body_bytes=1000)) as server:
-            return await sent(server, *pieces)
-
-    answer = asyncio.run(session())
+async def test_what_is_too_long_is_told_so(pieces: list[bytes], status: int) -> None:
+    async with listening(settings=Settings(max_head_bytes=2000, max_body_bytes=1000)) as server:
+        answer = await sent(server, *pieces)
     assert answer.status == status
     assert status == 200 or answer.error["code"] == status
 
@@ -200,7 +170,7 @@ CLOSE = HEAD + b"content-type: application/json\r\nconnection: close\r\ncontent-
     ],
     ids=["5 MB", "20 MB", "head", "garbage"],
 )
-def test_who_sends_all_before_it_reads_has_its_answer(asked: bytes, status: int) -> None:
+async def test_who_sends_all_before_it_reads_has_its_answer(asked: bytes, status: int) -> None:
     """Closed with bytes unread, the socket would reset and the client lose the answer. Its end comes at once."""
 
     def emitted(port: int) -> bytes:
@@ -211,30 +181,21 @@ def test_who_sends_all_before_it_reads_has_its_answer(asked: bytes, status: int)
                 answer += part
             return answer
 
-    async def session() -> bytes:
-        async with listening() as server:
-            return await asyncio.to_thread(emitted, server.port)
-
-    answer = asyncio.run(session())
+    async with listening() as server:
+        answer = await asyncio.to_thread(emitted, server.port)
     assert answer.startswith(b"HTTP/1.1 %d " % status) and answer.endswith(b'"code": %d}}' % status)
 
 
-def test_garbage_ends_what_is_under_way() -> None:
+async def test_garbage_ends_what_is_under_way() -> None:
     """An answer that has not begun is given up: its client is told what was wrong with the rest, and no more."""
-
-    async def session() -> tuple[Answer, bytes, list[str]]:
-        async with listening() as server:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(request("/v1/completions", ENDLESS))
-            while not server.backend.load.running:
-                await asyncio.sleep(0.001)
-            writer.write(b"NONSENSE\r\n\r\n")
-            answer, rest = await read_answer(reader), await reader.read()
-            await server.until_empty()
-            writer.close()
-            return answer, rest, server.backend.cancelled
-
-    answer, rest, cancelled = asyncio.run(session())
+    async with listening() as server:
+        reader, writer = await server.connect()
+        writer.write(request("/v1/completions", ENDLESS))
+        await server.until_submitted()
+        writer.write(b"NONSENSE\r\n\r\n")
+        answer, rest = await read_answer(reader), await reader.read()
+        await server.until_empty()
+        cancelled = server.backend.cancelled
     assert (answer.status, rest, len(cancelled)) == (400, b"", 1)
 
 
@@ -244,114 +205,84 @@ MANY = request("/v1/completions", {**ENDLESS, "prompt": ["x"] * 20, "stream": Tr
 
 @pytest.mark.parametrize("then", [COMPLETION, COMPLETION[:-3], b"NONSENSE\r\n\r\n", COMPLETION + b"NONSENSE\r\n\r\n"])
 @pytest.mark.parametrize("first", [STREAM, MANY], ids=["one", "many"])
-def test_who_asks_again_and_leaves_is_cancelled(first: bytes, then: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_who_asks_again_and_leaves_is_cancelled(
+    first: bytes, then: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     """A request behind one that is being answered: the first hears that its client left, whatever came behind it. And
     nothing but its answer is written meanwhile.
     """
-
-    async def session() -> tuple[bytes, int, int]:
-        async with listening() as server:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(first)
-            emitted = await reader.readuntil(b'"text":')
-            writer.write(then)
-            for _ in range(5):
-                emitted += await reader.read(65536)
-                await asyncio.sleep(0.002)
-            writer.transport.abort()
-            await server.until_empty()
-            return emitted, len(server.backend.cancelled), len(server.backend.generations)
-
-    emitted, cancelled, asked = asyncio.run(session())
+    async with listening() as server:
+        reader, writer = await server.connect()
+        writer.write(first)
+        emitted = await reader.readuntil(b'"text":')
+        writer.write(then)
+        for _ in range(5):
+            emitted += await reader.read(65536)
+            await asyncio.sleep(0.002)
+        writer.transport.abort()
+        await server.until_empty()
+        cancelled, asked = len(server.backend.cancelled), len(server.backend.generations)
     assert emitted.count(b"HTTP/1.1 ") == 1
     assert cancelled == asked == (20 if first is MANY else 1)
     assert not caplog.records
 
 
 @pytest.mark.parametrize(("seconds", "most"), [(0.03, 1 << 30), (1e6, 1000)])
-def test_what_is_dropped_has_bounds(seconds: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_dropped_has_bounds(seconds: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that sends on and on is closed, in time or after so many bytes."""
     monkeypatch.setattr(connection, "LINGER_S", seconds)
     monkeypatch.setattr(connection, "LINGER_BYTES", most)
 
-    async def send_on(writer: asyncio.StreamWriter) -> None:
-        while True:
-            writer.write(b"a" * 100)
-            await writer.drain()
-            await asyncio.sleep(0.0001)
-
-    async def session() -> Answer:
-        async with listening() as server:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(CLOSE % 5_000_000)
-            answer = await read_answer(reader)
-            with pytest.raises(ConnectionError):
-                await send_on(writer)
-            writer.transport.abort()
-            return answer
-
-    assert asyncio.run(session()).status == 413
+    async with listening() as server:
+        reader, writer = await server.connect()
+        writer.write(CLOSE % 5_000_000)
+        answer = await read_answer(reader)
+        with pytest.raises(ConnectionError):  # noqa: PT012
+            while True:
+                writer.write(b"a" * 100)
+                await writer.drain()
+                await asyncio.sleep(0.0001)
+        assert answer.status == 413
 
 
-def test_a_connection_that_asks_no_more_is_closed() -> None:
-    async def session() -> bytes:
-        async with listening(settings=Settings(idle_s=0.03)) as server:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(COMPLETION)
-            await read_answer(reader)
-            rest = await reader.read()
-            writer.close()
-            return rest
-
-    assert asyncio.run(session()) == b""
+async def test_a_connection_that_asks_no_more_is_closed() -> None:
+    async with listening(settings=Settings(idle_s=0.03)) as server:
+        reader, writer = await server.connect()
+        writer.write(COMPLETION)
+        await read_answer(reader)
+        rest = await reader.read()
+        assert rest == b""
 
 
-def test_a_connection_too_many_is_turned_away() -> None:
-    async def session() -> Answer:
-        async with listening(settings=Settings(max_connections=1)) as server:
-            _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            try:
-                return await sent(server, b"GET /health HTTP/1.1\r\n\r\n")
-            finally:
-                writer.close()
-                await writer.wait_closed()
-
-    answer = asyncio.run(session())
+async def test_a_connection_too_many_is_turned_away() -> None:
+    async with listening(settings=Settings(max_connections=1)) as server:
+        await server.connect()
+        answer = await sent(server, b"GET /health HTTP/1.1\r\n\r\n")
     assert answer.status == 503 and answer.headers["retry-after"] == "1" and "connections" in answer.error["message"]
 
 
-def test_what_is_slow_is_not_what_is_late() -> None:
+async def test_what_is_slow_is_not_what_is_late() -> None:
     """An answer may take longer than any deadline of a request; so may the next request wait for it."""
-
-    async def session() -> list[Answer]:
-        patience = Settings(head_s=0.3, body_s=0.3, idle_s=0.3, stall_s=0.3)
-        async with listening(scripted(itl_s=0.07), patience) as server:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(COMPLETION + COMPLETION[:-1])  # the second lacks a byte, and its time begins after the first
-            first = await read_answer(reader)
-            writer.write(COMPLETION[-1:])
-            second = await read_answer(reader)
-            writer.close()
-            await writer.wait_closed()
-            return [first, second]
-
-    assert [len(answer.events) for answer in asyncio.run(session())] == [6, 6]
+    patience = Settings(head_s=0.3, body_s=0.3, idle_s=0.3, stall_s=0.3)
+    async with listening(scripted(itl_s=0.07), patience) as server:
+        reader, writer = await server.connect()
+        writer.write(COMPLETION + COMPLETION[:-1])  # the second lacks a byte, and its time begins after the first
+        first = await read_answer(reader)
+        writer.write(COMPLETION[-1:])
+        second = await read_answer(reader)
+        assert len(first.events) == len(second.events) == 6
 
 
 @pytest.mark.parametrize(("waiting", "rejected"), [(MOST_PIPELINED, False), (MOST_PIPELINED + 1, True)])
-def test_a_connection_may_pipeline_so_many_requests_behind_the_one_in_progress(waiting: int, rejected: bool) -> None:
+async def test_a_connection_may_pipeline_so_many_requests_behind_the_one_in_progress(
+    waiting: int, rejected: bool
+) -> None:
     """MOST_PIPELINED requests may wait behind one that streams; the next is a 400 and the connection closes."""
-
-    async def send() -> bytes:
-        async with listening() as session:
-            reader, writer = await asyncio.open_connection("127.0.0.1", session.port)
-            first = request("/v1/completions", {"prompt": "a", "max_tokens": 50})
-            last = b"GET /ping HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-            writer.write(first + b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n" * (waiting - 1) + last)
-            data = await reader.read()
-            writer.close()
-            return data
-
-    data = asyncio.run(send())
+    async with listening() as server:
+        reader, writer = await server.connect()
+        first = request("/v1/completions", {"prompt": "a", "max_tokens": 50})
+        last = b"GET /ping HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        writer.write(first + b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n" * (waiting - 1) + last)
+        data = await reader.read()
     assert data.count(b"HTTP/1.1 200") == (0 if rejected else waiting + 1)
     assert (b"HTTP/1.1 400" in data) == rejected

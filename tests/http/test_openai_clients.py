@@ -10,65 +10,59 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from support.endpoint_calls import events, listening, saying, scripted, text_of, words
 
-from cbsim.http.settings import Settings, read_keys
+from cbsim.http.settings import VARIABLE, Settings, read_keys
 
 TEXT = "A step is scheduled, launched and awaited; then its tokens are told. 👣"
 MESSAGES = [{"role": "user", "content": "What is a step?"}]
 
 
-def test_the_asynchronous_client() -> None:
-    async def session() -> None:
-        async with (
-            listening(scripted(saying(TEXT))) as server,
-            AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-        ):
-            assert [model.id async for model in await client.models.list()] == ["scripted"]
-            whole = await client.chat.completions.create(model="scripted", messages=MESSAGES)  # type: ignore
-            assert whole.choices[0].message.content == TEXT and whole.choices[0].finish_reason == "stop"
-            stream = await client.chat.completions.create(
+async def test_the_asynchronous_client() -> None:
+    async with (
+        listening(scripted(saying(TEXT))) as server,
+        AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        assert [model.id async for model in await client.models.list()] == ["scripted"]
+        whole = await client.chat.completions.create(model="scripted", messages=MESSAGES)  # type: ignore
+        assert whole.choices[0].message.content == TEXT and whole.choices[0].finish_reason == "stop"
+        stream = await client.chat.completions.create(
+            model="scripted",
+            messages=MESSAGES,  # type: ignore
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        *chunks, last = [chunk async for chunk in stream]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
+        tokens = len(words().encode(TEXT))
+        assert last.usage.completion_tokens == tokens == whole.usage.completion_tokens  # type: ignore
+        many = await asyncio.gather(
+            *(client.completions.create(model="scripted", prompt=f"{n}", max_tokens=5) for n in range(32))
+        )
+        assert len({answer.id for answer in many}) == 32
+        assert {answer.choices[0].text for answer in many} == {words().decode(words().encode(TEXT)[:5])}
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            await client.completions.create(model="other", prompt="x")
+        with pytest.raises(openai.BadRequestError, match="`n` is not supported"):
+            await client.completions.create(model="scripted", prompt="x", n=2)
+
+
+async def test_a_client_that_closes_its_stream_cancels_it() -> None:
+    async with listening() as server:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            stream = await client.completions.create(
                 model="scripted",
-                messages=MESSAGES,  # type: ignore
+                prompt="x",
+                max_tokens=100_000,
                 stream=True,
-                stream_options={"include_usage": True},
+                extra_headers={"X-Request-Id": "mine"},
             )
-            *chunks, last = [chunk async for chunk in stream]
-            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
-            tokens = len(words().encode(TEXT))
-            assert last.usage.completion_tokens == tokens == whole.usage.completion_tokens  # type: ignore
-            many = await asyncio.gather(
-                *(client.completions.create(model="scripted", prompt=f"{n}", max_tokens=5) for n in range(32))
-            )
-            assert len({answer.id for answer in many}) == 32
-            assert {answer.choices[0].text for answer in many} == {words().decode(words().encode(TEXT)[:5])}
-            with pytest.raises(openai.NotFoundError, match="does not exist"):
-                await client.completions.create(model="other", prompt="x")
-            with pytest.raises(openai.BadRequestError, match="`n` is not supported"):
-                await client.completions.create(model="scripted", prompt="x", n=2)
-
-    asyncio.run(session())
+            async for _ in stream:
+                break
+            await stream.close()
+            await server.until_empty()
+        assert server.backend.cancelled == ["cmpl-mine-0"]
 
 
-def test_a_client_that_closes_its_stream_cancels_it() -> None:
-    async def session() -> list[str]:
-        async with listening() as server:
-            async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-                stream = await client.completions.create(
-                    model="scripted",
-                    prompt="x",
-                    max_tokens=100_000,
-                    stream=True,
-                    extra_headers={"X-Request-Id": "mine"},
-                )
-                async for _ in stream:
-                    break
-                await stream.close()
-                await server.until_empty()
-            return server.backend.cancelled
-
-    assert asyncio.run(session()) == ["cmpl-mine-0"]
-
-
-def test_the_other_client() -> None:
+async def test_the_other_client() -> None:
     def ask(url: str) -> None:
         wrong = OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0)
         with wrong, pytest.raises(openai.AuthenticationError):
@@ -83,24 +77,18 @@ def test_the_other_client() -> None:
             assert text == TEXT[: TEXT.index("awaited")]
             assert client.completions.create(model="scripted", prompt="x", max_tokens=3).usage.completion_tokens == 3  # type: ignore
 
-    async def session() -> None:
-        settings = Settings(keys=read_keys(["right"], environment={}))
-        async with listening(scripted(saying(TEXT)), settings) as server:
-            await asyncio.get_running_loop().run_in_executor(None, ask, server.url)
-
-    asyncio.run(session())
+    settings = Settings(keys=read_keys(environment={VARIABLE: "right"}))
+    async with listening(scripted(saying(TEXT)), settings) as server:
+        await asyncio.get_running_loop().run_in_executor(None, ask, server.url)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
-def test_curl() -> None:
-    async def session() -> bytes:
-        async with listening(scripted(saying(TEXT))) as server:
-            body = '{"prompt": "x", "stream": true, "max_tokens": 99}'
-            curl = await asyncio.create_subprocess_exec(
-                *("curl", "-sN", "-m", "20", f"{server.url}/v1/completions", "-H", "content-type: application/json"),
-                *("-d", body),
-                stdout=asyncio.subprocess.PIPE,
-            )
-            return (await curl.communicate())[0]
-
-    assert text_of(events(asyncio.run(session()))) == TEXT
+async def test_curl() -> None:
+    async with listening(scripted(saying(TEXT))) as server:
+        body = '{"prompt": "x", "stream": true, "max_tokens": 99}'
+        curl = await asyncio.create_subprocess_exec(
+            *("curl", "-sN", "-m", "20", f"{server.url}/v1/completions", "-H", "content-type: application/json"),
+            *("-d", body),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert text_of(events((await curl.communicate())[0])) == TEXT

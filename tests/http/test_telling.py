@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -58,7 +57,7 @@ class Narrow:
 )
 @example([300, 300], [], [1, 0])  # more comes, and the end, while what is told is behind
 @example([300, 300], [], [2, 0])
-def test_a_text_is_whole_however_its_client_reads(puts: list[int], full: list[bool], turns: list[int]) -> None:
+async def test_a_text_is_whole_however_its_client_reads(puts: list[int], full: list[bool], turns: list[int]) -> None:
     """Nothing is written to a way that is full, and at the end nothing is kept."""
     tokens = sum(puts)
     admission = AdmissionController(scripted(), Settings(max_unread_tokens=tokens + 1))
@@ -66,22 +65,17 @@ def test_a_text_is_whole_however_its_client_reads(puts: list[int], full: list[bo
     writer, settled = Narrow(iter(full)), list[Choice]()
     ids = [300 + at % 3000 for at in range(tokens)]
 
-    async def session() -> None:
-        choice = Choice(0, stream, words().decoder(), None)
-        chunks = Chunks(choice, {"id": "a"}, chat=False, continuous=False)
-        delivery = Delivery(
-            choice, lambda texts: writer.write(chunks.encode(texts)), writer, FlushRound(), settled.append
-        )
-        emitted, rest = asyncio.ensure_future(delivery.run()), ids
-        for at, count in enumerate(puts):
-            stream.put(rest[:count], float(at))
-            rest = rest[count:]
-            for _ in range(turns[at % len(turns)] if turns else 0):
-                await asyncio.sleep(0)
-        stream.end("length", float(len(puts)))
-        await emitted
-
-    asyncio.run(session())
+    choice = Choice(0, stream, words().decoder(), None)
+    chunks = Chunks(choice, {"id": "a"}, chat=False, continuous=False)
+    delivery = Delivery(choice, lambda texts: writer.write(chunks.encode(texts)), writer, FlushRound(), settled.append)
+    emitted, rest = asyncio.ensure_future(delivery.run()), ids
+    for at, count in enumerate(puts):
+        stream.put(rest[:count], float(at))
+        rest = rest[count:]
+        for _ in range(turns[at % len(turns)] if turns else 0):
+            await asyncio.sleep(0)
+    stream.end("length", float(len(puts)))
+    await emitted
     parts = writer.body.split(b"\n\n")
     assert parts.pop() == b""
     assert len(parts) in (tokens, tokens + 1)  # one a token, and the end if it came alone
@@ -89,19 +83,16 @@ def test_a_text_is_whole_however_its_client_reads(puts: list[int], full: list[bo
     assert (admission.unread, stream.unread, len(settled)) == (0, 0, 1)
 
 
-def test_a_round_is_written_when_the_step_is_over() -> None:
+async def test_a_round_is_written_when_the_step_is_over() -> None:
     """Not from within the step that has the tokens: the server is not held up, and may be asked to cancel."""
 
-    async def session() -> list[str]:
-        order = list[str]()
-        round_ = FlushRound()
-        for name in "abc":
-            round_.join(lambda name=name: order.append(name))  # type: ignore[misc]
-        order.append("step")
-        await asyncio.sleep(0)
-        return order
-
-    assert asyncio.run(session()) == ["step", "a", "b", "c"]
+    order = list[str]()
+    round_ = FlushRound()
+    for name in "abc":
+        round_.join(lambda name=name: order.append(name))  # type: ignore[misc]
+    order.append("step")
+    await asyncio.sleep(0)
+    assert order == ["step", "a", "b", "c"]
 
 
 def test_what_fails_in_a_round_is_one_answers_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -133,13 +124,10 @@ def test_what_fails_in_a_round_is_one_answers_alone(caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize("prompts", [["a b c"], ["a", "b c"]])
-def test_any_asgi_server_can_send_it(prompts: list[str]) -> None:
+async def test_any_asgi_server_can_send_it(prompts: list[str]) -> None:
     """One that knows nothing of our way of writing: by ASGI's own messages."""
 
-    async def session() -> Any:
-        fields = {"prompt": prompts, "max_tokens": 6, "stream": True}
-        return await ask(App(Instant()), "/v1/completions", fields)
-
-    answer = asyncio.run(session())
+    fields = {"prompt": prompts, "max_tokens": 6, "stream": True}
+    answer = await ask(App(Instant()), "/v1/completions", fields)
     for index in range(len(prompts)):
         assert text_of(answer.events, index) == words().decode(range(300, 306))

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -135,11 +135,13 @@ async def ask(
     return answer
 
 
-def answer_to(path: str, body: Any = None, script: Script = counting, **more: Any) -> Answer:
+def answer_to(
+    path: str, body: Any = None, script: Script = counting, settings: Settings | None = None, **more: Any
+) -> Answer:
     """One request of a new application."""
 
     async def once() -> Answer:
-        return await ask(App(Instant(script)), path, body, **more)
+        return await ask(App(Instant(script), settings), path, body, **more)
 
     return asyncio.run(once())
 
@@ -160,6 +162,17 @@ class Session:
     port: int
     stop: Stop
     ending: asyncio.Task[Ending]
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection that is closed with the session."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        self.writers.append(writer)
+        return reader, writer
+
+    async def until_submitted(self, requests: int = 1) -> None:
+        while len(self.backend.generations) < requests:
+            await asyncio.sleep(0.001)
 
     @property
     def url(self) -> str:
@@ -183,14 +196,18 @@ async def listening(backend: Scripted | None = None, settings: Settings | None =
     await asyncio.wait({ending, where}, return_when=asyncio.FIRST_COMPLETED)
     if not where.done():
         await ending
+    session = Session(app, backend, where.result(), stop, ending)
     try:
-        yield Session(app, backend, where.result(), stop, ending)
+        yield session
     finally:
+        for writer in session.writers:
+            writer.close()
         if stop.why is None:
             stop.request()
         else:
             stop.hurried.set()
         await ending
+        await asyncio.gather(*(writer.wait_closed() for writer in session.writers), return_exceptions=True)
     backlog = app.admission
     assert not backlog.open and not backlog.queued and not backlog.queued_tokens
     assert not backlog.unread and not backlog.streams and not backend.load.running

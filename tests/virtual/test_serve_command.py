@@ -180,7 +180,7 @@ def test_a_key_is_asked_for(tmp_path: Path) -> None:
         (["nothing"], "unknown scenario 'nothing'"),
         (["tiny_cpu", "--host", "0.0.0.0"], "host 0.0.0.0 is open to other machines"),
         (["tiny_cpu", "--tokenizer", "nowhere"], "nowhere"),
-        (["tiny_cpu", "--api-key-file", "nowhere"], "nowhere: API keys cannot be read"),
+        (["tiny_cpu", "--api-key-file", "nowhere"], "nowhere: cannot be read"),
     ],
 )
 def test_what_cannot_be_served(

@@ -228,22 +228,18 @@ def test_a_device_that_fails_ends_all_and_is_said(tmp_path: Any) -> None:
     assert (path / "INCOMPLETE").read_text() == f"{reason}\n"
 
 
-def test_a_cancelled_session_ends_after_a_step() -> None:
+async def test_a_cancelled_session_ends_after_a_step() -> None:
     """Its requests end as errors, and no thread is left."""
     served = Server(sizes(), "async")
 
-    async def cut_short() -> Said:
-        running = asyncio.create_task(served.backend.run())
-        await asyncio.sleep(0)
-        said = served.send(PROMPTS[0], 200)
-        await next_tokens(said.stream)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert await next_tokens(said.stream) == [] or await next_tokens(said.stream) == []
-        return said
-
-    said = asyncio.run(cut_short())
+    running = asyncio.create_task(served.backend.run())
+    await asyncio.sleep(0)
+    said = served.send(PROMPTS[0], 200)
+    await next_tokens(said.stream)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert await next_tokens(said.stream) == [] or await next_tokens(said.stream) == []
     assert (said.stream.finish, said.stream.error) == ("error", "interrupted")
     assert "engine" not in {thread.name for thread in threading.enumerate()}
 

@@ -103,19 +103,16 @@ def test_texts_of_a_folders_model_are_transformers_own(loop: str, folder: Path, 
     assert len(checked(served, tmp_path).requests) == len(PROMPTS)
 
 
-def test_a_stream_says_what_a_whole_answer_says() -> None:
+async def test_a_stream_says_what_a_whole_answer_says() -> None:
     """Of the scenario's own random model, with the tokenizer that comes with cbsim. Every token is a chunk."""
     served = backend("async")
 
-    async def session() -> tuple[Any, list[Any]]:
-        greedy: Any = {"model": "tiny_cpu", "messages": MESSAGES, "max_completion_tokens": 16, "temperature": 0}
-        async with listening(served) as client:
-            whole = await client.chat.completions.create(**greedy)
-            options: Any = {"stream_options": {"include_usage": True}}
-            stream = await client.chat.completions.create(**greedy, **options, stream=True)
-            return whole, [chunk async for chunk in stream]
-
-    whole, (head, *chunks, usage) = asyncio.run(session())
+    greedy: Any = {"model": "tiny_cpu", "messages": MESSAGES, "max_completion_tokens": 16, "temperature": 0}
+    async with listening(served) as client:
+        whole = await client.chat.completions.create(**greedy)
+        options: Any = {"stream_options": {"include_usage": True}}
+        stream = await client.chat.completions.create(**greedy, **options, stream=True)
+        head, *chunks, usage = [chunk async for chunk in stream]
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.choices[0].message.content
     assert head.choices[0].delta.role == "assistant"
     assert len(chunks) == usage.usage.completion_tokens == whole.usage.completion_tokens
@@ -123,19 +120,16 @@ def test_a_stream_says_what_a_whole_answer_says() -> None:
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
-def test_a_client_that_closes_its_stream_gives_up_its_request(tmp_path: Path) -> None:
+async def test_a_client_that_closes_its_stream_gives_up_its_request(tmp_path: Path) -> None:
     served = backend("async")
 
-    async def session() -> None:
-        async with listening(served) as client:
-            more: Any = {"extra_body": {"ignore_eos": True}}
-            stream = await client.completions.create(model="tiny_cpu", prompt="x", max_tokens=2000, stream=True, **more)
-            async for _ in stream:
-                break
-            await stream.close()
-            await client.completions.create(model="tiny_cpu", prompt="y", max_tokens=3)
-
-    asyncio.run(session())
+    async with listening(served) as client:
+        more: Any = {"extra_body": {"ignore_eos": True}}
+        stream = await client.completions.create(model="tiny_cpu", prompt="x", max_tokens=2000, stream=True, **more)
+        async for _ in stream:
+            break
+        await stream.close()
+        await client.completions.create(model="tiny_cpu", prompt="y", max_tokens=3)
     left, other = checked(served, tmp_path).requests
     assert (left.status, other.status) == ("aborted", "length")
     assert 0 < sum(left.token_runs[1::2]) < 2000
