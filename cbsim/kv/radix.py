@@ -22,16 +22,6 @@ from cbsim.policy.value import mypyc_attr
 TICK = 100_000  # of the clock; an ancestor is 1 older
 
 
-class Inserted(NamedTuple):
-    """`node` ends where the inserted key ends. Of the pages that came with it, `duplicates` were in the tree already, a
-    list for each node; `shared` are the tree's pages in their stead.
-    """
-
-    node: Node
-    duplicates: list[list[int]]
-    shared: list[int]
-
-
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RadixTree:
     """Keys by their pages. `evictable` pages lie in nodes without readers, `protected` ones in all others."""
@@ -255,6 +245,16 @@ class Node:
     def evictable(self) -> bool:
         """Is it a leaf without readers?"""
         return not self.lock and not self.children and self.parent is not None
+
+
+class Inserted(NamedTuple):
+    """`node` ends where the inserted key ends. Of the pages that came with it, `duplicates` were in the tree already, a
+    list for each node; `shared` are the tree's pages in their stead.
+    """
+
+    node: Node
+    duplicates: list[list[int]]
+    shared: list[int]
 
 
 RANKS: dict[str, Callable[[Node], Rank]] = {
