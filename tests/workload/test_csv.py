@@ -93,8 +93,6 @@ def test_rows_without_ids_are_numbered(file: Path) -> None:
             "workload.columns.output: column 'output_len' cannot be both prompt and output; found",
         ),
         ("t,t,input_len,output_len\n", {"arrival": "t"}, "workload.columns.arrival: there are 2 columns 't'"),
-        ("id,time,input_len,output_len\na,0,1,1\na,1,1,1\n", {}, "id: got 'a', expected an id that no row above has"),
-        ("time,input_len,output_len,max_tokens\n0,1,5,4\n", {}, "got '4', expected at least output_len (5)"),
         ("", {}, "found nothing"),
     ],
 )
@@ -115,18 +113,6 @@ def test_what_cannot_be_told_is_refused_in_one_line(
 def test_times_of_day_count_from_the_first(file: Path, stamp: str) -> None:
     content = f"TIMESTAMP,ContextTokens,GeneratedTokens\n{stamp.format(8)},7,3\n{stamp.format(9)},7,3\n"
     assert [row.arrival_ns for row in read(file, content)] == [0, 10**9]
-
-
-@pytest.mark.parametrize(
-    ("second", "said"),
-    [
-        ("7", "got '7', expected a time such as"),
-        ("2023-11-16 10:00:00", "got '2023-11-16 10:00:00', expected a time not before the row above"),
-    ],
-)
-def test_times_of_day_are_in_order_and_not_mixed_with_seconds(file: Path, second: str, said: str) -> None:
-    with pytest.raises(ScenarioError, match=said):
-        read(file, f"time,input_len,output_len\n2023-11-16 11:00:00,1,1\n{second},1,1\n")
 
 
 # -- what a user sees -------------------------------------------------------------------------------------------------

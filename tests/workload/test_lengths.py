@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.reference import data
 
 import cbsim
 from cbsim.errors import ScenarioError
@@ -19,11 +20,7 @@ SHAREGPT = "traces/sharegpt_lengths/sharegpt_8k_filtered_stats_llama2_tokenizer.
 @pytest.fixture(scope="module")
 def sharegpt() -> np.ndarray:
     """Prompt and output lengths of the data, a row each."""
-    try:
-        path = catalog.data(SHAREGPT)
-    except ScenarioError as error:
-        pytest.skip(f"public trace not present: {error}")
-    return np.array(csv_requests.lengths(path)).T
+    return np.array(csv_requests.lengths(data(SHAREGPT))).T
 
 
 def fitted(prompts: np.ndarray, outputs: np.ndarray) -> tuple[list[int], list[list[int]]]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.reference import data
 
 from cbsim.errors import ScenarioError
 from cbsim.policy.request import RequestSpec
@@ -32,14 +33,6 @@ def made(changes: dict[str, Any] | None = None, seed: int = 1, **whole: Any) -> 
 
 def rows(specs: list[RequestSpec]) -> list[tuple[int, ...]]:
     return [(s.index, s.arrival_ns, s.prompt_tokens, s.output_tokens, s.max_tokens, s.priority) for s in specs]
-
-
-def real(path: str) -> str:
-    try:
-        catalog.data(path)
-    except ScenarioError as error:
-        pytest.skip(f"public trace not present: {error}")
-    return path
 
 
 # -- reproducibility --------------------------------------------------------------------------------------------------
@@ -261,8 +254,8 @@ def test_agentic_turns_find_what_was_said(tmp_path: Path) -> None:
 
 def test_mooncake_spread_keeps_cell_and_order() -> None:
     """Timestamps sit on a 3 s grid. Spread arrivals stay in the 3 s after their stamp, in file order, by the seed."""
-    path = real("traces/mooncake/conversation_trace.jsonl")
-    given_rows = traces.mooncake(catalog.data(path), 3000)
+    path = str(data("traces/mooncake/conversation_trace.jsonl"))
+    given_rows = traces.mooncake(Path(path), 3000)
     whole: dict[str, Any] = {"kind": "mooncake", "path": path, "limit": 3000}
     moved = made(**whole).open
     assert [s.index for s in moved] == list(range(3000))
@@ -280,20 +273,20 @@ def test_mooncake_real_times_are_not_spread() -> None:
 
 
 def test_mooncake_prefix_is_512_tokens_an_id() -> None:
-    spec = made(kind="mooncake", path=real("traces/mooncake/conversation_trace.jsonl"), limit=2).open[0]
+    spec = made(kind="mooncake", path=str(data("traces/mooncake/conversation_trace.jsonl")), limit=2).open[0]
     assert (spec.prefix_block_tokens, spec.prefix_tokens, len(spec.prefix)) == (512, 6758, 14)
     assert spec.shared_blocks(16) == 6758 // 16
 
 
 def test_time_scale_stretches_arrivals() -> None:
-    path = real("traces/azure2023/AzureLLMInferenceTrace_conv.csv")
+    path = str(data("traces/azure2023/AzureLLMInferenceTrace_conv.csv"))
     one = made(kind="azure", path=path, limit=20).open
     two = made(kind="azure", path=path, limit=20, time_scale=2).open
     assert [2 * s.arrival_ns for s in one] == [s.arrival_ns for s in two]
 
 
 def test_length_traces_get_generated_arrivals() -> None:
-    path = real("traces/sharegpt_lengths/sharegpt_8k_filtered_stats_llama2_tokenizer.csv")
+    path = str(data("traces/sharegpt_lengths/sharegpt_8k_filtered_stats_llama2_tokenizer.csv"))
     w = made(kind="lengths", path=path, limit=30, arrivals={"kind": "closed_loop", "users": 4})
     assert len(w.open) == 4 and w.total == 30 and w.open[0].prompt_tokens == 74
 
@@ -314,7 +307,7 @@ def test_reference_scenarios_have_a_workload(name: str) -> None:
     wanted = scenario.load(name)
     path = getattr(wanted.workload, "path", None)
     if path:
-        real(path)
+        data(path)
     w = generators.build(wanted)
     assert w.open and w.total >= len(w.open)
     assert [(s.arrival_ns, s.index) for s in w.open] == sorted((s.arrival_ns, s.index) for s in w.open)
