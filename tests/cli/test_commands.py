@@ -85,14 +85,6 @@ def test_conformance_of_a_difference_is_exit_1(tmp_path: Path) -> None:
     assert "batch[0].past" in said.out
 
 
-def test_commands_about_studies_and_recorded_runs_say_how_they_are_used() -> None:
-    """A case that is not named: exit 2, what is there and the usage."""
-    for words, told in ((("score",), "CASE"), (("conformance",), "PATH")):
-        said = call(*words)
-        assert (said.status, said.out) == (2, "")
-        assert told in said.err and f"usage: python -m cbsim {words[0]}" in said.err
-
-
 @pytest.mark.parametrize("path", ["nowhere", "empty"])
 def test_conformance_of_nothing_is_no_success(path: str, tmp_path: Path) -> None:
     """A path without a trace is not a proof: exit 2, and a table of nothing."""

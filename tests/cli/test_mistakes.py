@@ -16,18 +16,9 @@ from cbsim.workload import generators
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", ("METRIC<VALUE[UNIT]",)),
-        ("ttft.p99", ("METRIC<VALUE[UNIT]",)),
-        ("ttft.p99=5", ("METRIC<VALUE[UNIT]",)),
         ("ttft.p99<", ("METRIC<VALUE[UNIT]",)),
-        ("ttft.p99<nan", ("'nan'", "not a finite number")),
         ("tpot.p50<5%", ("tpot_s.p50 takes none, ns, us, ms, s, min",)),
-        ("ttft.p99<1.2.3s", ("'1.2.3'", "not a finite number")),
-        ("ttft.p99<3parsec", ("'parsec'", "none, ns, us, ms, s, min")),
         ("tttf.p99<3s", ("'tttf.p99'", "did you mean ttft.p99?")),
-        ("gpu_activ>0.5", ("'gpu_activ'", "did you mean gpu_active?")),
-        ("ttft<3s", ("ttft needs one of", "ttft.p99")),
-        ("ttft.p98<3s", ("ttft needs one of", "ttft.p99")),
     ],
 )
 def test_a_condition_that_cannot_be_understood_runs_nothing(
@@ -45,18 +36,11 @@ def test_a_condition_that_cannot_be_understood_runs_nothing(
     ("override", "words"),
     [
         ("schedular.name=vllm", ("schedular: unknown field", "did you mean scheduler?")),
-        ("kv_cache.blocksize=16", ("kv_cache.blocksize: unknown field", "did you mean block_size?")),
-        (
-            "scheduler.name=vlm",
-            ("scheduler.name: got 'vlm'", "expected one of beam, contiguous,", "did you mean vllm?"),
-        ),
+        ("scheduler.name=vlm", ("scheduler.name: got 'vlm'", "expected one of beam,", "did you mean vllm?")),
         ("hardware=h201-sxm", ("unknown hardware 'h201-sxm'", "did you mean h200-sxm")),
         ("workload.requests=-3", ("workload.requests: got -3", "must be >= 1")),
-        ("workload.requests=2.5", ("workload.requests: got 2.5", "expected a whole number")),
-        ("workload.arrivals.rate_per_s=.inf", ("rate_per_s: got inf", "expected a finite number")),
         ("workload.prompt_tokens={uniform: {low: 9, high: 3}}", ("high: got 3", "must be >= low (9)")),
         ("kv_cache.memory_fraction=0.05", ("kv_cache.memory_fraction: got 0.05", "too little for a cache")),
-        ("loop.mode=fast", ("loop.mode: got 'fast'", "expected one of sync, async, both")),
         ("seed=[1", ("not valid YAML",)),
         ("name=../x", ("name: got '../x'",)),
     ],
@@ -94,16 +78,9 @@ def test_an_override_without_a_field_or_value(small: Path, override: str) -> Non
     [
         (SMALL + "colour: blue\n", (":12: colour: unknown field",)),
         (SMALL.replace("requests: 12", "requests: '12'"), (":6: workload.requests: got '12'", "a whole number")),
-        (SMALL.replace("high: 90", "high: 9"), (":7: workload.prompt_tokens.uniform.high: got 9", "be >= low (20)")),
-        (SMALL.replace("uniform", "unifrom", 1), (":7: workload.prompt_tokens", "did you mean uniform?")),
-        (SMALL.replace("mode: sync", "mode: [sync]"), (":11: loop.mode: got ['sync']", "one of sync, async, both")),
         (SMALL.replace("  mode", "\tmode"), (":11: not valid YAML",)),
-        (SMALL + "---\nquestion: Another?\n", (":12: not valid YAML",)),
-        (SMALL.replace("question: What", "question: *what"), (":1: not valid YAML",)),
         (SMALL.replace("model: llama-3.1-8b", "model: shapes/mine.yaml"), (":2: model:", "no such file")),
         ("", ("got nothing, expected fields",)),
-        ("- 1\n", ("got [1], expected fields",)),
-        ("question: a\0b\n", ("not valid YAML",)),
     ],
 )
 def test_a_bad_file_is_named_with_its_line(small: Path, out: Path, text: str, words: tuple[str, ...]) -> None:

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.machines import COSTS, Fixed, load, run, server, spec, table, vllm_options
 
-from cbsim.machine.device import Lane, Slots, Stream
 from cbsim.machine.graphs import Graphs, vllm_buckets
 
 FIRST_STEP = {
@@ -103,25 +102,6 @@ def test_one_stream_puts_copies_and_kernels_in_a_line() -> None:
         beside = steps["h2d_start_ns"][1:] < steps["compute_end_ns"][:-1]
         assert beside.all() if overlap else not beside.any()
     assert periods == [40, 60]
-
-
-def test_lanes_run_in_order_of_submission() -> None:
-    """Work starts at the later of its dependencies and the end of the work before; lanes of a stream share that."""
-    stream = Stream()
-    first, second = Lane("h2d", stream), Lane("compute", stream)
-    assert first.book(5, 10) == (5, 15)
-    assert second.book(7, 10) == (15, 25)
-    assert first.book(40, 0) == (40, 40)
-    with pytest.raises(AssertionError):
-        first.book(0, -1)
-
-
-def test_a_slot_comes_round_again() -> None:
-    """With two buffers step 2 has to wait for step 0, step 3 for step 1."""
-    slots = Slots(2)
-    slots.hold(0, 50)
-    slots.hold(1, 70)
-    assert [slots.free_ns(step) for step in (2, 3, 4)] == [50, 70, 50]
 
 
 def test_kernels_of_two_steps_keep_a_gap() -> None:

@@ -54,14 +54,6 @@ def test_no_directory_and_other_versions_are_refused(complete: Path, tmp_path: P
         reading.load(complete)
 
 
-@pytest.mark.parametrize(("name", "column"), [("steps.parquet", "plan_hash"), ("requests.parquet", "token_runs")])
-def test_a_missing_column_is_named(complete: Path, name: str, column: str) -> None:
-    """A table of an older or a foreign writer."""
-    pq.write_table(pq.read_table(complete / name).drop_columns([column]), complete / name)
-    with pytest.raises(RunError, match=rf"{name}: column {column} is missing"):
-        reading.load(complete)
-
-
 def replace_column(path: Path, column: str, values: pa.Array) -> None:
     """Write a table again with other values in a column; everything else stays as it was, its metadata too."""
     table = pq.read_table(path)
@@ -95,21 +87,26 @@ def test_a_column_of_another_type_is_named(
         reading.load(complete)
 
 
-@pytest.mark.parametrize(("name", "column"), [("steps.parquet", "waiting"), ("requests.parquet", "prompt_tokens")])
-def test_nothing_is_counted_below_0(complete: Path, name: str, column: str) -> None:
-    """Tokens, blocks, rows and requests; a hash or a mark such as -1 may be below."""
-    values = pq.read_table(complete / name)[column].to_pylist()
-    replace_column(complete / name, column, pa.array([-1, *values[1:]]))
-    with pytest.raises(RunError, match=rf"{name}: column {column} has -1, expected 0 or more"):
-        reading.load(complete)
-
-
-@pytest.mark.parametrize(("name", "column"), [("steps.parquet", "rows"), ("requests.parquet", "reason")])
-def test_a_column_with_nulls_is_named(complete: Path, name: str, column: str) -> None:
-    """Null is for times that never happened, nothing else."""
+@pytest.mark.parametrize(
+    ("name", "column", "first", "problem"),
+    [
+        ("steps.parquet", "plan_hash", ..., "is missing"),
+        ("requests.parquet", "token_runs", ..., "is missing"),
+        ("steps.parquet", "waiting", [-1], "has -1, expected 0 or more"),  # a hash or a mark may be below 0
+        ("requests.parquet", "prompt_tokens", [-1], "has -1, expected 0 or more"),
+        ("steps.parquet", "rows", [None, None], "has 2 nulls, expected none"),  # null is for times that never happened
+        ("requests.parquet", "reason", [None, None], "has 2 nulls, expected none"),
+    ],
+)
+def test_a_broken_column_is_named(complete: Path, name: str, column: str, first: Any, problem: str) -> None:
+    """A column of an older or a foreign writer, left out or with other values in its first rows."""
     table = pq.read_table(complete / name)
-    replace_column(complete / name, column, pa.array([None] * 2 + table[column].to_pylist()[2:], table[column].type))
-    with pytest.raises(RunError, match=rf"{name}: column {column} has 2 nulls, expected none"):
+    if first is ...:
+        pq.write_table(table.drop_columns([column]), complete / name)
+    else:
+        values = [*first, *table[column].to_pylist()[len(first) :]]
+        replace_column(complete / name, column, pa.array(values, table[column].type))
+    with pytest.raises(RunError, match=rf"{name}: column {column} {problem}"):
         reading.load(complete)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
@@ -126,32 +125,6 @@ def test_a_run_that_fails_stays_marked(server: Machine, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         writer.summary({"ttft_s": float("nan")})
     assert sorted(file.name for file in writer.path.iterdir()) == [MARKER, "requests.parquet", "steps.parquet"]
-
-
-@pytest.mark.parametrize("files", range(6))
-def test_a_full_disk_leaves_a_marked_directory(
-    server: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int
-) -> None:
-    """The disk is full after `files` files, and what is written then is cut short, two tables at a time: RunError names
-    one of them, and the directory is marked. Where not even the marker could be written, no run pretends to be
-    complete: nothing else is there.
-    """
-    whole, written = Path.write_bytes, []
-
-    def until_full(path: Path, content: bytes) -> int:
-        written.append(path)
-        if len(written) <= files:
-            return whole(path, content)
-        whole(path, content[: len(content) // 2])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "write_bytes", until_full)
-    with pytest.raises(RunError, match="No space left on device") as caught:
-        write(tmp_path, server, scenario())
-    cut = [str(path).replace("/.", "/").removesuffix(directory.PART) for path in written[files:]]
-    assert any(path in str(caught.value) for path in cut)
-    (path,) = tmp_path.iterdir()
-    assert (path / MARKER).exists()
 
 
 def test_a_marker_that_was_cut_short_still_marks(complete: Path) -> None:

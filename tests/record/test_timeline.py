@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.written import scenario, simulated
 
-from cbsim.draw import lane_chart, render
+from cbsim.draw import lane_chart
 from cbsim.draw.chart import Panel, Spans
 from cbsim.machine.driver import Machine
 from cbsim.record import timeline
@@ -71,28 +71,6 @@ def test_all_busy_time_of_the_window_is_in_the_timeline(server: Machine) -> None
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
-
-
-def png_size(content: bytes) -> tuple[int, int]:
-    """Width and height from the header of a PNG."""
-    assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    assert content[12:16] == b"IHDR"
-    return int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
-
-
-def drawn(*runs: tuple[str, Steps]) -> bytes:
-    return render.png(lane_chart.lanes(dict(runs), as_given=True))
-
-
-def test_one_run_and_two_are_drawn(server: Machine) -> None:
-    """A picture of 10 inches at 110 dots; the second run adds a panel below. Drawing it again gives the same bytes."""
-    sync = ("sync", steps_of(simulated(scenario(), "sync")))
-    both = (sync, ("async", steps_of(server)))
-    one, two = drawn(sync), drawn(*both)
-    assert png_size(one)[0] == png_size(two)[0] == 1100
-    assert png_size(two)[1] > 1.5 * png_size(one)[1]
-    assert 10_000 < len(one) < len(two) < 1_000_000
-    assert drawn(*both) == two
 
 
 def idle_bars(panel: Panel) -> int:

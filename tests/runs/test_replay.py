@@ -25,15 +25,8 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 SERVE = ("faster_transformer", "orca", "sarathi", "simple_chunking", "vllm_v0")
 SCHEDULERS = (
-    "contiguous",
-    "dynamic_padded",
-    "static",
-    "tgi",
-    "transformers_fifo",
-    "transformers_prefill_first",
-    "trtllm",
-    "vllm",
-    *SERVE,
+    *("contiguous", "dynamic_padded", "static", "tgi", "transformers_fifo", "transformers_prefill_first"),
+    *("trtllm", "vllm", *SERVE),
 )
 LOOPS = ("sync", "async")
 
@@ -125,22 +118,17 @@ def test_an_altered_step(run: Path, name: str, capsys: pytest.CaptureFixture[str
     )
 
 
-def test_a_step_too_few(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A complete run from which the last step was cut: it is planned, but was not recorded."""
+def test_a_step_too_few_or_too_many(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A complete run without its last step: it is planned, but was not recorded. One with a step more: it is not."""
     table = pq.read_table(run / "steps.parquet")
-    pq.write_table(table.slice(0, len(table) - 1), run / "steps.parquet")
-    status, out, _ = replayed(run, capsys)
-    assert status == 1
-    assert f"step {len(table) - 1} is planned, but was not recorded" in out
-
-
-def test_a_step_too_many(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A step appended to the record: it is not planned."""
-    table = pq.read_table(run / "steps.parquet")
-    pq.write_table(pa.concat_tables([table, table.slice(len(table) - 1)]), run / "steps.parquet")
-    status, out, _ = replayed(run, capsys)
-    assert status == 1
-    assert f"only {len(table)} steps are planned" in out
+    last = table.slice(len(table) - 1)
+    for altered, problem in (
+        (table.slice(0, len(table) - 1), f"step {len(table) - 1} is planned, but was not recorded"),
+        (pa.concat_tables([table, last]), f"only {len(table)} steps are planned"),
+    ):
+        pq.write_table(altered, run / "steps.parquet")
+        status, out, _ = replayed(run, capsys)
+        assert status == 1 and problem in out
 
 
 @pytest.mark.parametrize("name", ["prompt_tokens", "output_tokens", "max_tokens", "priority", "id"])
@@ -162,26 +150,19 @@ def test_an_altered_number_is_refused(run: Path, capsys: pytest.CaptureFixture[s
     assert "index of request 4 is 4, expected more than 13" in replayed(run, capsys)[2]
 
 
-def test_a_request_that_came_later(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A request said to have been queued ten polls later than it was: the plans differ from where it is missed."""
-    alter(run / "requests.parquet", "queued_poll", 0, lambda poll: poll + 10)
-    status, out, _ = replayed(run, capsys)
-    assert status == 1
-    assert " plans identical, then step " in out
-
-
-def test_a_request_that_was_given_up(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A request said to have been cancelled in the fifth poll: it is missed in the steps after."""
-    alter(run / "requests.parquet", "cancelled_poll", 0, lambda _: 5)
-    status, out, _ = replayed(run, capsys)
-    assert status == 1
-    assert " plans identical, then step " in out
-
-
-def test_a_request_less(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row removed from the request table: the plans are others without it."""
-    table = pq.read_table(run / "requests.parquet")
-    pq.write_table(table.filter(pc.not_equal(table["index"], 2)), run / "requests.parquet")
+@pytest.mark.parametrize(
+    ("name", "change"), [("queued_poll", lambda poll: poll + 10), ("cancelled_poll", lambda _: 5), ("index", None)]
+)
+def test_an_altered_poll_or_a_request_less(
+    run: Path, name: str, change: Callable[[Any], Any] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A request queued ten polls later than it was, cancelled in the fifth, or removed: the plans differ."""
+    file = run / "requests.parquet"
+    if change is None:
+        table = pq.read_table(file)
+        pq.write_table(table.filter(pc.not_equal(table[name], 2)), file)
+    else:
+        alter(file, name, 0, change)
     status, out, _ = replayed(run, capsys)
     assert status == 1
     assert " plans identical, then " in out
@@ -196,8 +177,6 @@ def test_a_request_less(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("mode: async", "mode: sync", "plans identical, then step "),
         ("seed: 0", "seed: 1", "is not one of the scenario's workload"),
         ("requests: 30", "requests: 29", "is not one of the scenario's workload"),
-        ("seed: 0", "seed: -1", "seed: got -1, must be >= 0"),
-        ("question:", "questions:", "unknown field"),
         ("seed: 0", "seed: [", "not valid YAML"),
     ],
 )
@@ -239,29 +218,11 @@ def test_an_interrupted_run_is_compared_as_far_as_it_goes(run: Path, capsys: pyt
     assert (status, out, err) == (0, f"{run}: {said}\n", "")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("summary.json", b"[1]", "expected a JSON object"),
-        ("env.json", b"\xff\xfe", "not UTF-8"),
-        ("scenario.resolved.yaml", b"hello", "expected fields"),
-        ("steps.parquet", b"garbage", "not a parquet table"),
-        ("requests.parquet", None, "cannot be read"),
-    ],
-)
-def test_a_broken_directory(
-    run: Path, name: str, content: bytes | None, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A file that is missing or broken is named with what is wrong with it, in one line."""
-    (run / name).unlink()
-    if content is not None:
-        (run / name).write_bytes(content)
+def test_a_broken_directory(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is broken is named with what is wrong with it, in one line (tests/record has every file)."""
+    (run / "env.json").write_bytes(b"\xff\xfe")
     status, out, err = replayed(run, capsys)
-    assert status in (1, 2)
-    assert not out
-    assert len(err.splitlines()) == 1
-    assert str(run / name) in err
-    assert words in err
+    assert (status, out, err) == (1, "", f"cbsim: {run / 'env.json'}: is not UTF-8 text\n")
 
 
 def test_several_runs(run: Path, original: Path, capsys: pytest.CaptureFixture[str]) -> None:
