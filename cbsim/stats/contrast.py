@@ -83,12 +83,12 @@ def _reference(sweep: Replicated, by: str, against: str | None) -> Any:
 def _couples(sweep: Replicated, by: str, reference: Any) -> list[tuple[Configuration, Configuration]]:
     """Every configuration, and the one that differs from it in `by` alone, which is `reference`."""
 
-    def rest(of: Configuration) -> tuple[Any, ...]:
+    def elsewhere(of: Configuration) -> tuple[Any, ...]:
         return tuple(value for name, value in of.settings.items() if name != by)
 
-    references = {rest(each): each for each in sweep.configurations if each.settings[by] == reference}
+    references = {elsewhere(each): each for each in sweep.configurations if each.settings[by] == reference}
     compared = [each for each in sweep.configurations if each.settings[by] != reference]
-    return [(each, references[rest(each)]) for each in compared if rest(each) in references]
+    return [(each, references[elsewhere(each)]) for each in compared if elsewhere(each) in references]
 
 
 def _compared(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from support import engine_folder
-from test_points_built import HEADER, POINT
+from test_points_built import HEADER, POINT, changed
 
 from analysis.statistics import loading, trust
 from cbsim.cli.measured import TERMS
@@ -47,7 +46,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("CBSIM_DATA", str(place))
         build.tables_of.cache_clear()
         rows = [_row(tensor, prompt, users) for tensor, prompt in ((2, 128), (4, 128), (2, 512)) for users in (2, 8)]
-        broken = _line(asdict(POINT) | {"id": "x", "curve": "x", "mode": "disagg"})
+        broken = _line(POINT.model_dump() | {"id": "x", "curve": "x", "mode": "disagg"})
         folder = place / "points"
         folder.mkdir()
         (folder / "measured.csv").write_text("\n".join([HEADER, *rows, broken]) + "\n")
@@ -59,13 +58,13 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _row(tensor: int, prompt: int, users: int) -> str:
-    point = replace(POINT, tensor=tensor, prompt=prompt, output=64, concurrency=users)
+    point = changed(tensor=tensor, prompt=prompt, output=64, concurrency=users)
     values = terms.resolve(TRUTH, tensor, point.system, point.version)
     front = values.pop("front_s")
     (means,) = predict.predict([build.build(point, values)], Here())
     assert isinstance(means, predict.Means)
     name = f"{tensor}-{prompt}"
-    fields = asdict(point) | {"id": f"{name}-{users}", "curve": name, "mode": "agg"}
+    fields = point.model_dump() | {"id": f"{name}-{users}", "curve": name, "mode": "agg"}
     return _line(fields | {"ttft_ms": means.ttft_ms + 1e3 * front, "tpot_ms": means.tpot_ms})
 
 

@@ -64,8 +64,8 @@ def fields(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_US
     check(point)
     model, hardware, engine = model_of(point), _hardware(point), engine_of(point)
     parallel = _parallel(point, model)
-    told = flags(point, model, hardware)
-    shape = model.model_dump(mode="json") | {"kv_dtype": told.kv_dtype}
+    server = flags(point, model, hardware)
+    shape = model.model_dump(mode="json") | {"kv_dtype": server.kv_dtype}
     low_prompt, low_output = (max(1, int(LEAST_SHARE * nominal)) for nominal in (point.prompt, point.output))
     return {
         "name": "point",
@@ -79,9 +79,9 @@ def fields(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_US
             "output_tokens": {"uniform": {"low": low_output, "high": point.output}},
             "arrivals": {"kind": "closed_loop", "users": point.concurrency},
         },
-        "scheduler": told.scheduler,
-        "kv_cache": told.kv_cache,
-        "loop": {"mode": "async", "cuda_graphs": told.graphs},
+        "scheduler": server.scheduler,
+        "kv_cache": server.kv_cache,
+        "loop": {"mode": "async", "cuda_graphs": server.graphs},
         "cost": {
             "kind": "table",
             "path": f"{TABLES}/{point.system}",
@@ -105,10 +105,10 @@ def check(point: Point) -> None:
 
 def engine_of(point: Point) -> str:
     """Whose tables are taken. Raises CannotBuildError."""
-    place = tables_of(point.system)
-    if place is None:
+    tables = tables_of(point.system)
+    if tables is None:
         raise CannotBuildError(f"no kernel tables of {point.system}")
-    known = ENGINES.get((point.system, point.backend)) or nearest(place, point.backend, point.version or None)
+    known = ENGINES.get((point.system, point.backend)) or nearest(tables, point.backend, point.version or None)
     if known is None:
         raise CannotBuildError(f"no kernel tables of {point.backend} on {point.system}")
     return known
@@ -138,10 +138,10 @@ def model_of(point: Point) -> ModelShape:
 
 def _weights(point: Point, model: ModelShape) -> str | None:
     """Their type: as the point says, else its name, else the model. Experts in FP8 are quantised in blocks."""
-    said = point.precision or ("fp8" if "fp8" in bare(point.model_name) else "")
-    if said == "fp8":
+    stated = point.precision or ("fp8" if "fp8" in bare(point.model_name) else "")
+    if stated == "fp8":
         return "fp8_block" if model.experts else "fp8"
-    return {"fp4": "nvfp4", "nvfp4": "nvfp4", "int4": "int4", "bf16": None}.get(said, model.weights_dtype)
+    return {"fp4": "nvfp4", "nvfp4": "nvfp4", "int4": "int4", "bf16": None}.get(stated, model.weights_dtype)
 
 
 def _hardware(point: Point) -> Hardware:
@@ -190,7 +190,7 @@ class Flags(NamedTuple):
 
 
 def flags(point: Point, model: ModelShape, hardware: Hardware) -> Flags:
-    """What the server was told, for the model and card as they lie on its GPUs."""
+    """The flags that its server was started with, for the model and card as they lie on its GPUs."""
     return {"vllm": _vllm, "trtllm": _trtllm, "sglang": _sglang}[point.backend](point, model, hardware)
 
 

@@ -108,7 +108,7 @@ CALIBRATIONS: Mapping[str, Calibration] = {
 
 
 def calibrate(
-    name: str, points: Sequence[Point], executor: Executor, say: Callable[[str], None] = lambda _: None
+    name: str, points: Sequence[Point], executor: Executor, log: Callable[[str], None] = lambda _: None
 ) -> TermsFile:
     """The terms of one calibration by those of its points that can be built, and what the left-out curves say of them.
     Raises ScenarioError.
@@ -117,7 +117,7 @@ def calibrate(
     used = [each for each in calibration.points(points) if _buildable(each)]
     if len({each.curve for each in used}) < 2:
         raise ScenarioError(f"{name}: {len(used)} points of {calibration.about} can be built: too few to calibrate on")
-    servers = _Servers(used, executor, calibration.fastest, say)
+    servers = _Servers(used, executor, calibration.fastest, log)
     solution = fit.solve(
         calibration.priors,
         lambda terms: servers.evaluate(terms, REQUESTS_A_USER),
@@ -158,14 +158,14 @@ class _Servers(NamedTuple):
     points: Sequence[Point]
     executor: Executor
     fastest: bool
-    say: Callable[[str], None]
+    log: Callable[[str], None]
 
     def evaluate(self, terms: Mapping[str, float], requests: int) -> fit.Floats:
         """Errors of all by the same terms, which is said."""
         errors = self.errors([terms] * len(self.points), requests)
         ttft, tpot = np.abs(np.expm1(errors)).mean(axis=0)
         values = ", ".join(f"{name} {value:.3g}" for name, value in terms.items())
-        self.say(f"{requests} requests a user: TTFT {ttft:.1%}, TPOT {tpot:.2%}: {values}")
+        self.log(f"{requests} requests a user: TTFT {ttft:.1%}, TPOT {tpot:.2%}: {values}")
         return errors
 
     def errors(self, terms: Sequence[Mapping[str, float]], requests: int = REQUESTS_A_USER) -> fit.Floats:

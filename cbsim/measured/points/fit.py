@@ -79,26 +79,26 @@ def step(
     sides = (errors[use] * WEIGHTS).ravel()
     matrix = (slopes[:, use] * WEIGHTS).reshape(len(names), -1).T * widths  # by widths
     matrix = np.vstack([matrix, TRUST * WEIGHTS[1] * np.eye(len(names))])
-    wanted = -np.concatenate([sides, TRUST * WEIGHTS[1] * (at - expected) / widths])
-    weights = np.ones(len(wanted))
+    target = -np.concatenate([sides, TRUST * WEIGHTS[1] * (at - expected) / widths])
+    weights = np.ones(len(target))
     for _ in range(5):
-        moves = _bounded(matrix * weights[:, None], wanted * weights, (least - at) / widths)
-        left = np.abs(wanted - matrix @ moves)
+        offsets = _bounded(matrix * weights[:, None], target * weights, (least - at) / widths)
+        left = np.abs(target - matrix @ offsets)
         weights[: len(sides)] = np.sqrt(np.minimum(1.0, HUBER / np.maximum(left[: len(sides)], 1e-12)))
-    return dict(zip(names, (at + moves * widths).tolist(), strict=True))
+    return dict(zip(names, (at + offsets * widths).tolist(), strict=True))
 
 
-def _bounded(matrix: Floats, wanted: Floats, least: Floats) -> Floats:
+def _bounded(matrix: Floats, target: Floats, least: Floats) -> Floats:
     """Least squares with every unknown at least `least`: those that would fall below are held there, one by one."""
-    held = np.zeros(len(least), bool)
+    fixed = np.zeros(len(least), bool)
     while True:
-        moves = np.where(held, least, 0.0)
-        free = ~held
-        moves[free] = np.linalg.lstsq(matrix[:, free], wanted - matrix @ moves, rcond=None)[0]
-        below = np.where(free, least - moves, 0.0)
+        offsets = np.where(fixed, least, 0.0)
+        free = ~fixed
+        offsets[free] = np.linalg.lstsq(matrix[:, free], target - matrix @ offsets, rcond=None)[0]
+        below = np.where(free, least - offsets, 0.0)
         if below.max(initial=0.0) <= 1e-12:
-            return moves
-        held[int(below.argmax())] = True
+            return offsets
+        fixed[int(below.argmax())] = True
 
 
 def left_out(solution: Solution, priors: Mapping[str, Prior], curves: Sequence[str]) -> dict[str, dict[str, float]]:

@@ -10,64 +10,77 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog
-from cbsim.scenario.fields import near, shown
-from cbsim.scenario.rows import CsvTable, bad, open_text
+from cbsim.scenario.fields import Form, complaint, near, shown
+from cbsim.scenario.rows import CsvTable, JsonLine, open_text
 
 FOLDER = "public_measured/aiconfigurator_silicon"
 NAMES = ("measured.csv", "measured.csv.gz")
-TEXTS = ("id", "curve", "source", "measured", "system", "backend", "backend_version", "model_path", "precision", "mode")
-SIZES = ("tp_size", "pp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
-NUMBERS = ("isl", "osl", "concurrency", "batch_size", *SIZES)
+COLUMNS = (
+    *("id", "curve", "system", "backend", "model_path", "mode", "isl", "osl"),
+    *("tp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size", "silicon_ttft_ms", "silicon_tpot_ms"),
+)
 PEER = ("id", "aic_ttft_ms", "aic_tpot_ms")
-MODES = ("agg", "disagg")
 HOPPER = ("h100_sxm", "h200_sxm")
 MOST = 10_000_000  # of any size, or of milliseconds
-MEASURED = ("silicon_ttft_ms", "silicon_tpot_ms")
-OPTIONAL = {
-    "measured",
-    "source",
-    "first_of_duplicates",
-    "concurrency",
-    "batch_size",
-    "precision",
-    "backend_version",
-    "pp_size",
-}
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A server under a closed loop of `concurrency` requests, and what it took in the mean, milliseconds. Sizes that
-    the source leaves open are 0.
-    """
+def _number(cell: Any) -> Any:
+    """The number that a cell holds, a whole one as an integer; any other content as it is."""
+    try:
+        value = float(cell)
+    except ValueError:
+        return cell
+    return int(value) if value.is_integer() else value
+
+
+Size = Annotated[int, BeforeValidator(_number), Field(ge=0, le=MOST)]
+Milliseconds = Annotated[float, BeforeValidator(_number), Field(gt=0, le=MOST)]
+
+
+class Point(Form):
+    """A server under a closed loop of `concurrency` requests, and its mean latencies. Sizes not known are 0."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     id: str
-    curve: str
-    source: str
-    measured: str  # when, ISO date; empty if unknown
-    system: str
-    backend: str
-    version: str
-    model: str
-    precision: str
-    disaggregated: bool
-    prompt: int  # nominal tokens: lengths are drawn from 0.8 of it to all of it
-    output: int
-    concurrency: int
-    tensor: int
-    attention_ranks: int
-    experts_tensor: int
-    experts_ranks: int
-    stages: int  # of a pipeline; 0 or 1: none
-    ttft_ms: float
-    tpot_ms: float
+    curve: str = ""
+    source: str = ""
+    measured: str = ""  # when, ISO date; empty if unknown
+    system: str = ""
+    backend: str = ""
+    version: str = Field("", alias="backend_version")
+    model: str = Field("", alias="model_path")
+    precision: str = ""
+    mode: Literal["agg", "disagg"]
+    prompt: Size = Field(alias="isl", ge=1)  # nominal tokens: lengths are drawn from 0.8 of it to all of it
+    output: Size = Field(alias="osl", ge=2)  # a TPOT has two tokens
+    concurrency: Size = 0
+    tensor: Size = Field(0, alias="tp_size")
+    attention_ranks: Size = Field(0, alias="attention_dp_size")
+    experts_tensor: Size = Field(0, alias="moe_tp_size")
+    experts_ranks: Size = Field(0, alias="moe_ep_size")
+    stages: Size = Field(0, alias="pp_size")  # of a pipeline; 0 or 1: none
+    ttft_ms: Milliseconds = Field(alias="silicon_ttft_ms")
+    tpot_ms: Milliseconds = Field(alias="silicon_tpot_ms")
     peer: tuple[float, float] | None = None  # TTFT and TPOT that the other tool predicts
+
+    @model_validator(mode="after")
+    def _sized(self) -> Point:
+        for name, size in (("tp_size", self.tensor), ("concurrency", self.concurrency)):
+            if size < 1 and not self.disaggregated:
+                raise complaint(f"got {size}, must be >= 1", name)
+        return self
+
+    @property
+    def disaggregated(self) -> bool:
+        return self.mode == "disagg"
 
     @property
     def inferencex(self) -> bool:
@@ -88,8 +101,7 @@ class Point:
         return f"{self.stratum}, concurrency {self.concurrency}"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Stratum:
+class Stratum(NamedTuple):
     """Points that differ in concurrency, version and date only."""
 
     system: str
@@ -110,23 +122,30 @@ def read(folder: Path, where: Mapping[str, str] | None = None) -> list[Point]:
         raise ScenarioError(f"{folder}: holds neither {NAMES[0]} nor {NAMES[1]}")
     points = _read(path, where or {}, _peers(folder / "predictions.csv"))
     if not points:
-        said = ", ".join(f"{name}={value}" for name, value in (where or {}).items())
-        raise ScenarioError(f"--where: {path} has no point with {said}" if said else f"{path}: holds no points")
+        chosen = ", ".join(f"{name}={value}" for name, value in (where or {}).items())
+        raise ScenarioError(f"--where: {path} has no point with {chosen}" if chosen else f"{path}: holds no points")
     for id_, times in Counter(point.id for point in points).items():
-        if times > 1 or not id_:
-            raise ScenarioError(f"{path}: id: got {shown(id_)} {times} times, must be there and be each point's own")
+        if times > 1:
+            raise ScenarioError(f"{path}: id: got {shown(id_)} {times} times, must be each point's own")
     return points
 
 
 def _read(path: Path, where: Mapping[str, str], peers: Mapping[str, tuple[float, float]]) -> list[Point]:
     with open_text(path) as file:
-        table = CsvTable(path, file, [name for name in (*TEXTS, *NUMBERS, *MEASURED) if name not in OPTIONAL])
+        table, points = CsvTable(path, file, COLUMNS), []
         for name in where:
             if name not in table.header:
                 raise ScenarioError(f"--where {name}: is no column of {path}{near(name, table.header)}")
         table.pick(table.header)
-        rows = (dict(zip(table.header, cells, strict=True)) for cells in table.rows(None))
-        return [_point(path, table.line, row, peers) for row in rows if _chosen(row, where)]
+        for cells in table.rows(None):
+            row: dict[str, Any] = dict(zip(table.header, cells, strict=True))
+            if not _chosen(row, where):
+                continue
+            row = {name: cell for name, cell in row.items() if cell}
+            row.setdefault("concurrency", row.get("batch_size", 0))
+            row["peer"] = peers.get(row.get("id", ""))
+            points.append(JsonLine(path, table.line, row).checked(Point))
+    return points
 
 
 def _peers(path: Path) -> dict[str, tuple[float, float]]:
@@ -146,18 +165,20 @@ def _positive(table: CsvTable, column: int, cell: str) -> float:
     return value
 
 
-def folder(given: Path | None) -> Path:
-    """The folder that is meant: as given, or the one among the data. Raises ScenarioError."""
-    if given is not None:
-        if not given.is_dir():
-            raise ScenarioError(f"--data: got {given}, expected a folder")
-        return given
-    places = [place / FOLDER for place in catalog.data_folders()]
-    for place in places:
-        if place.is_dir():
-            return place
-    looked = "; ".join(str(place) for place in places)
-    raise ScenarioError(f"no published measurements at {looked}; docs/data.md says where to get them, or give --data")
+def folder(named: Path | None) -> Path:
+    """The folder that is named, or the one among the data. Raises ScenarioError."""
+    if named is not None:
+        if not named.is_dir():
+            raise ScenarioError(f"--data: got {named}, expected a folder")
+        return named
+    folders = [data / FOLDER for data in catalog.data_folders()]
+    known = next((folder for folder in folders if folder.is_dir()), None)
+    if known is None:
+        tried = "; ".join(map(str, folders))
+        raise ScenarioError(
+            f"no published measurements at {tried}; docs/data.md says where to get them, or give --data"
+        )
+    return known
 
 
 def _chosen(row: Mapping[str, str], where: Mapping[str, str]) -> bool:
@@ -170,58 +191,6 @@ def _equal(cell: str, value: str) -> bool:
         return float(cell) == float(value)
     except ValueError:
         return cell == value
-
-
-def _point(path: Path, line: int, row: Mapping[str, str], peers: Mapping[str, tuple[float, float]]) -> Point:
-    def number(name: str) -> float:
-        cell = row.get(name) or "0"
-        try:
-            value = float(cell)
-        except ValueError:
-            value = -1.0
-        if not 0 <= value <= MOST or (name in NUMBERS and value != round(value)):
-            kind = "whole number" if name in NUMBERS else "number"
-            raise bad(path, line, name, cell, f"a {kind} from 0 to {MOST:,}")
-        return value
-
-    if row["mode"] not in MODES:
-        raise bad(path, line, "mode", row["mode"], f"one of {', '.join(MODES)}")
-    sizes = {name: round(number(name)) for name in NUMBERS}
-    ttft, tpot = (number(name) for name in MEASURED)
-    disaggregated = row["mode"] == "disagg"
-    concurrency = sizes["concurrency"] or sizes["batch_size"]
-    least = {"isl": (sizes["isl"], 1), "osl": (sizes["osl"], 2)}  # a TPOT has two tokens
-    least |= {} if disaggregated else {"tp_size": (sizes["tp_size"], 1), "concurrency": (concurrency, 1)}
-    for name, (size, bound) in least.items():
-        if size < bound:
-            raise ScenarioError(f"{path}:{line}: {name}: got {size}, must be >= {bound}")
-    for name, time in zip(MEASURED, (ttft, tpot), strict=True):
-        if time <= 0:
-            raise ScenarioError(f"{path}:{line}: {name}: got {time:g}, must be > 0")
-    said = {name: row.get(name) or "" for name in TEXTS}
-    return Point(
-        id=said["id"],
-        curve=said["curve"],
-        source=said["source"],
-        measured=said["measured"],
-        system=said["system"],
-        backend=said["backend"],
-        version=said["backend_version"],
-        model=said["model_path"],
-        precision=said["precision"],
-        disaggregated=disaggregated,
-        prompt=sizes["isl"],
-        output=sizes["osl"],
-        concurrency=concurrency,
-        tensor=sizes["tp_size"],
-        attention_ranks=sizes["attention_dp_size"],
-        experts_tensor=sizes["moe_tp_size"],
-        experts_ranks=sizes["moe_ep_size"],
-        stages=sizes["pp_size"],
-        ttft_ms=ttft,
-        tpot_ms=tpot,
-        peer=peers.get(said["id"]),
-    )
 
 
 OUTPUT_SHARE = 0.9  # mean of lengths that are uniform from 0.8 of the nominal one on

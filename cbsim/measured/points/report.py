@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from cbsim.sweeps.store import Progress, Store
 STATISTICS = ("median", "MAPE", "p90")
 SHOWN = {"mape": "MAPE", "p90": "p90"}
 NAMES = {"ttft": "TTFT", "tpot": "TPOT", "throughput": "tokens/s"}
+Pair = tuple[float, float]
 
 
 def study(predicted: Sequence[Predicted], reasons: Mapping[str, int], points: int) -> Report:
@@ -58,21 +59,21 @@ def study(predicted: Sequence[Predicted], reasons: Mapping[str, int], points: in
 
 def _findings(predicted: Sequence[Predicted], judged: Sequence[tuple[Class, Group]], points: int) -> list[str]:
     left_out, outside = sum(each.left_out for each in predicted), sum(bool(each.outside) for each in predicted)
-    said = [
+    findings = [
         (
             f"{len(predicted):,} of {points:,} points are predicted, {left_out:,} of them by terms calibrated "
             "without their curve, the others on curves that the calibration does not know."
         )
     ]
     if outside:
-        said.append(f"{outside:,} are outside what was calibrated: engine, card, model, GPUs or users are others.")
+        findings.append(f"{outside:,} are outside what was calibrated: engine, card, model, GPUs or users are others.")
     for each, group in judged:
         ttft, tpot = (group.errors(metric).mape for metric in ("ttft", "tpot"))
-        said.append(
+        findings.append(
             f"{group.name}: {len(group.predicted)} points, mean absolute error of TPOT {tpot:.1%}, of TTFT {ttft:.1%}."
         )
-        said += [f"Beyond what is asked of a stratum, {text}." for text in score.misses(each, group)]
-    return said
+        findings += [f"Beyond what is asked of a stratum, {missed}." for missed in score.misses(each, group)]
+    return findings
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -91,14 +92,14 @@ def _row(group: Group) -> list[str]:
     return [group.name, f"{len(group.predicted)}", *cells]
 
 
-SAYS = (
+ERRORS = (
     "Errors are predicted over measured, less 1; median with its sign, mean (MAPE) and 90th percentile without. "
     "Throughput of both sides is by Little's law: users x tokens / (TTFT + TPOT x (tokens - 1))."
 )
 
 
 def _by_class(judged: Sequence[tuple[Class, Group]]) -> Table:
-    return Table("Errors by kind of server", _header("servers"), [_row(group) for _, group in judged], SAYS)
+    return Table("Errors by kind of server", _header("servers"), [_row(group) for _, group in judged], ERRORS)
 
 
 def _by_stratum(groups: Sequence[Group]) -> Table:
@@ -113,17 +114,11 @@ def _bars(judged: Sequence[tuple[Class, Group]]) -> Table:
             name = f"{group.name}, {NAMES[bar.metric]} {SHOWN[bar.statistic]}"
             rows.append([name, f"{bar.most:.1%}", f"{value:.1%}", "met" if value <= bar.most else "missed"])
         if each.bars:
+            name = f"{group.name}, strata with a TPOT median beyond {each.stratum:.0%}"
             missed = score.misses(each, group)
-            rows.append(
-                [
-                    f"{group.name}, strata with a TPOT median beyond {each.stratum:.0%}",
-                    "0",
-                    f"{len(missed)}",
-                    "missed" if missed else "met",
-                ]
-            )
-    says = "Bars are for all points of such servers: of a few of them they say little."
-    return Table("What is asked", ["", "at most", "measured", ""], rows, says)
+            rows.append([name, "0", f"{len(missed)}", "missed" if missed else "met"])
+    caption = "Bars are for all points of such servers: of a few of them they say little."
+    return Table("What is asked", ["", "at most", "measured", ""], rows, caption)
 
 
 def _beside(judged: Sequence[tuple[Class, Group]]) -> list[Table]:
@@ -131,16 +126,10 @@ def _beside(judged: Sequence[tuple[Class, Group]]) -> list[Table]:
     rows = []
     for _, group in judged:
         for metric in score.METRICS:
-            both = group.beside_peer(metric)
-            if both:
+            if both := group.beside_peer(metric):
                 ours, theirs = both
                 rows.append([f"{group.name}, {NAMES[metric]}", f"{ours.points}", *_cells(ours), *_cells(theirs)])
-    header = [
-        "",
-        "points",
-        *(f"ours, {name}" for name in STATISTICS),
-        *(f"aiconfigurator, {name}" for name in STATISTICS),
-    ]
+    header = ["", "points", *(f"{tool}, {name}" for tool in ("ours", "aiconfigurator") for name in STATISTICS)]
     return [Table("Beside aiconfigurator 0.12.0", header, rows)] if rows else []
 
 
@@ -153,12 +142,12 @@ def _intervals(file: TermsFile) -> Table:
             if interval:
                 ends = [f"{end - 1:+.1%}" for end in (interval.low, interval.high)]
                 rows.append([f"{NAMES[metric]}, {name}", *ends, f"{interval.residuals}"])
-    says = ", ".join(f"{NAMES[metric]} {within} of {total}" for metric, (within, total) in covered.items())
+    caption = ", ".join(f"{NAMES[metric]} {within} of {total}" for metric, (within, total) in covered.items())
     return Table(
         f"How sure: 80 % intervals of {file.name}",
         ["measured over predicted, less 1", "from", "to", "residuals"],
         rows,
-        f"By residuals of left-out curves. Intervals made by the other curves hold {says} left-out points.",
+        f"By residuals of left-out curves. Intervals made by the other curves hold {caption} left-out points.",
     )
 
 
@@ -189,8 +178,8 @@ def _covered(file: TermsFile) -> dict[str, tuple[int, int]]:
 
 def _terms(file: TermsFile) -> Table:
     rows = [[name, f"{term.value:.4g}", f"{term.low:.4g}", f"{term.high:.4g}"] for name, term in file.terms.items()]
-    says = f"{file.about} Calibrated {file.calibrated} on {len(file.curves)} curves."
-    return Table(f"Terms of {file.name}", ["term", "value", "80 % from", "to"], rows, says)
+    caption = f"{file.about} Calibrated {file.calibrated} on {len(file.curves)} curves."
+    return Table(f"Terms of {file.name}", ["term", "value", "80 % from", "to"], rows, caption)
 
 
 def _reasons(reasons: Mapping[str, int]) -> Table:
@@ -201,48 +190,45 @@ def _reasons(reasons: Mapping[str, int]) -> Table:
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
+def _marks(judged: Sequence[tuple[Class, Group]], metric: str, xy: Callable[[Predicted, str], Pair]) -> list[Points]:
+    """A mark a point, a series a class; those with bars on top."""
+    marks = []
+    for at, (_, group) in reversed(list(enumerate(judged))):
+        x, y = np.array([xy(each, metric) for each in group.predicted], dtype=float).T
+        marks.append(Points(group.name, x, y, series(at), [each.point.where for each in group.predicted]))
+    return marks
+
+
+def _both(each: Predicted, metric: str) -> Pair:
+    value = score.METRICS[metric]
+    return value(measured(each.point), each.point), value(each.means, each.point)
+
+
+def _error(each: Predicted, metric: str) -> Pair:
+    return each.point.concurrency, 100 * each.error(metric)
+
+
 def _scatter(judged: Sequence[tuple[Class, Group]]) -> Chart:
     panels = []
-    for metric, unit in (("ttft", "TTFT, ms"), ("tpot", "TPOT, ms")):
-        pick, ends = score.METRICS[metric], []
-        marks: list[Mark] = []
-        for place, (_, group) in reversed(list(enumerate(judged))):  # those that are judged on top
-            x = np.array([pick(measured(each.point), each.point) for each in group.predicted])
-            y = np.array([pick(each.means, each.point) for each in group.predicted])
-            marks.append(Points(group.name, x, y, series(place), [each.point.where for each in group.predicted]))
-            ends += [x.min(), x.max(), y.min(), y.max()]
-        line = np.array([min(ends), max(ends)])
-        marks.insert(0, Line("equal", line, line, Style(GREY, "dashed")))
-        panels.append(Panel(marks, f"measured {unit}", f"predicted {unit}", x_log=True, y_log=True, tall=True))
-    return Chart(
-        "predicted", "Predicted against measured", "Each mark is a server at one concurrency.", panels, columns=2
-    )
+    for metric in ("ttft", "tpot"):
+        marks = _marks(judged, metric, _both)
+        ends = np.concatenate([axis for mark in marks for axis in (mark.x, mark.y)])
+        line = np.array([ends.min(), ends.max()])
+        x, y = (f"{side} {NAMES[metric]}, ms" for side in ("measured", "predicted"))
+        equal = Line("equal", line, line, Style(GREY, "dashed"))
+        panels.append(Panel([equal, *marks], x, y, x_log=True, y_log=True, tall=True))
+    caption = "Each mark is a server at one concurrency."
+    return Chart("predicted", "Predicted against measured", caption, panels, columns=2)
 
 
 def _residuals(judged: Sequence[tuple[Class, Group]]) -> Chart:
     panels = []
     for metric in ("ttft", "tpot"):
-        marks: list[Mark] = [Level("exact", 0.0, Style(BLACK, "dashed"))]
-        for place, (_, group) in reversed(list(enumerate(judged))):  # those that are judged on top
-            x = np.array([float(each.point.concurrency) for each in group.predicted])
-            y = np.array([100 * each.error(metric) for each in group.predicted])
-            marks.append(Points(group.name, x, y, series(place), [each.point.where for each in group.predicted]))
-        panels.append(
-            Panel(
-                marks,
-                "concurrent requests",
-                f"error of {NAMES[metric]}, %",
-                x_log=True,
-                y_range=(-60.0, 60.0),
-                tall=True,
-            )
-        )
-    return Chart(
-        "residuals",
-        "Errors by concurrency",
-        "Predicted over measured, less 1, of every point; what is beyond 60 % is not shown.",
-        panels,
-    )
+        exact, y = Level("exact", 0.0, Style(BLACK, "dashed")), f"error of {NAMES[metric]}, %"
+        marks: list[Mark] = [exact, *_marks(judged, metric, _error)]
+        panels.append(Panel(marks, "concurrent requests", y, x_log=True, y_range=(-60.0, 60.0), tall=True))
+    caption = "Predicted over measured, less 1, of every point; what is beyond 60 % is not shown."
+    return Chart("residuals", "Errors by concurrency", caption, panels)
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
@@ -281,21 +267,17 @@ def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def run(place: Path, points: Sequence[Point], executor: Executor, store: Path, *, silent: bool) -> tuple[Report, bool]:
+def run(folder: Path, points: Sequence[Point], executor: Executor, store: Path, *, silent: bool) -> tuple[Report, bool]:
     """Build, simulate; the answer, and whether all runs came to their end."""
     chosen = predict.sort(points)
     if not silent:
-        _say_sorted(place, len(points), chosen)
+        print(f"{folder}: {len(points):,} points, {len(chosen.buildable):,} can be built")
+        for reason, count in chosen.reasons.most_common():
+            print(f"  {count:>5,} cannot: {reason}")
+        print(flush=True)
     with closing(executor):
         stored = Store(store, identity.code())
         predicted, failed = predict.score(chosen.buildable, executor, stored, Progress(silent=silent))
     for reason, count in failed.most_common():
         print(f"failed    {count} points: {reason}", file=sys.stderr)
     return study(predicted, chosen.reasons + failed, len(points)), not failed
-
-
-def _say_sorted(place: Path, points: int, chosen: predict.Sorted) -> None:
-    print(f"{place}: {points:,} points, {len(chosen.buildable):,} can be built")
-    for reason, count in chosen.reasons.most_common():
-        print(f"  {count:>5,} cannot: {reason}")
-    print(flush=True)

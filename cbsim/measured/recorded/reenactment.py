@@ -118,7 +118,7 @@ def replay(case: Case, scenario: Scenario) -> Replayed:
 
 def replayed(records: Sequence[Record]) -> Replayed:
     """What the servers with these records did. Raises ScenarioError if one has refused a request."""
-    for spec, reason in (refusal for record in records for refusal in record.refusals.items()):
+    for spec, reason in (each for record in records for each in record.refusals.items()):
         raise ScenarioError(f"kv_cache, scheduler: request {spec.id} cannot be served: {reason}")
     tables = [Steps.of(record) for record in records]
     return Replayed(_served(records, tables), tables, records[0].total_blocks)
@@ -173,6 +173,6 @@ def _at(table: Steps, seconds: Floats, column: str, start_ns: int) -> Floats:
     ends, at_ns = table["await_end_ns"], start_ns + seconds * NS
     if not len(ends):
         return np.zeros_like(at_ns)
-    place = np.searchsorted(ends, at_ns, side="right") - 1
-    values: Floats = table[column][place].astype(float)
-    return np.where((place < 0) | (at_ns > ends[-1]), 0.0, values)
+    step = np.searchsorted(ends, at_ns, side="right") - 1
+    values: Floats = table[column][step].astype(float)
+    return np.where((step < 0) | (at_ns > ends[-1]), 0.0, values)

@@ -6,7 +6,7 @@ the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import inf
+from math import inf, isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +45,10 @@ class MetricScore(NamedTuple):
         if self.simulated_s == self.measured_s:
             return 0.0
         return self.simulated_s / self.measured_s - 1 if self.measured_s else inf
+
+    def facts(self) -> dict[str, Any]:
+        """For report.json, which knows no infinity."""
+        return {**self._asdict(), "error": self.error if isfinite(self.error) else None}
 
 
 def parts(simulated: Served, measured: Served) -> list[MetricScore]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,8 +92,8 @@ def data(validation: Validation) -> dict[str, Any]:
     series = validation.series
     return {
         "case": validation.case.name,
-        "errors": [_plain(entry) for entry in validation.scores],
-        "parts_of_ttft": [_plain(entry) for entry in validation.parts],
+        "errors": [entry.facts() for entry in validation.scores],
+        "parts_of_ttft": [entry.facts() for entry in validation.parts],
         "steps": sum(len(table) for table in validation.replayed.steps),
         "preemptions": validation.replayed.preemptions,
         "recomputed_tokens": validation.replayed.recomputed_tokens,
@@ -108,17 +107,13 @@ def data(validation: Validation) -> dict[str, Any]:
             {
                 "name": entry.name,
                 "changes": entry.changes,
-                "errors": [_plain(part) for part in entry.scores],
+                "errors": [part.facts() for part in entry.scores],
                 "preemptions": entry.preemptions,
                 "steps": entry.steps,
             }
             for entry in validation.ablated
         ],
     }
-
-
-def _plain(scored: MetricScore) -> dict[str, Any]:
-    return {**scored._asdict(), "error": scored.error if isfinite(scored.error) else None}
 
 
 def peak(replayed: Replayed) -> float:
@@ -143,13 +138,13 @@ def _source(validation: Validation) -> str:
 
 
 def _errors(validation: Validation) -> Table:
-    says = f"{len(validation.case.arrivals)} requests. TTFT and E2E count from when the engine took a request in."
-    return Table("Latencies", SCORED, [_row(scored) for scored in validation.scores], says)
+    caption = f"{len(validation.case.arrivals)} requests. TTFT and E2E count from when the engine took a request in."
+    return Table("Latencies", SCORED, [_row(scored) for scored in validation.scores], caption)
 
 
 def _parts(validation: Validation) -> Table:
-    says = "In the queue, and from the first step that has the request to its first token."
-    return Table("The two parts of TTFT", SCORED, [_row(scored) for scored in validation.parts], says)
+    caption = "In the queue, and from the first step that has the request to its first token."
+    return Table("The two parts of TTFT", SCORED, [_row(scored) for scored in validation.parts], caption)
 
 
 def _row(scored: MetricScore) -> tuple[str, ...]:
@@ -162,11 +157,11 @@ def _run(validation: Validation) -> Table:
     done, series = validation.replayed, validation.series
     names = {"running": "requests running", "waiting": "requests waiting", "kv_use": "KV cache in use"}
     rows = []
-    for name, text in names.items():
+    for name, label in names.items():
         if name in series.measured:
             means = [float(part[name].mean()) for part in (series.simulated, series.measured)]
             form = "{:.1%}" if name == "kv_use" else "{:.2f}"
-            rows.append((f"{text}, mean", *map(form.format, (*means, series.difference(name)))))
+            rows.append((f"{label}, mean", *map(form.format, (*means, series.difference(name)))))
     rows.append(("KV blocks a server", f"{_blocks(validation):,}", _source(validation), ""))
     rows.append(("KV cache in use, peak", f"{peak(done):.1%}", "", ""))
     rows.append(("preemptions", f"{done.preemptions:,}", "not recorded", ""))
@@ -187,8 +182,8 @@ def _ablation(ablated: Sequence[Ablated]) -> Table:
         )
         for entry in ablated
     ]
-    says = "Errors with one part changed at a time; `largest` is over all means and percentiles."
-    return Table("What carries the result", header, rows, says)
+    caption = "Errors with one part changed at a time; `largest` is over all means and percentiles."
+    return Table("What carries the result", header, rows, caption)
 
 
 def _means(ablated: Ablated) -> list[float]:
@@ -205,10 +200,10 @@ def _largest(scores: Sequence[MetricScore]) -> float:
 def _findings(validation: Validation) -> list[str]:
     means = {scored.metric: scored.error for scored in validation.scores if scored.statistic == "mean"}
     worst = max((scored for scored in validation.scores if scored.statistic), key=lambda scored: abs(scored.error))
-    said = ", ".join(f"{UNITS[metric][0]} {error:+.2%}" for metric, error in means.items())
+    errors = ", ".join(f"{UNITS[metric][0]} {error:+.2%}" for metric, error in means.items())
     name = f"{UNITS[worst.metric][0]} {worst.statistic}"
     return [
-        f"Errors of the means: {said}; the largest of all is that of {name}, {worst.error:+.2%}.",
+        f"Errors of the means: {errors}; the largest of all is that of {name}, {worst.error:+.2%}.",
         *_caveats(validation),
         _basis(validation),
     ]
@@ -224,11 +219,11 @@ def _basis(validation: Validation) -> str:
     )
     taken = ["when its engine took each request in"] if getattr(workload, "recorded", None) else []
     taken += ["the number of cache blocks"] if _source(validation) == "recorded" else []
-    text = f"Kernel times are {times}. Of the run itself: {' and '.join(taken) or 'nothing'}."
+    basis = f"Kernel times are {times}. Of the run itself: {' and '.join(taken) or 'nothing'}."
     if isinstance(cost, TableSettings):
-        text += f" {ADDED.format(row_us=cost.row_s * 1e6)}"
+        basis += f" {ADDED.format(row_us=cost.row_s * 1e6)}"
     changed = ", ".join(validation.case.overrides)
-    return f"{text} Changed: {changed}." if changed else text
+    return f"{basis} Changed: {changed}." if changed else basis
 
 
 def _caveats(validation: Validation) -> list[str]:
@@ -273,10 +268,10 @@ def series_chart(case: str, logged: Series) -> Chart:
             Line("simulated", logged.at_s, logged.simulated[name] * factor, SIMULATED),
         ]
         panels.append(Panel(marks, x="seconds", y=title))
-    says = "Once a second, as the engine logged it, beside the replay at the same times."
+    caption = "Once a second, as the engine logged it, beside the replay at the same times."
     if "kv_use" not in logged.measured:
-        says += " The run did not record how much of its cache was in use."
-    return Chart("series", f"{case}: the run over time", says, panels, share_x=True)
+        caption += " The run did not record how much of its cache was in use."
+    return Chart("series", f"{case}: the run over time", caption, panels, share_x=True)
 
 
 def latency_chart(case: str, simulated: Served, measured: Served) -> Chart:
@@ -315,11 +310,11 @@ def ablation_chart(case: str, ablated: Sequence[Ablated]) -> Chart:
         )
         for index, (metric, values) in enumerate(errors.items())
     ]
-    says = "Error of the mean latency against the recorded run, with one part of the model changed at a time. "
-    says += f"Bars are cut at {0.85 * reach:.0f} %; their labels are the errors."
+    caption = "Error of the mean latency against the recorded run, with one part of the model changed at a time. "
+    caption += f"Bars are cut at {0.85 * reach:.0f} %; their labels are the errors."
     names = [entry.name for entry in ablated]
     panel = Panel(bars, x="", y="error of the mean, %", categories=names, y_range=(-reach, reach))
-    return Chart("ablation", f"{case}: what carries the result", says, [panel])
+    return Chart("ablation", f"{case}: what carries the result", caption, [panel])
 
 
 def _mean_error(ablated: Ablated, metric: str) -> float:

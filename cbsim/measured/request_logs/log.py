@@ -136,16 +136,16 @@ def chosen(logs: Sequence[Log], where: Mapping[str, str]) -> list[Log]:
     """Those whose fields have the values of `where`; a run by its name or the end of it. Raises ScenarioError if none
     has.
     """
-    kept = list(logs)
+    matching = list(logs)
     for field, value in where.items():
         if field not in Key._fields:
             raise ScenarioError(f"--where: got {field!r}, expected fields of {', '.join(Key._fields)}")
-        known = list(dict.fromkeys(f"{getattr(log.key, field):{'g' if field == 'qps' else ''}}" for log in kept))
-        kept = [log for log in kept if _fits(log.key, field, value)]
-        if not kept:
+        known = list(dict.fromkeys(f"{getattr(log.key, field):{'g' if field == 'qps' else ''}}" for log in matching))
+        matching = [log for log in matching if _fits(log.key, field, value)]
+        if not matching:
             bound = f"expected one of {', '.join(known)}{near(value, known)}"
             raise ScenarioError(f"--where: {field}: got {value!r}, {bound}", field=field, value=value, bound=bound)
-    return kept
+    return matching
 
 
 def _fits(key: Key, field: str, value: str) -> bool:

@@ -172,8 +172,8 @@ def serve(scenario: Scenario, specs: Sequence[RequestSpec], servers: int, front_
     env.process(_send(env, specs, client, [inbox for _, inbox in fleet], round(front_s * NS)))
     env.run()
     records = [machine.record for machine, _ in fleet]
-    found = sum(row.cached_tokens for record in records for row in record.requests())
-    return Service(replayed(records), found)
+    hit_tokens = sum(row.cached_tokens for record in records for row in record.requests())
+    return Service(replayed(records), hit_tokens)
 
 
 def _send(

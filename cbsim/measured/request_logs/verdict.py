@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from cbsim.measured.request_logs.replay import DRAWS, Ranged, Scored
 
 SHOWN = (("ttft", "mean"), ("ttft", "median"), ("ttft", "p95"), ("tpot", "mean"), ("tpot", "p95"), ("e2e", "mean"))
 CALIBRATED = "*"
-SAYS = (
+ERRORS = (
     "Simulated over measured, relative. Of several servers the mean of the draws. "
     f"{CALIBRATED}: something was chosen by looking at this run, see below; it is in no mean."
 )
@@ -48,8 +47,8 @@ def study(folder: Path, where: Mapping[str, str], overrides: Sequence[str]) -> R
         else:
             left.append(Left(each.key, len(each), reason))
     if not scored:
-        text = "; ".join(dict.fromkeys(f"{each.key.run}: {each.reason}" for each in left))
-        raise ScenarioError(f"{folder / log.REQUESTS}: run: none of those chosen can be built: {text}")
+        reasons = "; ".join(dict.fromkeys(f"{each.key.run}: {each.reason}" for each in left))
+        raise ScenarioError(f"{folder / log.REQUESTS}: run: none of those chosen can be built: {reasons}")
     scored.sort(key=lambda each: (list(BUILT).index(each.key.run), each.key.scenario, each.key.qps))
     tables = [_systems(scored), _runs(scored), _values(scored), *_calibration(scored), *([_left(left)] if left else [])]
     return Report(
@@ -81,7 +80,7 @@ def _runs(scored: Sequence[Scored]) -> Table:
     rows = [
         (_label(each), str(each.requests), str(each.servers), f"{each.hits:.0%}", *_errors(each)) for each in scored
     ]
-    return Table("Errors by run", header, rows, SAYS)
+    return Table("Errors by run", header, rows, ERRORS)
 
 
 def _errors(each: Scored) -> list[str]:
@@ -94,8 +93,8 @@ def _values(scored: Sequence[Scored]) -> Table:
     rows = [
         (_label(each), *_shown(each.number("ttft", "mean")), *_shown(each.number("tpot", "mean"))) for each in scored
     ]
-    says = f"Runs of several servers are drawn {DRAWS} times: which server a connection leads to is random."
-    return Table("Means", header, rows, says)
+    caption = f"Runs of several servers are drawn {DRAWS} times: which server a connection leads to is random."
+    return Table("Means", header, rows, caption)
 
 
 def _shown(number: Ranged) -> tuple[str, str, str]:
@@ -148,8 +147,8 @@ def _drawn(scored: Sequence[Scored]) -> list[str]:
     numbers = [each.number(metric, "mean") for each in scored for metric in METRICS]
     inside = sum(number.low_s <= number.score.measured_s <= number.high_s for number in numbers)
     expected = f"were they another draw, {(DRAWS - 1) / (DRAWS + 1):.0%} would"
-    said = f"{inside} of {len(numbers)} recorded means of several servers lie within the {DRAWS} draws; {expected}."
-    return [said] if numbers else []
+    means = f"{inside} of {len(numbers)} recorded means of several servers"
+    return [f"{means} lie within the {DRAWS} draws; {expected}."] if numbers else []
 
 
 def _short(run: str) -> str:
@@ -191,7 +190,7 @@ def _data(scored: Sequence[Scored], left: Sequence[Left], overrides: Sequence[st
 
 def _plain(number: Ranged, servers: int) -> dict[str, Any]:
     """Seconds to the microsecond; the range of the draws where there are several."""
-    values = {**number.score._asdict(), "error": number.score.error if isfinite(number.score.error) else None}
+    values = number.score.facts()
     if servers > 1:
         values |= {"low_s": number.low_s, "high_s": number.high_s}
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
@@ -207,8 +206,10 @@ def _chart(scored: Sequence[Scored]) -> Chart:
             ("e2e", "mean", "E2E mean, s", 1.0),
         )
     ]
-    says = "A point is a run at one rate; on the line, simulated and measured are equal. Runs looked at are drawn, too."
-    return Chart("runs", "Request logs: simulated against measured", says, panels, columns=2)
+    caption = (
+        "A point is a run at one rate; on the line, simulated and measured are equal. Runs looked at are drawn, too."
+    )
+    return Chart("runs", "Request logs: simulated against measured", caption, panels, columns=2)
 
 
 def _panel(scored: Sequence[Scored], metric: str, statistic: str, title: str, factor: float) -> Panel:
