@@ -138,7 +138,7 @@ class _Cluster(_Fields):
     def link(self) -> dict[str, float] | None:
         if not self.link_bw or self.link_latency is None:
             return None
-        return {"latency_s": self.link_latency * 1e-9, "bytes_s": self.link_bw * GIB}
+        return {"latency_s": self.link_latency * 1e-9, "bytes_s": round(self.link_bw * GIB)}
 
 
 class _Kwargs(_Fields):

@@ -163,7 +163,7 @@ def load(prompt: int, outputs: int, requests: int, link: float) -> dict[str, Any
     entry: dict[str, Any] = {"prompt": prompt, "outputs": outputs, "requests": requests, "link": link}
     for mode, result in both.items():
         numbers = {name: result.summary[name] for name in ("makespan_s", "preemptions", "recomputed_tokens")}
-        entry[mode] = numbers | {"blocks": int(sum(result.moves["blocks"]))}
+        entry[mode] = numbers | {"blocks": int(sum(result.transfers["blocks"]))}
     swap, recompute, terms = entry["swap"], entry["recompute"], Terms.of(scenario())
     lost = round(recompute["recomputed_tokens"] / max(1, recompute["preemptions"]))  # tokens, on the mean
     again_s = recompute["preemptions"] * terms.extra_s(lost, ROOM - 1)
