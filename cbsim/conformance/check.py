@@ -13,7 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from cbsim.conformance import sarathi_traces, sglang_traces, transformers_kind_traces, trtllm_traces, vllm_traces
+from cbsim.conformance import sarathi_traces, sglang_traces, transformers_523_traces, trtllm_traces, vllm_traces
 from cbsim.conformance.reader import Case, Line, Reader, Replay, UnreadableError, cut, parsed, short, stem, text, traces
 from cbsim.metrics.terminal import aligned
 
@@ -27,7 +27,7 @@ READERS = (
     sglang_traces.READER,
     trtllm_traces.READER,
     vllm_traces.READER,
-    transformers_kind_traces.READER,
+    transformers_523_traces.READER,
 )
 
 

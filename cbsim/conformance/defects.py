@@ -8,10 +8,10 @@ closed if all active requests are cancelled after a soft reset. In 5.23 a row wi
 
 from __future__ import annotations
 
-from cbsim.kv.blocks import BlockPool, CachedLast, FreeList, Replaced
+from cbsim.kv.blocks import BlockPool, FreeList, Replaced
 from cbsim.kv.keys import Keys, KeysWhenCompleted
 from cbsim.policy.decode_batch import Completion
-from cbsim.policy.observer import NULL_OBSERVER, Observer
+from cbsim.policy.observer import Observer
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.value import replace
@@ -37,9 +37,9 @@ class MisnamingPool(BlockPool):
         return super().key(request, block)
 
     def release(self, request: Request, *, returns: bool = False) -> int:
-        held = super().release(request, returns=returns)
+        released = super().release(request, returns=returns)
         self._misnamed.pop(request, None)
-        return held
+        return released
 
 
 class CountedKeys(KeysWhenCompleted):
@@ -117,18 +117,9 @@ class Ghosts(Observer):
 class DefectiveTransformers(TransformersScheduler):
     """The rules of transformers as they are, faults included: 5.17's, or those of a version inherited beside it."""
 
-    def __init__(self, options: TransformersOptions, observer: Observer = NULL_OBSERVER) -> None:
-        assert observer is NULL_OBSERVER or isinstance(observer, Ghosts), (
-            "ghosts are heard, so they come with the observer"
-        )
-        self._ghosts = observer if isinstance(observer, Ghosts) else Ghosts()
-        super().__init__(options, self._ghosts)
-
-    def make_pool(self, observer: Observer) -> BlockPool:
-        o = self.options
-        if o.groups:
-            return super().make_pool(observer)  # nobody looks prompts up, so none is found whole
-        return MisnamingPool(o.block_size, o.num_blocks, CachedLast(range(o.num_blocks)), observer)
+    def __init__(self, options: TransformersOptions, ghosts: Ghosts) -> None:
+        self._ghosts = ghosts
+        super().__init__(options, ghosts)
 
     def make_keys(self) -> Keys:
         return CountedKeys(self.pool, self)
@@ -151,9 +142,6 @@ class DefectiveTransformers(TransformersScheduler):
 
 class DefectiveSectors(DefectiveTransformers, Transformers523):
     """The rules of 5.23, faults included; but the host counts the sectors that it lacks once it has reclaimed some."""
-
-    def make_pool(self, observer: Observer) -> BlockPool:
-        return Transformers523.make_pool(self, observer)
 
     def make_keys(self) -> Keys:
         return FullKeys(self.pool, self)

@@ -1,27 +1,41 @@
 """Golden traces of transformers' continuous batching, 5.17: our lines for the same workload, pass by pass.
 
 The format is described beside the traces. One line is one pass of the generation loop. Our scheduler runs with the
-original's defects; what the trace calls events is what its observer hears.
+original's defects; what the trace calls events is what its observer hears. With layers of several kinds every table is
+named by its group, `kind.index`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 from cbsim.conformance.defects import DefectiveTransformers, Ghosts, MisnamingPool
 from cbsim.conformance.reader import Line
 from cbsim.kv.blocks import BlockPool, CachedLast
+from cbsim.kv.table_pools import RingPool
 from cbsim.policy.captures import up_to_multiple, up_to_power
 from cbsim.policy.decode_batch import Completion
+from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.policy.loop import Applied, Await, Completed, Effect, Idle, Launch, Poll, Polled, serve
 from cbsim.policy.observer import Observer
 from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
-from cbsim.schedulers.transformers.settings import FIFO, GIB, PREFILL_FIRST, TransformersOptions
+from cbsim.schedulers.transformers.scheduler import Step
+from cbsim.schedulers.transformers.settings import (
+    FIFO,
+    GIB,
+    PREFILL_FIRST,
+    TransformersOptions,
+    TransformersSettings,
+    cut,
+)
 from cbsim.workload.scheduler_tests import TransformersRequests
 
 TOKEN_BYTES = 2 * 2 * 64  # keys and values, of two layers, of one head of 16 in float32: the recorded models
+SETTINGS = {field.name for field in fields(TransformersSettings)} - {"name", "version", "cpu_offload_gib"}
+KINDS = {Sight.FULL: "full_attention", Sight.SLIDING: "sliding_attention"}
 STATUS = {Status.PREFILL: "PREFILLING", Status.DECODE: "DECODING"}
 
 
@@ -31,13 +45,7 @@ def options(resolved: Line, workload: Line) -> TransformersOptions:
     return TransformersOptions(
         version=resolved["transformers"].rpartition(".")[0],
         name=FIFO if resolved["scheduler"] == "FIFOScheduler" else PREFILL_FIRST,
-        block_size=resolved["block_size"],
-        num_blocks=resolved["num_blocks"],
-        max_batch_tokens=resolved["max_batch_tokens"],
-        max_requests_per_batch=resolved["max_requests_per_batch"],
-        max_blocks_per_request=resolved["max_blocks_per_request"],
-        safety_margin=resolved["safety_margin"],
-        allow_block_sharing=resolved["allow_block_sharing"],
+        **{name: resolved[name] for name in ("block_size", "num_blocks", *SETTINGS)},
         host_blocks=resolved.get("cpu_blocks", host_bytes // (TOKEN_BYTES * resolved["block_size"])),
         blocks_per_sector=resolved.get("blocks_per_sector", 1),
         groups=resolved.get("layer_groups", ()),
@@ -57,45 +65,78 @@ class TransformersWorkload(TransformersRequests):
         known, size = request.known, self.block_size
         if block - 1 in misnamed or known < (block + 1) * size:
             parent = misnamed.get(block - 1, request.spec.prefix[block - 1] if block else -1)
-            text = self.texts[request.spec][block * size : min(known, (block + 1) * size)]
-            misnamed[block] = self.keys.after(parent, text)
+            tokens = self.texts[request.spec][block * size : min(known, (block + 1) * size)]
+            misnamed[block] = self.keys.after(parent, tokens)
             return (misnamed[block] << 24) + block
         return request.spec.block_key(block, size)
 
 
-class TextPool(MisnamingPool):
-    """Keys are ids of the very text that the original hashes."""
+class NamedByContent:
+    """A pool whose keys are ids of the very tokens that the original hashes."""
 
-    def __init__(self, options: TransformersOptions, observer: Observer, workload: TransformersWorkload) -> None:
-        self.free_list = CachedLast(range(options.num_blocks))
-        super().__init__(options.block_size, options.num_blocks, self.free_list, observer)
-        self._workload = workload
+    workload: TransformersWorkload
 
     def key(self, request: Request, block: int) -> int:
-        return self._workload.key(request, block)
+        return self.workload.key(request, block)
+
+
+class ContentPool(NamedByContent, MisnamingPool):
+    """Of layers that all see everything."""
+
+
+class ContentRings(NamedByContent, RingPool):
+    """Of layers of several kinds."""
+
+
+class ByGroup:
+    """Lists that are heard group by group, put together under the groups' names; without names there is one list."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+        self._lists: list[list[Any]] = []
+
+    def hear(self, part: Sequence[Any]) -> list[Any] | dict[str, list[Any]] | None:
+        """Another group's list; with the last one all of them."""
+        if not self._names:
+            return list(part)
+        self._lists.append(list(part))
+        if len(self._lists) < len(self._names):
+            return None
+        lists, self._lists = self._lists, []
+        return dict(zip(self._names, lists, strict=True))
 
 
 class Events(Ghosts):
     """What a trace records between two of its lines."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, options: TransformersOptions, names: list[str]) -> None:
         super().__init__()
-        self.held_on_host: dict[Request, list[list[int]]] = {}  # the scheduler's, once there is one
-        self.free_list = CachedLast(())  # likewise
+        self.on_host: dict[Request, list[list[int]]] = {}  # the scheduler's, once there is one
+        self.free_list = CachedLast(range(options.num_blocks))
         self.lines: list[Line] = []
-        self.empty_rows: list[tuple[int, Request]] = []  # of the step being planned: their places
-        self._size = block_size
+        self.empty_rows: list[tuple[int, Request]] = []  # of the step being planned: their positions
+        self.entries = 0  # of tables that a row needs
+        self.names = names
+        self._full = [name for name, group in zip(names, options.groups, strict=True) if not group.ring]
+        self._size = options.block_size
+        self._grown, self._freed = ByGroup(names), ByGroup(names)
         self._hashed: list[int] = []
         self._replaced: list[list[int]] = []
+        self._by_name: dict[str, list[list[int]]] = {}  # blocks replaced in tables of groups
         self._offload: Line = {}
 
     def watch(self, scheduler: WatchedTransformers) -> None:
         """From now on it hears this one."""
-        self.held_on_host = scheduler.host.tables
-        if isinstance(scheduler.pool, TextPool):
-            self.free_list = scheduler.pool.free_list
+        self.on_host = scheduler.host.tables
+
+    @property
+    def nothing(self) -> Any:
+        """Empty tables, of all groups."""
+        return {name: [] for name in self.names} if self.names else []
 
     def note(self, op: str, request: Request | None = None, **fields: Any) -> Line:
+        if op == "free" and not fields["blocks"]:
+            fields["blocks"] = self.nothing
         line = {"op": op, **({"req": request.spec.id} if request else {}), **fields}
         self.lines.append(line)
         return line
@@ -110,13 +151,21 @@ class Events(Ghosts):
             self.note("evict", blocks=evicted)
 
     def grew(self, request: Request, blocks: Sequence[int]) -> None:
-        self.note("alloc", request, n=len(blocks), blocks=list(blocks))
+        tables = self._grown.hear(blocks)
+        if tables is not None:
+            self.note("alloc", request, n=self.entries if self.names else len(blocks), blocks=tables)
 
     def released(self, request: Request, blocks: Sequence[int]) -> None:
-        self.note("free", request, blocks=list(blocks))
+        tables = self._freed.hear(blocks)
+        if tables is not None:
+            self.note("free", request, blocks=tables)
 
     def merged(self, request: Request, named: Sequence[int], replaced: Sequence[tuple[int, int]]) -> None:  # noqa: ARG002
-        self._hashed, self._replaced = sorted(named), [[own, now] for own, now in replaced]
+        """Heard once of each group that sees everything; events have the blocks of all."""
+        exchanged = [[own, now] for own, now in replaced]
+        if self.names:
+            self._by_name[self._full[len(self._by_name) % len(self._full)]] = exchanged
+        self._hashed, self._replaced = self._hashed + sorted(named), self._replaced + exchanged
 
     def looked_up(self, request: Request, tokens: int, blocks: Sequence[int]) -> None:
         matched = len(blocks) * self._size
@@ -136,17 +185,18 @@ class Events(Ghosts):
 
     def reclaimed(self, victims: Sequence[Request]) -> None:
         in_order = sorted(victims, key=lambda request: request.order)
-        out = [request for request in in_order if request in self.held_on_host]
-        reset = [request for request in in_order if request not in self.held_on_host]
+        out = [request for request in in_order if request in self.on_host]
+        reset = [request for request in in_order if request not in self.on_host]
         self._offload |= {"soft_reset": _ids(reset), "cpu_offloaded": _ids(out), "requeue_order": _ids(victims)}
 
     def completed(self, completion: Completion, over: bool) -> None:
         super().completed(completion, over)
-        request, hashed, replaced = completion.request, self._hashed, self._replaced
-        self._hashed, self._replaced = [], []
+        hashed, replaced, by_name = self._hashed, self._replaced, self._by_name
+        self._hashed, self._replaced, self._by_name = [], [], {}
+        request = completion.request
         if completion.fills and (completion.outputs or request.status is Status.PREFILL):
-            changes = {"dedup": replaced} if replaced else {}
-            self.note("complete", request, n=completion.fills, hashed=hashed, **changes)
+            dedup = {"dedup": self.nothing | by_name if self.names else replaced} if replaced else {}
+            self.note("complete", request, n=completion.fills, hashed=hashed, **dedup)
 
     def ghost_finished(self, completion: Completion) -> None:
         if completion.fills:
@@ -161,18 +211,30 @@ def _ids(requests: Sequence[Request]) -> list[str]:
 class WatchedTransformers(DefectiveTransformers):
     """The scheduler, and all that is heard of it. `objects` are its requests, those that have ended included."""
 
-    def __init__(self, options: TransformersOptions, workload: TransformersWorkload) -> None:
-        self._workload = workload
-        self.heard = self.make_events(options.block_size)
+    events: type[Events] = Events
+    heard: Events
+
+    def __init__(self, options: TransformersOptions, workload: TransformersWorkload, names: list[str]) -> None:
+        self.workload = workload
+        self.heard = self.events(options, names)
         super().__init__(options, self.heard)
         self.heard.watch(self)
         self.objects: dict[RequestSpec, Request] = {}
 
-    def make_events(self, block_size: int) -> Events:
-        return Events(block_size)
-
     def make_pool(self, observer: Observer) -> BlockPool:
-        return TextPool(self.options, observer, self._workload)
+        o, free = self.options, self.heard.free_list
+        pool: ContentRings | ContentPool = (
+            ContentRings(o.groups, o.block_size, o.num_blocks, free, observer)
+            if o.groups
+            else ContentPool(o.block_size, o.num_blocks, free, observer)
+        )
+        pool.workload = self.workload
+        return pool
+
+    def _allocate(self, request: Request, step: Step) -> list[int] | None:
+        reach = request.computed + self._query(request, step)
+        self.heard.entries = self._table_size(reach) - self.pool.entries(request)
+        return super()._allocate(request, step)
 
     def add(self, spec: RequestSpec) -> None:
         super().add(spec)
@@ -190,13 +252,27 @@ class WatchedTransformers(DefectiveTransformers):
         super().cancel(spec)
 
 
+def sights(model: Line) -> list[Attention]:
+    """What each layer of a workload's model sees."""
+    window = Attention(Sight.SLIDING, model.get("sliding_window") or 1)
+    return [FULL if kind == KINDS[Sight.FULL] else window for kind in model["layer_types"]]
+
+
+def several_kinds(workload: Line) -> bool:
+    """Are there other layers than those that see everything?"""
+    return bool(set(workload.get("model", {}).get("layer_types") or ()) - {KINDS[Sight.FULL]})
+
+
 class TransformersReplay:
     """One workload and mode; `lines()` are our trace lines in order, the footer last."""
 
+    scheduler_type: type[WatchedTransformers] = WatchedTransformers
+
     def __init__(self, header: Line, workload: Line) -> None:
+        self._names: list[str] = []  # of groups, if there are several
         self.resolved = self.resolve(header["resolved"], workload)
         ours = TransformersWorkload(workload, self.resolved["block_size"])
-        self.scheduler = self.make_scheduler(options(self.resolved, workload), ours)
+        self.scheduler = self.scheduler_type(options(self.resolved, workload), ours, self._names)
         self._tokens, self._arriving = ours.tokens, ours.arriving
         by_id = {s.id: s for group in self._arriving.values() for s in group}
         self._cancels: dict[int, list[RequestSpec]] = {}
@@ -214,11 +290,11 @@ class TransformersReplay:
 
     def resolve(self, resolved: Line, workload: Line) -> Line:
         """The header's sizes, under the names of 5.17."""
-        del workload
-        return resolved
-
-    def make_scheduler(self, options: TransformersOptions, workload: TransformersWorkload) -> WatchedTransformers:
-        return WatchedTransformers(options, workload)
+        if not several_kinds(workload):
+            return resolved
+        groups = cut(sights(workload["model"]), resolved["block_size"], "5.17").groups
+        self._names = [f"{KINDS[group.attention.sight]}.{g}" for g, group in enumerate(groups)]
+        return resolved | {"layer_groups": groups}
 
     def check(self) -> None:
         """Raise AssertionError unless the scheduler's accounts are right."""
@@ -246,8 +322,8 @@ class TransformersReplay:
     def _open(self) -> Polled:
         self._pass += 1
         arrivals, cancels = self._arriving.get(self._pass, []), self._cancels.get(self._pass, [])
-        asked = [s.id for s in arrivals if s.sample_of is None]
-        self._line = {"step": self._pass, "scheduled": False, "arrivals": asked}
+        ids = [s.id for s in arrivals if s.sample_of is None]
+        self._line = {"step": self._pass, "scheduled": False, "arrivals": ids}
         if cancels:
             self._line["cancels"] = [s.id for s in cancels]
         return Polled(arrivals, cancels, closed=self._pass >= self._last)
@@ -289,11 +365,11 @@ class TransformersReplay:
             }
             for row in rows
         ]
-        for place, request in self.scheduler.heard.empty_rows:
+        for position, request in self.scheduler.heard.empty_rows:
             spec, past = request.spec, request.computed
             complete = self._completes(spec, past, 0)
             empty = {"req": spec.id, "q": 0, "past": past, "new_token": False, "complete_blocks": complete}
-            batch.insert(place, empty)
+            batch.insert(position, empty)
         self.scheduler.heard.empty_rows = []
         read = sum(row["past"] for row in batch)
         return {
@@ -333,7 +409,8 @@ class TransformersReplay:
 
     def _named(self, tables: list[list[int]]) -> Any:
         """Of a request, by group: the table alone if there is one group that sees all."""
-        return list(tables[0])
+        named = [list(table) for table in tables]
+        return dict(zip(self._names, named, strict=True)) if self._names else named[0]
 
     def _free(self) -> Line:
         """The free lists."""
@@ -351,9 +428,9 @@ class TransformersReplay:
         host = self.scheduler.host
         if "cpu_blocks" not in self.resolved:
             return {}
-        held = {r.spec.id: [block for table in tables for block in table] for r, tables in host.tables.items()}
+        blocks = {r.spec.id: [block for table in tables for block in table] for r, tables in host.tables.items()}
         per_group = {r.spec.id: [len(table) for table in tables] for r, tables in host.tables.items()}
-        return {"cpu": {"free": host.places.order(), "held": held, "per_group": per_group}}
+        return {"cpu": {"free": host.places.order(), "held": blocks, "per_group": per_group}}
 
     def _await(self, plan: StepPlan) -> Completed:
         """Note what each sampling row is worth just before its result is applied."""

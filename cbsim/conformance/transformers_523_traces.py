@@ -1,0 +1,218 @@
+"""Golden traces of transformers' continuous batching, 5.23, whose cache has sectors, and with layers of several kinds
+tables and blocks of each kind; and the headers of all traces of transformers: which are compared, by which replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cbsim.conformance.defects import DefectiveSectors
+from cbsim.conformance.reader import Case, Line, Reader, fields, guarded, not_followed, not_modelled, stem, workload
+from cbsim.conformance.transformers_traces import (
+    KINDS,
+    SETTINGS,
+    TOKEN_BYTES,
+    Events,
+    NamedByContent,
+    TransformersReplay,
+    WatchedTransformers,
+    several_kinds,
+    sights,
+)
+from cbsim.kv.blocks import BlockPool
+from cbsim.kv.keys import Keys
+from cbsim.kv.sectors import HostKinds, HostSectors, KindSectors, SectorPool, Sectors
+from cbsim.kv.table_pools import KindPool
+from cbsim.policy.groups import Sight
+from cbsim.policy.observer import Observer
+from cbsim.policy.request import Request, RequestSpec
+from cbsim.schedulers.transformers.scheduler import Step
+from cbsim.schedulers.transformers.scheduler_523 import KindsOfLayers
+from cbsim.schedulers.transformers.settings import VERSIONS, TransformersOptions, cut
+from cbsim.workload.scheduler_tests import unsupported
+
+KIND = KINDS[Sight.FULL]
+TRASH = 2  # sectors in front that are never claimed
+OPTIONS = frozenset(["block_size", "num_blocks", "scheduler_type", "cpu_offload_space", *SETTINGS])
+
+
+class SectorEvents(Events):
+    """Allocations name tokens and sectors, and who is set back is freed twice."""
+
+    sectors: Sectors | KindSectors  # the scheduler's
+
+    def __init__(self, options: TransformersOptions, names: list[str]) -> None:
+        super().__init__(options, names)
+        self.tokens = 1  # of the row that needs blocks
+        self._stack: list[int] = []  # before blocks are taken
+        self._taking = self._setting_back = False
+
+    def watch(self, scheduler: WatchedTransformers) -> None:
+        super().watch(scheduler)
+        assert isinstance(scheduler.pool, SectorPool | KindPool)
+        self.sectors = scheduler.pool.sectors
+
+    def growing(self, request: Request, count: int) -> None:
+        del request, count
+        if not self._taking:
+            self._stack = list(self.sectors.stack)
+        self._taking = True
+
+    def grew(self, request: Request, blocks: Sequence[int]) -> None:
+        tables = self._grown.hear(blocks)
+        if tables is not None:
+            self._taking = False
+            claimed = self._stack[len(self.sectors.stack) :][::-1]
+            self.note("alloc", request, tokens=self.tokens, blocks=tables, sectors=claimed)
+
+    def lacked(self, request: Request, blocks: int) -> None:
+        del blocks
+        self.note("alloc_fail", request, tokens=self.tokens, free_sectors=len(self.sectors.stack))
+
+    def evicted(self, blocks: Sequence[int]) -> None:
+        self.note("evict_all_cached", blocks=list(blocks))
+
+    def reclaiming(self, starved: Sequence[Request]) -> None:
+        super().reclaiming(starved)
+        self._setting_back = True
+
+    def released(self, request: Request, blocks: Sequence[int]) -> None:
+        lines = len(self.lines)
+        super().released(request, blocks)
+        if self._setting_back and len(self.lines) > lines:
+            self.lines[-1]["no_cache"] = True
+
+    def reclaimed(self, victims: Sequence[Request]) -> None:
+        super().reclaimed(victims)
+        self._setting_back = False
+        for request in victims:
+            self.note("free", request, blocks=[])
+
+
+class ContentSectors(NamedByContent, SectorPool):
+    """Of layers that all see everything."""
+
+
+class WatchedSectors(WatchedTransformers, DefectiveSectors):
+    """The scheduler of 5.23, and all that is heard of it."""
+
+    events = SectorEvents
+    heard: SectorEvents
+
+    def make_pool(self, observer: Observer) -> BlockPool:
+        o = self.options
+        pool = ContentSectors(o.block_size, o.num_blocks, self.make_sectors(TRASH), observer)
+        pool.workload = self.workload
+        return pool
+
+    def _allocate(self, request: Request, step: Step) -> list[int] | None:
+        self.heard.tokens = self._query(request, step)
+        blocks = super()._allocate(request, step)
+        self.heard.tokens = 1
+        return blocks
+
+
+class WatchedKinds(WatchedSectors, KindsOfLayers):
+    """That of layers of several kinds."""
+
+    def make_pool(self, observer: Observer) -> BlockPool:
+        o = self.options
+        return KindPool(o.groups, o.block_size, o.num_blocks, self.make_kinds(TRASH), observer)
+
+    def make_keys(self) -> Keys:
+        return KindsOfLayers.make_keys(self)
+
+
+class SectorsReplay(TransformersReplay):
+    """One workload and mode of 5.23."""
+
+    scheduler_type = WatchedSectors
+
+    def resolve(self, resolved: Line, workload: Line) -> Line:
+        if not several_kinds(workload):
+            per = resolved["blocks_per_sector"][KIND]
+            sizes = {"block_size": resolved["page_size"][KIND], "blocks_per_sector": per}
+            return resolved | sizes | _on_host(resolved, per)
+        self.scheduler_type = WatchedKinds
+        [size] = set(resolved["page_size"].values())
+        made = cut(sights(workload["model"]), size, "5.23")
+        self._names = [KINDS[group.attention.sight] for group in made.groups]
+        per = made.per_sector(made.layers * size * TOKEN_BYTES // 2)
+        sizes = {"block_size": size, "layer_groups": made.groups, "blocks_per_sector": per, "cpu_blocks": 0}
+        return resolved | sizes | {"num_blocks": resolved["num_sectors"] * per} | _on_host(resolved, per)
+
+    def _by_kind(self, sectors: Sectors | KindSectors) -> dict[str, Sectors]:
+        kinds = sectors.kinds if isinstance(sectors, KindSectors) else [sectors]
+        return dict(zip(self._names or [KIND], kinds, strict=True))
+
+    def _free(self) -> Line:
+        pool = self.scheduler.pool
+        assert isinstance(pool, SectorPool | KindPool)
+        stack, kinds = pool.sectors.stack, self._by_kind(pool.sectors)
+        trees = {name: {str(at): list(blocks) for at, blocks in kind.trees.items()} for name, kind in kinds.items()}
+        return {
+            "free_sectors": len(stack),
+            "free_blocks": {name: kind.loose for name, kind in kinds.items()},
+            "cached": {name: len(kind.cached) for name, kind in kinds.items()},
+            "free_fraction": round(pool.ready / pool.num_blocks, 6),
+            "free_sector_order": list(stack),
+            "free_block_trees": trees,
+            "cached_order": {name: list(kind.cached) for name, kind in kinds.items()},
+        }
+
+    def _host(self) -> Line:
+        host = self.scheduler.host
+        if "cpu_sectors" not in self.resolved:
+            return {}
+        assert isinstance(host.places, HostSectors | HostKinds)
+        sectors = host.places.sectors
+        names = self._names or [KIND]
+        tables = {r.spec.id: dict(zip(names, map(list, tables), strict=True)) for r, tables in host.tables.items()}
+        free = {name: kind.loose for name, kind in self._by_kind(sectors).items()}
+        return {"cpu": {"free_sectors": list(sectors.stack), "free_blocks": free, "held": tables}}
+
+    def _completes(self, spec: RequestSpec, start: int, tokens: int) -> Any:
+        """For each kind of layers that completes some: the number alone if there is one kind."""
+        return {} if self._names else super()._completes(spec, start, tokens) or {}
+
+
+def _on_host(resolved: Line, per_sector: int) -> Line:
+    """Blocks of the host, if the trace says how many sectors it has."""
+    return {"cpu_blocks": resolved["cpu_sectors"] * per_sector} if "cpu_sectors" in resolved else {}
+
+
+def comparable(line: Line) -> Line:
+    """Some recorders wrote lists of free blocks down when they had grown further. What came later was in a table still,
+    as the same line tells: a list ends where it names such a block.
+    """
+    for state in (line.get("after_schedule"), line.get("after_update")):
+        if not isinstance(state, dict) or len(trees := state.get("free_block_trees", {})) < 2:
+            continue
+        tables = [table for table in state.get("block_tables", {}).values() if isinstance(table, dict)]
+        for kind, sectors in trees.items():
+            used = {block for table in tables for block in table.get(kind, ())}
+            for sector, blocks in sectors.items():
+                later = next((i for i, block in enumerate(blocks) if block in used), len(blocks))
+                sectors[sector] = blocks[:later]
+    return line
+
+
+def case(trace: Path, header: Line) -> Case:
+    (resolved,) = fields(trace, header, resolved=dict)
+    (version,) = fields(trace, resolved, transformers=str)
+    name, mode = stem(trace), "async" if resolved.get("async") else "sync"
+    skipped = not_followed(version, VERSIONS)
+    if skipped:
+        return Case(name, "transformers", version, mode, skipped=skipped)
+    recorded = workload(trace, name)
+    (cb,) = fields(trace, recorded, cb=dict)
+    skipped = not_modelled(cb, OPTIONS) or guarded(trace, lambda: unsupported(recorded))
+    if skipped:
+        return Case(name, "transformers", version, mode, skipped=skipped)
+    replay = SectorsReplay if version.startswith("5.23.") else TransformersReplay
+    return Case(name, "transformers", version, mode, guarded(trace, lambda: replay(header, recorded)))
+
+
+READER = Reader(lambda header: header.get("header") is True, case, comparable)
