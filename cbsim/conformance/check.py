@@ -14,7 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from cbsim.conformance import sarathi_traces, sglang_traces, transformers_523_traces, trtllm_traces, vllm_traces
-from cbsim.conformance.reader import Case, Line, Reader, Replay, UnreadableError, cut, parsed, short, stem, text, traces
+from cbsim.conformance.reader import (
+    Case,
+    Line,
+    Reader,
+    Replay,
+    UnreadableError,
+    content,
+    cut,
+    parsed,
+    short,
+    stem,
+    traces,
+)
 from cbsim.metrics.terminal import aligned
 
 __all__ = ["Replay", "UnreadableError", "compare", "run", "traces"]
@@ -109,7 +121,7 @@ def _sums(results: Sequence[TraceResult]) -> list[str]:
 def compare(trace: Path, *, invariants: bool = False) -> TraceResult:
     """Replay one trace's workload and compare. `invariants`: check pool and decode batch after every line."""
     (trace,) = traces(trace)
-    recorded = text(trace).splitlines()
+    recorded = content(trace).splitlines()
     header = parsed(trace, 1, recorded[0] if recorded else "")
     reader = reader_of(header)
     if reader is None:
@@ -133,31 +145,30 @@ def _first_difference(
     """How many lines are the same, and the first that is not: the header itself, if ours has to be another."""
     assert case.replay is not None
     if case.header:
-        given = _part(parsed(trace, 1, recorded[0]), case.header)
-        if given != case.header:
-            return 0, Difference(1, None, _differing(case.header, given))
+        header = _part(parsed(trace, 1, recorded[0]), case.header)
+        if header != case.header:
+            return 0, Difference(1, None, _differing(case.header, header))
     pairs = zip_longest(recorded[1:], _lines(case.replay, invariants))
-    for number, (said, got) in enumerate(pairs, start=2):
-        theirs = None if said is None else reader.comparable(parsed(trace, number, said))
-        if isinstance(got, Exception):
-            problem = f"our replay failed: {type(got).__name__}: {short(str(got))}"
+    for number, (line, ours) in enumerate(pairs, start=2):
+        theirs = None if line is None else reader.comparable(parsed(trace, number, line))
+        if isinstance(ours, Exception):
+            problem = f"our replay failed: {type(ours).__name__}: {short(str(ours))}"
             return number - 2, Difference(number, _step(theirs), problem=problem)
-        if theirs is None or got is None:
-            problem = "the trace ends, our replay goes on" if got else "our replay has ended, the trace goes on"
-            return number - 2, Difference(number, _step(theirs or got), problem=problem)
-        if got != theirs:
-            return number - 2, Difference(number, _step(theirs), _differing(got, theirs))
+        if theirs is None or ours is None:
+            problem = "the trace ends, our replay goes on" if ours else "our replay has ended, the trace goes on"
+            return number - 2, Difference(number, _step(theirs or ours), problem=problem)
+        if ours != theirs:
+            return number - 2, Difference(number, _step(theirs), _differing(ours, theirs))
     return len(recorded) - 1, None
 
 
 def _part(theirs: Line, ours: Line) -> Line:
     """Of a header, the fields that ours has, and so on in the dictionaries in it."""
-    given = {key: theirs.get(key, ABSENT) for key in ours}
-    pairs = ((key, value, ours[key]) for key, value in given.items())
-    return {
-        key: _part(value, own) if isinstance(value, dict) and isinstance(own, dict) else value
-        for key, value, own in pairs
-    }
+    part: Line = {}
+    for key, own in ours.items():
+        value = theirs.get(key, ABSENT)
+        part[key] = _part(value, own) if isinstance(value, dict) and isinstance(own, dict) else value
+    return part
 
 
 def _lines(replay: Replay, invariants: bool) -> Iterator[Line | Exception]:

@@ -114,8 +114,8 @@ class GroupLines:
             if admitted:
                 line["junction"] = pool.junctions.get(request, 0)
             return line
-        held = [pool.allocated(request)]
-        line = {"blocks": [list(row.blocks)], "held": held, "live": held}
+        count = [pool.allocated(request)]
+        line = {"blocks": [list(row.blocks)], "held": count, "live": count}
         return line | {"junction": 0} if admitted else line
 
     def planned(self, plan: StepPlan, requests: dict[RequestSpec, Request]) -> Line:

@@ -5,7 +5,7 @@ decode side: what is sent and received, and when, by the clock of the recording.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from cbsim.conformance.reader import Line
@@ -13,7 +13,7 @@ from cbsim.kv.host_cache import Arc
 from cbsim.policy.observer import Observer
 from cbsim.policy.plan import StepPlan, Underway
 from cbsim.policy.request import Request, RequestSpec
-from cbsim.policy.transfers import IN_ORDER, Direction
+from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
 from cbsim.schedulers.vllm.offload import NativeOffload, SimpleOffload
 from cbsim.schedulers.vllm.scheduler import VllmScheduler
 from cbsim.schedulers.vllm.transfers import HandOff, Transfers
@@ -72,66 +72,81 @@ class Heard(Observer):
         self.alloc.append([request.spec.id, external, list(blocks)])
 
     def take(self) -> Line:
-        said: Line = {"match": self.match, "alloc": self.alloc}
+        line: Line = {"match": self.match, "alloc": self.alloc}
         self.match, self.alloc = [], []
-        return said
+        return line
 
 
 class Workers:
-    """The recording's: they are done with a load or a store so many steps after it began. A plan that awaits a job has
-    it done at once, and its result says so. They see to it that no block is handed out that they read or write. Call
-    `planned` for every plan, in order.
+    """The recording's: a transfer is over so long after the step that ordered it began, and the first step that ends
+    then, or that one itself, reports it. A job that a plan awaits is over with that step. Of some blocks that are to
+    come, nothing does. Time is the trace's clock, or steps (`by_step`). They see to it that no block is handed out that
+    they read or write.
     """
 
-    def __init__(self, block_size: int, load_steps: int, store_steps: int) -> None:
+    def __init__(self, block_size: int, lasts: Callable[[Transfer], int], *, by_step: bool = True) -> None:
         self._underway = Underway(block_size)
-        self._steps = {Direction.IN: load_steps, Direction.OUT: store_steps}
-        self._due: dict[int, int] = {}  # job -> the step that reports it
-        self._reports: dict[int, tuple[int, ...]] = {}
+        self._lasts, self._by_step = lasts, by_step
+        self._due: dict[int, int] = {}  # job -> when it is over
+        self._bad: dict[int, tuple[int, ...]] = {}  # job -> blocks that do not come
+        self._reports: dict[int, tuple[int, ...]] = {}  # step -> jobs
+        self.broken: tuple[int, ...] = ()  # as reported last
 
-    def planned(self, plan: StepPlan) -> None:
+    def planned(self, plan: StepPlan, start: int, end: int) -> None:
+        """The step of a plan runs from start to end. Call it for every plan, in order."""
+        if self._by_step:
+            start = end = plan.step
         self._underway.planned(plan)
         for transfer in plan.transfers:
             if transfer.job != IN_ORDER:
-                self._due[transfer.job] = plan.step + self._steps[transfer.direction]
-        self._due.update(dict.fromkeys(plan.awaited, plan.step))
-        over = self._reports[plan.step] = tuple(sorted(job for job, step in self._due.items() if step <= plan.step))
+                self._due[transfer.job] = start + self._lasts(transfer)
+        self._due.update(dict.fromkeys(plan.awaited, end))
+        over = sorted([job for job, at in self._due.items() if at <= end], key=lambda job: (self._due[job], job))
+        self._reports[plan.step] = tuple(over)
         for job in over:
             del self._due[job]
 
-    def lasts(self, plan: StepPlan, start: int, end: int) -> None:
-        """The step of a plan runs from then to then: these workers count steps."""
+    def breaks(self, job: int, blocks: tuple[int, ...]) -> None:
+        """These blocks of a job never come."""
+        self._bad[job] = blocks
 
     def over(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The jobs that the result of a step names, and the blocks that were broken."""
         jobs = self._reports.pop(step)
         self._underway.completed(jobs)
-        return jobs, ()
+        self.broken = tuple(block for job in jobs for block in self._bad.pop(job, ()))
+        return jobs, self.broken
+
+
+def _in_steps(block_size: int, load: int, store: int) -> Workers:
+    """Workers that take so many steps for a load or a store."""
+    steps = {Direction.IN: load, Direction.OUT: store}
+    return Workers(block_size, lambda transfer: steps[transfer.direction])
 
 
 class SimpleLines:
     """SimpleCPUOffloadConnector: what begins with a step is an event, loads and stores counted apart."""
 
     def __init__(self, connector: SimpleOffload, block_size: int, recorded: Line) -> None:
-        self.workers = Workers(block_size, recorded["load_steps"], recorded["store_steps"])
+        self.workers = _in_steps(block_size, recorded["load_steps"], recorded["store_steps"])
         self._connector = connector
         self._counts = {Direction.IN: 0, Direction.OUT: 0}
         self._events: dict[int, int] = {}  # job -> number of the store
 
     def jobs(self, plan: StepPlan) -> Line:
-        said: Line = {"flush": bool(plan.changes.preempted)}
+        line: Line = {"flush": bool(plan.changes.preempted)}
         if loads := [transfer for transfer in plan.transfers if transfer.direction is Direction.IN]:
-            said["load"] = {"event": self._number(Direction.IN), "reqs": [m.spec.id for m in loads if m.spec]}
-            said["load"] |= {"cpu": _joined(m.sources for m in loads), "gpu": _joined(m.targets for m in loads)}
+            line["load"] = {"event": self._number(Direction.IN), "reqs": [m.spec.id for m in loads if m.spec]}
+            line["load"] |= {"cpu": _joined(m.sources for m in loads), "gpu": _joined(m.targets for m in loads)}
         if stores := [transfer for transfer in plan.transfers if transfer.direction is Direction.OUT]:
             event = self._events[stores[0].job] = self._number(Direction.OUT)
-            said["store"] = {"event": event, "gpu": _joined(m.sources for m in stores)}
-            said["store"]["cpu"] = _joined(m.targets for m in stores)
-        return said
+            line["store"] = {"event": event, "gpu": _joined(m.sources for m in stores)}
+            line["store"]["cpu"] = _joined(m.targets for m in stores)
+        return line
 
-    def _number(self, way: Direction) -> int:
-        self._counts[way] += 1
-        return self._counts[way] - 1
+    def _number(self, direction: Direction) -> int:
+        self._counts[direction] += 1
+        return self._counts[direction] - 1
 
     def done(self, step: int, jobs: tuple[int, ...]) -> Line:
         del step
@@ -145,7 +160,7 @@ class NativeLines:
     """OffloadingConnector: what a request loads or stores with a step is a job, all counted together."""
 
     def __init__(self, connector: NativeOffload, block_size: int, recorded: Line) -> None:
-        self.workers = Workers(block_size, recorded["load_steps"], recorded["store_steps"] + 1)
+        self.workers = _in_steps(block_size, recorded["load_steps"], recorded["store_steps"] + 1)
         self._connector = connector
         self._per_chunk = recorded.get("blocks_per_chunk", 1)
         self._count = 0
@@ -170,20 +185,20 @@ class NativeLines:
         self._at_once[plan.step] = at_once
         return {"load": loads, "store": stores, "flush": sorted([*at_once, *[self._numbers[j] for j in plan.awaited]])}
 
-    def _chunks(self, places: tuple[int, ...]) -> list[int]:
-        return list(dict.fromkeys(place // self._per_chunk for place in places))
+    def _chunks(self, blocks: tuple[int, ...]) -> list[int]:
+        return list(dict.fromkeys(block // self._per_chunk for block in blocks))
 
     def done(self, step: int, jobs: tuple[int, ...]) -> Line:
         return {"jobs_done": sorted([*self._at_once.pop(step), *[self._numbers[job] for job in jobs]])} | self.tier()
 
     def tier(self) -> Line:
         cache = self._connector.cache
-        said: Line = {"free": cache.free, "evictable": cache.resting, "writing": cache.writing}
+        line: Line = {"free": cache.free, "evictable": cache.resting, "writing": cache.writing}
         arc = cache.eviction
         if isinstance(arc, Arc):
-            said |= {"t1": len(arc.once), "t2": len(arc.often)}
-            said |= {"b1": len(arc.once_ghosts), "b2": len(arc.often_ghosts), "target": round(arc.goal, 6)}
-        return {"cpu": said}
+            line |= {"t1": len(arc.once), "t2": len(arc.often)}
+            line |= {"b1": len(arc.once_ghosts), "b2": len(arc.often_ghosts), "target": round(arc.goal, 6)}
+        return {"cpu": line}
 
 
 class OffloadLines:
@@ -205,19 +220,18 @@ class OffloadLines:
         self._over: dict[int, tuple[int, ...]] = {}
 
     def planned(self, plan: StepPlan) -> Line:
-        """Fields of its line. The workers get what it orders."""
-        self._lines.workers.planned(plan)
+        """Fields of its line."""
         for transfer in plan.transfers:
             if transfer.direction is Direction.IN and transfer.spec is not None:
                 self._loading.setdefault(transfer.job, []).append(transfer.spec.id)
         holding = list(self._transfers.holding)
         remote = [request.spec.id for request in holding if not self._transfers.loads[request].named]
-        said = {"holding": [request.spec.id for request in holding], "remote": remote, **self._heard.take()}
-        return said | {"jobs": self._lines.jobs(plan)} | self._lines.tier()
+        line = {"holding": [request.spec.id for request in holding], "remote": remote, **self._heard.take()}
+        return line | {"jobs": self._lines.jobs(plan)} | self._lines.tier()
 
-    def lasts(self, plan: StepPlan, start: int, end: int) -> None:
-        """The step of a plan runs from then to then."""
-        self._lines.workers.lasts(plan, start, end)
+    def launched(self, plan: StepPlan, start: int, end: int) -> None:
+        """The step of a plan runs from start to end: the workers get what it orders."""
+        self._lines.workers.planned(plan, start, end)
 
     def over(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The jobs that the result of a step names, and the blocks that were broken."""
@@ -228,8 +242,8 @@ class OffloadLines:
         """Fields of an update's line."""
         jobs = self._over.pop(step)
         received = [name for job in jobs for name in self._loading.pop(job, ())]
-        said: Line = {"recved": received, "sent": [], "bad": [], "kept": []}
-        return said | self._lines.done(step, jobs)
+        line: Line = {"recved": received, "sent": [], "bad": [], "kept": []}
+        return line | self._lines.done(step, jobs)
 
 
 def _joined(sides: Iterable[tuple[int, ...]]) -> list[int]:
@@ -239,71 +253,42 @@ def _joined(sides: Iterable[tuple[int, ...]]) -> list[int]:
 LATENCY = {Direction.IN: "recv_us", Direction.OUT: "send_us"}
 
 
-class Wire:
-    """Transfers take as long as their requests say, from the start of the step that ordered them; the first step that
-    ends then, or that one itself, reports them. Of some blocks that are to come, nothing does.
-    """
-
-    def __init__(self, block_size: int, workload: Line) -> None:
-        self._underway = Underway(block_size)
-        self._requests = {request["id"]: request for request in workload["requests"]}
-        self._due: dict[int, int] = {}  # job -> time
-        self._bad: dict[int, tuple[int, ...]] = {}  # job -> blocks
-        self._reports: dict[int, tuple[int, ...]] = {}  # step -> jobs
-        self.broken: tuple[int, ...] = ()  # as reported last
-
-    def planned(self, plan: StepPlan) -> None:
-        self._underway.planned(plan)
-
-    def lasts(self, plan: StepPlan, start: int, end: int) -> None:
-        for transfer in plan.transfers:
-            assert transfer.spec is not None
-            request = self._requests[transfer.spec.id]
-            self._due[transfer.job] = start + int(request.get(LATENCY[transfer.direction], 0))
-            if transfer.direction is Direction.IN:
-                bad = request.get("fail_blocks", ())
-                self._bad[transfer.job] = tuple(block for i, block in enumerate(transfer.targets) if i in bad)
-        over = sorted([job for job, at in self._due.items() if at <= end], key=lambda job: (self._due[job], job))
-        self._reports[plan.step] = tuple(over)
-        for job in over:
-            del self._due[job]
-
-    def over(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The jobs that the result of a step names, and the blocks that were broken."""
-        jobs = self._reports.pop(step)
-        self._underway.completed(jobs)
-        self.broken = tuple(block for job in jobs for block in self._bad.pop(job, ()))
-        return jobs, self.broken
-
-
 class HandOffLines:
     """What schedule and update lines say of the transfers of either side."""
 
     def __init__(self, transfers: Transfers, block_size: int, workload: Line) -> None:
         assert isinstance(transfers.connector, HandOff)
-        self.workers = Wire(block_size, workload)
+        self._requests = {request["id"]: request for request in workload["requests"]}
+        self.workers = Workers(block_size, self._latency, by_step=False)
         self._transfers, self._connector = transfers, transfers.connector
         self._sending: dict[int, str] = {}  # job -> id
 
+    def _latency(self, transfer: Transfer) -> int:
+        assert transfer.spec is not None
+        return int(self._requests[transfer.spec.id].get(LATENCY[transfer.direction], 0))
+
     def jobs(self, plan: StepPlan) -> Line:
-        said: Line = {"recv": [], "send": []}
+        line: Line = {"recv": [], "send": []}
         for transfer in plan.transfers:
             assert transfer.spec is not None
+            name = transfer.spec.id
             if transfer.direction is Direction.IN:
-                said["recv"].append([transfer.spec.id, list(transfer.targets)])
+                line["recv"].append([name, list(transfer.targets)])
+                bad = self._requests[name].get("fail_blocks", ())
+                self.workers.breaks(transfer.job, tuple(b for i, b in enumerate(transfer.targets) if i in bad))
             else:
-                said["send"].append([transfer.spec.id, len(transfer.sources)])
-                self._sending[transfer.job] = transfer.spec.id
-        return said
+                line["send"].append([name, len(transfer.sources)])
+                self._sending[transfer.job] = name
+        return line
 
     def done(self, step: int, jobs: tuple[int, ...]) -> Line:
         del step
         dead = [request for request, load in self._transfers.loads.items() if load.dead]
-        kept = sorted([request.spec for request in [*self._connector.kept, *dead]], key=_arrival)
+        waiting = sorted([request.spec for request in [*self._connector.kept, *dead]], key=_arrival)
         return {
             "sent": [self._sending.pop(job) for job in jobs if job in self._sending],
             "bad": sorted(self.workers.broken),
-            "kept": [spec.id for spec in kept],
+            "kept": [spec.id for spec in waiting],
         }
 
     def tier(self) -> Line:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from cbsim.errors import ScenarioError
+from cbsim.policy.request import RequestSpec
 from cbsim.scenario import rows
 
 Line = dict[str, Any]
@@ -44,16 +45,25 @@ def stem(trace: Path) -> str:
 def workload(trace: Path, name: str) -> Line:
     """The workload of a trace, which is called `name`."""
     folders = [trace.parent.parent / "workloads", trace.parent]
-    places = [folder / f"{name}{suffix}" for folder in folders for suffix in WORKLOADS]
-    for place in places:
-        if place.is_file():
-            found = parsed(place, None, text(place))
-            fields(place, found, requests=list)
-            return found
-    raise UnreadableError(f"{trace}: its workload is missing, expected {places[0]} (or .gz, or beside the trace)")
+    paths = [folder / f"{name}{suffix}" for folder in folders for suffix in WORKLOADS]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        raise UnreadableError(f"{trace}: its workload is missing, expected {paths[0]} (or .gz, or beside the trace)")
+    recorded = parsed(path, None, content(path))
+    fields(path, recorded, requests=list)
+    return recorded
 
 
-def text(path: Path) -> str:
+def by_arrival(workload: Line) -> list[RequestSpec]:
+    """Requests of which only lengths matter, in order of arrival, then of the file; each ends at its limit."""
+    specs = [
+        RequestSpec(i, str(r["id"]), r["arrival_us"], r["prompt"], r["output"], r["output"])
+        for i, r in enumerate(workload["requests"])
+    ]
+    return sorted(specs, key=lambda spec: spec.arrival_ns)
+
+
+def content(path: Path) -> str:
     try:
         with rows.open_text(path) as file:
             return rows.document(path, file)
@@ -61,15 +71,15 @@ def text(path: Path) -> str:
         raise UnreadableError(f"{error}; expected JSON text{', gzipped' * path.name.endswith('.gz')}") from error
 
 
-def parsed(path: Path, number: int | None, text: str) -> Line:
+def parsed(path: Path, number: int | None, document: str) -> Line:
     """The JSON object on one line of a file, or in all of it."""
     at = f"{path}" if number is None else f"{path}, line {number}"
     try:
-        line = json.loads(text)
+        line = json.loads(document)
     except ValueError as error:
         raise UnreadableError(f"{at}: expected a JSON object: {error}") from error
     if not isinstance(line, dict):
-        raise UnreadableError(f"{at}: expected a JSON object, got {short(text)}")
+        raise UnreadableError(f"{at}: expected a JSON object, got {short(document)}")
     return line
 
 
@@ -91,13 +101,13 @@ def guarded(trace: Path, build: Callable[[], T]) -> T:
         raise UnreadableError(f"{trace}: expected header and workload to describe a run: {problem}") from error
 
 
-def cut(text: str, start: int, end: int) -> str:
-    """A part of a text, with dots where more of it is."""
-    return ("..." if start else "") + text[start:end] + ("..." if end < len(text) else "")
+def cut(line: str, start: int, end: int) -> str:
+    """A part of a line, with dots where more of it is."""
+    return ("..." if start else "") + line[start:end] + ("..." if end < len(line) else "")
 
 
-def short(text: str) -> str:
-    return cut(text, 0, SHOWN)
+def short(line: str) -> str:
+    return cut(line, 0, SHOWN)
 
 
 class Replay(Protocol):

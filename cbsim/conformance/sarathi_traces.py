@@ -12,61 +12,35 @@ as far as the head of the queue, also one that has grown so long, and disappears
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cbsim.conformance.reader import Case, Line, Reader, fields, guarded, not_modelled, stem, workload
+from cbsim.conformance.reader import Case, Line, Reader, by_arrival, fields, guarded, not_modelled, stem, workload
+from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec
-from cbsim.schedulers.sarathi.policies import FasterTransformer, Orca, Sarathi, SimpleChunking, VllmV0
-from cbsim.schedulers.sarathi.scheduler import Policy, SarathiServe, Step
-from cbsim.schedulers.sarathi.settings import (
-    SCHEDULE,
-    FasterTransformerSettings,
-    OrcaSettings,
-    SarathiSettings,
-    ServeOptions,
-    SimpleChunkingSettings,
-    VllmV0Settings,
+from cbsim.schedulers.sarathi.policies import (
+    FASTER_TRANSFORMER,
+    ORCA,
+    SARATHI,
+    SIMPLE_CHUNKING,
+    VLLM_V0,
+    SimpleChunking,
 )
+from cbsim.schedulers.sarathi.scheduler import Policy, SarathiServe, Step
+from cbsim.schedulers.sarathi.settings import SCHEDULE, SarathiSettings, ServeOptions, VllmV0Settings
 
-Made = tuple[ServeOptions[Any], Policy]
 COMMIT = "96f9911790ecc00af12ee9fae47cb8fa9ba0d199"
 PATIENCE = 4  # plans without rows after which a run without arrivals counts as stuck
 
 
-def _faster_transformer(server: Line, sizes: Line) -> Made:
-    return ServeOptions.of(FasterTransformerSettings(**server), **sizes), FasterTransformer()
-
-
-def _orca(server: Line, sizes: Line) -> Made:
-    return ServeOptions.of(OrcaSettings(**server), **sizes), Orca()
-
-
-def _sarathi(server: Line, sizes: Line) -> Made:
-    settings = SarathiSettings(**server)
-    return ServeOptions.of(settings, **sizes), Sarathi(settings)
-
-
-def _simple_chunking(server: Line, sizes: Line) -> Made:
-    settings = SimpleChunkingSettings(**server)
-    return ServeOptions.of(settings, **sizes), SimpleChunking(settings)
-
-
-def _vllm(server: Line, sizes: Line) -> Made:
-    longest: int = sizes["max_model_len"]
-    tokens = min(server.get("max_batched_tokens") or longest, longest)
-    settings = VllmV0Settings(**server | {"max_batched_tokens": tokens})
-    return ServeOptions.of(settings, **sizes), VllmV0(tokens)
-
-
-KINDS: dict[str, Callable[[Line, Line], Made]] = {
-    "faster_transformer": _faster_transformer,
-    "orca": _orca,
-    "sarathi": _sarathi,
-    "simple_chunking": _simple_chunking,
-    "vllm": _vllm,
+KINDS: dict[str, SchedulerKind[Any, Any]] = {
+    "faster_transformer": FASTER_TRANSFORMER,
+    "orca": ORCA,
+    "sarathi": SARATHI,
+    "simple_chunking": SIMPLE_CHUNKING,
+    "vllm": VLLM_V0,
 }
 SIZES = ("block_size", "num_blocks", "max_model_len")
 CONFIG = frozenset([*SIZES, "max_num_seqs", "scheduler", "options", "timing", "pipeline"])
@@ -89,11 +63,16 @@ class SarathiReplay:
         config = header["config"]
         self._stages: int = config.get("pipeline", 1)
         server = {"max_num_seqs": config["max_num_seqs"], "pipeline_stages": self._stages, **config["options"]}
-        options, self._policy = KINDS[config["scheduler"]](server, {name: config[name] for name in SIZES})
+        kind, longest = KINDS[config["scheduler"]], config["max_model_len"]
+        if kind is VLLM_V0:
+            server["max_batched_tokens"] = min(server.get("max_batched_tokens") or longest, longest)
+        options = ServeOptions.of(kind.settings(**server), **{name: config[name] for name in SIZES})
+        made: Any = kind.make(options)
+        self._policy: Policy = made.policy
         self.effective = _effective(options)  # what the header has to say of limits
         self.scheduler = DefectiveServe(options, self._policy, self.effective["prompt_limit"])
         self._timing: Line = config["timing"]
-        self._coming = deque(requests(workload))
+        self._coming = deque(by_arrival(workload))
         self._batch = Batch()
         self._in_flight: deque[InFlight] = deque()
         self._free_at = [0] * self._stages
@@ -120,19 +99,26 @@ class SarathiReplay:
             yield self._schedule(plan)
             if plan:
                 fruitless = 0
-                while self._in_flight and self._stages > 1 and self._in_flight[0].end <= self._now:
-                    yield self._update()
-                continue
-            fruitless += 1
-            if self._in_flight:
-                yield self._update()
-            elif self._coming:
-                if not self.scheduler.ignored:
-                    self._skip()
-            elif fruitless == PATIENCE:
-                yield {"ev": "stuck", "t": self._now, **self._queues()}
-                break
+                yield from self._returned()
+            else:
+                fruitless += 1
+                if fruitless == PATIENCE and not (self._in_flight or self._coming):
+                    yield {"ev": "stuck", "t": self._now, **self._queues()}
+                    break
+                yield from self._wait()
         yield self._summary()
+
+    def _returned(self) -> Iterator[Line]:
+        """With stages, the batches that have come back meanwhile."""
+        while self._in_flight and self._stages > 1 and self._in_flight[0].end <= self._now:
+            yield self._update()
+
+    def _wait(self) -> Iterator[Line]:
+        """No row could be planned: a batch comes back, or a request arrives."""
+        if self._in_flight:
+            yield self._update()
+        elif self._coming and not self.scheduler.ignored:
+            self._skip()
 
     def _skip(self) -> None:
         """Nothing happens until somebody arrives."""
@@ -200,8 +186,8 @@ class SarathiReplay:
         end = self._now
         for stage, free_at in enumerate(self._free_at):
             end = self._free_at[stage] = max(end, free_at) + each
-        kept = [(row, self.scheduler.requests[row.spec].epoch) for row in rows]
-        self._in_flight.append(InFlight(self._steps, plan, kept, end))
+        with_epochs = [(row, self.scheduler.requests[row.spec].epoch) for row in rows]
+        self._in_flight.append(InFlight(self._steps, plan, with_epochs, end))
         if self._stages > 1:
             self._now = self._free_at[0]
 
@@ -230,15 +216,6 @@ class SarathiReplay:
     def _summary(self) -> Line:
         line = {"ev": "summary", "steps": self._steps, "end_us": self._now, "lost_outputs": self._lost}
         return line | {"requests": self._stats, "free": self.scheduler.pool.free}
-
-
-def requests(workload: Line) -> list[RequestSpec]:
-    """In order of arrival, then of the file. They end at their limits."""
-    specs = [
-        RequestSpec(index, r["id"], r["arrival_us"], r["prompt"], r["output"], r["output"])
-        for index, r in enumerate(workload["requests"])
-    ]
-    return sorted(specs, key=lambda spec: spec.arrival_ns)
 
 
 def _effective(options: ServeOptions[Any]) -> Line:
@@ -337,8 +314,8 @@ def case(trace: Path, header: Line) -> Case:
     skipped = skipped or not_modelled(config, CONFIG) or not_modelled(options, OPTIONS)
     if skipped:
         return Case(name, "sarathi-serve", version, scheduler, skipped=skipped)
-    given = workload(trace, name)
-    replay = guarded(trace, lambda: SarathiReplay(header, given))
+    recorded = workload(trace, name)
+    replay = guarded(trace, lambda: SarathiReplay(header, recorded))
     return Case(name, "sarathi-serve", version, scheduler, replay, header={"effective": replay.effective})
 
 

@@ -10,30 +10,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cbsim.conformance.reader import Case, Line, Reader, fields, guarded, not_modelled, stem, workload
+from cbsim.conformance.reader import Case, Line, Reader, by_arrival, fields, guarded, not_modelled, stem, workload
 from cbsim.policy.loop import Applied, Await, Completed, Effect, Launch, Poll, Polled, serve
 from cbsim.policy.observer import Observer
 from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
-from cbsim.policy.request import Request, RequestSpec, Status
+from cbsim.policy.request import Request, Status
 from cbsim.schedulers.trtllm.scheduler import TrtllmScheduler
 from cbsim.schedulers.trtllm.settings import TrtllmOptions
 
-CONFIG = frozenset(
-    [
-        "policy",
-        "block_size",
-        "num_blocks",
-        "max_num_requests",
-        "max_active",
-        "max_batch_size",
-        "max_num_tokens",
-        "chunking",
-        "two_step_lookahead",
-        "timing",
-    ]
-)
-
-
+SIZES = ("block_size", "num_blocks", "max_num_requests", "max_batch_size", "max_num_tokens")
+CONFIG = frozenset([*SIZES, "policy", "max_active", "chunking", "two_step_lookahead", "timing"])
 POLICIES = ("GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH")
 CHUNKING = ("FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS")
 
@@ -53,27 +39,14 @@ def options(config: Line) -> TrtllmOptions:
     chunking, unit = config["chunking"] or ("FIRST_COME_FIRST_SERVED", 1)
     return TrtllmOptions(
         capacity_scheduler_policy=config["policy"],
-        block_size=config["block_size"],
-        num_blocks=config["num_blocks"],
-        max_num_requests=config["max_num_requests"],
+        **{name: config[name] for name in SIZES},
         max_active_requests=config["max_active"],
-        max_batch_size=config["max_batch_size"],
-        max_num_tokens=config["max_num_tokens"],
         max_seq_len=config["num_blocks"] * config["block_size"],
         enable_chunked_prefill=config["chunking"] is not None,
         context_chunking_policy=chunking,
         chunk_unit_size=unit,
         two_step_lookahead=config.get("two_step_lookahead", False),
     )
-
-
-def requests(workload: Line) -> list[RequestSpec]:
-    """The requests of a workload in order of arrival; each ends at its limit."""
-    specs = [
-        RequestSpec(i, str(r["id"]), r["arrival_us"], r["prompt"], r["output"], r["output"])
-        for i, r in enumerate(workload["requests"])
-    ]
-    return sorted(specs, key=lambda spec: spec.arrival_ns)
 
 
 class Fitting(Observer):
@@ -94,7 +67,7 @@ class TrtllmReplay:
         self._heard = Fitting()
         self.scheduler = TrtllmScheduler(options(config), self._heard)
         self._timing = config["timing"]
-        self._coming = requests(workload)[::-1]
+        self._coming = by_arrival(workload)[::-1]
         self._taken: set[int] = set()  # from the queue
         self._batch = Batch()
         self._rows: list[Row] = []
@@ -190,8 +163,8 @@ def case(trace: Path, header: Line) -> Case:
     skipped = not_modelled(config, CONFIG) or guarded(trace, lambda: unsupported(config))
     if skipped:
         return Case(name, "trtllm", version, "sync", skipped=skipped)
-    given = workload(trace, name)
-    return Case(name, "trtllm", version, "sync", guarded(trace, lambda: TrtllmReplay(header, given)))
+    recorded = workload(trace, name)
+    return Case(name, "trtllm", version, "sync", guarded(trace, lambda: TrtllmReplay(header, recorded)))
 
 
 READER = Reader(lambda header: "tensorrt_llm_commit" in header, case)

@@ -29,24 +29,27 @@ from cbsim.schedulers.vllm.scheduler import VllmScheduler
 from cbsim.schedulers.vllm.settings import VERSIONS, VllmOptions
 from cbsim.workload.scheduler_tests import vllm_requests
 
+SIZES = ("policy", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+SWITCHES = (
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "long_prefill_token_threshold",
+    "scheduler_reserve_full_isl",
+)
+SINCE_0_33 = ("watermark", "prefill_schedule_interval")
+LAYERS = ("layers", "kv_bytes", "retention", "disable_hybrid")
+OTHER = ("num_blocks", "timing", "long_prefill_token_threshold_adaptive", "connector", "stop_when_done")
+OPTIONS = frozenset([*SIZES, *SWITCHES, *SINCE_0_33, *LAYERS, *OTHER])
+
 
 def options(version: str, mode: str, config: Line) -> VllmOptions:
     """Scheduler options of a workload's `config`."""
     return VllmOptions(
         version="0.19" if version.startswith("0.19") else "0.33",
-        policy=config["policy"],
         async_scheduling=mode == "async",
-        block_size=config["block_size"],
-        max_model_len=config["max_model_len"],
-        max_num_seqs=config["max_num_seqs"],
-        max_num_batched_tokens=config["max_num_batched_tokens"],
-        enable_chunked_prefill=config["enable_chunked_prefill"],
-        enable_prefix_caching=config["enable_prefix_caching"],
-        long_prefill_token_threshold=config["long_prefill_token_threshold"],
+        **{name: config[name] for name in (*SIZES, *SWITCHES)},
+        **{name: config[name] for name in SINCE_0_33 if name in config},
         adaptive_long_prefill_threshold=config.get("long_prefill_token_threshold_adaptive", False),
-        scheduler_reserve_full_isl=config["scheduler_reserve_full_isl"],
-        watermark=config.get("watermark", 0.0),
-        prefill_schedule_interval=config.get("prefill_schedule_interval", 1),
         **group_traces.options(config),
         **offload_traces.options(config),
     )
@@ -128,7 +131,7 @@ class VllmReplay:
                 yield line
 
     def _summary(self) -> Line:
-        line = {"ev": "summary", "steps": self._steps, "end_us": self._now, "requests": self._reports.said}
+        line = {"ev": "summary", "steps": self._steps, "end_us": self._now, "requests": self._reports.lines}
         pool = self.scheduler.pool
         if self._groups:
             return line | {"prefix_cache_final_cached_blocks": self._groups.cached()}
@@ -142,7 +145,7 @@ class VllmReplay:
             start = max(self._now, self._gpu_free)
             self._gpu_free = end = start + self._step_us(effect.plan)
             if self._offload:
-                self._offload.lasts(effect.plan, start, end)
+                self._offload.launched(effect.plan, start, end)
             return line, end
         if isinstance(effect, Await):
             self._now = max(self._now, effect.ticket)
@@ -219,8 +222,8 @@ class VllmReplay:
     def _row(self, row: Row, plan: StepPlan) -> Line:
         chunk, request = row.chunk, self.scheduler.requests[row.spec]
         kind = "running" if not (chunk and chunk.admitted) else "resumed" if chunk.resumed else "new"
-        held = self.scheduler.pool.allocated(request)
-        line = {"id": row.spec.id, "kind": kind, "n": row.tokens, "computed": row.start, "held": held}
+        blocks = self.scheduler.pool.allocated(request)
+        line = {"id": row.spec.id, "kind": kind, "n": row.tokens, "computed": row.start, "held": blocks}
         line["blocks"] = list(row.blocks)
         if chunk and chunk.admitted and self._format == 1:
             line["cached"] = chunk.cached
@@ -254,15 +257,15 @@ class VllmReplay:
 
 
 class Reports:
-    """The reports of all requests; `said` is what they have got to say by now. Times are the trace's."""
+    """The reports of all requests; `lines` is what they report by now. Times are the trace's."""
 
     def __init__(self, trace_format: int) -> None:
-        self.said: dict[str, Line] = {}
-        self._events: dict[str, Line] = {}  # as `said`, of what has happened
+        self.lines: dict[str, Line] = {}
+        self._events: dict[str, Line] = {}  # as `lines`, of what has happened
         self._at_once = trace_format == 1
 
     def arrived(self, spec: RequestSpec, now: int) -> None:
-        self.said[spec.id] = {"arrival": spec.arrival_ns, "preemptions": 0, "n_out": 0}
+        self.lines[spec.id] = {"arrival": spec.arrival_ns, "preemptions": 0, "n_out": 0}
         self._events[spec.id] = {"queued_ts": now, "preemptions": 0}
         self._happened(spec)
 
@@ -277,41 +280,15 @@ class Reports:
         self._happened(spec)
 
     def token(self, spec: RequestSpec, now: int) -> None:
-        said = self.said[spec.id]
-        said |= self._events[spec.id]
-        said["n_out"] += 1
-        said.setdefault("first_token_ts", now)
-        said["last_token_ts"] = now
+        line = self.lines[spec.id]
+        line |= self._events[spec.id]
+        line["n_out"] += 1
+        line.setdefault("first_token_ts", now)
+        line["last_token_ts"] = now
 
     def _happened(self, spec: RequestSpec) -> None:
         if self._at_once:
-            self.said[spec.id] |= self._events[spec.id]
-
-
-OPTIONS = frozenset(
-    [
-        "block_size",
-        "num_blocks",
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "enable_chunked_prefill",
-        "policy",
-        "timing",
-        "long_prefill_token_threshold",
-        "long_prefill_token_threshold_adaptive",
-        "enable_prefix_caching",
-        "watermark",
-        "prefill_schedule_interval",
-        "scheduler_reserve_full_isl",
-        "connector",
-        "stop_when_done",
-        "layers",
-        "kv_bytes",
-        "retention",
-        "disable_hybrid",
-    ]
-)
+            self.lines[spec.id] |= self._events[spec.id]
 
 
 def case(trace: Path, header: Line) -> Case:
@@ -321,10 +298,10 @@ def case(trace: Path, header: Line) -> Case:
     skipped = skipped or guarded(trace, lambda: offload_traces.unsupported(config))
     if skipped:
         return Case(name, "vllm", version, mode, skipped=skipped)
-    given = workload(trace, name)
-    replay = guarded(trace, lambda: VllmReplay(header, given))
-    said = {} if replay.effective is None else {"effective": replay.effective}
-    return Case(name, "vllm", version, mode, replay, header=said)
+    recorded = workload(trace, name)
+    replay = guarded(trace, lambda: VllmReplay(header, recorded))
+    derived = {} if replay.effective is None else {"effective": replay.effective}
+    return Case(name, "vllm", version, mode, replay, header=derived)
 
 
 def comparable(line: Line) -> Line:
@@ -332,8 +309,8 @@ def comparable(line: Line) -> Line:
     if line.get("ev") == "schedule" and isinstance(line.get("finished"), list):
         line["finished"] = sorted(line["finished"])
     if line.get("ev") == "summary" and isinstance(line.get("requests"), dict):
-        given = line["requests"].items()
-        line["requests"] = {request: {k: v for k, v in stats.items() if v is not None} for request, stats in given}
+        requests = line["requests"].items()
+        line["requests"] = {name: {k: v for k, v in stats.items() if v is not None} for name, stats in requests}
     return line
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.helpers import Ask, Drive, token_steps
 
-from cbsim.conformance.sarathi_traces import requests
+from cbsim.conformance.reader import by_arrival
 from cbsim.errors import ScenarioError
 from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
@@ -271,7 +271,7 @@ def test_what_the_originals_get_wrong(name: str) -> None:
     asked = {one: config[one] for one in ("block_size", "num_blocks", "max_model_len")}
     kind = {"vllm": "vllm_v0"}.get(config["scheduler"], config["scheduler"])
     own = {"vllm_v0": {"max_batched_tokens": config["max_model_len"]}}.get(kind, config["options"])
-    specs = requests(workload)
+    specs = by_arrival(workload)
     settings = OURS[kind].settings(max_num_seqs=config["max_num_seqs"], **own)
     run = drive(OURS[kind].make(ServeOptions.of(settings, **asked)), specs, every=2)
     run.run()
