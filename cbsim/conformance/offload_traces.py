@@ -284,7 +284,7 @@ class HandOffLines:
     def done(self, step: int, jobs: tuple[int, ...]) -> Line:
         del step
         dead = [request for request, load in self._transfers.loads.items() if load.dead]
-        waiting = sorted([request.spec for request in [*self._connector.kept, *dead]], key=_arrival)
+        waiting = sorted([request.spec for request in [*self._connector.unfetched, *dead]], key=_arrival)
         return {
             "sent": [self._sending.pop(job) for job in jobs if job in self._sending],
             "bad": sorted(self.workers.broken),

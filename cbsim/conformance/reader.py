@@ -50,7 +50,7 @@ def workload(trace: Path, name: str) -> Line:
     if path is None:
         raise UnreadableError(f"{trace}: its workload is missing, expected {paths[0]} (or .gz, or beside the trace)")
     recorded = parsed(path, None, content(path))
-    fields(path, recorded, requests=list)
+    header_fields(path, recorded, requests=list)
     return recorded
 
 
@@ -83,7 +83,7 @@ def parsed(path: Path, number: int | None, document: str) -> Line:
     return line
 
 
-def fields(path: Path, line: Line, **kinds: type) -> list[Any]:
+def header_fields(path: Path, line: Line, **kinds: type) -> list[Any]:
     """The named fields of a header or workload, each of its type."""
     for name, kind in kinds.items():
         value = line.get(name)

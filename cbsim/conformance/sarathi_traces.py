@@ -16,7 +16,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cbsim.conformance.reader import Case, Line, Reader, by_arrival, fields, guarded, not_modelled, stem, workload
+from cbsim.conformance.reader import (
+    Case,
+    Line,
+    Reader,
+    by_arrival,
+    guarded,
+    header_fields,
+    not_modelled,
+    stem,
+    workload,
+)
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec
@@ -307,8 +317,8 @@ class DefectiveServe(SarathiServe):
 
 
 def case(trace: Path, header: Line) -> Case:
-    commit, config = fields(trace, header, sarathi=str, config=dict)
-    scheduler, options = fields(trace, config, scheduler=str, options=dict)
+    commit, config = header_fields(trace, header, sarathi=str, config=dict)
+    scheduler, options = header_fields(trace, config, scheduler=str, options=dict)
     name, version = stem(trace), commit[:7]
     skipped = None if commit == COMMIT else f"commit {version} is not followed, only {COMMIT[:7]}"
     skipped = skipped or not_modelled(config, CONFIG) or not_modelled(options, OPTIONS)

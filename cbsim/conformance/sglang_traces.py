@@ -8,10 +8,11 @@ What SGLang 0.5.23 does that its authors did not mean is put back for the compar
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from cbsim.conformance.reader import Case, Line, Reader, fields, guarded, not_modelled, stem, workload
+from cbsim.conformance.reader import Case, Line, Reader, guarded, header_fields, not_modelled, stem, workload
 from cbsim.kv.radix_pool import RadixPool
 from cbsim.policy.decode_batch import Completion
 from cbsim.policy.loop import Applied, Await, Completed, Effect, Launch, Poll, Polled, serve
@@ -21,52 +22,23 @@ from cbsim.policy.request import Finish, Request, RequestSpec
 from cbsim.schedulers.sglang.prefill import Finishing, Prefill
 from cbsim.schedulers.sglang.queue import Entry
 from cbsim.schedulers.sglang.scheduler import SglangScheduler
-from cbsim.schedulers.sglang.settings import TOO_LONG, SglangOptions
+from cbsim.schedulers.sglang.settings import TOO_LONG, SglangOptions, SglangSettings
 from cbsim.workload.scheduler_tests import STOP_TOKEN, ChainedKeys
 
-CONFIG = frozenset(
-    [
-        "page_size",
-        "max_total_num_tokens",
-        "max_running_requests",
-        "max_prefill_tokens",
-        "chunked_prefill_size",
-        "context_length",
-        "schedule_policy",
-        "schedule_conservativeness",
-        "enable_mixed_chunk",
-        "disable_radix_cache",
-        "radix_eviction_policy",
-        "enable_priority_scheduling",
-        "disable_priority_preemption",
-        "schedule_low_priority_values_first",
-        "priority_scheduling_preemption_threshold",
-        "retraction_policy",
-        "prefill_max_requests",
-        "prefill_decode_interval",
-        "max_queued_requests",
-        "vocab_size",
-    ]
-)
+OPEN = {"chunked_prefill_size", "prefill_decode_interval"}  # may be null
+SETTINGS = {field.name for field in fields(SglangSettings)} - {"name", "ignore_eos", "max_queued_requests", *OPEN}
+CONFIG = frozenset(["page_size", "max_total_num_tokens", "vocab_size", "max_queued_requests", *SETTINGS, *OPEN])
 VERSIONS = ("0.5.23",)
 
 
 def options(config: Line) -> SglangOptions:
     """Scheduler options of a workload's `config`."""
-    same = CONFIG - {
-        "page_size",
-        "max_total_num_tokens",
-        "chunked_prefill_size",
-        "prefill_decode_interval",
-        "vocab_size",
-        "max_queued_requests",
-    }
     return SglangOptions(
         block_size=config["page_size"],
         num_blocks=config["max_total_num_tokens"] // config["page_size"],
         chunked_prefill_size=config["chunked_prefill_size"] or -1,
         prefill_decode_interval=config["prefill_decode_interval"] or 0,
-        **{name: config[name] for name in same},
+        **{name: config[name] for name in SETTINGS},
     )
 
 
@@ -80,8 +52,8 @@ def unsupported(config: Line) -> str | None:
 class Heard(Observer):
     """Rows of the request table as they come free; what a result did."""
 
-    def __init__(self, seats: int) -> None:
-        self.free_rows = list(range(1, seats + 1))
+    def __init__(self, slots: int) -> None:
+        self.free_rows = list(range(1, slots + 1))
         self.row_of: dict[Request, int] = {}
         self.ended: list[Request] = []
         self.dropped: list[str] = []
@@ -132,13 +104,13 @@ class DefectiveSglang(SglangScheduler):
     def refusal(self, spec: RequestSpec) -> None:  # noqa: ARG002  (a prompt that is too long is replaced and run)
         return None
 
-    def asked(self, entry: Entry) -> int:
+    def extend_tokens(self, entry: Entry) -> int:
         """What was last found out: nothing, before it was looked at for admission."""
         return entry.todo
 
     def stranded(self, entry: Entry) -> list[Entry]:
         """The last one that decodes is given up for good."""
-        self.leave(entry.request)
+        self.leave_batch(entry.request)
         self._give_up(entry.request)
         return []
 
@@ -149,8 +121,8 @@ class WatchedSglang(DefectiveSglang):
     pool: WatchedPool
     idle = False
 
-    def __init__(self, options: SglangOptions, asked: dict[RequestSpec, Asked], heard: Heard) -> None:
-        self._asked, self._heard = asked, heard
+    def __init__(self, options: SglangOptions, recorded: dict[RequestSpec, Recorded], heard: Heard) -> None:
+        self._recorded, self._heard = recorded, heard
         self.retracted: list[list[Any]] = []
         self.preempted: list[list[Any]] = []
         self.aborted: list[str] = []
@@ -166,20 +138,20 @@ class WatchedSglang(DefectiveSglang):
 
     def add(self, spec: RequestSpec) -> None:
         super().add(spec)
-        if self._asked[spec].too_long:
+        if self._recorded[spec].too_long:
             self.decoding.defer_abort(self.requests[spec])
 
     def rest(self) -> None:
         """Passes without work are passes here."""
 
     def outputs(self, spec: RequestSpec) -> int:
-        return self.options.outputs(self._asked[spec].prompt_tokens, self._asked[spec].max_new)
+        return self.options.outputs(self._recorded[spec].prompt_tokens, self._recorded[spec].max_new)
 
     def reserves(self, spec: RequestSpec) -> bool:
-        return self._asked[spec].whole
+        return self._recorded[spec].whole
 
     @property
-    def settled(self) -> bool:
+    def finished(self) -> bool:
         """Is nothing left, not even those that have ended and are still listed?"""
         return not (self.requests or self.in_flight or self.launched or self._departed)
 
@@ -198,9 +170,9 @@ class WatchedSglang(DefectiveSglang):
         self.retracted = []
         return done
 
-    def _set_back(self, entry: Entry, others: int) -> None:
+    def _set_back(self, entry: Entry, remaining: int) -> None:
         self.retracted.append([entry.request.spec.id, entry.request.seen])
-        super()._set_back(entry, others)
+        super()._set_back(entry, remaining)
 
     def cancel(self, spec: RequestSpec) -> None:
         request = self.requests.get(spec)
@@ -225,13 +197,13 @@ class SglangReplay:
         config = header["config"]
         o, keys = options(config), ChainedKeys(1)
         too_long = o.longest - TOO_LONG
-        asked = [Asked(i, given, too_long, keys) for i, given in enumerate(workload["requests"])]
-        self._asked = {entry.spec: entry for entry in asked}
+        recorded = [Recorded(i, request, too_long, keys) for i, request in enumerate(workload["requests"])]
+        self._recorded = {entry.spec: entry for entry in recorded}
         self._heard = Heard(o.max_running_requests)
-        self.scheduler = WatchedSglang(o, self._asked, self._heard)
+        self.scheduler = WatchedSglang(o, self._recorded, self._heard)
         self.overlap = header["loop"] == "overlap"
-        self._coming = sorted(asked, key=lambda entry: entry.arrival)[::-1]
-        cancels = [entry for entry in asked if entry.cancel is not None]
+        self._coming = sorted(recorded, key=lambda entry: entry.arrival)[::-1]
+        cancels = [entry for entry in recorded if entry.cancel is not None]
         self._cancels = sorted(cancels, key=lambda entry: entry.cancel or 0)[::-1]
         self._step, self._batches = -1, 0
         self._batch = Batch()
@@ -265,7 +237,7 @@ class SglangReplay:
         if isinstance(effect, Launch):
             return self._line(effect.plan), None
         if isinstance(effect, Await):
-            stops = [s for s in effect.plan.changes.ends if self._asked[s].stops]
+            stops = [s for s in effect.plan.changes.ends if self._recorded[s].stops]
             return None, Completed(StepResult(tuple(stops)))
         if isinstance(effect, Applied):
             return self._result(effect.plan, effect.outcome), None
@@ -276,12 +248,12 @@ class SglangReplay:
     def _poll(self) -> Polled:
         scheduler = self.scheduler
         self._step += 1
-        self._last = not self._coming and scheduler.settled
+        self._last = not self._coming and scheduler.finished
         scheduler.forget()
-        arrived: list[Asked] = []
+        arrived: list[Recorded] = []
         while self._coming and self._coming[-1].arrival <= self._step:
             arrived.append(self._coming.pop())
-        cancelled: list[Asked] = []
+        cancelled: list[Recorded] = []
         while self._cancels and (self._cancels[-1].cancel or 0) <= self._step:
             cancelled.append(self._cancels.pop())
         self._arrived = {"arrivals": [a.id for a in arrived], "cancels": [a.id for a in cancelled]}
@@ -310,8 +282,8 @@ class SglangReplay:
             scheduler.ratio = o.first_ratio
         return line | self._memory()
 
-    def _named(self, name: str) -> Asked:
-        return next(asked for asked in self._asked.values() if asked.id == name)
+    def _named(self, name: str) -> Recorded:
+        return next(recorded for recorded in self._recorded.values() if recorded.id == name)
 
     def _aborted(self) -> list[str]:
         """Those that ended outside a result; who was in the middle of its prompt after those that waited."""
@@ -320,9 +292,9 @@ class SglangReplay:
         gone = [name for name in gone if self._named(name).spec not in self._over]
         named = [*(name for name in gone if name not in given_up), *given_up]
         for name in named:
-            asked = self._named(name)
-            self._over.add(asked.spec)
-            asked.over(self._step, "abort", self.scheduler.written.get(asked.spec, 0))
+            recorded = self._named(name)
+            self._over.add(recorded.spec)
+            recorded.over(self._step, "abort", self.scheduler.written.get(recorded.spec, 0))
         return named
 
     def _launched(self, plan: StepPlan) -> Line:
@@ -349,13 +321,13 @@ class SglangReplay:
         pool = self.scheduler.pool
         size, table = pool.block_size, pool.table(request)
         slots = [(table[i // size] + 1) * size + i % size for i in range(row.start, row.start + row.tokens)]
-        return [row.spec.id, row.start, row.tokens, self._heard.row_of[request], _pieces(slots)]
+        return [row.spec.id, row.start, row.tokens, self._heard.row_of[request], _ranges_of(slots)]
 
     def _memory(self) -> Line:
         pool = self.scheduler.pool
         size, tree = pool.block_size, pool.tree
-        kept = {"evictable": tree.evictable * size, "protected": tree.protected * size}
-        return {"avail": pool.ready * size, **kept}
+        totals = {"evictable": tree.evictable * size, "protected": tree.protected * size}
+        return {"avail": pool.ready * size, **totals}
 
     def _result(self, plan: StepPlan, outcome: Outcome) -> Line:
         del outcome
@@ -368,62 +340,62 @@ class SglangReplay:
         sampling = [row.spec for row in rows if row.chunk is None or row.chunk.outputs]
         got = [spec for spec in sampling if spec.id not in dropped]
         for spec in got:
-            stats = self._asked[spec].stats
+            stats = self._recorded[spec].stats
             stats["first_step"] = self._step if stats["first_step"] is None else stats["first_step"]
         for name in dropped:
             self._named(name).stats["wasted"] += 1
         finished: list[list[Any]] = []
         for request in ended:
-            asked = self._asked[request.spec]
-            reason = self._reason(asked, request)
-            asked.over(self._step, reason, request.seen)
+            recorded = self._recorded[request.spec]
+            reason = self._reason(recorded, request)
+            recorded.over(self._step, reason, request.seen)
             self._over.add(request.spec)
-            finished.append([asked.id, reason, request.seen])
+            finished.append([recorded.id, reason, request.seen])
         line = {"ev": "result", "step": self._step, "of": batch, "tokens": [spec.id for spec in got]}
         return line | {"finished": finished, "dropped": dropped} | self._memory()
 
-    def _reason(self, asked: Asked, request: Request) -> str:
+    def _reason(self, recorded: Recorded, request: Request) -> str:
         if request.finish is Finish.ABORTED:
             return "abort"
-        return "stop" if asked.stops and request.seen == len(asked.outputs) else "length"
+        return "stop" if recorded.stops and request.seen == len(recorded.outputs) else "length"
 
     def _footer(self) -> Line:
-        requests = {asked.id: asked.stats for asked in self._asked.values()}
+        requests = {recorded.id: recorded.stats for recorded in self._recorded.values()}
         return {"ev": "footer", "steps": self._step + 1, "batches": self._batches, "requests": requests}
 
 
 def _ranges(pages: list[int], size: int) -> list[list[int]]:
-    return _pieces([(page + 1) * size + i for page in pages for i in range(size)])
+    return _ranges_of([(page + 1) * size + i for page in pages for i in range(size)])
 
 
-def _pieces(slots: list[int]) -> list[list[int]]:
+def _ranges_of(slots: list[int]) -> list[list[int]]:
     """Slots as [first, count]."""
-    pieces: list[list[int]] = []
+    ranges: list[list[int]] = []
     for slot in slots:
-        if pieces and sum(pieces[-1]) == slot:
-            pieces[-1][1] += 1
+        if ranges and sum(ranges[-1]) == slot:
+            ranges[-1][1] += 1
         else:
-            pieces.append([slot, 1])
-    return pieces
+            ranges.append([slot, 1])
+    return ranges
 
 
-class Asked:
+class Recorded:
     """A request of a workload: what it says, and how it went."""
 
-    def __init__(self, index: int, given: Line, too_long: int, keys: ChainedKeys) -> None:
-        self.id: str = given["id"]
-        self.arrival: int = given["arrival_step"]
-        self.cancel: int | None = given.get("cancel_step")
-        self.max_new: int = given["max_new_tokens"]
-        self.whole: bool = given.get("ignore_eos", False)
-        self.prompt_tokens = len(given["prompt"])
+    def __init__(self, index: int, request: Line, too_long: int, keys: ChainedKeys) -> None:
+        self.id: str = request["id"]
+        self.arrival: int = request["arrival_step"]
+        self.cancel: int | None = request.get("cancel_step")
+        self.max_new: int = request["max_new_tokens"]
+        self.whole: bool = request.get("ignore_eos", False)
+        self.prompt_tokens = len(request["prompt"])
         self.too_long = self.prompt_tokens >= too_long
-        prompt, output = [0] if self.too_long else given["prompt"], given["output"]
+        prompt, output = [0] if self.too_long else request["prompt"], request["output"]
         if not self.whole and STOP_TOKEN in output:
             output = output[: output.index(STOP_TOKEN) + 1]
         self.stops = not self.whole and STOP_TOKEN in output
         self.outputs: list[int] = output
-        words = [*prompt, *output]
+        tokens = [*prompt, *output]
         most = max(1, self.max_new)
         self.spec = RequestSpec(
             index,
@@ -432,10 +404,10 @@ class Asked:
             len(prompt),
             min(most, max(1, len(output))) if self.stops else most,
             most,
-            given.get("priority", 0) or 0,
-            keys.of(words),
+            request.get("priority", 0) or 0,
+            keys.of(tokens),
             1,
-            len(words),
+            len(tokens),
         )
         self.stats: Line = {"first_step": None, "end_step": None, "reason": None, "n_out": 0}
         self.stats |= {"retractions": 0, "wasted": 0}
@@ -445,14 +417,14 @@ class Asked:
 
 
 def case(trace: Path, header: Line) -> Case:
-    version, loop, config = fields(trace, header, sglang=str, loop=str, config=dict)
+    version, loop, config = header_fields(trace, header, sglang=str, loop=str, config=dict)
     name = stem(trace).removesuffix(f".{loop}")
     skipped = None if version in VERSIONS else f"version {version} is not followed, only {', '.join(VERSIONS)}"
     skipped = skipped or unsupported(config) or not_modelled(config, CONFIG)
     if skipped:
         return Case(name, "sglang", version, loop, skipped=skipped)
-    given = workload(trace, name)
-    return Case(name, "sglang", version, loop, guarded(trace, lambda: SglangReplay(header, given)))
+    recorded = workload(trace, name)
+    return Case(name, "sglang", version, loop, guarded(trace, lambda: SglangReplay(header, recorded)))
 
 
 READER = Reader(lambda header: "sglang" in header, case)

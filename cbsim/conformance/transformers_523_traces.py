@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from cbsim.conformance.defects import DefectiveSectors
-from cbsim.conformance.reader import Case, Line, Reader, fields, guarded, not_followed, not_modelled, stem, workload
+from cbsim.conformance.reader import (
+    Case,
+    Line,
+    Reader,
+    guarded,
+    header_fields,
+    not_followed,
+    not_modelled,
+    stem,
+    workload,
+)
 from cbsim.conformance.transformers_traces import (
     KINDS,
     SETTINGS,
@@ -200,14 +210,14 @@ def comparable(line: Line) -> Line:
 
 
 def case(trace: Path, header: Line) -> Case:
-    (resolved,) = fields(trace, header, resolved=dict)
-    (version,) = fields(trace, resolved, transformers=str)
+    (resolved,) = header_fields(trace, header, resolved=dict)
+    (version,) = header_fields(trace, resolved, transformers=str)
     name, mode = stem(trace), "async" if resolved.get("async") else "sync"
     skipped = not_followed(version, VERSIONS)
     if skipped:
         return Case(name, "transformers", version, mode, skipped=skipped)
     recorded = workload(trace, name)
-    (cb,) = fields(trace, recorded, cb=dict)
+    (cb,) = header_fields(trace, recorded, cb=dict)
     skipped = not_modelled(cb, OPTIONS) or guarded(trace, lambda: unsupported(recorded))
     if skipped:
         return Case(name, "transformers", version, mode, skipped=skipped)

@@ -10,7 +10,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cbsim.conformance.reader import Case, Line, Reader, by_arrival, fields, guarded, not_modelled, stem, workload
+from cbsim.conformance.reader import (
+    Case,
+    Line,
+    Reader,
+    by_arrival,
+    guarded,
+    header_fields,
+    not_modelled,
+    stem,
+    workload,
+)
 from cbsim.policy.loop import Applied, Await, Completed, Effect, Launch, Poll, Polled, serve
 from cbsim.policy.observer import Observer
 from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
@@ -158,7 +168,7 @@ class TrtllmReplay:
 
 
 def case(trace: Path, header: Line) -> Case:
-    commit, config = fields(trace, header, tensorrt_llm_commit=str, config=dict)
+    commit, config = header_fields(trace, header, tensorrt_llm_commit=str, config=dict)
     name, version = stem(trace), f"{commit[:7]} restated"
     skipped = not_modelled(config, CONFIG) or guarded(trace, lambda: unsupported(config))
     if skipped:

@@ -20,7 +20,17 @@ from typing import Any
 from cbsim.conformance import group_traces, offload_traces
 from cbsim.conformance.group_traces import GroupLines, GroupsHeard
 from cbsim.conformance.offload_traces import Heard, OffloadLines
-from cbsim.conformance.reader import Case, Line, Reader, fields, guarded, not_followed, not_modelled, stem, workload
+from cbsim.conformance.reader import (
+    Case,
+    Line,
+    Reader,
+    guarded,
+    header_fields,
+    not_followed,
+    not_modelled,
+    stem,
+    workload,
+)
 from cbsim.policy.loop import Applied, Await, Completed, Effect, Launch, Poll, Polled, serve
 from cbsim.policy.observer import NULL_OBSERVER
 from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
@@ -292,7 +302,7 @@ class Reports:
 
 
 def case(trace: Path, header: Line) -> Case:
-    version, mode, config = fields(trace, header, vllm=str, mode=str, config=dict)
+    version, mode, config = header_fields(trace, header, vllm=str, mode=str, config=dict)
     name = stem(trace).removesuffix(f".{mode}")
     skipped = "speculation" if "spec" in config else not_followed(version, VERSIONS) or not_modelled(config, OPTIONS)
     skipped = skipped or guarded(trace, lambda: offload_traces.unsupported(config))

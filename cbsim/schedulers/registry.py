@@ -60,8 +60,8 @@ def find(name: str) -> Kind:
 
 def names() -> list[str]:
     """Every scheduler that has a name: ours, then those of installed packages."""
-    others = {entry.name for entry in entry_points(group=GROUP)}
-    return [*OURS, *sorted(others - OURS.keys())]
+    installed = {entry.name for entry in entry_points(group=GROUP)}
+    return [*OURS, *sorted(installed - OURS.keys())]
 
 
 def kinds() -> dict[str, Kind]:

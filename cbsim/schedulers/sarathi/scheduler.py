@@ -118,10 +118,10 @@ class SarathiServe(SchedulerBase):
 
     def unread(self) -> list[Request]:
         """Those that run and have prompt left, as they stand."""
-        found = [r for r in self.decoding.unbatched if r.status is Status.PREFILL and self.may_run(r)]
+        unread_prompts = [r for r in self.decoding.unbatched if r.status is Status.PREFILL and self.may_run(r)]
         if self._in_line:
-            return sorted(found, key=by_order) if len(found) > 1 else found
-        return [request for request in self.running if request in found]
+            return sorted(unread_prompts, key=by_order) if len(unread_prompts) > 1 else unread_prompts
+        return [request for request in self.running if request in unread_prompts]
 
     def decode(self, step: Step) -> None:
         """A token for everybody who has read their prompt, first come, first served: one by one, unless nobody can lack

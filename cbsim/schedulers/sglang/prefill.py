@@ -116,11 +116,11 @@ class Prefill:
             return False
         line = self._line(entry, running)
         free, freed = room - self.current - needed, 0
-        for i, (left, held) in enumerate(line):
+        for i, (left, occupied) in enumerate(line):
             ahead = len(line) - i
             if free + freed - left * ahead <= ahead:
                 return False
-            freed += held
+            freed += occupied
         return True
 
     def _line(self, entry: Entry, running: Iterable[Entry]) -> list[Finishing]:
@@ -147,16 +147,16 @@ def _left(end: Finishing) -> float:
     return end[0]
 
 
-def giving_way(others: list[Entry], needed: float, ratio: float) -> list[Entry]:
+def giving_way(candidates: list[Entry], needed: float, ratio: float) -> list[Entry]:
     """As many of these as it takes to come by the tokens needed, least urgent first, of equals the last one queued;
     nobody if all of them are not enough.
     """
-    found: list[Entry] = []
-    for entry in sorted(others, key=_least_urgent):
-        found.append(entry)
+    victims: list[Entry] = []
+    for entry in sorted(candidates, key=_least_urgent):
+        victims.append(entry)
         needed -= entry.owes(ratio)
         if needed <= 0:
-            return found
+            return victims
     return []
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from cbsim.kv.radix import Node, RadixKey
 from cbsim.kv.radix_pool import RadixPool
@@ -13,6 +14,7 @@ CACHE_AWARE = ("lpm", "dfs-weight", "hrrn", "shortest-prefill-first")
 CLIP = 4096  # of the outputs that a request may write, so many count at most
 LOOKED_UP = 128  # most requests that wait for lpm and hrrn to look at them, or whose prefixes are kept recent
 LOOKS = 32  # from one look at the queue that keeps prefixes recent to the next
+SortKey = Callable[["Entry"], tuple[Any, ...]]
 SHARED = 32  # leading tokens from which on one request waits for another's KV
 
 
@@ -66,6 +68,16 @@ class WaitingQueue:
         policy = options.schedule_policy
         falls_back = options.disable_radix_cache and policy in ("lpm", "dfs-weight", "hrrn")
         self._policy: str = "fcfs" if falls_back else policy
+        self._keeps_recent = options.radix_eviction_policy == "lru" and not options.disable_radix_cache
+        ranked = options.enable_priority_scheduling
+        self._keys: dict[str, SortKey] = {  # of policies that sort; the others leave the order of arrival
+            "lof": lambda entry: (entry.rank if ranked else 0, -entry.max_new),
+            "lpm": lambda entry: (entry.late, 0 if entry.late else -entry.matched),
+            "hrrn": self._response,
+            "shortest-prefill-first": lambda entry: (entry.late, _work(entry), entry.queued),
+        }
+        if ranked:
+            self._keys["fcfs"] = lambda entry: (entry.rank, entry.queued)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -83,26 +95,16 @@ class WaitingQueue:
 
     def sort(self) -> None:
         """Before each batch that may be a prefill."""
-        entries, policy, o = self.entries, self._policy, self._options
+        entries, policy = self.entries, self._policy
         if policy in ("lpm", "hrrn") and len(entries) > LOOKED_UP:
             policy = ""
         if policy in CACHE_AWARE:
             self._match_all()
-        if policy == "fcfs":
-            if o.enable_priority_scheduling:
-                entries.sort(key=lambda entry: (entry.rank, entry.queued))
-        elif policy == "lof":
-            ranked = o.enable_priority_scheduling
-            entries.sort(key=lambda entry: (entry.rank if ranked else 0, -entry.max_new))
-        elif policy == "lpm":
-            entries.sort(key=lambda entry: (entry.late, 0 if entry.late else -entry.matched))
-        elif policy == "hrrn":
-            entries.sort(key=self._response)
-        elif policy == "shortest-prefill-first":
-            entries.sort(key=lambda entry: (entry.late, _work(entry), entry.queued))
+        if policy in self._keys:
+            entries.sort(key=self._keys[policy])
         elif policy == "dfs-weight":
             self.entries = self._depth_first()
-        if policy not in CACHE_AWARE and o.radix_eviction_policy == "lru" and not o.disable_radix_cache and entries:
+        if self._keeps_recent and policy not in CACHE_AWARE and entries:
             self._keep_recent()
 
     def _match_all(self) -> None:
@@ -143,30 +145,30 @@ class WaitingQueue:
             while node is not None:
                 weight[node] = weight.get(node, 0) + 1
                 node = node.parent
-        found: list[Entry] = []
+        order: list[Entry] = []
         ahead = [(self._pool.tree.root, False)]
         while ahead:
             at, below_done = ahead.pop()
             if below_done:
-                found += here.get(at, [])
+                order += here.get(at, [])
                 continue
             below = sorted([n for n in at.children.values() if n in weight], key=lambda n: -weight[n])
             ahead.append((at, True))
             ahead += [(n, False) for n in reversed(below)]
-        return found
+        return order
 
     def reserve(self, todo: int, budget: int) -> int:
         """shortest-prefill-first: most tokens of a chunk that has so many to go, beside the shorter ones that wait."""
-        size, kept = self._pool.block_size, 0
+        size, reserved = self._pool.block_size, 0
         if self._options.schedule_policy != "shortest-prefill-first" or budget < 2 * size:
             return budget
         for entry in self.entries:
             work = _work(entry)
             paged = -(-work // size) * size
-            if work >= todo or kept + paged > budget - size:
+            if work >= todo or reserved + paged > budget - size:
                 break
-            kept += paged
-        return (budget - kept) // size * size if kept else budget
+            reserved += paged
+        return (budget - reserved) // size * size if reserved else budget
 
 
 def _work(entry: Entry) -> int:

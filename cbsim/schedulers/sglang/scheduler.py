@@ -164,10 +164,10 @@ class SglangScheduler(SchedulerBase):
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
-    def _seats(self, held: int) -> int:
+    def _slots(self, running: int) -> int:
         """Requests that a batch may take, of which so many have a place already."""
         most = self.options.max_running_requests
-        return min(most - len(self.batch), max(0, most - len(self.running) + held))
+        return min(most - len(self.batch), max(0, most - len(self.running) + running))
 
     def _prefill(self) -> StepPlan | None:
         o, chunked = self.options, self.chunked
@@ -176,7 +176,7 @@ class SglangScheduler(SchedulerBase):
         if chunked is None:
             if self.full or not self.waiting:
                 return None
-            if not o.preempts and self._seats(0) <= 0:
+            if not o.preempts and self._slots(0) <= 0:
                 self.full = True
                 return None
         self.waiting.sort()
@@ -202,21 +202,21 @@ class SglangScheduler(SchedulerBase):
 
     def _admit(self, prefill: Prefill) -> None:
         """The queue in order: nobody is passed over."""
-        o, taken, held = self.options, prefill.taken, len(prefill.taken)
+        o, taken, running = self.options, prefill.taken, len(prefill.taken)
         for entry in self.waiting.entries:
             if prefill.spent:
                 return
-            self.full |= len(taken) >= self._seats(held)
+            self.full |= len(taken) >= self._slots(running)
             if self.full and not (o.preempts and self._preempt(entry, prefill)):
                 return
-            tokens = self._let_in(entry, prefill)
+            tokens = self._admit_one(entry, prefill)
             if tokens == NO_ROOM or (tokens > 0 and not prefill.fits(self.room)):
                 self.full = bool(taken or self.batch)
                 return
             if tokens == NOT_NOW or prefill.spent:
                 return
 
-    def _let_in(self, entry: Entry, prefill: Prefill) -> int:
+    def _admit_one(self, entry: Entry, prefill: Prefill) -> int:
         """Tokens of a request that the batch computes, or why it has to wait."""
         pool, request = self.pool, entry.request
         entry.node = pool.match(entry.key, request.target - 1)
@@ -225,7 +225,7 @@ class SglangScheduler(SchedulerBase):
         tokens = prefill.extent(entry, self.batch.values(), self.room, cuts=self.chunked is None)
         if tokens > 0:
             prefill.take(entry, tokens)
-            pool.admit(request, entry.key, entry.node)
+            pool.enter(request, entry.key, entry.node)
             if tokens < entry.todo:
                 self.chunked = entry
         pool.unlock(entry.node)
@@ -233,7 +233,7 @@ class SglangScheduler(SchedulerBase):
 
     def _preempt(self, entry: Entry, prefill: Prefill) -> bool:
         """Less urgent ones, least urgent first, give way until a request fits; nobody does if that is not enough."""
-        needed = self.asked(entry) + min(entry.max_new, CLIP) - (self.room - prefill.total)
+        needed = self.extend_tokens(entry) + min(entry.max_new, CLIP) - (self.room - prefill.total)
         less = entry.rank + self.options.priority_scheduling_preemption_threshold
         victims = giving_way([e for e in self.batch.values() if e.rank > less], needed, self.ratio)
         if not victims:
@@ -244,9 +244,11 @@ class SglangScheduler(SchedulerBase):
             self._set_back(victim, len(self.batch) - 1)
         return True
 
-    def asked(self, entry: Entry) -> int:
+    def extend_tokens(self, entry: Entry) -> int:
         """Tokens that a request computes if it is let in."""
-        return entry.request.target - self.pool.match(entry.key, entry.request.target - 1).end * self.pool.block_size
+        return (
+            entry.request.target - self.pool.match(entry.key, entry.request.target - 1).end * self.pool.block_size
+        )
 
     def _launch(self, prefill: Prefill) -> StepPlan:
         pool, decoding, taken = self.pool, self.decoding, prefill.taken
@@ -310,10 +312,10 @@ class SglangScheduler(SchedulerBase):
         """Those whose last token is in flight decode no more. Are there any?"""
         ending = [r for r in self.decoding.unbatched if r in self.batch and r.scheduled >= r.limit]
         for request in ending:
-            self.leave(request)
+            self.leave_batch(request)
         return bool(ending)
 
-    def leave(self, request: Request) -> None:
+    def leave_batch(self, request: Request) -> None:
         """It decodes no more."""
         entry = self.batch.pop(request)
         self._counted[entry.whole] -= min(entry.max_new, CLIP)
@@ -352,12 +354,12 @@ class SglangScheduler(SchedulerBase):
         self._set_back(entry, 0)
         return [entry]
 
-    def _set_back(self, entry: Entry, others: int) -> None:
+    def _set_back(self, entry: Entry, remaining: int) -> None:
         """It loses its memory and has to wait again; there is to be room for the `others` that go on."""
-        self.leave(entry.request)
+        self.leave_batch(entry.request)
         del self.running[entry.request]
         self.decoding.preempt(entry.request, drop_in_flight=True)
-        self.pool.make_room(RETRACT_STEPS * others)
+        self.pool.make_room(RETRACT_STEPS * remaining)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -383,7 +385,7 @@ class SglangScheduler(SchedulerBase):
 
     def _finish(self, request: Request, reason: Finish) -> None:
         if request in self.batch:
-            self.leave(request)
+            self.leave_batch(request)
             self._departed = True
         del self.running[request]
         self.decoding.end(request, reason)

@@ -202,8 +202,8 @@ class BeamScheduler(SchedulerBase):
         return replace(plan, ranked=tuple(ranked))
 
     def _has_room(self, search: Search) -> bool:
-        seats = self.options.max_num_seqs - len(self.running)
-        return len(search.beams) <= seats and search.blocks <= self.pool.num_blocks - self._scheduled
+        slots = self.options.max_num_seqs - len(self.running)
+        return len(search.beams) <= slots and search.blocks <= self.pool.num_blocks - self._scheduled
 
     def _let_in(self, search: Search) -> None:
         self._scheduled += search.blocks

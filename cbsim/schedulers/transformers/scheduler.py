@@ -47,7 +47,7 @@ class Forks:
         self._decoding = decoding
         self._samples: dict[Request, list[Request]] = {}
         self.due: list[Request] = []  # will have read its prompt but for one token, in the order planned
-        self._untold: dict[Request, list[int]] = {}  # active, without a row listed since: blocks got for empty rows
+        self._unlisted: dict[Request, list[int]] = {}  # active, without a row listed since: blocks got for empty rows
 
     def __contains__(self, request: Request) -> bool:
         """Has it samples that wait for it?"""
@@ -67,15 +67,15 @@ class Forks:
 
     def hold(self, request: Request, blocks: list[int]) -> None:
         """Its row had no tokens; these blocks are told of with the next one."""
-        self._untold.setdefault(request, []).extend(blocks)
+        self._unlisted.setdefault(request, []).extend(blocks)
 
     def has_begun(self, request: Request) -> bool:
         """Has it had a row that was empty, or come out of a fork, and no row since?"""
-        return request in self._untold
+        return request in self._unlisted
 
-    def told(self, request: Request, blocks: list[int]) -> list[int]:
+    def unlisted(self, request: Request, blocks: list[int]) -> list[int]:
         """The blocks to list with a row: `blocks`, behind those of rows that were not listed."""
-        return [*self._untold.pop(request, ()), *blocks] if self._untold else blocks
+        return [*self._unlisted.pop(request, ()), *blocks] if self._unlisted else blocks
 
     def take(self) -> list[Fork]:
         """The forks that are due, the last planned first. Nobody waits for these requests any more."""
@@ -104,7 +104,7 @@ class Forks:
 
     def set_back(self, request: Request) -> None:
         """It has lost its blocks. Its samples go on waiting."""
-        self._untold.pop(request, None)
+        self._unlisted.pop(request, None)
         self.due = [due for due in self.due if due is not request]
 
     def orphans(self, request: Request) -> list[Request]:
@@ -179,7 +179,7 @@ class TransformersScheduler(SchedulerBase):
         super().__init__(o, decoding)
         self.running: dict[Request, None] = {}
         self.waiting: dict[Request, None] = {}
-        self.forks = Forks(self.decoding)
+        self.sampling = Forks(self.decoding)
         self.host = self.make_host()
         self.returned: list[Request] = []  # from the host, in the step planned last
         self._silent: dict[int, list[tuple[Request, int]]] = {}  # step -> those of them without tokens, their epochs
@@ -222,7 +222,7 @@ class TransformersScheduler(SchedulerBase):
         request = self.decoding.add(spec, spec.max_tokens)
         first = self.requests.get(spec.sample_of) if spec.sample_of else None
         if first and first.status is Status.WAITING and not first.seen:
-            self.forks.expect(first, request)
+            self.sampling.expect(first, request)
         else:
             self.waiting[request] = None
 
@@ -266,12 +266,12 @@ class TransformersScheduler(SchedulerBase):
 
     def _in_queue(self) -> Iterator[Request]:
         """Those that come back from the host and the others by turns, each in order of the queue."""
-        waiting, held = list(self.waiting), self.host.tables
-        if not held:
+        waiting, parked = list(self.waiting), self.host.tables
+        if not parked:
             return iter(waiting)
-        back, others = [r for r in waiting if r in held], [r for r in waiting if r not in held]
-        turns = [request for pair in zip(back, others, strict=False) for request in pair]
-        return iter([*turns, *back[len(others) :], *others[len(back) :]])
+        back, rest = [r for r in waiting if r in parked], [r for r in waiting if r not in parked]
+        turns = [request for pair in zip(back, rest, strict=False) for request in pair]
+        return iter([*turns, *back[len(rest) :], *rest[len(back) :]])
 
     def _decode(self, step: Step) -> None:
         """The decoding requests: all at once if none can be refused, else one by one."""
@@ -328,7 +328,7 @@ class TransformersScheduler(SchedulerBase):
 
     def _ends_admission(self, request: Request, free: int) -> bool:
         """It found too few blocks, with so many free. Does nobody get any behind it?"""
-        begins = request.status is Status.WAITING or (request.fresh and not self.forks.has_begun(request))
+        begins = request.status is Status.WAITING or (request.fresh and not self.sampling.has_begun(request))
         return not free and begins
 
     def _query(self, request: Request, step: Step) -> int:
@@ -392,14 +392,14 @@ class TransformersScheduler(SchedulerBase):
         tokens = self._query(request, step)
         if request.status is Status.WAITING:
             self._activate(request, 0)
-        if request in self.forks and tokens >= request.uncomputed - 1:
+        if request in self.sampling and tokens >= request.uncomputed - 1:
             tokens = request.uncomputed - 1
-            self.forks.reached(request)
+            self.sampling.reached(request)
         if tokens:
-            step.rows[request] = self.decoding.row(request, tokens, self.forks.told(request, blocks))
+            step.rows[request] = self.decoding.row(request, tokens, self.sampling.unlisted(request, blocks))
         else:
             self._observer.held_back(request, len(step.rows) + step.decodes + len(step.held_back))
-            self.forks.hold(request, blocks)
+            self.sampling.hold(request, blocks)
             step.held_back.append(request)
         self._charge(step, tokens, self._reads(request), 1, self._is_fast(request, tokens))
 
@@ -407,7 +407,7 @@ class TransformersScheduler(SchedulerBase):
         """Who has read its prompt but for one token shares what it has with its samples, as many as find room for what
         each needs of its own. The others wait like any request, the last of them first.
         """
-        for request, samples in self.forks.take():
+        for request, samples in self.sampling.take():
             for sample in reversed(self._fork_off(request, samples, request.hashed)):
                 self.waiting[sample] = None
 
@@ -419,7 +419,7 @@ class TransformersScheduler(SchedulerBase):
         return samples[fit:]
 
     def _admit(self, request: Request, samples: list[Request], whole: int) -> None:
-        self.forks.fork(request, samples, whole)
+        self.sampling.fork(request, samples, whole)
         for sample in samples:
             self.running[sample] = None
 
@@ -446,7 +446,7 @@ class TransformersScheduler(SchedulerBase):
         if not self.host.park(request, drop_in_flight=True):
             self.decoding.call_off(request)
             self.decoding.preempt(request, drop_in_flight=True)
-        self.forks.set_back(request)
+        self.sampling.set_back(request)
         del self.running[request]
 
     def _requeue(self, victims: list[Request]) -> None:
@@ -463,8 +463,8 @@ class TransformersScheduler(SchedulerBase):
         return self.decoding.plan(step.rows, **queues, lead=step.lead, fast_decode=step.fast)
 
     def _restore(self, step: Step) -> None:
-        held = self.host.tables
-        self.returned = [request for request in (*step.rows, *step.held_back) if request in held]
+        parked = self.host.tables
+        self.returned = [request for request in (*step.rows, *step.held_back) if request in parked]
         for request in self.returned:
             self.host.restore(request)
         if step.held_back and self.options.allow_block_sharing:
@@ -477,7 +477,7 @@ class TransformersScheduler(SchedulerBase):
             for request, epoch in self._silent.pop(plan.step, ()):
                 if request.epoch == epoch and request.status is Status.PREFILL:
                     self.decoding.complete_without_tokens(request)
-        if self.forks.due:
+        if self.sampling.due:
             self._fork()
         return outcome
 
@@ -491,8 +491,8 @@ class TransformersScheduler(SchedulerBase):
         elif request in self.waiting:
             del self.waiting[request]
         else:
-            self.forks.drop(request)
-        for sample in self.forks.orphans(request):
+            self.sampling.drop(request)
+        for sample in self.sampling.orphans(request):
             self.waiting[sample] = None
         self.host.forget(request)
         self.decoding.call_off(request)

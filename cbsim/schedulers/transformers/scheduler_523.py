@@ -88,7 +88,7 @@ class Transformers523(TransformersScheduler):
 
     def _fits(self, request: Request, step: Step) -> bool:
         """A row without tokens is none of the fast path, and pays for what it reads."""
-        if request in self.forks and request.uncomputed == 1:
+        if request in self.sampling and request.uncomputed == 1:
             return step.kv >= request.computed
         return super()._fits(request, step)
 
@@ -97,7 +97,7 @@ class Transformers523(TransformersScheduler):
         their order.
         """
         self.cache.reclaim()
-        for request, samples in self.forks.take():
+        for request, samples in self.sampling.take():
             whole = request.computed // self.options.block_size if self.options.allow_block_sharing else 0
             for sample in self._fork_off(request, samples, whole):
                 self.waiting[sample] = None

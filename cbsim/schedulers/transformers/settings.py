@@ -157,7 +157,7 @@ def layer_groups(site: Site, version: str) -> Cut:
 def resolve(settings: TransformersSettings, site: Site) -> TransformersOptions:
     """Step and cache as the library solves them."""
     made = layer_groups(site, settings.version)
-    most, given = 0 if made.groups else settings.max_blocks_per_request, settings.max_batch_tokens
+    most, stated = 0 if made.groups else settings.max_blocks_per_request, settings.max_batch_tokens
     unit = site.block_bytes * made.layers // site.layers
     if settings.version == "5.23":
         per = made.per_sector(unit)
@@ -170,9 +170,9 @@ def resolve(settings: TransformersSettings, site: Site) -> TransformersOptions:
             max_blocks_per_request=most,
             max_requests=settings.max_requests_per_batch,
         )
-        size = fit_5_23(site, costs, sectors, given or BATCH_TOKENS)
+        size = fit_5_23(site, costs, sectors, stated or BATCH_TOKENS)
     else:
-        per, size = 1, fit_5_17(site, most, given, made.layers, max(1, len(made.groups)))
+        per, size = 1, fit_5_17(site, most, stated, made.layers, max(1, len(made.groups)))
     margin = 0.15 if settings.name == FIFO else 0.0
     return resolved(
         settings,

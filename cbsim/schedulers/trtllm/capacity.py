@@ -113,7 +113,7 @@ class MaxUtilization(Capacity):
     def one_by_one(self, generating: list[Request], contexts: dict[Request, None]) -> Fit:
         return self._walk(sorted([*generating, *contexts], key=by_order), 0, 0)
 
-    def _walk(self, line: list[Request], seats: int, used: int) -> Fit:
+    def _walk(self, line: list[Request], slots: int, used: int) -> Fit:
         """In order of arrival, behind those who take so many seats and blocks. For whom there is none, the last started
         from him on is paused, perhaps himself, and nobody behind that one is looked at; if there is none, that is all.
         """
@@ -123,7 +123,7 @@ class MaxUtilization(Capacity):
         while at < end:
             request = line[at]
             needed = self.one_step(request)
-            if seats + len(fits) < self.options.max_num_requests and used + needed <= free:
+            if slots + len(fits) < self.options.max_num_requests and used + needed <= free:
                 used += needed
                 fits.append(request)
                 at += 1

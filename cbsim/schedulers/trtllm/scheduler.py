@@ -73,14 +73,14 @@ class MicroBatch:
 
     def _cut(self, contexts: list[Part], capacity: int) -> list[Part]:
         """Parts that fit what is left of the step; whose prompt goes on after it comes first."""
-        wanted = [tokens for _, tokens in contexts]
-        if sum(wanted) <= capacity:
+        missing = [tokens for _, tokens in contexts]
+        if sum(missing) <= capacity:
             return contexts
         equal = self.options.context_chunking_policy == "EQUAL_PROGRESS"
         share = equal_progress if equal else first_come_first_served
-        parts = share(wanted, capacity, self.options.chunk_unit_size)
-        cut = [(request, part) for (request, want), part in zip(contexts, parts, strict=True) if 0 < part < want]
-        return cut + [(request, part) for (request, want), part in zip(contexts, parts, strict=True) if part == want]
+        parts = share(missing, capacity, self.options.chunk_unit_size)
+        cut = [(request, part) for (request, whole), part in zip(contexts, parts, strict=True) if 0 < part < whole]
+        return cut + [(request, part) for (request, whole), part in zip(contexts, parts, strict=True) if part == whole]
 
     def _waits(self, contexts: list[Part], generating: int) -> bool:
         """Do the prompts wait for more of them? Never if nobody generates."""
@@ -93,24 +93,24 @@ class MicroBatch:
         return waits
 
 
-def first_come_first_served(wanted: list[int], capacity: int, unit: int) -> list[int]:
+def first_come_first_served(missing: list[int], capacity: int, unit: int) -> list[int]:
     """Each gets what is left; if that is not all, a multiple of `unit` of it."""
     parts: list[int] = []
-    for want in wanted:
-        part = want if want <= capacity else capacity // unit * unit
+    for whole in missing:
+        part = whole if whole <= capacity else capacity // unit * unit
         parts.append(part)
         capacity -= part
     return parts
 
 
-def equal_progress(wanted: list[int], capacity: int, unit: int) -> list[int]:
+def equal_progress(missing: list[int], capacity: int, unit: int) -> list[int]:
     """Round by round each gets up to `unit` more, if that is left, until nobody gets anything."""
-    parts = [0] * len(wanted)
+    parts = [0] * len(missing)
     grew = True
     while grew and capacity:
         grew = False
-        for i, want in enumerate(wanted):
-            more = min(unit, want - parts[i])
+        for i, whole in enumerate(missing):
+            more = min(unit, whole - parts[i])
             if 0 < more <= capacity:
                 parts[i] += more
                 capacity -= more

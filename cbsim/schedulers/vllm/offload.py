@@ -38,16 +38,16 @@ class SimpleOffload:
         """Blocks found are pinned until they are asked for again: to try is to use them."""
         self._unpin(request)
         size = self._pool.block_size
-        found: list[int] = []
+        hits: list[int] = []
         for i in range(local // size, (request.target - 1) // size):
             block = self.host.find(self._pool.key(request, i))
             if block is None:
                 break
-            found.append(block)
-        if found:
-            self.host.pin(found)
-            self._pins[request] = found
-        return len(found) * size
+            hits.append(block)
+        if hits:
+            self.host.pin(hits)
+            self._pins[request] = hits
+        return len(hits) * size
 
     def _unpin(self, request: Request) -> None:
         pinned = self._pins.pop(request, None)
@@ -280,18 +280,18 @@ class NativeOffload:
         last = request.target // size
         if last * size - local < size:
             return 0
-        found: list[int] = []
+        hits: list[int] = []
         for chunk in range(first, last):
             key = self._key(request, chunk)
             if not self.cache.has(key):
                 break
-            found.append(key)
-        if [key for key in found if not self.cache.written(key)]:
+            hits.append(key)
+        if [key for key in hits if not self.cache.written(key)]:
             return None
-        external = (first + len(found)) * size - local
-        if not found or external < size:
+        external = (first + len(hits)) * size - local
+        if not hits or external < size:
             return 0
-        return None if [key for key in found if key in self._read] else external
+        return None if [key for key in hits if key in self._read] else external
 
     def _key(self, request: Request, chunk: int) -> int:
         return self._pool.key(request, (chunk + 1) * self._blocks - 1)
@@ -364,7 +364,7 @@ class NativeOffload:
         stored, per_chunk = self._jobs[number], self._blocks
         if stored.loads:
             return
-        places = [place * per_chunk + i for place in self.cache.places(stored.keys) for i in range(per_chunk)]
+        places = [chunk * per_chunk + i for chunk in self.cache.places(stored.keys) for i in range(per_chunk)]
         transfer = Transfer(Direction.OUT, tuple(stored.blocks), tuple(places), stored.owner.request.spec, job)
         self._decoding.transfers.append(transfer)
 
@@ -378,8 +378,8 @@ class NativeOffload:
         left = [number for number, job in self._jobs.items() if job.owner.over]
         if left:
             tables = [self._pool.tables[request] for request in [*(r for r, _ in ahead.admitted), *ahead.loading]]
-            given = {*ahead.given, *[block for table in tables for block in table]}
-            flushed.update([number for number in left if not given.isdisjoint(self._jobs[number].blocks)])
+            written = {*ahead.grown, *[block for table in tables for block in table]}
+            flushed.update([number for number in left if not written.isdisjoint(self._jobs[number].blocks)])
         return sorted(flushed)
 
     def ended(self, request: Request, reason: Finish, computed: int) -> bool:

@@ -61,11 +61,11 @@ class Admission(Protocol):
 class Ahead:
     """The step that is being planned, for a connector to order its stores."""
 
-    def __init__(self, running: Rows, admitted: Rows, loading: list[Request], given: list[int], alone: bool) -> None:
+    def __init__(self, running: Rows, admitted: Rows, loading: list[Request], grown: list[int], alone: bool) -> None:
         self.running = running  # rows of those that ran before, in the order of their admission
         self.admitted = admitted
         self.loading = loading  # requests whose loads begin with it
-        self.given = given  # blocks that its running rows got
+        self.grown = grown  # blocks that its running rows got
         self.alone = alone  # no request is left
 
 
@@ -231,7 +231,7 @@ class Transfers:
         decoding = self._decoding
         before: Rows = []
         admitted: Rows = []
-        given = list(decoding.grown_blocks)
+        grown = list(decoding.grown_blocks)
         for request in running:
             row = rows.get(request)
             if row is None:
@@ -241,9 +241,9 @@ class Transfers:
                 admitted.append((request, row.tokens))
             else:
                 before.append((request, row.tokens))
-                given += row.blocks
+                grown += row.blocks
         loading, self._loading = self._loading, []
-        ahead = Ahead(before, admitted, loading, given, not decoding.requests)
+        ahead = Ahead(before, admitted, loading, grown, not decoding.requests)
         self.connector.order(decoding.batched.planned, ahead)
         if before or admitted:
             self._planned += 1
@@ -296,13 +296,13 @@ class Transfers:
         """A request is over and has left its queue. Does it keep its blocks for now?"""
         load, keeps = self.loads.get(request), self.in_flight(request)
         self._last_row.pop(request, None)
-        kept = self.connector.ended(request, reason, request.computed if load is None else load.computed)
+        unfetched = self.connector.ended(request, reason, request.computed if load is None else load.computed)
         if load is not None:
             load.dead = not load.reported
             if load.reported:
                 del self.loads[request]
             return load.dead
-        if kept:
+        if unfetched:
             return True
         if keeps:
             self._deferred.append((self._planned, request))
@@ -326,23 +326,23 @@ class HandOff:
     """
 
     def __init__(self, decoding: Decoding) -> None:
-        self.kept: dict[Request, int] = {}  # ended, with the job that fetches its blocks
+        self.unfetched: dict[Request, int] = {}  # ended, with the job that fetches its blocks
         self._decoding = decoding
         self._loading: dict[int, Request] = {}
-        self._asked: set[Request] = set()  # have got what they asked for, be it broken
+        self._requested: set[Request] = set()  # have got what they asked for, be it broken
         self._ordered: list[Transfer] = []  # since the plan before
         self._jobs = self._places = 0
 
     @property
     def busy(self) -> bool:
-        return bool(self.kept)
+        return bool(self.unfetched)
 
     def match(self, request: Request, local: int) -> int | None:
-        wishes = request.spec.computed_elsewhere and request not in self._asked
+        wishes = request.spec.computed_elsewhere and request not in self._requested
         return request.spec.prompt_tokens - local if wishes else 0
 
     def load(self, request: Request, local: int, external: int) -> None:
-        self._asked.add(request)
+        self._requested.add(request)
         pool = self._decoding.pool
         self._loading[self._jobs] = request
         self._order(Direction.IN, request, pool.tables[request][local // pool.block_size :])
@@ -355,31 +355,31 @@ class HandOff:
         self._ordered = []
 
     def ended(self, request: Request, reason: Finish, computed: int) -> bool:
-        self._asked.discard(request)
+        self._requested.discard(request)
         if reason is Finish.ABORTED or not request.spec.fetched_later:
             return False
         pool = self._decoding.pool
-        self.kept[request] = self._jobs
+        self.unfetched[request] = self._jobs
         self._order(Direction.OUT, request, pool.tables[request][: pool.blocks_for(computed)])
         return True
 
-    def _order(self, way: Direction, request: Request, blocks: list[int]) -> None:
+    def _order(self, direction: Direction, request: Request, blocks: list[int]) -> None:
         """A job, whose other side has places that no other job names."""
         here, there = tuple(blocks), tuple(range(self._places, self._places + len(blocks)))
-        sources, targets = (here, there) if way is Direction.OUT else (there, here)
-        self._ordered.append(Transfer(way, sources, targets, request.spec, self._jobs))
+        sources, targets = (here, there) if direction is Direction.OUT else (there, here)
+        self._ordered.append(Transfer(direction, sources, targets, request.spec, self._jobs))
         self._jobs += 1
         self._places += len(blocks)
 
     def completed(self, step: int, jobs: list[int]) -> list[Request]:
         loaded = [self._loading.pop(job) for job in jobs if job in self._loading]
-        fetched = [request for job in jobs for request, of in self.kept.items() if of == job]
+        fetched = [request for job in jobs for request, of in self.unfetched.items() if of == job]
         for request in fetched:
-            del self.kept[request]
+            del self.unfetched[request]
         return loaded + fetched
 
     def check(self) -> None:
         """Raise AssertionError unless who is kept holds its blocks, and who loads has asked."""
         tables = self._decoding.pool.tables
-        assert all(request in tables for request in self.kept), "who is kept has lost its blocks"
+        assert all(request in tables for request in self.unfetched), "who is kept has lost its blocks"
         assert all(request in tables for request in self._loading.values()), "a load into blocks of nobody"
