@@ -15,58 +15,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import DEPTHS, FAMILIES, Case, check_ends, sector_cases, transformers_cases
+from support.contents import Contents
 from support.helpers import Ask, Drive
 
 from cbsim.kv.blocks import BlockPool, CachedLast
 from cbsim.policy.plan import Row, StepPlan, Underway
 from cbsim.policy.request import Finish, Request, RequestSpec
-from cbsim.policy.transfers import DEVICE, Direction, Place, Transfer
+from cbsim.policy.transfers import DEVICE, Direction, Transfer
 from cbsim.schedulers.transformers.scheduler import TransformersScheduler
 from cbsim.schedulers.transformers.settings import TransformersOptions
-
-Content = tuple[int, ...]  # a token, and all before it
 
 
 class Memory:
     """Blocks of device and host, and what was written in each of their places. Its steps come from plans alone."""
 
     def __init__(self, drive: Drive) -> None:
-        self.drive = drive
-        self.size = drive.scheduler.pool.block_size
-        self.places: dict[Place, list[Content | None]] = {}
-        self.underway = Underway(self.size)
+        self.drive, size = drive, drive.scheduler.pool.block_size
+        self.contents, self.underway = Contents(drive.asks, size), Underway(size)
         self.moves: list[Transfer] = []
-        self.new_blocks = 0
         drive.on_step = self.step
 
     def step(self, plan: StepPlan, rows: list[Row]) -> None:
+        pool = self.drive.scheduler.pool
         self.underway.planned(plan)
         self.moves += plan.transfers
-        self.new_blocks += plan.counts.new_blocks
-        for move in plan.transfers:
-            self._move(move)
-        for row in rows:
-            for at in range(row.start, row.start + row.tokens):
-                self._block(row, at)[at % self.size] = self._content(row, at)
-        for row in rows:
-            for at in range(row.start + row.tokens):
-                assert self._block(row, at)[at % self.size] == self._content(row, at), (plan.step, row, at)
-
-    def _move(self, move: Transfer) -> None:
-        pool = self.drive.scheduler.pool
-        for tier, block in (*move.read, *move.written):
+        for tier, block in (place for move in plan.transfers for place in (*move.read, *move.written)):
             assert 0 <= block <= (pool.num_blocks if tier == DEVICE else pool.host_blocks - 1)
-        for source, target in zip(move.read, move.written, strict=True):
-            self.places[target] = list(self.places[source])
-
-    def _block(self, row: Row, at: int) -> list[Content | None]:
-        block = self.drive.executor.tables[row.spec][at // self.size]
-        return self.places.setdefault((DEVICE, block), [None] * self.size)
-
-    def _content(self, row: Row, at: int) -> Content:
-        text = self.drive.asks[row.spec].text
-        own = 1000 + row.spec.index
-        return (*text[: at + 1], *[own] * (at + 1 - len(text)))  # a row may be planned behind a text's end
+        self.contents.step(plan, rows, self.drive.executor.tables)
 
 
 @FAMILIES
@@ -287,18 +262,18 @@ def test_a_shared_block_freed_with_its_first_owner_is_found() -> None:
 
 
 def _uncopied(memory: Memory) -> None:
-    memory._move = lambda move: None  # type: ignore[method-assign]
+    memory.contents._copy = lambda move: None  # type: ignore[method-assign]
 
 
 def _misplaced(memory: Memory) -> None:
     """What comes back from the host arrives in another order."""
-    move = memory._move
+    move = memory.contents._copy
 
     def moved(listed: Transfer) -> None:
         back = listed.direction is Direction.IN
         move(Transfer(listed.direction, listed.sources, listed.targets[::-1], listed.spec) if back else listed)
 
-    memory._move = moved  # type: ignore[method-assign]
+    memory.contents._copy = moved  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("fault", [_uncopied, _misplaced])

@@ -13,82 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import DEPTHS, MOST_TOKENS, asks, check_ends
-from support.helpers import Ask, Drive, Executor, Overridden
+from support.contents import Mover
+from support.helpers import Ask, Drive, Overridden
 
 from cbsim.kv.host_cache import Arc, HostCache, Lru, Visitor
-from cbsim.policy.plan import Row, StepPlan, StepResult, Underway
 from cbsim.policy.request import RequestSpec
-from cbsim.policy.transfers import DEVICE, HOST, IN_ORDER, Place, Transfer
+from cbsim.policy.transfers import DEVICE, HOST
 from cbsim.schedulers.vllm.scheduler import VllmScheduler
 from cbsim.schedulers.vllm.settings import VllmOptions
-
-Token = tuple[int, int]  # (content of everything up to it, its position), or (minus a request's number, its position)
-
-
-def token(spec: RequestSpec, position: int) -> Token:
-    """What the KV at a position of a request comes from; equal where content is declared to be."""
-    unit = position // spec.prefix_block_tokens
-    declared = unit < len(spec.prefix) and position < spec.prefix_tokens
-    return (spec.prefix[unit] if declared else -1 - spec.index), position
-
-
-class Tiers(Executor):
-    """An executor that has blocks: rows write them and find in them what they read, moves copy them. A job copies when
-    it is over, so that nobody may touch its blocks before.
-    """
-
-    def __init__(self, asks: list[Ask], block_size: int, latency: Callable[[], int]) -> None:
-        super().__init__(asks)
-        self.block_size = block_size
-        self.held: dict[Place, dict[int, Token]] = {}
-        self.underway = Underway(block_size)
-        self.moved = {DEVICE: 0, HOST: 0}  # blocks by where they went
-        self._latency = latency
-        self._left: dict[int, int] = {}  # job -> results until it is over
-        self._ordered: dict[int, int] = {}  # job -> the step that ordered it
-
-    def rows(self, plan: StepPlan) -> list[Row]:
-        for job in plan.awaited:
-            self._copy_all(job)
-        self.underway.planned(plan)
-        for move in plan.transfers:
-            if move.job == IN_ORDER:
-                self._copy(move)
-            elif move.job not in self._left:
-                self._left[move.job], self._ordered[move.job] = self._latency(), plan.step
-        rows = super().rows(plan)
-        for row in rows:
-            self._compute(row)
-        return rows
-
-    def _compute(self, row: Row) -> None:
-        table, size = self.tables[row.spec], self.block_size
-        for position in range(row.start):
-            found = self.held.get((DEVICE, table[position // size]), {}).get(position % size)
-            assert found == token(row.spec, position), (row.spec.id, position, found, "not what was computed")
-        for position in range(row.start, row.start + row.tokens):
-            content = self.held.setdefault((DEVICE, table[position // size]), {})
-            content[position % size] = token(row.spec, position)
-
-    def _copy_all(self, job: int) -> None:
-        for move in self.underway.jobs.get(job, ()):
-            self._copy(move)
-        if job in self._left:
-            self._left[job] = 0
-
-    def _copy(self, move: Transfer) -> None:
-        for source, target in zip(move.read, move.written, strict=True):
-            self.held[target] = dict(self.held[source])
-            self.moved[target[0]] += 1
-
-    def result(self, step: int) -> StepResult:
-        over = [job for job, left in self._left.items() if left <= 0 and self._ordered[job] <= step]
-        for job in over:
-            self._copy_all(job)
-            del self._left[job], self._ordered[job]
-        self._left = {job: left - 1 for job, left in self._left.items()}
-        self.underway.completed(tuple(over))
-        return StepResult(super().result(step).stopped, moved=tuple(over))
 
 
 class OffloadDrive(Drive):
@@ -98,7 +30,7 @@ class OffloadDrive(Drive):
         self, scheduler: VllmScheduler, workload: list[Ask], depth: int, latency: Callable[[], int] = lambda: 1
     ) -> None:
         super().__init__(scheduler, workload, depth)
-        self.tiers = self.executor = Tiers(workload, scheduler.pool.block_size, latency)
+        self.tiers = self.executor = Mover(workload, scheduler.pool.block_size, latency)
 
     def check(self) -> None:
         super().check()
@@ -205,14 +137,14 @@ def _turn(dice: random.Random, index: int) -> Ask:
     spec = RequestSpec(index, f"r{index}", 0, prompt, outputs, outputs, priority, content, 1, prompt + outputs)
     arrives = dice.randint(0, 150)
     cancelled = arrives + dice.randint(0, 15) if dice.random() < 0.25 else None
-    return Ask(spec, arrives, cancelled, dice.randint(1, outputs) if dice.random() < 0.3 else None)
+    return Ask(spec, arrives, cancelled, dice.randint(1, outputs) if dice.random() < 0.3 else None, content)
 
 
 def told(index: int, prompt: int, outputs: int, arrives: int, first: int = 0) -> Ask:
     """A request whose tokens all have declared content: those of the requests with the same `first`."""
     content = tuple(1000 * first + i for i in range(prompt + outputs))
     spec = RequestSpec(index, f"r{index}", 0, prompt, outputs, outputs, 0, content, 1, prompt + outputs)
-    return Ask(spec, arrives, None, None)
+    return Ask(spec, arrives, None, None, content)
 
 
 KINDS = pytest.mark.parametrize(
@@ -239,7 +171,7 @@ def test_what_the_device_has_lost_comes_back(depth: int, kind: dict[str, Any]) -
     again = drive.requests[workload[3].spec]
     assert again.cached is not None
     assert again.cached >= 8
-    assert drive.tiers.moved[DEVICE] >= 4
+    assert drive.tiers.contents.moved[DEVICE] >= 4
 
 
 def careless(scheduler: VllmScheduler) -> Any:
@@ -280,7 +212,7 @@ def test_a_block_handed_out_under_a_store_is_caught(depth: int, kind: str, fault
     drive = OffloadDrive(build(), workload, depth, lambda: 12)
     drive.run()
     check_ends(drive)
-    assert drive.tiers.moved[HOST] >= 6
+    assert drive.tiers.contents.moved[HOST] >= 6
 
     scheduler = build()
     assert scheduler.transfers is not None
@@ -297,7 +229,7 @@ def test_a_lazy_connector_comes_to_rest(depth: int) -> None:
     drive = OffloadDrive(VllmScheduler(options(depth, **given)), workload, depth, lambda: 2)
     drive.run()
     check_ends(drive)
-    assert drive.tiers.moved[HOST] > 24
+    assert drive.tiers.contents.moved[HOST] > 24
 
 
 # -- the host's cache -------------------------------------------------------------------------------------------------

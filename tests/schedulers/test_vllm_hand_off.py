@@ -4,19 +4,20 @@ who is fetched later keeps what it computed until it is; whatever is cancelled, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedulers.test_vllm_connectors import Token, token
 from support.cases import DEPTHS, MOST_TOKENS, asks, check_ends
-from support.helpers import Ask, Drive, Executor
+from support.contents import Contents, Mover, said
+from support.helpers import Ask, Drive
 
-from cbsim.policy.plan import Row, StepPlan, StepResult, Underway
+from cbsim.policy.plan import Row, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
-from cbsim.policy.transfers import DEVICE, Direction
+from cbsim.policy.transfers import Direction, Transfer
 from cbsim.schedulers.vllm.scheduler import VllmScheduler
 from cbsim.schedulers.vllm.settings import VllmOptions
 from cbsim.schedulers.vllm.transfers import HandOff
@@ -24,78 +25,64 @@ from cbsim.schedulers.vllm.transfers import HandOff
 ROLES = ["kv_consumer", "kv_producer", "kv_both"]
 
 
-class Wire(Executor):
-    """An executor with another server beside it. A transfer is performed when it is over; what arrives is what the
-    prompt says, what is fetched has to be. `broken`: places of a load's blocks that come to nothing.
-    """
+class Remote(Contents):
+    """The places of one server. What arrives from the other one is what the prompt says, but for `broken` blocks."""
+
+    def __init__(self, asks: Mapping[RequestSpec, Ask], block_size: int) -> None:
+        super().__init__(asks, block_size)
+        self.broken: dict[int, tuple[int, ...]] = {}  # job -> blocks
+        self.computed: dict[RequestSpec, int] = {}
+        self.fetched: list[RequestSpec] = []
+
+    def _copy(self, move: Transfer) -> None:
+        assert move.spec is not None
+        (self._arrive if move.direction is Direction.IN else self._fetch)(move, move.spec)
+
+    def _arrive(self, move: Transfer, spec: RequestSpec) -> None:
+        """The last blocks of the prompt, whole but for the last."""
+        first = self._size * (-(-spec.prompt_tokens // self._size) - len(move.targets))
+        for i, place in enumerate(move.written):
+            start = first + i * self._size
+            positions = range(start, min(start + self._size, spec.prompt_tokens))
+            whole = move.targets[i] not in self.broken[move.job]
+            tokens = [said(self._asks, spec, at) for at in positions] if whole else []
+            self.put(place, [*tokens, *self._nothing()][: self._size])
+
+    def _fetch(self, move: Transfer, spec: RequestSpec) -> None:
+        """Everything but what the last token would have written, from the first on."""
+        computed = self.computed[spec]
+        assert len(move.sources) == -(-computed // self._size)
+        there = [token for place in move.read for token in self.held(place)]
+        assert there[:computed] == [said(self._asks, spec, at) for at in range(computed)], "not what was computed"
+        self.fetched.append(spec)
+
+
+class Wire(Mover):
+    """An executor with another server beside it. Some blocks of loads come to nothing."""
+
+    contents: Remote
 
     def __init__(self, workload: list[Ask], block_size: int, data: st.DataObject) -> None:
-        super().__init__(workload)
-        self.size, self.data = block_size, data
-        self.held: dict[int, dict[int, Token]] = {}
-        self.underway = Underway(block_size)
-        self.left: dict[int, int] = {}  # job -> results until it is over
-        self.ordered: dict[int, int] = {}  # job -> the step that ordered it
-        self.broken: dict[int, tuple[int, ...]] = {}  # job -> blocks
-        self.fetched: list[RequestSpec] = []
+        super().__init__(workload, block_size, lambda: data.draw(st.integers(0, self.slowest)))
+        self.contents = Remote(self.asks, block_size)
+        self.contents.computed = self.computed
+        self.broken, self.fetched = self.contents.broken, self.contents.fetched
         self.loads: dict[RequestSpec, int] = {}
-        self.slowest, self.faulty = 6, True
+        self.data, self.slowest, self.faulty = data, 6, True
 
     def rows(self, plan: StepPlan) -> list[Row]:
-        self.underway.planned(plan)
         for move in plan.transfers:
-            assert move.spec is not None and move.job not in self.left, "a job is one transfer"
-            self.left[move.job], self.ordered[move.job] = self.data.draw(st.integers(0, self.slowest)), plan.step
+            assert move.spec is not None and move.job not in self._due, "a job is one transfer"
             if move.direction is Direction.IN:
                 self.loads[move.spec] = self.loads.get(move.spec, 0) + 1
                 bad = self.faulty and self.data.draw(st.sampled_from([False, False, True]))
                 lost = self.data.draw(st.sets(st.sampled_from(move.targets))) if bad else set()
                 self.broken[move.job] = tuple(sorted(lost))
-        rows = super().rows(plan)
-        for row in rows:
-            self._compute(row)
-        return rows
-
-    def _compute(self, row: Row) -> None:
-        table = self.tables[row.spec]
-        for position in range(row.start):
-            found = self.held.get(table[position // self.size], {}).get(position % self.size)
-            assert found == token(row.spec, position), (row.spec.id, position, found, "not what was computed")
-        for position in range(row.start, row.start + row.tokens):
-            self.held.setdefault(table[position // self.size], {})[position % self.size] = token(row.spec, position)
+        return super().rows(plan)
 
     def result(self, step: int) -> StepResult:
-        over = [job for job, left in self.left.items() if left <= 0 and self.ordered[job] <= step]
-        broken: list[int] = []
-        for job in over:
-            for move in self.underway.jobs[job]:
-                (self._arrive if move.direction is Direction.IN else self._fetch)(
-                    move.spec, [*move.read, *move.written], job
-                )
-            broken += self.broken.pop(job, ())
-            del self.left[job], self.ordered[job]
-        self.left = {job: left - 1 for job, left in self.left.items()}
-        self.underway.completed(tuple(over))
-        return StepResult(super().result(step).stopped, moved=tuple(over), broken=tuple(broken))
-
-    def _arrive(self, spec: Any, places: list[Any], job: int) -> None:
-        """The last blocks of the prompt, whole but for the last."""
-        blocks = [block for tier, block in places if tier == DEVICE]
-        first = -(-spec.prompt_tokens // self.size) - len(blocks)
-        for i, block in enumerate(blocks):
-            positions = range((first + i) * self.size, min((first + i + 1) * self.size, spec.prompt_tokens))
-            whole = block not in self.broken[job]
-            self.held[block] = {p % self.size: token(spec, p) for p in positions} if whole else {}
-
-    def _fetch(self, spec: Any, places: list[Any], job: int) -> None:
-        """Everything but what the last token would have written, from the first on."""
-        blocks = [block for tier, block in places if tier == DEVICE]
-        computed = self.computed[spec]
-        assert len(blocks) == -(-computed // self.size)
-        for position in range(computed):
-            found = self.held[blocks[position // self.size]].get(position % self.size)
-            assert found == token(spec, position), (spec.id, position, found, "fetched what is not its own")
-        self.fetched.append(spec)
+        result = super().result(step)
+        return replace(result, broken=tuple(block for job in result.moved for block in self.broken.pop(job, ())))
 
 
 class HandOffDrive(Drive):
@@ -166,7 +153,7 @@ def test_rows_read_what_came_and_fetches_what_was_computed(depth: int) -> None:
 def ask(index: int, prompt: int, outputs: int, arrives: int, cancelled: int | None = None, **wishes: bool) -> Ask:
     text = tuple(1000 * (1 + index) + i for i in range(prompt + outputs))
     spec = RequestSpec(index, f"r{index}", 0, prompt, outputs, outputs, 0, text, 1, prompt + outputs, **wishes)
-    return Ask(spec, arrives, cancelled, None)
+    return Ask(spec, arrives, cancelled, None, text)
 
 
 def options(depth: int, role: str, **given: Any) -> VllmOptions:

@@ -5,12 +5,12 @@ It knows plans alone. Whatever a policy does with blocks, the context of each ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from cbsim.policy.plan import Row, StepPlan
+from cbsim.policy.plan import Row, StepPlan, StepResult, Underway
 from cbsim.policy.request import RequestSpec
-from cbsim.policy.transfers import DEVICE, IN_ORDER, Direction, Place, Transfer
-from support.helpers import Ask
+from cbsim.policy.transfers import DEVICE, HOST, IN_ORDER, Direction, Place, Transfer
+from support.helpers import Ask, Executor
 
 Token = tuple[int, ...]  # a token, and all before it
 OWN = 1000  # and the index of a request: what it says where its text has ended
@@ -30,7 +30,7 @@ class Contents:
     """
 
     def __init__(self, asks: Mapping[RequestSpec, Ask], block_size: int) -> None:
-        self.moved = 0  # blocks
+        self.moved = {DEVICE: 0, HOST: 0}  # blocks, by where they went
         self._asks = asks
         self._size = block_size
         self._held: dict[Place, list[Token | None]] = {}
@@ -68,9 +68,13 @@ class Contents:
             self._held[place] = self._nothing()
 
     def _copy(self, move: Transfer) -> None:
-        self.moved += len(move.sources)
-        found = [self.held(place) for place in move.read]
-        self._held.update(zip(move.written, found, strict=True))
+        for place, source in zip(move.written, [self.held(place) for place in move.read], strict=True):
+            self.put(place, source)
+
+    def put(self, place: Place, tokens: list[Token | None]) -> None:
+        """A move has filled a place."""
+        self.moved[place[0]] += 1
+        self._held[place] = tokens
 
     def _nothing(self) -> list[Token | None]:
         return [None] * self._size
@@ -86,3 +90,36 @@ class Contents:
             found = self._held.get((DEVICE, block), self._nothing())[position % self._size]
             wanted = said(self._asks, row.spec, position)
             assert found == wanted, (step, row.spec.id, f"position {position}, block {block}", found, wanted)
+
+
+class Mover(Executor):
+    """An executor whose jobs are over so many results after the step that ordered them."""
+
+    def __init__(self, asks: Sequence[Ask], block_size: int, latency: Callable[[], int]) -> None:
+        super().__init__(asks)
+        self.asks = {ask.spec: ask for ask in asks}
+        self.contents = Contents(self.asks, block_size)
+        self.underway = Underway(block_size)
+        self.latency = latency
+        self._due: dict[int, tuple[int, int]] = {}  # job -> results until it is over, the step that ordered it
+
+    def rows(self, plan: StepPlan) -> list[Row]:
+        self.underway.planned(plan)
+        for move in plan.transfers:
+            if move.job != IN_ORDER and move.job not in self._due:
+                self._due[move.job] = self.latency(), plan.step
+        for job in plan.awaited:
+            if job in self._due:
+                self._due[job] = 0, self._due[job][1]
+        rows = super().rows(plan)
+        self.contents.step(plan, rows, self.tables)
+        return rows
+
+    def result(self, step: int) -> StepResult:
+        over = [job for job, (left, ordered) in self._due.items() if left <= 0 and ordered <= step]
+        self.contents.completed(over)
+        for job in over:
+            del self._due[job]
+        self._due = {job: (left - 1, ordered) for job, (left, ordered) in self._due.items()}
+        self.underway.completed(tuple(over))
+        return StepResult(super().result(step).stopped, moved=tuple(over))
