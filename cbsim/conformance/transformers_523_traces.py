@@ -33,7 +33,7 @@ from cbsim.conformance.transformers_traces import (
 )
 from cbsim.kv.blocks import BlockPool
 from cbsim.kv.keys import Keys
-from cbsim.kv.sectors import HostKinds, HostSectors, KindSectors, SectorPool, Sectors
+from cbsim.kv.sectors import HostSectors, KindSectors, SectorPool, Sectors
 from cbsim.kv.table_pools import KindPool
 from cbsim.policy.groups import Sight
 from cbsim.policy.observer import Observer
@@ -176,7 +176,7 @@ class SectorsReplay(TransformersReplay):
         host = self.scheduler.host
         if "cpu_sectors" not in self.resolved:
             return {}
-        assert isinstance(host.places, HostSectors | HostKinds)
+        assert isinstance(host.places, HostSectors)
         sectors = host.places.sectors
         names = self._names or [KIND]
         tables = {r.spec.id: dict(zip(names, map(list, tables), strict=True)) for r, tables in host.tables.items()}

@@ -225,7 +225,7 @@ class SglangScheduler(SchedulerBase):
         tokens = prefill.extent(entry, self.batch.values(), self.room, cuts=self.chunked is None)
         if tokens > 0:
             prefill.take(entry, tokens)
-            pool.enter(request, entry.key, entry.node)
+            pool.admit(request, entry.key, entry.node)
             if tokens < entry.todo:
                 self.chunked = entry
         pool.unlock(entry.node)
@@ -246,9 +246,7 @@ class SglangScheduler(SchedulerBase):
 
     def extend_tokens(self, entry: Entry) -> int:
         """Tokens that a request computes if it is let in."""
-        return (
-            entry.request.target - self.pool.match(entry.key, entry.request.target - 1).end * self.pool.block_size
-        )
+        return entry.request.target - self.pool.match(entry.key, entry.request.target - 1).end * self.pool.block_size
 
     def _launch(self, prefill: Prefill) -> StepPlan:
         pool, decoding, taken = self.pool, self.decoding, prefill.taken
