@@ -155,6 +155,12 @@ def test_roofline_pays_for_graph_padding_in_the_linear_layers() -> None:
     assert (rounded[0], rounded[2]) == (exact[0], exact[2])
 
 
+def test_roofline_reads_the_padding_of_a_static_batch() -> None:
+    """100 KV tokens beyond the requests' own are 10,000 bytes at 2e8: 50 us."""
+    own, padded_ns = (roofline().gpu_ns(plan(2, 298, padding_context=more), 2)[1] for more in (0, 100))
+    assert padded_ns - own == 50_000
+
+
 def test_roofline_of_weights_with_a_type_of_their_own() -> None:
     """Linear weights of 1,000 bytes are read in 10 us instead of 20; computed at twice the rate, 100 rows take 200 us
     instead of 400. Head, embedding and attention stay what they are."""

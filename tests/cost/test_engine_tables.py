@@ -114,17 +114,20 @@ def test_fewer_bits_take_no_longer_than_sixteen(folder: Path) -> None:
 
 
 def test_a_step_is_the_sum_of_its_kernels_and_terms(folder: Path) -> None:
-    """The formula of the module, term by term, for 64 decoding rows and a chunk of 192 tokens on two GPUs."""
+    """The formula of the module, term by term, for 64 decoding rows and a chunk of 192 tokens on two GPUs; also for a
+    step of just the captured size.
+    """
     tables = EngineTables(folder, ENGINE, LLAMA, Share(2))
     terms = Terms(7000.0, 300.0, 20.0, 1000.0, 2.0, 1.5, 1.1, 1.3, 1.0)
     plan = a_plan(64, 64 * 1023, ((0, 192),))
     cost = EngineCost(CpuCost({}), tables, terms, LLAMA, tensor=2, bytes_ns=4000.0, captured=512, launch_ns=0.0)
     reduces = 2 * 32 + 1
-    kernels = 1.1 * tables.linear_ns(256) + 1.5 * tables.decode_ns(64, 1024)
-    kernels += tables.prompt_ns(Attention(192, 0, 0, 0, 0)) + tables.head_ns(65)
-    kernels += reduces * tables.reduce_ns(256, graph=True)
-    added = 7000 + 32 * 300 + 65 * 20 + reduces * 1000 + 2 * 256 * 32 * elementwise_bytes(LLAMA, 2) / 4000
-    assert cost.gpu_ns(plan, 256) == (0, pytest.approx(kernels + added, abs=1), 0)
+    for tokens in (256, 512):
+        kernels = 1.1 * tables.linear_ns(tokens) + 1.5 * tables.decode_ns(64, 1024)
+        kernels += tables.prompt_ns(Attention(192, 0, 0, 0, 0)) + tables.head_ns(65)
+        kernels += reduces * tables.reduce_ns(tokens, graph=True)
+        added = 7000 + 32 * 300 + 65 * 20 + reduces * 1000 + 2 * tokens * 32 * elementwise_bytes(LLAMA, 2) / 4000
+        assert cost.gpu_ns(plan, tokens) == (0, pytest.approx(kernels + added, abs=1), 0)
     larger = cost.gpu_ns(plan, 4096)[1] - cost.gpu_ns(plan, 513)[1]
     eager = reduces * (tables.reduce_ns(4096, graph=False) - tables.reduce_ns(513, graph=False))
     bytes_ns = 2 * (4096 - 513) * 32 * elementwise_bytes(LLAMA, 2) / 4000

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
-from support.machines import Fixed, spec
+from support.machines import COSTS, STEP, Fixed, load, run, server, spec, vllm_options
 
 from cbsim.cost.base import Copies
 from cbsim.machine.device import Mover, OneGpu
@@ -143,3 +144,24 @@ def test_nothing_is_handed_out_under_a_move(fault: str) -> None:
     gpu.over(1000, 0)
     gpu.launch(broken)
     begun().launch(StepPlan(1, broken.work, broken.changes, transfers=broken.transfers, awaited=(0,)))
+
+
+# -- what the CPU waits for -------------------------------------------------------------------------------------------
+
+
+def test_a_wait_for_transfers_ends_with_an_arrival() -> None:
+    """The KV of a prompt is on its way for 4 blocks of 1,000 ns, and nothing can be computed. A request that arrives at
+    50 ns is not kept waiting: the step that computes it starts then.
+    """
+    options = replace(vllm_options(), kv_connector="hand_off", kv_role="kv_consumer")
+    workload = load(spec(0, 16, 2, computed_elsewhere=True), spec(1, 8, 2, at=50))
+    steps = run(server(workload, STEP, options=options, copies=Copies(1000, 1e9, 5e11)))
+    computing = steps["rows"] > 0
+    assert (steps["rows"][0], steps["schedule_start_ns"][computing][0]) == (0, 50)
+    assert steps["schedule_start_ns"][computing][-1] >= 4000
+
+
+def test_planning_that_finds_nothing_takes_its_time() -> None:
+    """At depth 2 a step is planned behind the only one that a request needs: 3 ns, before that one is awaited."""
+    steps = run(server(load(spec(0)), COSTS, name="sarathi", depth=2))
+    assert steps["await_start_ns"].tolist() == [3 + 5 + 7 + 3]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import simpy
 
-from cbsim.cost.base import Cost
-from cbsim.machine.device import OneGpu
+from cbsim.cost.base import Copies, Cost
+from cbsim.machine.device import Mover, OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, unpadded
 from cbsim.policy.plan import StepPlan
@@ -121,12 +122,14 @@ def server(
     overlap: bool = True,
     graphs: Graphs | None = None,
     gap_ns: int = 0,
+    copies: Copies | None = None,
 ) -> Machine:
-    """A server that has not run yet; graphs without padding or capture cost unless given."""
+    """A server that has not run yet; graphs without padding or capture cost unless given; with `copies`, KV moves."""
     policy = OURS[name.partition(" ")[0]].make(options or OPTIONS[name])
     record = Record(policy.pool.num_blocks)
     graphs = graphs or Graphs(unpadded, 0)
-    device = OneGpu(cost, depth=depth, overlap=overlap, gap_ns=gap_ns)
+    mover = partial(Mover, copies, record.transfers, policy.pool.block_size) if copies else None
+    device = OneGpu(cost, depth=depth, overlap=overlap, gap_ns=gap_ns, mover=mover)
     return Machine(policy, cost, graphs, device, Inbox(workload, record), record, depth)
 
 
