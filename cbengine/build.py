@@ -234,7 +234,9 @@ def _check_host_tier(plan: ExecutorPlan, free: int) -> None:
     size = host_tier.pinned_size(blocks * block) if pinned else blocks * block
     if size > free:
         fit = (1 << free.bit_length() - 1 if pinned and free else free) // block
-        raise DeviceMemoryError(f"{host_tier.refusal(blocks, size)}, where {free:,} are free: {fit:,} blocks would fit")
+        raise DeviceMemoryError(
+            f"{host_tier.too_large(blocks, size)}, where {free:,} are free: {fit:,} blocks would fit"
+        )
 
 
 def _needed_on_cpu(plan: ExecutorPlan, free: int) -> int:

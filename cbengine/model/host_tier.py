@@ -30,7 +30,7 @@ class HostTier:
                 raise  # a broken GPU is no lack of memory
             size = self.bytes_for(architecture, host_blocks, block_size, dtype)
             taken = pinned_size(size) if pinned else size
-            raise DeviceMemoryError(f"{refusal(host_blocks, taken)}: more than it gives") from None
+            raise DeviceMemoryError(f"{too_large(host_blocks, taken)}: more than it gives") from None
 
     @staticmethod
     def bytes_for(architecture: Architecture, host_blocks: int, block_size: int, dtype: torch.dtype) -> int:
@@ -44,7 +44,7 @@ def pinned_size(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def refusal(host_blocks: int, size: int) -> str:
+def too_large(host_blocks: int, size: int) -> str:
     """The beginning of an error: how large a tier was asked for. Each scheduler has a name of its own for it."""
     return f"scheduler: got a host tier of {host_blocks:,} blocks, which takes {size:,} bytes of the host"
 
@@ -65,9 +65,9 @@ class Carrier:
             self._staging = torch.empty_like(host.blocks[0], device=cache.keys.device, pin_memory=False)
 
     @torch.inference_mode()
-    def carry(self, way: Direction, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def carry(self, direction: Direction, sources: Sequence[int], targets: Sequence[int]) -> None:
         """`sources[i]` to `targets[i]`, in this order."""
-        act = (self._copy, self._out, self._in)[way]
+        act = (self._copy, self._out, self._in)[direction]
         for source, target in zip(sources, targets, strict=True):
             act(source, target)
 
@@ -75,12 +75,12 @@ class Carrier:
         for new, old in zip(self._cache.block(target), self._cache.block(source), strict=True):
             new.copy_(old)
 
-    def _out(self, source: int, place: int) -> None:
+    def _out(self, source: int, slot: int) -> None:
         for part, cached in zip(self._staging, self._cache.block(source), strict=True):
             part.copy_(cached)
-        self._host[place].copy_(self._staging, non_blocking=True)
+        self._host[slot].copy_(self._staging, non_blocking=True)
 
-    def _in(self, place: int, target: int) -> None:
-        self._staging.copy_(self._host[place], non_blocking=True)
+    def _in(self, slot: int, target: int) -> None:
+        self._staging.copy_(self._host[slot], non_blocking=True)
         for part, cached in zip(self._staging, self._cache.block(target), strict=True):
             cached.copy_(part)

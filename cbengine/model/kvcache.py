@@ -54,17 +54,15 @@ class KvCache:
         self.bytes = self.bytes_for(architecture, num_blocks, block_size, dtype, groups)
         free = free_bytes(device)
         if free is not None and self.bytes > free:
-            raise DeviceMemoryError(self._refusal(free, device))
+            raise DeviceMemoryError(self._too_large(free, device))
         try:
             self.keys = torch.zeros(shape, dtype=dtype, device=device)
             self.values = torch.zeros(shape, dtype=dtype, device=device)
         except RuntimeError as error:
             if device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
                 raise  # a broken GPU is no lack of memory
-            raise DeviceMemoryError(self._refusal(free, device)) from None
-        spots = {layer: (g, at) for g, group in enumerate(groups) for at, layer in enumerate(group.layers)}
-        assert not groups or sorted(spots) == list(range(layers)), "every layer is of one group"
-        self._spots = [spots[layer] for layer in range(layers)] if groups else []
+            raise DeviceMemoryError(self._too_large(free, device)) from None
+        self._spots = _spots(groups, layers) if groups else []
 
     @staticmethod
     def bytes_for(
@@ -103,9 +101,16 @@ class KvCache:
         pages = slice(index * self.pages, (index + 1) * self.pages)
         return self.keys[pages], self.values[pages]
 
-    def _refusal(self, free: int | None, device: torch.device) -> str:
+    def _too_large(self, free: int | None, device: torch.device) -> str:
         cache = f"kv_cache.num_blocks: got {self.scratch:,}, which takes {self.bytes:,} bytes on {device}"
         if free is None:
             return f"{cache}: more than it gives"
         fit = max(free // (self.bytes // (self.scratch + 1)) - 1, 0)  # one of them would be scratch
         return f"{cache}, where {free:,} bytes are free: {fit:,} blocks would fit"
+
+
+def _spots(groups: Sequence[LayerGroup], layers: int) -> list[tuple[int, int]]:
+    """The group of every layer, and its index in it."""
+    spots = {layer: (g, at) for g, group in enumerate(groups) for at, layer in enumerate(group.layers)}
+    assert sorted(spots) == list(range(layers)), "every layer is of one group"
+    return [spots[layer] for layer in range(layers)]

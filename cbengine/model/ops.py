@@ -107,12 +107,12 @@ class TorchOps:
             assert not first or sees.sight is not Sight.CHUNKED, "parts are counted from the first cached token"
             lowest = _lowest(at, sees)
             begin = int(lowest[0]) if high > low else 0  # before it nobody sees anything: it may be NaN
-            place = torch.arange(begin, reach, device=queries.device)
-            block, offset = rows.tables[slot, place // block_size].long(), place % block_size
+            seen = torch.arange(begin, reach, device=queries.device)
+            block, offset = rows.tables[slot, seen // block_size].long(), seen % block_size
             k = keys[block, offset].repeat_interleave(group, dim=1).transpose(0, 1)
             v = values[block, offset].repeat_interleave(group, dim=1).transpose(0, 1)
-            mask = (place <= at[:, None]) & (place >= lowest[:, None])
-            mask &= (place >= first) | (place == at[:, None])  # padding sees itself: finite
+            mask = (seen <= at[:, None]) & (seen >= lowest[:, None])
+            mask &= (seen >= first) | (seen == at[:, None])  # padding sees itself: finite
             q = queries[low:high].transpose(0, 1)
             out[low:high] = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(0, 1)
         return out

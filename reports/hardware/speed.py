@@ -303,7 +303,7 @@ def ragged(lengths: Sequence[tuple[int, int]], block_tokens: int, device: str) -
 
 def tiles(model: ModelShape, sizes: Sizes, device: str) -> Iterator[Line]:
     """Variants of both kernels, fastest first; a variant that fails says why. The shipped one is the reference."""
-    from cbengine.model.kernels.tiles import DECODE, PREFILL, fitted
+    from cbengine.model.kernels.attention import DECODE, PREFILL, fitted
     from cbengine.model.kernels.triton_ops import TritonOps
 
     processors = None if device == "cuda" else 4
@@ -325,7 +325,7 @@ def tiles(model: ModelShape, sizes: Sizes, device: str) -> Iterator[Line]:
 
 def decode_tiles() -> list[Any]:
     """(queries, cached, warps, stages[, programs]) that are tried for decode."""
-    from cbengine.model.kernels.tiles import Tiles
+    from cbengine.model.kernels.attention import Tiles
 
     cuts = (
         (64, 4, 4),
@@ -343,7 +343,7 @@ def decode_tiles() -> list[Any]:
 
 def prefill_tiles() -> list[Any]:
     """... and for prefill, the most promising first: each takes seconds to compile."""
-    from cbengine.model.kernels.tiles import Tiles
+    from cbengine.model.kernels.attention import Tiles
 
     cuts = ((64, 64, 4, 4, 2), (64, 64, 4, 3), (128, 64, 8, 4), (128, 64, 8, 3), (64, 64, 4, 5), (128, 32, 8, 5))
     return [Tiles(*cut) for cut in (*cuts, (64, 128, 4, 3), (128, 128, 8, 3))]

@@ -123,7 +123,7 @@ def test_blocks_move_to_the_host_and_back(device: str) -> None:
     """Blocks of the 8B cache go out beside products and come back elsewhere, bit by bit what they were."""
     on_gpu = device == "cuda"
     shape, count = Architecture(**dict(scenario.load("8k_b32").model)), 128 if on_gpu else 4
-    shape = shape if on_gpu else replace(shape, layers=2)
+    shape = shape if on_gpu else shape.model_copy(update={"layers": 2})
     cache = KvCache(shape, 2 * count, 16, torch.bfloat16, torch.device(device))
     host = HostTier(shape, count, 16, torch.bfloat16, pinned=on_gpu)
     first, second = tuple(range(count)), tuple(range(count, 2 * count))

@@ -10,20 +10,66 @@ read: it may be NaN.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbengine.model.kernels.tiles import Tiles
 from cbengine.model.ops import Rows
 from cbsim.policy.groups import FULL, Attention, Sight
 
 LOG2_E = 1.4426950408889634
 LEAST_PART = 256  # cached tokens: a shorter part costs more in partial answers than it gains in parallel reads
 NARROW = (Sight.SLIDING, Sight.CHUNKED)
+REGISTERS = 65536  # of a multiprocessor
 LOWEST = tl.constexpr(-1.0e30)  # below every score, yet finite: a tile of masked scores folds in as zeros, not as NaN
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a kernel is cut: query rows (tokens times heads of a group) of a program, cached tokens of an iteration,
+    warps, stages; and how many programs a multiprocessor must have registers for, at the least.
+    """
+
+    queries: int
+    cached: int
+    warps: int
+    stages: int
+    programs: int = 1
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Launch options; fused multiply-adds by name, since Triton's default differs between versions."""
+        options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+        if self.programs > 1:
+            options["maxnreg"] = REGISTERS // (self.programs * self.warps * 32) // 8 * 8  # handed out in eights
+        return options
+
+
+# By (bytes an element, head_dim); narrower heads take the entry of 64. Loading the block table takes pipeline stages of
+# its own, so 5 stages are two buffers of keys and values with a whole iteration to fill one, 3 or 4 stages none.
+DECODE = {
+    (2, 64): Tiles(16, 64, 4, 5, 6),  # 38 KB shared: six programs keep a multiprocessor's memory queue full
+    (2, 128): Tiles(16, 64, 4, 5, 3),  # 73 KB shared
+    (4, 64): Tiles(16, 16, 4, 2),  # exact float32 products have no tensor cores: small enough not to spill
+    (4, 128): Tiles(16, 16, 4, 2),
+}
+PREFILL = {
+    (2, 64): Tiles(128, 64, 8, 5, 2),  # 4 warps spill
+    (2, 128): Tiles(128, 64, 8, 5),  # three buffers, since keys are read while a product runs; 4 warps spill
+    (4, 64): Tiles(32, 16, 8, 2),
+    (4, 128): Tiles(32, 16, 8, 2),
+}
+
+
+def fitted(cut: Tiles | None, table: Mapping[tuple[int, int], Tiles], queries: Tensor, kv_heads: int) -> Tiles:
+    """`cut`, or else the entry of `table` for these queries; one token's heads of a group always fit into a program."""
+    _, heads, width = queries.shape
+    tiles = cut or table[queries.element_size(), max(width, min(w for _, w in table))]
+    return replace(tiles, queries=max(tiles.queries, triton.next_power_of_2(heads // kv_heads)))
 
 
 class Sizes(NamedTuple):
@@ -76,19 +122,19 @@ def _fold(
     if sizes.block_size % sizes.n == 0:  # tiles start at multiples of n, so the tile lies in one block
         block = tl.load(table + tile // sizes.block_size).to(tl.int64)
         begin = (block * sizes.block_size + tile % sizes.block_size) * step
-        keys, values, place = keys + begin, values + begin, i * step
+        keys, values, offset = keys + begin, values + begin, i * step
     else:
         if masked:
             block = tl.load(table + at // sizes.block_size, mask=inside, other=0)
         else:
             block = tl.load(table + at // sizes.block_size)
-        place = (block * sizes.block_size + at % sizes.block_size).to(tl.int64) * step
+        offset = (block * sizes.block_size + at % sizes.block_size).to(tl.int64) * step
     if masked:
-        k = tl.load(keys + place[None, :] + d[:, None], mask=inside[None, :], other=0.0)
-        v = tl.load(values + place[:, None] + d[None, :], mask=inside[:, None], other=0.0)
+        k = tl.load(keys + offset[None, :] + d[:, None], mask=inside[None, :], other=0.0)
+        v = tl.load(values + offset[:, None] + d[None, :], mask=inside[:, None], other=0.0)
     else:
-        k = tl.load(keys + place[None, :] + d[:, None])
-        v = tl.load(values + place[:, None] + d[None, :])
+        k = tl.load(keys + offset[None, :] + d[:, None])
+        v = tl.load(values + offset[:, None] + d[None, :])
     scores = tl.dot(q, k, input_precision="ieee")
     if masked:
         visible = inside[None, :] & (at[None, :] <= sees[:, None])
@@ -175,9 +221,9 @@ def _decode(
     if part >= reach - begin:  # the only part is the answer, and the reduction skips the row
         tl.store(out + spots, answer.to(out.dtype.element_ty), mask=real[:, None])
     else:
-        place = ((row * sizes.kv_heads + head) * splits + split) * sizes.group + g
-        tl.store(parts + place[:, None] * sizes.width + d[None, :], answer, mask=real[:, None])
-        tl.store(sums + place, log_sum, mask=real)
+        index = ((row * sizes.kv_heads + head) * splits + split) * sizes.group + g
+        tl.store(parts + index[:, None] * sizes.width + d[None, :], answer, mask=real[:, None])
+        tl.store(sums + index, log_sum, mask=real)
 
 
 @triton.jit(do_not_specialize=["kv_tokens"])
@@ -204,10 +250,10 @@ def _join(
     s, d = tl.arange(0, splits), tl.arange(0, width)
     live = s * part < reach
     head_at = row * tl.num_programs(1) + head
-    place = (head_at // group * splits + s) * group + head_at % group
-    weight = tl.load(sums + place, mask=live, other=float("-inf"))
+    index = (head_at // group * splits + s) * group + head_at % group
+    weight = tl.load(sums + index, mask=live, other=float("-inf"))
     weight = tl.exp2(weight - tl.max(weight, 0))
-    each = tl.load(parts + place[:, None] * width + d[None, :], mask=live[:, None], other=0.0)
+    each = tl.load(parts + index[:, None] * width + d[None, :], mask=live[:, None], other=0.0)
     answer = tl.sum(each * weight[:, None], 0) / tl.sum(weight, 0)
     tl.store(out + head_at * width + d, answer.to(out.dtype.element_ty))
 

@@ -12,11 +12,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cbengine.errors import UsageError
 from cbengine.model.ops import Rows
 
+WIDTHS = (16, 32, 64, 128)
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
 NORM_ELEMENTS = 512  # a warp: 16 a thread, two loads of 16 bytes in bf16
 HEADS = 8  # of a token in one program: enough programs for a batch of 32, two warps with 16-byte loads at D = 128
 GATE_ELEMENTS = 1024  # a program of four warps: one 16-byte load a thread in bf16
+
+
+class UnsupportedShapeError(UsageError):
+    """A head width or a type that the kernels were not written for; `TorchOps` takes them all."""
+
+
+def check(keys: Tensor) -> None:
+    """Raise UnsupportedShapeError for a cache that the kernels cannot read or write."""
+    if keys.shape[3] not in WIDTHS:
+        raise UnsupportedShapeError(f"head_dim: {keys.shape[3]}, where the kernels take {WIDTHS}; TorchOps takes any")
+    if keys.dtype not in TYPES:
+        raise UnsupportedShapeError(f"keys: of {keys.dtype}, where the kernels take {TYPES}; TorchOps takes any")
 
 
 @triton.jit
@@ -83,8 +98,8 @@ def _rotate_and_cache(
     q_at = (token * heads + head)[:, None] * (2 * half) + i[None, :]
     tl.store(queries + q_at, low, mask=is_query)
     tl.store(queries + q_at + half, high, mask=is_query)
-    place = tl.load(kv_places + token) * kv_heads
-    k_at = (place + head - heads)[:, None] * (2 * half) + i[None, :]
+    cached = tl.load(kv_places + token) * kv_heads
+    k_at = (cached + head - heads)[:, None] * (2 * half) + i[None, :]
     is_key = real & (head >= heads)[:, None] & (head < heads + kv_heads)[:, None]
     tl.store(keys + k_at, low, mask=is_key)
     tl.store(keys + k_at + half, high, mask=is_key)
@@ -130,6 +145,7 @@ def rotate_and_cache(
     rows: Rows,
 ) -> Tensor:
     """The rotated queries [T, Hq, D]; keys and values go to `rows.kv_places` of the caches."""
+    check(keys)
     kv_heads, width = keys.shape[2:]
     every = qkv.shape[1] // width
     assert all(t.is_contiguous() for t in (qkv, rotation, keys, values))

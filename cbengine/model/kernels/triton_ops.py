@@ -6,20 +6,14 @@ import torch
 import triton
 from torch import Tensor
 
-from cbengine.errors import UsageError
 from cbengine.model.kernels import attention, fused
-from cbengine.model.kernels.tiles import DECODE, PREFILL, Tiles, fitted
+from cbengine.model.kernels.attention import DECODE, PREFILL, Tiles, fitted
+from cbengine.model.kernels.fused import check
 from cbengine.model.ops import Rows
 from cbsim.policy.groups import FULL, Attention
 
 PARTS_PER_MULTIPROCESSOR = 6  # decode programs wanted: two waves at head_dim 128, of which three fit at a time
 MOST_SPLITS = 64  # the reduction holds that many partial answers of a head in registers
-WIDTHS = (16, 32, 64, 128)
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class UnsupportedShapeError(UsageError):
-    """A head width or a type that the kernels were not written for; `TorchOps` takes them all."""
 
 
 class TritonOps:
@@ -29,6 +23,9 @@ class TritonOps:
     busy. Kernels compile, and scratch is allocated, on the first call of a shape: call once before capturing a graph.
     Tiles and the number of splits, a power of two, are for measuring others than those chosen here.
     """
+
+    rotate_and_cache = staticmethod(fused.rotate_and_cache)
+    silu_mul = staticmethod(fused.silu_mul)
 
     def __init__(
         self,
@@ -53,21 +50,8 @@ class TritonOps:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return fused.rms_norm(x, residual, weight, eps), residual
 
-    def rotate_and_cache(
-        self,
-        qkv: Tensor,
-        rotation: Tensor,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        keys: Tensor,
-        values: Tensor,
-        rows: Rows,
-    ) -> Tensor:
-        _check(keys)
-        return fused.rotate_and_cache(qkv, rotation, norms, eps, keys, values, rows)
-
     def attention(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, sees: Attention = FULL) -> Tensor:
-        _check(keys)
+        check(keys)
         assert all(t.is_contiguous() for t in (queries, keys, values))
         out, kv_heads = torch.empty_like(queries), keys.shape[2]
         if rows.decodes > 0:
@@ -80,11 +64,8 @@ class TritonOps:
             self.launched = attention.prefill(queries, keys, values, rows, out, cut, sees)
         return out
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return fused.silu_mul(gate_up)
-
     def _splits(self, programs: int) -> int:
-        """The least power of two that makes `programs` at least as many as wanted, hence under twice as many."""
+        """The least power of two that makes `programs` enough to fill the device, hence under twice as many."""
         return self._given_splits or min(triton.next_power_of_2(triton.cdiv(self._parts, programs)), MOST_SPLITS)
 
     def _scratch_for(self, queries: Tensor, kv_heads: int, programs: int) -> tuple[Tensor, Tensor]:
@@ -98,10 +79,3 @@ class TritonOps:
             parts = torch.empty((vectors, width), dtype=torch.float32, device=queries.device)
             self._scratch[key] = parts, torch.empty(vectors, dtype=torch.float32, device=queries.device)
         return self._scratch[key]
-
-
-def _check(keys: Tensor) -> None:
-    if keys.shape[3] not in WIDTHS:
-        raise UnsupportedShapeError(f"head_dim: {keys.shape[3]}, where the kernels take {WIDTHS}; TorchOps takes any")
-    if keys.dtype not in TYPES:
-        raise UnsupportedShapeError(f"keys: of {keys.dtype}, where the kernels take {TYPES}; TorchOps takes any")

@@ -13,8 +13,9 @@ from support.engine import interpreted  # noqa: F401 - skips this module where t
 from support.engine.ragged import BOUND, DEVICE, Step, attended, lengths_of, sights, step, worst
 
 from cbengine.model.kernels import attention
-from cbengine.model.kernels.tiles import Tiles
-from cbengine.model.kernels.triton_ops import MOST_SPLITS, TritonOps, UnsupportedShapeError
+from cbengine.model.kernels.attention import Tiles
+from cbengine.model.kernels.fused import UnsupportedShapeError
+from cbengine.model.kernels.triton_ops import MOST_SPLITS, TritonOps
 from cbengine.model.ops import TorchOps
 from cbsim.policy.groups import Attention, Sight
 
