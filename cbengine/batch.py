@@ -101,7 +101,7 @@ class DecodingRows:
             self.seeds[at] = sequence.seed
             self.temperature[at], self.top_k[at], self.top_p[at] = sequence.sampling.on_device
 
-    def leave(self, spec: RequestSpec) -> None:
+    def remove(self, spec: RequestSpec) -> None:
         """The last row takes its place."""
         at, last = self._at.pop(spec), len(self.sequences) - 1
         sequences = self.sequences[:last]
@@ -123,13 +123,11 @@ class Batcher:
     of its request holds none of it.
     """
 
-    def __init__(
-        self, capacity: Capacity, sequences: dict[RequestSpec, Sequence], *, padded: bool, random: bool
-    ) -> None:
+    def __init__(self, capacity: Capacity, *, padded: bool, random: bool) -> None:
+        self.sequences: dict[RequestSpec, Sequence] = {}
         self._width, self._groups = capacity.width, capacity.groups
         self._scratch_slot = capacity.slots
         self._free = list(range(capacity.slots))[::-1]
-        self._sequences = sequences
         self._decoding = DecodingRows(capacity.rows, random=random)
         self._padded, self._random = padded, random
         self._places: list[int] = []
@@ -147,8 +145,7 @@ class Batcher:
         live = going + len(singles)
         beams = len(plan.ranked[0]) if plan.ranked else 0
         decodes = bucket(live) if live and not (chunks or beams) else live
-        fill = [] if self._padded else [c.padding for c in plan.work.chunks if c.padding]
-        widths = [*(chunk.tokens + chunk.padding * self._padded for chunk in chunks), *fill]
+        widths = self._widths(plan, chunks)
         further = [decodes + i for i, chunk in enumerate(chunks) if chunk.outputs]
         header = Header(
             rows=decodes + len(widths),
@@ -164,11 +161,17 @@ class Batcher:
         )
         assert not beams or header.sampling == beams * len(plan.ranked), "whoever samples is a text of a search"
         self._write(header, into, singles, chunks, widths, further)
-        listed = [self._sequences[c.spec] for c in (*singles, *(c for c in chunks if c.outputs))]
+        listed = [self.sequences[chunk.spec] for chunk in _sampling(singles, chunks)]
         readers = self._decoding.sequences if going else []
         sent = Sent(header, [*readers, *listed] if listed else readers)
         self._go_on(plan)
         return sent
+
+    def _widths(self, plan: StepPlan, chunks: list[Chunk]) -> list[int]:
+        """Query tokens of the rows that do not decode. The padding of a row is a row of its own unless `padded`."""
+        if self._padded:
+            return [chunk.tokens + chunk.padding for chunk in chunks]
+        return [*(chunk.tokens for chunk in chunks), *(chunk.padding for chunk in plan.work.chunks if chunk.padding)]
 
     def _forget(self, plan: StepPlan) -> None:
         """Drop the rows and slots that are no longer used, then bring the tables up to this step."""
@@ -179,11 +182,11 @@ class Batcher:
                 self._decoding.clear()
         else:
             for spec in plan.changes.left:
-                self._decoding.leave(spec)
+                self._decoding.remove(spec)
             for spec in plan.changes.ended:
-                self._give_back(self._sequences[spec])
+                self._give_back(self.sequences[spec])
         for preempted in plan.changes.preempted:
-            self._give_back(self._sequences[preempted.spec])
+            self._give_back(self.sequences[preempted.spec])
         self._places, self._blocks = [], []
         self._update_tables(plan)
         if self._groups:
@@ -191,13 +194,13 @@ class Batcher:
 
     def _update_tables(self, plan: StepPlan) -> None:
         for spec, index, block in plan.changes.replaced:
-            if (slot := self._sequences[spec].slot) >= 0:
+            if (slot := self.sequences[spec].slot) >= 0:
                 self._places.append(slot * self._width + index)
                 self._blocks.append(block)
         for spec, block in zip(plan.changes.grown, plan.changes.blocks, strict=True):
-            self._extend(self._sequences[spec], (block,))
+            self._extend(self.sequences[spec], (block,))
         for chunk in plan.work.chunks:
-            sequence = self._sequences[chunk.spec]
+            sequence = self.sequences[chunk.spec]
             if chunk.admitted:
                 assert sequence.slot < 0
                 sequence.slot, sequence.blocks, sequence.tables = self._free.pop(), 0, {}
@@ -208,7 +211,7 @@ class Batcher:
         that the sequence comes round, so that a device finds block i in entry i.
         """
         for change in plan.tables:
-            sequence, ring = self._sequences[change.spec], self._groups[change.group].ring
+            sequence, ring = self.sequences[change.spec], self._groups[change.group].ring
             assert sequence.slot >= 0, (change.spec.id, "has not been let in")
             at = sequence.tables.get(change.group, change.passed)
             end = sequence.tables[change.group] = at + len(change.blocks)
@@ -269,22 +272,20 @@ class Batcher:
         step.slots[last:], step.kv_tokens[last:] = self._scratch_slot, widths[len(chunks) :]
         step.tokens[step.starts[last] :] = 0
         if header.beams:
-            scores = np.array([self._sequences[chunk.spec].score for chunk in singles], dtype=np.float32)
+            scores = np.array([self.sequences[chunk.spec].score for chunk in singles], dtype=np.float32)
             step.scores[:] = scores.view(np.int32)
         if self._random and header.sampling:
-            self._write_draws(header, step, going, [*singles, *(c for c in chunks if c.outputs)])
+            self._write_draws(header, step, going, _sampling(singles, chunks))
 
     def _write_chunk(self, chunk: Chunk, row: int, step: Arrays[Ints]) -> None:
-        sequence = self._sequences[chunk.spec]
+        sequence = self.sequences[chunk.spec]
         end, left = chunk.start + chunk.tokens, chunk.padding * self._padded
         step.slots[row], step.kv_tokens[row] = sequence.slot, end + left
         tokens = step.tokens[step.starts[row] : step.starts[row + 1]]
         tokens[:left] = 0
         sequence.write(chunk.start, tokens[left:])
-        assert not (chunk.admitted and tokens[-1] == CARRIED), (
-            chunk.spec.id,
-            "its last token was left in another slot",
-        )
+        lost = chunk.admitted and tokens[-1] == CARRIED
+        assert not lost, f"{chunk.spec.id}: its last token was left in another slot"
         if chunk.outputs:
             sequence.expect(end)
 
@@ -302,7 +303,7 @@ class Batcher:
         temperature[live:decodes], top_k[live:decodes], top_p[live:decodes] = 0, 0, 1
         rows = [*range(going, live), *range(decodes, header.sampling)]
         for row, chunk in zip(rows, listed, strict=True):
-            sequence = self._sequences[chunk.spec]
+            sequence = self.sequences[chunk.spec]
             seeds[row], positions[row] = sequence.seed, chunk.start + chunk.tokens
             temperature[row], top_k[row], top_p[row] = sequence.sampling.on_device
         step.uniforms[:] = uniforms(seeds, positions).view(np.int32)
@@ -311,8 +312,13 @@ class Batcher:
         """Who decodes unlisted from the next step on."""
         if self._padded:
             for chunk in plan.work.chunks:
-                self._decoding.join(self._sequences[chunk.spec], chunk.tokens + chunk.padding, chunk.padding)
+                self._decoding.join(self.sequences[chunk.spec], chunk.tokens + chunk.padding, chunk.padding)
         elif plan.changes.joined:
             ends = {chunk.spec: chunk.start + chunk.tokens for chunk in plan.work.chunks}
             for spec in plan.changes.joined:
-                self._decoding.join(self._sequences[spec], ends[spec])
+                self._decoding.join(self.sequences[spec], ends[spec])
+
+
+def _sampling(singles: list[Chunk], chunks: list[Chunk]) -> list[Chunk]:
+    """The listed rows that sample, in the order of a step's results."""
+    return [*singles, *(chunk for chunk in chunks if chunk.outputs)]

@@ -20,7 +20,7 @@ from cbengine.device.clock import Clock, CpuClock, WallClock
 from cbengine.device.cuda import Cuda
 from cbengine.device.executor import Executor
 from cbengine.device.process import Process
-from cbengine.driver import Engine, Feed
+from cbengine.driver import Engine, Hooks
 from cbengine.errors import MissingError, UsageError
 from cbengine.load import Load
 from cbengine.model import host_tier, weights
@@ -29,7 +29,6 @@ from cbengine.model.decoder import Model
 from cbengine.model.host_tier import HostTier
 from cbengine.model.kvcache import DeviceMemoryError, KvCache
 from cbengine.model.ops import Ops, TorchOps
-from cbengine.refusals import beams, check_gpus, check_model, check_search, check_windows
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
 from cbengine.settings import SamplingSettings
@@ -38,7 +37,6 @@ from cbsim.policy.groups import LayerGroup
 from cbsim.policy.kind import pinned
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.record.record import Record
 from cbsim.runs import assemble
 from cbsim.runs.inbox import Client
 from cbsim.scenario.scenario import Scenario, depth, loops
@@ -52,7 +50,7 @@ ACTIVATION_SHARE = 0.1  # of a GPU's memory, left free of weights and cache for 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What `replay` is told besides the scenario. `requests` have settings of their own in place of `sampling`;
+    """What `replay` knows besides the scenario. `requests` have settings of their own in place of `sampling`;
     `injected`: nanoseconds of extra CPU work a step, by phase.
     """
 
@@ -72,7 +70,7 @@ class Setup:
 
     @property
     def greedy(self) -> bool:
-        """Does nobody draw tokens?"""
+        """Does every request take the likeliest tokens?"""
         return self.sampling.greedy and all(sampling.greedy for sampling in self.requests.by_id.values())
 
     def sampling_of(self, spec: RequestSpec) -> Sampling:
@@ -101,16 +99,54 @@ def adapted(scenario: Scenario, setup: Setup) -> Scenario:
         shape = shape_of(setup.weights, shape.dtype)
     if setup.device in ("inline", "process"):
         shape = shape.model_copy(update={"dtype": "float32"})
-    if shape.experts and setup.device != "modelled":
-        raise UsageError(f"model.experts: got {shape.experts}, must be 0: the engine computes dense models only")
-    if setup.device != "modelled":
-        check_model(shape)
-        check_gpus(scenario)
-        check_search(scenario, greedy=setup.greedy, end_tokens=setup.end_tokens)
     ready = scenario.model_copy(update={"model": shape})
     if setup.device == "modelled":
         return ready
-    return _with_graphs(_fitted(ready), setup) if setup.device == "cuda" else _with_graphs(ready, setup)
+    check_model(shape)
+    check_setup(ready, setup)
+    return _with_graphs(_fitted(ready) if setup.device == "cuda" else ready, setup)
+
+
+def check_model(shape: ModelShape) -> None:
+    """Refuse a model that can be simulated and not computed, by its field. Raises UsageError, ScenarioError."""
+    if shape.experts:
+        raise UsageError(f"model.experts: got {shape.experts}, must be 0: the engine computes dense models only")
+    for name in ("weights_dtype", "kv_dtype"):
+        if kind := getattr(shape, name):
+            raise UsageError(f"model.{name}: got {kind}, must be null: the engine has one type for all")
+    if shape.heads % shape.kv_heads:
+        raise ScenarioError(f"model.kv_heads: got {shape.kv_heads}, must divide model.heads ({shape.heads})")
+    if shape.head_dim % 2:
+        raise ScenarioError(f"model.head_dim: got {shape.head_dim}, must be even: rotation pairs the values of a head")
+    if shape.qkv_bias and shape.qk_norm:
+        raise ScenarioError("model.qkv_bias: got true, must be false with model.qk_norm: no model of ours has both")
+
+
+def check_setup(scenario: Scenario, setup: Setup) -> None:
+    """Refuse a group of GPUs, of which one computes, and what a search does not do. Raises UsageError."""
+    if scenario.gpus > 1:
+        raise UsageError(f"cost.tensor_parallel: got {scenario.gpus}, must be 1: the engine computes on one device")
+    texts = beams(scenario)
+    if texts and not setup.greedy:
+        raise UsageError(f"sampling.temperature: must be 0: a search of {texts} texts keeps the likeliest")
+    if texts and setup.end_tokens:
+        raise UsageError(f"--stop-at-end-tokens: must be left out: the {texts} texts of a search end together")
+
+
+def check_windows(scenario: Scenario) -> None:
+    """Refuse weights whose layers see less than the scheduler takes them to, and rings: a row's keys and values are
+    written before any are read. Raises UsageError.
+    """
+    kind = scenario.kind
+    if not scenario.model.sees_all and (kind.rings or not kind.windows):
+        reason = f"layers see less than the whole sequence, must be full with scheduler {scenario.scheduler.name}"
+        raise UsageError(f"model.attention: {reason}")
+
+
+def beams(scenario: Scenario) -> int:
+    """Texts of a request that are ranked together; 0 where every text stands alone."""
+    texts = scenario.kind.samples(scenario.scheduler)
+    return texts if texts > 1 else 0
 
 
 def _with_graphs(scenario: Scenario, setup: Setup) -> Scenario:
@@ -144,8 +180,8 @@ def _fitted(scenario: Scenario) -> Scenario:
     if fitting >= options.num_blocks:
         return scenario
     if fitting < 2:
-        text = f"{scenario.model.weight_bytes / 1e9:.1f} GB of weights leave no room for a cache in {free / 1e9:.1f} GB"
-        raise DeviceMemoryError(f"--device cuda: {text}")
+        weight = f"{scenario.model.weight_bytes / 1e9:.1f} GB of weights"
+        raise DeviceMemoryError(f"--device cuda: {weight} leave no room for a cache in {free / 1e9:.1f} GB")
     update: dict[str, Any] = {"kv_cache": scenario.kv_cache.model_copy(update={"num_blocks": fitting})}
     update["scheduler"] = pinned(scenario.scheduler, options)
     return scenario.model_copy(update=update)
@@ -251,14 +287,15 @@ def _needed_on_cpu(plan: ExecutorPlan, free: int) -> int:
     }
     if sum(needed.values()) > free:
         model, cache, tables = (f"{size / 1e9:,.2f} GB" for size in needed.values())
-        text = f"the weights of {plan.architecture.name} take up to {model}, {plan.num_blocks:,} blocks {cache} and"
-        text = f"{text} tables and steps of {sizes.slots:,} requests {tables}, the host has {free / 1e9:,.2f} GB free"
-        raise DeviceMemoryError(f"{max(needed, key=needed.__getitem__)}: {text}")
+        taken = f"the weights of {plan.architecture.name} take up to {model}, {plan.num_blocks:,} blocks {cache} and"
+        taken = f"{taken} tables and steps of {sizes.slots:,} requests {tables}"
+        largest = max(needed, key=needed.__getitem__)
+        raise DeviceMemoryError(f"{largest}: {taken}, the host has {free / 1e9:,.2f} GB free")
     return sum(needed.values())
 
 
 def host_memory() -> int | None:
-    """Bytes that this machine could give out without swapping; None where nobody says."""
+    """Bytes that this machine could give out without swapping; None where the system does not say."""
     with suppress(OSError):
         available = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
         return int(available[1]) * 1024 if available else None
@@ -296,20 +333,17 @@ def executor_plan(
 
 def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, clock: Clock) -> EngineDevice:
     """The device of one run. Raises DeviceError, DeviceMemoryError, WeightsError."""
-    steps = depth(loop)
+    steps, graphs = depth(loop), scenario.graph_padding == "cbengine"
     if setup.device == "modelled":
-        graphs = scenario.graph_padding == "cbengine"
-        cost, copies = assemble.cost_model(scenario), assemble.copies(scenario, plan.capacity.groups)
-        return Modelled(cost, copies.ns, plan.capacity, steps, clock, graphs=graphs)
+        copies = assemble.copies(scenario, plan.capacity.groups)
+        return Modelled(assemble.cost_model(scenario), copies.ns, plan.capacity, steps, clock, graphs=graphs)
     if setup.device == "process":
         plan.check()  # here, because what a worker dies of is not known for a user's mistake
         return Process(plan, plan.capacity, steps)
     if setup.device == "inline":
         return Inline(plan(), plan.capacity, steps)
-    graphs = scenario.graph_padding == "cbengine"
-    return Cuda(
-        plan(), plan.capacity, steps, graphs=graphs, overlap=scenario.loop.streams, random=plan.random, spin=setup.spin
-    )
+    overlap = scenario.loop.streams
+    return Cuda(plan(), plan.capacity, steps, graphs=graphs, overlap=overlap, random=plan.random, spin=setup.spin)
 
 
 def engine(
@@ -320,24 +354,22 @@ def engine(
     *,
     clock: Clock | None = None,
     prompts: Prompts | None = None,
-    stops: frozenset[int] = frozenset(),
     on_plan: Callable[[StepPlan], None] | None = None,
     on_token: Callable[[RequestSpec, int], None] | None = None,
 ) -> tuple[Engine, EngineDevice]:
-    """An engine for one run, and its device. `stops` end a request beside what `setup` says. Raises what `device`
-    does, ScenarioError, and UsageError for settings of a request that is not there.
+    """An engine for one run, and its device. Raises what `device` does, ScenarioError, and UsageError for settings of a
+    request that is not there.
     """
     specs = workload.specs()
     setup.requests.check(specs)
     plan = executor_plan(scenario, loop, specs, setup)
     texts = prompts or Prompts(scenario.seed, plan.architecture.vocab)
-    ends = stops.union(plan.architecture.end_tokens if setup.end_tokens else ())
-    hooks: dict[str, Any] = {"clock": clock, "on_plan": on_plan, "on_token": on_token}
+    ends = frozenset(plan.architecture.end_tokens if setup.end_tokens else ())
 
     def begin(spec: RequestSpec) -> Sequence:
         return Sequence(spec, texts.of(spec), setup.sampling_of(spec), ends)
 
-    return assembled(scenario, loop, plan, setup, workload, texts, begin=begin, **hooks)
+    return assembled(scenario, loop, plan, setup, workload, texts, Hooks(begin, on_plan, on_token), clock=clock)
 
 
 def assembled(
@@ -347,12 +379,9 @@ def assembled(
     setup: Setup,
     client: Client,
     prompts: Prompts,
+    hooks: Hooks,
     *,
-    begin: Callable[[RequestSpec], Sequence],
     clock: Clock | None = None,
-    on_plan: Callable[[StepPlan], None] | None = None,
-    on_token: Callable[[RequestSpec, int], None] | None = None,
-    feed: Feed | None = None,
 ) -> tuple[Engine, EngineDevice]:
     """An engine whose device is made by `plan`, as `driver.Engine` takes the rest."""
     policy = assemble.scheduler(scenario, loop)
@@ -362,19 +391,15 @@ def assembled(
     plan = replace(plan, capacity=sizes, host_blocks=policy.pool.host_blocks)
     clock = clock or (CpuClock() if setup.device == "modelled" else WallClock())
     made = device(scenario, loop, plan, setup, clock)
-    served = Engine(
+    batcher = Batcher(plan.capacity, padded=scenario.kind.padded, random=plan.random)
+    return Engine(
         policy,
         made,
-        lambda sequences: Batcher(plan.capacity, sequences, padded=scenario.kind.padded, random=plan.random),
+        batcher,
         prompts,
         client,
-        Record(policy.pool.num_blocks),
         depth=depth(loop),
-        begin=begin,
-        injected=dict(setup.injected),
+        hooks=hooks,
         clock=clock,
-        on_plan=on_plan,
-        on_token=on_token,
-        feed=feed,
-    )
-    return served, made
+        injected=dict(setup.injected),
+    ), made

@@ -34,9 +34,9 @@ class Prompts:
         head = np.concatenate(parts)[:shared] if parts else np.empty(0, dtype=np.int32)
         return np.concatenate((head, self._draw(PRIVATE, spec.index, spec.prompt_tokens - len(head))))
 
-    def said(self, spec: RequestSpec, outputs: list[int]) -> None:
-        """A request has ended: where its workload declared what it would say, this is what it said. A next turn goes on
-        from the first of several samples.
+    def answered(self, spec: RequestSpec, outputs: list[int]) -> None:
+        """A request has ended: its outputs take the place of those that its workload declared, if it did. A next turn
+        goes on from the first of several samples.
         """
         if spec.sample_of is not None:
             return

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from cbengine.batch import Batcher, Sent
 from cbengine.content import Prompts
 from cbengine.device.base import EngineDevice, Ints
-from cbengine.device.clock import Clock, WallClock
+from cbengine.device.clock import Clock
 from cbengine.ranking import choices, go_on
 from cbengine.sequence import Sequence
 from cbsim.policy.loop import Applied, Await, Completed, Effect, Idle, Launch, Poll, Polled, Refused, Scheduler, serve
@@ -36,44 +36,46 @@ class Ticket(NamedTuple):
     times: StepTimes
 
 
-class Engine:
-    """One server with one device. `tokens` of every request stay readable after the run, in `sequences`.
+class Hooks(NamedTuple):
+    """What an engine calls. `begin` makes the sequence of a request, `on_plan` gets every plan, `on_token` each token
+    of a request, but of searches. `feed` puts into the inbox what has come in while the engine runs, and sets its
+    `news` to None when nothing more will: it is called at every poll, and whenever a wait ends.
+    """
 
-    `begin` makes the sequence of a request, and `on_token` is told each of its tokens, but of searches. `injected`
-    gives nanoseconds of extra CPU work a step by phase. `feed` puts into the inbox what has come in while the engine
-    runs, and sets its `news` to None when nothing more will: it is called at every poll, and whenever a wait ends.
+    begin: Callable[[RequestSpec], Sequence]
+    on_plan: Callable[[StepPlan], None] | None = None
+    on_token: Callable[[RequestSpec, int], None] | None = None
+    feed: Feed | None = None
+
+
+class Engine:
+    """One server with one device. `tokens` of every request stay readable after the run, in `sequences`. `injected`
+    gives nanoseconds of extra CPU work a step by phase.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         device: EngineDevice,
-        batcher: Callable[[dict[RequestSpec, Sequence]], Batcher],
+        batcher: Batcher,
         prompts: Prompts,
         client: Client,
-        record: Record,
         *,
         depth: int,
-        begin: Callable[[RequestSpec], Sequence],
-        injected: Mapping[str, int] | None = None,
-        clock: Clock | None = None,
-        on_plan: Callable[[StepPlan], None] | None = None,
-        on_token: Callable[[RequestSpec, int], None] | None = None,
-        feed: Feed | None = None,
+        hooks: Hooks,
+        clock: Clock,
+        injected: Mapping[str, int],
     ) -> None:
-        self.record = record
+        self.record = Record(scheduler.pool.num_blocks)
         self.scheduler = scheduler
-        self.sequences: dict[RequestSpec, Sequence] = {}
-        self._device, self._prompts, self._depth, self._begin = device, prompts, depth, begin
-        self._batcher = batcher(self.sequences)
-        self._inbox = Inbox(client, record)
-        self._inbox.news = self._feed = feed
-        self._injected, self._clock = dict(injected or {}), clock or WallClock()
-        self._on_plan, self._on_token = on_plan, on_token
+        self.sequences = batcher.sequences
+        self._device, self._prompts, self._depth, self._batcher = device, prompts, depth, batcher
+        self._begin, self._on_plan, self._on_token, self._feed = hooks
+        self._inbox = Inbox(client, self.record)
+        self._inbox.news = self._feed
+        self._injected, self._clock = injected, clock
         self._failed: list[RequestSpec] = []
-        self._moving: dict[
-            tuple[int, int], Transfer
-        ] = {}  # (step, number in its plan) -> one that is not known to be over
+        self._moving: dict[tuple[int, int], Transfer] = {}  # (step, number in its plan) -> one not known to be over
         self._start_ns = self._cpu_ns = 0
         self._times = self._completion = StepTimes(0)
         for spec in client.open:  # prompts are at hand when their requests arrive
@@ -103,10 +105,10 @@ class Engine:
         pool.check()
         assert pool.free == pool.num_blocks, (pool.free, pool.num_blocks)
 
-    def _run(self, tell: OnStep, start_ns: int | None) -> None:
+    def _run(self, on_step: OnStep, start_ns: int | None) -> None:
         loop = serve(self.scheduler, self._depth)
         handlers: dict[type, Callable[[Any], Any]] = {
-            Poll: lambda effect: self._poll(effect, tell),
+            Poll: lambda effect: self._poll(effect, on_step),
             Launch: self._launch,
             Idle: lambda _: self._elapsed(),
             Await: self._await,
@@ -122,7 +124,7 @@ class Engine:
                 return
             answer = handlers[type(effect)](effect)
             if type(effect) is Applied:
-                tell(self._cpu_ns)
+                on_step(self._cpu_ns)
 
     def _elapsed(self) -> int:
         self._cpu_ns = self._clock.now_ns() - self._start_ns
@@ -133,7 +135,7 @@ class Engine:
         if extra := self._injected.get(phase):
             self._clock.work_until(self._clock.now_ns() + extra)
 
-    def _poll(self, effect: Poll, tell: OnStep) -> Polled:
+    def _poll(self, effect: Poll, on_step: OnStep) -> Polled:
         """What has come in until now. A step may be planned next: its times start here."""
         inbox = self._inbox
         self._times = StepTimes(self._cpu_ns)
@@ -144,7 +146,7 @@ class Engine:
                 self._clock.wait_until(inbox.due_ns + self._start_ns)
                 if self._feed:
                     self._feed(inbox)
-                tell(self._cpu_ns)
+                on_step(self._cpu_ns)
             self._times.schedule_start_ns = self._cpu_ns
         now = self._elapsed()
         self.record.polls += 1
@@ -157,7 +159,7 @@ class Engine:
         return OPEN if inbox else CLOSED
 
     def _quiet(self) -> bool:
-        """Is there nothing to be told? Of an inbox that is fed this is whoever gives up, and the end, too."""
+        """Has nothing come in? Into an inbox that is fed, clients that give up and the end come in, too."""
         inbox = self._inbox
         return self._elapsed() < inbox.due_ns and bool(inbox) and not (self._feed and inbox.quits)
 
@@ -176,7 +178,7 @@ class Engine:
         for spec in cancels:
             sequence = self.sequences[spec]
             sequence.over = True
-            self._prompts.said(spec, sequence.outputs)  # the cache may hold that: a next turn has to repeat it
+            self._prompts.answered(spec, sequence.outputs)  # the cache may hold that: a next turn has to repeat it
         return sorted(cancels, key=lambda spec: (spec.arrival_ns, spec.index))
 
     def _launch(self, effect: Launch) -> Ticket:
@@ -262,7 +264,7 @@ class Engine:
         parents: list[tuple[RequestSpec, RequestSpec]] = []
         for group, choice in zip(plan.ranked, choices(results, len(plan.ranked[0])), strict=True):
             texts = [self.sequences[spec] for spec in group]
-            if any(text.over for text in texts):
+            if any(sequence.over for sequence in texts):
                 continue
             if min(choice.tokens) < 0:
                 self._fail(texts)
@@ -270,9 +272,8 @@ class Engine:
             if texts[0].outputs:  # before the first one they are all the same
                 parents += [(s, group[p]) for s, p in zip(group, choice.parents, strict=True) if group[p] is not s]
             go_on(texts, choice)
-        told = tuple(parents)
-        self.record.took_over(plan.step, told)
-        return told
+        self.record.took_over(plan.step, tuple(parents))
+        return tuple(parents)
 
     def _fail(self, texts: list[Sequence]) -> None:
         """A token was not there, and what comes after it is no text either."""
@@ -286,7 +287,7 @@ class Engine:
             sequence = self.sequences[spec]
             sequence.over = True
             if spec not in self.record.cancels:  # transformers' defects may finish what was given up: once is enough
-                self._prompts.said(spec, sequence.outputs)
+                self._prompts.answered(spec, sequence.outputs)
                 self._inbox.ended(spec, self._cpu_ns)
         self._inject("update")
         times.update_end_ns = self._elapsed()

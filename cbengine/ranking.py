@@ -61,6 +61,6 @@ def choices(results: Ints, beams: int) -> list[Choice]:
 
 def go_on(texts: list[Sequence], choice: Choice) -> None:
     """Every text of a search becomes what was chosen for it."""
-    said = [text.outputs for text in texts]
-    for text, token, parent, score in zip(texts, *choice, strict=True):
-        text.go_on(said[parent], token, score)
+    before = [sequence.outputs for sequence in texts]
+    for sequence, token, parent, score in zip(texts, *choice, strict=True):
+        sequence.go_on(before[parent], token, score)

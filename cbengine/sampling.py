@@ -94,8 +94,8 @@ def _kept(reach: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The weight of the tokens that may be drawn: [S, 1]."""
     vocab = reach.shape[1]
     likeliest = reach.gather(1, top_k.long().masked_fill(top_k == 0, vocab).clamp(max=vocab) - 1)
-    wanted = (likeliest.double() * top_p).ceil().long().minimum(likeliest)
-    return torch.where(top_p < 1, reach.gather(1, torch.searchsorted(reach, wanted)), likeliest)
+    mass = (likeliest.double() * top_p).ceil().long().minimum(likeliest)
+    return torch.where(top_p < 1, reach.gather(1, torch.searchsorted(reach, mass)), likeliest)
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:

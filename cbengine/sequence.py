@@ -51,7 +51,7 @@ class Sequence:
         return len(self.outputs) > self.least and self.outputs[-1] in self.stops
 
     def forget(self) -> None:
-        """It is over, and nobody will read it."""
+        """It is over, and will not be read."""
         self.over, self.prompt, self.outputs = True, self.prompt[:0].copy(), []
 
     def write(self, start: int, into: npt.NDArray[np.int32]) -> None:
@@ -60,15 +60,15 @@ class Sequence:
         into[: len(head)] = head
         if len(head) < len(into):
             low = max(start - len(self.prompt), 0)
-            said = self.outputs[low : low + len(into) - len(head)]
-            into[len(head) : len(head) + len(said)] = said
-            missing = len(into) - len(head) - len(said)
+            landed = self.outputs[low : low + len(into) - len(head)]
+            into[len(head) : len(head) + len(landed)] = landed
+            missing = len(into) - len(head) - len(landed)
             assert missing <= 1, (self.spec.id, start, len(into), len(self.outputs))
             into[len(into) - missing :] = CARRIED
 
-    def go_on(self, said: list[int], token: int, score: float) -> None:
-        """As a text of a search: it becomes what a text of it has said, its own or another, and a token more."""
-        self.outputs = [*said, token]
+    def go_on(self, outputs: list[int], token: int, score: float) -> None:
+        """As a text of a search: it becomes the outputs of a text of it, its own or another, and a token more."""
+        self.outputs = [*outputs, token]
         self.score = score
 
     def expect(self, position: int) -> None:

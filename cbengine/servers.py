@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -12,11 +12,20 @@ from cbengine.build import Setup, engine
 from cbengine.device import gpu
 from cbengine.device.profile import Profile
 from cbengine.settings import FILE as SETTINGS_FILE
-from cbengine.tokens import FILE as TOKENS_FILE
-from cbengine.tokens import table
+from cbsim.policy.request import RequestSpec
+from cbsim.record import parquet
+from cbsim.record.columns import Column
 from cbsim.runs.running import Maker
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.workload.requests import Workload
+
+TOKENS_FILE = "tokens.parquet"
+TOKENS_COLUMNS = (
+    Column("index", "id", "number in the workload"),
+    Column("id", "text", "name in the workload", "string"),
+    Column("prompt", "id", "token ids of its prompt", "list<int32>"),
+    Column("output", "id", "token ids that it was told", "list<int32>"),
+)
 
 
 class Measured:
@@ -46,13 +55,13 @@ class Measured:
         return self._engine.now_ns
 
     def run(self, on_step: Callable[[int], None]) -> None:
-        def tell(now_ns: int) -> None:
+        def after_step(now_ns: int) -> None:
             on_step(now_ns)
             if self._profile:
                 self._profile()
 
         try:
-            self._engine.run(tell)
+            self._engine.run(after_step)
             self._engine.check_returned()
         finally:
             if self._on_gpu:
@@ -68,7 +77,7 @@ class Measured:
         files = self._profile.files() if self._profile else {}
         if self._saves:
             texts = ((s.spec, s.prompt.tolist(), s.outputs) for s in self._engine.sequences.values())
-            files[TOKENS_FILE] = table(texts)
+            files[TOKENS_FILE] = tokens_table(texts)
         if self._requests.by_id:
             files[SETTINGS_FILE] = self._requests.file()
         return files
@@ -77,3 +86,17 @@ class Measured:
 def maker(setup: Setup, profiled: int = 0) -> Maker:
     """What makes the server of a run; `profiled` steps of it are profiled."""
     return partial(Measured, setup, profiled)
+
+
+def tokens_table(texts: Iterable[tuple[RequestSpec, Sequence[int], Sequence[int]]]) -> bytes:
+    """(request, prompt, output) -> a parquet table of TOKENS_COLUMNS, in order of index."""
+    rows = sorted(texts, key=lambda row: row[0].index)
+    return parquet.encoded(
+        TOKENS_COLUMNS,
+        {
+            "index": [spec.index for spec, _, _ in rows],
+            "id": [spec.id for spec, _, _ in rows],
+            "prompt": [list(prompt) for _, prompt, _ in rows],
+            "output": [list(output) for _, _, output in rows],
+        },
+    )

@@ -50,13 +50,13 @@ class SamplingSettings:
         for name in self.by_id:
             if name not in known:
                 expected = f"expected the id of one of the {len(known)} requests{near(name, sorted(known))}"
-                place = f"{self.path}:{self.lines[name]}" if self.path else "sampling"
-                raise UsageError(f"{place}: id: got {shown(name)}, {expected}")
+                source = f"{self.path}:{self.lines[name]}" if self.path else "sampling"
+                raise UsageError(f"{source}: id: got {shown(name)}, {expected}")
 
     def file(self) -> bytes:
         """All of them, with every field, as `read` takes them."""
-        said = ({"id": name, **asdict(sampling)} for name, sampling in self.by_id.items())
-        return "".join(f"{json.dumps(line)}\n" for line in said).encode()
+        lines = ({"id": name, **asdict(sampling)} for name, sampling in self.by_id.items())
+        return "".join(f"{json.dumps(line)}\n" for line in lines).encode()
 
 
 def read(path: Path, usual: Sampling) -> SamplingSettings:
@@ -76,12 +76,12 @@ def read(path: Path, usual: Sampling) -> SamplingSettings:
 
 
 def _sampling(line: JsonLine, usual: Sampling) -> Sampling:
-    given = {name: value for name, value in line.values.items() if name != "id"}
-    for name in given:
+    values = {name: value for name, value in line.values.items() if name != "id"}
+    for name in values:
         if name not in FIELDS:
             known = f"{', '.join(('id', *FIELDS[:-1]))} or {FIELDS[-1]}"
             raise UsageError(f"{line.path}:{line.number}: {name}: is unknown, expected {known}{near(name, FIELDS)}")
     try:
-        return replace(usual, **given)
+        return replace(usual, **values)
     except UsageError as error:
         raise UsageError(f"{line.path}:{line.number}: {str(error).removeprefix('sampling.')}") from None

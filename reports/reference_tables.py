@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cbengine import tokens
+from cbengine import servers
 from cbsim.metrics import catalogue
 from cbsim.record import columns, optional_tables
 from cbsim.scenario import catalog, scenario
@@ -21,7 +21,7 @@ COLUMNS = {
     "steps.parquet": columns.STEPS,
     "requests.parquet": columns.REQUESTS,
     **optional_tables.TABLES,
-    tokens.FILE: tokens.COLUMNS,
+    servers.TOKENS_FILE: servers.TOKENS_COLUMNS,
 }
 METRICS = ("distributions", "numbers", "sweeps")
 SIGNS = {

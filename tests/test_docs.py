@@ -17,7 +17,7 @@ import pytest
 import cbsim
 from analysis.cli import parser as analysis
 from analysis.statistics.trust import RULES
-from cbengine import tokens
+from cbengine import servers
 from cbengine.cli.parser import command_line
 from cbengine.cli.parser import main as engine_main
 from cbsim.cli import parser
@@ -267,7 +267,7 @@ def test_a_file_s_own_columns_are_the_page_s(runs: list[Path], measured: Path) -
     """
     for name in ("steps.parquet", "requests.parquet"):
         assert in_file(runs[0] / name) == in_file(measured / name) == table_rows(name, DIRECTORY)
-    assert in_file(measured / tokens.FILE) == table_rows(tokens.FILE, DIRECTORY)
+    assert in_file(measured / servers.TOKENS_FILE) == table_rows(servers.TOKENS_FILE, DIRECTORY)
 
 
 def test_units_are_those_that_the_page_explains() -> None:

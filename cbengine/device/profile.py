@@ -18,7 +18,6 @@ from cbsim.record.tables import Steps
 SKIPPED = 20  # steps before the profiler starts
 COPIES = ("Memcpy HtoD", "Memcpy DtoH")  # to and from the host: no kernels, and beside them
 FILE = "kernels.csv"
-SHOWN = 25  # kernels of a table that is printed
 
 
 class Span(NamedTuple):
@@ -40,8 +39,8 @@ class Kernel(NamedTuple):
 
 
 class Profile:
-    """Told of every step, as progress is; profiles `count` of them after the first SKIPPED. `depth` steps are in flight
-    while one is planned.
+    """Called after every step, as progress is; profiles `count` of them after the first SKIPPED. `depth` steps are in
+    flight while one is planned.
     """
 
     def __init__(self, record: Record, count: int, depth: int) -> None:
@@ -84,7 +83,7 @@ class Profile:
         window = self.window
         if len(window) < 2:
             return f"profile: the run has too few steps ({self._record.step_count}, {SKIPPED} are skipped)"
-        return said(window, self._spans())
+        return shares(window, self._spans())
 
     def files(self) -> dict[str, bytes]:
         """The table of kernels, once the profiler has stopped."""
@@ -94,8 +93,8 @@ class Profile:
         return kernels(self._profiler.events() or ())
 
 
-def said(window: Steps, spans: Sequence[Span]) -> str:
-    """What is shown of two steps or more and the kernels seen in that time."""
+def shares(window: Steps, spans: Sequence[Span]) -> str:
+    """The GPU's active share over two steps or more, by their events and by the kernels seen in that time."""
     span = int(window["compute_end_ns"].max() - window["compute_start_ns"].min())
     busy, reach = union(spans)
     other = f"profiler {busy / reach:.2%}" if reach else "the profiler saw no kernels"
@@ -139,24 +138,10 @@ def by_kernel(spans: Sequence[Span]) -> list[Kernel]:
     return sorted(totals, key=lambda kernel: (-kernel.total_us, kernel.name))
 
 
-def table(lines: Sequence[Kernel]) -> str:
-    """For a terminal: the longest SHOWN, and the sum of the others."""
-    rows = [f"{'launches':>8} {'total us':>11} {'share':>7} {'gap us':>9}  kernel"]
-    shown = [*lines[:SHOWN], *([_others(lines[SHOWN:])] if len(lines) > SHOWN else [])]
-    for name, count, total, share, gap in shown:
-        rows.append(f"{count:>8} {total:>11,.1f} {share:>7.2%} {gap:>9,.1f}  {name[:90]}")
-    return "\n".join(rows)
-
-
-def _others(lines: Sequence[Kernel]) -> Kernel:
-    count, total, share, gap = (sum(column) for column in list(zip(*lines, strict=True))[1:])
-    return Kernel(f"{len(lines)} others", count, total, share, gap)
-
-
 def written(lines: Sequence[Kernel]) -> bytes:
     """As CSV."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    content = io.StringIO()
+    writer = csv.writer(content, lineterminator="\n")
     writer.writerow(Kernel._fields)
     writer.writerows((name, n, round(total, 3), round(share, 6), round(gap, 3)) for name, n, total, share, gap in lines)
-    return text.getvalue().encode()
+    return content.getvalue().encode()

@@ -9,7 +9,7 @@ from cbengine import build
 from cbengine.build import Setup
 from cbengine.content import Prompts
 from cbengine.device import gpu
-from cbengine.driver import OnStep
+from cbengine.driver import Hooks, OnStep
 from cbengine.errors import UsageError
 from cbengine.load import Load
 from cbengine.serving.post import Post, WokenClock
@@ -49,11 +49,8 @@ class EngineServer:
             setup,
             reporter,
             Prompts(scenario.seed, plan.architecture.vocab),
-            begin=reporter.begin,
+            Hooks(reporter.begin, reporter.on_plan, reporter.on_token, reporter.feed),
             clock=self.clock,
-            on_plan=reporter.on_plan,
-            on_token=reporter.on_token,
-            feed=reporter.feed,
         )
         reporter.serve(self.engine)
         self.record, self._on_gpu = self.engine.record, setup.device == "cuda"

@@ -17,23 +17,16 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="the engine needs torch")
 
-import numpy as np
 import torch
-from support.engine.served import INLINE, LOOPS, SCHEDULERS, SHAPE, Case, asked, cases, named, spec
+from support.engine.served import INLINE, SCHEDULERS, SHAPE, asked, named, spec
 
 from cbengine import build
-from cbengine.batch import Capacity, Ints
 from cbengine.build import Setup
-from cbengine.device.base import Lanes, staging
-from cbengine.device.layout import Header, arrays
 from cbengine.errors import MissingError, UsageError
 from cbengine.load import Load
 from cbengine.model import weights
 from cbengine.model.kvcache import DeviceMemoryError
-from cbengine.sampling import Sampling
 from cbsim.errors import ScenarioError
-from cbsim.policy.captures import bucket, captured_sizes
-from cbsim.policy.plan import StepPlan
 from cbsim.scenario import scenario
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload.requests import Workload
@@ -59,58 +52,6 @@ def folder(path: Path, **changes: object) -> Path:
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
-
-
-class Bounds:
-    """A device that computes nothing and holds every step against what was made ready for it. Batches are padded as for
-    CUDA graphs.
-    """
-
-    def __init__(self, sizes: Capacity, depth: int) -> None:
-        self.staging, self._sizes = staging(sizes, depth), sizes
-        self.facts: dict[str, Any] = {}
-        self._done: dict[int, Ints] = {}
-
-    def bucket(self, rows: int) -> int:
-        return bucket(captured_sizes(self._sizes.rows), rows)
-
-    def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
-        sizes, padding = self._sizes, header.decodes - header.live
-        assert header.size <= sizes.staging == len(self.staging[slot])
-        assert header.rows - padding <= sizes.rows
-        assert header.sampling <= sizes.sampling
-        assert header.tokens - padding <= sizes.tokens
-        assert header.tokens <= sizes.tokens or not padding
-        step = arrays(self.staging[slot], header)
-        assert (step.slots <= sizes.slots).all()
-        assert (step.places < sizes.slots * sizes.width).all()
-        self._done[slot] = np.zeros(header.sampling, dtype=np.int32)
-
-    def wait(self, slot: int) -> tuple[Ints, Lanes]:
-        return self._done.pop(slot), Lanes(0, 0, 0, 0, 0, 0)
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_no_plan_is_larger_than_the_capacity(scheduler: str, loop: str) -> None:
-    """Whatever is shared, preempted, given up or computed again: buffers, tables and slots suffice, whether tokens are
-    sampled or not.
-    """
-
-    @settings(max_examples=25)
-    @given(cases(scheduler), st.booleans())
-    def check(case: Case, random: bool) -> None:
-        def made(_: Scenario, loop: str, plan: build.ExecutorPlan, *__: object) -> Bounds:
-            return Bounds(plan.capacity, scenario.depth(loop))
-
-        setup = replace(INLINE, sampling=Sampling(temperature=float(random)))
-        run = case.run(loop, setup, device=made)
-        assert max(run.steps["rows"], default=0) <= run.device._sizes.rows
-
-    check()
 
 
 def test_room_is_made_for_what_there_is() -> None:
@@ -185,20 +126,28 @@ def test_numbers_that_no_scenario_takes(tmp_path: Path, field: str, value: int, 
     assert str(error.value).startswith(f"{path / 'config.json'}: {words}")
 
 
+@pytest.mark.parametrize("device", ["inline", "process", "cuda"])
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "message"),
     [
         (["model.kv_heads=3"], "model.kv_heads: got 3, must divide model.heads (4)"),
         (["model.head_dim=7"], "model.head_dim: got 7, must be even"),
         (["model.qkv_bias=true", "model.qk_norm=true"], "model.qkv_bias: got true, must be false with model.qk_norm"),
+        (["model.weights_dtype=int4"], "model.weights_dtype: got int4, must be null"),
+        (["model.kv_dtype=fp8"], "model.kv_dtype: got fp8, must be null"),
+        (["cost={kind: roofline, tensor_parallel: 2}"], "cost.tensor_parallel: got 2, must be 1"),
+        (
+            ["model.experts=4", "model.experts_per_token=2", "cost={kind: constant, step_s: 0.001}"],
+            "model.experts: got 4, must be 0",
+        ),
     ],
 )
-def test_shapes_that_only_a_simulation_can_have(overrides: list[str], words: str) -> None:
-    """The simulator, and a device that computes nothing, take any."""
+def test_what_only_a_simulation_can_have(overrides: list[str], message: str, device: build.DeviceName) -> None:
+    """It is refused by name before anything is built; the simulator, and a device that computes nothing, take any."""
     odd = asked("vllm", *overrides)
-    with pytest.raises(ScenarioError) as error:
-        build.adapted(odd, INLINE)
-    assert str(error.value).startswith(words)
+    with pytest.raises((ScenarioError, UsageError)) as error:
+        build.adapted(odd, Setup(device=device))
+    assert str(error.value).startswith(message)
     assert build.adapted(odd, Setup(device="modelled")) == odd
 
 
@@ -348,30 +297,3 @@ def test_the_random_model_is_the_scenarios() -> None:
     first, second, again = (it.tensors() for it in (one, other, plan("seed=1")))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], second["lm_head.weight"])
-
-
-@pytest.mark.parametrize(("field", "value"), [("weights_dtype", "int4"), ("kv_dtype", "fp8")])
-def test_the_engine_has_one_type_for_all(field: str, value: str) -> None:
-    """Quantized weights and caches can be simulated only; where kernels only take time they are let through."""
-    asked = scenario.load("tiny_cpu", [f"model.{field}={value}", "scheduler.name=vllm"])
-    with pytest.raises(UsageError, match=rf"model\.{field}: got {value}, must be null"):
-        build.adapted(asked, Setup(device="inline"))
-    assert getattr(build.adapted(asked, Setup(device="modelled")).model, field) == value
-
-
-def test_experts_are_not_for_the_engine() -> None:
-    """A mixture of experts is refused by name before anything is built, but where kernels only take time."""
-    experts = ["model.experts=4", "model.experts_per_token=2", "cost={kind: constant, step_s: 0.001}"]
-    asked = scenario.load("tiny_cpu", experts)
-    with pytest.raises(UsageError, match=r"model\.experts: got 4, must be 0"):
-        build.adapted(asked, Setup(device="process"))
-    assert build.adapted(asked, Setup(device="modelled")).model.experts == 4
-
-
-@pytest.mark.parametrize("device", ["inline", "process", "cuda"])
-def test_one_device_computes(device: build.DeviceName) -> None:
-    """A scenario of several GPUs is refused by name, not run with their cache on one; modelled kernels are theirs."""
-    asked = scenario.load("tiny_cpu", ["cost={kind: roofline, tensor_parallel: 2}"])
-    with pytest.raises(UsageError, match=r"cost\.tensor_parallel: got 2, must be 1"):
-        build.adapted(asked, Setup(device=device))
-    assert build.adapted(asked, Setup(device="modelled")).gpus == 2

@@ -105,7 +105,7 @@ def test_a_turn_repeats_what_was_said(width: int, lengths: list[tuple[int, int]]
         assert prompt[: len(text)] == text
         assert prompt[len(text) :] == declared.of(one).tolist()[len(text) :]
         outputs = list(range(one.output_tokens))[: max(one.output_tokens - cut, 0)]
-        prompts.said(one, outputs)
+        prompts.answered(one, outputs)
         text = [*prompt, *outputs]
 
 
@@ -115,9 +115,9 @@ def test_undeclared_outputs_are_nobodys_prompt() -> None:
     other = spec(2, 20, 1, **shared(0, 20))
     prompts = Prompts(0, VOCAB)
     before = prompts.of(other)
-    prompts.said(private, [1] * 8)
+    prompts.answered(private, [1] * 8)
     assert np.array_equal(prompts.of(other), before)
-    prompts.said(partly, [2] * 8)
+    prompts.answered(partly, [2] * 8)
     assert prompts.of(other)[10:13].tolist() == [2, 2, 2]
     assert np.array_equal(prompts.of(other)[13:], before[13:])
 

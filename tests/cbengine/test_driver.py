@@ -4,7 +4,6 @@ of what happened, and nobody waits for a worker that is gone.
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 from collections.abc import Callable
@@ -22,7 +21,6 @@ from cbsim.runs import reading
 pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="the text is compared with transformers'")
 
-import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.engine.oracle import toy_run, toy_text
@@ -38,11 +36,9 @@ from support.engine.served import (
     asked,
     cases,
     check_derived,
-    check_left_behind,
     check_text,
     check_texts,
     closed,
-    generated,
     server,
     shared,
     spec,
@@ -51,12 +47,10 @@ from support.engine.served import (
 
 from cbengine import build
 from cbengine.build import Setup
-from cbengine.content import Prompts
 from cbengine.device import process
 from cbengine.device.base import DeviceError
 from cbengine.device.layout import Header
 from cbengine.device.process import Process
-from cbengine.model import weights
 from cbengine.servers import Measured
 from cbsim.draw import render
 from cbsim.policy.plan import StepPlan
@@ -78,54 +72,6 @@ def some(count: int = 6) -> list[RequestSpec]:
 
 
 # -- logits that are no numbers ---------------------------------------------------------------------------------------
-
-ILL = 3  # the request whose prompt holds the token with the broken embedding
-
-
-def unused_token() -> int:
-    """One that is in no prompt of `some()`, and that nobody says."""
-    texts = [Prompts(0, VOCAB).of(one).tolist() for one in some()]
-    return min(set(range(VOCAB)).difference(*texts, *(generated(tuple(text)) for text in texts)))
-
-
-class OneIll(Prompts):
-    """Prompts as they would be, but for one request that holds a certain token."""
-
-    token = -1
-
-    def of(self, one: RequestSpec) -> Any:
-        prompt = super().of(one)
-        if one.index == ILL:
-            prompt[10] = self.token
-        return prompt
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_a_request_without_logits_ends_alone(scheduler: str, loop: str) -> None:
-    """A token whose embedding is no number makes its request's logits no numbers. That request fails, with the reason,
-    and gives its blocks back; the others' texts are what they would have been.
-    """
-    prompts, draw = OneIll(0, VOCAB), weights.random
-    prompts.token = unused_token()
-
-    def broken(*of: Any) -> dict[str, torch.Tensor]:
-        tensors = draw(*of)
-        tensors["model.embed_tokens.weight"][prompts.token] = torch.nan
-        return tensors
-
-    sizes = server(scheduler, 4, 60, 16, 4, sharing=True)
-    with mock.patch.object(weights, "random", broken):
-        engine, _ = build.engine(sizes, loop, Workload(some(), 6), INLINE, clock=Ticks(), prompts=prompts)
-    engine.run()
-    check_left_behind(engine)
-    for text, row in zip(engine.sequences.values(), engine.record.requests(), strict=True):
-        assert text.spec.index == row.index
-        if row.index == ILL:
-            assert (row.status, row.reason, text.outputs) == ("failed", WHY, [])
-        else:
-            assert (row.status, len(text.outputs)) == ("length", row.output_tokens)
-            check_text(text)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -227,10 +173,6 @@ class Stopped:
         return self._server.files()
 
 
-def interrupt(_: Any, progress: Any) -> None:
-    progress.interrupt()
-
-
 def kill(measured: Any, _: Any) -> None:
     os.kill(measured._engine._device._worker.pid, signal.SIGKILL)
 
@@ -241,21 +183,6 @@ def cut_short(folder: Path, given: Scenario, loop: str, setup: Setup, stop: Call
     with mock.patch.object(render, "png", return_value=b""), pytest.raises(RunError) as error:
         run_command.one_loop(given, loop, options, partial(Stopped, 5, stop, setup))
     return str(error.value)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_an_interrupted_run_is_readable(scheduler: str, loop: str, tmp_path: Path) -> None:
-    """Ctrl-C ends a run after a step. What was recorded is marked as incomplete, and replays to the same plans."""
-    said = cut_short(tmp_path, asked(scheduler, "workload.requests=8"), loop, INLINE, interrupt)
-    (path,) = tmp_path.iterdir()
-    assert said == f"interrupted: what was measured until then is in {path}"
-    run = reading.load(path)
-    assert run.incomplete == "interrupted, after 5 steps"
-    assert not run.summary["complete"]
-    assert replan.rederive(path) == (5, 5, None)
-    assert len(run.requests) == 8
-    assert gc.isenabled()
 
 
 # -- times ------------------------------------------------------------------------------------------------------------

@@ -77,7 +77,8 @@ class Executed:
         sizes = capacity(scheduler.options, list(prompts))
         self.device = Checked(made(scheduler.options, sizes, depth), sizes)
         self.device.texts = texts
-        self._batcher = Batcher(sizes, texts, padded=False, random=False)
+        self._batcher = Batcher(sizes, padded=False, random=False)
+        self._batcher.sequences.update(texts)
         self._depth = depth
         self._sent: dict[int, Sent] = {}
 

@@ -24,13 +24,12 @@ from support.engine.served import (
     Run,
     cases,
     check_texts,
-    continuation,
     plain_cache,
     server,
     spec,
 )
 
-from cbengine import build, refusals
+from cbengine import build
 from cbengine.build import Setup
 from cbengine.sequence import Sequence as Text
 from cbsim.policy.groups import FULL, Attention, LayerGroup, Sight
@@ -116,22 +115,6 @@ MIXES = {
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("most", [1, 2, 99])
-@pytest.mark.parametrize("name", MIXES)
-def test_texts_are_those_of_generate(name: str, most: int, loop: str) -> None:
-    """Groups of any number of layers, uneven ones too; blocks that nobody sees are handed out at once."""
-    of = case(*MIXES[name])
-    run, policy = by_groups(of, loop, grouped(MIXES[name], 4, most))
-    assert policy.given_up > 20
-    assert run.total("preempted") > 0
-    model = reference(of.scenario)
-    assert len(run.texts) == 6
-    for one, text in run.engine.sequences.items():
-        wanted = continuation(model, text.prompt.tolist(), one.output_tokens)
-        assert text.outputs == wanted, one.id
-
-
-@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("attention", [(NEAR, FAR, NEAR), (PART, FULL, PART, PART), (PART, NEAR)])
 def test_texts_are_those_of_one_table_for_all_layers(attention: tuple[Attention, ...], loop: str) -> None:
     """Two windows, parts of a sequence: no model of transformers has both."""
@@ -163,4 +146,4 @@ def test_only_a_scheduler_that_knows_of_windows_is_given_them() -> None:
         build.engine(plain, "sync", load(), INLINE)
     with plain_cache():
         assert build.adapted(plain, INLINE).model.layer_attention == (NEAR, FULL)
-        refusals.check_windows(plain)
+        build.check_windows(plain)

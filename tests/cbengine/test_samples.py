@@ -48,7 +48,8 @@ class Bench:
         plan = build.executor_plan(asked("vllm"), "sync", [], INLINE)
         plan = replace(plan, num_blocks=40, block_size=BLOCK, positions=32, capacity=SIZES, random=True, host_blocks=8)
         self.device, self.texts = Inline(plan(), SIZES, 1), texts
-        self._batcher = Batcher(SIZES, texts, padded=False, random=True)
+        self._batcher = Batcher(SIZES, padded=False, random=True)
+        self._batcher.sequences.update(texts)
         self._steps = 0
 
     def step(self, chunks: tuple[Chunk, ...], moves: tuple[Transfer, ...] = (), **changes: Any) -> None:
@@ -135,8 +136,8 @@ def test_a_sample_has_its_parents_prompt_and_settings() -> None:
     assert SamplingSettings().of(second, SAMPLED) is SAMPLED
     declared = {"prefix": tuple(range(8)), "prefix_block_tokens": 4, "prefix_tokens": 32}
     turn, other = replace(first, **declared), spec(7, 22, 1, **declared)
-    prompts.said(turn, [1] * OUTPUTS)
-    prompts.said(replace(second, sample_of=turn, **declared), [2] * OUTPUTS)
+    prompts.answered(turn, [1] * OUTPUTS)
+    prompts.answered(replace(second, sample_of=turn, **declared), [2] * OUTPUTS)
     assert prompts.of(other)[PROMPT:].tolist() == [1] * OUTPUTS
 
 

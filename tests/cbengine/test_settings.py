@@ -175,12 +175,8 @@ def test_a_line_says_what_differs_from_the_run(tmp_path: Path) -> None:
 WRONG: list[tuple[bytes, str]] = [
     (b'{"id": "0", "temperature": -1}', ":1: temperature: got -1, expected a finite number >= 0 (0: greedy)"),
     (b'\n{"id": "0", "temperature": NaN}', ":2: temperature: got nan, expected a finite number >= 0"),
-    (b'{"id": "0", "temperature": 1e999}', ":1: temperature: got inf, expected a finite number"),
-    (b'{"id": "0", "temperature": "warm"}', ":1: temperature: got 'warm', expected a finite number"),
-    (b'{"id": "0", "top_k": 1.5}', ":1: top_k: got 1.5, expected a whole number >= 0 (0: all tokens)"),
     (b'{"id": "0", "top_k": true}', ":1: top_k: got True, expected a whole number"),
     (b'{"id": "0", "top_p": 0}', ":1: top_p: got 0, expected a number > 0 and <= 1"),
-    (b'{"id": "0", "top_p": [1]}', ":1: top_p: got [1], expected a number > 0 and <= 1"),
     (b'{"id": "0", "seed": null}', ":1: seed: got None, expected a whole number >= 0"),
     (
         b'{"id": "0", "temprature": 1}',

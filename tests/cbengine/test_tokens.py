@@ -18,9 +18,7 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.engine.served import (
-    CHUNKS,
     GROWING,
-    INLINE,
     LOOPS,
     MS,
     PAGED,
@@ -31,12 +29,8 @@ from support.engine.served import (
     WITHOUT_CACHE,
     Case,
     Run,
-    asked,
     cases,
-    check_text,
     check_texts,
-    generated,
-    least_blocks,
     server,
     shared,
     spec,
@@ -44,13 +38,11 @@ from support.engine.served import (
     with_load,
 )
 
-from cbengine import build
 from cbengine.build import Setup
 from cbengine.sampling import Sampling
 from cbsim.policy.request import RequestSpec
 from cbsim.runs import replan
 from cbsim.scenario import scenario
-from cbsim.scenario.scenario import Scenario
 from cbsim.workload import generators
 from cbsim.workload.requests import Workload
 
@@ -197,33 +189,6 @@ def test_longest_sequences_reserved(scheduler: str, loop: str) -> None:
     assert int(run.steps["waiting"].max()) > 0
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_sessions(scheduler: str, loop: str, tmp_path: Path) -> None:
-    """A turn's prompt repeats what was said before. Its text follows from that, found in the cache or not."""
-    given = sessions(tmp_path, scheduler)
-    run = Case(given, generators.build(given)).run(loop)
-    check_texts(run)
-    first, second = (run.engine.sequences[s] for s in run.engine.sequences if s.id in ("a/0", "a/1"))
-    assert second.prompt[: 520 + 20].tolist() == [*first.prompt.tolist(), *first.outputs]
-    if scheduler not in WITHOUT_CACHE:
-        assert run.total("cached_tokens") > 512
-
-
-def sessions(folder: Path, scheduler: str) -> Scenario:
-    """Two conversations: texts of 520 and 100 tokens that grow by 20 outputs and some more."""
-    file = folder / "sessions.jsonl"
-    file.write_text(
-        '{"session_id": "a", "timestamp": 0, "input_length": 520, "output_length": 20, "hash_ids": [0, 1]}\n'
-        '{"session_id": "b", "timestamp": 1, "input_length": 100, "output_length": 20, "hash_ids": [2]}\n'
-        '{"session_id": "a", "delay": 5, "input_length": 9, "output_length": 9, "hash_ids": [3]}\n'
-        '{"session_id": "b", "delay": 2, "input_length": 1, "output_length": 20, "hash_ids": [4]}\n'
-        '{"session_id": "b", "delay": 2, "input_length": 5, "output_length": 2, "hash_ids": [5]}\n'
-    )
-    sizes = server(scheduler, 8, 300, 600, 4, sharing=True)
-    return with_load(sizes, kind="agentic", path=str(file))
-
-
 # -- the plans of these runs ------------------------------------------------------------------------------------------
 
 POISSON = (
@@ -272,86 +237,6 @@ def test_plans_with_cancellations_follow_from_the_record(scheduler: str, loop: s
     check_replayed(run, tmp_path)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_end_tokens(scheduler: str, loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token that the model's config declares as an end is the last one of its request, and the plans that follow are
-    found in the record.
-    """
-    given = asked(scheduler, "kv_cache={block_size: 4, num_blocks: 60}", *POISSON, "workload.stop_early=false")
-    ends = tuple(range(0, 199, 8))
-    made = build.architecture_of
-    monkeypatch.setattr(build, "architecture_of", lambda *of: made(*of).model_copy(update={"end_tokens": ends}))
-    run = Case(given, generators.build(given)).run(loop, Setup(device="inline", end_tokens=True))
-    for one, text in run.engine.sequences.items():
-        check_text(text)
-        wanted = generated(tuple(text.prompt.tolist()))[: one.output_tokens]
-        length = next((i for i, token in enumerate(wanted, 1) if token in ends), one.output_tokens)
-        assert len(text.outputs) == length
-        assert run.rows[one.index].status == ("stop" if length < one.output_tokens else "length")
-    assert run.statuses["stop"] > 5
-    check_replayed(run, tmp_path)
-
-
-# -- sampled ----------------------------------------------------------------------------------------------------------
-
-CONVERSED = [
-    spec(i, PROMPTS[i % 5], 4 + 3 * i, arrival_ns=9 * MS * i, **(shared(i % 2, 4) if i % 5 > 1 else {}))
-    for i in range(6)
-]
-
-
-def alone() -> dict[int, list[int]]:
-    """What each of CONVERSED says in a server with one seat and no cache to share."""
-    one_seat = server("vllm 0.33", 16, 200, 4096, 1, sharing=False)
-    load = Workload(list(CONVERSED), len(CONVERSED))
-    return Case(one_seat, load).run("sync", replace(INLINE, sampling=SAMPLED)).texts
-
-
-@pytest.fixture(scope="module")
-def said_alone() -> dict[int, list[int]]:
-    return alone()
-
-
-@given(
-    scheduler=st.sampled_from(SCHEDULERS),
-    loop=st.sampled_from(LOOPS),
-    block_size=st.integers(4, 16),
-    extra=st.sampled_from((0, 1, 8, 200)),
-    budget=st.sampled_from(CHUNKS),
-    seats=st.integers(1, 6),
-    sharing=st.booleans(),
-)
-@settings(max_examples=24)
-def test_sampled_text_does_not_depend_on_the_server(
-    scheduler: str,
-    loop: str,
-    block_size: int,
-    extra: int,
-    budget: int,
-    seats: int,
-    sharing: bool,
-    said_alone: dict[int, list[int]],
-) -> None:
-    """Random numbers belong to a request and a position: the scheduler, the batch, chunks and preemption change none.
-    Requests with equal prompts differ all the same.
-    """
-    blocks = least_blocks(scheduler, block_size, CONVERSED) + extra
-    sizes = server(scheduler, block_size, blocks, budget, seats, sharing=sharing)
-    run = Case(sizes, Workload(list(CONVERSED), len(CONVERSED))).run(loop, replace(INLINE, sampling=SAMPLED))
-    assert run.texts == said_alone
-
-
-def test_sampled_text_depends_on_the_seed(said_alone: dict[int, list[int]]) -> None:
-    """Equal seeds, equal text; another seed, other text; and it is not the greedy one."""
-    assert alone() == said_alone
-    sizes = server("vllm", 16, 200, 4096, 6, sharing=True)
-    other = replace(INLINE, sampling=replace(SAMPLED, seed=4))
-    for setup in (other, INLINE):
-        texts = Case(sizes, Workload(list(CONVERSED), len(CONVERSED))).run("sync", setup).texts
-        assert all(texts[i] != said_alone[i] for i in range(1, 6))
-
-
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -364,17 +249,6 @@ def mixed(scheduler: str, dtype: str) -> Case:
     sizes = server(scheduler, 16, 14, 24, 6, sharing=True)
     model = sizes.model.model_copy(update={"dtype": dtype})
     return Case(sizes.model_copy(update={"model": model}), Workload(specs, 12))
-
-
-@pytest.mark.gpu
-@GPU
-@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_text_on_a_gpu(scheduler: str, loop: str, graphs: bool) -> None:
-    """In float32 a GPU says what `generate` says on a CPU: kernels, streams and graphs change nothing."""
-    run = mixed(scheduler, "float32").run(loop, replace(CUDA, cuda_graphs=graphs), tick_ns=0)
-    check_texts(run)
 
 
 @pytest.mark.gpu

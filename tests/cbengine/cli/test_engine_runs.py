@@ -11,7 +11,6 @@ import json
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -23,7 +22,8 @@ from support.calls import ROOT, Said, read, runs
 from support.engine.calls import call, derived
 from support.engine.served import LOOPS, SCHEDULERS, named
 
-from cbengine import build, settings, tokens
+from cbengine import build, settings
+from cbengine.servers import TOKENS_FILE
 from cbsim.cli import parser as simulator
 from cbsim.record import directory
 from cbsim.runs import reading
@@ -122,7 +122,7 @@ def test_the_printed_command_makes_the_run_again(
     assert again.status == 0, again
     assert f"{line} --out second" in again.out.splitlines()
     (one,), (other,) = runs(Path("first")), runs(Path("second"))
-    for file in ("scenario.resolved.yaml", tokens.FILE, settings.FILE):
+    for file in ("scenario.resolved.yaml", TOKENS_FILE, settings.FILE):
         assert (one / file).read_bytes() == (other / file).read_bytes(), file
     facts, others = (read(path / "env.json") for path in (one, other))
     assert facts["command"] == shlex.join(words)
@@ -148,74 +148,12 @@ def test_a_folder_of_weights_gives_its_shape(folder: Path, small: Path, out: Pat
     derived(path)
 
 
-RECORDED: dict[str, dict[str, Any]] = {  # some give up while they wait, prefill or decode; one has not come yet
-    "vllm": {
-        "config": {"block_size": 4},
-        "requests": [
-            {
-                "id": "a",
-                "arrival_us": 0,
-                "prompt_token_ids": [*range(30)],
-                "output_token_ids": [1] * 9,
-                "abort_us": 900,
-            },
-            {
-                "id": "b",
-                "arrival_us": 0,
-                "prompt_token_ids": [*range(20)],
-                "output_token_ids": [1] * 400,
-                "abort_us": 9000,
-            },
-            {"id": "c", "arrival_us": 1, "prompt_token_ids": [*range(9)], "output_token_ids": [1, 5], "stop": True},
-            {"id": "d", "arrival_us": 500, "prompt_token_ids": [7] * 40, "output_token_ids": [1] * 4},
-            {"id": "e", "arrival_us": 5000, "prompt_token_ids": [7], "output_token_ids": [1] * 4, "abort_us": 1},
-        ],
-    },
-    "transformers_fifo": {
-        "cb": {"block_size": 4},
-        "cancels": [{"step": 1, "id": "a"}, {"step": 3, "id": "b"}, {"step": 0, "id": "d"}],
-        "requests": [
-            {"id": "a", "prompt": [*range(30)], "max_new_tokens": 100, "arrival_step": 0},
-            {"id": "b", "prompt": [*range(20)], "max_new_tokens": 100, "arrival_step": 0},
-            {"id": "c", "prompt": [*range(9)], "max_new_tokens": 5, "arrival_step": 1},
-            {"id": "d", "prompt": [7] * 40, "max_new_tokens": 3, "arrival_step": 2},
-        ],
-    },
-}
-
-
-@pytest.mark.parametrize("device", ["inline", "modelled"])
-@pytest.mark.parametrize("scheduler", RECORDED)
-def test_clients_that_give_up(out: Path, small: Path, scheduler: str, device: str) -> None:
-    """A recorded workload with cancellations runs to its end on both loops. Everybody is accounted for, who did not
-    give up in time has all tokens, and the plans are derived again.
-    """
-    load = small.parent / "recorded.json"
-    load.write_text(json.dumps(RECORDED[scheduler]))
-    budget = ("--set", "scheduler.max_batch_tokens=64") if scheduler != "vllm" else ()
-    words = (
-        "--set",
-        f"workload={{kind: golden, path: '{load}', step_s: 0.004}}",
-        "--set",
-        f"scheduler.name={scheduler}",
-    )
-    said = call("replay", small, *words, *budget, "--loop", "both", "--device", device, "--out", out, "--quiet")
-    assert (said.status, said.err) == (0, "")
-    for run in runs(out):
-        rows = {row["id"]: row for row in pq.read_table(run / "requests.parquet").to_pylist()}
-        assert rows.keys() == {request["id"] for request in RECORDED[scheduler]["requests"]}
-        assert rows["b"]["status"] == "aborted"
-        assert {rows[one]["status"] for one in "cd"} <= {"length", "stop"}, "d's client had nothing to give up yet"
-        assert {row["status"] for row in rows.values()} <= {"length", "stop", "aborted"}
-    derived(*runs(out))
-
-
 def test_a_run_keeps_its_tokens_when_asked(out: Path) -> None:
     """As many as the requests declare, beside the prompts; the same in both loops."""
     fields = ("--set", "workload.requests=3", "--set", "workload.output_tokens=4")
     words = ("replay", "tiny_cpu", "--device", "inline", "--save-tokens", "--quiet", "--out", out)
     assert call(*words, *fields).status == 0
-    first, second = (pq.read_table(run / tokens.FILE).to_pydict() for run in runs(out))
+    first, second = (pq.read_table(run / TOKENS_FILE).to_pydict() for run in runs(out))
     assert first == second
     rows = reading.load(runs(out)[0]).requests
     assert [len(prompt) for prompt in first["prompt"]] == [row.prompt_tokens for row in rows]

@@ -59,12 +59,6 @@ def test_it_is_the_optimum(problem: tuple[Floats, Floats]) -> None:
     assert loss(matrix, target, x) <= brute_force(matrix, target) + 1e-9 * float(target @ target)
 
 
-def test_what_would_be_negative_is_zero() -> None:
-    """A term that makes steps shorter is none; the others answer for it."""
-    matrix = np.array([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]])
-    assert non_negative(matrix, np.array([3.0, 2.0, 1.0])) == pytest.approx([2.0, 0.0])
-
-
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 

@@ -12,9 +12,8 @@ pytest.importorskip("torch", reason="the engine needs torch")
 
 from support.engine.served import INLINE, LOOPS, SCHEDULERS, asked
 
-from cbengine.errors import UsageError
 from cbengine.load import Load
-from cbengine.measure import calibrate, probes
+from cbengine.measure import probes
 from cbengine.measure.probes import Probe, ProbeTable, Reach
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import generators
@@ -81,17 +80,3 @@ def test_what_a_base_scenario_says_of_its_loop_does_not_matter(loop: str) -> Non
     assert table.lines
     assert all(line.requests >= 1 and line.d2h >= 0 and not line.eager for line in table.lines)
     assert ProbeTable.of(table.arrow()).lines == table.lines
-
-
-@pytest.mark.parametrize(
-    ("rows", "longest", "words"),
-    [
-        (4, 9000, "--longest: got 9000, must be <= 8192, model.max_position"),
-        (10**12, 64, "calibrate: --rows, --longest or --tokens is too large: workload.requests: "),
-    ],
-)
-def test_sizes_that_cannot_be(rows: int, longest: int, words: str) -> None:
-    reach = Reach(rows, longest, 8192, 10**15)
-    with pytest.raises(UsageError) as error:
-        calibrate.calibrate(asked("vllm"), INLINE, lambda _: None, reach=reach, quick=True)
-    assert str(error.value).startswith(words)

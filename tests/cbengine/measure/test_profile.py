@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbengine.device import profile
-from cbengine.device.profile import SKIPPED, Profile, Span, by_kernel, kernels, said, union
+from cbengine.device.profile import SKIPPED, Profile, Span, by_kernel, kernels, shares, union
 from cbsim.record.record import STEP_COLUMNS
 from cbsim.record.tables import Steps
 
@@ -59,13 +59,6 @@ def test_the_table_of_kernels_leaves_nothing_out(seen: list[Span]) -> None:
     assert [row[0] for row in told[1:]] == [line.name for line in lines]
 
 
-def test_a_printed_table_sums_up_what_it_does_not_show() -> None:
-    lines = by_kernel([Span(f"kernel {i:02}", float(i), i + 0.5) for i in range(profile.SHOWN + 3)])
-    rows = profile.table(lines).splitlines()
-    assert len(rows) == 1 + profile.SHOWN + 1
-    assert rows[-1].split() == ["3", "1.5", "10.71%", "1.5", "3", "others"]
-
-
 def event(name: str, start: float, end: float, kind: str = "CUDA", **more: Any) -> Any:
     times = SimpleNamespace(start=start, end=end)
     return SimpleNamespace(name=name, time_range=times, device_type=SimpleNamespace(name=kind), **more)
@@ -87,10 +80,10 @@ def test_kernels_are_what_runs_on_the_multiprocessors() -> None:
 def test_both_figures_are_shown() -> None:
     window = steps(2, step=[7, 8], compute_start_ns=[0, 60], compute_end_ns=[50, 100])
     assert (
-        said(window, [Span("a", 0.0, 3.0), Span("b", 3.5, 4.0)])
+        shares(window, [Span("a", 0.0, 3.0), Span("b", 3.5, 4.0)])
         == "GPU active over steps 7 to 8: events 90.00%, profiler 87.50%"
     )
-    assert said(window, []).endswith("events 90.00%, the profiler saw no kernels")
+    assert shares(window, []).endswith("events 90.00%, the profiler saw no kernels")
 
 
 class Recorded:
