@@ -111,7 +111,7 @@ class Process:
         return slot, start, end, moved
 
     def _died(self) -> DeviceError:
-        self._worker.join(1.0)
+        self._worker.join(10.0)
         code = self._worker.exitcode
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
         return DeviceError(f"the worker process {how}")
