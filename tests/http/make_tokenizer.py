@@ -1,6 +1,6 @@
 """Writes the tokenizer that needs no download: `PYTHONPATH=. python tests/http/make_tokenizer.py`.
 
-Byte-level BPE of 4,096 words, trained on the documents of this repository. The same documents give the same file.
+Byte-level BPE of 4,096 tokens, trained on the documents of this repository. The same documents give the same file.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 WORDS = 4096
 
 
-def train(texts: Iterable[str], words: int = WORDS) -> Tokenizer:
-    """A vocabulary of so many words, START and END among them, which has every byte."""
+def train(texts: Iterable[str], size: int = WORDS) -> Tokenizer:
+    """A vocabulary of so many tokens, START and END among them, which has every byte."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=words, special_tokens=[START, END], initial_alphabet=alphabet, show_progress=False
+        vocab_size=size, special_tokens=[START, END], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer

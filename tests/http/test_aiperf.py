@@ -47,8 +47,8 @@ pytestmark = [
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server on the wall's clock, and its address."""
-    words = ["-m", "cbsim", "serve", SCENARIO, "--loop", "async", "--port", "0", "--out", str(tmp_path / "runs")]
-    process = subprocess.Popen([sys.executable, *words], env=OURS, text=True, stdout=subprocess.PIPE)
+    command = ["-m", "cbsim", "serve", SCENARIO, "--loop", "async", "--port", "0", "--out", str(tmp_path / "runs")]
+    process = subprocess.Popen([sys.executable, *command], env=OURS, text=True, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
         address = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
@@ -59,8 +59,8 @@ def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
-def ran(*words: object, env: dict[str, str] = OURS) -> str:
-    done = subprocess.run([str(word) for word in words], env=env, capture_output=True, text=True, check=False)
+def ran(*command: object, env: dict[str, str] = OURS) -> str:
+    done = subprocess.run([str(part) for part in command], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -69,20 +69,8 @@ def test_aiperf_runs_against_a_simulated_server(server: tuple[subprocess.Popen[s
     process, url = server
     art = tmp_path / "art"
     tokenizer = ROOT / "cbsim" / "http" / "words"
-    ran(
-        AIPERF,
-        "profile",
-        "-m",
-        SCENARIO,
-        "--url",
-        url,
-        "--tokenizer",
-        tokenizer,
-        *COMMAND,
-        "--artifact-dir",
-        art,
-        env=THEIRS,
-    )
+    options = ("-m", SCENARIO, "--url", url, "--tokenizer", tokenizer, *COMMAND, "--artifact-dir", art)
+    ran(AIPERF, "profile", *options, env=THEIRS)
 
     lines = [json.loads(line) for line in (art / "profile_export.jsonl").read_text().splitlines()]
     assert len(lines) == REQUESTS and not any(line.get("error") for line in lines)
@@ -94,29 +82,16 @@ def test_aiperf_runs_against_a_simulated_server(server: tuple[subprocess.Popen[s
     assert {"vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:generation_tokens"} <= scraped
 
     process.send_signal(signal.SIGINT)
-    session_facts, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, session_facts
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
     (run,) = (tmp_path / "runs").iterdir()
     record = reading.load(run)
     assert (record.incomplete, len(record.requests)) == (None, REQUESTS)
     assert record.summary["output_tokens"] == REQUESTS * TOKENS
     assert record.summary["requests_by_status"]["length"] == REQUESTS
 
-    emitted = json.loads(
-        ran(
-            sys.executable,
-            "-m",
-            "analysis",
-            "client",
-            run,
-            *sorted(art.glob("profile_export*.json*")),
-            art / "profile_export_aiperf.csv",
-            "--json",
-        )
-    )
-    assert [(each["paired_by"], each["pairs"], each["doubts"]) for each in emitted["files"]] == [
-        ("id", REQUESTS, []),
-        (None, 0, []),
-        (None, 0, []),
-    ]
+    files = (*sorted(art.glob("profile_export*.json*")), art / "profile_export_aiperf.csv")
+    report = json.loads(ran(sys.executable, "-m", "analysis", "client", run, *files, "--json"))
+    paired = [(each["paired_by"], each["pairs"], each["doubts"]) for each in report["files"]]
+    assert paired == [("id", REQUESTS, []), (None, 0, []), (None, 0, [])]
     assert "plans identical" in ran(sys.executable, "-m", "cbsim", "replan", run)

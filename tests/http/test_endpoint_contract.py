@@ -8,7 +8,7 @@ from hashlib import sha256
 from typing import Any
 
 import pytest
-from support.endpoint_calls import JSON, Instant, answer_to, ask, chat, completion, saying, text_of, words
+from support.endpoint_calls import JSON, Instant, answer_to, call, chat, completion, embedded, saying, text_of
 from support.scripted import Scripted
 
 from cbsim.http.app import App
@@ -19,21 +19,21 @@ from cbsim.http.settings import Settings
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-def test_a_completion_has_16_tokens_unless_told_otherwise() -> None:
+def test_a_completion_has_16_tokens_by_default() -> None:
     answer = completion().json
     (choice,) = answer["choices"]
     assert answer["object"] == "text_completion" and answer["id"] == "cmpl-0" and answer["model"] == "scripted"
     assert choice == {
         "index": 0,
-        "text": words().decode(range(300, 316)),
+        "text": embedded().decode(range(300, 316)),
         "logprobs": None,
         "finish_reason": "length",
         "stop_reason": None,
     }
     assert answer["usage"] == {
-        "prompt_tokens": len(words().encode("a b c")),
+        "prompt_tokens": len(embedded().encode("a b c")),
         "completion_tokens": 16,
-        "total_tokens": len(words().encode("a b c")) + 16,
+        "total_tokens": len(embedded().encode("a b c")) + 16,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
 
@@ -44,7 +44,7 @@ def test_a_chat_goes_on_until_the_model_ends() -> None:
     assert answer["object"] == "chat.completion" and answer["id"] == "chatcmpl-0"
     assert choice["message"] == {"role": "assistant", "content": "Good morning, Ångström 👣!"}
     assert choice["finish_reason"] == "stop"
-    assert answer["usage"]["prompt_tokens"] == len(words().chat([{"role": "user", "content": "a b c"}]))
+    assert answer["usage"]["prompt_tokens"] == len(embedded().chat([{"role": "user", "content": "a b c"}]))
 
 
 def test_max_completion_tokens_wins() -> None:
@@ -54,7 +54,7 @@ def test_max_completion_tokens_wins() -> None:
 async def test_a_chat_may_fill_the_context() -> None:
     backend = Instant(max_model_len=40)
     body = {"messages": [{"role": "user", "content": "a"}]}
-    answer, prompt = await ask(App(backend), CHAT, body), len(backend.generations[0].prompt)
+    answer, prompt = await call(App(backend), CHAT, body), len(backend.generations[0].prompt)
     assert answer.json["usage"] == {
         "prompt_tokens": prompt,
         "completion_tokens": 40 - prompt,
@@ -69,7 +69,7 @@ def test_each_prompt_is_a_choice(prompt: Any, choices: int, stream: bool) -> Non
     answer = completion(prompt=prompt, max_tokens=4, stream=stream)
     emitted = answer.events if stream else [answer.json]
     assert {choice["index"] for chunk in emitted for choice in chunk["choices"]} == {*range(choices)}
-    assert all(text_of(emitted, index) == words().decode(range(300, 304)) for index in range(choices))
+    assert all(text_of(emitted, index) == embedded().decode(range(300, 304)) for index in range(choices))
 
 
 def test_a_stream_has_a_chunk_a_token() -> None:
@@ -78,12 +78,12 @@ def test_a_stream_has_a_chunk_a_token() -> None:
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 4 + ["length"]
-    assert text_of(chunks) == words().decode(range(300, 305))
+    assert text_of(chunks) == embedded().decode(range(300, 305))
     assert {chunk["object"] for chunk in answer.events} == {"chat.completion.chunk"}
     assert not any("usage" in chunk for chunk in answer.events)
 
 
-def test_usage_is_the_last_chunk_if_asked_for() -> None:
+def test_usage_is_the_last_chunk_on_request() -> None:
     *chunks, last = completion(stream=True, max_tokens=5, stream_options={"include_usage": True}).events
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 5
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
@@ -97,7 +97,7 @@ def test_continuous_usage_counts_every_chunk() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_times_of_a_request_are_told_if_asked_for(stream: bool) -> None:
+def test_times_of_a_request_are_sent_on_request(stream: bool) -> None:
     answer = completion(stream=stream, include_metrics=True)
     metrics = (answer.events[-1] if stream else answer.json)["metrics"]
     fields = {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second"}
@@ -125,7 +125,7 @@ async def test_a_stop_string_cancels_what_the_server_still_does() -> None:
                 asyncio.get_running_loop().call_later(0, self._steps, stream)
 
     backend = Stepping(saying("one two three"))
-    answer = await ask(App(backend), COMPLETIONS, {"prompt": "x", "stop": " two"})
+    answer = await call(App(backend), COMPLETIONS, {"prompt": "x", "stop": " two"})
     assert text_of([answer.json]) == "one" and answer.json["choices"][0]["finish_reason"] == "stop"
     assert backend.cancelled == ["cmpl-0"] and not backend.load.running
 
@@ -144,8 +144,8 @@ def test_what_would_ask_for_nothing_is_named() -> None:
     message = "`n` is not supported by this server, other than as null or 1"
     assert [completion(n=n).error["message"] for n in (0, 2, True)] == [message] * 3
     assert completion(n=1.0, presence_penalty=0.0).status == 200
-    text = completion(response_format={"type": "json_object"}).error["message"]
-    assert text.endswith('other than as null or {"type": "text"}')
+    message = completion(response_format={"type": "json_object"}).error["message"]
+    assert message.endswith('other than as null or {"type": "text"}')
 
 
 def test_unknown_fields_and_nulls_are_taken() -> None:
@@ -216,14 +216,14 @@ def test_messages_that_cannot_be_used_name_their_field(messages: Any, param: str
 
 
 async def test_a_prompt_that_fills_the_context_is_refused() -> None:
-    assert (await ask(App(Instant(max_model_len=3)), COMPLETIONS, {"prompt": [1, 2, 3]})).error["param"] == "prompt"
+    assert (await call(App(Instant(max_model_len=3)), COMPLETIONS, {"prompt": [1, 2, 3]})).error["param"] == "prompt"
 
 
 async def test_text_parts_of_a_message_are_lines() -> None:
     backend = Instant()
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    await ask(App(backend), CHAT, {"messages": [{"role": "user", "content": parts}], "max_tokens": 1})
-    assert backend.generations[0].prompt == words().chat([{"role": "user", "content": "a\nb"}])
+    await call(App(backend), CHAT, {"messages": [{"role": "user", "content": parts}], "max_tokens": 1})
+    assert backend.generations[0].prompt == embedded().chat([{"role": "user", "content": "a\nb"}])
 
 
 @pytest.mark.parametrize(
@@ -291,18 +291,18 @@ async def test_a_request_keeps_its_name() -> None:
     app = App(backend)
     headers = [JSON, ("X-Request-Id", "mine")]
     body = {"prompt": ["a", "b"], "max_tokens": 1}
-    answers = [await ask(app, COMPLETIONS, body, headers=headers) for _ in range(2)]
-    answers.append(await ask(app, COMPLETIONS, {**body, "request_id": "0"}))
+    answers = [await call(app, COMPLETIONS, body, headers=headers) for _ in range(2)]
+    answers.append(await call(app, COMPLETIONS, {**body, "request_id": "0"}))
     assert [answer.json["id"] for answer in answers] == ["cmpl-mine", "cmpl-mine", "cmpl-0"]
     assert [answer.headers["x-request-id"] for answer in answers] == ["mine", "mine", "0"]
     ids = [generation.id for generation in backend.generations]
     assert len({*ids}) == len(ids) == 6  # two clients with one name are two requests
     for name in ("", "a" * 129, "a b", "é"):
-        wrong = await ask(app, COMPLETIONS, {"prompt": "a"}, headers=[JSON, ("x-request-id", name)])
+        wrong = await call(app, COMPLETIONS, {"prompt": "a"}, headers=[JSON, ("x-request-id", name)])
         assert wrong.error["param"] == "X-Request-Id"
 
 
-def test_what_else_is_asked() -> None:
+def test_the_other_paths() -> None:
     (card,) = answer_to("/v1/models").json["data"]
     assert card["id"] == "scripted" and card["max_model_len"] == 1 << 20
     assert answer_to("/v1/models/scripted").json == card
@@ -312,10 +312,10 @@ def test_what_else_is_asked() -> None:
     assert set(answer_to("/version").json) == {"version"}
     assert answer_to("/metrics").status == 404  # nobody counts
     tokens = answer_to("/tokenize", {"prompt": "Hello, Ångström"}).json
-    assert tokens["tokens"] == words().encode("Hello, Ångström") and tokens["count"] == len(tokens["tokens"])
+    assert tokens["tokens"] == embedded().encode("Hello, Ångström") and tokens["count"] == len(tokens["tokens"])
     assert answer_to("/detokenize", {"tokens": tokens["tokens"]}).json == {"prompt": "Hello, Ångström"}
     conversation = [{"role": "user", "content": "x"}]
-    assert answer_to("/tokenize", {"messages": conversation}).json["tokens"] == words().chat(conversation)
+    assert answer_to("/tokenize", {"messages": conversation}).json["tokens"] == embedded().chat(conversation)
     assert answer_to("/tokenize", {}).status == 400
 
 
@@ -324,7 +324,7 @@ async def test_metrics_are_those_of_the_meter() -> None:
         def exposition(self) -> bytes:
             return b"a 1\n"
 
-    answer = await ask(App(Instant(), meter=Exposed()), "/metrics")
+    answer = await call(App(Instant(), meter=Exposed()), "/metrics")
     assert answer.body == b"a 1\n" and answer.headers["content-type"].startswith("text/plain; version=0.0.4")
 
 
@@ -339,12 +339,12 @@ async def test_a_meter_hears_of_every_request() -> None:
         def ended(self, stream: Stream) -> None:
             self.heard.append(f"{stream.generation.id} {stream.finish} {stream.tokens}")
 
-    last = len(words().encode("one two three"))
+    last = len(embedded().encode("one two three"))
     backend, meter = Instant(saying("one two three")), Listening()
     app = App(backend, meter=meter)
     assert backend.meter is meter
-    await ask(app, COMPLETIONS, {"prompt": "x", "max_tokens": 1})
-    await ask(app, COMPLETIONS, {"prompt": "x"})
+    await call(app, COMPLETIONS, {"prompt": "x", "max_tokens": 1})
+    await call(app, COMPLETIONS, {"prompt": "x"})
     assert meter.heard == ["cmpl-0 arrived", "cmpl-0 length 1", "cmpl-1 arrived", f"cmpl-1 stop {last}"]
 
 
@@ -358,21 +358,23 @@ async def test_tokens_after_the_end_are_not_told() -> None:
             stream.put([301], 0.0)
 
     app = App(Overlapping())
-    answer = await ask(app, COMPLETIONS, {"prompt": "x", "stream": True})
+    answer = await call(app, COMPLETIONS, {"prompt": "x", "stream": True})
     assert answer.events[-1]["error"]["code"] == 503 and app.admission.unread == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_nothing_is_kept_of_a_text_that_a_stop_string_ended(stream: bool) -> None:
-    """The server has told all of it by then."""
-    app = App(Instant(saying("one two three")))
-    await ask(app, COMPLETIONS, {"prompt": "x", "stop": " two", "stream": stream})
+    """The server has put all of it by then, far more than is taken at once."""
+    app = App(Instant())
+    await call(
+        app, COMPLETIONS, {"prompt": "x", "stop": embedded().decode([301]), "max_tokens": 3000, "stream": stream}
+    )
     assert not app.admission.unread and not app.admission.streams and not app.admission.open
 
 
 async def test_prefixes_are_forgotten() -> None:
     backend = Instant()
-    assert (await ask(App(backend), "/reset_prefix_cache", method="POST")).status == 200
+    assert (await call(App(backend), "/reset_prefix_cache", method="POST")).status == 200
     assert backend.forgotten == 1
 
 
@@ -384,7 +386,7 @@ async def test_prefixes_are_forgotten() -> None:
         (Settings(max_queued_tokens=3), "tokens of prompts"),
     ],
 )
-def test_who_does_not_fit_in_is_told_to_come_back(settings: Settings, part: str) -> None:
+def test_requests_beyond_a_limit_are_told_to_come_back(settings: Settings, part: str) -> None:
     answer = answer_to(COMPLETIONS, {"prompt": [[1, 2], [3, 4]]}, settings=settings)
     assert answer.status == 503 and answer.headers["retry-after"] == "1" and part in answer.error["message"]
 
@@ -393,7 +395,7 @@ async def test_a_dead_server_says_so() -> None:
     backend = Instant()
     app = App(backend)
     backend.dead = "no memory left"
-    health, answer = await ask(app, "/health"), await ask(app, COMPLETIONS, {"prompt": "a"})
+    health, answer = await call(app, "/health"), await call(app, COMPLETIONS, {"prompt": "a"})
     assert health.status == 503 and answer.status == 503 and "no memory left" in answer.error["message"]
 
 
@@ -406,7 +408,7 @@ async def test_an_error_of_the_server_reaches_the_client(stream: bool) -> None:
             else:
                 super().step(at_s)
 
-    answer = await ask(App(Failing()), COMPLETIONS, {"prompt": "a", "stream": stream})
+    answer = await call(App(Failing()), COMPLETIONS, {"prompt": "a", "stream": stream})
     assert answer.status == (200 if stream else 500)
     error = answer.events[-1]["error"] if stream else answer.error
     assert error["message"] == "it broke" and error["code"] == 500
@@ -418,15 +420,15 @@ async def test_what_a_server_does_not_take_is_refused() -> None:
             stream.arrive(0.0)
             stream.end("error", 0.0, "it does not fit into the cache")
 
-    answer = await ask(App(Refusing()), COMPLETIONS, {"prompt": ["a", "b"], "stream": True})
+    answer = await call(App(Refusing()), COMPLETIONS, {"prompt": ["a", "b"], "stream": True})
     assert answer.status == 400 and answer.error["message"] == "it does not fit into the cache"
 
 
 def test_the_document_describes_every_path() -> None:
     document = answer_to("/openapi.json").json
-    text = json.dumps(document)
+    content = json.dumps(document)
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics"} <= set(document["paths"])
-    names = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    names = {part.split('"')[0] for part in content.split("#/components/schemas/")[1:]}
     assert names <= set(document["components"]["schemas"])
 
 
@@ -440,9 +442,9 @@ def test_a_request_that_fails_at_once_leaves_nothing_behind() -> None:
                 del self._running[stream]
                 stream.end("error", self.now_s, "does not fit")
 
-    backend = Failing(words(), 0.0)
+    backend = Failing(embedded(), 0.0)
     app = App(backend)
-    answer = asyncio.run(ask(app, "/v1/completions", {"prompt": ["a", "b", "c"]}))
+    answer = asyncio.run(call(app, "/v1/completions", {"prompt": ["a", "b", "c"]}))
     assert (answer.status, answer.error["message"]) == (400, "does not fit")
     assert len(backend.cancelled) == 2
     assert not app.admission.streams and not app.admission.open and not backend.load.running

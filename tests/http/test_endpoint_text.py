@@ -1,4 +1,4 @@
-"""Tokens become text as they come: nothing is lost, nothing is told too early."""
+"""Tokens become text as they come: nothing is lost, nothing is written too early."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from make_tokenizer import train, write
-from support.endpoint_calls import answer_to, words
+from support.endpoint_calls import answer_to, embedded
 
 from cbsim.http.answers import Stops
 from cbsim.http.errors import ConversationError, EndpointError
@@ -20,31 +20,31 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 
 @given(st.lists(st.integers(0, 4095), max_size=60))
 def test_fed_text_is_the_decoded_text(ids: list[int]) -> None:
-    """Whatever the tokens are; but bytes at the end that are no character yet are not told."""
-    decoder = words().decoder()
+    """Whatever the tokens are; but bytes at the end that are no character yet are not written."""
+    decoder = embedded().decoder()
     fed = "".join(decoder.feed(token) for token in ids)
-    whole = words().decode(ids)
+    whole = embedded().decode(ids)
     assert whole.startswith(fed)
     assert whole == fed or whole.endswith("\ufffd")
 
 
 @given(st.text(max_size=80))
-def test_a_text_comes_back(text: str) -> None:
-    if "<s>" in text or "</s>" in text:
+def test_a_text_comes_back(string: str) -> None:
+    if "<s>" in string or "</s>" in string:
         return  # special tokens have no text
-    ids = words().encode(text)
-    decoder = words().decoder()
-    assert words().decode(ids) == text == "".join(decoder.feed(token) for token in ids)
-    assert all(0 <= token < words().vocab for token in ids)
+    ids = embedded().encode(string)
+    decoder = embedded().decoder()
+    assert embedded().decode(ids) == string == "".join(decoder.feed(token) for token in ids)
+    assert all(0 <= token < embedded().vocab for token in ids)
 
 
-def naive(text: str, stops: list[str], include: bool) -> tuple[str, bool]:
+def naive(string: str, stops: list[str], include: bool) -> tuple[str, bool]:
     """The prefix that ends first with a stop string; of two, the longer one."""
-    for end in range(1, len(text) + 1):
-        hits = [stop for stop in stops if text[:end].endswith(stop)]
+    for end in range(1, len(string) + 1):
+        hits = [stop for stop in stops if string[:end].endswith(stop)]
         if hits:
-            return text[: end if include else end - len(max(hits, key=len))], True
-    return text, False
+            return string[: end if include else end - len(max(hits, key=len))], True
+    return string, False
 
 
 LETTERS = st.text("ab", min_size=1, max_size=4)
@@ -57,29 +57,25 @@ LETTERS = st.text("ab", min_size=1, max_size=4)
     st.integers(0, 4),
 )
 def test_stop_strings_are_found_over_any_split(
-    pieces: list[str], stops: list[str], include: bool, min_tokens: int
+    deltas: list[str], stops: list[str], include: bool, min_tokens: int
 ) -> None:
-    """What the first tokens say stops nothing. What has been told is never taken back."""
+    """The first tokens stop nothing. Text that has been written is never taken back."""
     finder, emitted, hit = Stops(stops, include, min_tokens), "", False
-    for count, piece in enumerate(pieces, 1):
-        text, hit = finder.feed(piece, count)
-        emitted += text
+    for count, delta in enumerate(deltas, 1):
+        visible, hit = finder.feed(delta, count)
+        emitted += visible
         if hit:
             break
     emitted += finder.rest()
-    first = "".join(pieces[:min_tokens])
-    rest, expected = naive("".join(pieces[min_tokens:]), stops, include)
+    first = "".join(deltas[:min_tokens])
+    rest, expected = naive("".join(deltas[min_tokens:]), stops, include)
     assert (emitted, hit) == (first + rest, expected)
 
 
 def test_only_what_may_become_a_stop_string_is_withheld() -> None:
     finder = Stops(["stop"], include=False)
-    assert [finder.feed(text, count)[0] for count, text in enumerate(["a s", "to", "x", "st"], 1)] == [
-        "a ",
-        "",
-        "stox",
-        "",
-    ]
+    visible = [finder.feed(delta, count)[0] for count, delta in enumerate(["a s", "to", "x", "st"], 1)]
+    assert visible == ["a ", "", "stox", ""]
     assert finder.rest() == "st" and finder.rest() == ""
 
 
@@ -91,16 +87,17 @@ def test_our_template_is_the_one_that_others_read() -> None:
         messages=MESSAGES, add_generation_prompt=True
     )
     assert rendered == plain(MESSAGES)
-    assert words().chat(MESSAGES) == words().encode(plain(MESSAGES))
+    assert embedded().chat(MESSAGES) == embedded().encode(plain(MESSAGES))
 
 
 @pytest.mark.slow
 def test_transformers_reads_our_folder() -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(str(EMBEDDED))
-    assert theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False) == words().chat(MESSAGES)
-    assert theirs.encode("Hé there") == words().encode("Hé there")
-    assert frozenset({theirs.eos_token_id}) == words().ends
+    ids = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    assert ids == embedded().chat(MESSAGES)
+    assert theirs.encode("Hé there") == embedded().encode("Hé there")
+    assert frozenset({theirs.eos_token_id}) == embedded().ends
 
 
 def test_training_is_the_same_every_time(tmp_path: Path) -> None:
@@ -109,7 +106,7 @@ def test_training_is_the_same_every_time(tmp_path: Path) -> None:
         write(tmp_path / name, train(texts, 300))
     first, second = ((tmp_path / name / "tokenizer.json").read_bytes() for name in ("a", "b"))
     assert first == second
-    assert open_tokenizer(tmp_path / "a").vocab <= 300 < words().vocab == 4096
+    assert open_tokenizer(tmp_path / "a").vocab <= 300 < embedded().vocab == 4096
 
 
 def test_a_folder_of_a_users_own(tmp_path: Path) -> None:
@@ -133,7 +130,7 @@ def test_a_folder_of_a_users_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "content"),
     [
         ("tokenizer.json", None),
         ("tokenizer.json", "{}"),
@@ -143,21 +140,21 @@ def test_a_folder_of_a_users_own(tmp_path: Path) -> None:
         ("chat_template.jinja", "{% for %}"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, text: str | None) -> None:
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, content: str | None) -> None:
     if name.endswith(".jinja"):
         pytest.importorskip("jinja2")
     write(tmp_path, train(["a"], 258))
-    if text is None:
+    if content is None:
         (tmp_path / name).unlink()
     else:
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(content)
     with pytest.raises(EndpointError, match=name.replace(".", r"\.")) as raised:
         open_tokenizer(tmp_path)
     assert raised.value.file == str(tmp_path / name)
 
 
-def test_tokens_are_told_as_strings_if_asked_for() -> None:
-    """As the vocabulary writes them, which is what vLLM tells: a space is a letter of its own, so are bytes."""
+def test_tokens_are_strings_on_request() -> None:
+    """As the vocabulary writes them, as vLLM does: a space is a letter of its own, so are bytes."""
     assert answer_to("/tokenize", {"prompt": "a b"}).json["token_strs"] is None
     answer = answer_to("/tokenize", {"prompt": "Hello, world", "return_token_strs": True}).json
     assert len(answer["token_strs"]) == answer["count"] and answer["token_strs"][-2:] == [",", "Ġworld"]
@@ -167,7 +164,7 @@ def test_tokens_are_told_as_strings_if_asked_for() -> None:
 
 
 def test_ids_beyond_the_vocabulary_have_no_text() -> None:
-    last = words().vocab - 1
+    last = embedded().vocab - 1
     assert answer_to("/detokenize", {"tokens": [last]}).status == 200
     assert answer_to("/detokenize", {"tokens": []}).json == {"prompt": ""}
     error = answer_to("/detokenize", {"tokens": [5, last + 1]}).error

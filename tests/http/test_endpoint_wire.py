@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.endpoint_calls import Answer, Session, listening, read_answer, request, scripted, text_of, words
+from support.endpoint_calls import Answer, Session, embedded, listening, read_answer, request, scripted, text_of
 
 from cbsim.http import connection
 from cbsim.http.connection import MOST_PIPELINED
@@ -19,11 +19,11 @@ COMPLETION = request("/v1/completions", {"prompt": "a b c", "max_tokens": 6, "st
 ENDLESS = {"prompt": "a b c", "max_tokens": 1 << 19}
 
 
-async def sent(server: Session, *pieces: bytes) -> Answer:
-    """The answer to a request that comes in these pieces, to those of them that are taken."""
+async def sent(server: Session, *parts: bytes) -> Answer:
+    """The answer to a request that comes in these parts, to those of them that are taken."""
     reader, writer = await server.connect()
     answer = asyncio.get_running_loop().create_task(read_answer(reader))
-    for piece in pieces:
+    for piece in parts:
         if answer.done():
             break
         writer.write(piece)
@@ -38,11 +38,11 @@ async def sent(server: Session, *pieces: bytes) -> Answer:
 @given(st.lists(st.integers(0, len(COMPLETION)), max_size=8))
 async def test_a_request_is_the_same_in_any_pieces(cuts: list[int]) -> None:
     ends = [0, *sorted(cuts), len(COMPLETION)]
-    pieces = [COMPLETION[start:end] for start, end in pairwise(ends) if end > start]
+    parts = [COMPLETION[start:end] for start, end in pairwise(ends) if end > start]
 
     async with listening() as server:
-        answer = await sent(server, *pieces)
-    assert answer.status == 200 and text_of(answer.events) == words().decode(range(300, 306))
+        answer = await sent(server, *parts)
+    assert answer.status == 200 and text_of(answer.events) == embedded().decode(range(300, 306))
 
 
 def six_tokens(stream: bool) -> bytes:
@@ -66,11 +66,11 @@ async def size_of_an_answer(stream: bool) -> int:
 @given(st.booleans(), st.booleans(), st.floats(0, 1))
 async def test_a_client_may_leave_at_any_byte(stream: bool, while_it_asks: bool, share: float) -> None:
     """Of its request, or of its answer: its stream is cancelled once, unless it has ended, and nothing is left."""
-    asked, size = six_tokens(stream), await size_of_an_answer(stream)
+    data, size = six_tokens(stream), await size_of_an_answer(stream)
 
     async with listening() as server:
         reader, writer = await server.connect()
-        writer.write(asked[: int(share * len(asked))] if while_it_asks else asked)
+        writer.write(data[: int(share * len(data))] if while_it_asks else data)
         if not while_it_asks:
             await reader.readexactly(int(share * size))
         writer.transport.abort()
@@ -129,15 +129,15 @@ CHUNKED = HEAD + b"content-type: application/json\r\ntransfer-encoding: chunked\
 JSON_BODY = HEAD + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
 
-@pytest.mark.parametrize("pieces", [[], [HEAD], [JSON_BODY % 9 + b"{"], [CHUNKED, b"1\r\n{\r\n"], [b"\r\n" * 20]])
-async def test_what_is_too_late_is_told_so(pieces: list[bytes]) -> None:
+@pytest.mark.parametrize("parts", [[], [HEAD], [JSON_BODY % 9 + b"{"], [CHUNKED, b"1\r\n{\r\n"], [b"\r\n" * 20]])
+async def test_what_is_too_late_is_told_so(parts: list[bytes]) -> None:
     async with listening(settings=Settings(head_s=0.03, body_s=0.03)) as server:
-        answer = await sent(server, *pieces)
+        answer = await sent(server, *parts)
     assert answer.status == 408 and answer.error["message"].endswith("has not come within 0.03 s")
 
 
 @pytest.mark.parametrize(
-    ("pieces", "status"),
+    ("parts", "status"),
     [
         ([b"GET /" + b"a" * 3000], 431),
         ([HEAD + b"x: " + b"a" * 3000 + b"\r\n\r\n"], 431),
@@ -150,9 +150,9 @@ async def test_what_is_too_late_is_told_so(pieces: list[bytes]) -> None:
         ([b"GET /a%2Fb HTTP/1.1\r\n\r\n"], 404),
     ],
 )
-async def test_what_is_too_long_is_told_so(pieces: list[bytes], status: int) -> None:
+async def test_what_is_too_long_is_told_so(parts: list[bytes], status: int) -> None:
     async with listening(settings=Settings(max_head_bytes=2000, max_body_bytes=1000)) as server:
-        answer = await sent(server, *pieces)
+        answer = await sent(server, *parts)
     assert answer.status == status
     assert status == 200 or answer.error["code"] == status
 
@@ -161,7 +161,7 @@ CLOSE = HEAD + b"content-type: application/json\r\nconnection: close\r\ncontent-
 
 
 @pytest.mark.parametrize(
-    ("asked", "status"),
+    ("data", "status"),
     [
         (CLOSE % 5_000_000 + b"a" * 5_000_000, 413),
         (CLOSE % 20_000_000 + b"a" * 20_000_000, 413),
@@ -170,19 +170,19 @@ CLOSE = HEAD + b"content-type: application/json\r\nconnection: close\r\ncontent-
     ],
     ids=["5 MB", "20 MB", "head", "garbage"],
 )
-async def test_who_sends_all_before_it_reads_has_its_answer(asked: bytes, status: int) -> None:
+async def test_who_sends_all_before_it_reads_has_its_answer(data: bytes, status: int) -> None:
     """Closed with bytes unread, the socket would reset and the client lose the answer. Its end comes at once."""
 
-    def emitted(port: int) -> bytes:
+    def answer_at(port: int) -> bytes:
         with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
-            client.sendall(asked)
+            client.sendall(data)
             answer = b""
             while part := client.recv(65536):
                 answer += part
             return answer
 
     async with listening() as server:
-        answer = await asyncio.to_thread(emitted, server.port)
+        answer = await asyncio.to_thread(answer_at, server.port)
     assert answer.startswith(b"HTTP/1.1 %d " % status) and answer.endswith(b'"code": %d}}' % status)
 
 
@@ -221,9 +221,9 @@ async def test_who_asks_again_and_leaves_is_cancelled(
             await asyncio.sleep(0.002)
         writer.transport.abort()
         await server.until_empty()
-        cancelled, asked = len(server.backend.cancelled), len(server.backend.generations)
+        cancelled, submitted = len(server.backend.cancelled), len(server.backend.generations)
     assert emitted.count(b"HTTP/1.1 ") == 1
-    assert cancelled == asked == (20 if first is MANY else 1)
+    assert cancelled == submitted == (20 if first is MANY else 1)
     assert not caplog.records
 
 

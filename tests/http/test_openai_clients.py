@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
-from support.endpoint_calls import events, listening, saying, scripted, text_of, words
+from openai import OpenAI
+from support.endpoint_calls import embedded, events, listening, saying, scripted, text_of
 
 from cbsim.http.settings import VARIABLE, Settings, read_keys
 
@@ -17,28 +18,21 @@ MESSAGES = [{"role": "user", "content": "What is a step?"}]
 
 
 async def test_the_asynchronous_client() -> None:
-    async with (
-        listening(scripted(saying(TEXT))) as server,
-        AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
+    async with listening(scripted(saying(TEXT))) as server, server.openai() as client:
         assert [model.id async for model in await client.models.list()] == ["scripted"]
-        whole = await client.chat.completions.create(model="scripted", messages=MESSAGES)  # type: ignore
+        whole = await client.chat.completions.create(model="scripted", messages=MESSAGES)
         assert whole.choices[0].message.content == TEXT and whole.choices[0].finish_reason == "stop"
-        stream = await client.chat.completions.create(
-            model="scripted",
-            messages=MESSAGES,  # type: ignore
-            stream=True,
-            stream_options={"include_usage": True},
-        )
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        stream = await client.chat.completions.create(model="scripted", messages=MESSAGES, **options)
         *chunks, last = [chunk async for chunk in stream]
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
-        tokens = len(words().encode(TEXT))
-        assert last.usage.completion_tokens == tokens == whole.usage.completion_tokens  # type: ignore
+        tokens = embedded().encode(TEXT)
+        assert last.usage.completion_tokens == len(tokens) == whole.usage.completion_tokens
         many = await asyncio.gather(
             *(client.completions.create(model="scripted", prompt=f"{n}", max_tokens=5) for n in range(32))
         )
         assert len({answer.id for answer in many}) == 32
-        assert {answer.choices[0].text for answer in many} == {words().decode(words().encode(TEXT)[:5])}
+        assert {answer.choices[0].text for answer in many} == {embedded().decode(tokens[:5])}
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             await client.completions.create(model="other", prompt="x")
         with pytest.raises(openai.BadRequestError, match="`n` is not supported"):
@@ -47,14 +41,9 @@ async def test_the_asynchronous_client() -> None:
 
 async def test_a_client_that_closes_its_stream_cancels_it() -> None:
     async with listening() as server:
-        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            stream = await client.completions.create(
-                model="scripted",
-                prompt="x",
-                max_tokens=100_000,
-                stream=True,
-                extra_headers={"X-Request-Id": "mine"},
-            )
+        async with server.openai() as client:
+            options = {"max_tokens": 100_000, "stream": True, "extra_headers": {"X-Request-Id": "mine"}}
+            stream = await client.completions.create(model="scripted", prompt="x", **options)
             async for _ in stream:
                 break
             await stream.close()
@@ -62,33 +51,27 @@ async def test_a_client_that_closes_its_stream_cancels_it() -> None:
         assert server.backend.cancelled == ["cmpl-mine-0"]
 
 
-async def test_the_other_client() -> None:
-    def ask(url: str) -> None:
-        wrong = OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0)
+async def test_the_synchronous_client() -> None:
+    def call(address: str) -> None:
+        wrong = OpenAI(base_url=address, api_key="wrong", max_retries=0)
         with wrong, pytest.raises(openai.AuthenticationError):
             wrong.models.list()
-        with OpenAI(base_url=f"{url}/v1", api_key="right", max_retries=0) as client:
-            text = "".join(
-                chunk.choices[0].text
-                for chunk in client.completions.create(
-                    model="scripted", prompt=[1, 2, 3], stream=True, max_tokens=99, stop="awaited"
-                )
-            )
-            assert text == TEXT[: TEXT.index("awaited")]
-            assert client.completions.create(model="scripted", prompt="x", max_tokens=3).usage.completion_tokens == 3  # type: ignore
+        options: Any = {"model": "scripted", "prompt": [1, 2, 3], "max_tokens": 99}
+        with OpenAI(base_url=address, api_key="right", max_retries=0) as client:
+            chunks = client.completions.create(**options, stream=True, stop="awaited")
+            assert "".join(chunk.choices[0].text for chunk in chunks) == TEXT[: TEXT.index("awaited")]
 
     settings = Settings(keys=read_keys(environment={VARIABLE: "right"}))
     async with listening(scripted(saying(TEXT)), settings) as server:
-        await asyncio.get_running_loop().run_in_executor(None, ask, server.url)
+        await asyncio.to_thread(call, server.address)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 async def test_curl() -> None:
     async with listening(scripted(saying(TEXT))) as server:
-        body = '{"prompt": "x", "stream": true, "max_tokens": 99}'
         curl = await asyncio.create_subprocess_exec(
-            *("curl", "-sN", "-m", "20", f"{server.url}/v1/completions", "-H", "content-type: application/json"),
-            *("-d", body),
+            *("curl", "-sN", "-m", "20", f"{server.address}/completions", "-H", "content-type: application/json"),
+            *("-d", '{"prompt": "x", "stream": true, "max_tokens": 99}'),
             stdout=asyncio.subprocess.PIPE,
         )
         assert text_of(events((await curl.communicate())[0])) == TEXT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from cbsim.http.app import App
-from cbsim.http.backend import Generation, Stream
+from cbsim.http.backend import Stream
 from cbsim.http.listen import Ending, Stop, listen
 from cbsim.http.settings import Settings
 from cbsim.http.tokenizer import Tokenizer, open_tokenizer
@@ -23,7 +23,7 @@ JSON = ("content-type", "application/json")
 
 
 @cache
-def words() -> Tokenizer:
+def embedded() -> Tokenizer:
     return open_tokenizer()
 
 
@@ -34,19 +34,19 @@ class Feeding:
         self._feeds = feeds
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(words(), name)
+        return getattr(embedded(), name)
 
     def decoder(self) -> Any:
         return SimpleNamespace(feed=self._feeds())
 
 
 def scripted(script: Script = counting, itl_s: float = ITL_S, **more: Any) -> Scripted:
-    return Scripted(words(), itl_s, script, **more)
+    return Scripted(embedded(), itl_s, script, **more)
 
 
-def saying(text: str) -> Script:
-    """The model says this, and ends."""
-    ids = words().encode(text)
+def saying(*parts: str) -> Script:
+    """The model's tokens are those of these texts, one text after the other; then it ends."""
+    ids = [token for part in parts for token in embedded().encode(part)]
     return lambda _: iter(ids)
 
 
@@ -54,7 +54,7 @@ class Instant(Scripted):
     """Needs no `run`: the steps of a request are made as soon as the loop comes to it."""
 
     def __init__(self, script: Script = counting, **more: Any) -> None:
-        super().__init__(words(), 0.0, script, **more)
+        super().__init__(embedded(), 0.0, script, **more)
 
     def submit(self, stream: Stream) -> None:
         super().submit(stream)
@@ -100,7 +100,7 @@ def text_of(chunks: Iterable[Any], index: int = 0) -> str:
     return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in emitted)
 
 
-async def ask(
+async def call(
     app: App, path: str, body: Any = None, method: str | None = None, headers: Iterable[tuple[str, str]] = (JSON,)
 ) -> Answer:
     """A request by ASGI's messages. A body that is not bytes is sent as JSON."""
@@ -114,11 +114,11 @@ async def ask(
         "root_path": "",
         "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in headers],
     }
-    given = iter([{"type": "http.request", "body": raw, "more_body": False}])
+    messages = iter([{"type": "http.request", "body": raw, "more_body": False}])
     answer = Answer(0, {}, b"")
 
     async def receive() -> dict[str, Any]:
-        message = next(given, None)
+        message = next(messages, None)
         if message is None:
             await asyncio.get_running_loop().create_future()  # the client stays
         assert message is not None
@@ -141,7 +141,7 @@ def answer_to(
     """One request of a new application."""
 
     async def once() -> Answer:
-        return await ask(App(Instant(script), settings), path, body, **more)
+        return await call(App(Instant(script), settings), path, body, **more)
 
     return asyncio.run(once())
 
@@ -158,7 +158,7 @@ def chat(script: Script = counting, **fields: Any) -> Answer:
 @dataclass
 class Session:
     app: App
-    backend: Scripted
+    backend: Any
     port: int
     stop: Stop
     ending: asyncio.Task[Ending]
@@ -175,8 +175,13 @@ class Session:
             await asyncio.sleep(0.001)
 
     @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def openai(self) -> Any:
+        from openai import AsyncOpenAI
+
+        return AsyncOpenAI(base_url=self.address, api_key="none", max_retries=0)
 
     async def until_empty(self) -> None:
         """No stream, no token that is kept, no connection's task."""
@@ -185,7 +190,7 @@ class Session:
 
 
 @asynccontextmanager
-async def listening(backend: Scripted | None = None, settings: Settings | None = None) -> AsyncIterator[Session]:
+async def listening(backend: Any = None, settings: Settings | None = None) -> AsyncIterator[Session]:
     """An application behind a socket; once the block is left it has ended, and nothing of it is left."""
     backend = backend or scripted()
     app, stop = App(backend, settings), Stop()
@@ -208,9 +213,9 @@ async def listening(backend: Scripted | None = None, settings: Settings | None =
             stop.hurried.set()
         await ending
         await asyncio.gather(*(writer.wait_closed() for writer in session.writers), return_exceptions=True)
-    backlog = app.admission
-    assert not backlog.open and not backlog.queued and not backlog.queued_tokens
-    assert not backlog.unread and not backlog.streams and not backend.load.running
+    admission = app.admission
+    assert not (admission.open or admission.queued or admission.queued_tokens or admission.unread)
+    assert not admission.streams and not backend.load.running
 
 
 def request(path: str, fields: dict[str, Any], headers: str = "") -> bytes:
@@ -232,13 +237,3 @@ async def read_answer(reader: asyncio.StreamReader) -> Answer:
             body += (await reader.readexactly(size + 2))[:-2]
         await reader.readline()
     return Answer(int(head[0].split()[1]), headers, body)
-
-
-def ends_after(texts: Iterable[str]) -> Script:
-    """A model whose tokens are these texts' tokens, text by text."""
-    ids = [token for text in texts for token in words().encode(text)]
-
-    def script(_: Generation) -> Iterator[int]:
-        return iter(ids)
-
-    return script

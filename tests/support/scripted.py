@@ -5,7 +5,7 @@ the endpoint itself costs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from cbsim.http.backend import ABORT, UNMETERED, Generation, Load, Meter, Stream, Timing
 from cbsim.http.tokenizer import Tokenizer
@@ -119,9 +119,3 @@ async def next_tokens(stream: Stream) -> list[int]:
         stream.listen(there.set)
         await there.wait()
     return stream.take()
-
-
-def replayed(texts: Sequence[Sequence[int]]) -> Script:
-    """The first request gets the first of these, and so on; then from the beginning."""
-    count = iter(range(1 << 62))
-    return lambda _: iter(texts[next(count) % len(texts)])

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 
 
-async def ask(client: openai.AsyncOpenAI, model: str, at_s: float) -> tuple[int, float, float]:
+async def call(client: openai.AsyncOpenAI, model: str, at_s: float) -> tuple[int, float, float]:
     await asyncio.sleep(at_s)
     began, first, count = time.perf_counter(), 0.0, 0
     stream = await client.completions.create(model=model, prompt="one two three", max_tokens=9, stream=True)
@@ -25,7 +25,7 @@ async def main() -> list[Any]:
     """The address and the key come from the environment, the number of requests from the command line."""
     async with openai.AsyncOpenAI() as client:
         model = (await client.models.list()).data[0].id
-        return await asyncio.gather(*(ask(client, model, at / 50) for at in range(int(sys.argv[1]))))
+        return await asyncio.gather(*(call(client, model, at / 50) for at in range(int(sys.argv[1]))))
 
 
 async def told_where(address: str) -> str:

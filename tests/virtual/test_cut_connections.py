@@ -1,15 +1,13 @@
-"""Clients that go away at any byte, of what they say or of what they are told: all blocks are free afterwards."""
+"""Clients that go away at any byte of their requests or answers: all blocks are free afterwards."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.endpoint_calls import Session, listening, request
 
-from cbsim.http.app import App
-from cbsim.http.listen import Stop, listen
 from cbsim.http.tokenizer import open_tokenizer
 from cbsim.runs.served import result_of
 from cbsim.scenario.scenario import scenario_of
@@ -17,79 +15,69 @@ from cbsim.virtual.clocks import VirtualClock, VirtualLoop
 from cbsim.virtual.simulated import SimulatedBackend, open_session
 
 TOKENIZER = open_tokenizer()
-ASKED = json.dumps({"prompt": list(range(40)), "max_tokens": 30, "stream": True, "ignore_eos": True}).encode()
-REQUEST = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
-    % (len(ASKED), ASKED)
-)
+REQUEST = request("/v1/completions", {"prompt": [*range(40)], "max_tokens": 30, "stream": True, "ignore_eos": True})
 ANSWER = 6000  # bytes, about: thirty chunks
 CLIENT = st.tuples(
-    st.integers(0, len(REQUEST)),  # bytes that it says
+    st.integers(0, len(REQUEST)),  # bytes that it sends
     st.integers(1, 40),  # at a time
-    st.one_of(st.none(), st.integers(0, ANSWER)),  # bytes that it hears, or all
+    st.one_of(st.none(), st.integers(0, ANSWER)),  # bytes that it reads, or all
     st.integers(0, 200),  # ms at which it comes
 )
 
 
-async def talk(address: tuple[str, int], says: int, at_a_time: int, hears: int | None, at_ms: int) -> bytes:
+async def talk(server: Session, sends: int, at_a_time: int, reads: int | None, at_ms: int) -> bytes:
     await asyncio.sleep(at_ms / 1e3)
-    reader, writer = await asyncio.open_connection(*address)
-    for begin in range(0, says, at_a_time):
-        writer.write(REQUEST[begin : min(says, begin + at_a_time)])
+    reader, writer = await server.connect()
+    for begin in range(0, sends, at_a_time):
+        writer.write(REQUEST[begin : min(sends, begin + at_a_time)])
         await asyncio.sleep(1e-4)
-    emitted = b""
-    while says == len(REQUEST) and (hears is None or len(emitted) < hears) and b"[DONE]" not in emitted:
-        data = await reader.read(97 if hears is None else min(97, hears - len(emitted)))
+    answer = b""
+    while sends == len(REQUEST) and (reads is None or len(answer) < reads) and b"[DONE]" not in answer:
+        data = await reader.read(97 if reads is None else min(97, reads - len(answer)))
         assert data
-        emitted += data
+        answer += data
     writer.transport.abort()
-    return emitted
+    return answer
 
 
 async def session(backend: SimulatedBackend, clients: list[tuple[int, int, int | None, int]]) -> list[bytes]:
-    stop, where = Stop(), asyncio.get_running_loop().create_future()
-    door = asyncio.ensure_future(
-        listen(App(backend), port=0, stop=stop, signals=False, ready=lambda *address: where.set_result(address))
-    )
-    address = await where
-    emitted = await asyncio.gather(*(talk(address, *client) for client in clients))
-    await asyncio.sleep(2)  # whoever left has been given up
-    pool = backend.machine.scheduler.pool
-    pool.check()
-    assert pool.free == pool.num_blocks
-    assert backend.load.running == backend.load.waiting == 0
-    stop.request()
-    await door
-    return emitted
+    async with listening(backend) as server:
+        answers = await asyncio.gather(*(talk(server, *client) for client in clients))
+        await asyncio.sleep(2)  # requests of clients that left have been given up
+        pool = backend.machine.scheduler.pool
+        pool.check()
+        assert pool.free == pool.num_blocks
+        assert backend.load.running == backend.load.waiting == 0
+    return answers
+
+
+SCENARIO = {
+    "question": "Whose connection is cut?",
+    "model": "tiny",
+    "hardware": "laptop-cpu",
+    "workload": {"kind": "synthetic", "requests": 1, "prompt_tokens": 1, "output_tokens": 1},
+    "scheduler": {"name": "vllm"},
+    "kv_cache": {"num_blocks": 16},  # for three of the requests
+    "loop": {"mode": "async"},
+    "cost": {"kind": "constant", "step_s": 0.005},
+}
 
 
 @settings(max_examples=25)
 @given(clients=st.lists(CLIENT, min_size=1, max_size=6))
 def test_a_client_may_go_at_any_byte(clients: list[tuple[int, int, int | None, int]]) -> None:
-    """Those who stay get all their tokens; the others have asked for nothing, or are given up."""
-    wanted = scenario_of(
-        {
-            "question": "Who goes?",
-            "model": "tiny",
-            "hardware": "laptop-cpu",
-            "workload": {"kind": "synthetic", "requests": 1, "prompt_tokens": 1, "output_tokens": 1},
-            "scheduler": {"name": "vllm"},
-            "kv_cache": {"num_blocks": 16},  # for three of them
-            "loop": {"mode": "async"},
-            "cost": {"kind": "constant", "step_s": 0.005},
-        }
-    )
-    backend = open_session(wanted, VirtualClock(), TOKENIZER, None, "test")
+    """Those who stay get all their tokens; the rest have requested nothing, or are given up."""
+    backend = open_session(scenario_of(SCENARIO), VirtualClock(), TOKENIZER, None, "test")
     loop = VirtualLoop()
     try:
-        emitted = loop.run_until_complete(session(backend, clients))
+        answers = loop.run_until_complete(session(backend, clients))
     finally:
         loop.close()
     result = result_of(backend.session, backend.log, {})
-    statuses = result.summary["requests_by_status"]
-    asked = [client for client in clients if client[0] == len(REQUEST)]
-    stayed = [text for client, text in zip(clients, emitted, strict=True) if client in asked and b"[DONE]" in text]
-    assert all(text.count(b'"text":') == 30 for text in stayed)
+    statuses, log = result.summary["requests_by_status"], backend.log.content().splitlines()
+    whole = [client[0] == len(REQUEST) for client in clients]
+    stayed = [answer for answer, all_of_it in zip(answers, whole, strict=True) if all_of_it and b"[DONE]" in answer]
+    assert all(answer.count(b'"text":') == 30 for answer in stayed)
     assert statuses["length"] >= len(stayed)
-    assert statuses["length"] + statuses["aborted"] == len(backend.log.content().splitlines()) - statuses["aborted"]
-    assert result.summary["requests"] <= len(asked)
+    assert statuses["length"] + statuses["aborted"] == len(log) - statuses["aborted"]
+    assert result.summary["requests"] <= sum(whole)

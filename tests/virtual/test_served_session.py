@@ -39,7 +39,7 @@ def scenario(scheduler: str, loop: str, blocks: int = 60, **settings: Any) -> Sc
     """A small server: its cache is too small for all who come."""
     return scenario_of(
         {
-            "question": "Who is served?",
+            "question": "Which requests are served?",
             "model": "tiny",
             "hardware": "laptop-cpu",
             "workload": {
@@ -66,8 +66,8 @@ async def visit(backend: SimulatedBackend, rng: random.Random, name: str) -> lis
     for turn in range(3):
         await asyncio.sleep(rng.choice((0, 0.001, rng.random() / 10)))
         prompt = [rng.randrange(3)] * rng.randrange(1, 80)
-        asked = Generation(f"{name}-{turn}", prompt, max_tokens=rng.randrange(1, 50), ignore_eos=rng.random() < 0.5)
-        stream = Stream(asked)
+        limit, ignored = rng.randrange(1, 50), rng.random() < 0.5
+        stream = Stream(Generation(f"{name}-{turn}", prompt, max_tokens=limit, ignore_eos=ignored))
         backend.submit(stream)
         streams.append(stream)
         leaves_after = rng.choice((None, None, 0, 1, 7))
@@ -84,11 +84,11 @@ async def visit(backend: SimulatedBackend, rng: random.Random, name: str) -> lis
 
 
 def session(
-    wanted: Scenario, seed: int, clients: int = 12, *, real: bool = False
+    scenario: Scenario, seed: int, clients: int = 12, *, real: bool = False
 ) -> tuple[SimulatedBackend, Result, list[Stream]]:
     loop = asyncio.new_event_loop() if real else VirtualLoop()
     clock = RealClock(50.0) if real else VirtualClock()
-    backend = open_session(wanted, clock, TOKENIZER, None, "test")
+    backend = open_session(scenario, clock, TOKENIZER, None, "test")
 
     async def together() -> list[Stream]:
         serving = asyncio.ensure_future(backend.run())
@@ -106,9 +106,9 @@ def session(
 
 
 def again(backend: SimulatedBackend) -> Result:
-    """`cbsim run` on who came."""
-    asked, text = backend.session.scenario, backend.log.content()
-    return running.one_loop(asked, asked.loop.mode, Simulation, Terms("test", requests=text))
+    """`cbsim run` on the requests that came."""
+    scenario, requests = backend.session.scenario, backend.log.content()
+    return running.one_loop(scenario, scenario.loop.mode, Simulation, Terms("test", requests=requests))
 
 
 def check_same(backend: SimulatedBackend, result: Result) -> None:
@@ -127,7 +127,7 @@ def test_the_arrivals_of_a_session_lead_to_its_steps(scheduler: str, loop: str) 
     assert statuses["aborted"]
     pool = backend.machine.scheduler.pool
     pool.check()
-    assert pool.free == pool.num_blocks, "a block was kept by somebody who left"
+    assert pool.free == pool.num_blocks, "a client that left has returned its blocks"
     emitted = {stream.generation.id: stream.tokens for stream in streams if stream.finish in ("length", "stop")}
     generated = dict(
         zip(result.requests["id"].to_pylist(), result.requests["generated_tokens"].to_pylist(), strict=True)
@@ -151,7 +151,7 @@ def test_the_real_clock_changes_when_tokens_are_seen_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    "moves",
+    "transfers",
     [
         {"preemption_mode": "swap"},
         {"kv_connector": "simple_cpu", "cpu_bytes_to_use": 1 << 24},
@@ -159,9 +159,9 @@ def test_the_real_clock_changes_when_tokens_are_seen_and_nothing_else() -> None:
     ],
     ids=["swap", "simple_cpu", "offloading"],
 )
-def test_a_session_whose_kv_moves(moves: dict[str, Any]) -> None:
+def test_a_session_whose_kv_moves(transfers: dict[str, Any]) -> None:
     """Steps that wait for a move, or for a request, end when either comes."""
-    backend, result, _ = session(scenario("vllm", "async", 24, **moves), seed=3)
+    backend, result, _ = session(scenario("vllm", "async", 24, **transfers), seed=3)
     assert len(result.transfers["step"])
     check_same(backend, result)
 
@@ -203,9 +203,9 @@ def test_equal_texts_are_found_in_the_cache() -> None:
             await serving
             return stream.cached_tokens
 
-        found = loop.run_until_complete(twice())
+        hit = loop.run_until_complete(twice())
         loop.close()
-        return found
+        return hit
 
     assert cached(("", "")) == 48  # all full blocks of 16 but the last, of which something must be computed
     assert cached(("a", "a")) == 48
@@ -216,20 +216,20 @@ def test_equal_texts_are_found_in_the_cache() -> None:
 @given(st.lists(st.lists(st.integers(0, 2), max_size=30), max_size=8), st.integers(1, 5))
 def test_equal_ids_are_equal_texts(texts: list[list[int]], width: int) -> None:
     contents = Contents(width, 100)
-    ids = [contents.prefix(text) for text in texts]
-    for text, named in zip(texts, ids, strict=True):
-        assert len(named) == len(text) // width
+    ids = [contents.prefix(content) for content in texts]
+    for content, named in zip(texts, ids, strict=True):
+        assert len(named) == len(content) // width
         for other, known in zip(texts, ids, strict=True):
             for block in range(min(len(named), len(known))):
                 end = (block + 1) * width
-                assert (named[block] == known[block]) == (text[:end] == other[:end])
+                assert (named[block] == known[block]) == (content[:end] == other[:end])
 
 
 WHOLE = RequestSpec(0, "a", 5, 20, 3, 9)
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "message"),
     [
         ("{}", "index: is required"),
         ("[]", "row: got [], expected a JSON object"),
@@ -247,12 +247,12 @@ WHOLE = RequestSpec(0, "a", 5, 20, 3, 9)
         ),
     ],
 )
-def test_a_log_that_cannot_be_read(tmp_path: Path, line: str, words: str) -> None:
+def test_a_log_that_cannot_be_read(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "arrivals.jsonl"
     file.write_text(line.rstrip() + "\n")
     with pytest.raises(ScenarioError) as error:
         served.read(file)
-    assert f"{file}:1: {words}" in str(error.value)
+    assert f"{file}:1: {message}" in str(error.value)
 
 
 def test_a_log_that_was_cut_in_a_line_is_read_up_to_there(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ def test_sleeping_takes_virtual_time_only(loop: VirtualLoop) -> None:
 
     began = time.monotonic()
     with clocks(loop):
-        session_facts = loop.run_until_complete(day())
-    assert session_facts == (virtual_loop.EPOCH_S + 86_400, 86_400, 86_400 * 10**9)
+        printed = loop.run_until_complete(day())
+    assert printed == (virtual_loop.EPOCH_S + 86_400, 86_400, 86_400 * 10**9)
     assert time.monotonic() - began < 3600, "the clocks are the machine's again"
 
 
@@ -104,10 +104,10 @@ def test_a_thread_takes_no_virtual_time(loop: VirtualLoop) -> None:
 
 def test_a_thread_that_waits_for_the_loop_is_told(loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual_loop, "PATIENCE_S", 0.1)
-    held = asyncio.Event()
+    event = asyncio.Event()
 
     def waits() -> None:
-        asyncio.run_coroutine_threadsafe(asyncio.wait_for(held.wait(), 5), loop).result()
+        asyncio.run_coroutine_threadsafe(asyncio.wait_for(event.wait(), 5), loop).result()
 
     async def blocked() -> None:
         await asyncio.to_thread(waits)
@@ -115,7 +115,7 @@ def test_a_thread_that_waits_for_the_loop_is_told(loop: VirtualLoop, monkeypatch
     with pytest.raises(VirtualTimeError, match=r"a thread has been in .*waits.* virtual time waits for threads"):
         loop.run_until_complete(blocked())
     monkeypatch.undo()
-    held.set()
+    event.set()
     loop.run_until_complete(asyncio.sleep(0.1))
 
 
@@ -126,9 +126,9 @@ def test_a_stray_sleep_takes_time_and_is_told(loop: VirtualLoop) -> None:
 
     with clocks(loop):
         assert loop.run_until_complete(naps()) == 86_400
-    (session_facts,) = loop.strays
-    assert session_facts.startswith("time.sleep(86400) in ")
-    assert session_facts.endswith("(naps) kept the loop: what was due meanwhile came late")
+    (printed,) = loop.strays
+    assert printed.startswith("time.sleep(86400) in ")
+    assert printed.endswith("(naps) kept the loop: what was due meanwhile came late")
 
 
 def test_a_sleep_that_escaped_is_noticed(loop: VirtualLoop) -> None:
@@ -141,8 +141,8 @@ def test_a_sleep_that_escaped_is_noticed(loop: VirtualLoop) -> None:
 
     with clocks(loop):
         loop.run_until_complete(naps())
-    (session_facts,) = loop.strays
-    assert "in which it did not compute" in session_facts
+    (printed,) = loop.strays
+    assert "in which it did not compute" in printed
 
 
 def test_a_call_that_blocks_the_loop_is_told(loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,11 +153,11 @@ def test_a_call_that_blocks_the_loop_is_told(loop: VirtualLoop, monkeypatch: pyt
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = "http://{}:{}".format(*silent.getsockname())
 
-        async def asks() -> None:
+        async def calls() -> None:
             urllib.request.urlopen(address)
 
         with watched(loop), pytest.raises(VirtualTimeError, match="has blocked the loop"):
-            loop.run_until_complete(asks())
+            loop.run_until_complete(calls())
     with pytest.raises(VirtualTimeError, match="has blocked the loop"):
         loop.check_deadlock()
 
@@ -165,7 +165,7 @@ def test_a_call_that_blocks_the_loop_is_told(loop: VirtualLoop, monkeypatch: pyt
 def run_openai(streams: int) -> tuple[Any, Any]:
     server = cbsim.virtual.virtual(SCENARIO)
 
-    async def ask(client: Any, at: int) -> list[float]:
+    async def call(client: Any, at: int) -> list[float]:
         await asyncio.sleep(at / 40)
         began = time.perf_counter()
         stream = await client.chat.completions.create(
@@ -175,7 +175,7 @@ def run_openai(streams: int) -> tuple[Any, Any]:
 
     async def everybody() -> list[list[float]]:
         async with server.openai() as client:
-            return await asyncio.gather(*(ask(client, at) for at in range(streams)))
+            return await asyncio.gather(*(call(client, at) for at in range(streams)))
 
     return server.run(everybody()), server.result
 
@@ -207,9 +207,9 @@ def test_two_runs_of_a_client_are_alike_to_the_byte() -> None:
 def test_a_client_that_leaves_is_given_up() -> None:
     server = cbsim.virtual.virtual(SCENARIO)
 
-    async def leaves() -> None:
-        async with server.openai() as client:
-            stream = await client.completions.create(model=server.model, prompt="hello", max_tokens=500, stream=True)
+    async def client() -> None:
+        async with server.openai() as openai:
+            stream = await openai.completions.create(model=server.model, prompt="hello", max_tokens=500, stream=True)
             async for _ in stream:
                 break
             await stream.close()
@@ -217,7 +217,7 @@ def test_a_client_that_leaves_is_given_up() -> None:
             load = server.backend.load
             assert (load.running, load.waiting) == (0, 0)
 
-    server.run(leaves())
+    server.run(client())
     assert server.result.summary["requests_by_status"]["aborted"] == 1
 
 
@@ -234,22 +234,22 @@ def test_a_server_is_good_for_one_run() -> None:
 # -- drive
 
 
-def drive(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> int:
+def drive(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> int:
     monkeypatch.chdir(HERE)
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    return main(["drive", SCENARIO, "--loop", "async", "--out", str(out), "--quiet", *words])
+    return main(["drive", SCENARIO, "--loop", "async", "--out", str(out), "--quiet", *arguments])
 
 
 def test_a_driven_client_repeats_itself(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Over sockets, with its own clock and its own arguments; what it prints and what is recorded are the same."""
-    session_facts = []
+    printed = []
     for run in ("one", "two"):
         assert drive(monkeypatch, tmp_path / run, "my_client:main", "12") == 0
-        session_facts.append(capsys.readouterr().out.splitlines()[0])
-    assert session_facts[0] == session_facts[1]
-    assert session_facts[0].count("(9, ") + session_facts[0].count("(") > 12
+        printed.append(capsys.readouterr().out.splitlines()[0])
+    assert printed[0] == printed[1]
+    assert printed[0].count("(9, ") + printed[0].count("(") > 12
     (first,), (second,) = ([*(tmp_path / run).iterdir()] for run in ("one", "two"))
     for name in ("steps.parquet", "requests.parquet", "arrivals.jsonl"):
         assert (first / name).read_bytes() == (second / name).read_bytes()
@@ -267,10 +267,10 @@ def test_a_client_that_keeps_the_loop_makes_a_run_that_is_not_faithful(
 ) -> None:
     """The steps that were due while it slept came late: their times are the model's, the client's are not."""
     assert drive(monkeypatch, tmp_path, "my_client:sleeps") == 0
-    session_facts = capsys.readouterr()
-    assert float(session_facts.out.splitlines()[0]) > 0.5
-    assert "warning: time.sleep(0.5) in" in session_facts.err
-    assert "not faithful: 1 % of its steps came" in session_facts.err
+    printed = capsys.readouterr()
+    assert float(printed.out.splitlines()[0]) > 0.5
+    assert "warning: time.sleep(0.5) in" in printed.err
+    assert "not faithful: 1 % of its steps came" in printed.err
     (run,) = tmp_path.iterdir()
     summary = json.loads((run / "summary.json").read_text())
     assert summary["served"]["faithful"] is False
@@ -278,7 +278,7 @@ def test_a_client_that_keeps_the_loop_makes_a_run_that_is_not_faithful(
 
 
 @pytest.mark.parametrize(
-    ("client", "status", "words"),
+    ("client", "status", "message"),
     [
         ("my_client:fails", 1, "the client failed: KeyError: 'no such thing'"),
         ("my_client:waits", 1, "waits for something that never comes"),
@@ -294,13 +294,13 @@ def test_what_cannot_be_driven(
     capsys: pytest.CaptureFixture[str],
     client: str,
     status: int,
-    words: str,
+    message: str,
 ) -> None:
     monkeypatch.setattr(virtual_loop, "PATIENCE_S", 0.2)
     assert drive(monkeypatch, tmp_path / "runs", client) == status
-    session_facts = capsys.readouterr().err
-    assert words in session_facts
-    assert "Traceback" not in session_facts
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "Traceback" not in printed
     if status == 1:
         (run,) = (tmp_path / "runs").iterdir()
         assert (run / "INCOMPLETE").exists()

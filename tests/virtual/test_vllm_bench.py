@@ -28,8 +28,8 @@ ASKED = (
 
 
 def bench(folder: Path) -> tuple[dict[str, Any], reading.Run]:
-    words = ["--out", str(folder / "runs"), "--quiet", "--", "vllm", "bench", "serve", *ASKED]
-    assert main(["drive", "rates", *words, "--result-dir", str(folder), "--result-filename", "vllm.json"]) == 0
+    options = ["--out", str(folder / "runs"), "--quiet", "--", "vllm", "bench", "serve", *ASKED]
+    assert main(["drive", "rates", *options, "--result-dir", str(folder), "--result-filename", "vllm.json"]) == 0
     (run,) = (folder / "runs").iterdir()
     emitted = json.loads((folder / "vllm.json").read_text())
     del emitted["date"]  # datetime.now stays real

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
 from support.engine.served import INLINE, LOOPS, SCHEDULERS, VOCAB, asked, check_text, server
 from support.engine.served import spec as a_spec
-from support.engine.talking import Said, Server
+from support.engine.talking import Answer, Server
 from support.scripted import next_tokens
 
 from cbengine import build
@@ -24,7 +25,7 @@ from cbengine.device.base import DeviceError
 from cbengine.errors import UsageError
 from cbengine.serving import command
 from cbengine.serving.post import Left, Post, WokenClock
-from cbsim.http.backend import Stream
+from cbsim.http.backend import Meter, Stream
 from cbsim.runs.inbox import NEVER_NS
 from cbsim.workload.requests import Workload
 
@@ -32,18 +33,18 @@ SHARED = [(7 * i + 3) % VOCAB for i in range(12)]
 PROMPTS = [[*SHARED[:8], i, i + 1, 5 * i % VOCAB, 2, 9] for i in range(4)] + [SHARED, [17]]
 
 
-def sizes(scheduler: str = "vllm", block_size: int = 4, blocks: int = 60, budget: int = 64, seats: int = 4) -> Any:
-    return server(scheduler, block_size, blocks, budget, seats, sharing=True)
+def sizes(scheduler: str = "vllm", block_size: int = 4, blocks: int = 60, budget: int = 64, slots: int = 4) -> Any:
+    return server(scheduler, block_size, blocks, budget, slots, sharing=True)
 
 
-def text_of(said: Said) -> Any:
+def text_of(answer: Answer) -> Any:
     """As `check_text` takes one: what the model says after the prompt alone, greedily."""
-    prompt = np.array(said.stream.generation.prompt)
-    return SimpleNamespace(prompt=prompt, outputs=said.tokens, spec=a_spec(0, len(prompt), 1))
+    prompt = np.array(answer.stream.generation.prompt)
+    return SimpleNamespace(prompt=prompt, outputs=answer.tokens, spec=a_spec(0, len(prompt), 1))
 
 
-async def everybody(server: Server) -> list[Said]:
-    return await asyncio.gather(*(server.ask(prompt, 12) for prompt in PROMPTS))
+async def everybody(server: Server) -> list[Answer]:
+    return await asyncio.gather(*(server.request(prompt, 12) for prompt in PROMPTS))
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------------
@@ -53,9 +54,9 @@ async def everybody(server: Server) -> list[Said]:
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_requests_at_a_time_say_what_each_says_alone(scheduler: str, loop: str) -> None:
     """Under every scheduler, with prompts that share content: the tokens are those of transformers' `generate`."""
-    for said in Server(sizes(scheduler), loop).talk(everybody):
-        assert (said.stream.finish, len(said.tokens)) == ("length", 12)
-        check_text(text_of(said))
+    for answer in Server(sizes(scheduler), loop).talk(everybody):
+        assert (answer.stream.finish, len(answer.tokens)) == ("length", 12)
+        check_text(text_of(answer))
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -70,21 +71,21 @@ def test_a_client_gets_what_replay_computes(loop: str) -> None:
     engine, _ = build.engine(sizes(), loop, Workload(specs, len(specs)), INLINE, prompts=Given(0, VOCAB))
     engine.run()
     engine.close()
-    said = Server(sizes(), loop).talk(everybody)
-    assert [each.tokens for each in said] == [engine.sequences[spec].outputs for spec in specs]
+    answers = Server(sizes(), loop).talk(everybody)
+    assert [each.tokens for each in answers] == [engine.sequences[spec].outputs for spec in specs]
 
 
 def test_a_seed_makes_a_request_the_same_again() -> None:
     """In another session, in another place of it; without a seed each draws of its own."""
 
-    async def twice(server: Server) -> list[Said]:
-        return [await server.ask(PROMPTS[0], 12, temperature=1.0, seed=seed) for seed in (None, 5, -3, 5, None)]
+    async def twice(server: Server) -> list[Answer]:
+        return [await server.request(PROMPTS[0], 12, temperature=1.0, seed=seed) for seed in (None, 5, -3, 5, None)]
 
-    async def late(server: Server) -> Said:
-        await server.ask(PROMPTS[1], 3)
-        return await server.ask(PROMPTS[0], 12, temperature=1.0, seed=5)
+    async def late(server: Server) -> Answer:
+        await server.request(PROMPTS[1], 3)
+        return await server.request(PROMPTS[0], 12, temperature=1.0, seed=5)
 
-    none, first, minus, again, other = (said.tokens for said in Server(sizes(), "async").talk(twice))
+    none, first, minus, again, other = (answer.tokens for answer in Server(sizes(), "async").talk(twice))
     assert first == again == Server(sizes(), "sync").talk(late).tokens
     assert len({tuple(tokens) for tokens in (none, first, minus, other)}) == 4
 
@@ -96,26 +97,26 @@ def test_a_seed_makes_a_request_the_same_again() -> None:
 def test_a_stop_token_ends_a_text_that_has_its_least_tokens(loop: str) -> None:
     """The token itself is told and nothing behind it; among the first `min_tokens` it is a token like others."""
 
-    async def ends(server: Server) -> tuple[Said, list[tuple[int, Said]]]:
-        whole = await server.ask(PROMPTS[0], 12)
+    async def ends(server: Server) -> tuple[Answer, list[tuple[int, Answer]]]:
+        whole = await server.request(PROMPTS[0], 12)
         end = whole.tokens[5]
         options: list[dict[str, Any]] = [{"stop_token_ids": (end,)}, {"stop_token_ids": (end,), "min_tokens": 6}]
-        return whole, [(end, await server.ask(PROMPTS[0], 12, **more)) for more in options]
+        return whole, [(end, await server.request(PROMPTS[0], 12, **more)) for more in options]
 
-    whole, asked_twice = Server(sizes(), loop).talk(ends)
-    for least, (end, said) in zip((0, 6), asked_twice, strict=True):
+    whole, twice_more = Server(sizes(), loop).talk(ends)
+    for least, (end, answer) in zip((0, 6), twice_more, strict=True):
         at = next((i for i, token in enumerate(whole.tokens) if token == end and i >= least), None)
-        wanted = (whole.tokens, "length") if at is None else (whole.tokens[: at + 1], "stop")
-        assert (said.tokens, said.stream.finish) == wanted
-    assert asked_twice[0][1].stream.finish == "stop"
+        expected = (whole.tokens, "length") if at is None else (whole.tokens[: at + 1], "stop")
+        assert (answer.tokens, answer.stream.finish) == expected
+    assert twice_more[0][1].stream.finish == "stop"
 
 
 def test_the_models_end_is_an_end_unless_it_is_ignored() -> None:
     whole = Server(sizes(), "async").talk(everybody)[0].tokens
     ends = frozenset({whole[4]})
 
-    async def both(server: Server) -> list[Said]:
-        return [await server.ask(PROMPTS[0], 12, ignore_eos=ignored) for ignored in (False, True)]
+    async def both(server: Server) -> list[Answer]:
+        return [await server.request(PROMPTS[0], 12, ignore_eos=ignored) for ignored in (False, True)]
 
     ended, ignored = Server(sizes(), "async", ends).talk(both)
     assert ended.tokens == whole[: whole.index(whole[4]) + 1]
@@ -127,9 +128,9 @@ def test_who_leaves_makes_room(loop: str) -> None:
     """The next request needs the whole cache, and has it."""
     full = sizes(blocks=12, block_size=4)
 
-    async def leave(server: Server) -> tuple[Said, Said]:
-        left = await server.ask([1] * 20, 20, leave_after=3)
-        return left, await server.ask([2] * 20, 24)
+    async def leave(server: Server) -> tuple[Answer, Answer]:
+        left = await server.request([1] * 20, 20, give_up_after=3)
+        return left, await server.request([2] * 20, 24)
 
     served = Server(full, loop)
     left, after = served.talk(leave)
@@ -156,7 +157,7 @@ def test_what_cannot_be_served_is_said_and_leaves_no_trace() -> None:
             ([1], 1, {"temperature": -1.0}),
             ([1], 1, {"top_p": 0.0}),
         ]
-        return [(await server.ask(prompt, tokens, **more)).stream.error for prompt, tokens, more in bad]
+        return [(await server.request(prompt, tokens, **more)).stream.error for prompt, tokens, more in bad]
 
     fields = ["prompt"] * 4 + ["max_tokens"] * 3 + ["sampling.temperature", "sampling.top_p"]
     assert [str(error).partition(":")[0] for error in served.talk(wrong)] == fields
@@ -169,14 +170,14 @@ def test_what_cannot_be_served_is_said_and_leaves_no_trace() -> None:
 def test_the_policys_refusal_reaches_the_client() -> None:
     """Every token of the pool would fit the model; the policy keeps a block back."""
 
-    async def refused(server: Server) -> Said:
-        return await server.ask([1] * 30, server.backend.max_model_len - 30)
+    async def refused(server: Server) -> Answer:
+        return await server.request([1] * 30, server.backend.max_model_len - 30)
 
     served = Server(sizes("transformers_fifo", blocks=12), "async")
-    said = served.talk(refused)
-    assert (said.stream.finish, said.tokens) == ("error", [])
+    answer = served.talk(refused)
+    assert (answer.stream.finish, answer.tokens) == ("error", [])
     (row,) = served.engine.record.requests()
-    assert (row.status, row.reason) == ("refused", said.stream.error)
+    assert (row.status, row.reason) == ("refused", answer.stream.error)
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
@@ -197,10 +198,10 @@ def test_logits_that_are_no_numbers_end_their_request_alone(loop: str) -> None:
         return results, lanes
 
     with mock.patch.object(device, "wait", broken):
-        said = served.talk(everybody)
-    failed = [each for each in said if each.stream.finish == "error"]
+        answers = served.talk(everybody)
+    failed = [each for each in answers if each.stream.finish == "error"]
     assert [each.stream.error for each in failed] == ["the logits of a token were not numbers"]
-    assert all((each.stream.finish, len(each.tokens)) == ("length", 12) for each in said if each not in failed)
+    assert all((each.stream.finish, len(each.tokens)) == ("length", 12) for each in answers if each not in failed)
 
 
 def test_a_device_that_fails_ends_all_and_is_said(tmp_path: Any) -> None:
@@ -216,14 +217,14 @@ def test_a_device_that_fails_ends_all_and_is_said(tmp_path: Any) -> None:
             raise DeviceError("the worker process was killed by signal 9")
         launch(*step)
 
-    async def until_it_fails(server: Server) -> tuple[list[Said], Said]:
-        return await everybody(server), await server.ask([1], 1)
+    async def until_it_fails(server: Server) -> tuple[list[Answer], Answer]:
+        return await everybody(server), await server.request([1], 1)
 
     with mock.patch.object(device, "launch", fail):
-        said, late = served.talk(until_it_fails)
+        answers, late = served.talk(until_it_fails)
     reason = "the worker process was killed by signal 9"
     assert served.backend.dead == reason
-    assert {(each.stream.finish, each.stream.error) for each in (*said, late)} == {("error", reason)}
+    assert {(each.stream.finish, each.stream.error) for each in (*answers, late)} == {("error", reason)}
     path = served.written(tmp_path, served.backend.dead)
     assert (path / "INCOMPLETE").read_text() == f"{reason}\n"
 
@@ -231,16 +232,15 @@ def test_a_device_that_fails_ends_all_and_is_said(tmp_path: Any) -> None:
 async def test_a_cancelled_session_ends_after_a_step() -> None:
     """Its requests end as errors, and no thread is left."""
     served = Server(sizes(), "async")
-
     running = asyncio.create_task(served.backend.run())
     await asyncio.sleep(0)
-    said = served.send(PROMPTS[0], 200)
-    await next_tokens(said.stream)
+    answer = served.send(PROMPTS[0], 200)
+    await next_tokens(answer.stream)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert await next_tokens(said.stream) == [] or await next_tokens(said.stream) == []
-    assert (said.stream.finish, said.stream.error) == ("error", "interrupted")
+    assert await next_tokens(answer.stream) == [] or await next_tokens(answer.stream) == []
+    assert (answer.stream.finish, answer.stream.error) == ("error", "interrupted")
     assert "engine" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -264,7 +264,7 @@ def test_nobody_polls_while_nobody_comes() -> None:
 
     async def pauses(server: Server) -> None:
         for _ in range(3):
-            await server.ask(PROMPTS[0], 4)
+            await server.request(PROMPTS[0], 4)
             for _ in range(50):
                 await asyncio.sleep(0)
 
@@ -296,7 +296,7 @@ def test_a_letter_ends_a_wait_whenever_it_was_sent() -> None:
 
 def test_the_load_counts_whoever_has_not_ended() -> None:
     """Two seats: at no moment do more run, the others wait, on the way to the engine included."""
-    served = Server(sizes(seats=2), "async")
+    served = Server(sizes(slots=2), "async")
     seen: list[tuple[int, int, int]] = []
 
     async def crowd(server: Server) -> None:
@@ -316,45 +316,37 @@ def test_the_load_counts_whoever_has_not_ended() -> None:
 
 
 def test_the_meter_hears_every_step_and_token() -> None:
-    class Counts:
+    class Counts(Meter):
         def __init__(self) -> None:
             self.steps: list[tuple[int, int]] = []
-            self.emitted = self.ended = self.scheduled = self.arrived_ = 0
+            self.heard: Counter[str] = Counter()
 
         def arrived(self, stream: Stream) -> None:
-            self.arrived_ += 1
+            self.heard["arrived"] += 1
 
-        def scheduled_(self, stream: Stream) -> None:
-            self.scheduled += 1
+        def scheduled(self, stream: Stream) -> None:
+            self.heard["scheduled"] += 1
 
-        def told_(self, stream: Stream, tokens: int, gap_s: float) -> None:
+        def emitted(self, stream: Stream, tokens: int, gap_s: float) -> None:
             assert gap_s >= 0
-            self.emitted += tokens
+            self.heard["tokens"] += tokens
 
-        def ended_(self, stream: Stream) -> None:
-            self.ended += 1
+        def ended(self, stream: Stream) -> None:
+            self.heard["ended"] += 1
 
         def stepped(self, tokens: int, preempted: int) -> None:
             self.steps.append((tokens, preempted))
 
     counts = Counts()
-    meter: Any = SimpleNamespace(
-        arrived=counts.arrived,
-        scheduled=counts.scheduled_,
-        emitted=counts.told_,
-        ended=counts.ended_,
-        stepped=counts.stepped,
-    )
     served = Server(sizes(blocks=16), "async")
-    served.backend.meter = meter
+    served.backend.meter = counts
 
     async def metered(server: Server) -> None:
-        with mock.patch("support.engine.talking.Stream", lambda generation: Stream(generation, meter)):
+        with mock.patch("support.engine.talking.Stream", lambda generation: Stream(generation, counts)):
             await everybody(server)
 
     served.talk(metered)
-    steps = served.engine.record
-    rows = steps.requests()
-    assert (counts.arrived_, counts.scheduled, counts.ended, counts.emitted) == (6, 6, 6, 72)
-    assert len(counts.steps) == steps.step_count
-    assert sum(preempted for _, preempted in counts.steps) == sum(row.preemptions for row in rows)
+    record = served.engine.record
+    assert counts.heard == {"arrived": 6, "scheduled": 6, "ended": 6, "tokens": 72}
+    assert len(counts.steps) == record.step_count
+    assert sum(preempted for _, preempted in counts.steps) == sum(row.preemptions for row in record.requests())

@@ -18,6 +18,7 @@ pytest.importorskip("transformers", reason="folders are written, and texts read,
 
 from openai import AsyncOpenAI
 from support.calls import runs
+from support.endpoint_calls import listening
 from support.engine import folders
 from support.engine.served import LOOPS
 from support.engine.talking import placed
@@ -27,9 +28,8 @@ from cbengine.build import Setup
 from cbengine.device.base import DeviceError, Inline
 from cbengine.serving.backend import EngineBackend
 from cbengine.serving.command import EngineOptions, opened
-from cbsim.http.app import App
 from cbsim.http.command import ServeOptions, serve
-from cbsim.http.listen import Stop, listen
+from cbsim.http.listen import listen
 from cbsim.http.settings import Settings
 from cbsim.runs import replan
 from cbsim.runs.served import SessionDirectory, with_one_loop
@@ -45,70 +45,54 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def backend(loop: str, weights: Path | None = None) -> EngineBackend:
-    asked = with_one_loop(scenario.load("tiny_cpu", [f"loop.mode={loop}", "model.layers=1", "model.hidden=64"]))
+    requested = with_one_loop(scenario.load("tiny_cpu", [f"loop.mode={loop}", "model.layers=1", "model.hidden=64"]))
     with placed():
         return opened(
-            asked, Setup(device="inline", weights=weights), EngineOptions("python -m cbengine serve tiny_cpu")
+            requested, Setup(device="inline", weights=weights), EngineOptions("python -m cbengine serve tiny_cpu")
         )
 
 
 @contextlib.asynccontextmanager
-async def listening(served: EngineBackend) -> AsyncIterator[AsyncOpenAI]:
-    """A client of a server on a free port, until the block ends."""
-    stop, port = Stop(), asyncio.get_running_loop().create_future()
-    settings = Settings(grace_s=60.0)
-    work = asyncio.create_task(
-        listen(App(served, settings), port=0, stop=stop, signals=False, ready=lambda _, number: port.set_result(number))
-    )
-    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{await port}/v1", api_key="none", max_retries=0) as client:
+async def client_of(served: EngineBackend) -> AsyncIterator[Any]:
+    async with listening(served, Settings(grace_s=60.0)) as server, server.openai() as client:
         yield client
-    stop.request()
-    assert not (await work).message
+    assert not server.ending.result().message
 
 
 def checked(served: EngineBackend, folder: Path) -> reading.Run:
     """The session's run directory, whose plans follow from it."""
-    place = SessionDirectory(served.session, served.log, folder)
-    place.write({})
-    verdict, run = replan.rederive(place.path), reading.load(place.path)
+    directory = SessionDirectory(served.session, served.log, folder)
+    directory.write({})
+    verdict, run = replan.rederive(directory.path), reading.load(directory.path)
     assert verdict == (len(run.steps), len(run.steps), None), verdict
     return run
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_texts_of_a_folders_model_are_transformers_own(loop: str, folder: Path, tmp_path: Path) -> None:
-    """Greedy completions at a time, in text: what `generate` and the tokenizer of the folder say of each alone, but
-    for half a character at the end. The model is called as its folder is.
+async def test_texts_of_a_folders_model_are_transformers_own(loop: str, folder: Path, tmp_path: Path) -> None:
+    """Greedy completions at a time, in text, are those of `generate` and the tokenizer of the folder for each alone,
+    but for half a character at the end. The model is called as its folder is.
     """
     reader, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     served = backend(loop, folder)
-
-    async def session() -> list[Any]:
-        async with listening(served) as client:
-            (card,) = (await client.models.list()).data
-            assert card.id == "tiny-llama"
-            asked = [
-                client.completions.create(model="tiny-llama", prompt=prompt, max_tokens=20, temperature=0)
-                for prompt in PROMPTS
-            ]
-            return await asyncio.gather(*asked)
-
-    for prompt, answer in zip(PROMPTS, asyncio.run(session()), strict=True):
+    async with client_of(served) as client:
+        assert [card.id async for card in client.models.list()] == ["tiny-llama"]
+        greedy: Any = {"model": "tiny-llama", "max_tokens": 20, "temperature": 0}
+        answers = await asyncio.gather(*(client.completions.create(**greedy, prompt=prompt) for prompt in PROMPTS))
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
         ids = reader(prompt, return_tensors="pt")["input_ids"]
-        said = model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=folders.END)[0, ids.shape[1] :]
-        ended = folders.END in said
-        assert answer.choices[0].text == reader.decode(said, skip_special_tokens=True).rstrip("\ufffd")
-        assert answer.choices[0].finish_reason == ("stop" if ended else "length")
-        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (ids.shape[1], len(said))
+        tokens = model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=folders.END)[0, ids.shape[1] :]
+        assert answer.choices[0].text == reader.decode(tokens, skip_special_tokens=True).rstrip("\ufffd")
+        assert answer.choices[0].finish_reason == ("stop" if folders.END in tokens else "length")
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (ids.shape[1], len(tokens))
     assert len(checked(served, tmp_path).requests) == len(PROMPTS)
 
 
 async def test_a_stream_says_what_a_whole_answer_says() -> None:
     """Of the scenario's own random model, with the tokenizer that comes with cbsim. Every token is a chunk."""
     served = backend("async")
-
     greedy: Any = {"model": "tiny_cpu", "messages": MESSAGES, "max_completion_tokens": 16, "temperature": 0}
-    async with listening(served) as client:
+    async with client_of(served) as client:
         whole = await client.chat.completions.create(**greedy)
         options: Any = {"stream_options": {"include_usage": True}}
         stream = await client.chat.completions.create(**greedy, **options, stream=True)
@@ -122,8 +106,7 @@ async def test_a_stream_says_what_a_whole_answer_says() -> None:
 
 async def test_a_client_that_closes_its_stream_gives_up_its_request(tmp_path: Path) -> None:
     served = backend("async")
-
-    async with listening(served) as client:
+    async with client_of(served) as client:
         more: Any = {"extra_body": {"ignore_eos": True}}
         stream = await client.completions.create(model="tiny_cpu", prompt="x", max_tokens=2000, stream=True, **more)
         async for _ in stream:

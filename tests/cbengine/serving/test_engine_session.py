@@ -25,7 +25,7 @@ class Turn(NamedTuple):
 
     prompt: list[int]
     tokens: int
-    leaves: int | None
+    give_up_after: int | None
     more: dict[str, Any]
 
 
@@ -39,28 +39,28 @@ def turns(draw: st.DrawFn) -> Turn:
         more["min_tokens"] = draw(st.integers(0, 3))
     if draw(st.sampled_from((False, False, True))):
         more["cache_salt"] = "own"
-    leaves = draw(st.sampled_from((None, None, 0, 1, 5)))
-    return Turn(head + tail, draw(st.integers(1, 16)), leaves, more)
+    give_up_after = draw(st.sampled_from((None, None, 0, 1, 5)))
+    return Turn(head + tail, draw(st.integers(1, 16)), give_up_after, more)
 
 
 async def client(server: Server, turns: list[Turn]) -> None:
     """One request after the other; who leaves with no token leaves at once."""
     for turn in turns:
-        if turn.leaves == 0:
+        if turn.give_up_after == 0:
             server.backend.cancel(server.send(turn.prompt, turn.tokens, **turn.more).stream)
         else:
-            await server.ask(turn.prompt, turn.tokens, turn.leaves, **turn.more)
+            await server.request(turn.prompt, turn.tokens, turn.give_up_after, **turn.more)
 
 
 def check_session(scheduler: str, loop: str, clients: list[list[Turn]], blocks: int, too_long: bool) -> None:
-    asked = server(scheduler, 4, blocks, 64, 3, sharing=True)
+    scenario = server(scheduler, 4, blocks, 64, 3, sharing=True)
 
     async def all_of_them(served: Server) -> None:
         await asyncio.gather(*(client(served, turns) for turns in clients))
         if too_long:
-            await served.ask([1], served.backend.max_model_len - 1)
+            await served.request([1], served.backend.max_model_len - 1)
 
-    served = Server(asked, loop)
+    served = Server(scenario, loop)
     served.talk(all_of_them)
     assert served.backend.dead is None
     with TemporaryDirectory() as folder:
@@ -83,7 +83,7 @@ def test_plans_follow_from_a_sessions_directory(
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_under_every_scheduler(scheduler: str, loop: str) -> None:
     clients = [
-        [Turn([*family[:20], i], 9, leaves, {}) for i, leaves in enumerate((None, 2, None))] for family in FAMILIES
+        [Turn([*family[:20], i], 9, after, {}) for i, after in enumerate((None, 2, None))] for family in FAMILIES
     ]
     check_session(scheduler, loop, clients, 60, too_long=False)
 
@@ -93,10 +93,10 @@ def test_content_is_found_again_unless_it_is_salted_or_forgotten(tmp_path: Path)
 
     async def again(served: Server) -> list[int]:
         options: list[dict[str, Any]] = [{}, {}, {"cache_salt": "a"}, {"cache_salt": "a"}]
-        said = [await served.ask(FAMILIES[0], 2, **more) for more in options]
+        answers = [await served.request(FAMILIES[0], 2, **more) for more in options]
         served.backend.forget_prefixes()
-        said.append(await served.ask(FAMILIES[0], 2))
-        return [each.stream.cached_tokens for each in said]
+        answers.append(await served.request(FAMILIES[0], 2))
+        return [each.stream.cached_tokens for each in answers]
 
     served = Server(server("vllm", 4, 60, 64, 3, sharing=True), "async")
     assert served.talk(again) == [0, 20, 0, 20, 0]

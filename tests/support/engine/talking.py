@@ -1,4 +1,4 @@
-"""Clients of a served engine: a backend of the tests' small model, and what its streams said."""
+"""Clients of a served engine: a backend of the tests' small model, and the tokens of its streams."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from cbsim.scenario.scenario import Scenario
 from support.engine.served import INLINE, VOCAB
 from support.scripted import next_tokens
 
-PLACE = cache(environment.of_process)
+PROCESS = cache(environment.of_process)
 
 
 def placed() -> Any:
-    """Inside, git is asked once where we are."""
-    return mock.patch.object(environment, "place", PLACE)
+    """Inside, git is called once."""
+    return mock.patch.object(environment, "of_process", PROCESS)
 
 
 class Numbers:
@@ -39,8 +39,8 @@ class Numbers:
 
 
 @dataclass
-class Said:
-    """A stream, and what its client read of it."""
+class Answer:
+    """A stream, and the tokens that its client has read."""
 
     stream: Stream
     tokens: list[int] = field(default_factory=list)
@@ -49,32 +49,36 @@ class Said:
 class Server:
     """A session. `prompt`s are ids; a request is greedy and ends at its limit, unless `more` says otherwise."""
 
-    def __init__(self, asked: Scenario, loop: str, ends: frozenset[int] = frozenset(), setup: Setup = INLINE) -> None:
+    def __init__(
+        self, scenario: Scenario, loop: str, ends: frozenset[int] = frozenset(), setup: Setup = INLINE
+    ) -> None:
         with placed():
-            self.backend = EngineBackend(adapted(asked, setup), loop, setup, Numbers(ends))  # type: ignore[arg-type]
-        self.said: list[Said] = []
+            self.backend = EngineBackend(adapted(scenario, setup), loop, setup, Numbers(ends))  # type: ignore[arg-type]
+        self.answers: list[Answer] = []
         self.read: Run | None = None
 
     @property
     def engine(self) -> Any:
         return self.backend._server.engine
 
-    def send(self, prompt: Sequence[int], tokens: int, **more: Any) -> Said:
+    def send(self, prompt: Sequence[int], tokens: int, **more: Any) -> Answer:
         """Submit, and read nothing yet."""
-        wanted = {"temperature": 0.0, "ignore_eos": True, **more}
-        stream = Stream(Generation(f"r{len(self.said)}", list(prompt), tokens, **wanted))
-        self.said.append(Said(stream))
+        options = {"temperature": 0.0, "ignore_eos": True, **more}
+        stream = Stream(Generation(f"r{len(self.answers)}", list(prompt), tokens, **options))
+        self.answers.append(Answer(stream))
         self.backend.submit(stream)
-        return self.said[-1]
+        return self.answers[-1]
 
-    async def ask(self, prompt: Sequence[int], tokens: int, leave_after: int | None = None, **more: Any) -> Said:
+    async def request(
+        self, prompt: Sequence[int], tokens: int, give_up_after: int | None = None, **more: Any
+    ) -> Answer:
         """Read to the end, or give up once so many tokens are there."""
-        said = self.send(prompt, tokens, **more)
-        while new := await next_tokens(said.stream):
-            said.tokens += new
-            if leave_after is not None and len(said.tokens) >= leave_after:
-                self.backend.cancel(said.stream)
-        return said
+        answer = self.send(prompt, tokens, **more)
+        while new := await next_tokens(answer.stream):
+            answer.tokens += new
+            if give_up_after is not None and len(answer.tokens) >= give_up_after:
+                self.backend.cancel(answer.stream)
+        return answer
 
     def talk(self, conversation: Callable[[Server], Awaitable[Any]]) -> Any:
         """What the conversation gives, once the server has drained after it."""
@@ -92,9 +96,9 @@ class Server:
 
     def written(self, folder: Path, incomplete: str | None = None) -> Path:
         """Its run directory."""
-        place = SessionDirectory(self.backend.session, self.backend.log, folder)
-        place.write({}, incomplete)
-        return place.path
+        directory = SessionDirectory(self.backend.session, self.backend.log, folder)
+        directory.write({}, incomplete)
+        return directory.path
 
     def check(self, folder: Path) -> Run:
         """The run directory as it was read: the same plans follow from it, and its rows say what the streams say."""
@@ -102,19 +106,19 @@ class Server:
         verdict, run = replan.rederive(path), load(path)
         assert verdict == (len(run.steps), len(run.steps), None), verdict
         rows = {row.id: row for row in run.requests}
-        logged = [said for said in self.said if said.stream.generation.id in rows]
+        logged = [answer for answer in self.answers if answer.stream.generation.id in rows]
         assert len(rows) == len(logged)
-        for said in logged:
-            row, stream = rows[said.stream.generation.id], said.stream
+        for answer in logged:
+            row, stream = rows[answer.stream.generation.id], answer.stream
             delivered = sum(row.token_runs[1::2])
             if stream.finish in ("stop", "length"):
                 assert row.status == stream.finish
-                assert len(said.tokens) == stream.tokens == delivered
+                assert len(answer.tokens) == stream.tokens == delivered
                 assert row.preemptions == stream.preemptions
             else:
                 assert {"error": "refused", "abort": "aborted"}[str(stream.finish)] == row.status or (
                     stream.finish == "abort" and row.status in ("length", "stop", "refused")  # it was over by then
                 )
-                assert len(said.tokens) <= delivered + 1
+                assert len(answer.tokens) <= delivered + 1
             assert stream.cached_tokens in (0, row.cached_tokens)
         return run

@@ -1,4 +1,4 @@
-"""How streamed texts leave: by rounds, past clients that are behind."""
+"""Streamed texts are written by rounds, past clients that are behind."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from support.endpoint_calls import (
     Feeding,
     Instant,
-    ask,
+    Session,
+    call,
+    embedded,
     events,
     listening,
     read_answer,
     request,
     scripted,
     text_of,
-    words,
 )
 
 from cbsim.http.admission import AdmissionController, ClientStream
@@ -30,7 +31,7 @@ from cbsim.http.settings import Settings
 
 
 class Narrow:
-    """A way that is full after some of the writes, until it is drained."""
+    """A writer that is full after some of the writes, until it is drained."""
 
     def __init__(self, full_after: Iterator[bool]) -> None:
         self._full_after = full_after
@@ -55,19 +56,19 @@ class Narrow:
     st.lists(st.booleans(), max_size=12),
     st.lists(st.integers(0, 3), max_size=12),
 )
-@example([300, 300], [], [1, 0])  # more comes, and the end, while what is told is behind
+@example([300, 300], [], [1, 0])  # more comes, and the end, while what is written is behind
 @example([300, 300], [], [2, 0])
 async def test_a_text_is_whole_however_its_client_reads(puts: list[int], full: list[bool], turns: list[int]) -> None:
-    """Nothing is written to a way that is full, and at the end nothing is kept."""
+    """Nothing is written to a writer that is full, and at the end nothing is kept."""
     tokens = sum(puts)
     admission = AdmissionController(scripted(), Settings(max_unread_tokens=tokens + 1))
     stream = ClientStream(Generation("a", [1], max_tokens=tokens), admission, lambda: None)
-    writer, settled = Narrow(iter(full)), list[Choice]()
+    writer, complete = Narrow(iter(full)), list[Choice]()
     ids = [300 + at % 3000 for at in range(tokens)]
 
-    choice = Choice(0, stream, words().decoder(), None)
+    choice = Choice(0, stream, embedded().decoder(), None)
     chunks = Chunks(choice, {"id": "a"}, chat=False, continuous=False)
-    delivery = Delivery(choice, lambda texts: writer.write(chunks.encode(texts)), writer, FlushRound(), settled.append)
+    delivery = Delivery(choice, lambda texts: writer.write(chunks.encode(texts)), writer, FlushRound(), complete.append)
     emitted, rest = asyncio.ensure_future(delivery.run()), ids
     for at, count in enumerate(puts):
         stream.put(rest[:count], float(at))
@@ -79,13 +80,12 @@ async def test_a_text_is_whole_however_its_client_reads(puts: list[int], full: l
     parts = writer.body.split(b"\n\n")
     assert parts.pop() == b""
     assert len(parts) in (tokens, tokens + 1)  # one a token, and the end if it came alone
-    assert text_of(events(writer.body + DONE)) == words().decode(ids)
-    assert (admission.unread, stream.unread, len(settled)) == (0, 0, 1)
+    assert text_of(events(writer.body + DONE)) == embedded().decode(ids)
+    assert (admission.unread, stream.unread, len(complete)) == (0, 0, 1)
 
 
 async def test_a_round_is_written_when_the_step_is_over() -> None:
     """Not from within the step that has the tokens: the server is not held up, and may be asked to cancel."""
-
     order = list[str]()
     round_ = FlushRound()
     for name in "abc":
@@ -95,29 +95,23 @@ async def test_a_round_is_written_when_the_step_is_over() -> None:
     assert order == ["step", "a", "b", "c"]
 
 
-def test_what_fails_in_a_round_is_one_answers_alone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_fails_in_a_round_is_one_answers_alone(caplog: pytest.LogCaptureFixture) -> None:
     """A tokenizer that cannot decode a token: that client hears of it, the others of the round have their texts."""
 
     def broken(token: int) -> str:
         raise LookupError(token)
 
-    feeds = iter([broken, words().decoder().feed])
-
-    async def body(port: int) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async def body(server: Session) -> bytes:
+        reader, writer = await server.connect()
         writer.write(request("/v1/completions", {"prompt": "a b c", "max_tokens": 6, "stream": True}))
-        answer = await read_answer(reader)
-        writer.transport.abort()
-        return answer.body
+        return (await read_answer(reader)).body
 
-    async def session() -> list[bytes]:
-        backend = scripted()
-        backend.tokenizer = Feeding(lambda: next(feeds))
-        async with listening(backend) as server:
-            return await asyncio.gather(body(server.port), body(server.port))
-
-    with caplog.at_level(logging.ERROR):
-        failed, whole = asyncio.run(session())
+    feeds = iter([broken, embedded().decoder().feed])
+    backend = scripted()
+    backend.tokenizer = Feeding(lambda: next(feeds))
+    caplog.set_level(logging.ERROR)
+    async with listening(backend) as server:
+        failed, whole = await asyncio.gather(body(server), body(server))
     assert b'"the answer could not be written"' in failed and failed.endswith(DONE)
     assert whole.count(b'"text":') == 6 and whole.endswith(DONE)
     assert [record.message for record in caplog.records] == ["an answer could not be written"]
@@ -126,8 +120,7 @@ def test_what_fails_in_a_round_is_one_answers_alone(caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize("prompts", [["a b c"], ["a", "b c"]])
 async def test_any_asgi_server_can_send_it(prompts: list[str]) -> None:
     """One that knows nothing of our way of writing: by ASGI's own messages."""
-
     fields = {"prompt": prompts, "max_tokens": 6, "stream": True}
-    answer = await ask(App(Instant()), "/v1/completions", fields)
+    answer = await call(App(Instant()), "/v1/completions", fields)
     for index in range(len(prompts)):
-        assert text_of(answer.events, index) == words().decode(range(300, 306))
+        assert text_of(answer.events, index) == embedded().decode(range(300, 306))
