@@ -65,27 +65,13 @@ def test_it_runs_on_the_engine(out: Path, loop: str) -> None:
 
 
 def test_its_settings_are_checked(small: Path, out: Path) -> None:
-    refused(
-        call("run", small, "--set", 'scheduler={name: "shortest:SHORTEST", seats: 0}', "--out", out), 2, "seats", ">= 1"
-    )
-    refused(
-        call("run", small, "--set", 'scheduler={name: "shortest:SHORTEST", seat: 1}', "--out", out),
-        2,
-        "unknown field",
-        "seats",
-    )
-    refused(
-        call("run", small, "--set", 'scheduler={name: "shortest:NONE"}', "--out", out),
-        2,
-        "shortest:NONE",
-        "AttributeError",
-    )
-    refused(
-        call("run", small, "--set", 'scheduler={name: "nowhere:KIND"}', "--out", out),
-        2,
-        "nowhere",
-        "ModuleNotFoundError",
-    )
+    for fields, *words in (
+        ('name: "shortest:SHORTEST", seats: 0', "seats", ">= 1"),
+        ('name: "shortest:SHORTEST", seat: 1', "unknown field", "seats"),
+        ('name: "shortest:NONE"', "shortest:NONE", "AttributeError"),
+        ('name: "nowhere:KIND"', "nowhere", "ModuleNotFoundError"),
+    ):
+        refused(call("run", small, "--set", f"scheduler={{{fields}}}", "--out", out), 2, *words)
 
 
 BREAKS = {

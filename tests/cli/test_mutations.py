@@ -83,14 +83,7 @@ VLLM = {
     "config": {"block_size": 4},
     "requests": [
         {"id": "a", "arrival_us": 0, "prompt_token_ids": [5, 6, 7, 8, 9], "output_token_ids": [3, 2], "stop": True},
-        {
-            "id": "b",
-            "arrival_us": 9,
-            "prompt_token_ids": [5, 6],
-            "output_token_ids": [1],
-            "abort_us": 400,
-            "priority": 1,
-        },
+        {"id": "b", "arrival_us": 9, "prompt_token_ids": [5], "output_token_ids": [1], "abort_us": 400, "priority": 1},
     ],
 }
 TRANSFORMERS = {

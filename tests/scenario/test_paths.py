@@ -12,7 +12,7 @@ TOO_LONG = "a path has at most 1,000 characters, each name in it at most 255 byt
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "parts"),
     [
         (f"name={LONG}", ("name: got 'xxx", "needs at most 150 characters")),
         (f"model={LONG}", ("model: got 'xxx", TOO_LONG)),
@@ -27,12 +27,12 @@ TOO_LONG = "a path has at most 1,000 characters, each name in it at most 255 byt
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_a_path_or_name_that_cannot_be_looked_up(tmp_path: Path, override: str, words: tuple[str, ...]) -> None:
+def test_a_path_or_name_that_cannot_be_looked_up(tmp_path: Path, override: str, parts: tuple[str, ...]) -> None:
     """Exit 2, one line with the field; a * in the name of tables is a letter, not a wildcard."""
     (tmp_path / "small.yaml").write_text(SMALL)
-    said = call("run", tmp_path / "small.yaml", "--set", override, "--out", tmp_path / "out")
-    refused(said, 2, *words)
-    assert len(said.err) < 1000 + 2 * len(str(tmp_path))
+    result = call("run", tmp_path / "small.yaml", "--set", override, "--out", tmp_path / "out")
+    refused(result, 2, *parts)
+    assert len(result.err) < 1000 + 2 * len(str(tmp_path))
     assert not (tmp_path / "out").exists()
 
 

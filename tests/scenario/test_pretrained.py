@@ -134,32 +134,25 @@ def test_experts_are_read(tmp_path: Path) -> None:
 
 def test_of_several_media_the_text_model_is_read(tmp_path: Path) -> None:
     outer = {"model_type": "mistral3", "vision_config": {"hidden_size": 1}, "torch_dtype": "bfloat16"}
-    text = LLAMA | {"model_type": "mistral", "sliding_window": None, "torch_dtype": ...}
-    text = {k: v for k, v in text.items() if v is not ...}
-    assert read(written(tmp_path, outer, text_config=text)).layers == 32
+    content = LLAMA | {"model_type": "mistral", "sliding_window": None, "torch_dtype": ...}
+    content = {k: v for k, v in content.items() if v is not ...}
+    assert read(written(tmp_path, outer, text_config=content)).layers == 32
     with pytest.raises(ScenarioError, match=r"quantization_config.quant_method: is required: one of"):
-        read(written(tmp_path, outer, text_config=text, quantization_config={"bits": 4}))
+        read(written(tmp_path, outer, text_config=content, quantization_config={"bits": 4}))
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"sliding_window": 4096}, "sliding_window: got 4096, expected null: transformers' Llama has no windows"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 32}, "layer_types: got ['linear_attention'"),
-        ({"model_type": "qwen3", "layer_types": ["full_attention"] * 31}, "layer_types: got ['full_attention'"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "kv_lora_rank: got 512, expected none: multi-head latent"),
-        (
-            {"model_type": "qwen3_next", "linear_num_value_heads": 32},
-            "linear_num_value_heads: got 32, expected none: li",
-        ),
+        ({"model_type": "qwen3_next", "linear_num_heads": 3}, "linear_num_heads: got 3, expected none: linear"),
         ({"model_type": "jamba", "mamba_d_state": 16}, "mamba_d_state: got 16, expected none: Mamba layers"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "is_encoder_decoder: got true, expected none: encoders"),
         ({"model_type": "llava", "vision_config": {"a": 1}}, "vision_config: got {'a': 1}, expected none: of several"),
         ({"attention_bias": True}, "attention_bias: got true, expected none: biases"),
-        (
-            {"compression_config": {"bits": 4}},
-            "compression_config: got {'bits': 4}, expected none: read the original",
-        ),
+        ({"compression_config": {"bits": 4}}, "compression_config: got {'bits': 4}, expected none: read the original"),
         (
             {"model_type": "gpt2"},
             "model_type: got 'gpt2', expected one of llama, mistral, phi3, qwen2, qwen3, qwen3_moe",
@@ -175,29 +168,26 @@ def test_of_several_media_the_text_model_is_read(tmp_path: Path) -> None:
             QWEN3_MOE | {"decoder_sparse_step": 2},
             "decoder_sparse_step: got 2, expected 1: all layers must have experts",
         ),
-        (
-            QWEN3_MOE | {"num_experts_per_tok": 129},
-            "num_experts_per_tok: got 129, expected a number <= num_experts, 128",
-        ),
+        (QWEN3_MOE | {"num_experts_per_tok": 129}, "num_experts_per_tok: got 129, expected a number <= num_experts"),
     ],
 )
-def test_what_is_not_modelled_is_refused_by_name(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_is_not_modelled_is_refused_by_name(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     """File, field, value and what would do, in one line."""
     folder = written(tmp_path, LLAMA, **fields)
     with pytest.raises(ScenarioError) as raised:
         read(folder)
-    assert str(raised.value).startswith(f"{folder / 'config.json'}: {words}")
-    assert "\n" not in str(raised.value) and raised.value.field == words.partition(":")[0]
+    assert str(raised.value).startswith(f"{folder / 'config.json'}: {message}")
+    assert "\n" not in str(raised.value) and raised.value.field == message.partition(":")[0]
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("content", "message"),
     [("{", "not valid JSON"), ("[1]", "got [1], expected a JSON object"), ("[" * 100_000, "not valid JSON")],
 )
-def test_a_file_that_is_no_config(text: str, words: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_config(content: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ScenarioError, match=r"config\.json: ") as raised:
-        read(written(tmp_path, text))
-    assert words in str(raised.value)
+        read(written(tmp_path, content))
+    assert message in str(raised.value)
 
 
 def test_only_small_regular_files_are_read(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ def test_the_projects_terms_are_whole(name: str) -> None:
 
 
 def cost(**fields: object) -> str:
-    given = {"kind": "table", "path": "card", "engine": "vllm", **fields}
-    return f"cost={{{', '.join(f'{name}: {value}' for name, value in given.items())}}}"
+    values = {"kind": "table", "path": "card", "engine": "vllm", **fields}
+    return f"cost={{{', '.join(f'{name}: {value}' for name, value in values.items())}}}"
 
 
 def test_terms_fill_what_is_not_given() -> None:

@@ -45,11 +45,11 @@ def test_a_line_without_end(
     assert path.stat().st_size < 500_000
     tracemalloc.start()
     try:
-        said = call("run", small, "--set", f"workload={{kind: {kind}, path: {name}}}", "--out", out, "--quiet")
+        result = call("run", small, "--set", f"workload={{kind: {kind}, path: {name}}}", "--out", out, "--quiet")
         most = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    refused(said, 2, str(path), "must have at most")
+    refused(result, 2, str(path), "must have at most")
     assert most < 25_000_000
 
 
@@ -69,11 +69,11 @@ def test_rows_beyond_memory(
     """Counted while they are read: 1,500 fit a memory of 2 MB, and it is refused at the next look, every 1,000 rows."""
     monkeypatch.setattr(rows, "LOOK_ROWS", 1000)
     monkeypatch.setattr(rows, "free_bytes", lambda: 2_000_000)
-    text = head + row * 5000
-    (small.parent / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    content = head + row * 5000
+    (small.parent / name).write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
     workload = f"workload={{kind: {kind}, path: {name}}}"
-    said = call("run", small, "--set", workload, "--out", out, "--quiet")
-    refused(said, 2, f"{name}: got 2,000 rows or more, must be <= 1,538 at 1,300 bytes each: 0.0 GB are free")
+    result = call("run", small, "--set", workload, "--out", out, "--quiet")
+    refused(result, 2, f"{name}: got 2,000 rows or more, must be <= 1,538 at 1,300 bytes each: 0.0 GB are free")
     if row.strip():  # as many as fit are read, however long the file
         assert call("run", small, "--set", workload, "--set", "workload.limit=2", "--out", out, "--quiet").status == 0
 
@@ -83,13 +83,13 @@ def test_a_gzipped_file_that_is_damaged(small: Path, out: Path) -> None:
     content = bytearray(gzip.compress((CSV + "a,0,3,2\n" * 2000).encode()))
     content[20] ^= 0xFF
     (small.parent / "a.csv.gz").write_bytes(content)
-    said = call("run", small, "--set", "workload={kind: csv, path: a.csv.gz}", "--out", out, "--quiet")
-    refused(said, 2, "a.csv.gz")
+    result = call("run", small, "--set", "workload={kind: csv, path: a.csv.gz}", "--out", out, "--quiet")
+    refused(result, 2, "a.csv.gz")
 
 
 def test_a_recorded_trace_is_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`conformance` reads gzipped traces whole, but no larger ones than a recorded test may be."""
     monkeypatch.setattr(rows, "MOST_DOCUMENT", 2_000_000)
     packed(tmp_path / "a.jsonl.gz", "{", b" " * 1_000_000, 3)
-    said = call("conformance", tmp_path)
-    assert said.status == 2 and "must have at most 2,000,000 characters" in said.out + said.err
+    result = call("conformance", tmp_path)
+    assert result.status == 2 and "must have at most 2,000,000 characters" in result.out + result.err

@@ -73,7 +73,7 @@ def test_rows_without_ids_are_numbered(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "columns", "said"),
+    ("content", "columns", "message"),
     [
         (
             "t,in,out\n",
@@ -97,13 +97,13 @@ def test_rows_without_ids_are_numbered(file: Path) -> None:
     ],
 )
 def test_what_cannot_be_told_is_refused_in_one_line(
-    file: Path, content: str, columns: dict[str, str], said: str
+    file: Path, content: str, columns: dict[str, str], message: str
 ) -> None:
     """It names the file, what the column was to hold, and the columns that there are."""
     with pytest.raises(ScenarioError) as caught:
         read(file, content, **columns)
-    text = str(caught.value)
-    assert text.startswith(f"{file}:") and said in text and "\n" not in text
+    reported = str(caught.value)
+    assert reported.startswith(f"{file}:") and message in reported and "\n" not in reported
 
 
 # -- when -------------------------------------------------------------------------------------------------------------
@@ -148,9 +148,9 @@ def test_arrivals_that_look_like_milliseconds_are_noticed(file: Path, scale: flo
     """A log of a request in 0.4 s, in milliseconds: taken as seconds the median gap is 400 s. Once scaled, or in a file
     that has one long night only, nothing is said."""
     file.write_text("arrival_s,prefill_tokens,decode_tokens\n0,7,3\n400,7,3\n800,7,3\n900,7,3\n")
-    asked = scenario(file)
-    asked["workload"] = {"kind": "csv", "path": str(file), "time_scale": scale}
-    said = f"{file}: the median gap of arrivals is 400 s; if they are milliseconds, set workload.time_scale=0.001"
-    assert cbsim.run(asked)["sync"].notices == ((said,) if noticed else ())
+    values = scenario(file)
+    values["workload"] = {"kind": "csv", "path": str(file), "time_scale": scale}
+    message = f"{file}: the median gap of arrivals is 400 s; if they are milliseconds, set workload.time_scale=0.001"
+    assert cbsim.run(values)["sync"].notices == ((message,) if noticed else ())
     file.write_text("arrival_s,prefill_tokens,decode_tokens\n0,7,3\n1,7,3\n30000,7,3\n30001,7,3\n")
-    assert cbsim.run(asked)["sync"].notices == ()
+    assert cbsim.run(values)["sync"].notices == ()

@@ -57,17 +57,17 @@ def correlation(one: np.ndarray, two: np.ndarray) -> float:
 def test_errors_of_sharegpt_against_the_data(sharegpt: np.ndarray) -> None:
     """200,000 draws, whose own noise is 1.63 / sqrt(200,000) = 0.4 % at the 1 % level: docs/data.md says the bounds."""
     drawn = generators.draw_pairs("sharegpt", 200_000, Streams.of(1))
-    for given, made in ((sharegpt[0], drawn[0]), (sharegpt[1], drawn[1]), (sharegpt.sum(0), drawn[0] + drawn[1])):
-        assert distance(given, made) < 0.01
-        assert made.mean() == pytest.approx(given.mean(), rel=0.01)
-        assert np.quantile(made, [0.5, 0.9, 0.99]) == pytest.approx(np.quantile(given, [0.5, 0.9, 0.99]), rel=0.015)
+    for original, made in ((sharegpt[0], drawn[0]), (sharegpt[1], drawn[1]), (sharegpt.sum(0), drawn[0] + drawn[1])):
+        assert distance(original, made) < 0.01
+        assert made.mean() == pytest.approx(original.mean(), rel=0.01)
+        assert np.quantile(made, [0.5, 0.9, 0.99]) == pytest.approx(np.quantile(original, [0.5, 0.9, 0.99]), rel=0.015)
     assert correlation(*drawn) == pytest.approx(correlation(*sharegpt), abs=0.01)
 
 
 # -- in a scenario ----------------------------------------------------------------------------------------------------
 
 
-def asked(**workload: Any) -> dict[str, Any]:
+def fields_of(**workload: Any) -> dict[str, Any]:
     fields = {"kind": "synthetic", "requests": 500} | workload
     return {"question": "?", "model": "llama-3.1-8b", "hardware": "h100-sxm", "seed": 3, "workload": fields}
 
@@ -76,7 +76,7 @@ def asked(**workload: Any) -> dict[str, Any]:
 def test_a_name_is_all_it_takes(name: str) -> None:
     """Lengths lie within the table, together within its bound, and are the seed's."""
     table = demand.length_table(name)
-    one, two = (generators.build(cbsim.load(asked(lengths=name))) for _ in range(2))
+    one, two = (generators.build(cbsim.load(fields_of(lengths=name))) for _ in range(2))
     assert one.fingerprint() == two.fingerprint()
     for spec in one.specs():
         assert table.prompt_tokens[0] <= spec.prompt_tokens <= table.prompt_tokens[-1]
@@ -86,14 +86,14 @@ def test_a_name_is_all_it_takes(name: str) -> None:
 
 
 def test_arrivals_leave_the_lengths_as_they_are() -> None:
-    one = generators.build(cbsim.load(asked(lengths="sharegpt"))).specs()
-    poisson = asked(lengths="sharegpt", arrivals={"kind": "poisson", "rate_per_s": 3})
+    one = generators.build(cbsim.load(fields_of(lengths="sharegpt"))).specs()
+    poisson = fields_of(lengths="sharegpt", arrivals={"kind": "poisson", "rate_per_s": 3})
     two = generators.build(cbsim.load(poisson)).specs()
     assert [(s.prompt_tokens, s.output_tokens) for s in one] == [(s.prompt_tokens, s.output_tokens) for s in two]
 
 
 @pytest.mark.parametrize(
-    ("workload", "said"),
+    ("workload", "message"),
     [
         ({"lengths": "sharegtp"}, "workload.lengths: got 'sharegtp', expected one of sharegpt; did you mean sharegpt?"),
         ({"lengths": 3}, "workload.lengths: got 3, expected one of sharegpt"),
@@ -101,10 +101,10 @@ def test_arrivals_leave_the_lengths_as_they_are() -> None:
         ({"lengths": "sharegpt", "prompt_tokens": 3}, "workload.prompt_tokens: is given by lengths (sharegpt) too"),
     ],
 )
-def test_lengths_are_said_once(workload: dict[str, Any], said: str) -> None:
+def test_lengths_are_said_once(workload: dict[str, Any], message: str) -> None:
     with pytest.raises(ScenarioError) as caught:
-        cbsim.load(asked(**workload))
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+        cbsim.load(fields_of(**workload))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_table_of_lengths_is_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

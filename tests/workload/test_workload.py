@@ -163,11 +163,11 @@ def test_a_sample_is_found_by_its_number() -> None:
     """Made anew, it is the same request, and a sample of the same one."""
     workload = made({"samples": 4})
     for spec in list(workload.arriving())[:9]:
-        found = workload.find(spec.index)
-        assert found is not None
-        assert rows([found]) == rows([spec])
-        assert (found.id, found.prefix, found.prefix_tokens) == (spec.id, spec.prefix, spec.prefix_tokens)
-        assert (found.sample_of and found.sample_of.id) == (spec.sample_of and spec.sample_of.id)
+        again = workload.find(spec.index)
+        assert again is not None
+        assert rows([again]) == rows([spec])
+        assert (again.id, again.prefix, again.prefix_tokens) == (spec.id, spec.prefix, spec.prefix_tokens)
+        assert (again.sample_of and again.sample_of.id) == (spec.sample_of and spec.sample_of.id)
 
 
 def test_samples_with_lengths_drawn_together() -> None:
@@ -179,17 +179,17 @@ def test_samples_with_lengths_drawn_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "said"),
+    ("samples", "message"),
     [
         (0, "workload.samples: got 0, must be >= 1"),
         (10_001, "workload.samples: got 10001, must be <= 10000"),
         (10_000, "workload.samples: got 10,000, must be <= 1,000 for 100,000 requests"),
     ],
 )
-def test_samples_are_bounded(samples: int, said: str) -> None:
-    given = {"question": "?", "model": "llama-3.1-8b", "hardware": "h100-sxm"}
-    with pytest.raises(ScenarioError, match=said):
-        scenario.parse(given | {"workload": BASE | {"requests": 100_000, "samples": samples}}, "here")
+def test_samples_are_bounded(samples: int, message: str) -> None:
+    fields = {"question": "?", "model": "llama-3.1-8b", "hardware": "h100-sxm"}
+    with pytest.raises(ScenarioError, match=message):
+        scenario.parse(fields | {"workload": BASE | {"requests": 100_000, "samples": samples}}, "here")
 
 
 # -- requests that follow others --------------------------------------------------------------------------------------
@@ -242,8 +242,8 @@ def test_agentic_turns_find_what_was_said(tmp_path: Path) -> None:
     first, other = w.open
     (second,) = w.on_finish(first, 0)
     for size in (16, 256, 512):
-        said = (1030 + 10) // size
-        assert [first.block_key(i, size) for i in range(said)] == [second.block_key(i, size) for i in range(said)]
+        full = (1030 + 10) // size
+        assert [first.block_key(i, size) for i in range(full)] == [second.block_key(i, size) for i in range(full)]
         both = 1024 // size
         assert [first.block_key(i, size) for i in range(both)] == [other.block_key(i, size) for i in range(both)]
     assert other.block_key(64, 16) != first.block_key(64, 16)
@@ -263,8 +263,8 @@ def test_mooncake_spread_keeps_cell_and_order() -> None:
         assert -10_000_000 <= spec.arrival_ns - row.arrival_ns < 3_010_000_000
     assert len({s.arrival_ns for s in moved}) > 2990
     assert made(seed=2, **whole).fingerprint() != made(**whole).fingerprint()
-    kept = made(**whole, spread=False).open
-    assert [s.arrival_ns for s in kept] == [r.arrival_ns for r in given_rows]
+    unspread = made(**whole, spread=False).open
+    assert [s.arrival_ns for s in unspread] == [r.arrival_ns for r in given_rows]
 
 
 def test_mooncake_real_times_are_not_spread() -> None:
@@ -295,19 +295,19 @@ def test_a_missing_trace_says_where_it_was_looked_for(monkeypatch: pytest.Monkey
     monkeypatch.setenv("CBSIM_DATA", str(tmp_path))
     with pytest.raises(ScenarioError) as caught:
         made(kind="azure", path="nowhere.csv")
-    text = str(caught.value)
-    assert "workload.path: no file 'nowhere.csv' beside the scenario" in text
-    assert str(tmp_path / "nowhere.csv") in text and "docs/data.md" in text
+    message = str(caught.value)
+    assert "workload.path: no file 'nowhere.csv' beside the scenario" in message
+    assert str(tmp_path / "nowhere.csv") in message and "docs/data.md" in message
     (tmp_path / "nowhere.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,5,1\n")
     assert made(kind="azure", path="nowhere.csv").total == 1
 
 
 @pytest.mark.parametrize("name", catalog.names())
 def test_reference_scenarios_have_a_workload(name: str) -> None:
-    wanted = scenario.load(name)
-    path = getattr(wanted.workload, "path", None)
+    loaded = scenario.load(name)
+    path = getattr(loaded.workload, "path", None)
     if path:
         data(path)
-    w = generators.build(wanted)
+    w = generators.build(loaded)
     assert w.open and w.total >= len(w.open)
     assert [(s.arrival_ns, s.index) for s in w.open] == sorted((s.arrival_ns, s.index) for s in w.open)
