@@ -44,15 +44,11 @@ __all__ = [
 ]
 HOMES = {
     "Capacity": "cbsim.search.capacity",
-    "CheckError": "cbsim.errors",
-    "Result": "cbsim.runs.result",
-    "Results": "cbsim.runs.result",
-    "RunError": "cbsim.errors",
     "Scenario": "cbsim.scenario.scenario",
-    "ScenarioError": "cbsim.errors",
     "Swept": "cbsim.sweeps.sweep",
     "Tuned": "cbsim.search.tune",
-    "UserError": "cbsim.errors",
+    **dict.fromkeys(("Result", "Results"), "cbsim.runs.result"),
+    **dict.fromkeys(("CheckError", "RunError", "ScenarioError", "UserError"), "cbsim.errors"),
 }
 COMMAND = "python -m cbsim run scenario.resolved.yaml"  # in the run directory
 
@@ -123,16 +119,15 @@ def capacity(
     """
     from contextlib import closing
 
-    from cbsim.search import capacity
-    from cbsim.search import probe as asked
+    from cbsim.search import capacity, probe
     from cbsim.sweeps import identity
     from cbsim.sweeps.executor import executor
     from cbsim.sweeps.store import Runs, Store
 
     loaded = load(scenario)
-    wanted = asked.terms(loaded, slo, goodput, **terms)
+    required = probe.terms(loaded, slo, goodput, **terms)
     with closing(executor(jobs, ray)) as workers:
-        return capacity.search(loaded, over, wanted, Runs(Store(Path(store), identity.code()), workers))
+        return capacity.search(loaded, over, required, Runs(Store(Path(store), identity.code()), workers))
 
 
 def tune(
@@ -153,25 +148,17 @@ def tune(
     prints as what is known of each candidate. Raises ScenarioError, CheckError, RunError.
     """
     from cbsim.metrics import checks
+    from cbsim.scenario.fields import check_strings
     from cbsim.search import tune as tuning
     from cbsim.search.racing import Goal
     from cbsim.sweeps.executor import executor
 
-    for name, texts in (("slo", slo), ("changes", changes)):
-        _check_texts(name, texts)
-    conditions = [checks.parse(text, "slo", sweep=True) for text in slo]
+    check_strings("slo", slo)
+    check_strings("changes", changes)
+    conditions = [checks.parse(condition, "slo", sweep=True) for condition in slo]
     goal = Goal(checks.objective(metric, f"metric {metric!r}"), conditions, confidence, replicates)
     candidates = tuning.candidates(scenario, changes, knobs, goal)
     return tuning.tune(candidates, goal, Path(store), executor(jobs, ray))
-
-
-def _check_texts(name: str, texts: object) -> None:
-    """Raises ScenarioError unless it is a list of texts."""
-    from cbsim.errors import ScenarioError
-    from cbsim.scenario.fields import shown
-
-    if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-        raise ScenarioError(f"{name}: got {shown(texts)}, expected a list of texts", field=name, value=texts)
 
 
 def __getattr__(name: str) -> Any:

@@ -52,10 +52,10 @@ def read_text(path: Path, error: type[UserError] = ScenarioError, most_bytes: in
         return content.decode("utf-8-sig")
 
 
-def parsed_json(text: str | bytes, source: Path | str, error: type[UserError] = ScenarioError) -> Any:
-    """The JSON value that a text is; `source` is what messages call it. Raises `error`."""
+def parsed_json(content: str | bytes, source: Path | str, error: type[UserError] = ScenarioError) -> Any:
+    """The JSON value in `content`; `source` is what messages call it. Raises `error`."""
     try:
-        return json.loads(text)
+        return json.loads(content)
     except (ValueError, RecursionError) as failed:
         raise error(f"{source}: not valid JSON: {failed}", file=source) from None
 

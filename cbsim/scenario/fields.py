@@ -28,6 +28,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
+from cbsim.errors import ScenarioError
 from cbsim.files import PATH_BOUND, too_long
 
 MOST_HINTS = 8
@@ -74,6 +75,12 @@ def cut(line: str, most: int = 200) -> str:
     """A user's own words in one line of at most so many characters."""
     short = line if len(line) <= most else f"{line[: most - 3]}..."
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in short)
+
+
+def check_strings(name: str, values: object) -> None:
+    """Raises ScenarioError unless the values of the argument `name` are strings in a list or tuple."""
+    if isinstance(values, str) or not isinstance(values, Sequence) or not all(isinstance(one, str) for one in values):
+        raise ScenarioError(f"{name}: got {shown(values)}, expected a list of texts", field=name, value=values)
 
 
 def complaint(message: str, field: str = "") -> PydanticCustomError:

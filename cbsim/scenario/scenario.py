@@ -26,7 +26,7 @@ from cbsim.scenario import catalog, documents, sizing
 from cbsim.scenario.costs import Coefficients, Cost, RooflineSettings, TableSettings
 from cbsim.scenario.demand import Demand
 from cbsim.scenario.documents import Document
-from cbsim.scenario.fields import Frozen, complaint, shown
+from cbsim.scenario.fields import Frozen, check_strings, complaint, shown
 from cbsim.scenario.overrides import apply
 from cbsim.scenario.schedulers import Scheduler, plain
 from cbsim.scenario.serving import KvCache, Loop, Slo
@@ -335,8 +335,7 @@ def write_schemas(folder: Path, further: Mapping[str, type[Frozen]] = MappingPro
 
 def scenario_of(source: str | Path | Mapping[str, Any] | Scenario, overrides: Sequence[str] = ()) -> Scenario:
     """The scenario meant. Raises ScenarioError."""
-    if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
-        raise ScenarioError(f"overrides: got {shown(overrides)}, expected texts such as 'loop.mode=async'")
+    check_strings("overrides", overrides)
     if isinstance(source, Scenario):
         return parse(source.model_dump(mode="json"), "scenario", overrides) if overrides else source
     if isinstance(source, Mapping):
