@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
@@ -59,13 +60,13 @@ def written(folder: Path, name: str, trace: list[Line], given: Line) -> Path:
 
 
 def ran(*paths: Path) -> tuple[int, str]:
-    said: list[str] = []
-    return run(paths, said.append), "\n".join(said)
+    output: list[str] = []
+    return run(paths, output.append), "\n".join(output)
 
 
-def table(said: str) -> list[list[str]]:
+def table(output: str) -> list[list[str]]:
     """The rows of the table at the end, the header's first; what there is no version of is the sum."""
-    lines = said.splitlines()
+    lines = output.splitlines()
     return [line.split() for line in lines[lines.index(next(line for line in lines if "scheduler  " in line)) :]]
 
 
@@ -73,12 +74,12 @@ def test_directories_are_searched_and_counted() -> None:
     """A directory stands for all traces below it; each is reported in a line that begins with its name, and a table at
     the end counts traces, their lines and the lines that matched, by scheduler and version.
     """
-    status, said = ran(GOLDEN / "transformers")
+    status, output = ran(GOLDEN / "transformers")
     listed = traces(GOLDEN / "transformers")
     assert status == 0
-    told = said.splitlines()[: len(listed)]
-    assert [line.split()[0] for line in told] == [path.name.removesuffix(".jsonl.gz") for path in listed]
-    header, rule, *rows = table(said)
+    reported = output.splitlines()[: len(listed)]
+    assert [line.split()[0] for line in reported] == [path.name.removesuffix(".jsonl.gz") for path in listed]
+    header, rule, *rows = table(output)
     assert header == ["scheduler", "version", "traces", "lines", "matched"]
     assert len(rule) == 1
     assert [row[:2] for row in rows[:-1]] == [["transformers", "5.17.0"], ["transformers", "5.23.0"]]
@@ -86,7 +87,7 @@ def test_directories_are_searched_and_counted() -> None:
     assert sum(int(row[2]) for row in rows[:-1]) == int(rows[-1][1]) == len(listed)
     for place in (-1, -2):
         assert sum(int(row[place]) for row in rows[:-1]) == int(rows[-1][place]) > 10_000
-    assert len(said.splitlines()) == len(listed) + len(rows) + 2
+    assert len(output.splitlines()) == len(listed) + len(rows) + 2
 
 
 def test_the_table_counts_what_differs(tmp_path: Path) -> None:
@@ -96,10 +97,10 @@ def test_the_table_counts_what_differs(tmp_path: Path) -> None:
     path = written(tmp_path, VLLM, trace, workload(VLLM))
     skipped = tmp_path / "other.sync.jsonl"
     skipped.write_text(json.dumps(trace[0] | {"vllm": "0.21.0"}))
-    status, said = ran(path, skipped)
+    status, output = ran(path, skipped)
     assert status == 1
     counts = ["1", f"{len(trace) - 1}", "8"]
-    assert table(said)[2:] == [["vllm", "0.33.0", *counts], ["all", *counts]]
+    assert table(output)[2:] == [["vllm", "0.33.0", *counts], ["all", *counts]]
 
 
 def test_a_trace_without_a_mode_is_a_line_too() -> None:
@@ -107,119 +108,92 @@ def test_a_trace_without_a_mode_is_a_line_too() -> None:
     assert f"{TraceResult('a01', 'any', '1.0', '', 5, 5)}" == "a01  any 1.0  5/5 lines  ok"
 
 
-def _deeper(line: Line) -> None:
-    line["reqs"][0]["computed"] += 1
+def altered(line: Line, path: str, change: Callable[[Any], Any]) -> None:
+    """Change the value at a path such as `reqs[0].computed`."""
+    *parents, last = [int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", path)]
+    value: Any = line
+    for part in parents:
+        value = value[part]
+    value[last] = change(value[last] if isinstance(last, int) else value.get(last))
 
 
-def _preempted(line: Line) -> None:
-    line["preempted"].append(["r9", 1, 1])
-
-
-def _free_order(line: Line) -> None:
-    line["after_schedule"]["uninit_order"].reverse()
-
-
-def _batch(line: Line) -> None:
-    line["batch"][-1]["past"] += 1
-
-
-def _forked(line: Line) -> None:
-    line["after_update"]["block_tables"]["r0__child#0"][-1] += 1
-
-
-def _host(line: Line) -> None:
-    line["after_schedule"]["cpu"]["free"].pop()
-
-
-def _loose(line: Line) -> None:
-    trees = line["after_schedule"]["free_block_trees"]["full_attention"]
-    line["after_schedule"]["free_block_trees"]["full_attention"] = dict(reversed(trees.items())) | {"5": []}
-
-
-def _remembered(line: Line) -> None:
-    del next(event for event in line["schedule_events"] if event.get("no_cache"))["no_cache"]
-
-
-def _on_the_host(line: Line) -> None:
-    line["after_schedule"]["cpu"]["held"]["r5"]["full_attention"][0] -= 1
+def more(value: int) -> int:
+    return value + 1
 
 
 @pytest.mark.parametrize(
-    ("name", "at", "alter", "field"),
+    ("name", "at", "path", "change"),
     [
-        (VLLM, 1, _deeper, "reqs[0].computed"),
-        (VLLM, 100, lambda line: line.update(t=line["t"] + 1), "t"),
-        (VLLM, 101, _preempted, "preempted"),
-        (VLLM, -1, lambda line: line.update(prefix_cache_final_cached_blocks=0), "prefix_cache_final_cached_blocks"),
-        (VLLM, -1, lambda line: line["requests"]["r000"].update(n_out=0), "requests.r000.n_out"),
-        (VLLM, 7, lambda line: line.update(extra=1), "extra"),
-        (GROUPED, 40, lambda line: line["reqs"][0]["live"].append(1), "reqs[0].live"),
-        (TRANSFORMERS, 3, _free_order, "after_schedule.uninit_order"),
-        (TRANSFORMERS, 5, _batch, "batch[2].past"),
-        (TRANSFORMERS, -1, lambda line: line["outputs"].popitem(), "outputs"),
-        (FORKED, 3, _forked, "after_update.block_tables.r0__child#0"),
-        (OFFLOADED, 40, _host, "after_schedule.cpu.free"),
-        (SECTORS, 6, _loose, "after_schedule.free_block_trees.full_attention.5"),
-        (SECTORS, 6, _remembered, "schedule_events[3].no_cache"),
-        (SECTORS, 6, lambda line: line["schedule_events"][0].update(tokens=2), "schedule_events[0].tokens"),
-        (SECTORS_HOST, 13, _on_the_host, "after_schedule.cpu.held.r5.full_attention"),
-        (SARATHI, 287, lambda line: line["reqs"][0].update(done=0), "reqs[0].done"),
-        (SARATHI, 288, lambda line: line["tokens"].pop(), "tokens"),
-        (STAGED, 60, lambda line: line["finished"].append("r000"), "finished"),
-        (STAGED, -1, lambda line: line["lost_outputs"].append(1), "lost_outputs"),
-        (TRTLLM, 53, lambda line: line.update(blocks=5), "blocks"),
-        (TRTLLM, 53, lambda line: line.update(left=47), "left"),
-        (TRTLLM, 54, lambda line: line["fitting"].reverse(), "fitting"),
-        (TRTLLM, 54, lambda line: line["reqs"][-1].update(held=5), "reqs[6].held"),
-        (TRTLLM, 55, lambda line: line["tokens"].reverse(), "tokens"),
-        (TRTLLM, -1, lambda line: line.update(end_us=0), "end_us"),
+        (VLLM, 1, "reqs[0].computed", more),
+        (VLLM, 100, "t", more),
+        (VLLM, 101, "preempted", lambda value: [*value, ["r9", 1, 1]]),
+        (VLLM, -1, "prefix_cache_final_cached_blocks", lambda _: 0),
+        (VLLM, -1, "requests.r000.n_out", lambda _: 0),
+        (VLLM, 7, "extra", lambda _: 1),
+        (GROUPED, 40, "reqs[0].live", lambda value: [*value, 1]),
+        (TRANSFORMERS, 3, "after_schedule.uninit_order", lambda value: value[::-1]),
+        (TRANSFORMERS, 5, "batch[2].past", more),
+        (TRANSFORMERS, -1, "outputs", lambda value: dict(list(value.items())[1:])),
+        (FORKED, 3, "after_update.block_tables.r0__child#0", lambda value: [*value[:-1], value[-1] + 1]),
+        (OFFLOADED, 40, "after_schedule.cpu.free", lambda value: value[:-1]),
+        (SECTORS, 6, "after_schedule.free_block_trees.full_attention", lambda value: value | {"5": []}),
+        (SECTORS, 6, "schedule_events[3].no_cache", lambda _: None),
+        (SECTORS, 6, "schedule_events[0].tokens", lambda _: 2),
+        (SECTORS_HOST, 13, "after_schedule.cpu.held.r5.full_attention", lambda value: [value[0] - 1, *value[1:]]),
+        (SARATHI, 287, "reqs[0].done", lambda _: 0),
+        (SARATHI, 288, "tokens", lambda value: value[:-1]),
+        (STAGED, 60, "finished", lambda value: [*value, "r000"]),
+        (STAGED, -1, "lost_outputs", lambda value: [*value, 1]),
+        (TRTLLM, 53, "blocks", lambda _: 5),
+        (TRTLLM, 53, "left", lambda _: 47),
+        (TRTLLM, 54, "fitting", lambda value: value[::-1]),
+        (TRTLLM, 54, "reqs[6].held", lambda _: 5),
+        (TRTLLM, 55, "tokens", lambda value: value[::-1]),
+        (TRTLLM, -1, "end_us", lambda _: 0),
     ],
 )
 def test_one_altered_field_is_found(
-    tmp_path: Path, name: str, at: int, alter: Callable[[Line], None], field: str
+    tmp_path: Path, name: str, at: int, path: str, change: Callable[[Any], Any]
 ) -> None:
     """The check can fail: the altered line and field are named, status 1, and the lines before it count as matched."""
     trace = lines(name)
     at = at % len(trace)
     while name in (VLLM, GROUPED) and at < len(trace) - 1 and not trace[at].get("reqs"):
         at += 1
-    alter(trace[at])
-    status, said = ran(written(tmp_path, name, trace, workload(name)))
+    altered(trace[at], path, change)
+    status, output = ran(written(tmp_path, name, trace, workload(name)))
     assert status == 1
-    assert f"{at - 1}/{len(trace) - 1} lines  MISMATCH" in said
-    assert f"line {at + 1}" in said
-    assert f"\n    {field}" in said
+    assert f"{at - 1}/{len(trace) - 1} lines  MISMATCH" in output
+    assert f"line {at + 1}" in output
+    assert f"\n    {path}" in output
 
 
-def test_another_chunk_size_in_a_header_is_found(tmp_path: Path) -> None:
-    """Which sizes a schedule of chunks has is compared, before any line."""
-    name = "sarathi/96f9911/sa8_dynamic"
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("sarathi/96f9911/sa8_dynamic", "effective._chunk_sizes"),  # the sizes of a schedule of chunks
+        (GROUPED, "effective.groups[0].layers"),  # the groups that are made of the layers
+    ],
+)
+def test_another_header_is_found(tmp_path: Path, name: str, path: str) -> None:
+    """What follows from a workload's settings is compared before any line."""
     trace = lines(name)
-    trace[0]["effective"]["_chunk_sizes"][1] -= 32
-    status, said = ran(written(tmp_path, name, trace, workload(name)))
+    altered(trace[0], path, lambda value: value[::-1])
+    status, output = ran(written(tmp_path, name, trace, workload(name)))
     assert status == 1
-    assert "line 1: not the same\n    effective._chunk_sizes" in said
-
-
-def test_other_groups_in_a_header_are_found(tmp_path: Path) -> None:
-    """Which groups are made of the layers is compared, before any line."""
-    trace = lines(GROUPED)
-    trace[0]["effective"]["groups"][0]["layers"] = [0, 7]
-    status, said = ran(written(tmp_path, GROUPED, trace, workload(GROUPED)))
-    assert status == 1
-    assert "line 1: not the same\n    effective.groups[0].layers" in said
+    assert f"line 1: not the same\n    {path}" in output
 
 
 @pytest.mark.parametrize("name", [VLLM, TRANSFORMERS, SARATHI, TRTLLM])
 def test_a_shortened_or_lengthened_trace_is_found(tmp_path: Path, name: str) -> None:
     """A trace has to end where our replay ends."""
     trace = lines(name)
-    status, said = ran(written(tmp_path, name, trace[:-1], workload(name)))
+    status, output = ran(written(tmp_path, name, trace[:-1], workload(name)))
     assert status == 1
-    assert "the trace ends, our replay goes on" in said
-    status, said = ran(written(tmp_path, name, [*trace, trace[-1]], workload(name)))
+    assert "the trace ends, our replay goes on" in output
+    status, output = ran(written(tmp_path, name, [*trace, trace[-1]], workload(name)))
     assert status == 1
-    assert "our replay has ended, the trace goes on" in said
+    assert "our replay has ended, the trace goes on" in output
 
 
 def test_a_null_is_an_absent_field(tmp_path: Path) -> None:
@@ -236,10 +210,10 @@ def test_a_failing_replay_is_a_mismatch(tmp_path: Path) -> None:
     """A workload that our policy cannot finish is reported with the reason, not with a traceback."""
     trace, given = lines(VLLM), workload(VLLM)
     trace[0]["config"]["num_blocks"] = 3
-    status, said = ran(written(tmp_path, VLLM, trace, given))
+    status, output = ran(written(tmp_path, VLLM, trace, given))
     assert status == 1
-    assert "MISMATCH" in said
-    assert "Traceback" not in said
+    assert "MISMATCH" in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize(
@@ -261,12 +235,12 @@ def test_garbage_is_refused(tmp_path: Path, text: str, expected: str) -> None:
     """Input that is no trace: status 2, with the file and what was expected."""
     path = tmp_path / "x.jsonl"
     path.write_text(text)
-    status, said = ran(path)
+    status, output = ran(path)
     assert status == 2
-    assert said.startswith("x  unreadable: ")
-    assert f"{path}" in said
-    assert expected in said.splitlines()[0]
-    assert table(said)[2:] == [["all", "0", "0", "0"]]
+    assert output.startswith("x  unreadable: ")
+    assert f"{path}" in output
+    assert expected in output.splitlines()[0]
+    assert table(output)[2:] == [["all", "0", "0", "0"]]
 
 
 def test_broken_files_are_refused(tmp_path: Path) -> None:
@@ -281,14 +255,14 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     assert "line 3: expected a JSON object" in ran(path)[1]
     trace = lines(VLLM)
     del trace[0]["config"]["policy"]
-    status, said = ran(written(tmp_path, VLLM, trace, workload(VLLM)))
+    status, output = ran(written(tmp_path, VLLM, trace, workload(VLLM)))
     assert status == 2
-    assert "no field 'policy'" in said
+    assert "no field 'policy'" in output
     assert ran(tmp_path / "nowhere")[0] == 2
     assert ran(tmp_path / f"{VLLM.rsplit('/', 1)[1].split('.', maxsplit=1)[0]}.json")[0] == 2
     (tmp_path / "empty").mkdir()
-    status, said = ran(tmp_path / "empty")
-    assert (status, table(said)[2:]) == (2, [["all", "0", "0", "0"]])
+    status, output = ran(tmp_path / "empty")
+    assert (status, table(output)[2:]) == (2, [["all", "0", "0", "0"]])
     assert ran(cut, GOLDEN / f"{VLLM}.jsonl.gz")[0] == 2
 
 
@@ -325,7 +299,7 @@ def test_what_is_outside_the_model_is_named(tmp_path: Path, name: str, reason: s
         trace[0]["config"]["spec"] = {"method": "eagle", "k": 3}
     given.setdefault("model", {})["layer_types"] = ["chunked_attention"] * ("chunked" in reason)
     path = written(tmp_path, name, trace, given)
-    status, said = ran(path)
+    status, output = ran(path)
     assert status == 2
-    assert said.splitlines()[0].endswith(f"not compared: {reason}")
+    assert output.splitlines()[0].endswith(f"not compared: {reason}")
     assert ran(path, GOLDEN / f"{VLLM}.jsonl.gz")[0] == 0

@@ -15,7 +15,7 @@ from support.contents import Contents, said
 from support.helpers import Ask, Drive
 
 from cbsim.policy.kind import SettingsError
-from cbsim.policy.plan import Row, StepPlan, Underway
+from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import Finish, RequestSpec
 from cbsim.policy.transfers import DEVICE, HOST, IN_ORDER, Direction, Transfer
 from cbsim.scenario import shapes
@@ -33,8 +33,7 @@ class Executed:
         self.plans: list[StepPlan] = []
         self.drive = Drive(scheduler, asks, depth)
         self.watch = Watch(self.drive)
-        self.contents = Contents(self.drive.asks, scheduler.pool.block_size)
-        self._underway = Underway(scheduler.pool.block_size)
+        self.contents = self.watch.memory.contents
         self.drive.on_step = self._step
 
     def run(self) -> Executed:
@@ -45,8 +44,6 @@ class Executed:
     def _step(self, plan: StepPlan, rows: list[Row]) -> None:
         self.plans.append(plan)
         self.watch.step(plan, rows)
-        self._underway.planned(plan)
-        self.contents.step(plan, rows, self.drive.executor.tables)
         swapping = self.drive.scheduler.swapping  # type: ignore[union-attr]
         assert swapping is not None
         swapping.check()

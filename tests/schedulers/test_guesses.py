@@ -15,23 +15,22 @@ from cbsim.policy.decoding import Decoding
 from cbsim.policy.plan import Chunk, Outcome, Row, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.record.record import Record, StepTimes
+from cbsim.schedulers.base import SchedulerBase, plain_pool
+from cbsim.schedulers.simple.settings import PaddedOptions
 
 SIZE, BLOCKS, SEATS = 4, 14, 3
 
 
-class Guessing:
+class Guessing(SchedulerBase):
     """First come, first served. Rows bring `guesses[step]` guesses each; with none, everybody decodes together.
 
     A request that finds no block takes those of the request admitted last.
     """
 
-    polls_before_update = False
-    awaits_when_idle = True
-
     def __init__(self, guesses: list[int]) -> None:
-        self.pool = BlockPool(SIZE, BLOCKS, FreeQueue(range(BLOCKS), unhashed_first=True))
-        self.decoding = Decoding(self.pool, KeysWhenKnown(self.pool), together=True)
-        self.requests = self.decoding.requests
+        options = PaddedOptions(name="guessing", batch_size=SEATS, block_size=SIZE, num_blocks=BLOCKS)
+        self.pool = plain_pool(options)
+        super().__init__(options, Decoding(self.pool, KeysWhenKnown(self.pool), together=True))
         self.waiting: list[Request] = []
         self.preempted = 0
         self._guesses = guesses
@@ -40,19 +39,11 @@ class Guessing:
     def running(self) -> list[Request]:
         return [*self.decoding.batched, *self.decoding.unbatched]
 
-    @property
-    def idle(self) -> bool:
-        return not self.requests
-
     def refusal(self, spec: RequestSpec) -> str | None:
         return None if self.pool.blocks_for(spec.prompt_tokens + spec.max_tokens) <= BLOCKS else "too long"
 
     def add(self, spec: RequestSpec) -> None:
         self.waiting.append(self.decoding.add(spec, spec.max_tokens))
-
-    def cancel(self, spec: RequestSpec) -> None:
-        if request := self.requests.get(spec):
-            self._finish(request, Finish.ABORTED)
 
     def schedule(self) -> StepPlan | None:
         decoding, rows = self.decoding, dict[Request, Chunk]()
@@ -93,12 +84,6 @@ class Guessing:
         self.decoding.admit(request, len(cached) * SIZE)
         rows[request] = self.decoding.row(request, request.uncomputed, self.pool.grow(request, wanted))
         return True
-
-    def runs_ahead(self, plan: StepPlan) -> bool:
-        return True
-
-    def update(self, plan: StepPlan, result: StepResult) -> Outcome:
-        return self.decoding.complete(plan, result, self._finish)
 
     def _finish(self, request: Request, reason: Finish) -> None:
         if request.status is Status.WAITING:

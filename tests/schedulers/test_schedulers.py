@@ -34,8 +34,10 @@ from cbsim.schedulers.vllm.settings import VllmOptions
 @FAMILIES
 @DEPTHS
 def test_every_request_ends_once_and_nothing_is_left(cases: st.SearchStrategy[Case], depth: int) -> None:
-    """Budgets and seats are kept, rows continue where the last one ended, tokens come from the rows that sampled them,
-    and at the end the cache is free; whatever was shared, preempted, stopped or cancelled on the way."""
+    """Budgets and seats are kept, rows continue where the last one ended and read the tokens of their own requests,
+    tokens come from the rows that sampled them, plans know their longest decoding row, and the cache is free in
+    the end; whatever was shared, forked, preempted, stopped or cancelled on the way.
+    """
 
     @given(case=cases)
     def check(case: Case) -> None:
@@ -59,7 +61,6 @@ def test_an_executor_learns_of_replaced_blocks(depth: int) -> None:
         max_requests_per_batch=4,
         max_blocks_per_request=0,
         safety_margin=0.0,
-        allow_block_sharing=True,
     )
     specs = [RequestSpec(i, f"r{i}", 0, 5, 6, 6, prefix=(7,), prefix_block_tokens=4, prefix_tokens=4) for i in range(2)]
     drive = Drive(TransformersScheduler(options), [Ask(spec, 0, None, None) for spec in specs], depth)
@@ -193,24 +194,8 @@ def test_with_outputs_reserved_nobody_is_preempted(depth: int, case: Case) -> No
 
 
 def reserving(blocks: int, *, reserve: bool) -> VllmScheduler:
-    options = VllmOptions(
-        version="0.33",
-        policy="fcfs",
-        block_size=4,
-        num_blocks=1 + blocks,
-        max_model_len=MOST_TOKENS,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        enable_chunked_prefill=True,
-        enable_prefix_caching=True,
-        long_prefill_token_threshold=0,
-        adaptive_long_prefill_threshold=False,
-        scheduler_reserve_full_isl=True,
-        watermark=0.0,
-        prefill_schedule_interval=1,
-        reserve_output=reserve,
-    )
-    return VllmScheduler(options)
+    sizes = {"block_size": 4, "num_blocks": 1 + blocks, "max_model_len": MOST_TOKENS, "max_num_seqs": 8}
+    return VllmScheduler(VllmOptions(**sizes, max_num_batched_tokens=64, reserve_output=reserve))
 
 
 @pytest.mark.parametrize(("blocks", "most"), [(5, 1), (6, 2), (8, 2), (9, 3)])
@@ -243,28 +228,3 @@ def test_shared_blocks_are_needed_once_and_idle_ones_are_taken_from_the_free(hol
     assert max(plan.counts.running for plan in plans) == most
     assert max(chunk.cached for plan in plans for chunk in plan.work.chunks) == 8
     assert not any(plan.changes.preempted for plan in plans)
-
-
-# -- the longest row --------------------------------------------------------------------------------------------------
-
-
-@FAMILIES
-@DEPTHS
-def test_plans_know_their_longest_decoding_row(cases: st.SearchStrategy[Case], depth: int) -> None:
-    """As recounted from the rows that nobody listed, in every step; 0 if there are none."""
-
-    @given(case=cases)
-    @settings(max_examples=60)
-    def check(case: Case) -> None:
-        build, workload = case
-        drive = Drive(build(), workload, depth)
-
-        def compare(plan: StepPlan, rows: list[Row]) -> None:
-            contexts = [row.start for row in rows if row.chunk is None]
-            assert plan.work.longest_context == max(contexts, default=0)
-            assert plan.work.decode_context == sum(contexts)
-
-        drive.on_step = compare
-        drive.run()
-
-    check()

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.cases import DEPTHS, MOST_TOKENS, Case, Watch, check_ends, trtllm_cases
-from support.contents import Contents
 from support.helpers import Ask, Drive
 
 from cbsim.policy.kind import SettingsError, for_probe
@@ -73,13 +72,12 @@ def test_only_max_utilization_pauses(policy: str, depth: int) -> None:
     def check(case: Case) -> None:
         build, workload = case
         drive = Drive(build(), workload, depth)
-        contents, watch = Contents(drive.asks, drive.scheduler.pool.block_size), Watch(drive)
+        watch = Watch(drive)
         scheduler = drive.scheduler
         assert isinstance(scheduler, TrtllmScheduler)
 
         def look(plan: StepPlan, rows: list[Row]) -> None:
             watch.step(plan, rows)
-            contents.step(plan, rows, drive.executor.tables)
             if plan.changes.preempted:
                 event("paused")
                 assert policy == MAX_UTILIZATION

@@ -38,6 +38,7 @@ from cbsim.schedulers.trtllm.settings import TrtllmOptions
 from cbsim.schedulers.vllm.scheduler import VllmScheduler
 from cbsim.schedulers.vllm.settings import VllmOptions
 from cbsim.workload.scheduler_tests import ChainedKeys
+from support.contents import Memory
 from support.helpers import AnyScheduler, Ask, Drive, token_steps
 
 MOST_TOKENS = 24  # longest request
@@ -113,42 +114,26 @@ def vllm_cases(draw: st.DrawFn) -> Case:
 
 
 @st.composite
-def transformers_cases(draw: st.DrawFn) -> Case:
-    """A transformers scheduler and a workload."""
-    size = draw(st.sampled_from([3, 4, 5]))
+def transformers_cases(draw: st.DrawFn, version: str = "5.17") -> Case:
+    """A transformers scheduler, of 5.23 with one or more blocks in a sector, and a workload."""
+    size, new = draw(st.sampled_from([3, 4, 5])), version == "5.23"
+    per = draw(st.sampled_from([1, 1, 2, 3])) if new else 1
+    least = -(-MOST_TOKENS // (size * per)) if new else MOST_TOKENS // size + 2
+    most = 3 * least if new else 3 * MOST_TOKENS // size
     options = TransformersOptions(
         name=draw(st.sampled_from(["transformers_fifo", "transformers_prefill_first"])),
+        version="5.23" if new else "5.17",
         block_size=size,
-        num_blocks=draw(st.integers(MOST_TOKENS // size + 2, 3 * MOST_TOKENS // size)),
+        num_blocks=draw(st.integers(least, most)) * per,
         max_batch_tokens=draw(st.integers(1, 30)),
         max_requests_per_batch=draw(st.integers(1, 8)),
         max_blocks_per_request=draw(st.sampled_from([0, 2, 8])),
         safety_margin=draw(st.sampled_from([0.0, 0.0, 0.2])),
         allow_block_sharing=draw(st.booleans()),
-        host_blocks=draw(st.sampled_from([0, 0, 3, 12])),
-    )
-    return partial(TransformersScheduler, options), draw(asks(size))
-
-
-@st.composite
-def sector_cases(draw: st.DrawFn) -> Case:
-    """A transformers scheduler of 5.23, with one or more blocks in a sector, and a workload."""
-    size, per = draw(st.sampled_from([3, 4, 5])), draw(st.sampled_from([1, 1, 2, 3]))
-    least = -(-MOST_TOKENS // (size * per))
-    options = TransformersOptions(
-        name=draw(st.sampled_from(["transformers_fifo", "transformers_prefill_first"])),
-        version="5.23",
-        block_size=size,
-        num_blocks=draw(st.integers(least, 3 * least)) * per,
-        max_batch_tokens=draw(st.integers(1, 30)),
-        max_requests_per_batch=draw(st.integers(1, 8)),
-        max_blocks_per_request=draw(st.sampled_from([0, 2, 8])),
-        safety_margin=draw(st.sampled_from([0.0, 0.0, 0.2])),
-        allow_block_sharing=draw(st.booleans()),
-        host_blocks=draw(st.sampled_from([0, 0, 1, 4])) * per,
+        host_blocks=draw(st.sampled_from([0, 0, 1, 4] if new else [0, 0, 3, 12])) * per,
         blocks_per_sector=per,
     )
-    return partial(Transformers523, options), draw(asks(size))
+    return partial(Transformers523 if new else TransformersScheduler, options), draw(asks(size))
 
 
 @st.composite
@@ -257,19 +242,16 @@ def sglang_cases(draw: st.DrawFn, *orders: str) -> Case:
     return partial(SglangScheduler, options), draw(asks(size))
 
 
-FAMILIES = pytest.mark.parametrize(
-    "cases",
-    [
-        vllm_cases(),
-        transformers_cases(),
-        sector_cases(),
-        contiguous_cases(),
-        sarathi_cases(),
-        trtllm_cases(),
-        sglang_cases(),
-    ],
-    ids=["vllm", "transformers", "transformers 5.23", "contiguous", "sarathi", "trtllm", "sglang"],
-)
+STRATEGIES = {
+    "vllm": vllm_cases(),
+    "transformers": transformers_cases(),
+    "transformers 5.23": transformers_cases("5.23"),
+    "contiguous": contiguous_cases(),
+    "sarathi": sarathi_cases(),
+    "trtllm": trtllm_cases(),
+    "sglang": sglang_cases(),
+}
+FAMILIES = pytest.mark.parametrize("cases", STRATEGIES.values(), ids=STRATEGIES)
 DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 
 
@@ -295,15 +277,19 @@ def table_of(scheduler: AnyScheduler, spec: RequestSpec) -> list[int]:
 
 
 class Watch:
-    """Checks each plan against the scheduler's own view of its requests."""
+    """Checks each plan against the scheduler's own view of its requests, and what rows read against what was
+    written.
+    """
 
     def __init__(self, drive: Drive) -> None:
         self.drive = drive
         self.before: dict[RequestSpec, int] = {}
+        self.memory = Memory(drive)
         drive.on_step = self.step
 
     def step(self, plan: StepPlan, rows: list[Row]) -> None:
         scheduler = self.drive.scheduler
+        self.memory.step(plan, rows)
         most_tokens, most_rows = limits(scheduler)
         assert plan.work.tokens <= most_tokens
         assert plan.work.rows <= most_rows
@@ -319,6 +305,9 @@ class Watch:
         assert ran.keys() <= {r.spec for r in active(scheduler)}
         assert all(self.drive.executor.tables[spec] == table_of(scheduler, spec) for spec in ran)
         assert plan.counts.table_blocks == sum(scheduler.pool.allocated(scheduler.requests[spec]) for spec in ran)
+        contexts = [row.start for row in rows if row.chunk is None]
+        assert plan.work.longest_context == max(contexts, default=0)
+        assert plan.work.decode_context == sum(contexts)
         self.before = {r.spec: r.computed for r in active(scheduler)}
 
 

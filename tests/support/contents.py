@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from cbsim.policy.plan import Row, StepPlan, StepResult, Underway
 from cbsim.policy.request import RequestSpec
 from cbsim.policy.transfers import DEVICE, HOST, IN_ORDER, Direction, Place, Transfer
-from support.helpers import Ask, Executor
+from support.helpers import Ask, Drive, Executor
 
 Token = tuple[int, ...]  # a token, and all before it
 OWN = 1000  # and the index of a request: what it says where its text has ended
@@ -123,3 +123,20 @@ class Mover(Executor):
         self._due = {job: (left - 1, ordered) for job, (left, ordered) in self._due.items()}
         self.underway.completed(tuple(over))
         return StepResult(super().result(step).stopped, moved=tuple(over))
+
+
+class Memory:
+    """Blocks of device and host, and what was written in each of their places. Its steps come from plans alone."""
+
+    def __init__(self, drive: Drive) -> None:
+        self.drive, size = drive, drive.scheduler.pool.block_size
+        self.contents, self.underway = Contents(drive.asks, size), Underway(size)
+        self.moves: list[Transfer] = []
+
+    def step(self, plan: StepPlan, rows: list[Row]) -> None:
+        pool = self.drive.scheduler.pool
+        self.underway.planned(plan)
+        self.moves += plan.transfers
+        for tier, block in (place for move in plan.transfers for place in (*move.read, *move.written)):
+            assert 0 <= block <= (pool.num_blocks if tier == DEVICE else pool.host_blocks - 1)
+        self.contents.step(plan, rows, self.drive.executor.tables)
